@@ -28,8 +28,9 @@ from dcompile.compat import torch_logs
 from dcompile.compute_regions import RegionCompiler, RegionResult
 from dcompile.config import Config
 from dcompile.ir.diagram import dot, render
+from dcompile.ir.functional_collectives import is_own_collective
 from dcompile.ir.gemm import Chosen
-from dcompile.ir.nodes import REGION, Extern, Loop, Program, Tile
+from dcompile.ir.nodes import REGION, Collective, Extern, Loop, Program, Tile
 from dcompile.ir.symbols import valued_symbols
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
@@ -124,7 +125,7 @@ class Pipeline:
         if handed is not None:
             report.fallbacks |= self._refused(handed)
             report.notes += handed.notes
-        if program.buckets:
+        if any(isinstance(step, Collective) for step in program.steps):
             foreseen = predict_schedule(program, request.figures, dict(request.groups))
             report.schedule, report.predicted_us, report.exposed_us = foreseen
         if reason and self.config.kernels != "aten":
@@ -396,6 +397,6 @@ def _report(program: Program, kernels: Kernels) -> ProgramReport:
         library_calls=sum(not step.fallback for step in externs) - len(kernels.products) - regions,
         fallbacks=fallbacks,
         regions=regions,
-        collectives=len(program.buckets),
+        collectives=len(program.buckets) + sum(map(is_own_collective, program.steps)),
         bytes_copied=copied_bytes(program),
     )

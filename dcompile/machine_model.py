@@ -82,7 +82,9 @@ class GroupSize:
     copies: bool = False
 
 
-RING_FACTOR: Mapping[str, int] = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+RING_FACTOR: Mapping[str, int] = {
+    "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1,
+}  # fmt: skip
 """How often a ring of n ranks moves (n-1)/n of the whole buffer past each rank: Thakur, Rabenseifner, Gropp,
 "Optimization of Collective Communication Operations in MPICH", IJHPCA 19 (2005); an all-reduce is a reduce-scatter and
 an all-gather."""

@@ -176,6 +176,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
     from dcompile.collectives.fold_average import fold_average
     from dcompile.collectives.fsdp_all_gather import insert_all_gathers
     from dcompile.collectives.fsdp_reduce_scatter import insert_reduce_scatters
+    from dcompile.collectives.send_in_place import send_in_place
 
     return (
         LoopPass(remove_dead_steps, needs_loops=False),
@@ -193,6 +194,8 @@ def loop_passes() -> tuple[LoopPass, ...]:
         LoopPass(split_column_reductions, reorders_sums=True),
         LoopPass(split_row_reductions, reorders_sums=True),
         LoopPass(refuse_after_split),
+        # after fusion, which computes what nobody else reads where it is sent: what is left are copies of products
+        LoopPass(send_in_place, needs_loops=False),
         # after fusion, so that a bucket's all-reduce starts behind the real kernel that writes its last gradient
         LoopPass(insert_ddp_buckets, lambda request: (request.params, request.rule), needs_loops=False, required=True),
         LoopPass(fold_average, needs_loops=False),

@@ -13,14 +13,14 @@ from dcompile.codegen.schedule.memory.memory_summary import memory_headline, mem
 from dcompile.codegen.schedule.order.overlap_summary import overlap_lines
 from dcompile.collectives.contract import Request
 from dcompile.config import Config
-from dcompile.ir.nodes import Program
+from dcompile.ir.nodes import Collective, Program
 from dcompile.logs import is_logged, log
 
 
 def log_plan(config: Config, program: Program, request: Request) -> None:
     """Log what was decided about collectives and memory."""
     name = program.name
-    if program.buckets and is_logged(config, "overlap", DEBUG):
+    if any(isinstance(step, Collective) for step in program.steps) and is_logged(config, "overlap", DEBUG):
         _log_all(config, "overlap", name, overlap_lines(program, request.figures, dict(request.groups)))
     if is_logged(config, "memory", INFO):
         log(config, "memory", INFO, f"{name}: {memory_headline(program)}")

@@ -45,7 +45,8 @@ SUB_LEVELS = {
     "dcompile.codegen": (("nest",), ("lower",), ("schedule",), ("emit",)),
     "dcompile.capture": (
         ("graph_pass", "services"), ("agreement", "aliasing", "call_state"), ("passes", "adapters"),
-        ("batched_backward", "callables", "compiled_model", "graph_boundary", "joint_graph", "output_steps"),
+        ("batched_backward", "callables", "compiled_model", "graph_boundary", "joint_graph"),
+        ("opaque_objects", "output_steps"),
         ("graph_runner",),
         ("dynamo_backend",),
         ("entry",),

@@ -16,7 +16,7 @@ from dcompile import compat
 from dcompile.capture.adapters.eager_regions import EagerRegionMonitor
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.gradient_sync import GradientSync
-from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.capture.adapters.plain import PlainAdapter, new_subject
 from dcompile.capture.agreement.capture_digest import compare_captures
 from dcompile.capture.call_state import CapturedGraph, Invocation, Variant
 from dcompile.capture.passes.dynamo.grouped_experts import group_loop
@@ -45,6 +45,8 @@ class CompiledModel:
         self.settings = settings
         self.services = services
         self.adapter: PlainAdapter = PlainAdapter()
+        self._own_compared: dict[str, set[tuple[str, ...]]] = {}
+        """Name of a process group -> plans of the model's own collectives that its ranks have compared."""
         self.sync = GradientSync(self.adapter)
         self.sync.model = self
         self.peers: Peers = services.meet(None)
@@ -263,6 +265,17 @@ class CompiledModel:
         if subject is not None:
             for number, group in enumerate(adapter.process_groups()):
                 self.services.agree(group, f"{subject}.{number}" if number else subject, plan)
+
+    def agree_on_own(self, plans: Mapping[str, list[str]]) -> None:
+        """The same of the model's own collectives, over each process group that they name, if no plan is theirs too."""
+        known = [id(group) for group in self.adapter.process_groups()]
+        for name, plan in plans.items():
+            group = compat.groups.group_by_name(name)
+            if group is None or id(group) in known:
+                continue
+            subject = new_subject(self._own_compared.setdefault(name, set()), tuple(plan), "own collectives'")
+            if subject is not None:
+                self.services.agree(group, subject, plan)
 
     # --- backward ---
 

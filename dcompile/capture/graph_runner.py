@@ -19,6 +19,7 @@ from dcompile.capture.aliasing.unshare_gradients import UnshareGradients
 from dcompile.capture.aliasing.view_bases import with_bases_as_traced
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.joint_graph import PartitionResult, donated_positions, saved_positions, take_sync_token
+from dcompile.capture.opaque_objects import remove_opaque_objects, without_opaque_objects
 from dcompile.capture.output_steps import OutputRequest, plan_outputs
 from dcompile.capture.passes.joint.absent_gradients import (
     absent_results,
@@ -73,6 +74,8 @@ class GraphPrograms:
         """What runs without kernels of ours because of how the graph is called, and how often."""
         self._own: dict[str, list[str]] = {}
         """Kind of a program -> collectives that the model itself calls (SyncBatchNorm, tensor parallelism)."""
+        self._own_by_group: dict[str, dict[str, list[str]]] = {}
+        """Kind of a program -> name of a process group -> those of them that run over it."""
         self._agreed: set[str] = set()
         """Kinds of programs whose collectives were compared between ranks."""
         self.later: set[int] = set()
@@ -110,7 +113,9 @@ class GraphPrograms:
     def _build(
         self, gm: Any, kind: Any, whole: bool = False, foreseen: Foreseen | None = None, **more: Any
     ) -> Executable:
-        self._own[WHOLE_BACKWARD if whole else kind] = list(own_collectives(gm))
+        own = list(own_collectives(gm))
+        self._own[WHOLE_BACKWARD if whole else kind] = [line for _, line in own]
+        self._own_by_group[WHOLE_BACKWARD if whole else kind] = _by_group(own)
         request = self._request(gm, kind, whole, **more)
         executable = self.model.services.compiler.compile_graph(gm, request, foreseen)
         self.executables[WHOLE_BACKWARD if whole else kind] = executable
@@ -128,7 +133,7 @@ class GraphPrograms:
             kind=kind,
             donated=donated,
             saved=tuple(p for p in saved_positions(gm) if p not in empty) if kind == "backward" else (),
-            **self._machine(),
+            **self._machine(gm),
             **more,
         )
 
@@ -140,6 +145,7 @@ class GraphPrograms:
         backward, self._parted = self._parted, None
         if backward is None or self.adapter.carries_sync or self.adapter.communicators():
             return None
+        backward = without_opaque_objects(backward)
         likely = without(backward, unlikely(backward) if self._may_lack else (), self._exchanged)
         return likely, self._request(likely, "backward", **self._reduces())
 
@@ -168,19 +174,26 @@ class GraphPrograms:
         """Whether a program has collectives that the model itself calls."""
         return bool(self._own[kind])
 
-    def _machine(self) -> dict[str, Any]:
-        """What the cost model is told."""
+    def _machine(self, gm: Any) -> dict[str, Any]:
+        """What the cost model is told: of the adapter's groups, and of those that the graph's own collectives name."""
         found, replicas = self.adapter.communicators(), self.adapter.replicas()
         lanes: dict[int, str] = {}
         for name, group in found.items():
             lanes.setdefault(id(group), name)
         copied = self._copied(found)
+        own = {
+            name: group
+            for named, name in compat.groups.named_groups(gm).items()
+            if (group := compat.groups.group_by_name(named)) is not None
+        }
+        for name, group in own.items():
+            lanes.setdefault(id(group), name)
         config = self.model.settings.config
         return {
             "figures": self.model.services.figures(self.device, next(iter(found.values()), None)),
             "groups": tuple(
                 (name, GroupSize(dist.get_world_size(group), lanes[id(group)], replicas.get(name, 1), name in copied))
-                for name, group in found.items()
+                for name, group in (found | own).items()
             ),
             "early_bytes": None if config.overlap_mb < 0 else config.overlap_mb << 20,
         }
@@ -195,7 +208,8 @@ class GraphPrograms:
         return {name for name, (copies, _) in found.items() if copies}
 
     def _inference(self, gm: Any) -> Boxed:
-        return_input_views(gm, compat.aot.looks_at_inputs())
+        opaque = remove_opaque_objects(gm)
+        return_input_views(gm, opaque.views(compat.aot.looks_at_inputs()))
         steps = plan_outputs(self._output_steps, gm, OutputRequest(len(gm.graph.output_node().args[0])), "inference")
         run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
         gathering, alone = with_bases_as_traced(gm, self._gathering(run)), (self.number,)
@@ -209,6 +223,8 @@ class GraphPrograms:
                 step(results, plan)
             return results
 
+        if opaque.inputs:
+            return opaque.around(inference)
         asks = gathering is not run or steps
         return compat.lean_wrappers.marked_direct(inference, None if asks else getattr(run, "direct", None))
 
@@ -217,13 +233,15 @@ class GraphPrograms:
         return self.model.services.compiler.graph_passes().outputs
 
     def _forward(self, gm: Any) -> Boxed:
-        position = take_sync_token(gm)
-        return_input_views(gm, compat.aot.looks_at_inputs())
+        opaque = remove_opaque_objects(gm)
+        position, shown = take_sync_token(gm), opaque.result_place(self._cut.results)
+        return_input_views(gm, opaque.views(compat.aot.looks_at_inputs()))
         inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
         self._numbers = tuple(n for n, node in inputs if not isinstance(node.meta.get("val"), torch.Tensor))
-        request = OutputRequest(self._cut.results, compat.aot.take_views(), compat.aot.constant_results())
+        views, constant = compat.aot.take_views(), compat.aot.constant_results()
+        request = OutputRequest(shown, opaque.result_places(views), opaque.result_places(constant))
         steps = plan_outputs(self._output_steps, gm, request, "forward")
-        run = self._build(gm, "forward", foreseen=self._foreseen, results=self._cut.results)
+        run = self._build(gm, "forward", foreseen=self._foreseen, results=shown)
         model = self.model
         gathering, alone = with_bases_as_traced(gm, self._gathering(run)), (self.number,)
 
@@ -238,10 +256,12 @@ class GraphPrograms:
                 results.insert(position, token)
             return results
 
-        return forward
+        return opaque.around(forward)
 
     def _backward(self, gm: Any) -> Boxed:
         """The backward, compiled at its first call: only then is it known whether it is to reduce gradients."""
+        opaque = remove_opaque_objects(gm)
+        self.grads = tuple((opaque.result_place(place), number) for place, number in self.grads)
         position = take_sync_token(gm)
         given = tangents(gm)
         places = given if self._may_lack else ()
@@ -283,7 +303,7 @@ class GraphPrograms:
                 results[place] = None
             return results
 
-        return backward
+        return opaque.around(backward)
 
     def _syncs(self, token: int) -> bool:
         """Whether a backward is to reduce gradients, by what its forward has left (see `Invocation.token`)."""
@@ -401,19 +421,32 @@ class GraphPrograms:
         if self.captured and self.adapter.compares_in_forward:  # DDP's are compared before a backward
             self.model.compare_captures([self])
         self.model.agree_on(self.plan(kind))
+        self.model.agree_on_own(self._own_by_group[kind])
 
     def plan(self, kind: str = "backward") -> list[str]:
         """The collectives of a program, one line each, the same on every rank that runs the same program."""
         return plan_of(self.executables[kind].buckets, self.adapter.param_infos()) + self._own[kind]
 
 
-def own_collectives(gm: Any) -> Iterator[str]:
-    """Collectives that are operations of a graph, one line each; not how much they exchange, as batches may differ."""
+def own_collectives(gm: Any) -> Iterator[tuple[str, str]]:
+    """Collectives that are operations of a graph: the process group's name, and a line for each.
+
+    Lines do not say how much is exchanged, as batches may differ.
+    """
     for node in gm.graph.nodes:
         op = str(node.target)
         if node.op == "call_function" and op.startswith("_c10d_functional.") and "wait_tensor" not in op:
-            *how, group = [arg for arg in node.args if isinstance(arg, str)]
-            yield f"{' '.join((op.split('.')[1], *how))} over {compat.groups.size_of(group)} ranks"
+            texts = [arg for arg in node.args if isinstance(arg, str)]
+            if texts:  # else its group is an object, and lowering says so
+                *how, group = texts
+                yield group, f"{' '.join((op.split('.')[1], *how))} over {compat.groups.size_of(group)} ranks"
+
+
+def _by_group(own: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for group, line in own:
+        found.setdefault(group, []).append(line)
+    return found
 
 
 def _reshards(info: ParamInfo) -> bool:

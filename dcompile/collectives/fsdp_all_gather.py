@@ -130,10 +130,19 @@ def _rebase_step(step: Step, places: Places) -> Step:
         case Loop():
             return replace(step, body=tuple(_rebase_load(value, places) for value in step.body))
         case Extern():
-            kwargs = tuple((name, _moved_arg(value, places)) for name, value in step.kwargs)
-            return replace(step, args=tuple(_moved_arg(arg, places) for arg in step.args), kwargs=kwargs)
+            return _rebase_call(step, places)
+        case Collective(call=Extern() as call):
+            return replace(step, call=_rebase_call(call, places))
+        case Wait():  # for one of the model's own, which has sent a parameter
+            holders = dict.fromkeys(places[name].holder if name in places else name for name in step.sent)
+            return replace(step, sent=tuple(sorted(holders)))
         case _:
             raise AssertionError(f"a collective works on a sharded parameter: {step}")
+
+
+def _rebase_call(call: Extern, places: Places) -> Extern:
+    kwargs = tuple((name, _moved_arg(value, places)) for name, value in call.kwargs)
+    return replace(call, args=tuple(_moved_arg(arg, places) for arg in call.args), kwargs=kwargs)
 
 
 def _rebase_load(value: Value, places: Places) -> Value:

@@ -281,10 +281,21 @@ def input_index(placeholder: Any) -> int | None:
 
 
 def is_tangent(placeholder: Any) -> bool:
-    """Whether a placeholder of AOTAutograd's graphs stands for a gradient that autograd hands to the backward."""
+    """Whether a placeholder of AOTAutograd's graphs stands for a gradient that autograd hands to the backward.
+
+    Or for the part of one that is taken apart, such as a DTensor's local tensor.
+    """
     from torch._functorch._aot_autograd.descriptors import TangentAOTInput
 
-    return isinstance(placeholder.meta.get("desc"), TangentAOTInput)
+    description = placeholder.meta.get("desc")
+    while is_part_of_subclass(placeholder) and hasattr(description, "base"):
+        description = description.base
+    return isinstance(description, TangentAOTInput)
+
+
+def is_part_of_subclass(placeholder: Any) -> bool:
+    """Whether a placeholder of AOTAutograd's graphs stands for a part of a tensor that it has taken apart."""
+    return type(placeholder.meta.get("desc")).__name__.startswith("Subclass")
 
 
 def is_base_of_inputs(placeholder: Any) -> bool:

@@ -71,6 +71,15 @@ def objections(ddp: Any, module: torch.nn.Module) -> list[str]:
     return [reason for reason, holds in found.items() if holds]
 
 
+def makes_parameters_anew(module: torch.nn.Module) -> bool:
+    """Whether DDP has taken DTensor parameters apart: each forward makes them anew, and takes them apart again.
+
+    `DistributedDataParallel(model, device_mesh=...)` does so. Behind the first forward, Dynamo finds tensors where it
+    has traced parameters; with any backend the second backward raises, in torch 2.13.
+    """
+    return any(hasattr(parameter, "_st_info") for parameter in module.parameters())
+
+
 def wire(ddp: Any) -> str | None:
     """What this DDP module's communication hook sends gradients as: a dtype's name, or "own" if it casts nothing.
 

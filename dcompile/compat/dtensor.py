@@ -19,6 +19,16 @@ def is_mesh(value: Any) -> bool:
     return module is not None and isinstance(value, module.DeviceMesh)
 
 
+def is_opaque(value: Any) -> bool:
+    """Whether this is what traced graphs pass on without reading it: a mesh, a process group, or a stand-in for one."""
+    fakes = sys.modules.get("torch._library.fake_class_registry")
+    if fakes is not None and isinstance(value, fakes.FakeScriptObject):
+        return True
+    groups = sys.modules.get("torch.distributed")
+    group = getattr(groups, "ProcessGroup", None)
+    return is_mesh(value) or (group is not None and isinstance(value, group))
+
+
 def wrapper(example: Any) -> Callable[[Any], Any]:
     """What makes a DTensor of the size and the placements of `example` out of this rank's part, for autograd too.
 

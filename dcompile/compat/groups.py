@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+COLLECTIVE_NAMESPACES = ("_c10d_functional", "_dtensor")
+"""Namespaces of ops that are given the name of a process group."""
+
 _WATCHERS: list[Callable[[Any], None]] = []
 _HOLDERS: list[Callable[[], Callable[[], None] | None]] = []
 """Weak references to what holds on to process groups until it is told to let go."""
@@ -191,6 +194,20 @@ def group_store(group: Any) -> Any:
     import torch.distributed.distributed_c10d as c10d
 
     return c10d._get_process_group_store(group)
+
+
+def named_groups(gm: Any) -> dict[str, str]:
+    """Process groups that a graph's collectives name, in the order in which they come up -> what plans call them.
+
+    Names count the groups that a rank has made, so that another rank's group of the same kind may have another one.
+    """
+    names: dict[str, None] = {}
+    for node in gm.graph.nodes:
+        schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+        if schema is not None and schema.name.partition("::")[0] in COLLECTIVE_NAMESPACES:
+            given = zip(schema.arguments, node.args, strict=False)
+            names |= dict.fromkeys(v for a, v in given if a.name == "group_name" and isinstance(v, str))
+    return {name: f"own{number}" for number, name in enumerate(names)}
 
 
 def size_of(name: str) -> int:

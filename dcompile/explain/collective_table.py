@@ -41,7 +41,7 @@ def exchanges_of(
 ) -> Iterator[CollectiveRow]:
     """The collectives of a program, in the order of their starts; `parameters` maps a number to its name."""
     buckets = {bucket.name: bucket for bucket in program.buckets}
-    foreseen = dict(_foreseen(schedule))
+    foreseen, table = dict(_foreseen(schedule)), program.table
     spans = _seconds(program, schedule)
     whole = sum(length for _, resource, _, length, _ in schedule if resource == "compute") / 1e6
     for position, step in enumerate(program.steps):
@@ -49,23 +49,25 @@ def exchanges_of(
             yield _own(program, position, spans.get(position, 0.0), whole)
         if not isinstance(step, Collective):
             continue
-        sizes = [buffer_bytes(buffer) for name, buffer in program.table.items() if name in step.buffers]
+        sizes = [buffer_bytes(buffer) for name, buffer in table.items() if name in step.buffers]
         seconds, exposed, queued = foreseen.get(step.bucket, (0.0, 0.0, 0.0))
         producer, consumer = _producer(program, position), _consumer(program, step.bucket)
-        nbytes = sum(size for size in sizes if size is not None)
+        nbytes = sum(size for size in sizes if size is not None) if step.call is None else whole_bytes(step.call, table)
+        group = step.group if step.call is None else compat.groups.describe_group(group_of(step.call))
         like = Measured(
-            program.name, step.kind, step.bucket, step.group, nbytes, producer, consumer, seconds, exposed,
-            exposed_skew=0.0, queued=queued, skew=None, latest_rank=None, advice="",
+            program.name, step.kind, step.bucket, group, nbytes, producer, consumer, seconds, exposed,
+            exposed_skew=0.0, queued=queued, skew=None, latest_rank=None, advice="", own=step.call is not None,
         )  # fmt: skip
-        names = tuple(parameters.get(number, f"parameter {number}") for number in buckets[step.bucket].params)
+        numbers = buckets[step.bucket].params if step.call is None else ()
+        names = tuple(parameters.get(number, f"parameter {number}") for number in numbers)
         advice = advise(like, whole + exposed)
         yield CollectiveRow(
-            step.kind, step.bucket, step.group, nbytes, names, producer, consumer, seconds, exposed, advice
+            step.kind, step.bucket, group, nbytes, names, producer, consumer, seconds, exposed, advice
         )  # fmt: skip
 
 
 def _own(program: Program, position: int, seconds: float, whole: float) -> CollectiveRow:
-    """One of the model's own. Its wait is the next step, so that all of it is exposed."""
+    """One of the model's own that is a library call. Its wait is the next step, so that all of it is exposed."""
     step = program.steps[position]
     assert isinstance(step, Extern)
     kind, group = kind_of(step.op) or step.op, compat.groups.describe_group(group_of(step))
@@ -99,9 +101,9 @@ def _foreseen(schedule: Sequence[Predicted]) -> Iterator[tuple[str, tuple[float,
 def _producer(program: Program, position: int) -> str:
     start = program.steps[position]
     assert isinstance(start, Collective)
-    if start.kind == "all_gather":
+    if start.kind == "all_gather" and start.call is None:
         return "nothing: shards are there from the start"
-    return _writer(program, position, start.buffers)
+    return _writer(program, position, start.reads)
 
 
 def _writer(program: Program, position: int, buffers: Iterable[str]) -> str:

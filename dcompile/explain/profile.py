@@ -226,11 +226,14 @@ def _own_groups(names: set[str]) -> Iterator[tuple[Any, frozenset[str]]]:
 def _foreseen(
     programs: Iterable[Measurable], calls: Iterable[ProgramCallTiming]
 ) -> Iterator[tuple[tuple[str, str], float]]:
-    """What the cost model says of the model's own collectives, which stand in the plan in the order of their texts."""
+    """What the cost model says of those that are library calls, which stand in the plan in the order of their texts."""
     started: dict[str, list[str]] = {}
     for name, found in _own(calls):
         started.setdefault(name, []).append(found.starts)
     for program in programs:
+        steps = {name for name, resource, *_ in program.report.schedule if resource != "compute"}
+        if program.name in started:
+            started[program.name] = [name for name in started[program.name] if name not in steps]
         lengths = [length for op, _, _, length, _ in program.report.schedule if kind_of(op) is not None]
         for name, length in zip(started.get(program.name, ()), lengths, strict=False):
             yield (program.name, name), length / 1e6

@@ -13,7 +13,7 @@ Arrived: TypeAlias = "tuple[float, int] | None"
 Lane = Literal["compute", "optimizer", "wait", "communication"]
 MAX_HIDDEN_SHARE = 0.005
 """Of the step: a collective that is exposed for less does not need advice."""
-OWN = "waited for where the model's own plan has it: fewer parallel ranks, or layouts that change less often"
+OWN = "the model's own plan leaves nothing to hide it behind: fewer parallel ranks, or layouts that change less often"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class MeasuredCollective:
     advice: str
     predicted: float | None = None
     own: bool = False
-    """The model's own, which stands in its graph with its wait: tensor parallelism's, SyncBatchNorm's."""
+    """One that the model's own code asks for: tensor parallelism's, SyncBatchNorm's."""
 
 
 @dataclass(frozen=True)

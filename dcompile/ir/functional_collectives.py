@@ -1,7 +1,8 @@
 """A model's own collectives, which stand in its graph as operations: tensor parallelism's and SyncBatchNorm's.
 
-They are library calls of a program, each with a wait of its own, in the order of the graph; what dcompile exchanges
-itself are `Collective` and `Wait` steps.
+In a program they are `Collective` and `Wait` steps with a `call`, as far as what they need is known beforehand. The
+others, and all of them where ATen runs everything, are library calls, each with a wait of its own, in the order of the
+graph.
 """
 
 from __future__ import annotations
@@ -10,20 +11,34 @@ from collections.abc import Mapping
 from math import prod
 
 from dcompile.ir.index import typical
-from dcompile.ir.nodes import ITEMSIZE, Buffer, Extern, View
+from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, CollectiveKind, Extern, Step, views_of
 
 NAMESPACE = "_c10d_functional."
-KINDS = {
+KINDS: Mapping[str, CollectiveKind] = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce_coalesced": "all_reduce",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
 }
-"""Name of an operation -> what it is called elsewhere: those of one tensor, whose traffic the cost model knows."""
+"""Name of an operation -> its kind."""
+IN_PLACE = frozenset(("all_reduce", "broadcast"))
+"""Kinds whose results have the place and the size of what is sent: a program works on one buffer."""
 
 
-def kind_of(op: str) -> str | None:
-    """Which collective an operation starts; None if none that is told of one by one."""
+def kind_of(op: str) -> CollectiveKind | None:
+    """Which collective an operation starts; None if none whose traffic the cost model knows."""
     return KINDS.get(op.removeprefix(NAMESPACE).partition(".")[0]) if op.startswith(NAMESPACE) else None
+
+
+def is_own_collective(step: Step) -> bool:
+    """Whether a step starts one of the model's own collectives, be it a library call or not."""
+    if isinstance(step, Collective):
+        return step.call is not None
+    return isinstance(step, Extern) and kind_of(step.op) is not None
 
 
 def is_wait(op: str) -> bool:
@@ -43,8 +58,7 @@ def ranks_of(step: Extern) -> int | None:
 
 def whole_bytes(step: Extern, table: Mapping[str, Buffer]) -> int:
     """Bytes of the whole: of what it sends or of what it makes, whichever is larger."""
-    sent = (
-        prod(map(typical, arg.shape)) * ITEMSIZE[table[arg.buffer].dtype] for arg in step.args if isinstance(arg, View)
-    )
-    made = (typical(table[out].extent) * ITEMSIZE[table[out].dtype] for out in step.outs if out is not None)
-    return max((*sent, *made))
+    views = [view for arg in step.args for view in views_of(arg)]
+    sent = sum(prod(map(typical, view.shape)) * ITEMSIZE[table[view.buffer].dtype] for view in views)
+    made = sum(typical(table[out].extent) * ITEMSIZE[table[out].dtype] for out in step.outs if out is not None)
+    return max(sent, made)

@@ -237,6 +237,9 @@ class _Machine:
     # --- steps ---
 
     def collective(self, step: Collective) -> None:
+        if step.call is not None and (step.sent or step.call.op in self.externs):
+            self.extern(step.call)
+            return
         exchange = self.externs.get(step.kind)
         if exchange is not None:
             for name, values in zip(step.buffers, exchange([self.whole(n) for n in step.buffers]), strict=True):

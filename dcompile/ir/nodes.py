@@ -234,6 +234,10 @@ class Extern:
         return frozenset(name for name in self.outs if name is not None)
 
 
+CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
+"""The first three are dcompile's own kinds, too; the others come from the model's code alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """Starts an exchange on a bucket; a later Wait ends it. Every rank starts the same ones in the same order.
@@ -241,32 +245,50 @@ class Collective:
     An all_reduce works on `buffers` in place. An all_gather fills them with what every rank holds a shard of. A
     reduce_scatter sums them up over the ranks, and each rank keeps its own shard of the sums, outside of the program;
     what it leaves in `buffers` is of no use.
+
+    One of the model's own has a `call`, the functional collective of torch that its code asks for, and is named after
+    its first result. It reads the views among the call's arguments, and writes `buffers`. What it does in place is what
+    it reads and writes.
     """
 
-    kind: Literal["all_reduce", "all_gather", "reduce_scatter"]
+    kind: CollectiveKind
     bucket: str
     group: str
     buffers: tuple[str, ...]
+    call: Extern | None = None
 
     @property
     def reads(self) -> frozenset[str]:
+        if self.call is not None:
+            return self.call.reads
         return frozenset() if self.kind == "all_gather" else frozenset(self.buffers)
 
     @property
     def writes(self) -> frozenset[str]:
         return frozenset(self.buffers)
 
+    @property
+    def sent(self) -> tuple[str, ...]:
+        """What is read while it is in flight, and stays as it is."""
+        return tuple(sorted(self.reads - self.writes))
+
+    @property
+    def origin(self) -> tuple[str, ...]:
+        """Which module and operation one of the model's own came from, for people."""
+        return () if self.call is None else self.call.origin
+
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Ends the collective on `bucket`; nothing may touch its buffers before."""
+    """Ends the collective on `bucket`; nothing may touch its buffers before, nor write to what it has `sent`."""
 
     bucket: str
     buffers: tuple[str, ...]
+    sent: tuple[str, ...] = ()
 
     @property
     def reads(self) -> frozenset[str]:
-        return frozenset(self.buffers)
+        return frozenset((*self.buffers, *self.sent))
 
     @property
     def writes(self) -> frozenset[str]:

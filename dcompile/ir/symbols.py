@@ -7,7 +7,21 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from dcompile.ir.index import Index, Size, Var, as_index, is_symbol, substitute, substitute_size, var
-from dcompile.ir.nodes import NUMBER, Arg, Buffer, Extern, IndexOf, Load, Loop, Program, Step, Store, Value, View
+from dcompile.ir.nodes import (
+    NUMBER,
+    Arg,
+    Buffer,
+    Collective,
+    Extern,
+    IndexOf,
+    Load,
+    Loop,
+    Program,
+    Step,
+    Store,
+    Value,
+    View,
+)
 
 What: TypeAlias = Literal["value", "shape", "stride"]
 
@@ -112,8 +126,8 @@ def _sizes_of_step(step: Step) -> Iterator[Size]:
         case Loop():
             yield from (*step.outer, *step.inner, *(store.index for store in step.stores))
             yield from (value.index for value in step.body if isinstance(value, Load | IndexOf))
-        case Extern():
-            for arg in (*step.args, *(value for _, value in step.kwargs)):
+        case (Extern() as call) | Collective(call=Extern() as call):
+            for arg in (*call.args, *(value for _, value in call.kwargs)):
                 yield from _sizes_of_arg(arg)
 
 
@@ -169,10 +183,16 @@ def _fixed_step(step: Step, values: Mapping[str, Index]) -> Step:
         case Loop():
             return _fixed_loop(step, values)
         case Extern():
-            kwargs = tuple((name, _fixed(value, values)) for name, value in step.kwargs)
-            return replace(step, args=tuple(_fixed(arg, values) for arg in step.args), kwargs=kwargs)
+            return _fixed_call(step, values)
+        case Collective(call=Extern() as call):
+            return replace(step, call=_fixed_call(call, values))
         case _:
             return step
+
+
+def _fixed_call(call: Extern, values: Mapping[str, Index]) -> Extern:
+    kwargs = tuple((name, _fixed(value, values)) for name, value in call.kwargs)
+    return replace(call, args=tuple(_fixed(arg, values) for arg in call.args), kwargs=kwargs)
 
 
 def _fixed_loop(loop: Loop, values: Mapping[str, Index]) -> Loop:

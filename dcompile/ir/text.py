@@ -62,8 +62,11 @@ def show_step(step: Step) -> str:
             return show_loop(step)
         case Extern():
             return _show_extern(step)
-        case Collective(kind, bucket, group, buffers):
+        case Collective(kind, bucket, group, buffers, None):
             return f"start {kind} {bucket} over {group}: {', '.join(buffers)}"
+        case Collective(kind, bucket, group, _, call):
+            assert call is not None, "the case above"
+            return f"start {kind} {bucket} over {group}: {_show_extern(call)}"
         case Wait(bucket, buffers):
             return f"wait {bucket}: {', '.join(buffers)}"
 

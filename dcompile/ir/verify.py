@@ -100,6 +100,9 @@ def _verify(program: Program, kept: frozenset[int]) -> None:
                 check_loop(step, {**table, **at_hand}, symbols, frozenset(program.inputs))
             elif isinstance(step, Extern) and number not in kept:
                 _check_extern(step, table, symbols)
+            elif isinstance(step, Collective) and step.call is not None and number not in kept:
+                _check_extern(step.call, table, symbols)
+                require(step.writes == step.call.writes, f"{step.bucket} writes other buffers than its call")
             if number not in kept:
                 _check_device(step, table)
             state.advance(step)
@@ -251,14 +254,17 @@ class _Order:
             started = self.flying.pop(step.bucket, None)
             require(started is not None, f"wait for {step.bucket}, which is not in flight")
             assert started is not None
-            require(set(started.buffers) == set(step.buffers), f"{step.bucket} was started on other buffers")
+            same = (set(started.buffers), set(started.sent)) == (set(step.buffers), set(step.sent))
+            require(same, f"{step.bucket} was started on other buffers")
             self.landed.add(step.bucket)
             return
         untold = used_symbols(step) & self.late if self.late else None
         require(not untold, f"{', '.join(sorted(untold or ()))} is used before a library call tells it")
         self.late.difference_update(step.tells if isinstance(step, Extern) else ())
         for collective in self.flying.values():
-            touched = (step.reads | step.writes).intersection(collective.buffers)
+            touched = (step.reads | step.writes).intersection(collective.buffers) | step.writes.intersection(
+                collective.sent
+            )
             require(not touched, f"{', '.join(sorted(touched))} is touched while {collective.bucket} is in flight")
         if isinstance(step, Collective):
             self._start(step)
@@ -288,16 +294,16 @@ class _Order:
             self.written.add(name)
 
     def _start(self, step: Collective) -> None:
-        if step.kind == "all_gather":
-            for name in step.buffers:
-                require(name not in self.closed and name not in self.inputs, f"{name} has a second writer")
-            self.closed.update(step.buffers)
-            self.written.update(step.buffers)
-        for name in step.buffers:
+        for name in sorted(step.reads):
             require(name in self.written, f"{name} is sent before it is written")
+        made = step.writes - step.reads
+        for name in sorted(made):
+            require(name not in self.closed and name not in self.inputs, f"{name} has a second writer")
+        self.closed.update(made)
+        self.written.update(made)
         again = step.bucket in self.flying or step.bucket in self.landed
         require(not again, f"{step.bucket} is started a second time")
-        if self.buckets:
+        if step.call is None and self.buckets:
             require(step.bucket in self.buckets, f"unknown bucket {step.bucket}")
         self.flying[step.bucket] = step
 

@@ -17,7 +17,7 @@ def buffer(name, *shape, dtype="bfloat16"):
         ("_c10d_functional.all_reduce.default", "all_reduce"),
         ("_c10d_functional.all_gather_into_tensor.default", "all_gather"),
         ("_c10d_functional.reduce_scatter_tensor.default", "reduce_scatter"),
-        ("_c10d_functional.all_gather_into_tensor_coalesced.default", None),
+        ("_c10d_functional.all_gather_into_tensor_coalesced.default", "all_gather"),
         ("_c10d_functional.wait_tensor.default", None),
         ("aten.all_reduce.default", None),
     ],

@@ -18,6 +18,11 @@ from dcompile import compat
 from dcompile.capture.adapters.plain import PlainAdapter, new_subject
 from dcompile.collectives.contract import BucketRule, ParamInfo
 
+PARAMETERS_ANEW = (
+    "DDP with device_mesh makes the parameters of tensor parallelism anew in each forward, which cannot be traced; "
+    "fully_shard(model, mesh=mesh['dp']) on the same mesh is taken over"
+)
+
 
 def _add(numbers: set[int], number: int, _parameter: Any) -> None:
     numbers.add(number)
@@ -71,6 +76,9 @@ class DdpAdapter(PlainAdapter):
         """Sizes of buckets, and what gradients are cast to for the exchange."""
         self._objections: list[str] = []
         self._look(ddp)
+        self.eager = not missing and compat.ddp.makes_parameters_anew(kept)
+        if self.eager:
+            self.state, self.reasons = "stock", (PARAMETERS_ANEW,)
         self.every = self.uneven
         """Whether each graph reduces all trainable parameters."""
         self._trainable = self._trainable_now(self.refs)

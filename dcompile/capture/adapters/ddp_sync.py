@@ -73,17 +73,6 @@ class DdpSync(GradientSync):
         """A rank may call the model as often as it likes, alone, before the first backward that reduces."""
         return not (self._compared or self._adapter.uneven)
 
-    def wrap_forward(self, graph: CapturedGraph, run: Executable, kind: str) -> Callable[[list[Any]], list[Any]]:
-        """A program that has collectives of the model's own: ranks agree before the first."""
-        if not graph.has_own_collectives(kind):
-            return run
-
-        def agreeing(args: list[Any]) -> list[Any]:
-            graph.agree(kind)
-            return run(args)
-
-        return agreeing
-
     # --- after a call ---
 
     def objections_to(self, key: tuple[int, ...], result: Any) -> tuple[str, ...]:

@@ -89,9 +89,18 @@ class GradientSync:
         return torch.is_grad_enabled() and not any(v.training for v in self.model.variants.values())
 
     def wrap_forward(self, graph: CapturedGraph, run: Executable, kind: str) -> Boxed:
-        """A forward or inference program, with what it gathers through. `kind`: "forward" or "inference"."""
-        del graph, kind
-        return run
+        """A forward or inference program, with what it gathers through. `kind`: "forward" or "inference".
+
+        One that has collectives of the model's own: ranks agree before the first.
+        """
+        if not graph.has_own_collectives(kind):
+            return run
+
+        def agreeing(args: list[Any]) -> list[Any]:
+            graph.agree(kind)
+            return run(args)
+
+        return agreeing
 
     # --- after a call ---
 
@@ -126,7 +135,9 @@ class GradientSync:
         gone: Collection[int],
     ) -> list[Any]:
         """Run a backward program. `gone`: positions of results that there are none of in this call."""
-        del graph, buckets, sync, gone
+        del buckets, sync, gone
+        if graph.has_own_collectives("backward"):
+            graph.agree("backward")
         return run(args)
 
     def accumulates(self, numbers: Iterable[int]) -> bool:

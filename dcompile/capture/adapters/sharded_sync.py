@@ -52,7 +52,7 @@ class ShardedSync(GradientSync):
         """A program with the source that it gathers through."""
         shards = graph.shards
         if not graph.gathers or not run.buckets:
-            return run
+            return super().wrap_forward(graph, run, kind)
         assert shards is not None, "only sharded parameters are gathered"
         phase: Phase = "forward" if kind == "forward" else "inference"
 
@@ -76,10 +76,9 @@ class ShardedSync(GradientSync):
         gone: Collection[int],
     ) -> list[Any]:
         """Reduce to shards, and after the backward what earlier ones left."""
-        del buckets, sync
         shards = graph.shards
         if not run.buckets:
-            return run(args)
+            return super().run_backward(graph, run, buckets, args, sync, gone)
         assert shards is not None, "only sharded parameters are reduced to shards"
         accumulates = graph.accumulates()
         graph.agree("backward")

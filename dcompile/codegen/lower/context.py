@@ -19,7 +19,7 @@ from dcompile.codegen.lower.symbolic.shapes import strides_of as strides_of
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous, is_dense, is_distinct, ranges_of, variables
 from dcompile.ir.float8 import OPAQUE
 from dcompile.ir.index import Index, Size, flatten, var
-from dcompile.ir.nodes import NUMBER, Arg, Buffer, Extern, Loop, Ref, Step, Store, Verbatim, View
+from dcompile.ir.nodes import NUMBER, Arg, Buffer, Collective, Extern, Loop, Ref, Step, Store, Verbatim, View
 from dcompile.ir.ops import DTYPES
 
 LAY_OUT = "dcompile.lay_out"
@@ -67,6 +67,10 @@ class Lowering:
         """Why ops were left to the library for the sake of their sizes."""
         self.data_given: list[tuple[Extern, int]] = []
         """Calls that give an input other memory, and what tells that memory from others in eager mode."""
+        self.groups: dict[str, str] = {}
+        """Name of each process group that the graph names -> what plans call it."""
+        self.in_flight: dict[str, Collective] = {}
+        """Results of collectives that are not waited for yet -> what starts them."""
         self._stored: dict[int, tuple[LazyTensor, LazyTensor]] = {}
         self._exact: dict[int, tuple[LazyTensor, View]] = {}
         self._numbers: dict[Real, View] = {}

@@ -17,6 +17,7 @@ from dcompile.codegen.lower.dtypes import fits_a_loop
 from dcompile.codegen.lower.lazy_tensor import MAX_LOADS, MAX_OPS, LazyTensor, constant, from_view, is_cheap_to_repeat
 from dcompile.codegen.lower.library_calls import GraphAttribute, Unsupported, call_library, call_region, is_region
 from dcompile.codegen.lower.node_uses import Kind, Uses, find_uses
+from dcompile.codegen.lower.own_collectives import lower_collective
 from dcompile.codegen.lower.provenance import origin_of
 from dcompile.codegen.lower.registry import RULES
 from dcompile.codegen.lower.rules import gemv
@@ -69,7 +70,10 @@ def lower(
         walk.low.own_rows, walk.low.deterministic = own_rows, deterministic
         return walk.run(grads)
     except (Unsupported, Inexpressible) as reason:
-        return Lowered(*all_aten.lower(gm, name, grads, because=str(reason)))
+        because = str(reason).removeprefix("dcompile: ")
+        return Lowered(
+            *all_aten.lower(gm, name, grads, because=str(reason)), declined=(f"every operation is ATen's: {because}",)
+        )
 
 
 def kind_of(node: Node) -> Kind:
@@ -88,6 +92,7 @@ class _Walk:
     def __init__(self, gm: GraphModule, name: str, saved_from: int | None) -> None:
         self.gm, self.saved_from = gm, saved_from
         self.low = Lowering(name)
+        self.low.groups = compat.groups.named_groups(gm)
         self.uses: dict[Node, Uses] = find_uses(gm.graph, kind_of)
         self.numbers = numbers_of(gm)
         self.assembled = find_assembled(gm.graph)
@@ -230,6 +235,8 @@ class _Walk:
         if compat.sizes.invents_sizes(node.target):
             raise Unsupported(f"dcompile: tracing made up the size of what {node.target} returns")
         self.low.device = _device_of(value) or self.low.device
+        if (exchanged := lower_collective(self.low, node, args)) is not None:
+            return exchanged
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return scalar(self.low, node, value, args, kwargs)
         if str(node.target) in OVERWRITES:

@@ -36,8 +36,6 @@ _PYTHON = ("operator", "math", "builtins", "torch")
 """Modules whose functions a name and the versions in the key tell apart."""
 _BUILT_IN = ("aten", "prims")
 """Namespaces of ops that come with torch; the schemas of others are part of the text."""
-_COLLECTIVES = ("_c10d_functional", "_dtensor")
-"""Namespaces of ops that are given the name of a process group."""
 
 
 class NotCacheable(Exception):
@@ -97,7 +95,9 @@ def group_names(gm: GraphModule) -> dict[str, str]:
 def _collective_schema(node: Node) -> Any:
     """The schema of a call of torch's functional collectives; None of other nodes."""
     schema = getattr(node.target, "_schema", None)
-    return schema if schema is not None and schema.name.partition("::")[0] in _COLLECTIVES else None
+    return (
+        schema if schema is not None and schema.name.partition("::")[0] in compat.groups.COLLECTIVE_NAMESPACES else None
+    )
 
 
 def gpus(gm: GraphModule) -> set[str]:
@@ -254,7 +254,7 @@ def with_groups(source: str, names: dict[str, str]) -> str:
 
 def _renamed(source: str, names: dict[str, str]) -> str:
     """The program with strings replaced in its calls of collectives, which it makes through names of its own."""
-    namespaces = "|".join(_COLLECTIVES)
+    namespaces = "|".join(compat.groups.COLLECTIVE_NAMESPACES)
     functions = re.findall(rf"^ *(\w+) = .*\b(?:{namespaces})\.", source, re.MULTILINE)
     if not names or not functions:
         return source

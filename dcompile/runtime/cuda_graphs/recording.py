@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -214,6 +214,8 @@ class Recording:
     tolerates: frozenset[ResultMemory]
     lie: Callable[..., bool] | None = None
     """Of a backward: whether the fixed inputs have the layouts that they had: a new `.data` may lie there, too."""
+    collectives: Mapping[Any, list[str]] = field(default_factory=dict)
+    """Process group -> labels of the model's own collectives that are part of it, in order."""
 
     def fits(self, args: list[Any]) -> bool:
         """Whether the inputs lie where this recording reads them."""

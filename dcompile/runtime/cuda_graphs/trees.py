@@ -33,6 +33,8 @@ import torch
 
 from dcompile import compat
 from dcompile.collectives.contract import AnySource, Executable
+from dcompile.runtime.communication.model_collectives import recording_collectives
+from dcompile.runtime.communication.work import count_replayed
 from dcompile.runtime.cuda_graphs.collectives import RecordedCall, call_of
 from dcompile.runtime.cuda_graphs.recording import (
     COPY_BYTES,
@@ -223,6 +225,8 @@ class ReplayedExecutable:
 
     def _replay(self, recording: Recording, args: list[Any], call: RecordedCall) -> list[Any]:
         results = recording.run(args, call.memories)
+        for group, labels in recording.collectives.items():
+            count_replayed(group, labels)
         call.happened(results)
         self._tree.ran(recording)
         self.report.replays += 1
@@ -241,7 +245,8 @@ class ReplayedExecutable:
     def _settled(self, recording: Recording, args: list[Any], key: tuple[Any, ...], call: RecordedCall) -> Recording:
         """In place of recordings that copy inputs which have not moved for a while, one that reads them there."""
         settling = self._settling[key]
-        if call.communicates:  # each rank would find out for itself, and recordings of collectives are made by all
+        # each rank would find out for itself, and recordings of collectives are made by all
+        if call.communicates or recording.collectives:
             return recording
         if not settling.look(args, recording.slots):
             return recording
@@ -277,13 +282,17 @@ class ReplayedExecutable:
         addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
         try:
             inside = [self._recorded_args(args, slots, taken, pool)]  # popped: what ends in there must not be held here
-            replay, results = self._tree.recorder.record(
-                lambda: call.run(lambda source, sync: self._program.once(inside.pop(), source, sync)), pool
-            )
+            with recording_collectives() as started:
+                replay, results = self._tree.recorder.record(
+                    lambda: call.run(lambda source, sync: self._program.once(inside.pop(), source, sync)), pool
+                )
         except RuntimeError as error:
             self._decline(str(error).strip().splitlines()[0])
             return None
-        if call.communicates:
+        collectives: dict[Any, list[str]] = {}
+        for group, label in started:
+            collectives.setdefault(group, []).append(label)
+        if call.communicates or collectives:
             self._tree.has_collectives()
         gone = {memory.address for memory in alive if not memory.owned and memory.pool == pool}
         made = _ResultSorter(
@@ -300,7 +309,9 @@ class ReplayedExecutable:
         del results
         made.settle()
         lie = compat.guards.like_these([args[place] for place in fixed]) if self._saved and fixed else None
-        recording = Recording(replay, fixed, addresses, slots, kept, made.memories, pool, frozenset(alive), lie)
+        recording = Recording(
+            replay, fixed, addresses, slots, kept, made.memories, pool, frozenset(alive), lie, collectives
+        )
         recordings.append(recording)
         self._program.release()
         self.report.recordings += 1

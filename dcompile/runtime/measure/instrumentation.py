@@ -22,7 +22,7 @@ from dcompile.collectives.contract import ProgramReport
 from dcompile.ir.functional_collectives import is_wait, kind_of
 from dcompile.ir.nodes import Bucket
 
-_WORK = re.compile(r"_(k|op|launch|fn)\d+")
+_WORK = re.compile(r"_(k|op|launch|fn|exchange)\d+(?:\.wait)?")
 """Names that a host program gives to what computes: kernels, library calls, launch tables."""
 POLL_S = 2e-4
 """How often collectives that do not tell when they end are looked at."""
@@ -38,7 +38,7 @@ class InstrumentedStatement:
     buckets: frozenset[str]
     """With every character that no name may have written as an underscore, as in the text."""
     starts: str = ""
-    """The result's name, of a collective of the model's own."""
+    """Its name, or where it is a library call its result's, of a collective of the model's own."""
     group: str = ""
     """Name of the process group that it runs in."""
     waits: str = ""
@@ -133,18 +133,22 @@ def _works(node: ast.stmt) -> bool:
     value = _value_of(node)
     if not isinstance(node, ast.Expr | ast.Assign | ast.If) or not isinstance(value, ast.Call):
         return False
-    return isinstance(value.func, ast.Name) and _WORK.fullmatch(value.func.id) is not None
+    return _WORK.fullmatch(ast.unparse(value.func)) is not None
 
 
 def _statement(node: ast.stmt, lines: list[str]) -> InstrumentedStatement:
     """What a statement's text tells. The comment before it says where it came from."""
     value: Any = _value_of(node)
-    callee = value.func.id
+    callee, _, waits = ast.unparse(value.func).partition(".")
     prepared = re.compile(rf"^    {callee} = (.*)$")
     at, found = next((n, m[1]) for n, line in enumerate(lines) if (m := prepared.match(line)))
     comment = lines[node.lineno - 2].strip()
     origin = tuple(comment[2:].split(", ")) if comment.startswith("# ") else ()
     library = re.fullmatch(r"(?:entry\()?torch\.(ops\.)?([\w.]+)\)?", found)
+    if own := re.fullmatch(r"run\.collective\('([^']+)', '([^']+)'\)", found):
+        texts = [leaf.value for leaf in value.args if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)]
+        exchange = {"waits": own[2]} if waits else {"starts": own[2], "group": texts[-1]}
+        return InstrumentedStatement(own[1], origin, frozenset(), **exchange)
     name = found if library is None else library[2] if library[1] else f"aten.{library[2]}"
     if kernel := re.match(r"run\.(?:kernel|function|product)\('([^']+)'", found):
         name = kernel[1]
@@ -157,6 +161,8 @@ def _statement(node: ast.stmt, lines: list[str]) -> InstrumentedStatement:
 
 def _own_collective(node: Any, found: InstrumentedStatement, started: set[str]) -> InstrumentedStatement:
     """The same statement; of the model's own collectives, with what it starts or waits for."""
+    if found.starts or found.waits:
+        return found
     value: Any = getattr(node, "value", None)
     arguments = value.args if isinstance(value, ast.Call) else []
     if kind_of(found.name) is not None and isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -170,6 +176,8 @@ def _own_collective(node: Any, found: InstrumentedStatement, started: set[str]) 
 
 def _stamp(number: int, found: InstrumentedStatement, node: Any) -> str:
     """What a measured program runs behind a statement."""
+    if found.starts and isinstance(node, ast.Expr):
+        return f"_probe.begun(_call, {number}, _begin, {ast.unparse(_value_of(node).func)})"
     if found.starts:
         return f"_probe.started(_call, {number}, _begin, {found.starts}, {ast.unparse(node.value.args[0])})"
     if found.waits:
@@ -302,13 +310,22 @@ class ProgramProbe:
         call.end = self.now()
 
     def started(self, call: ProgramCallTiming, number: int, begin: Any, result: Any, sent: Any) -> None:
-        """One of the model's own collectives has been handed over. When it ends is seen by its wait, which is next."""
+        """One that is a library call has been handed over. When it ends is seen by its wait, which is next."""
         found = self._statements[number]
         nbytes = max(tensor.numel() * tensor.element_size() for tensor in (result, sent))
         kind = kind_of(found.name) or found.name
         call.exchanges.append(
             CollectiveTiming(kind, found.starts, nbytes, _last_statement(call), begin, self.now(), group=found.group)
         )
+
+    def begun(self, call: ProgramCallTiming, number: int, begin: Any, exchange: Any) -> None:
+        """One of the model's own collectives has been handed over, and is under way."""
+        found = self._statements[number]
+        timing = CollectiveTiming(
+            exchange.kind, found.starts, exchange.nbytes, _last_statement(call), begin, self.now(), group=found.group
+        )
+        call.exchanges.append(timing)
+        self._recorder.watch(exchange.work, timing)
 
     def waited(self, call: ProgramCallTiming, number: int, begin: Any) -> None:
         """It has been waited for."""

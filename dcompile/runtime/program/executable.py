@@ -166,15 +166,16 @@ def _line_of(error: Exception) -> int | None:
 def name_collective(error: Exception, source: str) -> None:
     """Say in an error of this host program which of the model's own collectives it came from, if from any.
 
-    Those are library calls (SyncBatchNorm's, tensor parallelism's); the others name themselves (`runtime.exchange`).
+    A wait stands for the start of what it waits for. The others name themselves (`PendingCollective`).
     """
     lines, at = source.split("\n"), _line_of(error)
     if at is None:
         return
-    callee = re.search(r"\b(_op\d+)\(", lines[at - 1])
-    found = callee and re.search(rf"^ *{callee[1]} = .*\btorch\.ops\.(_c10d_functional[\w.]+)", source, re.MULTILINE)
-    if found:
-        comment = lines[at - 2].strip()
+    callee = re.search(r"\b(_(?:op|exchange)\d+)(?:\(|\.wait\()", lines[at - 1])
+    found = callee and re.search(rf"^ *{callee[1]} = .*\b(_c10d_functional\.[\w.]+)", source, re.MULTILINE)
+    if callee and found:
+        start = next((n for n in range(at - 1, 0, -1) if f"{callee[1]}(" in lines[n]), at - 1)
+        comment = lines[start - 1].strip()
         origin = f" ({comment[2:]})" if comment.startswith("# ") else ""
         error.add_note(
             f"dcompile: rank {dist.get_rank()} was in the model's own collective {found[1]}{origin}; "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -29,6 +29,9 @@ from dcompile.runtime.program.cpu_launch import calls
 from dcompile.runtime.program.cublaslt import GemmCall, GemmDescription
 from dcompile.runtime.program.kernel_library import library
 from dcompile.runtime.program.saved_tensors import Layout, SavedLayouts
+
+if TYPE_CHECKING:
+    from dcompile.runtime.communication.model_collectives import ModelCollective
 
 Call = Callable[[list[Any], AnySource | None, bool], list[Any]]
 
@@ -268,6 +271,13 @@ class HostProgramServices:
     def narrow_product(op: str, entry: Callable[..., Any]) -> Callable[..., Any]:
         """A product of 16-bit matrices on a CPU: `entry`, or ours where the processor has no instructions for it."""
         return half_gemm.product(op, entry)
+
+    @staticmethod
+    def collective(op: str, name: str) -> ModelCollective:
+        """One of the model's own collectives."""
+        from dcompile.runtime.communication.model_collectives import ModelCollective  # late: few programs have any
+
+        return ModelCollective(op, name)
 
     @staticmethod
     def function(op: str) -> Callable[..., Any]:

@@ -8,7 +8,9 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn import Parameter
 
 from dcompile.compat.tensors import storage_use_count
-from dcompile.runtime.cuda_graphs.trees import MAX_RECORDINGS
+from dcompile.runtime.communication import model_collectives
+from dcompile.runtime.cuda_graphs import trees
+from dcompile.runtime.cuda_graphs.trees import MAX_RECORDINGS, GraphTree
 from tests.runtime.recorder import Program, Worst, at
 
 
@@ -338,6 +340,26 @@ def test_recordings_with_collectives_end_before_the_process_groups(monkeypatch):
     assert program.report.recordings == 1
     torch.distributed.destroy_process_group()
     assert ended == [0]
+
+
+def test_the_models_own_collectives_are_counted_with_each_replay(monkeypatch):
+    counted = []
+    monkeypatch.setattr(trees, "count_replayed", lambda group, labels: counted.append((group, labels)))
+    monkeypatch.setattr(GraphTree, "has_collectives", lambda self: counted.append("ends with its groups"))
+
+    def doubled(x):
+        recorded = model_collectives._RECORDED.get()
+        if recorded is not None:  # as a collective does that starts while a call is recorded
+            recorded[:] = [("tp", "all-reduce a"), ("dp", "all-gather b"), ("tp", "all-reduce c")]
+        return [x * 2]
+
+    program = Program(Worst(), doubled)
+    x = torch.randn(4)
+    for _ in range(4):
+        assert torch.equal(program.replayed([x])[0], x * 2)
+    replay = [("tp", ["all-reduce a", "all-reduce c"]), ("dp", ["all-gather b"])]
+    assert counted == ["ends with its groups", *replay * 3]
+    assert program.report.recordings == 1, "an input that stays is copied all the same: ranks record together"
 
 
 class Shards:

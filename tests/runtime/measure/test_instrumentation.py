@@ -1,5 +1,7 @@
 """What a measured host program tells, and that an unmeasured one is the very text that was compiled."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import nn
 
@@ -87,6 +89,63 @@ def test_the_models_own_collectives_are_exchanges():
     assert (found.after, found.before) == (-1, 1), "behind nothing; relu ran before the wait"
     assert found.arrived <= found.started <= found.wait_begin <= found.wait_end and found.ended is None
     assert [number for number, *_ in call.spans] == [1, 3]
+
+
+OVERLAPPED = """
+
+def make(run):
+    _exchange1 = run.collective('_c10d_functional.all_gather_into_tensor.default', 'all_gather')
+    _op2 = torch.ops.aten.relu.default
+
+    def call(args, buckets=None, sync=False):
+        x, all_gather = args
+        args.clear()
+        # tp: _c10d_functional.all_gather_into_tensor.default (m.py:1)
+        _exchange1([x], [all_gather], 2, '7')
+        y = _op2(x)
+        _exchange1.wait()
+        return [all_gather, y]
+
+    return call
+"""
+
+
+class Exchange:
+    """As `ModelCollective`, at once."""
+
+    kind, nbytes = "all_gather", 24
+
+    def __init__(self):
+        self.work = self
+
+    def get_future(self):
+        future = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    def __call__(self, sent, filled, *how):
+        self.given = how
+
+    def wait(self):
+        return True
+
+
+def test_the_models_own_are_measured_while_something_is_computed():
+    text, statements = instrument(OVERLAPPED)
+    assert [(s.name.split(".")[0], s.starts, s.group, s.waits) for s in statements] == [
+        ("_c10d_functional", "all_gather", "7", ""), ("aten", "", "", ""), ("_c10d_functional", "", "", "all_gather"),
+    ]  # fmt: skip
+    assert statements[0].origin == ("tp: _c10d_functional.all_gather_into_tensor.default (m.py:1)",)
+    recorder, exchange = CallRecorder(None), Exchange()
+    names = {"torch": torch, "_probe": ProgramProbe("forward0", statements, recorder)}
+    exec(compile(text, "measured", "exec"), names)
+    run = SimpleNamespace(collective=lambda op, name: exchange)
+    names["make"](run)([torch.ones(3), torch.empty(6)])
+    (call,) = recorder.finish()
+    (found,) = call.exchanges
+    assert (found.kind, found.bucket, found.group, found.nbytes) == ("all_gather", "all_gather", "7", 24)
+    assert (found.after, found.before) == (-1, 1) and exchange.given == (2, "7")
+    assert found.arrived <= found.started <= found.ended <= found.wait_begin <= found.wait_end
 
 
 def test_each_step_is_stamped_and_known_by_its_text():

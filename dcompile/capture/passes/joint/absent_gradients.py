@@ -32,6 +32,8 @@ def _is_plain(node: Any) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return False
+    if compat.aot.is_part_of_subclass(node):
+        return False  # AOTAutograd takes apart what it gets, and None has no parts
     if compat.sizes.is_fixed(value):
         return True
     return compat.aot.result_index(node) is not None and compat.sizes.is_known_contiguous(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from dcompile.codegen.emit.target import KernelSource
-from dcompile.ir.nodes import Buffer, Extern, Loop, Program, View, views_of
+from dcompile.ir.nodes import Buffer, Collective, Extern, Loop, Program, View, views_of
 
 
 def views_in(step: Extern) -> list[View]:
@@ -14,8 +14,9 @@ def views_in(step: Extern) -> list[View]:
 
 def all_views(program: Program) -> Iterator[View]:
     for step in program.steps:
-        if isinstance(step, Extern):
-            yield from views_in(step)
+        call = step.call if isinstance(step, Collective) else step
+        if isinstance(call, Extern):
+            yield from views_in(call)
     yield from (output for output in program.outputs if isinstance(output, View))
 
 

@@ -31,7 +31,20 @@ from dcompile.codegen.emit.host.gemm_geometry import factors_of, geometry
 from dcompile.codegen.emit.target import Kernels, KernelSource, LibraryReplacement
 from dcompile.ir.gemm import Chosen
 from dcompile.ir.index import Index, Size, as_index, var
-from dcompile.ir.nodes import REGION, SCALE, SCALED, Bucket, Collective, Extern, Loop, Program, Step, View, Wait
+from dcompile.ir.nodes import (
+    REGION,
+    SCALE,
+    SCALED,
+    Bucket,
+    Collective,
+    Extern,
+    Loop,
+    Program,
+    Step,
+    View,
+    Wait,
+    views_of,
+)
 from dcompile.ir.symbols import SymbolSource, late_symbols, sources, symbols_of
 
 RECYCLE_BYTES = 1 << 18
@@ -93,6 +106,8 @@ class _HostProgramWriter(LaunchBatch):
         self.in_kernels |= {name for product in self.products.values() for name in product.kernel.arguments}
         self.in_kernels |= self._in_chosen()
         self.exchanged = {bucket.name: bucket for bucket in program.buckets}
+        self.started: dict[str, str] = {}
+        """Name of one of the model's own collectives -> what it is started and waited for by."""
         self.looks: dict[str, list[View]] = {}
         """Every way in which library calls and outputs look at a buffer."""
         for view in all_views(program):
@@ -246,13 +261,17 @@ class _HostProgramWriter(LaunchBatch):
                 self._loop(step, next(calls))
             case Extern():
                 self._extern(step)
+            case Collective(call=Extern() as call):
+                self._own_exchange(step, call)
             case Collective("all_reduce"):
                 memory = self._memory(step.bucket)
                 self.lines += ["if sync:", f"    buckets.start({step.bucket!r}, {memory})"]
             case Collective(kind):
                 self._exchange(kind, self.exchanged[step.bucket])
-            case Wait():
+            case Wait() if step.bucket in self.exchanged:
                 self._wait(step.bucket)
+            case Wait():
+                self.lines.append(f"{self.started[step.bucket]}.wait()")
 
     def _exchange(self, kind: str, bucket: Bucket) -> None:
         """Start gathering or reducing units, each as one flat tensor."""
@@ -261,6 +280,20 @@ class _HostProgramWriter(LaunchBatch):
         whole = [View(name, (size,), (1,)) for name, size in zip(bucket.holders, bucket.sizes, strict=True)]
         tensors = ", ".join(map(self._view, whole))
         self.lines.append(f"buckets.{_STARTS[kind]}({bucket.name!r}, [{tensors}])")
+
+    def _own_exchange(self, step: Collective, call: Extern) -> None:
+        """Start one of the model's own: on tensors that it sends, and on others that it fills, or in place."""
+        for name in step.buffers:
+            self._ensure(name)
+        sent = [self._view(view) for view in views_of(call.args[0])]
+        made = [name for name in step.buffers if name not in call.reads]
+        filled = [self._view(View(name, self.table[name].shape, self.table[name].strides)) for name in made]
+        rest = [self._argument(arg) for arg in call.args[1:]]
+        exchange = self.once(f"run.collective({call.op!r}, {step.bucket!r})", "exchange")
+        self.started[step.bucket] = exchange
+        if call.origin:
+            self.lines.append(f"# {', '.join(call.origin)}")
+        self.lines.append(f"{exchange}([{', '.join(sent)}], [{', '.join(filled)}], {', '.join(rest)})")
 
     def _wait(self, name: str) -> None:
         kind = self.exchanged[name].kind

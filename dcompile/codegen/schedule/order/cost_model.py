@@ -294,6 +294,8 @@ _FLOPS: Mapping[str, _Count] = {
 
 def collective_bytes(step: Collective, table: Mapping[str, Buffer]) -> int:
     """The whole buffer's bytes: what a gather writes, what a reduction reads."""
+    if step.call is not None:
+        return functional_collectives.whole_bytes(step.call, table)
     return max(
         sum(typical(table[name].extent) * ITEMSIZE[table[name].dtype] for name in names)
         for names in (step.reads, step.writes)

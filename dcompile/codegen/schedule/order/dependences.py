@@ -25,8 +25,9 @@ def edges(steps: Sequence[Step], *, ordered_starts: bool = True) -> list[frozens
 
     Read after write, write after read and write after write, a collective and its wait counting as both on their
     buffers; sizes that a library call tells, before what uses them; besides, collectives start in one order (each rank
-    must start the same ones), and so run library calls with effects. Edges implied by others through one buffer are
-    left out. Without `ordered_starts`, the caller sees to the order of collectives.
+    must start the same ones), those that are library calls among them, and so run library calls with effects. Edges
+    implied by others through one buffer are left out. Without `ordered_starts`, the caller sees to the order of
+    collectives.
     """
     writer: dict[str, int] = {}
     readers: dict[str, list[int]] = defaultdict(list)
@@ -44,7 +45,7 @@ def edges(steps: Sequence[Step], *, ordered_starts: bool = True) -> list[frozens
             writer[name] = number
         for name in reads - writes:
             readers[name].append(number)
-        if isinstance(step, Collective) and ordered_starts:
+        if ordered_starts and (isinstance(step, Collective) or communicates(step)):
             before.update(() if last_start is None else (last_start,))
             last_start = number
         if isinstance(step, Extern) and step.effect:
@@ -52,6 +53,11 @@ def edges(steps: Sequence[Step], *, ordered_starts: bool = True) -> list[frozens
             last_effect = number
         result.append(frozenset(before - {number}))
     return result
+
+
+def communicates(step: Step) -> bool:
+    """Whether a library call is a collective, or waits for one: what dcompile cannot start and wait for as a step."""
+    return isinstance(step, Extern) and "c10d" in step.op
 
 
 def respects(after: Sequence[Step], before: Sequence[Step]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dcompile.codegen.schedule.order.dependences import touches
+from dcompile.codegen.schedule.order.dependences import communicates, touches
 from dcompile.ir.nodes import Collective, Program, Step, Wait
 
 
@@ -33,7 +33,7 @@ def _wait_late(steps: list[Step], touched: dict[int, frozenset[str]]) -> list[St
         if isinstance(step, Wait) and step.bucket in reduces:
             pending.append(step)
             continue
-        due = [wait for wait in pending if touched[id(step)].intersection(wait.buffers)]
+        due = [wait for wait in pending if touched[id(step)].intersection(wait.buffers) or communicates(step)]
         pending = [wait for wait in pending if wait not in due]
         result += [*due, step]
     return result + pending
@@ -46,7 +46,7 @@ def _start_early(steps: list[Step], touched: dict[int, frozenset[str]]) -> list[
         place = len(result)
         if isinstance(step, Collective) and step.kind == "all_reduce":
             while place and not isinstance(result[place - 1], Collective):
-                if touched[id(result[place - 1])].intersection(step.buffers):
+                if communicates(result[place - 1]) or touched[id(result[place - 1])].intersection(step.buffers):
                     break
                 place -= 1
         result.insert(place, step)

@@ -16,7 +16,7 @@ from math import inf
 import numpy as np
 
 from dcompile.codegen.schedule.order.cost_model import collective_bytes, durations
-from dcompile.codegen.schedule.order.dependences import edges
+from dcompile.codegen.schedule.order.dependences import communicates, edges
 from dcompile.codegen.schedule.order.simulate import is_copied_gather, lane_of, timeline
 from dcompile.ir.index import typical
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Extern, Loop, Program, Step, View, Wait, holder_of
@@ -109,7 +109,13 @@ class CollectiveTask:
 
     @property
     def is_gather(self) -> bool:
-        return self.start.kind == "all_gather"
+        """Whether it gathers parameters, which may start as early as memory allows; the model's own send results."""
+        return self.start.kind == "all_gather" and self.start.call is None
+
+    @property
+    def fills(self) -> bool:
+        """Whether it makes what it writes, one of the model's own."""
+        return self.start.call is not None and bool(self.start.writes - self.start.reads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +161,10 @@ class OverlapProblem:
         for bucket, n in starts.items():
             start = steps[n]
             assert isinstance(start, Collective)
-            roots = {self.root[name] for name in start.reads | start.writes if name in self.root}
+            held = start.writes - start.reads if start.call is not None else start.reads | start.writes
+            roots = {self.root[name] for name in held if name in self.root}
             nbytes = sum(self.sizes.get(name, 0) for name in roots)
-            if start.kind == "all_gather":
+            if start.kind == "all_gather" and start.call is None:
                 nbytes = min(nbytes, collective_bytes(start, table))
             yield CollectiveTask(
                 numbers[n], start, n, waits[bucket], low[n], high[waits[bucket]], nbytes, frozenset(behind[n])
@@ -170,7 +177,7 @@ class OverlapProblem:
         fence = 0
         for n, step in enumerate(self.program.steps):
             if n in place:
-                fence = place[n] + 1 if _communicates(step) else fence
+                fence = place[n] + 1 if communicates(step) else fence
                 continue
             low[n] = max((place[f] + 1 if f in place else low[f] for f in firsts[n]), default=0)
             if isinstance(step, Collective):
@@ -186,7 +193,7 @@ class OverlapProblem:
             step = self.program.steps[n]
             here = place.get(n, high.get(n, end))
             if n in place:
-                fence = here if _communicates(step) else fence
+                fence = here if communicates(step) else fence
             else:
                 here = min(here, fence) if isinstance(step, Collective) else here
                 high[n] = here
@@ -217,7 +224,7 @@ class OverlapProblem:
 
     def flight(self, exchange: CollectiveTask, start: int, wait: int) -> slice:
         """The computing steps during which an exchange holds memory that they do not hold themselves."""
-        return slice(start, exchange.high) if exchange.is_gather else slice(exchange.low, wait)
+        return slice(start, exchange.high) if exchange.is_gather or exchange.fills else slice(exchange.low, wait)
 
     def load(self, places: CollectivePlaces) -> np.ndarray:
         """Live bytes at each computing step."""
@@ -273,10 +280,6 @@ def _nbytes(buffer: Buffer) -> int:
     if (buffer.storage or "").startswith("bucket:"):
         return 0
     return typical(buffer.extent) * ITEMSIZE[buffer.dtype]
-
-
-def _communicates(step: Step) -> bool:
-    return isinstance(step, Extern) and "c10d" in step.op
 
 
 def _waited_for(steps: Sequence[Step], firsts: Sequence[Iterable[int]], waits: Mapping[int, int]) -> list[set[int]]:

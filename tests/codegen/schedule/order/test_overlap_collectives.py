@@ -14,8 +14,21 @@ from dcompile.codegen.schedule.order.overlap_collectives import overlap_collecti
 from dcompile.codegen.schedule.order.simulate import timeline
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Apply, Bucket, Buffer, Collective, Load, Loop, Program, Store, View, Wait, holder_of
-from dcompile.ir.verify import verify
+from dcompile.ir.nodes import (
+    Apply,
+    Bucket,
+    Buffer,
+    Collective,
+    Extern,
+    Load,
+    Loop,
+    Program,
+    Store,
+    View,
+    Wait,
+    holder_of,
+)
+from dcompile.ir.verify import VerifyError, verify
 from dcompile.machine_model import Figures, GroupSize, Link
 
 N = 256
@@ -195,6 +208,77 @@ def test_an_all_reduce_of_a_bucket_is_waited_for_at_the_end():
     after = overlap_collectives(build.program(), machine(gbs=1.0), GROUPS)
     verify(after)
     assert words(after) == "g0 +all_reduce0 a -all_reduce0"
+
+
+# --- the model's own --------------------------------------------------------------------------------------------------
+
+
+def own(kind, sent, made, group="g"):
+    """One of the model's own, started and waited for at once: in place where `made` is what is `sent`."""
+    name = f"_c10d_functional.{kind}.default"
+    call = Extern(name, (View(sent, (N,), (1,)), "0"), (), (made,), "mutate" if sent == made else "out")
+    start = Collective(kind, f"own_{made}", group, (made,), call)
+    return [start, Wait(start.bucket, start.buffers, start.sent)]
+
+
+def test_an_all_reduce_of_the_models_own_hides_behind_what_does_not_need_it():
+    """The gradient of a layer's input is summed up while that of its weight is computed."""
+    build = Build()
+    build.kernel(["x"], "input")
+    build.kernel(["x"], "weight")
+    build.kernel(["input"], "before")
+    build.steps[1:1] = own("all_reduce", "input", "input")
+    build.outputs = ["before", "weight"]
+    after = overlap_collectives(build.program(), machine(), GROUPS)
+    verify(after)
+    assert words(after) == "input +own_input weight -own_input before"
+
+
+def test_what_it_sends_may_be_read_meanwhile_and_not_written():
+    build = Build()
+    build.kernel(["x"], "a")
+    build.buffers.append(buffer("all"))
+    build.steps += own("all_gather", "a", "all")
+    build.kernel(["a"], "b")
+    build.kernel(["all", "b"], "c")
+    build.outputs = ["c"]
+    after = overlap_collectives(build.program(), machine(), GROUPS)
+    verify(after)
+    assert words(after) == "a +own_all b -own_all c"
+    (wait,) = [step for step in after.steps if isinstance(step, Wait)]
+    assert wait.sent == ("a",)
+    early = [step for step in after.steps if step is not wait]
+    over = replace(kernel(["b"], "a"), name="overwrites")
+    with pytest.raises(VerifyError, match="a is touched while own_all is in flight"):
+        verify(replace(after, steps=(*early[:3], over, wait, *early[3:])))
+
+
+def test_the_models_own_keep_their_order_and_gathers_of_parameters_overtake_them():
+    build = Build()
+    build.kernel(["x"], "a")
+    build.steps += own("all_reduce", "a", "a", "tp")
+    build.kernel(["a"], "b")
+    build.gather(0, 1000)
+    build.kernel(["b", "full0"], "c")
+    build.steps += own("all_reduce", "c", "c", "tp")
+    build.outputs = ["c"]
+    after = overlap_collectives(build.program(), machine(), GROUPS | {"tp": GroupSize(2, "tp wire")}, 1 << 20)
+    verify(after)
+    assert starts(after) == ["gather0", "own_a", "own_c"]
+
+
+def test_a_collective_that_is_a_library_call_is_not_overtaken():
+    build = Build()
+    build.kernel(["x"], "a")
+    build.kernel(["x"], "b")
+    build.buffers.append(buffer("gone"))
+    call = Extern("_c10d_functional.isend.default", (View("b", (N,), (1,)),), (), ("gone",), "alloc", effect=True)
+    build.steps.append(call)
+    build.steps += own("all_reduce", "a", "a")
+    build.outputs = ["a"]
+    after = overlap_collectives(build.program(), machine(), GROUPS)
+    places = [step.bucket if isinstance(step, Collective) else getattr(step, "op", "") for step in after.steps]
+    assert places.index("_c10d_functional.isend.default") < places.index("own_a")
 
 
 def test_without_collectives_nothing_changes():

@@ -1,0 +1,103 @@
+"""Device meshes and process groups among the inputs and results of a traced graph: no program reads them.
+
+AOTAutograd takes a DTensor apart into its local tensor and its mesh. The mesh goes through the graphs unread: in as an
+input, out beside each result and each gradient that is to become a DTensor. Whoever calls the program takes such
+objects out of its arguments, and puts them among its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcompile import compat
+
+Boxed = Callable[[list[Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class OpaqueObjects:
+    """What was removed from a graph."""
+
+    inputs: tuple[int, ...] = ()
+    """Positions of the inputs, ascending."""
+    results: tuple[tuple[int, int], ...] = ()
+    """(position of a result, place in `inputs` of the object that it is), ascending."""
+
+    def around(self, run: Boxed) -> Boxed:
+        """What takes and returns these objects, too."""
+        if not self.inputs:
+            return run
+        inputs, places = self.inputs[::-1], tuple((at, len(self.inputs) - 1 - place) for at, place in self.results)
+
+        def running(args: list[Any]) -> list[Any]:
+            objects = [args.pop(position) for position in inputs]
+            results = run(args)
+            for at, place in places:
+                results.insert(at, objects[place])
+            return results
+
+        return running
+
+    def input_place(self, position: int) -> int:
+        """Where an input of the whole graph is among those that are left."""
+        return position - sum(removed < position for removed in self.inputs)
+
+    def result_place(self, position: int) -> int:
+        """Where a result of the whole graph is among those that are left."""
+        return position - sum(removed < position for removed, _ in self.results)
+
+    def result_places(self, positions: Collection[int]) -> tuple[int, ...]:
+        """The same of several, less those that are removed."""
+        removed = {at for at, _ in self.results}
+        return tuple(self.result_place(position) for position in positions if position not in removed)
+
+    def views(self, aliases: Mapping[int, int]) -> dict[int, int]:
+        """Position of a result -> of the input it is a view of, both among those that are left."""
+        removed = {at for at, _ in self.results}
+        found = ((at, of) for at, of in aliases.items() if at not in removed)
+        return {self.result_place(at): self.input_place(of) for at, of in found}
+
+
+def remove_opaque_objects(gm: Any) -> OpaqueObjects:
+    """Remove from a graph those inputs that are no tensors or numbers and that it only returns; from its results, too.
+
+    An object that an operation of the graph takes stays: lowering says that it cannot read it.
+    """
+    output = gm.graph.output_node()
+    placeholders = enumerate(gm.graph.find_nodes(op="placeholder"))
+    found = {
+        node: position
+        for position, node in placeholders
+        if compat.dtensor.is_opaque(node.meta.get("val")) and all(user is output for user in node.users)
+    }
+    if not found:
+        return OpaqueObjects()
+    places = {node: place for place, node in enumerate(found)}
+    results = list(output.args[0])
+    returned = [
+        (at, places[node]) for at, node in enumerate(results) if isinstance(node, torch.fx.Node) and node in found
+    ]
+    removed = {at for at, _ in returned}
+    output.args = (tuple(node for at, node in enumerate(results) if at not in removed),)
+    if "desc" in output.meta:
+        output.meta["desc"] = [desc for at, desc in enumerate(output.meta["desc"]) if at not in removed]
+    for node in found:
+        gm.graph.erase_node(node)
+    gm.recompile()
+    return OpaqueObjects(tuple(found.values()), tuple(returned))
+
+
+def without_opaque_objects(gm: Any) -> Any:
+    """A copy of a graph without them; the graph itself where there are none."""
+    if not any(compat.dtensor.is_opaque(node.meta.get("val")) for node in gm.graph.find_nodes(op="placeholder")):
+        return gm
+    graph = torch.fx.Graph()
+    copied = graph.output(graph.graph_copy(gm.graph, {}))
+    copied.meta = dict(gm.graph.output_node().meta)
+    copy = torch.fx.GraphModule(gm, graph)
+    remove_opaque_objects(copy)
+    return copy

@@ -1,0 +1,129 @@
+"""Functional collectives of the model's own as steps of the program: one that starts, and one that waits.
+
+In a traced graph they are operations on tensors: one that returns at once, and a wait on each of its results. The
+schedule moves the two apart, as it does with those that dcompile inserts. Those whose sizes only the run tells, and
+those that the graph returns without waiting for them, stay library calls.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch.fx import Node
+
+from dcompile.codegen.lower.context import Lowering, dtype_name
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, from_view
+from dcompile.codegen.lower.symbolic.shapes import opaque_shape
+from dcompile.codegen.lower.symbolic.strides import contiguous
+from dcompile.ir.functional_collectives import IN_PLACE, is_wait, kind_of
+from dcompile.ir.index import Index
+from dcompile.ir.nodes import Arg, Collective, Extern, View, Wait
+from dcompile.ir.ops import DTYPES
+
+REDUCTIONS = frozenset(("sum", "avg", "product", "min", "max", "band", "bor", "bxor"))
+"""Names of operations that the run time knows."""
+
+
+def lower_collective(low: Lowering, node: Node, args: Sequence[Any]) -> Any:
+    """What a functional collective or a wait returns, with its step; None for other nodes, and where it is no step."""
+    op = str(node.target)
+    if is_wait(op):
+        return _wait(low, args[0])
+    kind = kind_of(op)
+    if kind is None:
+        return None
+    if (reason := _why_not(low, node, args)) is not None:
+        low.declined.append(f"{op} is a library call, which nothing hides: {reason}")
+        return None
+    tensors = args[0] if isinstance(args[0], list) else [args[0]]
+    value: Any = node.meta["val"]
+    values = value if isinstance(value, (tuple, list)) else [value]
+    views = [_buffer(low, fake, node.name if len(values) == 1 else f"{node.name}_{n}") for n, fake in enumerate(values)]
+    sent = views
+    if kind in IN_PLACE:
+        for tensor, view in zip(tensors, views, strict=True):
+            low.store_into(tensor, view)
+    else:
+        sent = [low.exact(replace(tensor, strides=contiguous(tensor.shape))) for tensor in tensors]
+    given: Arg = sent[0] if isinstance(value, torch.Tensor) else tuple(sent)
+    buffers = tuple(view.buffer for view in views)
+    mode: Literal["mutate", "out"] = "mutate" if kind in IN_PLACE else "out"
+    call = Extern(op, (given, *map(low.argument, args[1:])), (), buffers, mode, origin=low.origin)
+    start = Collective(kind, buffers[0], low.groups.get(args[-1], args[-1]), buffers, call)
+    low.steps.append(start)
+    low.in_flight |= dict.fromkeys(buffers, start)
+    if not _waits(node):
+        _land(low, start)  # every rank takes part, whether or not somebody looks at the result
+    results = [from_view(view, dtype_name(fake.dtype)) for view, fake in zip(views, values, strict=True)]
+    return results[0] if isinstance(value, torch.Tensor) else results
+
+
+def _why_not(low: Lowering, node: Node, args: Sequence[Any]) -> str | None:
+    """Why a collective cannot be a step, if it cannot."""
+    value: Any = node.meta["val"]
+    values = value if isinstance(value, (tuple, list)) else [value]
+    tensors = args[0] if isinstance(args[0], list) else [args[0]]
+    if not isinstance(args[-1], str):
+        return "its process group has no name"
+    if not all(map(_is_waited_for, _results(node))):
+        return "its result is used without a wait in this graph"
+    if any(isinstance(arg, str) and arg not in REDUCTIONS for arg in args[1:-1]):
+        return "its reduction is none of torch.distributed's plain ones"
+    if any(not isinstance(tensor, LazyTensor) or tensor.dtype not in DTYPES for tensor in tensors):
+        return "loops know no such dtype"
+    sizes = [size for fake in values for size in opaque_shape(fake)[0]]
+    sizes += [size for tensor in tensors for size in tensor.shape]
+    sizes += [item for arg in args[1:] for item in (arg if isinstance(arg, list) else [arg]) if isinstance(item, Index)]
+    return None if low.has(sizes) and not _is_late(low, sizes) else "its size is known only at run time"
+
+
+def _is_late(low: Lowering, sizes: Sequence[Any]) -> bool:
+    """Whether a library call tells a size: its value has to be there before the program begins."""
+    return any(not size.variables <= low.known for size in sizes if isinstance(size, Index))
+
+
+def _results(node: Node) -> list[Node]:
+    """The node, or of one that returns several tensors, those that pick one out."""
+    if isinstance(node.meta["val"], torch.Tensor):
+        return [node]
+    return [user if user.target is operator.getitem else node for user in node.users]
+
+
+def _is_waited_for(result: Node) -> bool:
+    return all(user.op == "call_function" and is_wait(str(user.target)) for user in result.users)
+
+
+def _waits(node: Node) -> list[Node]:
+    return [user for result in _results(node) for user in result.users]
+
+
+def _buffer(low: Lowering, fake: torch.Tensor, name: str) -> View:
+    """Memory for a result, in row-major order: what backends send has no gaps."""
+    return low.buffer(opaque_shape(fake)[0], dtype_name(fake.dtype), name=name, device=fake.device.type)
+
+
+def _wait(low: Lowering, tensor: Any) -> Any:
+    """The result of a wait: of a step, of which the first one of several counts, or for what is no collective's result.
+
+    None where a library call has made the tensor, or the caller: either may be in flight.
+    """
+    if not isinstance(tensor, LazyTensor):
+        return None
+    if tensor.view is not None:
+        name = tensor.view.buffer
+        called = (step for step in low.steps if isinstance(step, Extern) and step.mode != "out")
+        if name in low.inputs or any(name in step.writes for step in called):
+            return None
+        if (start := low.in_flight.get(name)) is not None:
+            _land(low, start)
+    return tensor
+
+
+def _land(low: Lowering, start: Collective) -> None:
+    low.steps.append(Wait(start.bucket, start.buffers, start.sent))
+    for name in start.buffers:
+        del low.in_flight[name]

@@ -1,0 +1,112 @@
+"""Collectives that the model's own code asks for, as host programs start them and wait for them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from dcompile import compat
+from dcompile.compat.collectives import (
+    reduce_op,
+    start_all_reduce,
+    start_all_to_all,
+    start_broadcast,
+    start_reduce_scatter,
+)
+from dcompile.errors import DcompileError
+from dcompile.ir.functional_collectives import kind_of
+from dcompile.ir.nodes import CollectiveKind
+from dcompile.runtime.communication.gloo import start_gather
+from dcompile.runtime.communication.work import PendingCollective
+
+_RECORDED: ContextVar[list[tuple[Any, str]] | None] = ContextVar("recorded collectives", default=None)
+"""Where those are noted that start on this thread, while a call is recorded."""
+
+
+class ModelCollective:
+    """One of the model's own collectives in one prepared call: `self(sent, filled, ...)` starts it, `wait()` ends it.
+
+    `op` is the functional collective of torch, whose further arguments a start is given as they are in the graph.
+    """
+
+    def __init__(self, op: str, name: str) -> None:
+        kind = kind_of(op)
+        assert kind is not None, f"{op} is no collective"
+        self.kind: CollectiveKind = kind
+        self.name = name
+        self.nbytes = 0
+        """Bytes of the whole, of the last start."""
+        self._pending: PendingCollective | None = None
+
+    def __call__(self, sent: Sequence[torch.Tensor], filled: Sequence[torch.Tensor], *how: Any) -> None:
+        """Start it. `filled`: what it makes; nothing where it works on `sent` in place."""
+        *rest, group_name = how
+        group = compat.groups.group_by_name(group_name)
+        if group is None:
+            raise DcompileError(
+                f"dcompile: the process group {group_name} of the model's own {self._words()} was destroyed; make the "
+                "mesh and the model anew, and compile that"
+            )
+        self.nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (sent, filled))
+
+        def start(limit_s: float | None) -> Any:
+            return _start(self.kind, group, sent, filled, rest, limit_s)
+
+        self._pending = PendingCollective(group, sent[0].device, f"model's own {self._words()}", start)
+        if (recorded := _RECORDED.get()) is not None:
+            recorded.append((group, self._pending.label))
+
+    def _words(self) -> str:
+        return f"{self.kind.replace('_', '-')} {self.name}"
+
+    @property
+    def work(self) -> Any:
+        """The torch.distributed.Work that `wait` is going to wait for."""
+        assert self._pending is not None, f"{self.name} is not in flight"
+        return self._pending.work
+
+    def wait(self) -> None:
+        """Wait for what was started."""
+        pending, self._pending = self._pending, None
+        assert pending is not None, f"{self.name} is not in flight"
+        pending.wait()
+
+
+def _start(
+    kind: CollectiveKind,
+    group: Any,
+    sent: Sequence[torch.Tensor],
+    filled: Sequence[torch.Tensor],
+    how: Sequence[Any],
+    limit_s: float | None,
+) -> Any:
+    match kind:
+        case "all_reduce":
+            return start_all_reduce(group, sent, reduce_op(how[0]), limit_s)
+        case "broadcast":
+            return start_broadcast(group, sent[0], how[0], limit_s)
+        case "all_gather":
+            return start_gather(group, _flat(filled), _flat(sent), limit_s)
+        case "reduce_scatter":
+            return start_reduce_scatter(group, filled, sent, reduce_op(how[0]), limit_s)
+        case "all_to_all":
+            return start_all_to_all(group, filled[0], sent[0], how[0], how[1], limit_s)
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.view(-1) for tensor in tensors]
+
+
+@contextlib.contextmanager
+def recording_collectives() -> Iterator[list[tuple[Any, str]]]:
+    """(process group, label) of each of the model's own collectives that starts meanwhile, on this thread."""
+    found: list[tuple[Any, str]] = []
+    token = _RECORDED.set(found)
+    try:
+        yield found
+    finally:
+        _RECORDED.reset(token)

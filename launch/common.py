@@ -102,6 +102,7 @@ ARCHITECTURES = {
 
 def load_config(name: str, families: Sequence[str] = ("llama",)) -> Any:
     """A Hugging Face config from a JSON file or the folder that has it, or from the name of one in launch/configs."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     path = Path(name)
@@ -122,8 +123,8 @@ def load_config(name: str, families: Sequence[str] = ("llama",)) -> Any:
         raise UserError(f'--config {path}: not a {families[0].title()} config ("model_type" is {kind!r}, not {wanted})')
     try:
         return AutoConfig.for_model(kind, **{**fields, "use_cache": False})
-    except (TypeError, ValueError) as error:  # what transformers raises for fields that contradict each other
-        raise UserError(f"--config {path}: {error}") from error
+    except (TypeError, ValueError, StrictDataclassError) as error:  # fields that contradict each other
+        raise UserError(f"--config {path}: {error.__cause__ or error}") from error
 
 
 def compile_model(
@@ -164,10 +165,15 @@ def _value(text: str) -> Any:
 
 def digest_of(model: torch.nn.Module) -> str:
     """SHA-256 of all parameters, bit for bit; sharded ones are put together."""
+    return digest_of_tensors(dict(model.named_parameters()))
+
+
+def digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The same for tensors by name."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         digest.update(whole.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
 
@@ -236,6 +242,10 @@ def clear_errors() -> Any:
     except UserError as error:
         tell(f"error (rank {os.environ.get('RANK', '0')}): {error}", sys.stderr)
         if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            text = {
+                "message": str(error),
+                "extraInfo": {"py_callstack": str(error), "timestamp": str(int(time.time()))},
+            }
             with contextlib.suppress(OSError):
-                Path(path).write_text(json.dumps({"message": str(error), "timestamp": int(time.time())}))
+                Path(path).write_text(json.dumps({"message": text}))
         raise SystemExit(USER_ERROR) from None

@@ -101,6 +101,8 @@ class Session:
         self.sampling = Sampling(
             args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty, args.seed
         )
+        if args.model is not None and not (Path(args.model) / "config.json").is_file():
+            raise UserError(f"--model {args.model}: no config.json there; `make train` leaves a model in out/train/hf")
         self.config = load_config(args.model or args.config, tuple(ARCHITECTURES))
         self.tokenizer = load_tokenizer(args.model)
         if len(self.tokenizer) > self.config.vocab_size and args.model is None:

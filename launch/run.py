@@ -25,7 +25,8 @@ def describe(rank: int, failure: ProcessFailure) -> str:
 
 def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], object] = torchrun) -> None:
     """Run torchrun; exit with the status of the rank that failed first. What ended a script is said once."""
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    for part in ("api", "errors.error_handler"):
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{part}").setLevel(logging.CRITICAL)
     try:
         run(list(sys.argv[1:] if argv is None else argv))
     except ChildFailedError as error:

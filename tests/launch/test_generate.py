@@ -267,6 +267,8 @@ def test_bad_folders(folder, tmp_path):
     config.intermediate_size, config.num_hidden_layers = 48, 3
     with pytest.raises(UserError, match=r"have no tensor model.layers.2.self_attn.q_proj.weight"):
         build(config, CheckpointWeights(folder), "manual", 0, 2, torch.float32, CPU)
+    with pytest.raises(UserError, match=r"no config\.json there; `make train` leaves a model in out/train/hf"):
+        Session(parse_arguments([f"--model={tmp_path}"]), World(0, 0, 1, CPU))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(UserError, match="not a Llama config"):
         Session(parse_arguments([f"--model={tmp_path}"]), World(0, 0, 1, CPU))

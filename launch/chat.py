@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -14,14 +15,18 @@ Reply = Callable[[list[int], Callable[[str], None]], Answer]
 """(prompt tokens, what to do with new text) -> the answer."""
 
 
-def read_line(world: World) -> str | None:
+PATIENCE = timedelta(days=7)
+"""How long ranks wait for the user. A process group's own limit is minutes."""
+
+
+def read_line(world: World, group: dist.ProcessGroup) -> str | None:
     """The next line that the user types, on all ranks; None at the end of the input."""
     line: list[str | None] = [None]
     if world.is_main:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)
         line[0] = sys.stdin.readline() or None
-    dist.broadcast_object_list(line, 0)
+    dist.broadcast_object_list(line, 0, group=group)
     return line[0]
 
 
@@ -54,10 +59,11 @@ class Conversation:
 def chat(tokenizer: Any, reply: Reply, world: World) -> None:
     """Answer line by line until the input ends. `/clear` starts anew, and so does a cache that is full."""
     conversation = Conversation(tokenizer)
+    waiting = dist.new_group(backend="gloo", timeout=PATIENCE)
     say = (lambda text: print(text, end="", flush=True)) if world.is_main else (lambda text: None)
     if not conversation.has_template:
         say("this model has no chat template: it goes on with the text that you type\n")
-    while (line := read_line(world)) is not None:
+    while (line := read_line(world, waiting)) is not None:
         if line.strip() == "/clear":
             conversation = Conversation(tokenizer)
             continue

@@ -98,6 +98,7 @@ class Decoder:
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
         """Feed one token of each sequence [batch]; logits behind them [batch, vocabulary]."""
         self.cache.reserve(1, "the next token")
+        torch.compiler.cudagraph_mark_step_begin()  # the last logits are used up: their memory may be written
         logits: torch.Tensor = self.decode_call(tokens[:, None])
         return logits
 

@@ -50,7 +50,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add_compile_flags(parser)
     add("--tp", type=positive, help="ranks that share one model; default: all")
     add("--route", choices=ROUTES, default="manual", help="who splits it: tensor_parallel.py, torch, transformers")
-    add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: fp32 on a CPU, else the checkpoint's or bf16")
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: the checkpoint's or bf16; fp32 on CPUs")
     add("--prompt", action="append", help="text to go on with; repeat it for a batch")
     add("--chat", action="store_true", help="read lines from the terminal and answer them")
     add("--batch-size", type=positive, help="sequences at a time; prompts are repeated to fill it")
@@ -116,8 +116,8 @@ class Session:
     def _dtype(self) -> torch.dtype:
         if self.args.dtype != "auto":
             return DTYPES[self.args.dtype]
-        if self.world.device.type == "cpu":
-            return torch.float32
+        if self.world.device.type == "cpu" or self.args.check:
+            return torch.float32  # 16 bits would round sums over the ranks otherwise than one process does
         return self.config.dtype or torch.bfloat16 if self.args.model else torch.bfloat16
 
     def make_decoder(self, batch: int, slots: int, alone: bool = False) -> Decoder:

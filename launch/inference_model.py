@@ -89,7 +89,9 @@ def _sharded_dim(parameter: DTensor) -> int | None:
 def _build_by_transformers(config: Any, weights: Weights, size: int, dtype: torch.dtype, device: torch.device) -> Any:
     """`from_pretrained` with transformers' own plan; random weights go through a folder on this host first."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     try:
         from transformers.distributed.configuration_utils import DistributedConfig
     except ImportError:

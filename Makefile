@@ -1,12 +1,15 @@
 # `make train` sets everything up and trains; `make test` sets everything up and tests.
 # Variables: PYTHON, VENV (VENV= runs PYTHON as it is, without any set-up), NPROC, BACKEND, STEPS, ARGS, TESTS, WORKERS,
-# SECONDS; TORCH for `make test-torch`.
+# SECONDS; MODEL, PROMPT and TP for `make generate`; TORCH for `make test-torch`.
 PYTHON ?= python3
 VENV ?= .venv
 NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); if [ "$$gpus" -gt 0 ]; then echo $$gpus; else echo 2; fi)
 BACKEND ?= dcompile
 STEPS ?=
 ARGS ?=
+MODEL ?= out/train/hf
+PROMPT ?=
+TP ?= 1
 TESTS ?=
 QUICK ?= tests/ir tests/collectives tests/codegen/nest tests/codegen/schedule tests/codegen/test_golden.py \
 	tests/capture/adapters tests/capture/test_joint_graph.py tests/test_layering.py tests/test_vocabulary.py
@@ -19,12 +22,18 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 py := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 cores := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
-.PHONY: train test quick test-torch test-backends test-full models dist-matrix ops-sweep fuzz lint format clean
+.PHONY: train generate test quick test-torch test-backends test-full models dist-matrix ops-sweep fuzz lint format clean
 
 train: export OMP_NUM_THREADS ?= $(shell echo $$(( $(cores) > $(NPROC) ? $(cores) / $(NPROC) : 1 )))
 train: $(if $(VENV),$(VENV)/.has-train)
-	$(py) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
+	$(py) launch/run.py --standalone --nproc-per-node $(NPROC) \
 		launch/train.py --backend $(BACKEND) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
+# Goes on with PROMPT, or with what you type, by the model that `make train` has left; TP processes share it.
+generate: $(if $(VENV),$(VENV)/.has-train)
+	$(py) $(if $(filter 1,$(TP)),,launch/run.py --standalone --nproc-per-node $(TP)) \
+		launch/generate.py --model $(MODEL) --backend $(BACKEND) --temperature 0.8 --top-k 40 \
+		$(if $(PROMPT),--prompt "$(PROMPT)",--chat) --max-new-tokens 100 $(ARGS)
 
 # Bytecode is kept whatever the shell says: pytest rewrites nearly 300 files, in each worker, and processes share ours.
 test quick test-backends test-full models dist-matrix: export PYTHONDONTWRITEBYTECODE =

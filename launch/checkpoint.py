@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
+import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import UserError, World
+from common import UserError, World, raise_together
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 KEEP = 3
@@ -50,6 +52,35 @@ def _drop_old(folder: Path, newest: Path) -> None:
     others = [path for path in folder.glob("step-*") if path != newest]
     for path in sorted(others, key=lambda p: p.stat().st_mtime, reverse=True)[KEEP - 1 :]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def lock(folder: Path, world: World) -> TextIO | None:
+    """Claim `folder` for this job until rank 0 ends, however it ends; keep what is returned. Every rank calls it.
+
+    The lock is a record lock: a forked child has no part in it, so that none outlives a killed rank 0.
+    """
+    problem, stream = None, None
+    if world.is_main:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            stream = (folder / "LOCK").open("a+")
+            fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            stream.truncate(0)
+            stream.write(f"process {os.getpid()} on {socket.gethostname()}")
+            stream.flush()
+        except (BlockingIOError, PermissionError):  # which of them is up to the system
+            problem = f"--output-dir {folder}: another job writes there ({_owner(stream)}); give this one its own"
+        except OSError as error:
+            problem = f"--output-dir {folder}: {error.strerror}"
+    raise_together(problem, world)
+    return stream
+
+
+def _owner(stream: TextIO | None) -> str:
+    if stream is None:
+        return "its file LOCK cannot be opened"
+    stream.seek(0)
+    return stream.read()
 
 
 def find(folder: Path, resume: str) -> Path | None:

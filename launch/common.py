@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -91,11 +91,25 @@ def leave_world() -> None:
     gc.collect()
 
 
-def load_config(name: str) -> Any:
-    """A LlamaConfig from a JSON file, or from the name of one in launch/configs."""
-    from transformers import LlamaConfig
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""Kinds of models ("model_type") of one shape: RMSNorm, rotary positions, grouped queries, gated MLP."""
 
-    path = Path(name) if Path(name).suffix == ".json" else CONFIGS / f"{name}.json"
+
+def load_config(name: str, families: Sequence[str] = ("llama",)) -> Any:
+    """A Hugging Face config from a JSON file or the folder that has it, or from the name of one in launch/configs."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    path = Path(name)
+    if path.is_dir():
+        path /= "config.json"
+    elif path.suffix != ".json":
+        path = CONFIGS / f"{name}.json"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.json")))
         raise UserError(f"--config {name}: no such file {path}; give a JSON file or one of: {known}")
@@ -103,10 +117,14 @@ def load_config(name: str) -> Any:
         fields = json.loads(path.read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise UserError(f"--config {path}: not JSON: {error}") from None
-    kind = fields.get("model_type") if isinstance(fields, dict) else None
-    if kind != "llama":
-        raise UserError(f'--config {path}: not a Llama config ("model_type" is {kind!r}, should be "llama")')
-    return LlamaConfig(**fields, use_cache=False)
+    kind = fields.pop("model_type", None) if isinstance(fields, dict) else None
+    if kind not in families:
+        wanted = " or ".join(f'"{family}"' for family in families)
+        raise UserError(f'--config {path}: not a {families[0].title()} config ("model_type" is {kind!r}, not {wanted})')
+    try:
+        return AutoConfig.for_model(kind, **{**fields, "use_cache": False})
+    except (TypeError, ValueError, StrictDataclassError) as error:  # fields that contradict each other
+        raise UserError(f"--config {path}: {error.__cause__ or error}") from error
 
 
 def compile_model(
@@ -147,10 +165,15 @@ def _value(text: str) -> Any:
 
 def digest_of(model: torch.nn.Module) -> str:
     """SHA-256 of all parameters, bit for bit; sharded ones are put together."""
+    return digest_of_tensors(dict(model.named_parameters()))
+
+
+def digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The same for tensors by name."""
     digest = hashlib.sha256()
-    for name, parameter in sorted(model.named_parameters()):
+    for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         digest.update(whole.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()[:16]
 
@@ -194,11 +217,35 @@ def tell(text: str, stream: TextIO | None) -> None:
         print(text, file=stream, flush=True)
 
 
+USER_ERROR = 2
+"""Exit status of a script that has said in one line what the user can put right."""
+
+
+def raise_together(problem: str | None, world: World) -> None:
+    """Raise rank 0's problem as a UserError there, and end the other ranks in silence; nothing if there is none."""
+    said = [problem]
+    dist.broadcast_object_list(said, 0)
+    if said[0] is not None:
+        if world.is_main:
+            raise UserError(said[0])
+        raise SystemExit(USER_ERROR)
+
+
 @contextlib.contextmanager
 def clear_errors() -> Any:
-    """Print a UserError as one line on each rank that has it, and exit with status 2."""
+    """Print a UserError as one line on each rank that has it, and exit with status 2.
+
+    Under torchrun the line goes into its error file, too, so that its summary ends with what is wrong.
+    """
     try:
         yield
     except UserError as error:
         tell(f"error (rank {os.environ.get('RANK', '0')}): {error}", sys.stderr)
-        raise SystemExit(2) from None
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            text = {
+                "message": str(error),
+                "extraInfo": {"py_callstack": str(error), "timestamp": str(int(time.time()))},
+            }
+            with contextlib.suppress(OSError):
+                Path(path).write_text(json.dumps({"message": text}))
+        raise SystemExit(USER_ERROR) from None

@@ -1,213 +1,291 @@
-"""Generate text with a byte-level Llama, split over the ranks by tensor parallelism, decoding through one graph.
+"""Generate text with a Llama, Mistral or Qwen model, split over the ranks, decoding through one graph.
 
+torchrun --standalone --nproc-per-node 2 launch/generate.py --tp 2 --model FOLDER --prompt "Once upon a time"
 torchrun --standalone --nproc-per-node 2 launch/generate.py --tp 2 --config llama_debug --check
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from common import UserError, World, clear_errors, gather, join_world, leave_world, load_config
-from tensor_parallel import shard
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from answer import Answer
+from chat import chat
+from common import (
+    ARCHITECTURES,
+    UserError,
+    World,
+    clear_errors,
+    join_world,
+    leave_world,
+    load_config,
+    parse_options,
+    stop_on_signals,
+)
+from decoding import Decoder, Generated, generate
+from flags import add_compile_flags, add_model_flags, positive
+from generation_checks import Checks, check, check_ranks_agree
+from inference_benchmark import measure
+from inference_model import ROUTES, build, open_weights
+from kv_cache import FixedCache
+from sampling import Sampling
+from torch.distributed.elastic.multiprocessing.errors import record
 
-INIT_STD = 0.12
-"""Six times the usual spread of random weights: with less, a random model says the same byte for ever."""
-
-Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(token ids [1, n], their positions [1, n]) -> logits of the last one [vocab]."""
+CHAT_SLOTS = 4096
+"""Slots of a conversation's cache, where --cache-len does not say."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How a token is drawn from logits: greedy at temperature 0."""
-
-    temperature: float
-    top_k: int | None
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """The new tokens, and the seconds that each decode step took."""
-
-    tokens: list[int]
-    seconds: list[float]
-
-
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="llama_debug", help="name in launch/configs, or a JSON file")
-    parser.add_argument("--tp", type=int, help="ranks that share one model; default: all")
-    parser.add_argument("--prompt", default="def main():", help="text; its UTF-8 bytes are the tokens")
-    parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
-    parser.add_argument("--top-k", type=int, help="draw among the k likeliest tokens only")
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights and of sampling")
-    parser.add_argument("--backend", default="dcompile", choices=("eager", "inductor", "dcompile"))
-    parser.add_argument("--compile-prefill", action="store_true", help="compile the prompt's graph too")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--check", action="store_true", help="compare with one process; count graphs and all-reduces")
-    return parser.parse_args()
+    add = parser.add_argument
+    add("--model", metavar="FOLDER", help="Hugging Face folder: config, tokenizer, safetensors; without it random")
+    add_model_flags(parser, "llama_debug")
+    add_compile_flags(parser)
+    add("--tp", type=positive, help="ranks that share one model; default: all")
+    add("--route", choices=ROUTES, default="manual", help="who splits it: tensor_parallel.py, torch, transformers")
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: the checkpoint's or bf16; fp32 on CPUs")
+    add("--prompt", action="append", help="text to go on with; repeat it for a batch")
+    add("--chat", action="store_true", help="read lines from the terminal and answer them")
+    add("--batch-size", type=positive, help="sequences at a time; prompts are repeated to fill it")
+    add("--max-new-tokens", type=positive, default=32, help="tokens of each answer at most")
+    add("--cache-len", type=positive, help="slots of the key-value cache; default: what the request needs")
+    add("--prefill-chunk", type=positive, default=256, help="tokens of a prompt that go through the model at a time")
+    add("--compile-prefill", action="store_true", help="compile the prompt's graph too; chunks then have one size")
+    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    add("--top-k", type=int, help="draw among the k likeliest tokens only")
+    add("--top-p", type=float, help="draw among the likeliest tokens that have this probability together")
+    add("--min-p", type=float, help="leave out tokens less likely than this share of the likeliest one")
+    add("--repetition-penalty", type=float, default=1.0, help="over 1: tokens that were said become less likely")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; repeatable")
+    add("--ignore-eos", action="store_true", help="do not end at the model's end-of-text tokens")
+    add("--benchmark", action="store_true", help="measure prefill, decode and bandwidth")
+    add("--check", action="store_true", help="compare with one process; count graphs and all-reduces")
+    return parser.parse_args(argv)
 
 
-def build_model(config: LlamaConfig, seed: int, device: torch.device) -> LlamaForCausalLM:
-    """The whole model with random weights, drawn on the CPU so that they are the same everywhere."""
-    torch.manual_seed(seed)
-    config.initializer_range = INIT_STD
-    config.use_cache = True
-    return LlamaForCausalLM(config).eval().to(device)
+def load_tokenizer(folder: str | None) -> Any:
+    """The folder's tokenizer; bytes for a random model."""
+    if folder is None:
+        from hf_folder import byte_tokenizer
+
+        return byte_tokenizer()
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {folder}: no tokenizer: {str(error).splitlines()[0]}") from None
 
 
-def make_cache(model: LlamaForCausalLM, tp: int, length: int, device: torch.device) -> StaticCache:
-    """Room for `length` keys and values of this rank's heads, allocated now, so that addresses never change."""
-    config = model.config
-    heads = config.num_key_value_heads // tp
-    cache = StaticCache(config=config, max_cache_len=length)
-    cache.early_initialization(1, heads, config.head_dim, model.dtype, device)
-    return cache
+def find_stop_tokens(config: Any, tokenizer: Any, folder: str | None) -> set[int]:
+    """Ids that end an answer: of the config, the tokenizer, and generation_config.json."""
+    found = [config.eos_token_id, tokenizer.eos_token_id]
+    path = Path(folder or "") / "generation_config.json"
+    if folder and path.is_file():
+        found.append(json.loads(path.read_text()).get("eos_token_id"))
+    return {token for ids in found if ids is not None for token in (ids if isinstance(ids, list) else [ids])}
 
 
-def make_step(model: LlamaForCausalLM, cache: StaticCache) -> Step:
-    """One call of the model. The cache counts its tokens in a tensor, so every decode step runs the same graph."""
+class Session:
+    """A loaded model with its tokenizer, and what the command line wants of it."""
 
-    def step(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return model(tokens, position_ids=positions, past_key_values=cache, logits_to_keep=1).logits[0, -1]
+    def __init__(self, args: argparse.Namespace, world: World) -> None:
+        self.args, self.world = args, world
+        self.sampling = Sampling(
+            args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty, args.seed
+        )
+        if args.model is not None and not (Path(args.model) / "config.json").is_file():
+            raise UserError(f"--model {args.model}: no config.json there; `make train` leaves a model in out/train/hf")
+        self.config = load_config(args.model or args.config, tuple(ARCHITECTURES))
+        self.tokenizer = load_tokenizer(args.model)
+        if len(self.tokenizer) > self.config.vocab_size and args.model is None:
+            raise UserError(
+                f"--config {args.config}: vocab_size {self.config.vocab_size} leaves no room for 258 tokens"
+            )
+        self.stop_tokens = set() if args.ignore_eos else find_stop_tokens(self.config, self.tokenizer, args.model)
+        self.dtype = self._dtype()
+        self.weights = open_weights(args.model, args.seed, world)
 
-    return step
+    def _dtype(self) -> torch.dtype:
+        if self.args.dtype != "auto":
+            return DTYPES[self.args.dtype]
+        if self.world.device.type == "cpu" or self.args.check:
+            return torch.float32  # 16 bits would round sums over the ranks otherwise than one process does
+        return self.config.dtype or torch.bfloat16 if self.args.model else torch.bfloat16
 
+    def make_decoder(self, batch: int, slots: int, alone: bool = False) -> Decoder:
+        """The model and a cache of this size; `alone`: whole, in this process, and eager."""
+        args, world = self.args, self.world
+        rank, size = (0, 1) if alone else (world.rank, world.size)
+        model = build(self.config, self.weights, args.route, rank, size, self.dtype, world.device)
+        heads = self.config.num_key_value_heads // size
+        cache = FixedCache(model.config, batch, slots, heads, self.dtype, world.device)
+        compile_with = None if alone or args.backend == "eager" else self._compile_with()
+        return Decoder(model, cache, args.prefill_chunk, compile_with, args.compile_prefill)
 
-def sample(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """The next token, the same on all ranks: an all-reduce leaves the same bits everywhere, and so does a seed."""
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    scaled = logits.float().cpu() / sampling.temperature
-    if sampling.top_k is not None:
-        kept, indices = scaled.topk(min(sampling.top_k, scaled.numel()))
-        return int(indices[torch.multinomial(kept.softmax(0), 1, generator=generator)])
-    return int(torch.multinomial(scaled.softmax(0), 1, generator=generator))
+    def _compile_with(self) -> Callable[[Any], Any]:
+        args = self.args
+        options: dict[str, Any] = dict(parse_options(args.compile_options))
+        if args.backend == "dcompile" and not args.compile_mode:
+            options.setdefault("receipt", False)  # it would come in the middle of an answer
+        return functools.partial(
+            torch.compile,
+            backend=args.backend,
+            fullgraph=True,
+            dynamic=False,
+            mode=args.compile_mode,
+            options=options or None,
+        )
 
+    def slots_for(self, prompts: list[list[int]]) -> int:
+        """Slots of the cache: as asked for, or as the prompts and their answers need. UserError if they cannot fit."""
+        args = self.args
+        longest = max(len(prompt) for prompt in prompts)
+        chunk = args.prefill_chunk if args.compile_prefill and args.backend != "eager" else 1
+        needed = -(-longest // chunk) * chunk + args.max_new_tokens
+        positions = self.config.max_position_embeddings
+        if longest + args.max_new_tokens > positions:
+            raise UserError(
+                f"prompt and new tokens are {longest + args.max_new_tokens}; the model has {positions} positions"
+            )
+        if args.cache_len is not None and needed > args.cache_len:
+            raise UserError(
+                f"--cache-len {args.cache_len}: the prompt takes {needed - args.max_new_tokens} slots, "
+                f"and --max-new-tokens {args.max_new_tokens} need as many more: give {needed}"
+            )
+        return args.cache_len or needed
 
-@torch.no_grad()
-def generate(
-    prefill: Step,
-    decode: Step,
-    prompt: list[int],
-    count: int,
-    sampling: Sampling,
-    device: torch.device,
-    around_call: Callable[[int], contextlib.AbstractContextManager[Any]] = lambda call: contextlib.nullcontext(),
-) -> Generated:
-    """Run the prompt, then `count - 1` decode steps. `around_call(n)` is entered around decode call n."""
-    generator = torch.Generator().manual_seed(sampling.seed)
-    logits = prefill(torch.tensor([prompt], device=device), torch.arange(len(prompt), device=device)[None])
-    tokens = [sample(logits, sampling, generator)]
-    seconds: list[float] = []
-    for call in range(count - 1):
-        token = torch.tensor([[tokens[-1]]], device=device)
-        position = torch.tensor([[len(prompt) + call]], device=device)
-        start = time.perf_counter()
-        with around_call(call):
-            tokens.append(sample(decode(token, position), sampling, generator))
-        seconds.append(time.perf_counter() - start)
-    return Generated(tokens, seconds)
-
-
-class Checks:
-    """Looks on while decoding: refuses a second graph, and counts the all-reduces that one step really performs."""
-
-    def __init__(self, compiled: bool) -> None:
-        self.compiled = compiled
-        self.all_reduces = 0
-
-    @contextlib.contextmanager
-    def __call__(self, call: int) -> Iterator[None]:
-        if call == 0:  # compiles, in one graph because of fullgraph=True
-            yield
-        elif call == 1:
-            with self._no_new_graph(), torch.profiler.profile(acc_events=True) as profile:
-                yield
-            names = [event.name for event in profile.events()]
-            self.all_reduces = sum(name in ("gloo:all_reduce", "nccl:all_reduce") for name in names)
-        else:
-            with self._no_new_graph():
-                yield
-
-    def _no_new_graph(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.compiler.set_stance("fail_on_recompile") if self.compiled else contextlib.nullcontext()
-
-
-def check(generated: Generated, expected: Generated, checks: Checks, layers: int, world: World) -> str:
-    """Raise if the ranks did not do what one process does, with two all-reduces a layer; else say so."""
-    wanted = 2 * layers if world.size > 1 else 0
-    for rank, tokens in enumerate(gather(generated.tokens, world)):
-        if tokens != expected.tokens:
-            raise UserError(f"--check: rank {rank} generated {tokens}, a single eager process {expected.tokens}")
-    if checks.all_reduces != wanted:
-        raise UserError(f"--check: {checks.all_reduces} all-reduces in a decode step instead of {wanted}")
-    graphs = "1 decode graph, 0 recompiles" if checks.compiled else "not compiled"
-    return f"check: tokens equal a single process's, {graphs}, {wanted} all-reduces a decode step"
+    def answers(self, count: int, show: Callable[[str], None]) -> list[Answer]:
+        """One for each sequence; a single one is shown as it grows."""
+        streamed = show if count == 1 else lambda text: None
+        return [Answer(self.tokenizer, self.stop_tokens, self.args.stop, streamed) for _ in range(count)]
 
 
-def print_results(arguments: argparse.Namespace, prompt: list[int], generated: Generated, decode: Step) -> None:
-    print("tokens", *generated.tokens)
-    print("text", repr(bytes(t for t in [*prompt, *generated.tokens] if t < 256).decode(errors="replace")))
-    if steady := generated.seconds[1:]:
-        first = f"first decode call {generated.seconds[0]:.2f} s, not counted"
-        print(f"{len(steady) / sum(steady):.1f} tokens/s over {len(steady)} decode steps ({first})")
-    if arguments.backend == "dcompile" and generated.seconds:
-        import dcompile
+def encode_prompts(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
+    """Token ids of each sequence of the batch."""
+    texts = args.prompt or ["def main():"]
+    batch = args.batch_size or len(texts)
+    if batch < len(texts):
+        raise UserError(f"--batch-size {batch}: there are {len(texts)} prompts")
+    prompts = [list(tokenizer(texts[row % len(texts)])["input_ids"]) for row in range(batch)]
+    if not all(prompts) or not all(texts):
+        raise UserError("--prompt must not be empty")
+    return prompts
 
-        print(str(dcompile.receipt(decode)).splitlines()[0])
 
-
-def run(arguments: argparse.Namespace, world: World) -> None:
-    if arguments.tp not in (None, world.size):
-        raise UserError(f"--tp {arguments.tp} with {world.size} rank(s): give torchrun --nproc-per-node {arguments.tp}")
-    if not arguments.prompt or arguments.max_new_tokens < 1 or (arguments.check and arguments.max_new_tokens < 3):
-        raise UserError("--prompt must not be empty, --max-new-tokens at least 1, and at least 3 with --check")
-    config = load_config(arguments.config)
-    prompt = list(arguments.prompt.encode())
-    length = len(prompt) + arguments.max_new_tokens
-    if length > config.max_position_embeddings:
-        raise UserError(f"prompt and new tokens are {length}; the model has {config.max_position_embeddings} positions")
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.seed)
-
-    model = build_model(config, arguments.seed, world.device)
-    shard(model, world.rank, world.size)
-    prefill = decode = make_step(model, make_cache(model, world.size, length, world.device))
-    if arguments.backend != "eager":
-        decode = torch.compile(decode, backend=arguments.backend, fullgraph=True, dynamic=False)
-        prefill = decode if arguments.compile_prefill else prefill
-
-    checks = Checks(arguments.backend != "eager")
-    around = {"around_call": checks} if arguments.check else {}
-    generated = generate(prefill, decode, prompt, arguments.max_new_tokens, sampling, world.device, **around)
+def answer_prompts(session: Session) -> None:
+    """The prompts of the command line: print the answers; with --check compare them."""
+    args, world = session.args, session.world
+    prompts = encode_prompts(args, session.tokenizer)
+    slots = session.slots_for(prompts)
+    decoder = session.make_decoder(len(prompts), slots)
+    checks = Checks(args.backend != "eager")
+    around: dict[str, Any] = {"around_call": checks} if args.check else {}
+    show = (lambda text: print(text, end="", flush=True)) if world.is_main else (lambda text: None)
+    answers = session.answers(len(prompts), show)
+    if len(prompts) == 1:
+        show(session.tokenizer.decode(prompts[0], skip_special_tokens=True))
+    generated = generate(
+        decoder, prompts, args.max_new_tokens, session.sampling, lambda row, token: answers[row].add(token), **around
+    )
+    texts = [answer.finish() for answer in answers]
+    check_ranks_agree(generated.tokens, world)
     if world.is_main:
-        print_results(arguments, prompt, generated, decode)
-    if arguments.check:
-        whole = build_model(config, arguments.seed, world.device)
-        alone = make_step(whole, make_cache(whole, 1, length, world.device))
-        expected = generate(alone, alone, prompt, arguments.max_new_tokens, sampling, world.device)
-        verdict = check(generated, expected, checks, config.num_hidden_layers, world)
+        print_results(session, decoder, prompts, texts, generated)
+    if args.check:
+        alone = session.make_decoder(len(prompts), slots, alone=True)
+        again = session.answers(len(prompts), lambda text: None)
+        expected = generate(
+            alone, prompts, args.max_new_tokens, session.sampling, lambda row, token: again[row].add(token)
+        )
+        layers, exact = session.config.num_hidden_layers, args.route == "manual"
+        verdict = check(generated, expected, checks, layers, exact, world)
         if world.is_main:
             print(verdict)
 
 
+def print_results(
+    session: Session, decoder: Decoder, prompts: list[list[int]], texts: list[str], generated: Generated
+) -> None:
+    """Texts that were not streamed, the tokens, and the speed."""
+    if len(prompts) == 1:
+        print()
+    else:
+        for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            print(f"[{row}] {session.tokenizer.decode(prompt, skip_special_tokens=True)}{text}")
+    for tokens in generated.tokens:
+        print("tokens", *tokens)
+    if steady := generated.seconds[1:]:
+        first = f"first decode call {generated.seconds[0]:.2f} s, not counted"
+        print(f"{len(prompts) * len(steady) / sum(steady):.1f} tokens/s over {len(steady)} decode steps ({first})")
+    if session.args.backend == "dcompile" and generated.seconds:
+        import dcompile
+
+        print(str(dcompile.receipt(decoder.decode_call)).splitlines()[0])
+
+
+def converse(session: Session) -> None:
+    """--chat."""
+    args = session.args
+    positions = session.config.max_position_embeddings
+    decoder = session.make_decoder(1, args.cache_len or min(positions, CHAT_SLOTS))
+    if decoder.cache.slots > positions:
+        raise UserError(f"--cache-len {args.cache_len}: the model has {positions} positions")
+
+    def reply(prompt: list[int], show: Callable[[str], None]) -> Answer:
+        (answer,) = session.answers(1, show)
+        room = decoder.cache.slots - decoder.slots_of([len(prompt)])
+        count = max(1, min(args.max_new_tokens, room))
+        generated = generate(decoder, [prompt], count, session.sampling, lambda row, token: answer.add(token))
+        check_ranks_agree(generated.tokens, session.world)
+        answer.finish()
+        return answer
+
+    chat(session.tokenizer, reply, session.world)
+
+
+def benchmark(session: Session) -> None:
+    """--benchmark."""
+    prompts = encode_prompts(session.args, session.tokenizer)
+    decoder = session.make_decoder(len(prompts), session.slots_for(prompts))
+    speed = measure(decoder, prompts, session.args.max_new_tokens, session.sampling, session.world)
+    if session.world.is_main:
+        print(*speed.lines(), sep="\n")
+
+
+def run(args: argparse.Namespace, world: World) -> None:
+    """Load the model, and do what the command line says."""
+    if args.tp not in (None, world.size):
+        raise UserError(f"--tp {args.tp} with {world.size} rank(s): give torchrun --nproc-per-node {args.tp}")
+    if (args.check or args.benchmark) and args.max_new_tokens < 3:
+        raise UserError("--check and --benchmark need --max-new-tokens of at least 3")
+    session = Session(args, world)
+    if args.chat:
+        converse(session)
+    elif args.benchmark:
+        benchmark(session)
+    else:
+        answer_prompts(session)
+
+
+@record
 def main() -> None:
+    stop_on_signals()
     with clear_errors():
-        arguments = parse_arguments()
-        world = join_world(arguments.device)
+        args = parse_arguments()
+        world = join_world(args.device)
         try:
-            run(arguments, world)
+            run(args, world)
         finally:
             leave_world()
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tensor parallelism for HF Llama by hand: each rank keeps its heads, its part of the MLP, and all-reduces the sums.
+"""Tensor parallelism by hand: each rank keeps its heads, its part of the MLP, and all-reduces the sums.
 
 The projections into a block (q, k, v, gate, up) are split by output rows, so no rank needs what another computes until
 the projection out of the block (o, down), split by input columns, which gives each rank a part of the sum. That makes
@@ -6,6 +6,8 @@ two all-reduces a layer. They are plain `dist.all_reduce` calls: torch.compile t
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,12 +32,27 @@ class SummedLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def shard(model: nn.Module, rank: int, size: int) -> None:
-    """Cut a whole HF Llama down to this rank's part, in place. Every rank must start from the same weights."""
-    config = model.config
+def split_dim(name: str) -> int | None:
+    """The dimension along which ranks share the parameter of this name; None where each has all of it."""
+    *_, module, kind = name.split(".")
+    if module in ROWS:
+        return 0
+    return 1 if module in COLUMNS and kind == "weight" else None
+
+
+def check_sizes(config: Any, size: int) -> None:
+    """UserError where `size` ranks cannot share heads and MLP evenly."""
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, name) % size:
             raise UserError(f"--tp {size}: does not divide {name} = {getattr(config, name)} of this model")
+
+
+def shard(model: nn.Module, rank: int, size: int) -> None:
+    """Cut a whole model of Llama's shape down to this rank's part, in place.
+
+    Every rank must start from the same weights, or from a model on the meta device.
+    """
+    check_sizes(model.config, size)
     if size == 1:
         return
     for parent in list(model.modules()):

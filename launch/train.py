@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import signal
 import statistics
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from checkpoint import find, load, save
+from checkpoint import find, load, lock, save
 from common import (
     UserError,
     World,
@@ -25,12 +25,15 @@ from common import (
     leave_world,
     load_config,
     parse_options,
-    stop_on_signals,
     tell,
 )
 from data import END, Text, batch, load_text
+from flags import add_compile_flags, add_model_flags, add_training_flags
+from hf_folder import write_hf_folder
+from interruption import Interruption, catch_signals
 from report import Reporter
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -41,39 +44,13 @@ EVAL_BATCHES = 4
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add = parser.add_argument
-    add("--config", default="llama_10m", help="Llama config: a JSON file, or a name from launch/configs")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is cuda where there is a GPU")
-    add("--wrap", choices=("ddp", "fsdp"), default="ddp", help="each rank holds all parameters, or a share of each")
-    add("--backend", choices=("eager", "inductor", "dcompile"), default="dcompile", help="what compiles the model")
-    add("--compile.mode", dest="compile_mode", metavar="MODE", help="mode of torch.compile")
-    add("--compile.fullgraph", dest="compile_fullgraph", action="store_true", help="a graph break is an error")
-    add("--compile.options", dest="compile_options", metavar="K=V", action="append", default=[], help="repeatable")
-    add("--steps", type=positive, default=60, help="optimizer steps in all")
-    add("--batch-size", type=positive, default=4, help="sequences per rank and micro-step")
-    add("--seq-len", type=positive, default=256, help="bytes per sequence")
-    add("--grad-accum", type=positive, default=1, help="micro-steps per optimizer step")
-    add("--lr", type=float, default=1e-3, help="learning rate after warm-up")
-    add("--warmup-steps", type=int, default=10, help="steps over which the learning rate rises")
-    add("--clip-norm", type=float, default=1.0, help="largest gradient norm; 0 clips nothing")
-    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 computes in it, parameters stay fp32")
-    add("--seed", type=int, default=0, help="of parameters and batches")
-    add("--data", metavar="PATH", help="a text file or a folder of them; without it the Python standard library")
-    add("--max-data-mb", type=positive, default=64, help="text beyond this is not read")
-    add("--log-freq", type=positive, default=10, help="steps between log lines where there is no terminal")
-    add("--eval-freq", type=int, default=0, help="steps between evaluations on held-out text; 0: at the end only")
-    add("--output-dir", type=Path, default=Path("out/train"), help="metrics, loss curve, checkpoints")
-    add("--checkpoint-interval", type=int, default=0, help="steps between checkpoints; 0: at the end only")
-    add("--resume", default="none", metavar="{auto,none,PATH}", help="auto: from the newest checkpoint, if any")
-    add("--bucket-cap-mb", type=float, default=25, help="size of DDP's gradient buckets")
+    add_model_flags(parser, "llama_10m")
+    wrap = "each rank holds all parameters, or a share of each"
+    parser.add_argument("--wrap", choices=("ddp", "fsdp"), default="ddp", help=wrap)
+    parser.add_argument("--bucket-cap-mb", type=float, default=25, help="size of DDP's gradient buckets")
+    add_compile_flags(parser)
+    add_training_flags(parser, "out/train")
     return parser.parse_args(argv)
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
 
 
 def build_model(args: argparse.Namespace, world: World) -> torch.nn.Module:
@@ -175,20 +152,22 @@ def evaluate(model: torch.nn.Module, text: Text, args: argparse.Namespace, world
     return float(total / (EVAL_BATCHES * world.size))
 
 
-def train(args: argparse.Namespace, world: World) -> None:
+def train(args: argparse.Namespace, world: World, interruption: Interruption) -> int:
+    """The whole run: build, load, compile, steps with evaluations and checkpoints, and the trained model's folder.
+
+    Returns the exit status: 0, 1 where parameters differ between ranks, 128 + the signal that ended the run early.
+    """
     text = load_text(args.data, args.max_data_mb, args.seq_len)
+    args.claim = lock(args.output_dir, world)  # held until the process ends
     model = wrapped = build_model(args, world)
     plain = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     settings = {"seed": args.seed, "data": args.data, **plain.config.to_diff_dict()}
-    del settings["transformers_version"]
+    settings.pop("transformers_version", None)
     found = find(args.output_dir, args.resume)
     done = load(found, model, optimizer, settings) if found else 0
     report = Reporter(args.output_dir, done, args.steps, args.log_freq, world)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    size = f"{count / 1e6:.1f} M parameters"
-    report.say(f"{args.config}: {size}, {world.size} x {world.device.type}, {args.wrap}, {args.backend}")
-    report.say(f"data: {text.description}")
+    introduce(report, plain, text, args, world)
     if found:
         report.say(f"continuing from {found}, step {done}")
 
@@ -214,13 +193,30 @@ def train(args: argparse.Namespace, world: World) -> None:
                 "time": time.time(),
             }
         )
-        last = step == args.steps
-        if last or (args.eval_freq and step % args.eval_freq == 0):
+        last, stopped = step == args.steps, interruption.agreed()
+        if not stopped and (last or is_due(step, args.eval_freq)):
             report.held_out(step, evaluate(plain, text, args, world))
-        if last or (args.checkpoint_interval and step % args.checkpoint_interval == 0):
-            save(args.output_dir, step, model, optimizer, settings, world)
+        if last or stopped or is_due(step, args.checkpoint_interval):
+            saved = save(args.output_dir, step, model, optimizer, settings, world)
+        if stopped and not last:
+            report.close()
+            report.say(f"stopped by {signal.Signals(stopped).name}: {saved} has step {step}; go on with --resume auto")
+            return 128 + stopped
     report.close()
-    finish(plain, losses, seconds, tokens_per_step, args, world)
+    write_hf_folder(args.output_dir / "hf", wrapped, plain.config, world)
+    return finish(plain, losses, seconds, tokens_per_step, args, world)
+
+
+def is_due(step: int, interval: int) -> bool:
+    """Whether something that happens every `interval` steps happens after this one; 0 is never."""
+    return interval > 0 and step % interval == 0
+
+
+def introduce(report: Reporter, model: torch.nn.Module, text: Text, args: argparse.Namespace, world: World) -> None:
+    """The first lines: what is trained on what."""
+    size = f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M parameters"
+    report.say(f"{args.config}: {size}, {world.size} x {world.device.type}, {args.wrap}, {args.backend}")
+    report.say(f"data: {text.description}")
 
 
 def finish(
@@ -230,13 +226,16 @@ def finish(
     tokens_per_step: int,
     args: argparse.Namespace,
     world: World,
-) -> None:
-    """The last lines: what was learnt, how fast, and that all ranks hold the same parameters."""
+) -> int:
+    """The last lines: what was learnt, how fast, and that all ranks hold the same parameters; 1 if they do not."""
     digests = gather(digest_of(model), world)
     equal = len(set(digests)) == 1
     if world.is_main:
         tell(f"parameters equal on all ranks: {'yes ' + digests[0] if equal else f'NO {digests}'}", sys.stdout)
-        tell(f"metrics, loss curve and checkpoints are in {args.output_dir}", sys.stdout)
+        tell(
+            f"metrics, loss curve and checkpoints are in {args.output_dir}, the model in {args.output_dir / 'hf'}",
+            sys.stdout,
+        )
         if len(seconds) > 1:
             typical = statistics.median(seconds[1:])
             speed = tokens_per_step * len(seconds[1:]) / sum(seconds[1:])
@@ -246,17 +245,19 @@ def finish(
                 f"{speed:.0f} tokens/s after the first step{compiling if args.backend != 'eager' else ''}",
                 sys.stdout,
             )
-    if not equal:
-        raise SystemExit(1)
+    return 0 if equal else 1
 
 
+@record
 def main() -> None:
     args = parse_arguments()
-    stop_on_signals()
+    interruption = catch_signals()
     with clear_errors():
         world = join_world(args.device)
-        train(args, world)
+        status = train(args, world, interruption)
     leave_world()
+    if status:
+        raise SystemExit(status)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_command_runs(page: Path, command: str, tmp_path: Path) -> None:
     """Each command of the guide, with a tiny model, few steps, and its output elsewhere."""
     script = tmp_path / "your_script.py"
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    script.write_text(next(block for block in blocks if "dcompile.compile(" in block))
+    script.write_text(next((block for block in blocks if "dcompile.compile(" in block), ""))
     config = one_layer(tmp_path)
     short = command.replace("your_script.py", str(script)).replace("=dump ", f"={tmp_path / 'dump'} ")
     short = re.sub(r"--config \S+", f"--config {config}", short)

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
 
 import torch
 import train
+from interruption import catch_signals
 
 from tests.small_llama import SmallLlama
 
@@ -51,6 +52,7 @@ def build(*args: Any) -> Any:
 stock_build = train.build_model
 train.LlamaForCausalLM = SmallLlama
 train.training_step, train.batch = remember, faulty_batch
+train.catch_signals = lambda: catch_signals(grace_seconds=2)
 if FAULT == "nan":
     train.build_model = build
 train.main()

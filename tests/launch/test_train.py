@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,13 +20,26 @@ import pytest
 import torch
 import train
 from checkpoint import KEEP, find
-from common import UserError, World, clear_errors, compile_model, load_config, parse_options
+from common import (
+    UserError,
+    World,
+    clear_errors,
+    compile_model,
+    digest_of,
+    digest_of_tensors,
+    load_config,
+    parse_options,
+)
 from data import END, batch, load_text
 from report import Reporter, read_metrics
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import worst_of
 from tests import nursery
+from tests.distributed.harness import Ranks
 from tests.job import ROOT, Job, one_layer, run, torchrun
+from tests.launch.two_hosts import OWN_NAMESPACE, can_make_hosts
 from tests.subject import BACKEND, IS_DCOMPILE
 
 STEPS = 12
@@ -55,7 +69,9 @@ def start(folder: Path, backend: str, *more: str, **options: Any) -> Job:
     model = f"--config={one_layer(folder)}"
     command = (f"--backend={backend}", f"--output-dir={folder}", model, *ARGUMENTS, *more)
     script = "tests/launch/faulty_train.py"
-    launched = torchrun(2, script, *command, restarts=options.get("restarts", 0), python=nursery.python())
+    launched = torchrun(
+        options.get("ranks", 2), script, *command, restarts=options.get("restarts", 0), python=nursery.python()
+    )
     return Job(launched, folder, **environment)
 
 
@@ -74,6 +90,25 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return trained(tmp_path_factory.mktemp("compiled"), BACKEND)
 
 
+def receipts(output: str) -> list[dict[str, str]]:
+    """The fields of each receipt that rank 0 printed: of training first, then of evaluation."""
+    lines = re.findall("^dcompile: (adapter=.*)$", output, re.MULTILINE)
+    return [dict(re.findall(r"(\w+)=(\S+)", line)) for line in lines]
+
+
+def check_folder(run: Run) -> None:
+    """The Hugging Face folder has the parameters that the run ended with, bit for bit."""
+    tensors = load_file(run.folder / "hf/model.safetensors")
+    assert f"parameters equal on all ranks: yes {digest_of_tensors(tensors)}" in run.output
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    pair = Ranks()
+    yield pair
+    pair.stop()
+
+
 def relative_difference(a: dict[int, float], b: dict[int, float]) -> float:
     assert a.keys() == b.keys()
     return worst_of(abs(a[step] - b[step]) / abs(a[step]) for step in a)
@@ -90,18 +125,16 @@ def test_a_run_learns_and_leaves_metrics_curve_and_checkpoints(eager: Run) -> No
     assert (eager.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (eager.folder / "LATEST").read_text() == "step-000012"
     names = {path.name for path in eager.folder.iterdir() if path.is_dir()}
-    assert names == {"step-000005", "step-000010", "step-000012"} and len(names) == KEEP
+    assert names == {"step-000005", "step-000010", "step-000012", "hf"} and len(names) == KEEP + 1
     assert "Warning" not in eager.output, eager.output
 
 
 def test_compiled_losses_are_eagers(eager: Run, compiled: Run) -> None:
     assert compiled.status == 0, compiled.output
-    assert "parameters equal on all ranks: yes " in compiled.output
+    check_folder(compiled)
     assert relative_difference(eager.losses, compiled.losses) < 1e-5
     if IS_DCOMPILE:
-        receipt = dict(
-            re.findall(r"(\w+)=(\S+)", re.findall("^dcompile: adapter=.*$", compiled.output, re.MULTILINE)[0])
-        )
+        receipt = receipts(compiled.output)[0]
         assert (receipt["adapter"], receipt["graphs"], receipt["graph_breaks"]) == ("ddp", "1", "0")
         assert int(receipt["collectives"]) == int(receipt["buckets"]) > 1
 
@@ -125,6 +158,7 @@ def test_sharded_by_fsdp_it_trains_the_same_and_reads_checkpoints_of_ddp(eager: 
         for r in (eager, run)
     ]
     assert held_out[1] == pytest.approx(held_out[0], rel=1e-5)
+    check_folder(run)
 
 
 def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_undisturbed(compiled: Run, tmp_path: Path) -> None:
@@ -134,6 +168,9 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_undisturbed(compiled:
     assert run.status == 0, run.output
     assert f"continuing from {tmp_path / 'step-000005'}, step 5" in run.output
     assert run.losses == compiled.losses, "the same steps, bit for bit"
+    if IS_DCOMPILE:
+        attempts = [receipt for receipt in receipts(run.output) if receipt["collectives"] != "0"]
+        assert len(attempts) == 2 and [receipt["built"] for receipt in attempts] == ["0", "0"]
     digests = [re.search(r"all ranks: yes (\w+)", r.output) for r in (run, compiled)]
     assert digests[0] and digests[1] and digests[0][1] == digests[1][1]
 
@@ -146,6 +183,10 @@ def test_sigterm_ends_all_processes_soon_even_in_a_collective(tmp_path: Path) ->
     forks = rank.parent().children(recursive=True)
     family = [*job.family(), *(fork for fork in forks if fork not in job.family())]
     assert rank in family and len(family) >= 3
+    second = ["launch/train.py", "--backend=eager", f"--output-dir={tmp_path}", f"--config={one_layer(tmp_path)}"]
+    (tmp_path / "second").mkdir()
+    status, output = run([nursery.python(), *second, *ARGUMENTS], tmp_path / "second")
+    assert status == 2 and re.search(r"another job writes there \(process \d+ on \S+\); give this one its own", output)
     began = time.monotonic()
     job.process.send_signal(signal.SIGTERM)
     job.wait(30)
@@ -154,6 +195,19 @@ def test_sigterm_ends_all_processes_soon_even_in_a_collective(tmp_path: Path) ->
         process.kill()
     assert not alive and time.monotonic() - began < 30
     assert (tmp_path / "LATEST").read_text() == "step-000005"
+
+
+def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(ranks: Ranks, eager: Run, tmp_path: Path) -> None:
+    arguments = [f"--config={one_layer(tmp_path)}", "--backend=eager", f"--output-dir={tmp_path}", *ARGUMENTS]
+    case = "tests.launch.train_cases:stopped_by_a_signal"
+    for status, output in ranks.run(case, arguments=arguments, rank=1, step=7):
+        assert status == 128 + signal.SIGTERM
+        assert not output or ("stopped by SIGTERM: " in output and "go on with --resume auto" in output)
+    assert (tmp_path / "LATEST").read_text() == "step-000007" and not (tmp_path / "hf").exists()
+    for status, output in ranks.run(case, arguments=[*arguments, "--resume=auto"], rank=1, step=STEPS):
+        assert (status == 0 and not output) or "step 7" in output, "in the last step there is nothing left to stop"
+    run = Run(tmp_path, 0, "")
+    assert run.losses == eager.losses, "the same steps, bit for bit"
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(tmp_path: Path) -> None:
@@ -168,9 +222,50 @@ def test_one_process_needs_no_torchrun_and_errors_are_one_line(tmp_path: Path) -
     command += [f"--config={one_layer(tmp_path)}", *ARGUMENTS]
     status, output = run([sys.executable, *command, "--steps=2"], tmp_path)  # from nothing, as no other one here
     assert status == 0 and "1 x cpu" in output, output
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert f"parameters equal on all ranks: yes {digest_of(model)}" in output
+    how = [f"PYTHON={nursery.python()}", "VENV=", "BACKEND=eager", f"MODEL={tmp_path / 'hf'}", "PROMPT=Licen"]
+    make = [
+        "make",
+        "--no-print-directory",
+        "--silent",
+        "generate",
+        *how,
+        "ARGS=--device cpu --max-new-tokens 3 --check",
+    ]
+    status, text = run(make, tmp_path)
+    assert status == 0 and text.startswith("Licen") and "check: tokens equal a single process's" in text, text
     status, output = run([nursery.python(), *command, "--data=/no/such/text"], tmp_path)
     assert status == 2 and "error (rank 0): --data /no/such/text: no such file or folder\n" in output, output
     assert "Traceback" not in output
+
+
+@pytest.mark.full  # a usual run restarts after a crash, above, with nothing to build
+def test_other_numbers_of_ranks_go_on_from_a_checkpoint_and_build_nothing(compiled: Run, tmp_path: Path) -> None:
+    last = compiled.folder
+    for ranks, step in ((1, STEPS + 2), (2, STEPS + 4)):
+        folder = tmp_path / str(ranks)
+        how = {"ranks": ranks, "DCOMPILE_VERIFY": "0"}
+        run = trained(folder, BACKEND, f"--resume={find(last, 'auto')}", f"--steps={step}", "--eval-freq=0", **how)
+        assert run.status == 0 and f"step {step - 2}\n" in run.output, run.output
+        assert list(run.losses) == [step - 1, step]
+        if IS_DCOMPILE:
+            assert {receipt["built"] for receipt in receipts(run.output)} == {"0"}
+        last = folder
+
+
+@pytest.mark.full
+def test_two_hosts_train_over_gloo(eager: Run, tmp_path: Path) -> None:
+    """Two network namespaces with a cable between them: torchrun on each, as on two machines."""
+    if not can_make_hosts():
+        pytest.skip("this system lets nobody make network namespaces")
+    arguments = ["--backend=" + BACKEND, f"--output-dir={tmp_path}", f"--config={one_layer(tmp_path)}", *ARGUMENTS]
+    command = [sys.executable, "tests/launch/two_hosts.py", "tests/launch/faulty_train.py", *arguments]
+    status, output = run([*OWN_NAMESPACE, *command], tmp_path)
+    assert status == 0, output
+    trained = Run(tmp_path, status, output)
+    assert "parameters equal on all ranks: yes " in output
+    assert relative_difference(eager.losses, trained.losses) < 1e-5
 
 
 def test_check_finite_names_what_is_wrong() -> None:
@@ -192,8 +287,29 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.Captur
     assert message in capsys.readouterr().err
 
 
+def test_a_config_of_hugging_face_is_read_whatever_it_holds(tmp_path: Path) -> None:
+    LlamaConfig(num_hidden_layers=3, use_cache=True, dtype="bfloat16").save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert fields["use_cache"] is True
+    for name in (str(tmp_path), str(tmp_path / "config.json")):
+        config = load_config(name)
+        assert (config.num_hidden_layers, config.use_cache) == (3, False)
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"num_attention_heads": 7}))
+    with pytest.raises(UserError, match=r"config\.json: .*4096.* is not a multiple of .*7"):
+        load_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("debug", 0.126), ("10m", 10), ("160m", 160), ("1b", 1240), ("8b", 8030)]
+)
+def test_configs_have_the_size_of_their_names(name: str, millions: float) -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(load_config(f"llama_{name}"))
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.1)
+
+
 def test_bad_configs(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no such file .*give a JSON file or one of: llama_10m, llama_debug"):
+    with pytest.raises(UserError, match=r"no such file .*give a JSON file or one of: llama_10m, llama_160m"):
         load_config("llama_7t")
     (tmp_path / "broken.json").write_text("{")
     with pytest.raises(UserError, match="not JSON"):

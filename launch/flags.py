@@ -1,0 +1,64 @@
+"""One vocabulary of flags: the same name means the same in every launch script."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+BACKENDS = ("eager", "inductor", "dcompile")
+CHECKPOINT_INTERVAL = 50
+"""Steps between checkpoints by default: `make train` keeps one on its way, and a day's run loses minutes."""
+
+
+def positive(text: str) -> int:
+    """The type of counts: an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def not_negative(text: str) -> int:
+    """The type of counts where 0 means never or none."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return value
+
+
+def add_model_flags(parser: argparse.ArgumentParser, config: str) -> None:
+    """Which model, on what: --config, --device, --seed."""
+    add = parser.add_argument
+    add("--config", default=config, help="shape of the model: a config.json, or a name from launch/configs")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is cuda where there is a GPU")
+    add("--seed", type=int, default=0, help="of parameters, batches and sampling")
+
+
+def add_compile_flags(parser: argparse.ArgumentParser) -> None:
+    """Who compiles, and how: --backend and the arguments of torch.compile."""
+    add = parser.add_argument
+    add("--backend", choices=BACKENDS, default="dcompile", help="what compiles the model")
+    add("--compile.mode", dest="compile_mode", metavar="MODE", help="mode of torch.compile")
+    add("--compile.fullgraph", dest="compile_fullgraph", action="store_true", help="a graph break is an error")
+    add("--compile.options", dest="compile_options", metavar="K=V", action="append", default=[], help="repeatable")
+
+
+def add_training_flags(parser: argparse.ArgumentParser, output_dir: str) -> None:
+    """Steps, batches, optimizer, data, and what a run leaves behind."""
+    add = parser.add_argument
+    add("--steps", type=positive, default=60, help="optimizer steps in all")
+    add("--batch-size", type=positive, default=4, help="sequences per rank and micro-step")
+    add("--seq-len", type=positive, default=256, help="bytes per sequence")
+    add("--grad-accum", type=positive, default=1, help="micro-steps per optimizer step")
+    add("--lr", type=float, default=1e-3, help="learning rate after warm-up")
+    add("--warmup-steps", type=not_negative, default=10, help="steps over which the learning rate rises")
+    add("--clip-norm", type=float, default=1.0, help="largest gradient norm; 0 clips nothing")
+    add("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 computes in it, parameters stay fp32")
+    add("--data", metavar="PATH", help="a text file or a folder of them; without it the Python standard library")
+    add("--max-data-mb", type=positive, default=64, help="text beyond this is not read")
+    add("--log-freq", type=positive, default=10, help="steps between log lines where there is no terminal")
+    add("--eval-freq", type=not_negative, default=0, help="steps between evaluations on held-out text; 0: at the end")
+    add("--output-dir", type=Path, default=Path(output_dir), help="metrics, loss curve, checkpoints, trained model")
+    add("--checkpoint-interval", type=not_negative, default=CHECKPOINT_INTERVAL,
+        help="steps between checkpoints; 0: at the end and on SIGINT or SIGTERM only")  # fmt: skip
+    add("--resume", default="none", metavar="{auto,none,PATH}", help="auto: from the newest checkpoint, if any")

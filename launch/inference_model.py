@@ -1,0 +1,124 @@
+"""Models for generation, split over the ranks by one of three routes; each rank reads its own slices only."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common import UserError, World
+from tensor_parallel import COLUMNS, ROWS, check_sizes, shard, split_dim
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from weights import CheckpointWeights, Part, RandomWeights, Weights
+
+ROUTES = ("manual", "dtensor", "hf")
+"""Who splits the model: launch/tensor_parallel.py, torch's parallelize_module, or transformers."""
+
+
+def build(
+    config: Any, weights: Weights, route: str, rank: int, size: int, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
+    """This rank's part of the model, for inference, with parameters of `dtype` on `device`."""
+    check_sizes(config, size)
+    if route == "hf" and size > 1:
+        return _build_by_transformers(config, weights, size, dtype, device)
+    model = skeleton(config, dtype)
+    if size > 1 and route == "manual":
+        shard(model, rank, size)
+    elif size > 1:
+        parallelize_module(model, init_device_mesh(device.type, (size,)), dtensor_plan(config, size))
+    fill(model, config, weights, rank, size, device)
+    return model
+
+
+def skeleton(config: Any, dtype: torch.dtype) -> Any:
+    """The whole model on the meta device: shapes without memory."""
+    from transformers import AutoModelForCausalLM
+
+    own = copy.deepcopy(config)
+    own.use_cache = True
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(own, dtype=dtype)
+    return model.eval().requires_grad_(False)
+
+
+def dtensor_plan(config: Any, size: int) -> dict[str, Any]:
+    """Styles of `parallelize_module` for a model of Llama's shape.
+
+    The output projection is split where ranks can share its rows evenly, and it is not the embedding's table.
+    """
+    blocks = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+    styles = {**dict.fromkeys(ROWS, ColwiseParallel()), **dict.fromkeys(COLUMNS, RowwiseParallel())}
+    plan: dict[str, Any] = {
+        f"model.layers.*.{block}.{name}": styles[name] for block, names in blocks.items() for name in names
+    }
+    if config.vocab_size % size == 0 and not config.tie_word_embeddings:
+        plan["lm_head"] = ColwiseParallel(output_layouts=Replicate())
+    return plan
+
+
+def fill(model: Any, config: Any, weights: Weights, rank: int, size: int, device: torch.device) -> None:
+    """Give a model on the meta device its parameters, and the tables of rotary positions."""
+    for name, parameter in list(model.named_parameters()):
+        module_name, _, leaf = name.rpartition(".")
+        dim = _sharded_dim(parameter) if isinstance(parameter, DTensor) else split_dim(name) if size > 1 else None
+        part = Part() if dim is None else Part(dim, rank, size)
+        shape = list(parameter.shape)
+        if dim is not None and not isinstance(parameter, DTensor):
+            shape[dim] *= size
+        tensor = weights.read(name, torch.Size(shape), part).to(device, parameter.dtype).contiguous()
+        if isinstance(parameter, DTensor):
+            tensor = DTensor.from_local(tensor, parameter.device_mesh, parameter.placements, run_check=False)
+        setattr(model.get_submodule(module_name), leaf, nn.Parameter(tensor, requires_grad=False))
+    if config.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
+
+
+def _sharded_dim(parameter: DTensor) -> int | None:
+    (placement,) = parameter.placements
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+def _build_by_transformers(config: Any, weights: Weights, size: int, dtype: torch.dtype, device: torch.device) -> Any:
+    """`from_pretrained` with transformers' own plan; random weights go through a folder on this host first."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        from transformers.distributed.configuration_utils import DistributedConfig
+    except ImportError:
+        raise UserError("--route hf: this transformers has no DistributedConfig; pip install -U transformers") from None
+    plan = DistributedConfig(tp_size=size)
+    if isinstance(weights, CheckpointWeights):
+        model = AutoModelForCausalLM.from_pretrained(weights.folder, distributed_config=plan, dtype=dtype)
+        return model.to(device).eval().requires_grad_(False)
+    with tempfile.TemporaryDirectory() as name:
+        shared = [name]
+        dist.broadcast_object_list(shared, 0)
+        if dist.get_rank() == 0:
+            write_random_folder(Path(name), config, weights)
+        dist.barrier()
+        model = AutoModelForCausalLM.from_pretrained(shared[0], distributed_config=plan, dtype=dtype)
+        dist.barrier()
+    return model.to(device).eval().requires_grad_(False)
+
+
+def write_random_folder(folder: Path, config: Any, weights: Weights) -> None:
+    """A checkpoint with parameters of any source."""
+    from hf_folder import write_tensors
+
+    shapes = {name: parameter.shape for name, parameter in skeleton(config, torch.float32).named_parameters()}
+    write_tensors(folder, {name: weights.read(name, shape, Part()).cpu() for name, shape in shapes.items()}, config)
+
+
+def open_weights(folder: str | None, seed: int, world: World) -> Weights:
+    """A checkpoint's parameters, or random ones."""
+    return CheckpointWeights(Path(folder)) if folder else RandomWeights(seed, world.device)

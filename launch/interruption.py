@@ -1,0 +1,63 @@
+"""SIGINT and SIGTERM end training after the step under way, on all ranks at once, with a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+GRACE_SECONDS = 25.0
+"""For the step and the checkpoint. torchrun kills processes 30 s after it has sent them a signal."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interruption:
+    """Whether a signal has asked this process to stop; the first one counts.
+
+    A terminal sends Ctrl-C to torchrun and to all ranks, and torchrun sends it on: ranks get it twice.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+
+    def request(self, number: int) -> None:
+        self.signal = self.signal or number
+
+    def agreed(self) -> int:
+        """The signal that any rank has got, the same on all ranks; 0 if none. Every rank calls it after a step."""
+        asked = torch.tensor(self.signal)
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        return int(asked)
+
+
+def catch_signals(grace_seconds: float = GRACE_SECONDS) -> Interruption:
+    """Note SIGINT and SIGTERM instead of ending at once; but end `grace_seconds` later, come what may.
+
+    The Python handler runs only when the main thread is back in Python, which a collective without its peers never
+    is. The interpreter also writes the signal's number to a pipe at once. A thread waits there, and ends the process.
+    """
+    interruption = Interruption()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interruption.request(number)
+
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+
+    def watch() -> None:
+        while (number := os.read(read_end, 1)[0]) not in SIGNALS:
+            pass
+        time.sleep(grace_seconds)
+        os._exit(128 + number)
+
+    for number in SIGNALS:
+        signal.signal(number, note)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    threading.Thread(target=watch, daemon=True).start()
+    return interruption

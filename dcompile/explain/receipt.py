@@ -11,6 +11,7 @@ from dcompile.capture.compiled_model import CompiledModel
 from dcompile.collectives.contract import ProgramReport
 from dcompile.errors import NotCompiledError
 from dcompile.explain.sources import source_of_frames
+from dcompile.ir.nodes import ITEMSIZE
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,7 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
     runs_eagerly = variant is not None and not variant.graphs and not model.adapter.eager
     if variant is None or not (reports or runs_eagerly or model.adapter.eager):
         raise NotCompiledError("dcompile: no compiled step has run yet; run one step first, then ask for the receipt")
+    arriving = model.sync.arriving(variant.graphs)
     every = [executable.report for graph in model.graphs for executable in graph.executables.values()]
     return Receipt(
         adapter=model.adapter.name,
@@ -94,8 +96,8 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
         kernels=sum(report.kernels for report in reports),
         kernel_calls=sum(report.kernel_calls for report in reports),
         library_calls=sum(report.library_calls for report in reports),
-        collectives=sum(report.collectives for report in reports),
-        buckets=_bucket_count(model, variant),
+        collectives=sum(report.collectives for report in reports) + len(arriving),
+        buckets=_bucket_count(model, variant) + len(arriving),
         compile_seconds=model.compile_seconds,
         cache_hits=sum(report.cache_hits for report in every),
         built=sum(report.built for report in every),
@@ -105,7 +107,8 @@ def make_receipt(model: CompiledModel | None) -> Receipt:
         graphs_uncacheable=sum(report.graphs_uncacheable for report in every),
         recordings=sum(report.recordings for report in every),
         replays=sum(report.replays for report in every),
-        bytes_copied=sum(report.bytes_copied for report in reports),
+        bytes_copied=sum(report.bytes_copied for report in reports)
+        + sum(bucket.numel * ITEMSIZE[bucket.dtype] for bucket in arriving),
         predicted_exposed_us=sum(report.exposed_us for report in reports),
         reasons=(*model.adapter.reasons, *((nothing_compiled(model),) if runs_eagerly else ())),
         fallbacks=_fallbacks(model, variant, reports),

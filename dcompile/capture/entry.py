@@ -67,7 +67,10 @@ class Entry:
         graph: type[DynamoGraph] = DynamoGraph,
         *,
         in_place: bool = False,
+        method: Callable[..., Any] | None = None,
     ) -> None:
+        """`method`: what is called of the module `root`, a function that takes it first; None is `_call_impl`."""
+        self._method = method
         self._held = compat.skip_frame_eval.CallTarget(target if root is None else root, weakly=in_place)
         self._is_module = root is not None
         self._graph = graph
@@ -92,6 +95,8 @@ class Entry:
     def target(self) -> Callable[..., Any]:
         """What calls come to, uncompiled."""
         thing = self._thing()
+        if self._method is not None:
+            return types.MethodType(self._method, thing)
         target: Callable[..., Any] = thing._call_impl if self._is_module else thing
         return target
 
@@ -244,7 +249,7 @@ class Entry:
             guard_filter_fn=settings.guard_filter_fn,
             limits=settings.limits,
         )
-        function = _fresh_function(self._is_module)
+        function = _fresh_function(self._is_module, self._method)
         model, own, made = self.model, function.__code__, self._made
         made.codes.append(own)
         made.backends.append(backend)
@@ -284,7 +289,7 @@ def _belongs_to(root: Module, entry: Entry) -> bool:
     return getattr(vars(root).get("_compiled_call_impl"), "_dcompile_entry", None) is entry
 
 
-def _fresh_function(of_module: bool) -> types.FunctionType:
+def _fresh_function(of_module: bool, method: Callable[..., Any] | None = None) -> types.FunctionType:
     """A function with a code object of its own that calls what it is given; `hooked` says which hooks there are.
 
     Dynamo keeps compiled code, the limit on recompiles and what it learnt of changing shapes per code object. A plain
@@ -304,9 +309,15 @@ def _fresh_function(of_module: bool) -> types.FunctionType:
             return target(*args, **kwargs)
         return target(*args, **kwargs)
 
-    entry = call_module if of_module else call
+    def call_method(hooked: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if hooked:
+            return method(target, *args, **kwargs)  # type: ignore[misc]
+        return method(target, *args, **kwargs)  # type: ignore[misc]
+
+    entry = call_method if method is not None else call_module if of_module else call
     name = f"dcompile_entry_{next(_SERIAL)}"
-    return types.FunctionType(entry.__code__.replace(co_name=name), entry.__globals__, name)
+    code = entry.__code__.replace(co_name=name)
+    return types.FunctionType(code, entry.__globals__, name, None, entry.__closure__)
 
 
 def unwrap_module(module: Any) -> Any:
@@ -337,6 +348,22 @@ def compile_module(module: Module, settings: Settings, services: Services) -> No
     # Module.__call__ prefers this attribute; copies and pickles of the module leave it out. Set past __setattr__: that
     # of a traced TorchScript module sets attributes of another object, which nobody calls
     vars(root)["_compiled_call_impl"] = module_call(root, settings, services, in_place=True)
+
+
+def compile_method(module: Module, name: str, settings: Settings, services: Services) -> Callable[..., Any]:
+    """A compiled stand-in for a method that takes a part of `module`'s forward: for the caller to set in its place.
+
+    DDP and FSDP around the module, or inside it, are taken over as for its forward. The stand-in does not keep it.
+    """
+    bound: Any = getattr(module, name)
+    entry = Entry(bound, module, settings, services, in_place=True, method=bound.__func__)
+    owner: Callable[[], Any] = weakref.ref(module)
+    apart = compat.dynamo.no_dynamo(entry.__call__, "a module whose parameters dcompile keeps in step")
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return apart(*args, **kwargs) if entry.has_taken_over else bound.__func__(owner(), *args, **kwargs)
+
+    return functools.update_wrapper(entry.entrance(traced), bound, updated=())
 
 
 def compiled_call(module: Module, settings: Settings, services: Services) -> Callable[..., Any]:
@@ -412,14 +439,24 @@ def _without_wrapper_marks(function: Any) -> Any:
     return clean
 
 
+def _newest_entry(module: Module) -> Entry | None:
+    found = _NEWEST.get(module)
+    return found() if found is not None else None
+
+
 def find_model(thing: Any) -> CompiledModel | None:
-    """The state of whatever compile or torch.compile returned, the module inside it, or its DDP wrapper."""
+    """The state of whatever compile or torch.compile returned, the module inside it, or a wrapper of it (DDP, Fabric).
+
+    A wrapper is a module of which one part, and no other, was compiled.
+    """
     if isinstance(thing, Module):
         root = unwrap_module(thing)
         if isinstance(root, DistributedDataParallel):
             root = unwrap_module(root.module)
-        found = _NEWEST.get(root)
-        entry = found() if found is not None else None
+        entry = _newest_entry(root)
+        if entry is None:
+            parts = {id(found): found for part in root.modules() if (found := _newest_entry(part)) is not None}
+            entry = next(iter(parts.values())) if len(parts) == 1 else None
     else:
         entry = getattr(thing, "_dcompile_entry", None)
     return entry.model if entry is not None else None

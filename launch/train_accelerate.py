@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from checkpoint import find
@@ -30,7 +28,7 @@ from common import (
 )
 from data import Text, batch, load_text
 from report import Reporter
-from train import check_finite, learning_rate, parse_arguments
+from train import check_finite, evaluate, learning_rate, parse_arguments
 from transformers import LlamaForCausalLM
 
 
@@ -131,7 +129,10 @@ def train(args: argparse.Namespace, world: World) -> None:
         speed = tokens_per_step / (time.perf_counter() - started)
         fields = {"step": step, "loss": loss, "grad_norm": norm, "lr": learning_rate(args, step)}
         report.step(fields | {"tokens_per_s": round(speed, 1), "time": time.time()})
-        if step == args.steps or (args.checkpoint_interval and step % args.checkpoint_interval == 0):
+        last = step == args.steps
+        if last or (args.eval_freq and step % args.eval_freq == 0):
+            report.held_out(step, evaluate(accelerator.unwrap_model(model), text, args, world))
+        if last or (args.checkpoint_interval and step % args.checkpoint_interval == 0):
             save(accelerator, args.output_dir, step)
     report.close()
     finish(accelerator, model, args, report, world)
@@ -156,8 +157,6 @@ def main() -> None:
     with clear_errors():
         world = join_world(args.device)
         train(args, world)
-        with contextlib.suppress(RuntimeError):
-            dist.barrier()
     leave_world()
 
 

@@ -17,7 +17,7 @@ from dcompile.api import make_services
 from dcompile.artifacts import own_dump
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import DynamoGraph
-from dcompile.capture.entry import compile_function, compiled_call
+from dcompile.capture.entry import compile_function, compile_module, compiled_call
 from dcompile.config import Config
 
 _MODULE_CALLS = ("_wrapped_call_impl", "_call_impl")
@@ -41,6 +41,8 @@ def handle_compile(context: Any, fn: Any) -> Any:
         return NotImplemented
     given = getattr(backend, "kwargs", {})
     config = Config.make(given.get("mode"), given.get("options"))
+    if isinstance(fn, Module) and config.in_place:
+        return _in_place(fn, config, context)
     if isinstance(fn, Module) or inspect.isclass(fn):
         return NotImplemented  # torch makes its OptimizedModule, and comes back with what that is to call
     config = own_dump(config)
@@ -51,6 +53,15 @@ def handle_compile(context: Any, fn: Any) -> Any:
     if module is not None:
         return compiled_call(module, settings, make_services(config))
     return compile_function(fn, settings, make_services(config))
+
+
+def _in_place(module: Module, config: Config, context: Any) -> Module:
+    """torch.compile(module) that returns the module itself, which is compiled from then on."""
+    config = own_dump(config)
+    limits = compat.shapes.with_attached(module, compat.dynamo.context_limits(context))
+    settings = Settings(config, *compat.dynamo.context_settings(context), limits)
+    compile_module(module, settings, make_services(config))
+    return module
 
 
 def _module_of(fn: Any) -> Module | None:

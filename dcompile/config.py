@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dcompile.errors import OptionError
+from dcompile.inductor_options import REASON_OF
 from dcompile.kernel_backends.names import REPLAYED, KernelBackend, find_backend
 
 CHANNELS = ("passes", "overlap", "kernels", "memory")
@@ -117,6 +118,12 @@ class Config:
     )
     fallback_random: bool = setting(
         False, "Draw every random number as eager does, bit for bit; dropout masks are then saved for the backward."
+    )
+    in_place: bool = setting(
+        False,
+        "With `torch.compile(module, backend='dcompile')`: compile the module in place and return it, as "
+        "`dcompile.compile` does, so that names in its `state_dict` stay as they are.",
+        in_key=False,
     )
     receipt: bool = setting(True, "Print the receipt on rank 0 after the first compiled step.", in_key=False)
     log: str = setting(
@@ -248,6 +255,8 @@ class Config:
         in_key=False,
         idle="memory is always planned so",
     )
+    ignored: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), compare=False)
+    """Options of TorchInductor that were given and change nothing here, with their values; not an option itself."""
 
     @classmethod
     def make(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Config:
@@ -256,14 +265,16 @@ class Config:
             raise OptionError("dcompile: give either mode or options, not both (a mode is a set of options)")
         if options is not None and not isinstance(options, Mapping):
             raise OptionError(f"dcompile: options must be a dict, not {type(options).__name__}")
-        chosen = {_field_of(name): value for name, value in (options or {}).items()}
+        options = {str(name).replace("-", "_"): value for name, value in (options or {}).items()}
+        ignored = tuple((name, value) for name, value in options.items() if name in REASON_OF)
+        chosen = {_field_of(name): value for name, value in options.items() if name not in REASON_OF}
         mode = chosen.pop("mode", mode) or "default"
         if mode not in MODES:
             raise OptionError(
                 f"dcompile: unknown mode {mode!r}{_nearest(str(mode), MODES)}; valid modes: {', '.join(MODES)}"
             )
         values = {**_from_environment(), **{_field_of(name): value for name, value in MODES[mode].items()}, **chosen}
-        config = cls(**{name: _checked(name, value) for name, value in values.items()})
+        config = cls(**{name: _checked(name, value) for name, value in values.items()}, ignored=ignored)
         if config.fallback_by_default and "kernels" not in chosen:
             config = dataclasses.replace(config, kernels="aten")
         if config.kernels == REPLAYED:
@@ -289,6 +300,7 @@ class Config:
             for name, f in _fields().items()
             if f.metadata["idle"] and getattr(self, name) != f.default
         )
+        ignored = (f"option {name}={value} has no effect: {REASON_OF[name]}" for name, value in self.ignored)
         ours = [_variable(name) for name in _fields()]
         others = sorted(set(os.environ).difference(ours))
         variables = (
@@ -296,7 +308,7 @@ class Config:
             for name in others
             if name.startswith("DCOMPILE_")
         )
-        return (*options, *variables)
+        return (*options, *ignored, *variables)
 
     def key(self) -> str:
         """Text of all settings that generated code depends on."""
@@ -304,7 +316,7 @@ class Config:
 
 
 def _fields() -> dict[str, dataclasses.Field[Any]]:
-    return {f.name: f for f in dataclasses.fields(Config)}
+    return {f.name: f for f in dataclasses.fields(Config) if f.metadata}
 
 
 @functools.cache
@@ -409,6 +421,11 @@ def _fraction(name: str, value: Any) -> float:
     if isinstance(value, bool) or not 0 <= found <= 1:
         raise OptionError(f"dcompile: {name}={value!r} should be a number from 0 to 1")
     return found
+
+
+def option_types() -> dict[str, tuple[str, Any, str]]:
+    """Field of `Config` -> its name in options={...}, its type, and its help: what a front end offers."""
+    return {name: (_option_of(f), _types()[name], f.metadata["help"]) for name, f in _fields().items()}
 
 
 def option_names() -> list[str]:

@@ -16,6 +16,7 @@ import dcompile
 from dcompile.compat.versions import check_torch
 from dcompile.config import Config
 from dcompile.errors import NotCompiledError, UnsupportedTorchError
+from dcompile.inductor_options import REASON_OF
 
 TORCH_ARGUMENTS = inspect.signature(torch.compile).parameters
 
@@ -139,6 +140,33 @@ def test_single_options_of_the_mode_lite():
     assert torch.equal(found(x), module(x))
     receipt = dcompile.receipt(found)
     assert receipt.kernels == 0 and "option use_dce=False has no effect: they always are" in receipt.notes
+
+
+def test_options_of_inductor_that_are_safe_to_ignore_are_accepted_with_a_note():
+    assert not set(REASON_OF) & set(dcompile.list_options())
+    assert (
+        set(REASON_OF) <= {*torch._inductor.list_options(), "force_disable_caches"} or torch.__version__[:4] != "2.13"
+    )
+    given = {"force_disable_caches": True, "max-autotune-gemm-backends": "ATEN", "debug": True, "size_asserts": False}
+    config = Config.make(options=given | {"kernels": "aten"})
+    assert config == Config.make(options={"kernels": "aten"}) and config.key() == Config(kernels="aten").key()
+    lines = config.idle()
+    assert [line.split("=")[0] for line in lines] == [f"option {name.replace('-', '_')}" for name in given]
+    assert all(" has no effect: " in line for line in lines)
+    for name in ("emulate_precision_casts", "nan_asserts", "freezing", "size_assert"):  # one changes values, one checks
+        with pytest.raises(ValueError, match=f"unknown option '{name}'"):
+            Config.make(options={name: True})
+
+
+def test_torch_compile_in_place_returns_the_module():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    keys, x = list(module.state_dict()), torch.ones(3, 2)
+    expected = module(x)
+    found = torch.compile(module, backend="dcompile", options={"in_place": True, "receipt": False, "debug": True})
+    assert found is module and list(found.state_dict()) == keys
+    torch.testing.assert_close(module(x), expected)
+    assert dcompile.receipt(module).graphs == 1
+    assert any(note.startswith("option debug=True has no effect") for note in dcompile.receipt(module).notes)
 
 
 def test_an_option_without_effect_says_so_once_it_is_changed():

@@ -20,8 +20,8 @@ class Invocation:
     inside_ddp: bool = False
     sync: bool = False
     token: torch.Tensor | None = None
-    """What the graphs of this call leave for their backwards: 1 if these are to reduce gradients; 0 if only where that
-    is asked for by hand; -1 if never, as it is done behind them. None: 0.
+    """What the graphs of this call leave for their backwards: 1 if these are to reduce gradients, 2 if gradients are to
+    be reduced as they arrive; 0 and -2 if that is so only where it is asked for by hand. None: 0.
     """
     graphs: list[int] = field(default_factory=list)
     """Numbers of the graphs that ran in this call, in order."""

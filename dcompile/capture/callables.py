@@ -13,7 +13,7 @@ from dcompile import compat
 _SERIAL = itertools.count()
 
 
-def fresh_function(of_module: bool) -> types.FunctionType:
+def fresh_function(of_module: bool, method: Callable[..., Any] | None = None) -> types.FunctionType:
     """A function with a code object of its own that calls what it is given; `hooked` says which hooks there are.
 
     Dynamo keeps compiled code, the limit on recompiles and what it learnt of changing shapes per code object. A plain
@@ -33,9 +33,15 @@ def fresh_function(of_module: bool) -> types.FunctionType:
             return target(*args, **kwargs)
         return target(*args, **kwargs)
 
-    entry = call_module if of_module else call
+    def call_method(hooked: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if hooked:
+            return method(target, *args, **kwargs)  # type: ignore[misc]
+        return method(target, *args, **kwargs)  # type: ignore[misc]
+
+    entry = call_method if method is not None else call_module if of_module else call
     name = f"dcompile_entry_{next(_SERIAL)}"
-    return types.FunctionType(entry.__code__.replace(co_name=name), entry.__globals__, name)
+    code = entry.__code__.replace(co_name=name)
+    return types.FunctionType(code, entry.__globals__, name, None, entry.__closure__)
 
 
 def unwrap_module(module: Any) -> Any:

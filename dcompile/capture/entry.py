@@ -66,7 +66,10 @@ class Entry:
         graph: type[DynamoGraph] = DynamoGraph,
         *,
         in_place: bool = False,
+        method: Callable[..., Any] | None = None,
     ) -> None:
+        """`method`: what is called of the module `root`, a function that takes it first; None is `_call_impl`."""
+        self._method = method
         self._held = compat.skip_frame_eval.CallTarget(target if root is None else root, weakly=in_place)
         self._is_module = root is not None
         self._graph = graph
@@ -91,6 +94,8 @@ class Entry:
     def target(self) -> Callable[..., Any]:
         """What calls come to, uncompiled."""
         thing = self._thing()
+        if self._method is not None:
+            return types.MethodType(self._method, thing)
         target: Callable[..., Any] = thing._call_impl if self._is_module else thing
         return target
 
@@ -289,7 +294,7 @@ class Entry:
             guard_filter_fn=settings.guard_filter_fn,
             limits=settings.limits,
         )
-        function = fresh_function(self._is_module)
+        function = fresh_function(self._is_module, self._method)
         model, own, made = self.model, function.__code__, self._made
         made.codes.append(own)
         made.backends.append(backend)
@@ -358,6 +363,22 @@ def compile_module(module: Module, settings: Settings, services: Services) -> No
     vars(root)["_compiled_call_impl"] = module_call(root, settings, services, in_place=True)
 
 
+def compile_method(module: Module, name: str, settings: Settings, services: Services) -> Callable[..., Any]:
+    """A compiled stand-in for a method that takes a part of `module`'s forward: for the caller to set in its place.
+
+    DDP and FSDP around the module, or inside it, are taken over as for its forward. The stand-in does not keep it.
+    """
+    bound: Any = getattr(module, name)
+    entry = Entry(bound, module, settings, services, in_place=True, method=bound.__func__)
+    owner: Callable[[], Any] = weakref.ref(module)
+    apart = compat.dynamo.no_dynamo(entry.__call__, "a module whose parameters dcompile keeps in step")
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return apart(*args, **kwargs) if entry.has_taken_over else bound.__func__(owner(), *args, **kwargs)
+
+    return functools.update_wrapper(entry.entrance(traced), bound, updated=())
+
+
 def compiled_call(module: Module, settings: Settings, services: Services) -> Callable[..., Any]:
     """What torch.compile is to call for `module`, which itself stays as it is unless it is DDP."""
     if isinstance(module, DistributedDataParallel):
@@ -400,12 +421,18 @@ def _settings_inside(settings: Settings) -> Settings:
 
 
 def find_model(thing: Any) -> CompiledModel | None:
-    """The state of whatever compile or torch.compile returned, the module inside it, or its DDP wrapper."""
+    """The state of whatever compile or torch.compile returned, the module inside it, or a wrapper of it (DDP, Fabric).
+
+    A wrapper is a module of which one part, and no other, was compiled.
+    """
     if isinstance(thing, Module):
         root = unwrap_module(thing)
         if isinstance(root, DistributedDataParallel):
             root = unwrap_module(root.module)
         entry = _entry_of(root)
+        if entry is None:
+            parts = {id(found): found for part in root.modules() if (found := _entry_of(part)) is not None}
+            entry = next(iter(parts.values())) if len(parts) == 1 else None
     else:
         entry = getattr(thing, "_dcompile_entry", None)
     return entry.model if entry is not None else None

@@ -273,7 +273,7 @@ class GraphPrograms:
 
         def backward(args: list[Any]) -> list[Any]:
             nonlocal settled
-            sync = position is not None and self._syncs(int(args.pop(position)))
+            sync = 0 if position is None else self._syncs(int(args.pop(position)))
             for place in given:
                 if args[place] is not None:
                     if is_batch(args[place]):
@@ -283,7 +283,7 @@ class GraphPrograms:
                         self.fallbacks[NEGATIVE_GRADIENTS] += 1
             if settled is not None:
                 return settled(args)
-            self.model.before_backward(self, sync)
+            self.model.before_backward(self, bool(sync))
             absent = frozenset(place for place in places if args[place] is None)
             if absent and len(absent) == len(given) and not self.grads:
                 return self._nothing(gm, absent)
@@ -305,9 +305,9 @@ class GraphPrograms:
 
         return opaque.around(backward)
 
-    def _syncs(self, token: int) -> bool:
-        """Whether a backward is to reduce gradients, by what its forward has left (see `Invocation.token`)."""
-        return token > 0 or (token == 0 and self.adapter.prepared)
+    def _syncs(self, token: int) -> int:
+        """Whether, and how, a backward is to reduce gradients, by what its forward has left (`Invocation.token`)."""
+        return (abs(token) or 1) if token > 0 or self.adapter.prepared else 0
 
     def _batched(self, gm: Any, args: list[Any]) -> list[Any]:
         """A backward of several gradients at once, which are for the caller alone: none is reduced."""
@@ -376,7 +376,7 @@ class GraphPrograms:
         began = time.perf_counter()
         adapter = self.adapter
         executable = self._build(gm, "backward", **self._reduces())
-        if self.grads and adapter.bucket_rule() is not None:
+        if self._has_buckets():
             self._every, self.buckets = adapter.every, self.sync.make_buckets(executable.buckets)
         self.model.compile_seconds += time.perf_counter() - began
 
@@ -390,14 +390,19 @@ class GraphPrograms:
 
     def _reduces(self) -> dict[str, Any]:
         """What a backward's program has to put into buckets, if DDP's gradients are reduced in it."""
-        rule = self.adapter.bucket_rule() if self.grads else None
-        if rule is None:
+        rule = self.adapter.bucket_rule()
+        if rule is None or not self._has_buckets():
             return {}
         params = self.adapter.exchanged({number for _, number in self.grads})
         rule = dataclasses.replace(rule, unsure=self.unsure)
         return {"grads": self.grads, "params": params, "rule": rule}
 
-    def _run_backward(self, kind: str, args: list[Any], sync: bool, gone: Collection[int]) -> list[Any]:
+    def _has_buckets(self) -> bool:
+        """Whether the backward's program puts gradients into buckets and reduces them."""
+        reduces = self.sync.reduces_in_program(self)
+        return bool(self.grads) and reduces and self.adapter.bucket_rule() is not None
+
+    def _run_backward(self, kind: str, args: list[Any], sync: int, gone: Collection[int]) -> list[Any]:
         """`gone`: positions of results that there are none of in this call."""
         return self.sync.run_backward(self, self.executables[kind], self.buckets, args, sync, gone)
 

@@ -35,6 +35,9 @@ class GradientBuckets(BucketSource, Protocol):
         `absent`: parameters that the program has no gradient of in this call.
         """
 
+    def mark_used(self, numbers: Iterable[int]) -> None:
+        """Parameters that this rank has gradients of, whichever program had them."""
+
     def reduce_all(self) -> None:
         """Reduce every bucket, as a program does on its way: what .grad holds of each parameter."""
 

@@ -13,6 +13,7 @@ from dcompile.capture.compiled_model import CompiledModel
 from dcompile.collectives.contract import ProgramReport
 from dcompile.errors import NotCompiledError
 from dcompile.explain.sources import source_of_frames
+from dcompile.ir.nodes import ITEMSIZE
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
     variant = model.newest or Variant((), training=False)
     reports = _reports(model, variant)
     runs_eagerly = not variant.graphs and not model.adapter.eager and not has_parts
+    arriving = model.sync.arriving(variant.graphs)
     every = [executable.report for graph in model.graphs for executable in graph.executables.values()]
     return Receipt(
         adapter=model.adapter.name,
@@ -164,8 +166,8 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         kernels=sum(report.kernels for report in reports),
         kernel_calls=sum(report.kernel_calls for report in reports),
         library_calls=sum(report.library_calls for report in reports),
-        collectives=sum(report.collectives for report in reports),
-        buckets=_bucket_count(model, variant),
+        collectives=sum(report.collectives for report in reports) + len(arriving),
+        buckets=_bucket_count(model, variant) + len(arriving),
         compile_seconds=model.compile_seconds,
         cache_hits=sum(report.cache_hits for report in every),
         built=sum(report.built for report in every),
@@ -176,7 +178,8 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         recordings=sum(report.recordings for report in every),
         replays=sum(report.replays for report in every),
         regions=sum(report.regions for report in reports),
-        bytes_copied=sum(report.bytes_copied for report in reports),
+        bytes_copied=sum(report.bytes_copied for report in reports)
+        + sum(bucket.numel * ITEMSIZE[bucket.dtype] for bucket in arriving),
         predicted_exposed_us=sum(report.exposed_us for report in reports),
         reasons=(*model.adapter.reasons, *((nothing_compiled(model),) if runs_eagerly else ())),
         fallbacks=_fallbacks(model, variant, reports),

@@ -1,69 +1,71 @@
-"""The door for Hugging Face Accelerate: `Accelerator(dynamo_plugin=DcompilePlugin(...))`.
+"""The door for Hugging Face Accelerate: the backend's name, and `Accelerator(dynamo_plugin=DcompilePlugin(...))`.
 
-Accelerate checks a plugin's backend against its own enumeration, which knows no third-party name, and its `to_kwargs`
-drops every field that equals the class's default. The plugin therefore says itself what `torch.compile` is to get.
+Importing this module registers the name "dcompile" with Accelerate, whose list of backends is closed: from then on
+`Accelerator(dynamo_backend="dcompile")`, ACCELERATE_DYNAMO_BACKEND and `TrainingArguments(torch_compile_backend=...)`
+take it. `dcompile-launch` does so for the command line of `accelerate launch`.
+
+Either way models are compiled in place: `prepare` returns the module itself, or its DDP wrapper, and names in
+checkpoints are the model's own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from dcompile.config import Config
+from dcompile import logs
+from dcompile.config import Config, option_types
 from dcompile.errors import OptionError
+from dcompile.integrations.requirements import require
 
-try:
-    from accelerate.utils import TorchDynamoPlugin  # type: ignore[import-untyped]
-except ImportError as error:
-    message = "dcompile.integrations.accelerate needs Accelerate 1.10 or newer: pip install 'dcompile[accelerate]'"
-    raise ImportError(message) from error
+require("accelerate", __name__, "accelerate")
+
+import accelerate.accelerator  # type: ignore[import-untyped]  # noqa: E402
+import torch  # noqa: E402
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin  # type: ignore[import-untyped]  # noqa: E402
 
 BACKEND = "dcompile"
+REGIONAL = (
+    "use_regional_compilation: the model is compiled as a whole, of which layers that repeat are traced once "
+    "(option layers_once)"
+)
+
+_Options: Any = dataclasses.make_dataclass(
+    "_Options",
+    [
+        (name, kind | None, field(default=None, metadata={"help": f"Option `{option}`. {text}"}))
+        for name, (option, kind, text) in option_types().items()
+        if name != "in_place"
+    ],
+)
+"""A field for each option of dcompile, None where it is left out."""
 
 
 @dataclass
-class DcompilePlugin(TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate ships no types
-    """`torch.compile(backend="dcompile")` for what `Accelerator.prepare` returns.
+class DcompilePlugin(_Options, TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate ships no types
+    """`torch.compile(backend="dcompile")` for what `Accelerator.prepare` returns, which stays the same object.
 
-    `mode`, `fullgraph`, `dynamic`, `options` and `disable` mean what they mean to torch.compile. The fields below are
-    options of dcompile by name; one that stays None is left out. The ACCELERATE_DYNAMO_* variables are not read:
-    `accelerate launch` always sets them, to the values of a user who asked for nothing (`dynamic=False` among them).
+    `mode`, `fullgraph`, `dynamic`, `options` and `disable` mean what they mean to torch.compile. Each option of dcompile
+    is a field by name (dots are underscores, docs/guide/settings.md); one that stays None is left out. The
+    ACCELERATE_DYNAMO_* variables are not read: `accelerate launch` always sets them, to the values of a user who asked
+    for nothing (`dynamic=False` among them). Raises OptionError for a bad option.
     """
 
     backend: str = BACKEND
     fullgraph: bool = False
     use_regional_compilation: bool = False
-    kernels: Any = field(default=None, metadata={"help": "Option `kernels`: a name, or a callable."})
-    matmul: Literal["auto", "aten", "own"] | None = field(default=None, metadata={"help": "Option `matmul`."})
-    activation_memory_budget: float | None = field(
-        default=None, metadata={"help": "Option `activation_memory_budget`."}
-    )
-    recompute: Literal["registers", "memory"] | None = field(default=None, metadata={"help": "Option `recompute`."})
-    chunked_loss: int | None = field(default=None, metadata={"help": "Option `chunked_loss`."})
-    layers_once: bool | None = field(default=None, metadata={"help": "Option `layers_once`."})
-    overlap_mb: int | None = field(default=None, metadata={"help": "Option `overlap_mb`."})
-    figures: Literal["table", "measured"] | None = field(default=None, metadata={"help": "Option `figures`."})
-    gathers: Literal["auto", "collective"] | None = field(default=None, metadata={"help": "Option `gathers`."})
-    shard_copies: Literal["auto", "kept", "gather"] | None = field(
-        default=None, metadata={"help": "Option `shard_copies`."}
-    )
-    share_artifacts: bool | None = field(default=None, metadata={"help": "Option `share_artifacts`."})
-    autocast_experts: bool | None = field(default=None, metadata={"help": "Option `autocast_experts`."})
-    late_sizes: bool | None = field(default=None, metadata={"help": "Option `late_sizes`."})
-    distributed: Literal["auto", "stock"] | None = field(default=None, metadata={"help": "Option `distributed`."})
-    receipt: bool | None = field(default=None, metadata={"help": "Option `receipt`."})
-    log: str | None = field(default=None, metadata={"help": "Option `log`."})
-    dump: str | None = field(default=None, metadata={"help": "Option `dump`."})
-    verify: bool | None = field(default=None, metadata={"help": "Option `verify`."})
-    cache_dir: str | None = field(default=None, metadata={"help": "Option `cache_dir`."})
-    compile_timeout_s: int | None = field(default=None, metadata={"help": "Option `compile_timeout_s`."})
 
     def __post_init__(self) -> None:
-        if self.backend != BACKEND:
+        if str(self.backend).lower() != BACKEND:
             raise OptionError(
                 f"DcompilePlugin: backend={self.backend!r}; for others use accelerate's TorchDynamoPlugin"
             )
+        self.backend = BACKEND
         options = self._all_options()
         Config.make(None, options)  # a bad option is an error here, in the user's script, not at the first step
 
@@ -72,23 +74,87 @@ class DcompilePlugin(TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate shi
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of torch.compile. torch refuses `mode` beside `options`, so the mode travels as an option."""
-        return {
-            "backend": self.backend,
-            "fullgraph": self.fullgraph,
-            "dynamic": self.dynamic,
-            "options": self._all_options(),
-            "disable": self.disable,
-        }
+        """The arguments of torch.compile."""
+        return _arguments(self, self.dynamic, self._all_options())
 
     def _all_options(self) -> dict[str, Any]:
         """`options`, then the typed fields that are set; the same option given twice is a mistake."""
         if not isinstance(self.options, dict | None):
             raise OptionError(f"DcompilePlugin: options must be a dict, not {type(self.options).__name__}")
-        inherited = {f.name for f in dataclasses.fields(TorchDynamoPlugin)}
-        own = [f.name for f in dataclasses.fields(self) if f.name not in inherited]
-        typed = {name: getattr(self, name) for name in ("mode", *own) if getattr(self, name) is not None}
+        names = {"mode": "mode"} | {name: option for name, (option, *_) in option_types().items() if name != "in_place"}
+        typed = {option: getattr(self, name) for name, option in names.items() if getattr(self, name) is not None}
         given = dict(self.options or {})
         if twice := sorted(given.keys() & typed.keys()):
             raise OptionError(f"DcompilePlugin: {twice[0]!r} is given both as a field and in options")
         return {**given, **typed}
+
+
+def register() -> None:
+    """Let Accelerate take the backend's name, and compile in place by it. Importing this module does so once."""
+    if BACKEND.upper() not in DynamoBackend._value2member_map_:
+        _add_member(DynamoBackend, BACKEND.upper())
+    _wrap(TorchDynamoPlugin, "to_kwargs", _to_kwargs)
+    for name in _REGIONAL:
+        if hasattr(accelerate.accelerator, name):  # the third since Accelerate 1.6, the second since 1.13
+            _wrap(accelerate.accelerator, name, _whole_model)
+
+
+def _add_member(kind: Any, name: str) -> None:
+    """Give an enumeration of strings, which Python keeps closed, one more member."""
+    member = str.__new__(kind, name)
+    member._name_ = member._value_ = name
+    member.__objclass__ = kind
+    member._sort_order_ = len(kind._member_names_)
+    kind._member_map_[name] = kind._value2member_map_[name] = member
+    kind._member_names_.append(name)
+    type.__setattr__(kind, name, member)
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Put `around(original, ...)` in the place of a function, once."""
+    original = getattr(owner, name)
+    if getattr(original, "_dcompile", False):
+        return
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    call._dcompile = True  # type: ignore[attr-defined]
+    setattr(owner, name, call)
+
+
+def _to_kwargs(original: Callable[..., Any], plugin: Any) -> Any:
+    """Of Accelerate's own plugin with our name. torch refuses `mode` beside `options`; the mode travels as an option.
+
+    `accelerate launch` sets ACCELERATE_DYNAMO_USE_DYNAMIC to False where nobody asked: that is left out.
+    """
+    if getattr(plugin.backend, "value", "") != BACKEND.upper():
+        return original(plugin)
+    nobody_asked = os.environ.get("ACCELERATE_DYNAMO_USE_DYNAMIC", "").lower() in ("0", "false", "no")
+    dynamic = None if nobody_asked and plugin.dynamic is False else plugin.dynamic
+    options = {**({} if plugin.mode in (None, "default") else {"mode": plugin.mode}), **(plugin.options or {})}
+    return _arguments(plugin, dynamic, options)
+
+
+def _arguments(plugin: Any, dynamic: bool | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of torch.compile for a plugin."""
+    return {
+        "backend": BACKEND,
+        "fullgraph": plugin.fullgraph,
+        "dynamic": dynamic,
+        "options": {**options, "in_place": True},
+        "disable": plugin.disable,
+    }
+
+
+def _whole_model(original: Callable[..., Any], module: Any, **arguments: Any) -> Any:
+    """What Accelerate calls for regional compilation: each region by itself would leave DDP and FSDP around them."""
+    if arguments.get("backend") != BACKEND:
+        return original(module, **arguments)
+    logs.report(logging.INFO, REGIONAL)
+    return torch.compile(module, **arguments)
+
+
+_REGIONAL = ("compile_regions", "compile_regions_fsdp2", "compile_regions_deepspeed")
+register()

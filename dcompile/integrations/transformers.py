@@ -1,16 +1,26 @@
-"""The door for Hugging Face's Trainer: `compile_trainer(Trainer(...)).train()`.
+"""The door for Hugging Face's Trainer and TRL's: `TrainingArguments(torch_compile_backend="dcompile")`.
 
-`TrainingArguments(torch_compile_backend=...)` takes only backends that Accelerate's enumeration has. But Trainer leaves
-wrapping to Accelerate, which asks its plugin when training begins: behind DistributedDataParallel, where there is one.
+Importing this module is what makes Accelerate know that name. `compile_trainer(Trainer(...))` takes options as well,
+of which TrainingArguments has only the mode. Trainer leaves wrapping to Accelerate, which compiles when training
+begins: behind DistributedDataParallel, where there is one.
 """
 
 from __future__ import annotations
 
-import functools
+import logging
 from typing import Any, TypeVar
 
+from dcompile import logs
 from dcompile.errors import OptionError
-from dcompile.integrations.accelerate import DcompilePlugin
+from dcompile.integrations.requirements import require, too_old
+
+require("transformers", __name__, "train")
+
+from dcompile.integrations.accelerate import DcompilePlugin  # noqa: E402
+
+for _package in ("trl", "peft"):  # they work without a door of their own
+    if _warning := too_old(_package):
+        logs.report(logging.WARNING, _warning)
 
 Trainer = TypeVar("Trainer")
 
@@ -27,8 +37,4 @@ def compile_trainer(trainer: Trainer, plugin: DcompilePlugin | None = None, **op
     if plugin is not None and options:
         raise OptionError(f"compile_trainer: give {next(iter(options))!r} to the plugin, or no plugin")
     given.accelerator.state.dynamo_plugin = plugin if plugin is not None else DcompilePlugin(**options)
-    # Trainer asks an unwrapped model for its class, and shifts the labels that it smooths if that is a causal language
-    # model. Accelerate leaves torch.compile's wrapper on, whose class is another: the loss would be a wrong one
-    # (transformers 5.23; with torch_compile=True it is).
-    given.accelerator.unwrap_model = functools.partial(given.accelerator.unwrap_model, keep_torch_compile=False)
     return trainer

@@ -575,13 +575,20 @@ TASKS = {
     "late": ([(0,), (0,), (0,), (0,), (1,)], [(0,), (0,), (1, "break"), (2, "eager"), (1, "off")]),
     "hooked": ([(0,), (1,), (0,), (0, "hook"), (0,)], [(0,), (1,), (1,), (1, "hook"), (1,)]),
     "broken": ([(0,), (1,), (0,)], [(1, "break"), (0,), (2,)]),
+    "outside": ([(0,), (1,), (0,)], [(0, "eager"), (0,), (1,)]),
+    "several": ([(0, "break"), (1, "break"), (1,), (0, "break")], [(1, "break"), (1, "break"), (0, "break"), (1,)]),
 }
 """What each rank does in each step: the task, and how; "off": without compiling."""
 
 
-def other_parameters(plan: str, accumulate: bool = False, **ddp: Any) -> dict[str, Any]:
-    """Ranks use different parameters; with momentum, whose parameters move even where a gradient is zeros, not None."""
+def other_parameters(plan: str, accumulate: bool = False, hook: bool = False, **ddp: Any) -> dict[str, Any]:
+    """Ranks use different parameters; with momentum, whose parameters move even where a gradient is zeros, not None.
+
+    `hook`: one rank has a communication hook that does what DDP does anyway.
+    """
     stock, call, wrapped = pair("tasks", **{"find_unused_parameters": True} | ddp)
+    if hook and dist.get_rank() == 1:
+        wrapped.register_comm_hook(None, lambda _, bucket: default_hooks.allreduce_hook(dist.group.WORLD, bucket))
     worst, same = [], []
     trainings = [
         (each, each_ddp, torch.optim.SGD(each_ddp.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1))

@@ -50,14 +50,13 @@ def _ddp(
 ) -> Row:
     """A row whose model is the title's first word, unless `how` names one."""
     how = {"name": title.partition(",")[0]} | how
-    always = how.pop("always", True)
+    always, collectives = how.pop("always", True), how.pop("collectives", None)
     case = "tests.distributed.cases:against_stock"
-    return Row(f"DDP: {title}", case, how, tolerance, graphs, reasons, needs, always=always)
+    return Row(f"DDP: {title}", case, how, tolerance, graphs, reasons, needs, always=always, collectives=collectives)
 
 
 VIEW = {"gradient_as_bucket_view": True}
 UNUSED = {"find_unused_parameters": True}
-SEVERAL = ("find_unused_parameters=True, and the model was captured in several graphs",)
 DDP_ROWS = (
     _ddp("mlp"),
     _ddp("mlp, static graph", static_graph=True),
@@ -71,7 +70,24 @@ DDP_ROWS = (
     _ddp("mlp, half precision, bf16 hook", name="mlp_bf16", hook="bf16_compress_hook"),
     _ddp("layer shared over a graph break", SHARED, 2, name="shared", accumulate=True),
     _ddp("weights tied over a graph break", SHARED, 2, name="tied_break", accumulate=True),
-    _ddp("graph break, unused parameters", 0, 2, SEVERAL, name="shared", **UNUSED),
+    _ddp(
+        "tied over a graph break, unused parameters, no_sync",
+        SHARED,
+        2,
+        name="tied_break",
+        accumulate=True,
+        collectives=1,
+        **UNUSED,
+    ),
+    _ddp(
+        "graph break, unused parameters, small buckets",
+        SHARED,
+        2,
+        name="shared",
+        always=False,
+        bucket_cap_mb=0.002,
+        **UNUSED,
+    ),
     _ddp("BatchNorm, unused parameters", name="norm", **UNUSED),
     _ddp("LoRA, no_sync", name="lora", accumulate=True),
     _ddp("LoRA, bf16 hook", name="lora", hook="bf16_compress_hook", always=False),

@@ -198,7 +198,7 @@ def test_a_rank_may_leave_the_compiled_graphs_alone_where_ranks_use_other_parame
     assert not first["receipt"].notes
     assert len(second["receipt"].notes) == 3, "a graph break, a layer that runs eagerly, a forward that does"
     for note in second["receipt"].notes:
-        assert note.startswith("some calls reduce their gradients at the end of the backward: ")
+        assert note.startswith("some calls copy their gradients into buckets as they arrive: ")
 
 
 def test_gradients_that_hooks_change_where_ranks_use_other_parameters(ranks):
@@ -208,12 +208,30 @@ def test_gradients_that_hooks_change_where_ranks_use_other_parameters(ranks):
         assert note.endswith("parameter trunk.weight has a hook; parameter heads.0.weight has a hook")
 
 
+@pytest.mark.parametrize(
+    ("plan", "more"),
+    [
+        ("broken", {"bucket_cap_mb": 0.0005}),
+        ("outside", {"bucket_cap_mb": 0.0005}),
+        ("several", {"bucket_cap_mb": 0.0005}),
+        ("several", {"accumulate": True}),
+        pytest.param("several", {"gradient_as_bucket_view": True}, marks=pytest.mark.full),
+    ],
+)
+def test_several_graphs_where_ranks_use_other_parameters(ranks, plan, more):
+    """A rank with one graph reduces in its program, one with several as gradients arrive: in the same buckets."""
+    for found in values(ranks, "other_parameters", plan=plan, **more):
+        assert found["grad"] == 0 and found["same"] and found["receipt"].eligible
+        assert found["none"] == [f"heads.{1 if plan == 'broken' else 2}.{name}" for name in ("weight", "bias")]
+        assert found["receipt"].collectives == found["receipt"].buckets > 0
+
+
 def test_where_one_rank_leaves_reduction_to_ddp_at_first_all_do(ranks):
-    reason = "find_unused_parameters=True, and the model was captured in several graphs"
-    found = values(ranks, "other_parameters", plan="broken")
+    found = values(ranks, "other_parameters", plan="by turns", hook=True)
+    reason = "a communication hook is registered"
     assert [each["receipt"].reasons for each in found] == [(f"rank 1: {reason}",), (reason,)]
     for each in found:
-        assert each["grad"] == 0 and each["same"] and not each["receipt"].eligible
+        assert each["same"] and not each["receipt"].eligible
 
 
 def test_a_graph_that_stays_the_same_may_be_another_on_each_rank(ranks):

@@ -24,10 +24,6 @@ PARAMETERS_ANEW = (
 )
 
 
-def _add(numbers: set[int], number: int, _parameter: Any) -> None:
-    numbers.add(number)
-
-
 class DdpAdapter(PlainAdapter):
     """State of the takeover of one DDP module."""
 
@@ -54,6 +50,8 @@ class DdpAdapter(PlainAdapter):
         self._compared: set[tuple[str, ...]] = set()
         self._watched: dict[int, Any] = {}
         """Parameter -> its hook that notes gradients."""
+        self.arrived: Callable[[int, str], None] | None = None
+        """Who is told of each gradient that is added, by the parameter's number and name, in a backward."""
         self.unreduced: set[int] = set()
         """Parameters whose .grad holds gradients of this rank only, from backwards under no_sync."""
         self.prepared = False
@@ -71,7 +69,7 @@ class DdpAdapter(PlainAdapter):
             for number, (name, p) in enumerate(parameters)
         )
         self._group: Any = None
-        self._allows_unused = self._joins = False
+        self._allows_unused = self._joins = self._static = False
         self._rule: tuple[tuple[int, ...], str] = (), ""
         """Sizes of buckets, and what gradients are cast to for the exchange."""
         self._objections: list[str] = []
@@ -97,6 +95,7 @@ class DdpAdapter(PlainAdapter):
         if self._missing:
             return
         self._allows_unused, self._joins = compat.ddp.allows_unused(ddp), compat.ddp.is_joining(ddp)
+        self._static = bool(ddp.static_graph)
         if self.state == "undecided":
             self._objections = compat.ddp.objections(ddp, self._module())
             self._rule = compat.ddp.bucket_bytes(ddp), compat.ddp.wire(ddp) or ""
@@ -161,6 +160,16 @@ class DdpAdapter(PlainAdapter):
         return self._allows_unused
 
     @property
+    def is_static(self) -> bool:
+        """Whether each step of a rank uses the same parameters (static_graph)."""
+        return self._static
+
+    @property
+    def varies(self) -> bool:
+        """Whether a rank may use other parameters in each step (find_unused_parameters without static_graph)."""
+        return self._allows_unused and not self._static
+
+    @property
     def may_be_alone(self) -> bool:
         """Whether other ranks may not run this step, so that nobody can wait for them (Join): all know of it."""
         return self._joins
@@ -186,8 +195,8 @@ class DdpAdapter(PlainAdapter):
     def decide(self, objections: list[str], several: bool = False) -> None:
         """Inside the first compiled backward: take reduction over, or leave it to DDP and say why.
 
-        `several`: the forward was captured in several graphs. If each had all parameters in its buckets, these would be
-        reduced so many times; ranks then have to use the same parameters after all.
+        `several`: the forward was captured in several graphs, each of which reduces its own. If each had all parameters
+        in its buckets, these would be reduced so many times; ranks then have to use the same parameters after all.
         """
         if self.state != "undecided":
             return
@@ -269,29 +278,37 @@ class DdpAdapter(PlainAdapter):
         """See `new_subject`."""
         return new_subject(self._compared, plan, "collectives of a model,")
 
-    def watch(self, reasons: Iterable[str]) -> None:
-        """Calls that run beside the compiled graphs, for these reasons: from now on, note each gradient that is added.
-
-        Their parameters are all reduced behind the backward.
-        """
-        self.note_behind(reasons)
+    def watch(self) -> None:
+        """From now on, note each gradient that is added: calls run beside the compiled graphs, or several of them."""
         for number, ref in self.refs.items():
             parameter = ref()
             if number not in self._watched and parameter is not None and parameter.requires_grad:
                 self._watch(number, parameter)
 
+    def note_arriving(self, reasons: Iterable[str]) -> None:
+        """Gradients are reduced as autograd adds them, for these reasons: a copy each, which one program saves."""
+        self._note_calls("some calls copy their gradients into buckets as they arrive", reasons)
+
     def note_behind(self, reasons: Iterable[str]) -> None:
         """Gradients are reduced where nothing is left to hide that, for these reasons."""
+        self._note_calls("some calls reduce their gradients at the end of the backward", reasons)
+
+    def _note_calls(self, what: str, reasons: Iterable[str]) -> None:
         first, *rest = reasons
         more = f"; and {len(rest) - 2} more like that" if len(rest) > 3 else ""
         shown = "; ".join((first, *(rest[:2] if more else rest)))
-        note = f"some calls reduce their gradients at the end of the backward: {shown}{more}"
+        note = f"{what}: {shown}{more}"
         if note not in self.notes:
             self.notes = (*self.notes, note)
 
     def _watch(self, number: int, parameter: Any) -> None:
-        add = functools.partial(_add, self.unreduced, number)
-        self._watched[number] = parameter.register_post_accumulate_grad_hook(add)
+        added = functools.partial(self._gradient_added, number)
+        self._watched[number] = parameter.register_post_accumulate_grad_hook(added)
+
+    def _gradient_added(self, number: int, _parameter: Any) -> None:
+        self.unreduced.add(number)
+        if self.arrived is not None:
+            self.arrived(number, self._infos[number].fqn)
 
     # --- inside a backward ---
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
+from dcompile.capture.adapters.arriving_gradients import SEVERAL, GradientArrivals
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.gradient_sync import GradientSync
 from dcompile.capture.agreement.capture_digest import compare_surroundings
@@ -22,6 +23,9 @@ from dcompile.ir.nodes import Bucket
 
 GRADIENTS = "gradients of a model"
 """What ranks disagree on if some leave reducing to DDP."""
+ARRIVING = 2
+"""What a call leaves for its backwards (`Invocation.token`) whose gradients are reduced as they arrive."""
+EAGER = "a forward ran without any compiled graph"
 
 
 @dataclass(eq=False)
@@ -44,10 +48,9 @@ class DdpSync(GradientSync):
         self._adapter = adapter
         self._tokens = make_token(reduces=False), make_token(reduces=True)
         self._synced: dict[int, SynchronizedBackward] = {}
-        self._all_idle: GradientBuckets | None = None
-        """What calls beside the compiled graphs reduce through."""
-        self._behind: set[int] = set()
-        """Backwards whose gradients are reduced at their end."""
+        self._arrivals = GradientArrivals(adapter, self._buckets_of_all, self._finish_sync)
+        self._beside: dict[tuple[int, ...], tuple[str, ...]] = {}
+        """Graphs of a call -> the parameters that it uses outside of them, where such gradients arrive by autograd."""
         self._compared = False
         """Whether ranks have compared what they captured, and who reduces gradients."""
 
@@ -76,73 +79,73 @@ class DdpSync(GradientSync):
     # --- after a call ---
 
     def objections_to(self, key: tuple[int, ...], result: Any) -> tuple[str, ...]:
-        """Parameters in results, and unused ones where the model is in several graphs."""
-        adapter = self._adapter
-        found = outside_use(result, adapter.name_of)
-        if adapter.ddp.find_unused_parameters and len(key) > 1:
-            found.append("find_unused_parameters=True, and the model was captured in several graphs")
-        return tuple(found)
+        """Parameters that are used outside the graphs, where gradients cannot be reduced as they arrive."""
+        found = tuple(outside_use(result, self._adapter.name_of))
+        if not self._adapter.varies or not _with_gradients(result):
+            return found
+        self._beside[key] = found
+        return ()
 
     def after_call(self, variant: Variant, call: Invocation, result: Any) -> None:
-        """Fall back to DDP if the call has used parameters outside the graphs."""
+        """Have gradients reduced as they arrive, or by DDP, if the call has used parameters outside one graph."""
         adapter = self._adapter
-        if adapter.eligible and torch.is_grad_enabled():
-            reasons = (*variant.objections, *(adapter.hooked() if adapter.uneven else ()))
-            if reasons:
-                self._fall_back_to_ddp(call, result, reasons)
+        if not call.inside_ddp or not torch.is_grad_enabled() or adapter.state == "stock":
+            return
+        hooked = tuple(adapter.hooked()) if adapter.uneven else ()
+        if adapter.varies:
+            self._choose_way(variant, call, result, hooked)
+        elif adapter.eligible and (reasons := (*variant.objections, *hooked)):
+            adapter.restore("; ".join(reasons), call.inside_ddp)
+
+    def _choose_way(self, variant: Variant, call: Invocation, result: Any, hooked: tuple[str, ...]) -> None:
+        """Ranks may use other parameters: whether a program of this call reduces gradients, or autograd adds them."""
+        beside = self._beside.get(variant.graphs, ())
+        scattered = self._arrivals.scatter(call.graphs, alone=not beside)
+        if not variant.training or not (scattered or hooked):
+            return
+        several = (SEVERAL,) if len(call.graphs) > 1 else ()
+        if reasons := (*several, *beside):
+            self._adapter.note_arriving(reasons)
+        self._let_arrive(call, result)
 
     def no_graph_ran(self, call: Invocation, result: Any) -> None:
         """Fall back to DDP, or let it queue what it has held back."""
+        adapter = self._adapter
         if not call.inside_ddp or not torch.is_grad_enabled():
             return
-        if self._adapter.eligible:
-            self._fall_back_to_ddp(call, result, ("a forward ran without any compiled graph",))
-        else:
-            self._adapter.let_go_of_static_graph()
-
-    def _fall_back_to_ddp(self, call: Invocation, result: Any, reasons: tuple[str, ...]) -> None:
-        """A call uses parameters beside the compiled graphs, which do not know when all gradients are there.
-
-        DDP reduces from here on. Where ranks may use different parameters, another one may well go on with compiled
-        graphs: then this backward reduces what these would, behind its end.
-        """
-        adapter = self._adapter
-        tensors = [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
-        if not adapter.uneven or adapter.ddp.static_graph or not tensors:
-            adapter.restore("; ".join(reasons), call.inside_ddp)
-            return
-        adapter.watch(reasons)
-        if call.token is not None:
-            call.token.data.fill_(-1)  # .data: the graphs have saved it, and nothing is to notice
-        for tensor in tensors:
-            compat.tensors.on_gradient(tensor, functools.partial(self._reduce_behind, call.sync))
-
-    def _reduce_behind(self, sync: bool) -> None:
-        """Inside a backward: when it is through, reduce every gradient."""
-        if not sync and not self._adapter.prepared:
-            return
-        task = compat.tensors.backward_task()
-        if task not in self._behind:
-            self._behind.add(task)
-            compat.tensors.at_end_of_backward(lambda: self._reduce_all(task))
-
-    def _reduce_all(self, task: int) -> None:
-        self._behind.discard(task)
-        adapter = self._adapter
         if not adapter.eligible:
+            adapter.let_go_of_static_graph()
+        elif adapter.varies and _with_gradients(result):
+            adapter.note_arriving((EAGER,))
+            self._let_arrive(call, result)
+        else:
+            adapter.restore(EAGER, call.inside_ddp)
+
+    def _let_arrive(self, call: Invocation, result: Any) -> None:
+        """Another rank may go on with one graph: the backward of this call reduces what that would."""
+        if call.token is not None:
+            # .data: the graphs have saved it, and nothing is to notice
+            call.token.data.fill_(ARRIVING if call.sync else -ARRIVING)
+        for tensor in _with_gradients(result):
+            compat.tensors.on_gradient(tensor, functools.partial(self._has_reached_result, call.sync))
+
+    def _has_reached_result(self, sync: bool) -> None:
+        """Inside a backward, before it comes to parameters."""
+        adapter = self._adapter
+        if not (sync or adapter.prepared) or not adapter.accumulates(adapter.refs):
             return
-        adapter.has_synced()
-        if not adapter.unreduced:
-            return
-        if self._all_idle is None:
-            infos, rule = adapter.exchanged(()), adapter.bucket_rule()
-            assert rule is not None, "what was taken over has buckets"
-            buckets = self.model.services.all_idle(infos, rule)
-            self._all_idle = self.make_buckets(buckets)
-            self.model.agree_on(plan_of(buckets, infos))
-        self._all_idle.begin(adapter.unreduced)
-        self._all_idle.reduce_all()
-        self._finish_sync([self._all_idle])
+        if adapter.state == "undecided":
+            self._decide()
+        if adapter.eligible:
+            self._arrivals.begin()
+
+    def _buckets_of_all(self) -> tuple[tuple[Bucket, ...], GradientBuckets]:
+        """Those of a program that has no gradient itself. All ranks agree on them, or raise."""
+        infos, rule = self._adapter.exchanged(()), self._adapter.bucket_rule()
+        assert rule is not None, "what was taken over has buckets"
+        layout = self.model.services.all_idle(infos, rule)
+        self.model.agree_on(plan_of(layout, infos))
+        return layout, self.make_buckets(layout)
 
     # --- backward ---
 
@@ -164,11 +167,11 @@ class DdpSync(GradientSync):
             return
         self._compared = True  # ranks may have run other graphs: if one leaves it to DDP, all do
         compare_surroundings(self.model)
-        objections += adapter.hooked()
+        objections += [] if adapter.varies else adapter.hooked()
         mine = "; ".join(dict.fromkeys([*adapter.standing_objections(), *objections]))
         said = self.model.services.said_by_any(adapter.group, GRADIENTS, mine)
         several = any(len(variant.graphs) > 1 for variant in self.model.variants.values())
-        adapter.decide(objections if mine or not said else [said], several)
+        adapter.decide(objections if mine or not said else [said], several and adapter.is_static)
 
     def _asks_others(self) -> bool:
         return self.model.settings.config.distributed != "stock" and not self._adapter.may_be_alone
@@ -193,22 +196,32 @@ class DdpSync(GradientSync):
         run: Executable,
         buckets: GradientBuckets | None,
         args: list[Any],
-        sync: bool,
+        sync: int,
         gone: Collection[int],
     ) -> list[Any]:
-        """Reduce in the program, behind the backward, or not at all."""
-        adapter = self._adapter
-        if buckets is None:
-            return run(args)
-        accumulates = graph.accumulates()
-        sync = sync and adapter.eligible and accumulates
-        if sync:
+        """Reduce in the program, as gradients arrive, behind the backward, or not at all."""
+        adapter, arrivals = self._adapter, self._arrivals
+        accumulates = bool(graph.grads) and adapter.state != "stock" and graph.accumulates()
+        sync, reduces = sync if adapter.eligible else 0, False
+        if accumulates and sync and (sync == ARRIVING or buckets is None or arrivals.is_running()):
+            if graph.has_own_collectives("backward"):
+                graph.agree("backward")
+            arrivals.begin()
+        elif accumulates and sync and buckets is not None:
             graph.agree("backward")
             absent = frozenset(number for place, number in graph.grads if place in gone)
-            sync = self._begin_sync(buckets, graph.grads, absent)
+            reduces = self._begin_sync(buckets, graph.grads, absent)
         elif accumulates:
             adapter.unreduced.update(number for place, number in graph.grads if place not in gone)
-        return run(args, buckets=buckets, sync=sync)
+        return run(args) if buckets is None else run(args, buckets=buckets, sync=reduces)
+
+    def reduces_in_program(self, graph: CapturedGraph) -> bool:
+        """Not where a call has run it beside other graphs, and another rank may run others."""
+        return not self._arrivals.has(graph.number)
+
+    def arriving(self, graphs: Iterable[int]) -> tuple[Bucket, ...]:
+        """The buckets of all parameters, where the call has several graphs."""
+        return self._arrivals.layout(graphs) if self._adapter.eligible else ()
 
     def _begin_sync(self, buckets: GradientBuckets, grads: Iterable[tuple[int, int]], absent: Collection[int]) -> bool:
         """A graph's backward is going to reduce gradients: look at the whole backward's result when it is through.
@@ -285,7 +298,7 @@ class DdpSync(GradientSync):
 
     def forget_buckets(self) -> None:
         """What calls beside the compiled graphs reduce through is laid out anew."""
-        self._all_idle = None
+        self._arrivals.forget()
 
     def watch_parameters(self, compiled: Callable[..., Any], params: Mapping[int, int]) -> Callable[..., Any]:
         """Gradients go to the parameter that the module has now."""
@@ -301,6 +314,11 @@ class DdpSync(GradientSync):
             return compiled(*args)
 
         return checked
+
+
+def _with_gradients(result: Any) -> list[torch.Tensor]:
+    """Tensors of a result that a backward may begin at."""
+    return [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
 
 
 def make_token(reduces: bool) -> torch.Tensor:

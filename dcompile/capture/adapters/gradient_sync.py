@@ -131,10 +131,13 @@ class GradientSync:
         run: Executable,
         buckets: GradientBuckets | None,
         args: list[Any],
-        sync: bool,
+        sync: int,
         gone: Collection[int],
     ) -> list[Any]:
-        """Run a backward program. `gone`: positions of results that there are none of in this call."""
+        """Run a backward program. `sync`: see `Invocation.token`.
+
+        `gone`: positions of results that there are none of in this call.
+        """
         del buckets, sync, gone
         if graph.has_own_collectives("backward"):
             graph.agree("backward")
@@ -147,6 +150,16 @@ class GradientSync:
     def awaited(self, grads: Iterable[tuple[int, int]], unsure: Collection[int]) -> frozenset[int]:
         """Positions of a backward's results that somebody waits for, whatever it lacks."""
         return frozenset(place for place, number in grads if number not in unsure)
+
+    def reduces_in_program(self, graph: CapturedGraph) -> bool:
+        """Whether a backward program that is compiled now is to reduce gradients itself."""
+        del graph
+        return True
+
+    def arriving(self, graphs: Iterable[int]) -> tuple[Bucket, ...]:
+        """Buckets that gradients of a call, which runs these graphs, are copied into as they arrive."""
+        del graphs
+        return ()
 
     def make_buckets(self, buckets: tuple[Bucket, ...]) -> GradientBuckets:
         """The memory of a backward program's buckets."""

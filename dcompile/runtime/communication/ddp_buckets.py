@@ -131,6 +131,10 @@ class BucketSet:
         self._first = first
         self._absent = frozenset(absent)
 
+    def mark_used(self, numbers: Iterable[int]) -> None:
+        """Parameters that this rank has gradients of in `.grad`: other ranks learn of it with the next `start`."""
+        self._used |= frozenset(numbers)
+
     def forget(self) -> None:
         """A backward is through, and all has been handed on: let others have the memory."""
         self._handed_on.clear()
@@ -171,16 +175,21 @@ class BucketSet:
     def _fill_idle(self, bucket: Bucket, memory: BucketMemory) -> None:
         """Of parameters that this program has no gradient of: what .grad holds already, or zeros. Mark all others."""
         early = bucket.scaled if self._exact else ()
+        views, gradients, empty = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         for number in self._idle(bucket):
             param = self._param(number)
             view = None if param is None else self._view(number, memory)
             if view is not None and param.grad is not None and self._first:
-                view.copy_(param.grad.detach())
-                if number in early:
-                    view.mul_(self._scale)
+                scaled = param.grad.detach() * self._scale if number in early else param.grad.detach()
+                views.append(view)
+                gradients.append(scaled)
                 self._aside[number], param.grad = param.grad, None
             elif view is not None:
-                view.zero_()
+                empty.append(view)
+        if views:
+            torch._foreach_copy_(views, gradients)
+        if empty:
+            torch._foreach_zero_(empty)
         if bucket.marks:
             self._mark(bucket, memory, bucket.params)
 
@@ -208,7 +217,9 @@ class BucketSet:
         marked: set[int] = set()
         for (_, name), (memory, marks, idle) in unsettled.items():
             bucket = self._table[name]
-            for (number, _), mark in zip(bucket.places, marks.tolist(), strict=True):
+            unknown = any(number not in self._used for number in idle)  # else nobody has to wait for a GPU's marks
+            known = marks.tolist() if unknown else [1.0] * len(bucket.places)
+            for (number, _), mark in zip(bucket.places, known, strict=True):
                 if number in idle and self._param(number) is not None:
                     view = self._view(number, memory)
                     found[number] = found[number] + view if number in found else view

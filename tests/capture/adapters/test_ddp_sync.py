@@ -21,12 +21,14 @@ class MadeUpDdp:
     def __init__(self, *, sync: bool = True, uneven: bool = False, hooks: tuple[str, ...] = ()) -> None:
         self.sync, self.uneven, self.hooks = sync, uneven, list(hooks)
         self.state, self.reasons, self.group = "undecided", (), "group"
-        self.every = self.prepared = self.may_be_alone = False
+        self.every = self.prepared = self.may_be_alone = self.is_static = False
+        self.varies = uneven
         self.ddp = SimpleNamespace(static_graph=False, find_unused_parameters=uneven)
         self.unreduced: set[int] = set()
         self.decided: list[list[str]] = []
         self.restored: list[str] = []
         self.behind: list[list[str]] = []
+        self.arriving: list[tuple[str, ...]] = []
 
     @property
     def eligible(self) -> bool:
@@ -49,6 +51,9 @@ class MadeUpDdp:
 
     def note_behind(self, reasons: list[str]) -> None:
         self.behind.append(reasons)
+
+    def note_arriving(self, reasons: tuple[str, ...]) -> None:
+        self.arriving.append(reasons)
 
     def accumulating(self, numbers: Any) -> frozenset[int]:
         return frozenset(numbers)
@@ -193,6 +198,28 @@ def test_a_forward_that_ran_no_graph_gives_reduction_back():
     with torch.enable_grad():
         strategy(adapter).no_graph_ran(Invocation(inside_ddp=True), torch.ones(1))
     assert adapter.restored == ["a forward ran without any compiled graph"]
+
+
+@pytest.mark.parametrize(("graphs", "uneven", "token"), [([0, 1], True, 2), ([0], True, 1), ([0, 1], False, 1)])
+def test_several_graphs_reduce_gradients_as_they_arrive_where_ranks_may_differ(graphs, uneven, token):
+    adapter = MadeUpDdp(uneven=uneven)
+    sync, call = strategy(adapter), Invocation(inside_ddp=True)
+    sync.begin_call(call)
+    call.graphs += graphs
+    result = torch.ones(1, requires_grad=True) * 2
+    with torch.enable_grad():
+        sync.after_call(Variant(tuple(graphs), training=True), call, result)
+    assert int(sync.token(call)) == token and len(adapter.arriving) == (token == 2)
+    assert [sync.reduces_in_program(SimpleNamespace(number=n)) for n in graphs] == [token != 2] * len(graphs)
+
+
+def test_a_step_under_no_sync_reduces_as_gradients_arrive_only_where_asked_for_by_hand():
+    sync, call = strategy(MadeUpDdp(uneven=True, sync=False)), Invocation(inside_ddp=True)
+    sync.begin_call(call)
+    call.graphs += [0, 1]
+    with torch.enable_grad():
+        sync.after_call(Variant((0, 1), training=True), call, torch.ones(1, requires_grad=True) * 2)
+    assert int(sync.token(call)) == -2
 
 
 def test_ddps_own_reducer_waits_for_every_gradient():

@@ -1,0 +1,134 @@
+"""The doors for Lightning: `Trainer(callbacks=[DcompileCallback()])`, and `compile(fabric.setup(...))` for Fabric.
+
+Both compile the steps of a module as parts of it, so that DDP and FSDP2 around it are taken over, whatever the strategy
+is called. Lightning's own `torch.compile(model)` compiles the same functions by themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch.nn import Module
+
+import dcompile
+from dcompile import artifacts, logs
+from dcompile.api import make_services
+from dcompile.capture.compiled_model import Settings
+from dcompile.capture.entry import compile_method
+from dcompile.compat.dynamo import no_dynamo
+from dcompile.config import Config
+from dcompile.errors import OptionError
+from dcompile.integrations.requirements import require
+
+require("lightning", __name__, "lightning")
+
+from lightning.fabric.wrappers import _FabricModule  # type: ignore[import-not-found]  # noqa: E402
+from lightning.pytorch import Callback, LightningModule  # type: ignore[import-not-found]  # noqa: E402
+from lightning.pytorch.utilities.model_helpers import is_overridden  # type: ignore[import-not-found]  # noqa: E402
+
+FabricModule = TypeVar("FabricModule", bound=Module)
+
+STEPS = ("predict_step", "test_step", "validation_step", "training_step")
+"""What Trainer calls of a LightningModule; the receipt is of the last."""
+LOGGING = ("log", "log_dict")
+"""What steps call between their operations. It is Python of Lightning's, and runs eagerly."""
+MANUAL = "training_step runs eagerly: automatic_optimization is False, so it calls backward and optimizers itself"
+
+
+@dataclass
+class _CompiledSteps:
+    """A LightningModule whose steps are compiled, and what it had as attributes before. The receipt lives as long."""
+
+    module: Any
+    before: dict[str, Any] = field(default_factory=dict)
+    stand_ins: list[Any] = field(default_factory=list)
+
+    def replace(self, name: str, value: Any) -> None:
+        """Set an attribute of the module itself, past its classes."""
+        self.before[name] = vars(self.module).get(name)
+        vars(self.module)[name] = value
+        self.stand_ins.append(value)
+
+    def restore(self) -> None:
+        """Have the attributes as they were."""
+        for name, value in self.before.items():
+            if value is None:
+                vars(self.module).pop(name, None)
+            else:
+                vars(self.module)[name] = value
+        self.before.clear()
+
+
+class DcompileCallback(Callback):  # type: ignore[misc]  # mypy does not see Lightning
+    """Compile what a Trainer runs of its LightningModule: `Trainer(callbacks=[DcompileCallback(mode=...)])`.
+
+    `mode`, `fullgraph`, `dynamic` and `options` mean what they mean to `dcompile.compile`. The module, its parameters
+    and its checkpoints stay as they are. Raises OptionError for a bad option.
+    """
+
+    def __init__(
+        self,
+        mode: str | None = None,
+        fullgraph: bool = False,
+        dynamic: bool | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self._settings = _settings(mode, fullgraph, dynamic, options)
+        self._compiled: _CompiledSteps | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Before the strategy wraps the module."""
+        del trainer, stage
+        if self._compiled is None or not self._compiled.before:
+            self._compiled = _compile_steps(pl_module, self._settings)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """The module runs eagerly again; its receipt stays, as long as this callback does."""
+        del trainer, pl_module, stage
+        if self._compiled is not None:
+            self._compiled.restore()
+
+
+def compile(
+    module: FabricModule,
+    mode: str | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    options: dict[str, Any] | None = None,
+) -> FabricModule:
+    """Compile what `fabric.setup` has returned, and return it: the module in it, inside DDP or FSDP2.
+
+    Of a LightningModule, its steps too. `dcompile.receipt` takes the same object. Raises OptionError for a bad option,
+    or for a module that Fabric has not set up.
+    """
+    if not isinstance(module, _FabricModule):
+        raise OptionError(
+            f"dcompile.integrations.lightning.compile: {type(module).__name__} is not from fabric.setup; "
+            "use dcompile.compile for it"
+        )
+    inner: Any = module
+    if isinstance(inner._original_module, LightningModule):
+        _compile_steps(inner._original_module, _settings(mode, fullgraph, dynamic, options))
+    given = {**(options or {}), **({"mode": mode} if mode is not None else {})} or None
+    dcompile.compile(inner._forward_module, fullgraph=fullgraph, dynamic=dynamic, options=given)
+    return module
+
+
+def _settings(mode: str | None, fullgraph: bool, dynamic: bool | None, options: dict[str, Any] | None) -> Settings:
+    given = {**(options or {}), **({"mode": mode} if mode is not None else {})}
+    return Settings(artifacts.own_dump(Config.make(None, given)), fullgraph, dynamic)
+
+
+def _compile_steps(module: Any, settings: Settings) -> _CompiledSteps:
+    """Have the steps of a LightningModule compiled, each as a part of the module."""
+    compiled = _CompiledSteps(module)
+    for name in STEPS:
+        if name == "training_step" and not module.automatic_optimization:
+            logs.report(logging.INFO, MANUAL)
+        elif is_overridden(name, module, parent=LightningModule):
+            compiled.replace(name, compile_method(module, name, settings, make_services(settings.config)))
+    for name in LOGGING:
+        compiled.replace(name, no_dynamo(getattr(module, name), "logs of a Lightning module"))
+    return compiled

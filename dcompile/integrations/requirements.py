@@ -1,0 +1,49 @@
+"""The lowest version of each optional package that its door works with, checked when the door is imported."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+
+LOWEST = {
+    "accelerate": (1, 10),
+    "lightning": (2, 5),
+    "peft": (0, 17),
+    "transformers": (5, 10),
+    "trl": (0, 24),
+}
+"""Distribution -> the lowest version that works; pyproject.toml's extras say the same."""
+
+
+def require(package: str, door: str, extra: str) -> None:
+    """Raise ImportError, with the line that installs it, unless `package` is there and new enough.
+
+    `door`: the module that needs it. `extra`: the extra of dcompile that brings it.
+    """
+    found = _version(package)
+    if found is not None and _parsed(found) >= LOWEST[package]:
+        return
+    wanted = ".".join(map(str, LOWEST[package]))
+    have = "it is not installed" if found is None else f"{found} is installed"
+    raise ImportError(f"{door} needs {package} {wanted} or newer ({have}): pip install 'dcompile[{extra}]'")
+
+
+def too_old(package: str) -> str:
+    """What to tell a user of `package` if an older version is installed than was tried; empty otherwise."""
+    found = _version(package)
+    if found is None or _parsed(found) >= LOWEST[package]:
+        return ""
+    wanted = ".".join(map(str, LOWEST[package]))
+    return f"{package} {found} is older than {wanted}, the lowest version that dcompile is tested with"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package) if importlib.util.find_spec(package) else None
+    except (importlib.metadata.PackageNotFoundError, ValueError):  # ValueError: sys.modules says that there is none
+        return None
+
+
+def _parsed(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

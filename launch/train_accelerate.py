@@ -1,0 +1,164 @@
+"""Train a byte-level Llama with Hugging Face Accelerate: torchrun --nproc-per-node 2 launch/train_accelerate.py"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from checkpoint import find
+from common import (
+    UserError,
+    World,
+    clear_errors,
+    digest_of,
+    gather,
+    join_world,
+    leave_world,
+    load_config,
+    parse_options,
+    stop_on_signals,
+)
+from data import Text, batch, load_text
+from report import Reporter
+from train import check_finite, evaluate, learning_rate, parse_arguments
+from transformers import LlamaForCausalLM
+
+
+def make_plugin(args: argparse.Namespace) -> Any:
+    """What compiles the model: of Accelerate, the one line that differs between backends."""
+    options: dict[str, Any] = parse_options(args.compile_options)
+    if args.backend == "eager":
+        if args.compile_mode or args.compile_fullgraph or options:
+            raise UserError("--compile.* settings need --backend inductor or dcompile")
+        return TorchDynamoPlugin(backend="no")
+    if args.backend == "dcompile":
+        from dcompile.integrations.accelerate import DcompilePlugin
+
+        try:
+            return DcompilePlugin(mode=args.compile_mode, fullgraph=args.compile_fullgraph, options=options)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+    return TorchDynamoPlugin(
+        backend=args.backend, mode=args.compile_mode, fullgraph=args.compile_fullgraph, options=options or None
+    )
+
+
+def make_accelerator(args: argparse.Namespace, world: World) -> Accelerator:
+    """Accelerate finds the process group that `join_world` has made."""
+    on_cpu = world.device.type == "cpu"
+    if args.wrap == "fsdp" and on_cpu:
+        raise UserError("--wrap fsdp: Accelerate shards on GPUs only; use --wrap ddp, or launch/train.py")
+    sharding = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
+    )
+    return Accelerator(
+        cpu=on_cpu,
+        mixed_precision="bf16" if args.dtype == "bf16" else "no",
+        gradient_accumulation_steps=args.grad_accum,
+        dynamo_plugin=make_plugin(args),
+        fsdp_plugin=sharding if args.wrap == "fsdp" else None,
+        kwargs_handlers=[DistributedDataParallelKwargs(bucket_cap_mb=args.bucket_cap_mb)],
+    )
+
+
+def training_step(
+    accelerator: Accelerator, model: Any, optimizer: Any, text: Text, step: int, args: argparse.Namespace, world: World
+) -> tuple[float, float]:
+    """Micro-steps, clipping and update; returns the loss, mean over ranks and micro-steps, and the gradient norm."""
+    loss_sum, norm = torch.zeros((), device=world.device), torch.zeros(())
+    for micro in range(args.grad_accum):
+        tokens = batch(text.train, args.batch_size, args.seq_len, (args.seed, step, micro, world.rank))
+        tokens = tokens.to(world.device, non_blocking=True)
+        with accelerator.accumulate(model):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            accelerator.backward(loss)
+            loss_sum += loss.detach() / args.grad_accum
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), args.clip_norm or float("inf"))
+                check_finite(gather(loss_sum.item(), world), float(norm), step)
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(args, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    return float(accelerator.reduce(loss_sum, "mean")), float(norm)
+
+
+def save(accelerator: Accelerator, folder: Path, step: int) -> None:
+    """Write `folder/step-000030`: whole, or not at all. What is in it is Accelerate's."""
+    final, aside = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
+    if accelerator.is_main_process:
+        shutil.rmtree(aside, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    accelerator.save_state(str(aside))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        (aside / "train.json").write_text(json.dumps({"step": step}))
+        shutil.rmtree(final, ignore_errors=True)
+        aside.rename(final)
+        pointer = folder / "LATEST.tmp"
+        pointer.write_text(final.name)
+        os.replace(pointer, folder / "LATEST")
+    accelerator.wait_for_everyone()
+
+
+def train(args: argparse.Namespace, world: World) -> None:
+    text = load_text(args.data, args.max_data_mb, args.seq_len)
+    accelerator = make_accelerator(args, world)
+    torch.manual_seed(args.seed)
+    model: Any = LlamaForCausalLM(load_config(args.config))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    found = find(args.output_dir, args.resume)
+    if found:
+        accelerator.load_state(str(found))
+    done = int(json.loads((found / "train.json").read_text())["step"]) if found else 0
+    report = Reporter(args.output_dir, done, args.steps, args.log_freq, world)
+    report.say(f"{args.config}: {world.size} x {world.device.type}, {args.wrap} by Accelerate, {args.backend}")
+    tokens_per_step = world.size * args.grad_accum * args.batch_size * args.seq_len
+    for step in range(done + 1, args.steps + 1):
+        started = time.perf_counter()
+        loss, norm = training_step(accelerator, model, optimizer, text, step, args, world)
+        speed = tokens_per_step / (time.perf_counter() - started)
+        fields = {"step": step, "loss": loss, "grad_norm": norm, "lr": learning_rate(args, step)}
+        report.step(fields | {"tokens_per_s": round(speed, 1), "time": time.time()})
+        last = step == args.steps
+        if last or (args.eval_freq and step % args.eval_freq == 0):
+            report.held_out(step, evaluate(accelerator.unwrap_model(model), text, args, world))
+        if last or (args.checkpoint_interval and step % args.checkpoint_interval == 0):
+            save(accelerator, args.output_dir, step)
+    report.close()
+    finish(accelerator, model, args, report, world)
+
+
+def finish(accelerator: Accelerator, model: Any, args: argparse.Namespace, report: Reporter, world: World) -> None:
+    """Write the model for `from_pretrained`, and say if all ranks hold the same parameters."""
+    plain = accelerator.unwrap_model(model)
+    weights = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        plain.save_pretrained(args.output_dir / "hf", state_dict=weights)
+    digests = gather(digest_of(plain), world)
+    report.say(f"parameters equal on all ranks: {'yes ' + digests[0] if len(set(digests)) == 1 else f'NO {digests}'}")
+    report.say(f"metrics, loss curve and checkpoints are in {args.output_dir}, the model in {args.output_dir / 'hf'}")
+    if len(set(digests)) > 1:
+        raise SystemExit(1)
+
+
+def main() -> None:
+    args = parse_arguments()
+    stop_on_signals()
+    with clear_errors():
+        world = join_world(args.device)
+        train(args, world)
+    leave_world()
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dcompile.capture.adapters.gradient_sync import GradientSync
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.call_state import Variant
 from dcompile.capture.compiled_model import Settings
@@ -25,6 +26,7 @@ def model(newest, *graphs, adapter=None):
     return SimpleNamespace(
         newest=newest, graphs=graphs, variants=variants, adapter=adapter or PlainAdapter(), graph_breaks=3,
         breaks=[], compile_seconds=1.5, eager_calls=2, inside=[], settings=Settings(Config()),
+        sync=GradientSync(adapter or PlainAdapter()),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from dcompile.explain.html_document import document
 from dcompile.explain.perfetto import trace
 from dcompile.explain.svg import draw_timeline
 from dcompile.explain.timeline import MeasuredCollective, Timeline
-from dcompile.explain.timeline_bars import COLOURS, LANES, bars, caption, duration, megabytes
+from dcompile.explain.timeline_bars import COLOURS, LANES, bars, caption, duration, medians, megabytes
 
 PICTURES = (".json", ".svg", ".png")
 """Endings of what shows a timeline alone, without a report."""
@@ -39,8 +39,9 @@ def save_timeline(timeline: Timeline, path: Path) -> Path:
 
 def timeline_lines(timeline: Timeline) -> Iterator[str]:
     """The measurement as lines: totals, a table of the collectives, what each hangs on."""
-    yield f"measured on rank {timeline.rank} of {timeline.world}, {timeline.device}, {len(timeline.steps)} steps"
-    yield f"  {caption(timeline.typical)}"
+    count = len(timeline.steps)
+    yield f"measured on rank {timeline.rank} of {timeline.world}, {timeline.device}; medians of {count} steps:"
+    yield f"  {medians(timeline)}"
     rows = [HEAD, *(row(found) for found in timeline.collectives)]
     if len(rows) > 1:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -80,6 +81,7 @@ def blockers(found: MeasuredCollective) -> str:
 def timeline_section(timeline: Timeline) -> Iterator[str]:
     """The measurement as HTML: the picture, and the table of collectives."""
     yield f"<h2>Measured: {len(timeline.steps)} steps</h2>\n{draw_timeline(timeline)}"
+    yield f"<p>The step of median length is drawn. Medians over all of them: {escape(medians(timeline))}</p>"
     if timeline.collectives:
         heads = (*HEAD, "what it hangs on", "what would change it")
         yield f"<table><tr>{''.join(f'<th>{escape(name)}</th>' for name in heads)}</tr>"

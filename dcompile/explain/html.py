@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
 from dcompile.explain.collective_table import exchange_lines
 from dcompile.explain.export import timeline_section
 from dcompile.explain.html_document import document
+from dcompile.explain.kernel_table import kernel_table
+from dcompile.explain.program_pictures import draw_memory, draw_schedule
 from dcompile.explain.report_data import (
     GraphReport,
     ReportData,
@@ -17,6 +19,7 @@ from dcompile.explain.report_data import (
     size_text,
     summary,
 )
+from dcompile.explain.timeline import kernel_seconds
 from dcompile.ir.diagram import dot, render
 from dcompile.ir.text import show
 
@@ -28,21 +31,30 @@ def page(report: ReportData) -> str:
 
 def _body(report: ReportData) -> Iterator[str]:
     yield f"<h1>{escape(report.model)}</h1>\n<p>{escape(summary(report))}</p>"
+    if report.timeline is not None:
+        yield from timeline_section(report.timeline)
+    else:
+        yield "<h2>The step, by the cost model</h2>"
+        yield from (draw_schedule(graph.name, graph.kind, graph.schedule) for graph in report.graphs)
+        yield "<p>dcompile.profile(model) measures steps; the picture is then of what was measured.</p>"
     yield _list("Parameters and gradients are left to stock PyTorch", report.reasons)
     if report.receipt is not None:
         yield _list("Receipt", str(report.receipt).splitlines())
-    if report.timeline is not None:
-        yield from timeline_section(report.timeline)
     yield _list("Graph breaks", [str(found) for found in report.breaks])
+    measured = {} if report.timeline is None else kernel_seconds(report.timeline)
     for graph in report.graphs:
-        yield from _graph(graph)
+        yield from _graph(graph, measured, report.copy_rate)
     yield _list("Guards", report.guards)
     yield _list("Notes", report.notes)
 
 
-def _graph(graph: GraphReport) -> Iterator[str]:
+def _graph(graph: GraphReport, measured: Mapping[tuple[str, str], float], copy_rate: float) -> Iterator[str]:
     yield f"<h2>{escape(graph.name)}</h2>\n<p>{escape(headline(graph))}</p>"
-    yield _calls("Kernels", graph.kernels)
+    own = {kernel: seconds for (program, kernel), seconds in measured.items() if program == graph.name}
+    yield from kernel_table(graph, own, copy_rate)
+    if memory := draw_memory(graph.held):
+        yield f"<h3>Memory</h3>\n{memory}"
+        yield _list("Held at the peak", [line.removeprefix("at the peak: ") for line in graph.memory])
     yield _calls("Library calls", [call for call in graph.library_calls if not call.fallback])
     yield _calls("Fallbacks: no kernel of ours yet", graph.fallbacks, fallback=True)
     yield _list("Collectives", ["; ".join(map(str.strip, exchange_lines(found))) for found in graph.exchanges])

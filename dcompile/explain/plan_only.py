@@ -28,6 +28,8 @@ from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import DynamoGraph
 from dcompile.capture.entry import Entry, find_model
 from dcompile.codegen.lower.provenance import origin_of
+from dcompile.codegen.schedule.order.cost_model import durations
+from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
 from dcompile.collectives.contract import Request
 from dcompile.config import Config
 from dcompile.driver import ProgramPlan
@@ -78,6 +80,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         notes=(*dict.fromkeys(notes), *_left_out(adapter, module), *settings.config.idle()),
         receipt=receipt,
         timeline=timeline,
+        copy_rate=planner.copy_rate,
     )
 
 
@@ -180,6 +183,8 @@ class _ExplainingCompiler(PlanningCompiler):
         self.graphs: dict[str, GraphReport] = {}
         self.parameters: dict[int, str] = {}
         self.adapter: ShardedAdapter | None = None
+        self.copy_rate = 0.0
+        """Bytes a second; 0 where nothing was planned."""
 
     def record(self, gm: Any, request: Request, plan: ProgramPlan) -> None:
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
@@ -188,6 +193,7 @@ class _ExplainingCompiler(PlanningCompiler):
             source = source_of(node)
             if source is not None:
                 sources.setdefault(origin_of(node)[0], source)
+        groups = dict(request.groups)
         self.graphs[request.name] = describe_program(
             request.name,
             request.kind,
@@ -198,7 +204,11 @@ class _ExplainingCompiler(PlanningCompiler):
             sources=sources,
             parameters=self.parameters,
             counts=plan.report,
+            seconds_of=durations(plan.program, request.figures, groups),
+            schedule=predict_schedule(plan.program, request.figures, groups)[0],
+            kernel_texts={kernel.name: kernel.text for kernel in plan.kernels.sources},
         )
+        self.copy_rate = request.figures.memory_gbs * 1e9
 
     def gathered(self, number: int) -> torch.Tensor:
         """A sharded parameter with as many elements as it has, all of them this rank's: nobody is asked for others."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dcompile.codegen.schedule.memory.memory_summary import held_bytes, memory_lines
+from dcompile.codegen.schedule.order.cost_model import extern_flops, loop_operations
+from dcompile.collectives.contract import Predicted
 from dcompile.collectives.contract import ProgramReport as Counts
 from dcompile.explain.collective_table import CollectiveRow, exchange_lines, exchanges_of
 from dcompile.explain.export import timeline_lines
@@ -48,6 +51,12 @@ class StepReport:
     written: int | None
     fallback: bool = False
     source: SourceLine | None = None
+    lines: tuple[SourceLine, ...] = ()
+    """All of the user's lines that it computes."""
+    seconds: float = 0.0
+    """By the cost model."""
+    operations: int = 0
+    """Arithmetic of a kernel, in additions."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,14 @@ class GraphReport:
     """By the cost model, its last wait included, as the next one; both 0 where nothing is exchanged."""
     exposed: float = 0.0
     """How long nothing is computed because a collective is waited for."""
+    kernel_texts: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Kernel -> its source."""
+    schedule: tuple[Predicted, ...] = field(default=(), repr=False)
+    """What runs when, by the cost model."""
+    held: tuple[int, ...] = field(default=(), repr=False)
+    """Bytes that the program holds in each of its steps."""
+    memory: tuple[str, ...] = ()
+    """What it holds at the peak, a line for each holder."""
 
     @property
     def fallbacks(self) -> tuple[StepReport, ...]:
@@ -97,6 +114,8 @@ class ReportData:
     """Of a model that has run a compiled step."""
     timeline: Timeline | None = None
     """What `dcompile.profile` measured of it last."""
+    copy_rate: float = 0.0
+    """Bytes a second that a copy reads and writes on this machine, by the cost model's figures."""
 
     @property
     def fallbacks(self) -> tuple[StepReport, ...]:
@@ -114,21 +133,27 @@ def describe_program(
     sources: Mapping[str, SourceLine],
     parameters: Mapping[int, str],
     counts: Counts,
+    seconds_of: Sequence[float],
+    schedule: Sequence[Predicted],
+    kernel_texts: Mapping[str, str],
 ) -> GraphReport:
     """`kernel_names` of all loops, in order; `products`: position among the steps -> our kernel that multiplies there.
 
-    `sources` maps what stands in a step's origin to the user's line; `parameters` a number to its name.
+    `sources` maps what stands in a step's origin to the user's line; `parameters` a number to its name; `seconds_of`
+    has the cost model's time of each step.
     """
     kernels, library = [], []
     names = iter(kernel_names)
-    for position, step in enumerate(program.steps):
+    for (position, step), length in zip(enumerate(program.steps), seconds_of, strict=True):
         match step:
             case Loop():
-                kernels.append(_call(next(names), step, program, sources))
+                made = _call(next(names), step, program, sources, length)
+                kernels.append(replace(made, operations=loop_operations(step)))
             case Extern() if position in products:
-                kernels.append(_call(products[position], step, program, sources))
+                made = _call(products[position], step, program, sources, length)
+                kernels.append(replace(made, operations=extern_flops(step, program.table)))
             case Extern():
-                library.append(_call(step.op, step, program, sources))
+                library.append(_call(step.op, step, program, sources, length))
             case _:
                 pass
     exchanges = tuple(exchanges_of(program, parameters, counts.schedule))
@@ -144,15 +169,22 @@ def describe_program(
         tuple(counts.notes),
         seconds,
         exposed,
+        kernel_texts,
+        tuple(schedule),
+        tuple(held_bytes(program)),
+        tuple(line for line in memory_lines(program) if line.startswith("at the peak")),
     )
 
 
-def _call(name: str, step: Loop | Extern, program: Program, sources: Mapping[str, SourceLine]) -> StepReport:
+def _call(
+    name: str, step: Loop | Extern, program: Program, sources: Mapping[str, SourceLine], seconds: float
+) -> StepReport:
     modules = dict.fromkeys(text.partition(": ")[0] for text in step.origin)
-    source = next((sources[text] for text in step.origin if text in sources), None)
+    lines = tuple(dict.fromkeys(sources[text] for text in step.origin if text in sources))
     read, written = _bytes(step.reads, program), _bytes(step.writes, program)
+    fallback = isinstance(step, Extern) and step.fallback
     return StepReport(
-        name, step.origin, tuple(modules), read, written, isinstance(step, Extern) and step.fallback, source
+        name, step.origin, tuple(modules), read, written, fallback, next(iter(lines), None), lines, seconds
     )
 
 

@@ -25,6 +25,8 @@ class MeasuredSpan:
     begin: float
     end: float
     program: str = ""
+    kernel: str = ""
+    """What ran, by the name that it has in the program."""
 
     @property
     def seconds(self) -> float:
@@ -181,6 +183,17 @@ def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
     return total
 
 
+def kernel_seconds(timeline: Timeline) -> dict[tuple[str, str], float]:
+    """(program, kernel) -> its seconds in a step, all of its calls, as the mean over the steps measured."""
+    found: dict[tuple[str, str], float] = {}
+    for step in timeline.steps:
+        for span in step.spans:
+            if span.kernel:
+                key = span.program, span.kernel
+                found[key] = found.get(key, 0.0) + span.seconds / len(timeline.steps)
+    return found
+
+
 # --- summaries --------------------------------------------------------------------------------------------------------
 
 
@@ -227,7 +240,7 @@ def _median(exchanges: Sequence[CollectiveInterval], of: Callable[[CollectiveInt
 def advise(found: MeasuredCollective, step: float) -> str:
     """Which setting, or what else, would change how long this collective holds up the step."""
     if found.exposed <= MAX_HIDDEN_SHARE * step:
-        return "hidden: nothing waits for it"
+        return "hidden" if found.exposed else "hidden: nothing waits for it"
     if found.exposed_skew > found.exposed / 2:
         return f"rank {found.latest_rank} comes later: its work or its data loading; no setting of the compiler"
     if found.own:
@@ -311,7 +324,7 @@ def _runs_between(starts: Sequence[float], one: float, two: float | None) -> boo
 def _spans(call: Any) -> Iterator[MeasuredSpan]:
     for number, begin, end in call.spans:
         statement = call.statements[number]
-        yield MeasuredSpan("compute", label(statement.name, statement.origin), begin, end, call.program)
+        yield MeasuredSpan("compute", label(statement.name, statement.origin), begin, end, call.program, statement.name)
 
 
 def label(name: str, origin: Sequence[str]) -> str:

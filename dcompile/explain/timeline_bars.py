@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from dcompile.explain.timeline import CollectiveInterval, MeasuredSpan, MeasuredStep
+from dcompile.explain.timeline import CollectiveInterval, MeasuredSpan, MeasuredStep, Timeline
 
 COLOURS = {
     "forward": "#4477aa",
@@ -89,12 +90,25 @@ def megabytes(nbytes: int) -> str:
 
 
 def caption(step: MeasuredStep) -> str:
-    """The numbers below a picture."""
-    if not step.exchanges:
-        return f"step of {duration(step.seconds)}; nothing is exchanged"
-    share = step.overlapped / step.communication if step.communication else 0.0
+    """The numbers of one step, below its picture."""
+    return _totals([step], step.exposed)
+
+
+def medians(timeline: Timeline) -> str:
+    """The same numbers as medians over the steps; what is exposed is the sum of the medians of all collectives."""
+    return _totals(timeline.steps, sum(found.exposed for found in timeline.collectives))
+
+
+def _totals(steps: Sequence[MeasuredStep], exposed: float) -> str:
+    def middle(of: Callable[[MeasuredStep], float]) -> float:
+        return statistics.median(map(of, steps))
+
+    seconds, moving = middle(lambda step: step.seconds), middle(lambda step: step.communication)
+    if not any(step.exchanges for step in steps):
+        return f"step of {duration(seconds)}; nothing is exchanged"
+    share = middle(lambda step: step.overlapped) / moving if moving else 0.0
     return (
-        f"step of {duration(step.seconds)}: computing {duration(step.compute)}, on the wire "
-        f"{duration(step.communication)}, of which {share:.0%} while something computes; exposed "
-        f"{duration(step.exposed)} ({step.exposed / step.seconds:.1%} of the step)"
+        f"step of {duration(seconds)}: computing {duration(middle(lambda step: step.compute))}, on the wire "
+        f"{duration(moving)}, of which {share:.0%} while something computes; exposed "
+        f"{duration(exposed)} ({exposed / seconds:.1%} of the step)"
     )

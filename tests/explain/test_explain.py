@@ -2,6 +2,8 @@
 
 import copy
 import random
+import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -222,13 +224,44 @@ def test_saved_as_one_page_or_as_text(report, tmp_path):
     assert report.save(tmp_path / "report.txt").read_text() == f"{report}\n"
 
 
+def test_a_page_begins_with_the_step_and_lists_kernels_by_time(report, tmp_path):
+    page = report.save(tmp_path / "report.html").read_text()
+    assert page.index("The step, by the cost model") < page.index("Kernels by time, by the cost model")
+    for graph in report.graphs:
+        assert all(f"<summary>{call.name}</summary>" in page for call in graph.kernels)
+        assert all(graph.kernel_texts[call.name] for call in graph.kernels)
+        assert all(call.seconds > 0 for call in graph.kernels)
+        assert max(graph.held) >= sum(call.written for call in graph.kernels[:1]) and graph.memory
+    assert any(call.lines and call.operations > 0 for call in report.graphs[0].kernels)
+    assert "<pre>" in page and "of a copy" in page and "Held at the peak" in page
+    times = [float(found) for found in re.findall(r"data-key='?\"?([\d.e-]+)\"?>[\d.]+ [um]s", page)]
+    assert times[0] == max(times[:2])
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+@pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="needs a Chromium")
+def test_a_browser_shows_the_page_and_sorts_its_tables(report, tmp_path):
+    path = report.save(tmp_path / "report.html")
+    click = "<script>document.querySelectorAll('table.sortable th')[0].click(); document.title = 'sorted'</script>"
+    path.write_text(path.read_text().replace("</body>", f"{click}</body>"))
+    browser = next(filter(None, map(shutil.which, BROWSERS)))
+    command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "<title>sorted</title>" in done.stdout
+    table = re.search(r"<table class=.sortable.>.*?</table>", done.stdout, re.DOTALL)
+    names = re.findall(r"<summary>(\w+)</summary>", table[0])
+    assert names == sorted(names) or names == sorted(names, reverse=True)
+
+
 @pytest.mark.parametrize("picture", [None, "<svg><title>forward0</title></svg>"])
 def test_a_page_shows_each_graph_as_a_picture_or_as_text_for_graphviz(report, tmp_path, monkeypatch, picture):
     monkeypatch.setattr("dcompile.explain.html.render", lambda text: picture)
     page = report.save(tmp_path / "report.html").read_text()
     parser = Links()
     parser.feed(page)
-    assert not parser.open and ("svg" in parser.found) is (picture is not None)
+    assert not parser.open and ("<svg><title>forward0" in page) is (picture is not None)
     assert ("digraph {" in page and "Graphviz draws" in page) is (picture is None)
 
 

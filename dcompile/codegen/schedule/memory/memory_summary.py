@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -56,17 +57,29 @@ class MemorySummary:
     """Inputs whose memory the program may use once it has read them."""
 
 
+def held_bytes(planned: Program) -> list[int]:
+    """Bytes that the program holds in each of its steps, with its arena."""
+    held, _ = _held_beside_arena(planned, _spans(planned, _kinds(planned)))
+    return [typical(planned.arena_bytes) + int(count) for count in held]
+
+
+def _held_beside_arena(planned: Program, spans: dict[str, tuple[int, int]]) -> tuple[Any, Any]:
+    """For each step, bytes outside of the arena, and those of them that a library call allocates for itself."""
+    table = planned.table
+    change = np.zeros(len(planned.steps) + 1, np.int64)
+    for name, (first, last) in spans.items():
+        change[first] += _nbytes(table[name])
+        change[last + 1] -= _nbytes(table[name])
+    own = np.cumsum(workspaces(planned)[:-1])
+    return np.cumsum(change[:-1]) + own, own
+
+
 def summarize_memory(planned: Program) -> MemorySummary:
     """Sizes, peak and places of a program after memory planning."""
     kinds = _kinds(planned)
     spans = _spans(planned, kinds)
     table, steps = planned.table, len(planned.steps)
-    change = np.zeros(steps + 1, np.int64)
-    for name, (first, last) in spans.items():
-        change[first] += _nbytes(table[name])
-        change[last + 1] -= _nbytes(table[name])
-    own = np.cumsum(workspaces(planned)[:-1])
-    held = np.cumsum(change[:-1]) + own
+    held, own = _held_beside_arena(planned, spans)
     at = int(held.argmax()) if steps else 0
     arena = typical(planned.arena_bytes)
     holders = [Holder(name, kinds[name], _nbytes(table[name])) for name, (a, b) in spans.items() if a <= at <= b]

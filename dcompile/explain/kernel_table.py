@@ -1,0 +1,100 @@
+"""The kernels of a program as a sortable table of HTML: each opens its source, its roofline and the user's lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from dcompile.explain.report_data import GraphReport, GroupedSteps, StepReport, group_steps, size_text
+from dcompile.explain.sources import SourceLine
+from dcompile.explain.timeline_bars import duration
+
+HEAD = ("kernel", "calls", "time", "share", "read", "written", "of a copy's rate", "modules")
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """One kernel of a program, with all of its calls."""
+
+    steps: GroupedSteps
+    seconds: float
+    """Of all calls: measured, or by the cost model."""
+    operations: int
+    lines: tuple[SourceLine, ...]
+
+    @property
+    def moved(self) -> int | None:
+        """Bytes from and to memory; None where sizes are symbolic."""
+        read, written = self.steps.read, self.steps.written
+        return None if read is None or written is None else read + written
+
+
+def kernel_rows(calls: Sequence[StepReport], measured: Mapping[str, float]) -> list[KernelRow]:
+    """One row for each kernel, the longest first. `measured`: seconds of a step by kernel, where it was measured."""
+    seconds: dict[str, float] = {}
+    operations: dict[str, int] = {}
+    lines: dict[str, dict[SourceLine, None]] = {}
+    for call in calls:
+        seconds[call.name] = seconds.get(call.name, 0.0) + call.seconds
+        operations[call.name] = operations.get(call.name, 0) + call.operations
+        lines.setdefault(call.name, {}).update(dict.fromkeys(call.lines))
+    rows = [
+        KernelRow(row, measured.get(row.name, seconds[row.name]), operations[row.name], tuple(lines[row.name]))
+        for row in group_steps(calls)
+    ]
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def kernel_table(graph: GraphReport, measured: Mapping[str, float], copy_rate: float) -> Iterator[str]:
+    """The table. `copy_rate`: bytes a second that a copy reads and writes on this machine."""
+    rows = kernel_rows(graph.kernels, measured)
+    if not rows:
+        return
+    whole = sum(row.seconds for row in rows)
+    by = "measured" if any(row.steps.name in measured for row in rows) else "by the cost model"
+    yield f"<h3>Kernels by time, {by}</h3>\n<table class='sortable'><tr>"
+    yield "".join(f"<th>{escape(name)}</th>" for name in HEAD) + "</tr>"
+    for row in rows:
+        steps = row.steps
+        cells = [
+            (f"{_details(row, graph.kernel_texts.get(steps.name, ''), copy_rate)}", steps.name),
+            (str(steps.calls), steps.calls),
+            (duration(row.seconds), row.seconds),
+            (f"{row.seconds / whole:.0%}" if whole else "", row.seconds),
+            (size_text(steps.read), steps.read or 0),
+            (size_text(steps.written), steps.written or 0),
+            (_share_text(row, copy_rate), _share(row, copy_rate) or 0),
+            (escape(", ".join(steps.modules)), ", ".join(steps.modules)),
+        ]
+        yield f"<tr class='call'>{''.join(_cell(text, key) for text, key in cells)}</tr>"
+    yield "</table>"
+
+
+def _cell(text: str, key: object) -> str:
+    return f'<td data-key="{escape(str(key))}">{text}</td>'
+
+
+def _share(row: KernelRow, copy_rate: float) -> float | None:
+    moved = row.moved
+    return None if moved is None or not row.seconds or not copy_rate else moved / row.seconds / copy_rate
+
+
+def _share_text(row: KernelRow, copy_rate: float) -> str:
+    share = _share(row, copy_rate)
+    return "?" if share is None else f"{share:.0%}"
+
+
+def _details(row: KernelRow, text: str, copy_rate: float) -> str:
+    """What a kernel opens."""
+    moved = row.moved
+    intensity = f"{row.operations / moved:.2g} operations a byte; " if moved else ""
+    roofline = (
+        f"{size_text(moved)} moved, {row.operations:.3g} operations; {intensity}"
+        f"{_share_text(row, copy_rate)} of the {copy_rate / 1e9:.0f} GB/s of a copy"
+    )
+    lines = "".join(f"<li><code>{escape(str(line))}</code></li>" for line in row.lines)
+    return (
+        f"<details><summary>{escape(row.steps.name)}</summary><p>{escape(roofline)}</p>"
+        f"{f'<ul>{lines}</ul>' if lines else ''}{f'<pre>{escape(text)}</pre>' if text else ''}</details>"
+    )

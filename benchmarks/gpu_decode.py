@@ -1,6 +1,7 @@
-"""How long does one token take a Llama of 8B parameters on one GPU, batch 1, with a static cache?
+"""How long does one token take a Llama of 8B parameters, batch 1, with a static cache, on one GPU or on several?
 
     python -m benchmarks.gpu_decode [--only eager,dcompile] [--layers 32] [--json] [--save]
+    python -m benchmarks.gpu_decode --tp 2 [--route dtensor] [--device cpu --shape tiny --layers 2]
     python -m benchmarks.gpu_decode --merge FIRST.json SECOND.json
 
 Hugging Face's model with random weights in bfloat16. A prompt fills the cache, then each token is chosen from the
@@ -8,24 +9,32 @@ logits of the one before on the GPU, as in greedy decoding; the figure is the me
 `floor` is what reading all weights that a token needs, and the cache as it is allocated, takes at 4.3 TB/s. Before it
 is timed, a peer decodes given tokens; its logits may be no further from those of the same weights in float32 than
 eager's are, but for a fifth.
+
+With `--tp`, as many ranks share the model (`benchmarks/tensor_parallel.py`), all peers in one job. The slowest rank's
+time counts. `floor` is then that of one rank's parts.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import dcompile  # noqa: F401  registers the backend
 from benchmarks.common import environment, finish, last_lines, stored, table
+from benchmarks.tensor_parallel import ROUTES, local_bytes
 
-BANDWIDTH = 4.3e12
-"""Bytes a second that an H200 moves when it copies; `benchmarks.gpu_kernels` measures it."""
+BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}
+"""Bytes a second that a GPU moves when it copies; `benchmarks.gpu_kernels` measures it. Others count as an H200."""
 PROMPT, CHECKED = 128, 16
 """Tokens of the prompt, and tokens decoded for the comparison of logits."""
 TOLERANCE = 1.2
@@ -74,7 +83,8 @@ class Decoder:
         config = model.config
         self.device, self.position = device, 0
         self.cache = StaticCache(config=config, max_cache_len=length)
-        self.cache.early_initialization(1, config.num_key_value_heads, config.head_dim, model.dtype, device)
+        heads = config.num_key_value_heads // getattr(model, "ranks", 1)
+        self.cache.early_initialization(1, heads, config.head_dim, model.dtype, device)
 
         def step(token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
             result = model(token, position_ids=position, past_key_values=self.cache, logits_to_keep=1)
@@ -130,6 +140,29 @@ def exact_logits(model: Any, length: int, device: str) -> torch.Tensor:
             parameter.data = parameter.data.to(dtype)
 
 
+def spread(model: Any, route: str) -> Any:
+    """The model with this rank's parts of it."""
+    model = ROUTES[route](model)
+    model.ranks = dist.get_world_size()
+    gc.collect()
+    return model
+
+
+def slowest(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of a peer's lines of all ranks the one that the others wait for, or the first that failed."""
+    failed = [line for line in lines if "error" in line]
+    return failed[0] if failed else max(lines, key=lambda line: line["ms"])
+
+
+def of_all_ranks(line: dict[str, Any]) -> dict[str, Any]:
+    """The same of one rank alone."""
+    if not dist.is_initialized():
+        return line
+    lines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(lines, line)
+    return slowest(lines)
+
+
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
     """||got - want|| / ||want||."""
     return ((got - want).norm() / want.norm()).item()
@@ -164,20 +197,25 @@ def measure(
     return line
 
 
-def floor_ms(model: Any, length: int) -> float:
-    """Milliseconds that reading the weights and the cache takes."""
+def floor_ms(model: Any, length: int, device: str) -> float:
+    """Milliseconds that reading one rank's weights and cache takes."""
     config = model.config
-    read = sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
-    read += 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * length * 2
-    return read / BANDWIDTH * 1e3
+    read = sum(local_bytes(p) for name, p in model.named_parameters() if "embed_tokens" not in name)
+    heads = config.num_key_value_heads // getattr(model, "ranks", 1)
+    read += 2 * config.num_hidden_layers * heads * config.head_dim * length * 2
+    rate = next((rate for name, rate in BANDWIDTH.items() if name in device), BANDWIDTH["H200"])
+    return read / rate * 1e3
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """All peers, one after another, each shown as soon as it is done."""
     device = arguments.device
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
     model = make(arguments.shape, arguments.layers, device)
     with torch.no_grad():
         exact = exact_logits(model, arguments.length, device)
+        if arguments.tp > 1:
+            model = spread(model, arguments.route)
         eager = Decoder(model, arguments.length, "eager", device).checked()
     lines: dict[str, Any] = {}
     for peer in arguments.only.split(","):
@@ -185,14 +223,32 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             lines[peer] = measure(model, peer, arguments.length, device, exact, eager, arguments.rounds)
         except Exception as error:  # one peer's failure must not hide the others' numbers
             lines[peer] = {"error": f"{type(error).__name__}: {error}"[:400]}
-        print(peer, {key: value for key, value in lines[peer].items() if key != "longest"}, flush=True)
-        for name, times, us in lines[peer].get("longest", []) if arguments.profile else []:
+        lines[peer] = of_all_ranks(lines[peer])
+        if is_first:
+            print(peer, {key: value for key, value in lines[peer].items() if key != "longest"}, flush=True)
+        for name, times, us in lines[peer].get("longest", []) if arguments.profile and is_first else []:
             print(f"    {name:80s} x{times} {us:.0f} us", flush=True)
         gc.collect()
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    name += f" x{arguments.tp} {arguments.route}" if arguments.tp > 1 else ""
     return {"benchmark": "gpu_decode", "complete": not any("error" in line for line in lines.values()),
-            "floor_ms": floor_ms(model, arguments.length), "layers": arguments.layers, "length": arguments.length,
-            "lines": lines, "device": name, "environment": environment(torch.get_num_threads())}  # fmt: skip
+            "floor_ms": floor_ms(model, arguments.length, name), "layers": arguments.layers,
+            "length": arguments.length, "tp": arguments.tp, "lines": lines, "device": name,
+            "environment": environment(torch.get_num_threads())}  # fmt: skip
+
+
+def start_ranks(count: int) -> int:
+    """Run this benchmark once more, with the same arguments, as so many ranks of this machine; the exit status."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    settings = {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1", **os.environ}
+    return subprocess.run([*launcher, "-m", "benchmarks.gpu_decode", *sys.argv[1:]], env=settings).returncode
+
+
+def join(device: str) -> None:
+    """Take a rank's place among the others."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
@@ -218,12 +274,23 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=1024, help="tokens that the cache has room for")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tp", type=int, default=1, help="ranks that share the model, started by this command")
+    parser.add_argument("--route", default="manual", choices=ROUTES, help="how they share it")
     parser.add_argument("--profile", action="store_true", help="show what runs on the GPU in a step")
     parser.add_argument("--merge", nargs="+", help="show files of earlier runs as one")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results/")
     arguments = parser.parse_args()
+    if arguments.tp > 1 and not arguments.merge:
+        if "RANK" not in os.environ:
+            return start_ranks(arguments.tp)
+        join(arguments.device)
     result = merged(arguments.merge) if arguments.merge else run(arguments)
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+        if rank:
+            return 0
     header = ["", "ms a token", "of the floor", "over reduce-overhead", "logits off", "warm-up s"]
     print(table(header, rows(result)))
     print(f"floor: {result['floor_ms']:.2f} ms")

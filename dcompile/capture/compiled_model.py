@@ -273,7 +273,7 @@ class CompiledModel:
             group = compat.groups.group_by_name(name)
             if group is None or id(group) in known:
                 continue
-            subject = new_subject(self._own_compared.setdefault(name, set()), tuple(plan), "own collectives'")
+            subject = new_subject(self._own_compared.setdefault(name, set()), tuple(plan), "model collectives")
             if subject is not None:
                 self.services.agree(group, subject, plan)
 

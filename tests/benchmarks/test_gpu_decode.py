@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from benchmarks import gpu_decode
+from tests.job import run
+from tests.nursery import python
 
 
 def test_a_table_of_several_runs(tmp_path):
@@ -35,3 +37,21 @@ def test_distance_is_relative_and_never_hides_a_nan():
     want = torch.tensor([3.0, 4.0])
     assert gpu_decode.distance(want + torch.tensor([0.0, 0.5]), want) == pytest.approx(0.1)
     assert not gpu_decode.distance(want * torch.nan, want) <= gpu_decode.TOLERANCE
+
+
+def test_the_slowest_rank_counts_and_a_failure_is_every_ranks():
+    fast, slow, failed = {"ms": 2.0}, {"ms": 3.0}, {"error": "OutOfMemoryError"}
+    assert gpu_decode.slowest([fast, slow]) == slow
+    assert gpu_decode.slowest([fast, failed]) == failed
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("route", ["manual", "dtensor"])
+def test_two_ranks_on_cpus(tmp_path, route):
+    command = "-m benchmarks.gpu_decode --tp 2 --device cpu --shape tiny --layers 1 --length 192 --rounds 2 --json"
+    status, output = run([python(), *command.split(), "--only", "eager,dcompile", "--route", route], tmp_path)
+    assert status == 0, output
+    result = json.loads(output.strip().splitlines()[-1])
+    assert result["complete"] and result["tp"] == 2 and list(result["lines"]) == ["eager", "dcompile"]
+    assert result["lines"]["dcompile"]["same_token"] > 0.9

@@ -61,11 +61,6 @@ def test_ddp_over_dtensors_runs_eagerly_and_says_why(ranks):
         assert "fully_shard" in receipt.reasons[0]
 
 
-def test_ranks_that_disagree_are_told(ranks):
-    for said in values(ranks, "disagreeing"):
-        assert said.startswith("PlanMismatchError") and "all_reduce max over 2 ranks" in said
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "collectives"), [("sequence", 9), ("llama", 14), ("uneven", 3), ("checkpointed", 1)])
 def test_training_equals_eager(ranks, name, collectives):
@@ -97,3 +92,8 @@ def test_a_loss_that_is_computed_in_parallel(ranks):
 def test_blocks_that_are_computed_again(ranks):
     for found in values(ranks, "checkpointed_blocks"):
         holds(found, 3)
+
+
+def test_ranks_that_disagree_are_told(ranks):
+    for found in ranks.outcomes(CASES + "disagreeing", 60):
+        assert found.kind == "PlanMismatchError" and "all_reduce max over 2 ranks" in found.error

@@ -48,8 +48,8 @@ class ModelCollective:
         group = compat.groups.group_by_name(group_name)
         if group is None:
             raise DcompileError(
-                f"dcompile: the process group {group_name} of the model's own {self._words()} was destroyed; make the "
-                "mesh and the model anew, and compile that"
+                f"dcompile: process group {group_name}, of the model's own {self._words()} {self.name}, was destroyed; "
+                "make the mesh and the model anew, and compile that"
             )
         self.nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (sent, filled))
 
@@ -61,7 +61,8 @@ class ModelCollective:
             recorded.append((group, self._pending.label))
 
     def _words(self) -> str:
-        return f"{self.kind.replace('_', '-')} {self.name}"
+        """The same on every rank: names count what else a graph has, which sizes may change."""
+        return self.kind.replace("_", "-")
 
     @property
     def work(self) -> Any:

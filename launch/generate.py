@@ -228,7 +228,7 @@ def print_results(
     if session.args.backend == "dcompile" and generated.seconds:
         import dcompile
 
-        print(str(dcompile.receipt(decoder.decode_call)).splitlines()[0])
+        print(dcompile.receipt(decoder.decode_call))
 
 
 def converse(session: Session) -> None:

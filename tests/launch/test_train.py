@@ -91,9 +91,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def receipts(output: str) -> list[dict[str, str]]:
-    """The fields of each receipt that rank 0 printed: of training first, then of evaluation."""
-    lines = re.findall("^dcompile: (adapter=.*)$", output, re.MULTILINE)
-    return [dict(re.findall(r"(\w+)=(\S+)", line)) for line in lines]
+    """What rank 0 printed of each graph that was compiled: of training first, then of evaluation."""
+    lines = r"^dcompile: (?P<graphs>.*)\ndcompile: (?P<collectives>.*)\ndcompile: .*; (?P<built>\d+) built, .*$"
+    return [found.groupdict() for found in re.finditer(lines, output, re.MULTILINE)]
 
 
 def check_folder(run: Run) -> None:
@@ -135,8 +135,8 @@ def test_compiled_losses_are_eagers(eager: Run, compiled: Run) -> None:
     assert relative_difference(eager.losses, compiled.losses) < 1e-5
     if IS_DCOMPILE:
         receipt = receipts(compiled.output)[0]
-        assert (receipt["adapter"], receipt["graphs"], receipt["graph_breaks"]) == ("ddp", "1", "0")
-        assert int(receipt["collectives"]) == int(receipt["buckets"]) > 1
+        assert receipt["graphs"] == "1 graph, no graph break"
+        assert re.match(r"([2-9]|\d\d) collectives in the graphs, DDP's; ", receipt["collectives"])
 
 
 @pytest.mark.full  # a usual run has the two below: one of FSDP2 goes on from the same, a killed one from its own
@@ -169,7 +169,7 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_undisturbed(compiled:
     assert f"continuing from {tmp_path / 'step-000005'}, step 5" in run.output
     assert run.losses == compiled.losses, "the same steps, bit for bit"
     if IS_DCOMPILE:
-        attempts = [receipt for receipt in receipts(run.output) if receipt["collectives"] != "0"]
+        attempts = [receipt for receipt in receipts(run.output) if "in the graphs" in receipt["collectives"]]
         assert len(attempts) == 2 and [receipt["built"] for receipt in attempts] == ["0", "0"]
     digests = [re.search(r"all ranks: yes (\w+)", r.output) for r in (run, compiled)]
     assert digests[0] and digests[1] and digests[0][1] == digests[1][1]

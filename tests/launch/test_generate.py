@@ -269,6 +269,10 @@ def test_bad_folders(folder, tmp_path):
         build(config, CheckpointWeights(folder), "manual", 0, 2, torch.float32, CPU)
     with pytest.raises(UserError, match=r"no config\.json there; `make train` leaves a model in out/train/hf"):
         Session(parse_arguments([f"--model={tmp_path}"]), World(0, 0, 1, CPU))
+    fields = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(UserError, match="quantized; give a checkpoint in fp32, bf16 or fp16"):
+        Session(parse_arguments([f"--model={tmp_path}"]), World(0, 0, 1, CPU))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(UserError, match="not a Llama config"):
         Session(parse_arguments([f"--model={tmp_path}"]), World(0, 0, 1, CPU))

@@ -5,6 +5,7 @@ The model is a small one in place of Llama, but where there is one process: test
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import re
@@ -19,7 +20,7 @@ import psutil
 import pytest
 import torch
 import train
-from checkpoint import KEEP, find
+from checkpoint import KEEP, find, lock
 from common import (
     UserError,
     World,
@@ -266,6 +267,20 @@ def test_two_hosts_train_over_gloo(eager: Run, tmp_path: Path) -> None:
     trained = Run(tmp_path, status, output)
     assert "parameters equal on all ranks: yes " in output
     assert relative_difference(eager.losses, trained.losses) < 1e-5
+
+
+def test_a_file_system_without_locks_only_warns(tmp_path: Path, monkeypatch, capsys) -> None:
+    def lockf(stream, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("checkpoint.fcntl.lockf", lockf)
+    monkeypatch.setattr(
+        "checkpoint.raise_together", lambda problem, world: None if problem is None else pytest.fail(problem)
+    )
+    stream = lock(tmp_path, World(0, 0, 1, torch.device("cpu")))
+    assert stream is not None
+    stream.close()
+    assert "no locks on this file system" in capsys.readouterr().err
 
 
 def test_check_finite_names_what_is_wrong() -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shutil
 import socket
+import sys
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import UserError, World, raise_together
+from common import UserError, World, raise_together, tell
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 KEEP = 3
 """How many checkpoints stay on disk."""
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system without locks answers."""
 
 Settings = dict[str, Any]
 """What must be the same for a run to be continued: seed, data, and the model's config."""
@@ -71,7 +76,10 @@ def lock(folder: Path, world: World) -> TextIO | None:
         except (BlockingIOError, PermissionError):  # which of them is up to the system
             problem = f"--output-dir {folder}: another job writes there ({_owner(stream)}); give this one its own"
         except OSError as error:
-            problem = f"--output-dir {folder}: {error.strerror}"
+            if error.errno not in NO_LOCKS:
+                problem = f"--output-dir {folder}: {error.strerror}"
+            else:
+                tell(f"--output-dir {folder}: no locks on this file system; nothing stops a second job", sys.stderr)
     raise_together(problem, world)
     return stream
 

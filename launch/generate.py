@@ -104,6 +104,8 @@ class Session:
         if args.model is not None and not (Path(args.model) / "config.json").is_file():
             raise UserError(f"--model {args.model}: no config.json there; `make train` leaves a model in out/train/hf")
         self.config = load_config(args.model or args.config, tuple(ARCHITECTURES))
+        if getattr(self.config, "quantization_config", None):
+            raise UserError(f"--model {args.model or args.config}: quantized; give a checkpoint in fp32, bf16 or fp16")
         self.tokenizer = load_tokenizer(args.model)
         if len(self.tokenizer) > self.config.vocab_size and args.model is None:
             raise UserError(
@@ -228,7 +230,7 @@ def print_results(
     if session.args.backend == "dcompile" and generated.seconds:
         import dcompile
 
-        print(str(dcompile.receipt(decoder.decode_call)).splitlines()[0])
+        print(dcompile.receipt(decoder.decode_call))
 
 
 def converse(session: Session) -> None:

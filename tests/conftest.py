@@ -24,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-models", "--full", action="store_true", help="whole lists, of which the usual run has a sample"
     )
+    parser.addoption("--doors", action="store_true", help="tests of Lightning, TRL and PEFT, as `make test-doors` does")
     parser.addoption("--poison", action="store_true", help="fill memory that no result may depend on (tests/poison.py)")
     parser.addoption(
         "--matmul", choices=("own", "aten"), help="float32 products on CPU as on other processors than this one"
@@ -33,12 +34,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what `make test-full` is for; the longest files first."""
+    """Leave out what `make test-full` and `make test-doors` are for; the longest files first."""
     durations.sort_longest_first(items, durations.recorded())
-    if config.getoption("--all-models"):
-        return
-    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("full")])
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    wanted = {"full": config.getoption("--all-models"), "doors": config.getoption("--doors")}
+    left_out = [mark for mark, is_wanted in wanted.items() if not is_wanted]
+    kept = [item for item in items if not any(item.get_closest_marker(mark) for mark in left_out)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept] if len(kept) < len(items) else [])
+    items[:] = kept
 
 
 def pytest_collection_finish() -> None:

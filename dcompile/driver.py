@@ -14,8 +14,10 @@ import torch
 
 from dcompile.artifacts import dump
 from dcompile.autotune import Tuner
-from dcompile.codegen.emit import build, gemm, select_target
-from dcompile.codegen.emit.build import Built
+from dcompile.codegen.emit import select_target
+from dcompile.codegen.emit.cpp import compile as cpp_compile
+from dcompile.codegen.emit.cpp import sgemm
+from dcompile.codegen.emit.cpp.compile import Built
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.codegen.emit.triton import compile as triton_compile
@@ -103,7 +105,7 @@ class Pipeline:
         check_names(config, (DYNAMO_PASSES, JOINT_PASSES, loop_passes()))
         self._passes = select_rows(config, loop_passes(), earlier=(DYNAMO_PASSES, JOINT_PASSES))
         self._numbers = {row.name: number for number, row in enumerate(loop_passes(), 1)}
-        self._compilers = build.Compilers(config)
+        self._compilers = cpp_compile.Compilers(config)
         self._crews: dict[int, triton_compile.WorkerPool] = {}
         """Those who compile kernels for GPUs of one compute capability, for all graphs."""
         self._tuner = Tuner()
@@ -250,13 +252,15 @@ class Pipeline:
         launcher = KernelSource(cuda_launch.LAUNCHER, cuda_launch.LAUNCHER_TEXT, (), 1, False)
         return triton_compile.PendingBuild(self._compiled([*sources, launcher], cache), theirs)
 
-    def _compiled(self, sources: list[KernelSource], cache: KernelCache, *, early: bool = False) -> build.Building:
-        return self._compilers.begin(sources, cache, early=early, aliases={gemm.source().name: products_key()})
+    def _compiled(
+        self, sources: list[KernelSource], cache: KernelCache, *, early: bool = False
+    ) -> cpp_compile.Building:
+        return self._compilers.begin(sources, cache, early=early, aliases={sgemm.source().name: products_key()})
 
     def begin_products(self, cache: KernelCache) -> None:
         """Have the kernel of matrix products compiled. Who needs it waits for it, and learns what is wrong with it."""
-        if build.workers() > 1:  # with one core, it would take as long later
-            self._compiled([gemm.source()], cache, early=True)
+        if cpp_compile.workers() > 1:  # with one core, it would take as long later
+            self._compiled([sgemm.source()], cache, early=True)
 
     def _lower(self, gm: Any, request: Request, *, aten: bool) -> Lowered:
         return lower(

@@ -21,8 +21,8 @@ PRIVATE_CLASSES = frozenset((
     "Nobody", "Others", "Parcel", "Pulls", "Said", "Settling", "Spread", "T", "Told", "Toolbox", "Turned", "Unsure",
 ))  # fmt: skip
 PRIVATE_CONSTANTS = frozenset(("LEAST", "MOST", "SHARE", "NEAR", "WORTH", "FEW", "LIMIT"))
-WAITING = Path("dcompile/codegen/emit")
-"""The C++ writer, whose files lie directly in this folder: they are renamed when it is rewritten."""
+WAITING = Path("dcompile/codegen/emit/cpp")
+"""The C++ writer: its classes are renamed when it is rewritten."""
 
 
 def is_waiting(path: Path) -> bool:

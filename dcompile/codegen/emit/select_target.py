@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcompile.codegen.emit import cpp
+from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.codegen.emit.triton import kernel, matmul_epilogue, segment_sum
 from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, fuse_launches
@@ -15,7 +15,7 @@ def emit_all(program: Program, kind: str, own_products: bool) -> Kernels:
     table = program.table
     loops = [step for step in program.steps if isinstance(step, Loop)]
     if not any(buffer.device != "cpu" for buffer in program.buffers):
-        return cpp.emit_all(program, training=kind == "forward", own_products=own_products)
+        return cpp_kernel.emit_all(program, training=kind == "forward", own_products=own_products)
     constant = constants(program) if kind == "inference" else None  # in training, kernels are not as brief
     nothing = None if constant is None else frozenset[str]()
     single = [_kernel(loop, table, nothing) for loop in loops]
@@ -33,4 +33,4 @@ def emit_all(program: Program, kind: str, own_products: bool) -> Kernels:
 def _kernel(loop: Loop, table: dict[str, Buffer], constant: frozenset[str] | None) -> KernelSource:
     if loop.product is not None:
         return matmul_epilogue.emit(loop, table)
-    return kernel.emit(loop, table, constant) if on_gpu(loop, table) else cpp.emit(loop, table)
+    return kernel.emit(loop, table, constant) if on_gpu(loop, table) else cpp_kernel.emit(loop, table)

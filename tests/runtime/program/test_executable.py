@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import dcompile
-from dcompile.codegen.emit import cpp
-from dcompile.codegen.emit.build import build
+from dcompile.codegen.emit.cpp import kernel as cpp_kernel
+from dcompile.codegen.emit.cpp.compile import build
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.schedule.memory.plan import plan_memory
@@ -40,7 +40,7 @@ from tests.ir.fuzz import random_program
 
 
 def load(program: Program, constants=None) -> HostProgram:
-    kernels = cpp.emit_all(program)
+    kernels = cpp_kernel.emit_all(program)
     built = build(kernels.sources, Config(), store())
     constants = constants or {}
     source, names = host_program.emit(program, kernels), tuple(name for name in program.inputs if name in constants)

@@ -38,7 +38,7 @@ from dcompile.ir.text import show
 from dcompile.ir.verify import verify
 from dcompile.logs import log, log_code
 from dcompile.passes import check_names, select_rows
-from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, LoopPass, loop_passes
+from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, LoopPass, loop_passes, nest_passes
 from dcompile.plan_log import log_build, log_plan
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program import cuda_launch
@@ -102,8 +102,10 @@ class Pipeline:
         if regions is None and config.backend is not None:
             regions = RegionCompiler(config, config.backend)
         self._regions = regions
-        check_names(config, (DYNAMO_PASSES, JOINT_PASSES, loop_passes()))
+        earlier = (DYNAMO_PASSES, JOINT_PASSES, loop_passes())
+        check_names(config, (*earlier, nest_passes()))
         self._passes = select_rows(config, loop_passes(), earlier=(DYNAMO_PASSES, JOINT_PASSES))
+        self._decisions = tuple(row.run for row in select_rows(config, nest_passes(), earlier=earlier))
         self._numbers = {row.name: number for number, row in enumerate(loop_passes(), 1)}
         self._compilers = cpp_compile.Compilers(config)
         self._crews: dict[int, triton_compile.WorkerPool] = {}
@@ -120,9 +122,7 @@ class Pipeline:
         sizes = traced_sizes(gm) if self.config.verify else {}
         donated = tuple(lowered.program.inputs[position] for position in request.donated)
         program = self._schedule(replace(lowered.program, donated=donated), request, sizes, measure)
-        kernels = self._timed(
-            request, "emit", lambda: select_target.emit_all(program, request.kind, self._own_products())
-        )
+        kernels = self._timed(request, "emit", lambda: self.emit(program, request))
         report = _report(program, kernels)
         if handed is not None:
             report.fallbacks |= self._refused(handed)
@@ -148,6 +148,10 @@ class Pipeline:
         """Lines of the receipt for regions that run on kernels of ours instead."""
         name = "" if self.config.backend is None else self.config.backend.name
         return {f"region left by {name}: {reason}": count for reason, count in handed.refused.items()}
+
+    def emit(self, program: Program, request: Request) -> Kernels:
+        """The kernels of a program."""
+        return select_target.emit_all(program, request.kind, self._decisions, own_products=self._own_products())
 
     def begin(self, gm: Any, request: Request, cache: KernelCache) -> PendingGraph:
         """Compile one FX graph as far as that takes no waiting: lower, schedule, emit."""

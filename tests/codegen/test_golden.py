@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.codegen.lower.lower import lower
 from dcompile.collectives.contract import Request
 from dcompile.ir.nodes import Loop
 from dcompile.ir.text import show
 from dcompile.pipeline import loop_passes
+from tests.codegen.emit import cpp_kernel
 
 R, C = 16, 48
 X, W, S, G = (R, C), (C,), (R, 1), (R, C)

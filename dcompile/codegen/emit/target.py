@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dcompile.ir.index import Size
-from dcompile.ir.nodes import Buffer, Loop, View
+from dcompile.ir.nodes import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,5 +79,3 @@ class Emitter:
 
     language: str
     spelling: Mapping[str, str]
-    emit: Callable[[Loop, Mapping[str, Buffer]], KernelSource]
-    has_float64: bool = True

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch  # also for the OpenMP run time that kernels are linked with
 
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.emit.cpp.compile import build
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
@@ -27,6 +26,7 @@ from dcompile.ir.interpret import GARBAGE, from_bfloat16, interpret, to_bfloat16
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, View
 from dcompile.ir.ops import DTYPES
 from dcompile.runtime.cache.disk import KernelCache
+from tests.codegen.emit import cpp_kernel
 from tests.codegen.emit.cases import random_inputs
 
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -69,11 +69,14 @@ def read(buffer: Buffer, view: View, flat: np.ndarray) -> np.ndarray:
     return from_bfloat16(out) if buffer.dtype == "bfloat16" else out.copy()
 
 
-def source_of(made: Program, again: frozenset[str] = frozenset()) -> KernelSource:
-    """The kernel of a program of one loop, behind which the buffers `again` are read once more."""
+def source_of(made: Program, again: frozenset[str] = frozenset(), without: Collection[str] = ()) -> KernelSource:
+    """The kernel of a program of one loop, behind which the buffers `again` are read once more.
+
+    `without`: decisions (rows of `NEST_PASSES`) that are left out.
+    """
     (loop,) = made.steps
     assert isinstance(loop, Loop)
-    return cpp_kernel.emit(loop, made.table, again)
+    return cpp_kernel.emit(loop, made.table, again, without)
 
 
 def execute(made: Program, source: KernelSource, inputs: dict[str, np.ndarray], same: str = "") -> list[np.ndarray]:

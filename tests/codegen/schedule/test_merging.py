@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.schedule.fusion import fuse as fusing
 from dcompile.codegen.schedule.fusion.merge import LoopMerger, merge
 from dcompile.ir.canonical_names import rename_buffers
 from dcompile.ir.nodes import Loop, Program
+from tests.codegen.emit import cpp_kernel
 from tests.ir.fuzz import random_program
 from tests.ir.test_canonical_names import scaled
 

@@ -9,17 +9,17 @@ import threading
 import pytest
 import torch
 
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.emit.cpp.compile import build
+from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
 from dcompile.ir.nodes import Loop, Program
 from dcompile.runtime.program.argument_table import Address
 from dcompile.runtime.program.cpu_launch import calls
-from tests.codegen.emit import loops
+from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.harness import store
 
 
-def kernel_of(program: Program) -> cpp_kernel.KernelSource:
+def kernel_of(program: Program) -> KernelSource:
     (loop,) = program.steps
     assert isinstance(loop, Loop)
     return cpp_kernel.emit(loop, program.table)

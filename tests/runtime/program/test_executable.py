@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import dcompile
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.emit.cpp.compile import build
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.target import KernelSource
@@ -34,7 +33,7 @@ from dcompile.runtime.program.argument_table import Address
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 from dcompile.runtime.program.executable import HostProgram
 from dcompile.runtime.program.kernel_library import kernel, library
-from tests.codegen.emit import loops
+from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.harness import store
 from tests.ir.fuzz import random_program
 

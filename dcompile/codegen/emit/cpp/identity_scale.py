@@ -1,12 +1,14 @@
-"""Loops that multiply a tensor by one number, which may turn out to be 1: in its own memory nothing is to be done then.
+"""Skip loops that multiply a tensor by one number where that turns out to be 1: its own memory holds the result then.
 
-So backwards of losses begin whose gradient was made with them (`capture/passes/dynamo/loss_gradient_in_forward.py`).
+A loss's backward begins so where its gradient was computed in the forward
+(`capture/passes/dynamo/loss_gradient_in_forward.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
+from dcompile.codegen.emit.cpp.plan import NestPlan, Scaling
 from dcompile.codegen.nest.loop_nest import Nest
 from dcompile.ir.nodes import Apply, Load, Ref
 
@@ -14,15 +16,13 @@ _WIDER = {"bfloat16": ("float32", "float64"), "float16": ("float32", "float64"),
 """What holds every value of a dtype, so that a cast there and back changes nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """A tensor, which is stored at the places that it is read at, and the value that it is multiplied by."""
-
-    tensor: Load
-    number: Ref
+def skip_identity_scale(plan: NestPlan) -> NestPlan:
+    """Return at once where a tensor would be multiplied by 1 in its own memory."""
+    scaling = find_scaling(plan.nest)
+    return replace(plan, scaling=scaling) if scaling else plan
 
 
-def scaling_of(nest: Nest) -> Scaling | None:
+def find_scaling(nest: Nest) -> Scaling | None:
     """What a loop multiplies by what, if that is all that it does, and 1 would leave every element as it is."""
     if len(nest.stores) != 1 or nest.stores[0].mode != "set":
         return None

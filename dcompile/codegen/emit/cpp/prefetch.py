@@ -1,197 +1,148 @@
-"""What loops ask for before they come to it, since memory waits otherwise, or processors do.
+"""Prefetch what loops read later, since memory is idle otherwise, or processors are.
 
-Rows that later passes go through once more leave memory idle there: the next row is asked for meanwhile. Rows that
-elements are picked from in any order are asked for in order. Where caches are far (`machine.py`), what a loop reads is
-asked for some KB ahead.
+Rows that later passes go through once more leave memory idle there: the next row is prefetched meanwhile. Rows that
+elements are gathered from in any order are prefetched in order. Where caches are far (`toolchain.py`), what a loop
+reads is prefetched some KB ahead.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
-from dcompile.codegen.emit.cpp.scans import Scans
-from dcompile.codegen.emit.cpp.value_facts import Counted, count_in_int32
-from dcompile.codegen.nest.loop_nest import Axis, may_exceed, stride
-from dcompile.ir.analysis import operands, runtime_refs
-from dcompile.ir.index import Index, substitute, var
-from dcompile.ir.nodes import ITEMSIZE, Apply, Load, Ref
-from dcompile.ir.ops import OPS
+from dcompile.codegen.emit.cpp.ops import SLOW, VECTOR_FUNCTIONS
+from dcompile.codegen.emit.cpp.plan import NestPlan
+from dcompile.codegen.nest.loop_nest import Axis, stride
+from dcompile.ir.analysis import runtime_refs
+from dcompile.ir.index import substitute, var
+from dcompile.ir.nodes import ITEMSIZE, Apply, Load
 
-AHEAD_BYTES = 1 << 20
-"""Size from which the next row of a tensor is asked for while this one is worked on: smaller ones lie in caches."""
-AHEAD_ROWS = 384 << 10
+MIN_PREFETCH_BYTES = 1 << 20
+"""Size from which the next row of a tensor is prefetched while this one is worked on: caches hold smaller ones."""
+MAX_PREFETCH_ROW_BYTES = 384 << 10
 """Bytes of a row of all of them, and of the next: less than a second level cache has."""
-PICKED = 512
-"""Bytes of a row from which elements are picked, from which on the next one is asked for."""
-SLOW = frozenset(("div", "sqrt", "rsqrt", "reciprocal"))
-"""Operations behind which what is read next waits: few of them fill what a processor holds at a time."""
+MIN_GATHERED_ROW_BYTES = 512
+"""Bytes of a row that elements are gathered from, from which on the next one is prefetched."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delay:
-    """A last pass that is taken a row later (`behind.py`), and the pass beside whose steps it is."""
+def prefetch_next_row(plan: NestPlan) -> NestPlan:
+    """Prefetch the next row of what rows are read from, where later passes find this one's in the caches.
 
-    number: int
-    host: int
-    kept: tuple[Ref, ...]
-    """What rows have kept for it."""
-    many: str
-    """By what it goes (STEPS)."""
+    Memory is idle there otherwise: a cross-entropy's forward took 0.7 of the time so, RMSNorm 0.65 (16 MB, Zen 3). The
+    pass with most work does it, for which memory need not hurry.
+    """
+    nest, later = plan.nest, _later_passes(plan)
+    if not later or nest.lane or not nest.rows or nest.rows[-1].tile > 1:
+        return plan
+    row, last = nest.rows[-1].name, nest.elements[-1].name
+    found, nbytes = dict[Load, None](), 0
+    for ref in plan.pass_values(0):
+        value = nest.body[ref]
+        if not isinstance(value, Load) or value.mask is not None or runtime_refs(value.index):
+            continue
+        distance = stride(value.index, row)
+        if not isinstance(distance, int) or distance <= 0 or not plan.has_bytes(value.buffer, MIN_PREFETCH_BYTES):
+            continue
+        if stride(value.index, last) == 1:
+            found[replace(value, index=substitute(value.index, {row: var(row) + 1}, {}))] = None
+            nbytes += distance * ITEMSIZE[value.dtype]
+    if not found or 2 * nbytes > MAX_PREFETCH_ROW_BYTES:
+        return plan
+    busiest = max(later, key=lambda number: (plan.cost(plan.new_vector_values(number)), number))
+    return replace(plan, next_row=tuple(found), next_row_pass=busiest)
 
 
-class Asked(Scans):
-    """Decides what a pass asks for."""
+def _later_passes(plan: NestPlan) -> list[int]:
+    """Passes that go through the row once more."""
+    return [number for number in range(1, plan.pass_count) if any(plan.pass_roots[number])]
 
-    delay: Delay | None = None
-    """Decided before anything is written."""
 
-    @functools.cached_property
-    def ahead(self) -> tuple[tuple[str, int], ...]:
-        """Addresses in the next row of what rows are read from, where later passes find this one's in the caches; the
-        bytes of an element.
+def next_gathered_rows(plan: NestPlan, number: int, axis: Axis) -> list[Load]:
+    """The next of the rows that elements are gathered from in any order: prefetched in order.
 
-        Memory is idle there otherwise: a cross-entropy's forward took 0.7 of the time so, RMSNorm 0.65 (16 MB, Zen 3).
-        """
-        nest = self.nest
-        if not self._later_passes() or nest.lane or not nest.rows or nest.rows[-1].tile > 1:
-            return ()
-        row, last = nest.rows[-1].name, nest.elements[-1].name
-        found, size = dict[str, int](), 0
-        for ref in self._needed(0, self._targets(0)):
-            value = nest.body[ref]
-            if not isinstance(value, Load) or value.mask is not None or runtime_refs(value.index):
-                continue
-            nbytes, distance = self.bytes_of(value.buffer), stride(value.index, row)
-            if not isinstance(nbytes, int) or not isinstance(distance, int) or distance <= 0:
-                continue
-            if nbytes >= AHEAD_BYTES and stride(value.index, last) == 1:
-                found[self.place(value.buffer, substitute(value.index, {row: var(row) + 1}, {}))] = ITEMSIZE[
-                    value.dtype
-                ]
-                size += distance * ITEMSIZE[value.dtype]
-        return tuple(found.items()) if 2 * size <= AHEAD_ROWS else ()
+    Gathers from rows of 4 KB took 0.7 of the time (8 MB, Zen 3).
+    """
+    found = dict[Load, None]()
+    if not plan.nest.rows or len(plan.nest.elements) > 1 or plan.nest.rows[-1].tile > 1:
+        return []
+    row = plan.nest.rows[-1].name
+    for ref in plan.new_values(number):
+        value = plan.nest.body[ref]
+        if not isinstance(value, Load) or value.mask is not None:
+            continue
+        picks = {f"v{r}": var(axis.name) for r in runtime_refs(value.index) if plan.levels.element[r]}
+        distance = stride(value.index, row)
+        if not picks or not isinstance(distance, int) or not plan.has_bytes(value.buffer, MIN_PREFETCH_BYTES):
+            continue
+        along, nbytes = substitute(value.index, picks, {}), distance * ITEMSIZE[value.dtype]
+        if stride(along, axis.name) == 1 and MIN_GATHERED_ROW_BYTES <= nbytes <= MAX_PREFETCH_ROW_BYTES:
+            found[replace(value, index=substitute(along, {row: var(row) + 1}, {}))] = None
+    return list(found)
 
-    def _picked_ahead(self, number: int, axis: Axis) -> list[str]:
-        """Addresses in the next of the rows that elements are picked from in any order: asked for in order.
 
-        Gathers from rows of 4 KB took 0.7 of the time (8 MB, Zen 3).
-        """
-        found = dict[str, None]()
-        if not self.nest.rows or len(self.nest.elements) > 1 or self.nest.rows[-1].tile > 1:
-            return []
-        row = self.nest.rows[-1].name
-        for ref in self._needed(number, self._targets(number)):
-            value = self.nest.body[ref]
-            if not isinstance(value, Load) or value.mask is not None or self.kept.get(ref, number) < number:
-                continue
-            picks = {f"v{r}": var(axis.name) for r in runtime_refs(value.index) if self.levels.element[r]}
-            distance, nbytes = stride(value.index, row), self.bytes_of(value.buffer)
-            if not picks or not isinstance(distance, int) or not isinstance(nbytes, int) or nbytes < AHEAD_BYTES:
-                continue
-            along = substitute(value.index, picks, {})
-            if stride(along, axis.name) == 1 and PICKED <= distance * ITEMSIZE[value.dtype] <= AHEAD_ROWS:
-                found[self.place(value.buffer, substitute(along, {row: var(row) + 1}, {}))] = None
-        return list(found)
+# --- where caches are far ---------------------------------------------------------------------------------------------
 
-    def _later_passes(self) -> list[int]:
-        """Those that go through the row once more."""
-        return [number for number in range(1, self._passes()) if self._roots(number) != ([], [])]
 
-    @property
-    def asking(self) -> int | None:
-        """The pass that asks for the next row: the one with most work, for which memory need not hurry."""
-        return self.delay.host if self.delay and self.ahead else self._busiest
+def updates_slowly(plan: NestPlan, number: int, name: str) -> bool:
+    """Does a pass update several large float32 tensors by slow operations, as AdamW does?
 
-    @functools.cached_property
-    def _busiest(self) -> int | None:
-        later = self._later_passes()
-        works = {n: self._work_of(self._computed(n)) for n in later}
-        return max(works, key=lambda n: (works[n], n)) if self.ahead else None
+    It prefetches all it reads then, where caches are far: 0.87 of the time with one thread and with two (16 tensors
+    of 1 MB, and three of their kind; Intel's servers).
+    """
+    values = [plan.nest.body[ref] for ref in plan.vector_values(number)]
+    slow = any(isinstance(value, Apply) and value.op in SLOW and value.dtype == "float32" for value in values)
+    if not slow:
+        return False
+    written = {store.buffer for store in plan.nest.stores}
+    large = _large_loads(plan, number, name)
+    return sum(load.buffer in written and load.dtype == "float32" for load in large) > 1
 
-    def _waits(self, number: int, name: str) -> bool:
-        """Does the pass update several large float32 tensors by slow operations, as AdamW does?
 
-        It asks for all it reads then, where caches are far: 0.87 of the time with one thread and with two (16 tensors
-        of 1 MB, and three of their kind; Intel's servers).
-        """
-        values = [self.nest.body[ref] for ref in self._wide_values(number)]
-        slow = any(isinstance(value, Apply) and value.op in SLOW and value.dtype == "float32" for value in values)
-        return slow and len(self._updated(number, name)) > 1
+def far_loads(plan: NestPlan, number: int, name: str) -> list[Load]:
+    """What a pass reads, element by element, of large tensors that no pass before has read or prefetched.
 
-    def _updated(self, number: int, name: str) -> list[Load]:
-        """What a pass reads of large float32 tensors that the kernel writes as well."""
-        written = {store.buffer for store in self.nest.stores}
-        found = self._large(number, name)
-        return [load for load in found if load.buffer in written and load.dtype == "float32"]
+    What the kernel writes as well only where it updates slowly: AdamW in bfloat16 took 1.02 to 1.05 of the time.
+    """
+    asking = plan.next_row_pass
+    if plan.tile or (number == 0 and asking is not None and not _may_stop(plan, asking)):
+        return []
+    written = {store.buffer for store in plan.nest.stores}
+    slow = updates_slowly(plan, number, name)
+    return [load for load in _large_loads(plan, number, name) if slow or load.buffer not in written]
 
-    def _large_loads(self, number: int, name: str) -> list[Load]:
-        """What a pass reads, element by element, of large tensors that no pass before has read or asked for.
 
-        What the kernel writes as well only where it waits: AdamW in bfloat16 took 1.02 to 1.05 of the time.
-        """
-        if self.turned or (number == 0 and self.asking is not None and not self._may_stop(self.asking)):
-            return []
-        written = {store.buffer for store in self.nest.stores}
-        waits = self._waits(number, name)
-        return [load for load in self._large(number, name) if waits or load.buffer not in written]
+def _large_loads(plan: NestPlan, number: int, name: str) -> list[Load]:
+    """What a pass reads, element by element, of large tensors that no pass before has read."""
+    before = {plan.nest.body[ref] for earlier in range(number) for ref in plan.vector_values(earlier)}
+    found = dict[Load, None]()
+    for ref in plan.vector_values(number):
+        value = plan.nest.body[ref]
+        if not isinstance(value, Load) or value.mask is not None or value in before:
+            continue
+        if plan.constant_stride(value.index, name) == 1 and plan.has_bytes(value.buffer, MIN_PREFETCH_BYTES):
+            found[value] = None
+    return list(found)
 
-    def _large(self, number: int, name: str) -> list[Load]:
-        """What a pass reads, element by element, of large tensors that no pass before has read."""
-        before = {self.nest.body[ref] for earlier in range(number) for ref in self._wide_values(earlier)}
-        found = dict[Load, None]()
-        for ref in self._wide_values(number):
-            value = self.nest.body[ref]
-            if not isinstance(value, Load) or value.mask is not None or value in before:
-                continue
-            nbytes = self.bytes_of(value.buffer)
-            if self._steps(value.index, name) == 1 and isinstance(nbytes, int) and nbytes >= AHEAD_BYTES:
-                found[value] = None
-        return list(found)
 
-    def _may_stop(self, number: int) -> bool:
-        """Does a pass look for places, as `_sought` tells while it is written? It need not come to the row's end."""
-        chosen = (self.nest.body[self._reduce(ref).arg] for ref in self._roots(number)[0])
-        return any(isinstance(value, Apply) and (value.op, value.dtype) == ("where", "int32") for value in chosen)
+def _may_stop(plan: NestPlan, number: int) -> bool:
+    """Does a pass look for places (`vectorize.find_searched`)? It need not come to the row's end."""
+    chosen = (plan.nest.body[plan.reduce(ref).arg] for ref in plan.pass_roots[number][0])
+    return any(isinstance(value, Apply) and (value.op, value.dtype) == ("where", "int32") for value in chosen)
 
-    def _work_of(self, refs: Iterable[Ref]) -> int:
-        """What an element takes, in additions."""
-        values = (self.nest.body[ref] for ref in refs)
-        return sum(OPS[value.op].cost if isinstance(value, Apply) else 1 for value in values)
 
-    def _wide_values(self, number: int) -> list[Ref]:
-        """The element values of a pass, without positions that are only compared."""
-        needed, used = self._needed(number, self._targets(number)), set(self._targets(number))
-        for ref in needed:
-            used |= set() if self._has_places(ref) else {*operands(self.nest.body[ref])}
-        return [ref for ref in needed if ref in used]
+def step_prefetches(plan: NestPlan, number: int, stores: Sequence[int], name: str) -> list[tuple[str, Load]]:
+    """What a step of a vector loop prefetches: the library's function, and the load.
 
-    def _computed(self, number: int) -> list[Ref]:
-        """Those that are not kept from earlier passes."""
-        return [ref for ref in self._wide_values(number) if self.kept.get(ref, number) >= number]
-
-    def _anew(self, number: int) -> list[Ref]:
-        """Values that a pass works out or reads itself: none that an earlier one has kept, none that it never needs."""
-        return [ref for ref in self._needed(number, self._targets(number)) if self.kept.get(ref, number) == number]
-
-    def _countable(self, number: int) -> Counted | None:
-        """What of a pass an int32 can count, if it can count anything there."""
-        last = self.nest.elements[-1]
-        if may_exceed(last.size, 2**31 - 1):
-            return None
-        return count_in_int32(self.nest.body, self._anew(number), self.levels.element, last.name) or None
-
-    def _has_places(self, ref: Ref) -> bool:
-        """Are the places of a value's elements known without a vector of them?"""
-        return self._is_drawn(ref) or bool(self.counted and ref in self.counted.matches)
-
-    def _is_drawn(self, ref: Ref) -> bool:
-        return isinstance(value := self.nest.body[ref], Apply) and value.op == "philox"
-
-    def _steps(self, index: Index, name: str) -> int | None:
-        """Distance of neighbours along `name` in memory, if it is the same everywhere."""
-        if any(self.nest.lane or self.levels.element[int(v[1:])] for v in index.variables if v[0] == "v"):
-            return None
-        found = stride(index, name)
-        return found if isinstance(found, int) else None
+    A little ahead, if functions of one large tensor are streamed: what comes next is fetched too late then. An
+    exponential of 16 MB took 0.9 of the time, cross-entropy's backward 0.86 to 0.98, sigmoid 0.95, GELU 0.99 (Zen 3,
+    1 KB ahead; 2 and 4 were no better); loops over several tensors 1.0 to 1.04. Where caches are far, all of it
+    (Intel's servers, 8 and 16 MB from the third level): cross-entropy's backward 0.76 with 4 KB, argmax 0.74, SwiGLU,
+    sums of rows and of columns in bfloat16 0.85 to 0.9, a chain 0.93, AdamW 1.0.
+    """
+    if number == plan.next_row_pass:
+        return [("ask", load) for load in plan.next_row]
+    loads = far_loads(plan, number, name)
+    values = [plan.nest.body[ref] for ref in plan.new_vector_values(number)]
+    functions = any(isinstance(value, Apply) and value.op in VECTOR_FUNCTIONS for value in values)
+    soon = len(loads) == 1 and functions and any(n in plan.streamed for n in stores)
+    return [("ask_soon" if soon else "ask_far", load) for load in loads]

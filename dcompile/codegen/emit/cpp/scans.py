@@ -8,183 +8,170 @@ threads and whatever else the kernel does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from dcompile.codegen.emit.cpp.keep_values import MIN_KEEP_COST
 from dcompile.codegen.emit.cpp.ops import SPELLING, c_type, literal
-from dcompile.codegen.emit.cpp.printer import KEEP_COST, Statements
+from dcompile.codegen.emit.cpp.plan import NO_SCANS, NestPlan, ScanRounds
+from dcompile.codegen.emit.cpp.printer import Printer
+from dcompile.codegen.emit.cpp.value_facts import PositionCounter
 from dcompile.codegen.nest.loop_nest import OUTER_VECTOR_ROWS, Axis, cone_cost
 from dcompile.ir.analysis import operands
-from dcompile.ir.index import Size
 from dcompile.ir.nodes import Apply, Load, Ref, Scan
 from dcompile.ir.ops import OPS, SCANS
 
-SERIAL_COST = 8
+MAX_SERIAL_COST = 8
 """Additions for each element up to which a pass with scans is one loop, one element after another."""
 SCAN_BLOCK = 1024
 """Elements of a block: 8 KB of float64 for each scan, so that a few of them share L1 with what they are made from."""
+NONE_READY: frozenset[Ref] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Rounds:
-    """The scans of each round, and the values that lie in block arrays once computed: scans, and what is costly.
+# --- the decision -----------------------------------------------------------------------------------------------------
 
-    A `serial` pass has none of these, only scans.
+
+def block_scans(plan: NestPlan) -> NestPlan:
+    """Decide the rounds of each pass with scans."""
+    if plan.nest.lane or not any(isinstance(value, Scan) for value in plan.nest.body):
+        return plan
+    found = {number: _scan_rounds(plan, number) for number in range(plan.pass_count)}
+    return replace(plan, scans={number: rounds for number, rounds in found.items() if rounds.scans})
+
+
+def _scan_rounds(plan: NestPlan, number: int) -> ScanRounds:
+    """What a pass has to scan, in rounds: a scan comes after those that its argument is made of."""
+    body, depth = plan.nest.body, dict[Ref, int]()
+    targets = plan.targets(number)
+    needed, new = plan.needed(number, targets), plan.new_values(number)
+    scans = [ref for ref in new if isinstance(body[ref], Scan)]
+    if not scans:
+        return NO_SCANS
+    if _is_serial(plan, needed, scans):
+        return ScanRounds((tuple(scans),), serial=True)
+    for ref in needed:
+        depth[ref] = max((depth.get(operand, 0) for operand in operands(body[ref])), default=0) + (ref in scans)
+    groups = tuple(tuple(r for r in scans if depth[r] == d) for d in range(1, max(depth.values()) + 1))
+    held = frozenset(scans)
+    computed = [{*plan.needed(number, scan_arguments(plan, group), held)} for group in groups]
+    computed.append({*plan.needed(number, targets, held)})
+    for ref in new:
+        again = sum(ref in values for values in computed) > 1
+        if again and not isinstance(body[ref], Load) and cone_cost(ref, body, held) >= MIN_KEEP_COST:
+            held |= {ref}
+    return ScanRounds(groups, held)
+
+
+def _is_serial(plan: NestPlan, needed: Iterable[Ref], scans: Iterable[Ref]) -> bool:
+    """Is there so little besides the scans that it may wait for them? Float sums take long enough by themselves."""
+    cost = sum(OPS[value.op].cost for ref in needed if isinstance(value := plan.nest.body[ref], Apply))
+    slow = all(plan.scan(ref).op not in ("max", "min") and "float" in plan.scan(ref).dtype for ref in scans)
+    return cost <= MAX_SERIAL_COST and not slow
+
+
+def scan_arguments(plan: NestPlan, scans: Iterable[Ref]) -> list[Ref]:
+    """What scans take."""
+    return [plan.scan(ref).arg for ref in scans]
+
+
+# --- the text ---------------------------------------------------------------------------------------------------------
+
+
+def open_scans(p: Printer, number: int) -> None:
+    """Memory of a block, and what each scan carries from block to block."""
+    rounds = p.plan.scans.get(number, NO_SCANS)
+    for ref in sorted(rounds.held):
+        p.declare_once(f"h{p.number(ref)}", p.nest.body[ref].dtype, f"[{block_length(p.plan)}]")
+    for ref in (ref for group in rounds.scans for ref in group):
+        carried = p.declare_once(f"u{p.number(ref)}", p.plan.scan(ref).dtype)
+        p.line(f"{carried} = {identity_of(p.plan, ref)};")
+
+
+def block_length(plan: NestPlan) -> int:
+    """Elements of a block array."""
+    size = plan.nest.elements[-1].size
+    return max(min(size, SCAN_BLOCK) if isinstance(size, int) else SCAN_BLOCK, 1)
+
+
+def print_rounds(p: Printer, number: int, axis: Axis, blocked: bool, at: str) -> frozenset[Ref]:
+    """All rounds over a block but the last; returns what that finds in block arrays."""
+    ready, rounds = NONE_READY, p.plan.scans.get(number, NO_SCANS)
+    for group in () if rounds.serial else rounds.scans:
+        p.line("#pragma omp simd")
+        p.open_axis(axis, blocked)
+        computed = declare_elements(p, number, scan_arguments(p.plan, group), ready, at)
+        for ref in group:
+            p.line(f"h{p.number(ref)}[{at}] = {p.name(p.plan.scan(ref).arg)};")
+        p.close()
+        p.open_axis(axis, blocked)
+        for ref in group:
+            carried, place = f"u{p.number(ref)}", f"h{p.number(ref)}[{at}]"
+            p.line(scan_step(p.plan, ref, carried, place))
+            p.line(f"{place} = {carried};")
+            if ref in p.plan.kept:
+                p.line(f"r{p.number(ref)}[{p.place_in_row()}] = {carried};")
+        p.close()
+        ready |= (rounds.held & computed) | frozenset(group)
+    return ready
+
+
+def declare_elements(
+    p: Printer,
+    number: int,
+    targets: Sequence[Ref],
+    ready: frozenset[Ref] = NONE_READY,
+    at: str = "",
+    counter: PositionCounter | None = None,
+) -> frozenset[Ref]:
+    """Declare the element values of a pass that `targets` are made of, and hold what is to be held at `at`.
+
+    `ready` is what block arrays hold already. Returns what was declared.
     """
-
-    scans: tuple[tuple[Ref, ...], ...] = ()
-    held: frozenset[Ref] = frozenset()
-    serial: bool = False
-
-
-class Scans(Statements):
-    """Writes the scans of a pass."""
-
-    def _needed(self, number: int, targets: list[Ref], held: frozenset[Ref] = frozenset()) -> list[Ref]:
-        """Element values that `targets` are made of, in order; kept ones of earlier passes and held ones end it."""
-        stack, seen = list(targets), set[Ref]()
-        while stack:
-            ref = stack.pop()
-            if ref not in seen and self.levels.element[ref]:
-                seen.add(ref)
-                if self.kept.get(ref, number) == number and ref not in held:
-                    stack += operands(self.nest.body[ref])
-        return sorted(seen)
-
-    def _scan(self, ref: Ref) -> Scan:
-        value = self.nest.body[ref]
-        assert isinstance(value, Scan)
-        return value
-
-    def _rounds(self, number: int) -> Rounds:
-        """What a pass has to scan, in rounds: a scan comes after those that its argument is made of."""
-        depth: dict[Ref, int] = {}
-        for ref in (needed := self._needed(number, self._targets(number))):
-            below = max((depth.get(operand, 0) for operand in operands(self.nest.body[ref])), default=0)
-            new = isinstance(self.nest.body[ref], Scan) and self.kept.get(ref, number) == number
-            depth[ref] = below + new
-        scans = [r for r in needed if isinstance(self.nest.body[r], Scan) and self.kept.get(r, number) == number]
-        if not scans:
-            return Rounds()
-        if self._is_serial(needed, scans):
-            return Rounds((tuple(scans),), serial=True)
-        groups = tuple(tuple(r for r in scans if depth[r] == d) for d in range(1, max(depth.values()) + 1))
-        held = frozenset(scans)
-        computed = [set(self._needed(number, self._arguments(group), held)) for group in groups]
-        computed.append(set(self._needed(number, self._targets(number), held)))
-        for ref in needed:
-            again = sum(ref in values for values in computed) > 1 and self.kept.get(ref, number) == number
-            costly = again and not isinstance(self.nest.body[ref], Load)
-            if costly and cone_cost(ref, self.nest.body, held) >= KEEP_COST:
-                held |= {ref}
-        return Rounds(groups, held)
-
-    def _is_serial(self, needed: list[Ref], scans: list[Ref]) -> bool:
-        """Is there so little besides the scans that it may wait for them? Float sums take long enough by themselves."""
-        cost = sum(OPS[value.op].cost for ref in needed if isinstance(value := self.nest.body[ref], Apply))
-        slow = all(self._scan(ref).op not in ("max", "min") and "float" in self._scan(ref).dtype for ref in scans)
-        return cost <= SERIAL_COST and not slow
-
-    def _arguments(self, scans: tuple[Ref, ...]) -> list[Ref]:
-        return [self._scan(ref).arg for ref in scans]
-
-    def _open_scans(self, rounds: Rounds, size: Size) -> None:
-        """Memory of a block, and what each scan carries from block to block."""
-        length = min(size, SCAN_BLOCK) if isinstance(size, int) else SCAN_BLOCK
-        for ref in sorted(rounds.held):
-            self._declare_once(f"h{self.number(ref)}", self.nest.body[ref].dtype, f"[{max(length, 1)}]")
-        for group in rounds.scans:
-            for ref in group:
-                carried = self._declare_once(f"u{self.number(ref)}", self._scan(ref).dtype)
-                self.line(f"{carried} = {self._identity_of(ref)};")
-
-    def _run_rounds(self, number: int, rounds: Rounds, axis: Axis, blocked: bool) -> frozenset[Ref]:
-        """All rounds over a block but the last; returns what that finds in block arrays."""
-        ready: frozenset[Ref] = frozenset()
-        at = f"{axis.name} - {axis.name}_low" if blocked else axis.name
-        for group in () if rounds.serial else rounds.scans:
-            self.line("#pragma omp simd")
-            self._open_axis(axis, blocked)
-            computed = self._values(number, self._arguments(group), rounds, ready, at)
-            for ref in group:
-                self.line(f"h{self.number(ref)}[{at}] = {self.name(self._scan(ref).arg)};")
-            self.close()
-            self._open_axis(axis, blocked)
-            for ref in group:
-                carried, place = f"u{self.number(ref)}", f"h{self.number(ref)}[{at}]"
-                self.line(self._step(ref, carried, place))
-                self.line(f"{place} = {carried};")
-                if ref in self.kept:
-                    self.line(f"r{self.number(ref)}[{self._row_place()}] = {carried};")
-            self.close()
-            ready |= (rounds.held & computed) | frozenset(group)
-        return ready
-
-    def _values(
-        self, number: int, targets: list[Ref], rounds: Rounds, ready: frozenset[Ref], at: str
-    ) -> frozenset[Ref]:
-        """Declare the element values that `targets` are made of, reading what is ready, and hold what is to be held."""
-        place = self._row_place()
-        needed = self._needed(number, targets, ready)
-        for ref in needed:
-            kind, name, n = c_type(self.nest.body[ref].dtype), self.name(ref), self.number(ref)
-            if self.kept.get(ref, number) < number:
-                self.line(f"const {kind} {name} = r{n}[{place}];")
-            elif ref in ready:
-                self.line(f"const {kind} {name} = h{n}[{at}];")
+    plan, place = p.plan, p.place_in_row()
+    held = plan.scans.get(number, NO_SCANS).held
+    needed = plan.needed(number, targets, ready)
+    for ref in needed:
+        kind, name, n = c_type(plan.nest.body[ref].dtype), p.name(ref), p.number(ref)
+        if plan.kept.get(ref, number) < number:
+            p.line(f"const {kind} {name} = r{n}[{place}];")
+        elif ref in ready:
+            p.line(f"const {kind} {name} = h{n}[{at}];")
+        else:
+            if isinstance(plan.nest.body[ref], Scan):
+                advance_scan(p, ref, f"u{n}")
             else:
-                if isinstance(self.nest.body[ref], Scan):
-                    self._advance(ref, f"u{n}")
-                else:
-                    self.declare(ref)
-                if ref in self.kept:
-                    self.line(f"r{n}[{place}] = {name};")
-                if ref in rounds.held:
-                    self.line(f"h{n}[{at}] = {name};")
-        return frozenset(needed)
+                p.declare(ref, counter)
+            if ref in plan.kept:
+                p.line(f"r{n}[{place}] = {name};")
+            if ref in held:
+                p.line(f"h{n}[{at}] = {name};")
+    return frozenset(needed)
 
-    def _step(self, ref: Ref, carried: str, value: str) -> str:
-        """A statement that takes a value into what a scan carries."""
-        scan = self._scan(ref)
-        combine = SCANS[scan.op].combine
-        assert combine is not None
-        return f"{carried} = {c_type(scan.dtype)}({SPELLING[combine].format(carried, value, dtype=scan.dtype)});"
 
-    def _open_lane_scans(self, needed: list[Ref]) -> list[Ref]:
-        """What each scan carries from element to element, for `OUTER_VECTOR_ROWS` rows side by side."""
-        scans = [ref for ref in needed if isinstance(self.nest.body[ref], Scan)]
-        for ref in scans:
-            carried = self._declare_once(f"u{self.number(ref)}", self._scan(ref).dtype, f"[{OUTER_VECTOR_ROWS}]")
-            self.line(f"for (int64 l = 0; l < {OUTER_VECTOR_ROWS}; l++) {carried}[l] = {self._identity_of(ref)};")
-        return scans
+def advance_scan(p: Printer, ref: Ref, carried: str) -> None:
+    """The next value of a scan, from what it carries."""
+    p.line(scan_step(p.plan, ref, carried, p.name(p.plan.scan(ref).arg)))
+    p.line(f"const {c_type(p.plan.scan(ref).dtype)} {p.name(ref)} = {carried};")
 
-    def _declare_once(self, name: str, dtype: str, size: str = "") -> str:
-        """A variable of the row; a later pass that runs a scan again finds it there."""
-        if name not in self.opened:
-            self.opened.add(name)
-            self.line(f"{'alignas(64) ' if size else ''}{c_type(dtype)} {name}{size};")
-        return name
 
-    def _identity_of(self, ref: Ref) -> str:
-        scan = self._scan(ref)
-        return literal(SCANS[scan.op].identity(scan.dtype), scan.dtype)
+def scan_step(plan: NestPlan, ref: Ref, carried: str, value: str) -> str:
+    """A statement that takes a value into what a scan carries."""
+    scan = plan.scan(ref)
+    combine = SCANS[scan.op].combine
+    assert combine is not None
+    return f"{carried} = {c_type(scan.dtype)}({SPELLING[combine].format(carried, value, dtype=scan.dtype)});"
 
-    def _advance(self, ref: Ref, carried: str) -> None:
-        """The next value of a scan, from what it carries."""
-        self.line(self._step(ref, carried, self.name(self._scan(ref).arg)))
-        self.line(f"const {c_type(self._scan(ref).dtype)} {self.name(ref)} = {carried};")
 
-    def _bounds(self, axis: Axis, bounded: bool) -> tuple[str, str]:
-        """Where a loop over an axis begins and ends."""
-        tiled = bounded or axis is self.split or any(row.name == axis.name and row.tile > 1 for row in self.nest.rows)
-        return (f"{axis.name}_low", f"{axis.name}_high") if tiled else ("0", self.size(axis.size))
+def identity_of(plan: NestPlan, ref: Ref) -> str:
+    """What a scan begins with."""
+    scan = plan.scan(ref)
+    return literal(SCANS[scan.op].identity(scan.dtype), scan.dtype)
 
-    def _open_axis(self, axis: Axis, bounded: bool = False, start: str | None = None) -> None:
-        low, high = self._bounds(axis, bounded)
-        self.open(f"for (int64 {axis.name} = {start or low}; {axis.name} < {high}; {axis.name}++)")
 
-    def _row_place(self) -> str:
-        """Position of an element in its row."""
-        text = ""
-        for axis in self.nest.elements:
-            text = f"({text}) * {self.size(axis.size)} + {axis.name}" if text else axis.name
-        return text
+def open_row_scans(p: Printer, needed: Iterable[Ref]) -> list[Ref]:
+    """What each scan carries from element to element, for `OUTER_VECTOR_ROWS` rows side by side."""
+    scans = [ref for ref in needed if isinstance(p.nest.body[ref], Scan)]
+    for ref in scans:
+        carried = p.declare_once(f"u{p.number(ref)}", p.plan.scan(ref).dtype, f"[{OUTER_VECTOR_ROWS}]")
+        p.line(f"for (int64 l = 0; l < {OUTER_VECTOR_ROWS}; l++) {carried}[l] = {identity_of(p.plan, ref)};")
+    return scans

@@ -107,10 +107,11 @@ def _is_round(number: float, narrow: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
-    """`positions` are the loop's own variable as an int32; `matches` ask whether it equals a number of the row: that
+class PositionCounter:
+    """What an int32 counter of a loop stands for, beside the loop's own variable of 64 bits, which addresses need.
 
-    number's ref. The variable counts in 64 bits for the sake of addresses: vectors of it hold half as many elements.
+    Vectors of 64-bit integers hold half as many elements. `positions` are the variable as an int32. `matches` ask
+    whether it equals a number of the row: that number's ref.
     """
 
     positions: frozenset[Ref]
@@ -120,7 +121,9 @@ class Counted:
         return bool(self.positions or self.matches)
 
 
-def count_in_int32(body: tuple[Value, ...], needed: Iterable[Ref], element: tuple[bool, ...], name: str) -> Counted:
+def count_in_int32(
+    body: tuple[Value, ...], needed: Iterable[Ref], element: tuple[bool, ...], name: str
+) -> PositionCounter:
     """What of `needed` an int32 counter can stand for; the loop's variable `name` stays below 2**31."""
     counts = {ref for ref, value in enumerate(body) if isinstance(value, IndexOf) and value.index == var(name)}
     positions, matches = set[Ref](), {}
@@ -132,4 +135,4 @@ def count_in_int32(body: tuple[Value, ...], needed: Iterable[Ref], element: tupl
             (other,) = {*value.args} - counts
             if not element[other] and body[other].dtype == "int64" and not isinstance(body[other], Const):
                 matches[ref] = other
-    return Counted(frozenset(positions), matches)
+    return PositionCounter(frozenset(positions), matches)

@@ -73,7 +73,7 @@ def emit_all(program: Program) -> Kernels:
     return Kernels(tuple(emit(step, table) for step in program.steps if isinstance(step, Loop)))
 
 
-EMITTER = Emitter("triton", SPELLING, emit)
+EMITTER = Emitter("triton", SPELLING)
 
 
 def function_text(name: str, arguments: Iterable[str], lines: list[str]) -> str:

@@ -3,10 +3,14 @@
 import numpy as np
 import pytest
 
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
-from dcompile.codegen.emit.cpp.column_sums import SCRATCH_BYTES, SPARSE, collects_in_place, rows_of_block
+from dcompile.codegen.emit.cpp.column_sums import (
+    MAX_ELEMENTS_PER_POINT,
+    MAX_SCRATCH_BYTES,
+    collects_in_place,
+    rows_of_block,
+)
 from dcompile.ir.interpret import interpret
-from tests.codegen.emit import loops
+from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.harness import run
 
 
@@ -18,9 +22,9 @@ def test_blocks_of_rows_are_about_as_many_as_rows_in_a_block(rows):
 
 def test_sums_of_columns_have_memory_of_each_thread_unless_they_are_large_or_sparse():
     assert not collects_in_place(rows=1000, points=1000 * 300, count=300, itemsize=4)
-    assert collects_in_place(rows=1000, points=1000 * 300, count=SCRATCH_BYTES // 4 + 1, itemsize=4)
-    assert collects_in_place(rows=64, points=64 * 16, count=64 * 16 * SPARSE, itemsize=4)
-    assert not collects_in_place(rows=64, points=64 * 16, count=16 * SPARSE, itemsize=4)
+    assert collects_in_place(rows=1000, points=1000 * 300, count=MAX_SCRATCH_BYTES // 4 + 1, itemsize=4)
+    assert collects_in_place(rows=64, points=64 * 16, count=64 * 16 * MAX_ELEMENTS_PER_POINT, itemsize=4)
+    assert not collects_in_place(rows=64, points=64 * 16, count=16 * MAX_ELEMENTS_PER_POINT, itemsize=4)
     assert not collects_in_place(rows=0, points=0, count=16, itemsize=4)
 
 

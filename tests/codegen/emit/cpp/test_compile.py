@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.emit.cpp.compile import Compilers, balance, build, find_compiler, text_of
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
@@ -17,7 +16,7 @@ from dcompile.errors import BuildError
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program.kernel_library import kernel
 from dcompile.toolchain import cache_bytes, cpu_features, openmp_library
-from tests.codegen.emit import loops
+from tests.codegen.emit import cpp_kernel, loops
 
 
 def source(name: str, cost: int) -> KernelSource:

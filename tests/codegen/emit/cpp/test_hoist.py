@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
-from dcompile.codegen.emit.cpp.hoist import TABLE_BYTES, TABLE_ROWS, find_tables
+from dcompile.codegen.emit.cpp.hoist import MAX_HOISTED_BYTES, MIN_HOIST_ROWS, find_row_invariant
 from dcompile.codegen.nest.loop_nest import levels, make_nest
 from dcompile.ir.nodes import Loop, Program
-from tests.codegen.emit import loops
+from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.harness import interpret, run
 
 
@@ -22,7 +21,7 @@ def loop_of(made: Program) -> Loop:
 
 def tables(made: Program) -> tuple[str, ...]:
     nest = make_nest(loop_of(made))
-    return tuple(nest.body[ref].dtype for ref in find_tables(nest, levels(nest)))
+    return tuple(nest.body[ref].dtype for ref in find_row_invariant(nest, levels(nest)))
 
 
 def test_places_and_weights_are_computed_once():
@@ -34,8 +33,8 @@ def test_places_and_weights_are_computed_once():
 
 
 def test_there_are_none_of_few_rows_of_long_ones_or_of_conditions():
-    assert tables(loops.stretched(TABLE_ROWS, 24)) == ()
-    assert tables(loops.stretched(20, TABLE_BYTES // 4)) == ()
+    assert tables(loops.stretched(MIN_HOIST_ROWS, 24)) == ()
+    assert tables(loops.stretched(20, MAX_HOISTED_BYTES // 4)) == ()
     assert tables(loops.concatenated(20, 40, 1, 100)) == (), "conditions divide the loop"
 
 

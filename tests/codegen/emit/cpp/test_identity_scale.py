@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
-from dcompile.codegen.emit.cpp.identity_scale import scaling_of
+from dcompile.codegen.emit.cpp.identity_scale import find_scaling
 from dcompile.codegen.nest.loop_nest import make_nest
 from dcompile.ir.index import ZERO, var
 from dcompile.ir.interpret import from_bfloat16, to_bfloat16
 from dcompile.ir.nodes import Apply, Buffer, Load, Loop, Program, Store, View
+from tests.codegen.emit import cpp_kernel
 from tests.codegen.emit.harness import call, compiled, placed, read
 
 N = 5000
@@ -61,7 +61,7 @@ def rounded(through, dtype="float32", result=None):
 
 def test_what_is_recognised():
     def found(program):
-        return scaling_of(make_nest(program.steps[0])) is not None
+        return find_scaling(make_nest(program.steps[0])) is not None
 
     assert found(scaled()) and found(scaled("bfloat16"))
     assert not found(rounded("int32")) and not found(rounded("bfloat16")), "a cast there and back is a rounding"

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import dcompile
-from dcompile.codegen.emit.cpp.interleave_scans import ABREAST, ENOUGH
+from dcompile.codegen.emit.cpp.interleave_scans import MIN_INTERLEAVED_ROWS as MIN_ROWS
+from dcompile.codegen.emit.cpp.interleave_scans import SCANNED_ROWS
 from dcompile.codegen.emit.cpp.scans import SCAN_BLOCK
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program, Store
@@ -37,19 +38,19 @@ def narrow(rows: int, n: int, dtype: str) -> Program:
 
 
 CASES = {
-    **{f"sums of {rows} rows": loops.scan(rows, 40) for rows in range(ENOUGH, ENOUGH + ABREAST + 1)},
-    "sums of long rows": loops.scan(ENOUGH + 3, LONG),
-    "sums of one block": loops.scan(ENOUGH, SCAN_BLOCK),
-    "products in double": loops.scan(ENOUGH + 1, 300, "prod", "float64"),
-    "no elements": loops.scan(ENOUGH + 1, 0),
-    "bfloat16": narrow(ENOUGH + 2, LONG, "bfloat16"),
-    "float16": narrow(ENOUGH + 2, 70, "float16"),
+    **{f"sums of {rows} rows": loops.scan(rows, 40) for rows in range(MIN_ROWS, MIN_ROWS + SCANNED_ROWS + 1)},
+    "sums of long rows": loops.scan(MIN_ROWS + 3, LONG),
+    "sums of one block": loops.scan(MIN_ROWS, SCAN_BLOCK),
+    "products in double": loops.scan(MIN_ROWS + 1, 300, "prod", "float64"),
+    "no elements": loops.scan(MIN_ROWS + 1, 0),
+    "bfloat16": narrow(MIN_ROWS + 2, LONG, "bfloat16"),
+    "float16": narrow(MIN_ROWS + 2, 70, "float16"),
 }
 
 
 @pytest.fixture(scope="module")
 def built():
-    return compiled([*CASES.values(), decayed(ENOUGH + 1, LONG)])
+    return compiled([*CASES.values(), decayed(MIN_ROWS + 1, LONG)])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -62,7 +63,7 @@ def test_rows_abreast_agree_bit_for_bit_with_the_interpreter(name, built):
 
 
 def test_several_scans_and_what_surrounds_them(built):
-    program = decayed(ENOUGH + 1, LONG)
+    program = decayed(MIN_ROWS + 1, LONG)
     source = text(program)
     assert source.count("c3 = ") == 2 * 2 and source.count("exp_(") == 1  # two scans, declared and stepped
     inputs = random_inputs(program)
@@ -71,20 +72,24 @@ def test_several_scans_and_what_surrounds_them(built):
 
 
 def test_few_rows_and_rows_that_need_a_reduction_go_one_by_one():
-    for program in (loops.scan(ENOUGH - 1, 40), loops.scanned_softmax(ENOUGH, 40), loops.scan(ENOUGH, 40, "max")):
+    for program in (
+        loops.scan(MIN_ROWS - 1, 40),
+        loops.scanned_softmax(MIN_ROWS, 40),
+        loops.scan(MIN_ROWS, 40, "max"),
+    ):
         assert "g_end" not in text(program)
 
 
 def test_nan_and_infinities_stay_in_their_rows():
-    x = np.ones((ENOUGH + 1, LONG), np.float32)
-    x[1, 5], x[2, LONG - 1], x[3, SCAN_BLOCK], x[ENOUGH, 0] = np.nan, np.inf, -np.inf, np.nan
-    program = loops.scan(ENOUGH + 1, LONG)
+    x = np.ones((MIN_ROWS + 1, LONG), np.float32)
+    x[1, 5], x[2, LONG - 1], x[3, SCAN_BLOCK], x[MIN_ROWS, 0] = np.nan, np.inf, -np.inf, np.nan
+    program = loops.scan(MIN_ROWS + 1, LONG)
     (got,) = run(program, {"x": x})
     assert np.array_equal(got, np.cumsum(x, 1, dtype=np.float32), equal_nan=True)
 
 
 def test_threads_change_nothing():
-    assert_threads_change_nothing(loops.scan(3 * ENOUGH + 2, 1200))
+    assert_threads_change_nothing(loops.scan(3 * MIN_ROWS + 2, 1200))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.ir.index import as_index, var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Load, Program, Store
-from tests.codegen.emit import loops
+from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.harness import run
 from tests.codegen.emit.loops import I0, Body, program
 

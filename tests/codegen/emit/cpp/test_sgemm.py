@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import dcompile
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.emit.cpp import sgemm
 from dcompile.codegen.emit.cpp.compile import build
 from dcompile.codegen.emit.host import program as host_program
@@ -16,6 +15,7 @@ from dcompile.ir.index import var
 from dcompile.ir.nodes import Buffer, Extern, Program, View
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 from dcompile.runtime.program.executable import HostProgram
+from tests.codegen.emit import cpp_kernel
 from tests.codegen.emit.harness import store
 
 LAYOUTS = ("rows", "columns", "slice", "every second")

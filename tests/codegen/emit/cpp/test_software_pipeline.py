@@ -11,9 +11,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import dcompile
-from dcompile.codegen.emit.cpp import printer
+from dcompile.codegen.emit.cpp import kernel, parallelize, printer
 from dcompile.codegen.emit.cpp.compile import build
-from dcompile.codegen.emit.cpp.software_pipeline import Behind
+from dcompile.codegen.emit.cpp.plan import NestPlan
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
 from dcompile.ir.interpret import interpret
@@ -70,9 +70,7 @@ def kernels() -> dict[Case, tuple[Program, KernelSource, KernelSource]]:
     cases = [(kind, *shape, dtype) for kind in KINDS for shape in SHAPES for dtype in DTYPES]
     made = [KINDS[kind](rows, n, dtype) for kind, rows, n, dtype in cases]
     sources = [source_of(program) for program in made]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Behind, "_find_delay", lambda _: None)
-        alone = [source_of(program) for program in made]
+    alone = [source_of(program, without=("pipeline_last_pass",)) for program in made]
     build([*sources, *alone], Config(), store())
     return dict(zip(cases, zip(made, sources, alone, strict=True), strict=True))
 
@@ -144,13 +142,16 @@ def test_what_models_compute_comes_out_as_without(
 
     Known sizes are those of one call: another call would be another graph of the same kernels.
     """
-    monkeypatch.setattr(printer, "PARALLEL_WORK", 0)
-    own, delayed = Behind._find_delay, set[str]()
+    for module in (parallelize, printer):
+        monkeypatch.setattr(module, "MIN_PARALLEL_WORK", 0)
+    own, delayed = kernel.plan_kernel, set[str]()
 
-    def delay(kernel: Behind) -> object:
-        chosen = own(kernel)
-        delayed.update(value.op for value in kernel.nest.body if chosen and isinstance(value, Apply))
-        return chosen
+    def planned(*given: Any) -> NestPlan:
+        plan = own(*given)
+        delayed.update(value.op for value in plan.nest.body if plan.late and isinstance(value, Apply))
+        return plan
+
+    monkeypatch.setattr(kernel, "plan_kernel", planned)
 
     calls = [
         {name: torch.randn(rows + place, 64, 64).to(dtype) for place, name in enumerate(FUNCTIONS)}
@@ -159,10 +160,9 @@ def test_what_models_compute_comes_out_as_without(
     for x in calls[0].values() if dynamic is None else ():
         torch._dynamo.maybe_mark_dynamic(x, 0)  # or the first call would be another graph, of known sizes
     results: list[list[dict[str, Any]]] = []
-    for way in (delay, lambda _: None):
-        monkeypatch.setattr(Behind, "_find_delay", way)
+    for skip in ("", "pipeline_last_pass"):
         torch._dynamo.reset()
-        options = {"receipt": False, "cache_dir": str(tmp_path / str(len(results)))}
+        options = {"receipt": False, "skip": skip, "cache_dir": str(tmp_path / str(len(results)))}
         compiled = dcompile.compile(every, dynamic=dynamic, options=options)
         results.append([])
         for xs in calls:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
-from dcompile.codegen.emit.cpp.split_loops import PIECES, pieces, within
+from dcompile.codegen.emit.cpp.split_loops import MAX_PIECES, find_pieces, nest_within
 from dcompile.codegen.nest.loop_nest import make_nest
 from dcompile.ir.index import Index, evaluate, floordiv, modulo, var
 from dcompile.ir.nodes import Load, Loop, Program, Store
-from tests.codegen.emit import loops
+from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.loops import I0, Body, program
 
 I1 = var("i1")
@@ -23,7 +22,7 @@ def loop_of(made: Program) -> Loop:
 
 def parts(made: Program) -> list[tuple[int, int]]:
     nest = make_nest(loop_of(made))
-    return pieces(nest, nest.elements[-1], range(len(nest.body)), nest.stores)
+    return find_pieces(nest, nest.elements[-1], range(len(nest.body)), nest.stores)
 
 
 def reading(place: Index, n: int, held: int) -> Program:
@@ -48,7 +47,7 @@ def test_a_part_reads_what_the_whole_reads_there():
         assert len(found) > 1 and found[0][0] == 0 and found[-1][1] == n
         for low, high in found:
             (whole, told) = (
-                next(v.index for v in m.body if isinstance(v, Load)) for m in (nest, within(nest, axis, low, high))
+                next(v.index for v in m.body if isinstance(v, Load)) for m in (nest, nest_within(nest, axis, low, high))
             )
             assert told.coefficient("i1") is not None, "affine"
             assert all(
@@ -58,5 +57,5 @@ def test_a_part_reads_what_the_whole_reads_there():
 
 def test_what_turns_too_often_is_one_loop():
     assert parts(reading(floordiv(I1, 2, {"i1": 40}), 40, 20)) == [(0, 40)]
-    assert len(parts(reading(floordiv(I1, 8, {"i1": 40}), 40, 5))) == 5 < PIECES
+    assert len(parts(reading(floordiv(I1, 8, {"i1": 40}), 40, 5))) == 5 < MAX_PIECES
     assert parts(reading(modulo(I1 + I0, 40, {"i0": 4, "i1": 40}), 40, 40)) == [(0, 40)], "it depends on the row"

@@ -5,14 +5,13 @@ import functools
 import numpy as np
 import pytest
 
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
-from dcompile.codegen.emit.cpp import vectorize
-from dcompile.codegen.emit.cpp.transpose import find_turned
+from dcompile.codegen.emit.cpp import stream_stores
+from dcompile.codegen.emit.cpp.transpose import find_transposed
 from dcompile.codegen.nest.loop_nest import TILE_SIDE, WIDE_TILE_SIDE, make_nest
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Load, Loop, Program, Store
-from tests.codegen.emit import loops
+from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.cases import random_inputs
 from tests.codegen.emit.harness import compiled, execute, run, source_of, together
 
@@ -38,7 +37,7 @@ def add_transposed(rows: int, n: int) -> Program:
 def turned(program: Program) -> tuple[int, int]:
     (loop,) = program.steps
     assert isinstance(loop, Loop)
-    found = find_turned(make_nest(loop), program.table)
+    found = find_transposed(make_nest(loop), program.table)
     return (0, 0) if found is None else (len(found.loads), len(found.stores))
 
 
@@ -87,7 +86,7 @@ def copied(dtype, rows, n, shift) -> Program:
 def streamed(program, again=frozenset()):
     """The kernel, if results of any size are large."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(vectorize, "STREAM_BYTES", 0)
+        patch.setattr(stream_stores, "MIN_STREAM_BYTES", 0)
         return source_of(program, again)
 
 

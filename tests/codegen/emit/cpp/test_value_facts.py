@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.emit.cpp.value_facts import round_values, short_nans
 from dcompile.ir.nodes import Apply, Const, IndexOf, Loop, Program, Store
-from tests.codegen.emit import loops
+from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.harness import run
 from tests.codegen.emit.loops import I0, J0, Body, program
 

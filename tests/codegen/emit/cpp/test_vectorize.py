@@ -11,15 +11,16 @@ import pytest
 import torch
 
 import dcompile
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.emit.cpp.compile import build
-from dcompile.codegen.emit.cpp.vectorize import GAINS, PAIR_WAYS, ROUNDING, STREAM_BYTES, WAYS
+from dcompile.codegen.emit.cpp.ops import ROUNDING, VECTOR_FUNCTIONS
+from dcompile.codegen.emit.cpp.stream_stores import MIN_STREAM_BYTES
+from dcompile.codegen.emit.cpp.vectorize import ACCUMULATORS, PAIR_ACCUMULATORS
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
 from dcompile.ir.interpret import from_bfloat16, to_bfloat16
 from dcompile.ir.nodes import ITEMSIZE, Apply, IndexOf, Load, Loop, Program, Reduce, Store
 from dcompile.ir.ops import OPS
-from tests.codegen.emit import loops
+from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.cpp.library.test_base import points
 from tests.codegen.emit.harness import execute, source_of, store, together, without_vectors
 from tests.codegen.emit.loops import I0, J0, Body, program
@@ -54,7 +55,7 @@ def applied(op: str) -> Program:
 
 
 @together(lambda op: kernels_of(applied(op)))
-@pytest.mark.parametrize("op", sorted(GAINS - {"philox"}))  # test_random.py
+@pytest.mark.parametrize("op", sorted(VECTOR_FUNCTIONS - {"philox"}))  # test_random.py
 def test_functions_on_vectors_are_those_on_single_floats(op: str) -> None:
     x = points(100_000)
     more = {} if OPS[op].arity == 1 else {"z": np.random.default_rng(1).permutation(x)}
@@ -257,7 +258,7 @@ def paired(n: int, rows: int = 6) -> Program:
 def streamed_or_not(n: int, many: str, streams: bool) -> tuple[KernelSource, KernelSource]:
     with pytest.MonkeyPatch.context() as patch:
         if streams:
-            patch.setattr("dcompile.codegen.emit.cpp.vectorize.STREAM_BYTES", 0)
+            patch.setattr("dcompile.codegen.emit.cpp.stream_stores.MIN_STREAM_BYTES", 0)
         return kernels_of(paired(n))
 
 
@@ -271,7 +272,7 @@ def test_pairs_of_vectors_are_what_the_plain_loop_makes(
 ) -> None:
     """As are two pairs at a time, where a row is long or whole, and single vectors, where it is short and not."""
     if streams:
-        monkeypatch.setattr("dcompile.codegen.emit.cpp.vectorize.STREAM_BYTES", 0)
+        monkeypatch.setattr("dcompile.codegen.emit.cpp.stream_stores.MIN_STREAM_BYTES", 0)
     made, rng = paired(n), np.random.default_rng(n)
     text = source_of(made).text
     step = "WIDTH" if many == "bfloat16" else many.upper()
@@ -297,7 +298,7 @@ def test_polynomials_go_by_two_vectors_one_behind_the_other_unless_all_is_bfloat
 
 def test_a_long_body_takes_one_pair_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two would not fit into registers."""
-    monkeypatch.setattr("dcompile.codegen.emit.cpp.vectorize.MOST", 8)
+    monkeypatch.setattr("dcompile.codegen.emit.cpp.vectorize.MAX_QUAD_VALUES", 8)
     assert "+ PAIR <=" in source_of(paired(64)).text
 
 
@@ -338,7 +339,7 @@ def reduced(dtype: str, n: int) -> Program:
 @pytest.mark.parametrize("n", [144, 152, 1000, 4096, 9001])
 def test_reductions_of_little_work_have_several_accumulators(dtype: str, n: int) -> None:
     made = reduced(dtype, n)
-    kind = f"pair x0[{PAIR_WAYS}]" if dtype == "bfloat16" else f"wide x0[{WAYS}]"
+    kind = f"pair x0[{PAIR_ACCUMULATORS}]" if dtype == "bfloat16" else f"wide x0[{ACCUMULATORS}]"
     assert f"{kind}; fill(" in source_of(made).text
     values = np.random.default_rng(n).normal(size=(5, n)).astype(np.float32)
     values[1], values[2, n // 3], values[3, n - 1] = -np.inf, np.nan, np.nan
@@ -406,7 +407,7 @@ def test_large_rows_are_added_up_side_by_side(rows: int, n: int = 320) -> None:
         s=("float32", (rows,)),
         t=("float32", (rows,)),
     )
-    assert ("const auto add = " in source_of(made).text) == (rows % WAYS == 0)
+    assert ("const auto add = " in source_of(made).text) == (rows % ACCUMULATORS == 0)
     rng = np.random.default_rng(rows)
     given = {"x": rng.normal(size=(rows, n)).astype(np.float32), "r": rng.normal(size=rows).astype(np.float32)}
     given["x"][5, 7], given["x"][6, 9] = np.nan, np.inf
@@ -461,7 +462,7 @@ def test_rows_read_side_by_side_have_the_sums_of_rows_by_themselves(
 ) -> None:
     made = make(512, 1024)
     beside = source_of(made)
-    monkeypatch.setattr("dcompile.codegen.emit.cpp.interleave_rows.AHEAD_BYTES", 1 << 40)
+    monkeypatch.setattr("dcompile.codegen.emit.cpp.interleave_rows.MIN_PREFETCH_BYTES", 1 << 40)
     alone = source_of(made)
     assert "abreast" in beside.text and "abreast" not in alone.text
     build([beside, alone], Config(), store())
@@ -472,7 +473,7 @@ def test_rows_read_side_by_side_have_the_sums_of_rows_by_themselves(
     assert np.abs(got - inputs["x"].sum(1, dtype=np.float64)).max() < 2e-4
 
 
-LARGE_ROWS = STREAM_BYTES // 4096
+LARGE_ROWS = MIN_STREAM_BYTES // 4096
 
 
 def large(dtype: str, shift: int) -> Program:
@@ -508,7 +509,7 @@ def test_large_results_are_streamed_wherever_they_lie(dtype: str, shift: int, ag
 def test_what_is_read_is_asked_for_a_little_earlier_where_functions_of_it_are_streamed() -> None:
     """Not where results are small, nothing but arithmetic is done, or several tensors are read: there, where caches
     are far; and nothing that is small, or that the kernel writes."""
-    many, few = STREAM_BYTES // 4, 4096
+    many, few = MIN_STREAM_BYTES // 4, 4096
     assert source_of(loops.unary("exp", many)).text.count("ask_soon<") == 1
     assert "ask_" not in source_of(loops.unary("exp", few)).text
     for made, count in ((loops.unary("neg", many), 1), (loops.binary("pow", many), 2)):
@@ -522,7 +523,7 @@ def test_what_is_read_is_asked_for_a_little_earlier_where_functions_of_it_are_st
 
 
 def test_results_that_the_kernel_reads_and_small_ones_are_not_streamed() -> None:
-    n = STREAM_BYTES // 4
+    n = MIN_STREAM_BYTES // 4
     b = Body()
     y = b.op("exp", b.load("y", I0))
     in_place = program(b, (n,), (), [Store("y", I0, y)], y=("float32", (n,)))

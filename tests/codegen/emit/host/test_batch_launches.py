@@ -8,11 +8,10 @@ import itertools
 import pytest
 import torch
 
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.emit.host import batch_launches
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.ir.nodes import Buffer, Loop, Program, Store
-from tests.codegen.emit import loops
+from tests.codegen.emit import cpp_kernel, loops
 from tests.runtime.program.test_executable import load, scale, vector, whole
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.schedule.fusion import online_softmax
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
@@ -15,7 +14,7 @@ from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Apply, Buffer, Load, Loop, Program, Reduce, Store, View
 from dcompile.ir.verify import verify
-from tests.codegen.emit import loops
+from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.harness import run
 
 I0, J0 = var("i0"), var("j0")

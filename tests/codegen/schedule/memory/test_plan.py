@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.schedule.memory.offsets import ALIGNMENT, Block, place, place_symbolic
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.ir.index import as_index, contiguous_strides, evaluate, flatten, var
@@ -26,6 +25,7 @@ from dcompile.ir.nodes import (
     Wait,
 )
 from dcompile.ir.verify import verify
+from tests.codegen.emit import cpp_kernel
 from tests.codegen.emit.harness import call, compiled, placed, read
 from tests.ir.fuzz import random_program
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.schedule.memory import plan, reuse_external
 from dcompile.codegen.schedule.memory.offsets import Block, place
 from dcompile.codegen.schedule.memory.plan import escaping_buffers, live_ranges, plan_memory
@@ -19,6 +18,7 @@ from dcompile.ir.index import var
 from dcompile.ir.interpret import GARBAGE, interpret
 from dcompile.ir.nodes import IN_DONOR, Apply, Collective, Extern, Load, Loop, Program, Store, Wait
 from dcompile.ir.verify import verify
+from tests.codegen.emit import cpp_kernel
 from tests.codegen.emit.harness import call, compiled, placed, read
 from tests.codegen.schedule.memory.test_plan import N, buffer, double, view
 from tests.ir.fuzz import random_program

@@ -352,13 +352,13 @@ class Pipeline:
 
 
 def _commented_kernels(kernels: Kernels) -> Iterator[tuple[str, str]]:
-    """Name and text of each kernel, under comments that say which modules call it."""
+    """Name and text of each kernel, under comments that say which modules call it and what was decided about it."""
     origins: dict[str, dict[str, None]] = {}
     used = (*kernels.calls, *(product.kernel for product in kernels.products.values()))
     for call in used:  # equal layers share a kernel: name all of them
         origins.setdefault(call.name, {}).update(dict.fromkeys(call.origin))
     for kernel in kernels.sources:
-        yield kernel.name, "".join(f"// {line}\n" for line in origins[kernel.name]) + kernel.text
+        yield kernel.name, "".join(f"// {line}\n" for line in (*origins[kernel.name], *kernel.plan)) + kernel.text
 
 
 def _gpu(gm: Any) -> torch.device:

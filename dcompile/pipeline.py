@@ -232,7 +232,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
 class NestPass:
     """A decision about the nest of one C++ kernel: `run(plan)`, the same plan with one more decision.
 
-    Results are bitwise those without it, whichever other rows are left out.
+    Without it results are the same, up to the order of float sums, whichever other rows are left out.
     """
 
     run: NestDecision

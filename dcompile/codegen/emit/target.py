@@ -44,6 +44,8 @@ class KernelSource:
     sizes: tuple[str, ...] = field(default=(), compare=False)
     launches: tuple[Launch, ...] = ()
     numbers: tuple[int, ...] = field(default=(), compare=False)
+    plan: tuple[str, ...] = field(default=(), compare=False)
+    """What was decided about its loops, a line each, for people."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ def decisions(without: Collection[str] = ()) -> list[NestDecision]:
     return [row.run for row in nest_passes() if row.name not in without]
 
 
-def plan_of(program: Program, read_again: frozenset[str] = frozenset(), until: str = "") -> NestPlan:
-    """The plan of a program of one loop; `until` names the last decision that is taken, if not all are."""
+def plan_of(program: Program, read_again: frozenset[str] = frozenset(), until: str | None = "") -> NestPlan:
+    """The plan of a program of one loop; `until` names the last decision that is taken: "" for all, None for none."""
     (loop,) = program.steps
     assert isinstance(loop, Loop)
     names = [row.name for row in nest_passes()]
-    rows = decisions(without=names[names.index(until) + 1 :] if until else ())
+    rows = decisions(without=names if until is None else names[names.index(until) + 1 :] if until else ())
     return kernel.plan_kernel(loop, program.table, rows, read_again)
 
 

@@ -139,7 +139,7 @@ class Compilers:
             self._room, self._owner = threading.BoundedSemaphore(workers()), os.getpid()
 
     def _start(
-        self, compiler: Compiler, sources: Sequence[KernelSource], cache: Cache, keys: Mapping[str, str],
+        self, compiler: CppCompiler, sources: Sequence[KernelSource], cache: Cache, keys: Mapping[str, str],
         aliases: Mapping[str, str],
     ) -> dict[str, Future[Path]]:  # fmt: skip
         parts = balance(sources, workers())
@@ -217,7 +217,7 @@ def _number(variable: str, otherwise: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiler:
+class CppCompiler:
     """A command, what it says its version is, the flags it is run with, and the libraries to link with by name."""
 
     command: tuple[str, ...]
@@ -226,13 +226,13 @@ class Compiler:
     libraries: tuple[str, ...]
 
 
-def find_compiler(timeout_s: int) -> Compiler:
+def find_compiler(timeout_s: int) -> CppCompiler:
     """$CXX if set, else the first of g++, c++, clang++."""
     return _probe(tuple(compilers()), os.environ.get("PATH", ""), timeout_s)
 
 
 @functools.lru_cache(maxsize=8)
-def _probe(candidates: tuple[tuple[str, ...], ...], path: str, timeout_s: int) -> Compiler:
+def _probe(candidates: tuple[tuple[str, ...], ...], path: str, timeout_s: int) -> CppCompiler:
     for command in candidates:
         if shutil.which(command[0], path=path):
             text = _version(command, timeout_s)
@@ -242,7 +242,7 @@ def _probe(candidates: tuple[tuple[str, ...], ...], path: str, timeout_s: int) -
             wide = ("-mprefer-vector-width=512",) if "avx512f" in cpu_features().split() else ()
             caches = (f"-DCACHE_BYTES={cache_bytes()}", *(("-DFAR_CACHES",) if caches_are_far() else ()))
             libraries = ("-lm",) if clang else ("-nodefaultlibs", "-lm", "-lgcc", "-lc")
-            return Compiler(command, text, (*FLAGS, *openmp, *wide, *caches), libraries)
+            return CppCompiler(command, text, (*FLAGS, *openmp, *wide, *caches), libraries)
     tried = ", ".join(shlex.join(command) for command in candidates)
     setting = "CXX is not set" if candidates == COMPILERS else "CXX is set to it"
     raise BuildError(f"dcompile: no C++ compiler: {tried} not found ({setting}); {ADVICE}")
@@ -255,7 +255,7 @@ def _version(command: tuple[str, ...], timeout_s: int) -> str:
     return output.strip().splitlines()[0] if output.strip() else "unknown"
 
 
-def _key(source: KernelSource, compiler: Compiler) -> str:
+def _key(source: KernelSource, compiler: CppCompiler) -> str:
     parts = (
         source.text,
         PRELUDE,
@@ -280,7 +280,7 @@ def text_of(sources: Sequence[KernelSource]) -> str:
 
 
 def _compile(
-    compiler: Compiler,
+    compiler: CppCompiler,
     sources: Sequence[KernelSource],
     timeout_s: int,
     cache: Cache,

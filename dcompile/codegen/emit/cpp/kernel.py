@@ -58,7 +58,9 @@ def emit(
     text = f'extern "C" int64 {name}{text}'
     found = ", ".join(f"({kind})*a[{place}]" for place, kind in enumerate(kinds))  # for tables of calls
     text += f'extern "C" int64 {name}_at(const int64* const* a) {{ return {name}({found}); }}\n'
-    return KernelSource(name, text, tuple(p.arguments), len(loop.body) + 4, p.checked, loop.origin, tuple(p.symbols))
+    sizes, decided = tuple(p.symbols), tuple(p.plan.decisions())
+    cost = len(loop.body) + 4
+    return KernelSource(name, text, tuple(p.arguments), cost, p.checked, loop.origin, sizes, plan=decided)
 
 
 def emit_all(

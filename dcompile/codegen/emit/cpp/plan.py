@@ -6,8 +6,8 @@ in one decision each, as pure functions from a plan to a plan. The printer reads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import TypeAlias
 
 from dcompile.codegen.emit.cpp.value_facts import PositionCounter, round_values, short_nans
@@ -20,6 +20,8 @@ from dcompile.ir.ops import OPS
 
 BEFORE_ROWS = -1
 """The pass that computes hoisted values."""
+FIRST_DECISION = 7
+"""Fields of a plan before this one are what decisions are made from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,13 @@ class NestPlan:
     """Rows are added to column sums side by side."""
     pieces: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
     """Passes whose loop is split -> where each part begins and ends."""
+
+    def decisions(self) -> Iterator[str]:
+        """What has been decided, a line each: the name of a field and its value."""
+        for decided in fields(self)[FIRST_DECISION:]:
+            if value := getattr(self, decided.name):
+                shown = sorted(value) if isinstance(value, frozenset) else value
+                yield decided.name if value is True else f"{decided.name}: {shown}"
 
     # --- passes ---
 

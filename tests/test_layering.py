@@ -288,7 +288,7 @@ def test_every_part_has_a_level() -> None:
         ("dcompile.config", "from dcompile import pipeline"),
         ("dcompile.capture.entry", "from dcompile.codegen.lower import lower"),
         ("dcompile.capture.entry", "from ..codegen import lower"),
-        ("dcompile.runtime.program.executable", "import dcompile.codegen.emit.cpp"),
+        ("dcompile.runtime.program.executable", "import dcompile.codegen.emit.cpp.kernel"),
         ("dcompile.codegen.lower.table", "from dcompile.collectives import insert"),
         ("dcompile.pipeline", "from dcompile import compile"),
         ("dcompile.api", "from dcompile.integrations.accelerate import DcompilePlugin"),

@@ -144,7 +144,9 @@ def test_single_options_of_the_mode_lite():
 
 def test_options_of_inductor_that_are_safe_to_ignore_are_accepted_with_a_note():
     assert not set(REASON_OF) & set(dcompile.list_options())
-    assert set(REASON_OF) <= {*torch._inductor.list_options(), "force_disable_caches"} or torch.__version__[:4] != "2.13"
+    assert (
+        set(REASON_OF) <= {*torch._inductor.list_options(), "force_disable_caches"} or torch.__version__[:4] != "2.13"
+    )
     given = {"force_disable_caches": True, "max-autotune-gemm-backends": "ATEN", "debug": True, "size_asserts": False}
     config = Config.make(options=given | {"kernels": "aten"})
     assert config == Config.make(options={"kernels": "aten"}) and config.key() == Config(kernels="aten").key()

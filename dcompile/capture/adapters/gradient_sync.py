@@ -125,7 +125,10 @@ class GradientSync:
         sync: int,
         gone: Collection[int],
     ) -> list[Any]:
-        """Run a backward program. `sync`: see `Invocation.token`. `gone`: positions of results that there are none of in this call."""
+        """Run a backward program. `sync`: see `Invocation.token`.
+
+        `gone`: positions of results that there are none of in this call.
+        """
         del graph, buckets, sync, gone
         return run(args)
 

@@ -72,7 +72,7 @@ class ShardedSync(GradientSync):
         run: Executable,
         buckets: GradientBuckets | None,
         args: list[Any],
-        sync: bool,
+        sync: int,
         gone: Collection[int],
     ) -> list[Any]:
         """Reduce to shards, and after the backward what earlier ones left."""

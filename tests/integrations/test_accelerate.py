@@ -166,7 +166,8 @@ optimizer.step()
 import dcompile
 receipt = dcompile.receipt(model)
 if accelerator.is_main_process:
-    print("FOUND", receipt.adapter, receipt.eligible, receipt.collectives, *accelerator.get_state_dict(model), *sys.argv[1:])
+    names = accelerator.get_state_dict(model)
+    print("FOUND", receipt.adapter, receipt.eligible, receipt.collectives, *names, *sys.argv[1:])
 accelerator.end_training()
 """
 """A script that knows nothing of dcompile until it has trained."""
@@ -195,7 +196,11 @@ def test_modules_are_launched_too(monkeypatch):
 
     parse = launch_command_parser().parse_args
     given = through_script(parse(["-m", "a.module", "--x"]))
-    assert (given.module, given.training_script, given.training_script_args) == (True, RUNNER, ["-m", "a.module", "--x"])
+    assert (given.module, given.training_script, given.training_script_args) == (
+        True,
+        RUNNER,
+        ["-m", "a.module", "--x"],
+    )
     assert through_script(parse(["--no_python", "a.sh"])).training_script == "a.sh"
 
 

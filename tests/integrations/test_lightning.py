@@ -55,13 +55,15 @@ def test_steps_are_the_modules_own_again_behind_a_fit(tmp_path):
     trainer.fit(module, loader())
     assert not {"training_step", "log", "log_dict"} & vars(module).keys()
     assert dcompile.receipt(module).graphs == 1
-    with pytest.raises(OptionError, match="unknown option 'kernel', did you mean 'kernels'"):
+    with pytest.raises(OptionError, match=r"unknown option 'kernel', did you mean 'kernels'"):
         DcompileCallback(options={"kernel": "aten"})
-    with pytest.raises(OptionError, match="Linear is not from fabric.setup; use dcompile.compile"):
+    with pytest.raises(OptionError, match=r"Linear is not from fabric.setup; use dcompile.compile"):
         compile(torch.nn.Linear(2, 2))
 
 
 def test_without_lightning_the_error_names_the_extra():
-    result = run(sys.executable, "-c", "import sys; sys.modules['lightning'] = None; import dcompile.integrations.lightning")
+    result = run(
+        sys.executable, "-c", "import sys; sys.modules['lightning'] = None; import dcompile.integrations.lightning"
+    )
     assert result.returncode != 0
     assert result.stderr.splitlines()[-1].endswith("(it is not installed): pip install 'dcompile[lightning]'")

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dcompile
 from dcompile.capture.entry import find_model
+from dcompile.errors import PlanMismatchError
 from tests.distributed.harness import Ranks
 from tests.kernel_backends.fakes import eager, installed
 from tests.kernel_backends.matrix import CALLABLE, outcome
@@ -156,6 +157,38 @@ def cell(name: str, case: str) -> str:
     receipt = found["receipt"]
     assert receipt.eligible and receipt.graphs == 1 and found["near"]
     return outcome(receipt)
+
+
+def other(gm: Any, example_inputs: Any) -> Any:
+    """Another compiler that runs what it is handed."""
+    return eager(gm, example_inputs)
+
+
+def disagreeing() -> str:
+    """Each rank has a compiler of its own: what both are told."""
+    model = DDP(make())
+    call = dcompile.compile(model, options={"kernels": (eager, other)[dist.get_rank()]})
+    try:
+        call(batch(0)).sum().backward()
+    except PlanMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def shared(folder: str) -> dict[str, Any]:
+    """One rank plans a graph, the other one receives it, and makes its own regions."""
+    model = DDP(make(), bucket_cap_mb=0.004)
+    twin = copy.deepcopy(model.module)
+    own = f"{folder}/{dist.get_rank()}"
+    settings = {"kernels": eager, "verify": False, "cache_dir": own}
+    got = train(dcompile.compile(model, options=settings), model)
+    stock = DDP(twin, bucket_cap_mb=0.004)
+    receipt = dcompile.receipt(model)
+    return {
+        "same": same_bits(got, train(stock, stock)),
+        "received": receipt.graphs_received,
+        "regions": receipt.regions,
+    }
 
 
 def as_stock(ranks: Ranks, case: str, **keywords: Any) -> dict[str, Any]:

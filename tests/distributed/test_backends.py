@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.distributed.backend_cases import CASES, as_stock
@@ -30,3 +32,16 @@ def test_matrix(ranks: Ranks, name: str, column: str, update_golden: bool) -> No
     found = ranks.run(CASES + "cell", 280, name=name, case=matrix.RANKS[column])
     assert len({*found}) == 1
     check(name, column, found[0], update_golden)
+
+
+def test_received_graphs_have_regions(ranks: Ranks, tmp_path: Path) -> None:
+    found = ranks.run(CASES + "shared", 120, folder=str(tmp_path))
+    assert sum(each["received"] for each in found) == 2  # a forward and a backward
+    assert all(each["same"] and each["regions"] == 3 for each in found)
+
+
+def test_ranks_agree_on_the_compiler(ranks: Ranks) -> None:
+    """Last: the job is over for both."""
+    for told in ranks.run(CASES + "disagreeing", 120):
+        assert "kernels=tests.kernel_backends.fakes.eager" in told
+        assert "kernels=tests.distributed.backend_cases.other" in told

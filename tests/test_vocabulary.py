@@ -9,11 +9,10 @@ from tests.test_layering import modules, nodes_of
 
 PRIVATE_FILES = frozenset((
     "abreast", "again", "ahead", "apart", "arcs", "asked", "bags", "behind", "beside", "bases", "between", "border",
-    "cut", "doubles", "drawing", "exchange", "far", "fetched", "figures", "flying", "frames", "garbage", "grids", "keys",
-    "lanes", "lean", "lodging", "lookout", "marks", "meanings", "messages", "narrow", "nearby", "needed", "parcels",
-    "peers", "pieces",
-    "pulling", "puts", "quick", "rows", "settling", "spread", "tables", "tangents", "tiles", "together", "toolbox",
-    "told", "unread", "unreduced", "unscaled", "waiting", "wide", "windows",
+    "cut", "doubles", "drawing", "exchange", "far", "fetched", "figures", "flying", "frames", "garbage", "grids",
+    "keys", "lanes", "lean", "lodging", "lookout", "marks", "meanings", "messages", "narrow", "nearby", "needed",
+    "parcels", "peers", "pieces", "pulling", "puts", "quick", "rows", "settling", "spread", "tables", "tangents",
+    "tiles", "together", "toolbox", "told", "unread", "unreduced", "unscaled", "waiting", "wide", "windows",
 ))  # fmt: skip
 PRIVATE_CLASSES = frozenset((
     "Abreast", "Ahead", "Alone", "Apart", "Asked", "Behind", "Beside", "Between", "Border", "Counted", "Crew",

@@ -25,6 +25,7 @@ from dcompile.codegen.emit.cpp.row_passes import print_row
 from dcompile.codegen.emit.cpp.software_pipeline import open_late_row
 from dcompile.codegen.emit.cpp.stream_stores import may_stream
 from dcompile.codegen.emit.cpp.vector_printer import NO_SUMS
+from dcompile.codegen.emit.kernel_name import describe_loop, kernel_name
 from dcompile.codegen.emit.target import Emitter, Kernels, KernelSource
 from dcompile.codegen.nest.loop_nest import make_nest, may_exceed
 from dcompile.ir.canonical_names import Nameless, nameless
@@ -54,7 +55,7 @@ def emit(
     shorts = (*p.arguments.values(), *p.symbols.values())
     arguments = ", ".join(f"{kind} {short}" for kind, short in zip(kinds, shorts, strict=True))
     text = f"({arguments}) {{\n{body}\n  return {'take_failure()' if p.checked else '0'};\n}}\n"
-    name = "k" + hashlib.sha256(text.encode()).hexdigest()[:24]
+    name = kernel_name(describe_loop(loop), hashlib.sha256(text.encode()).hexdigest())
     text = f'extern "C" int64 {name}{text}'
     found = ", ".join(f"({kind})*a[{place}]" for place, kind in enumerate(kinds))  # for tables of calls
     text += f'extern "C" int64 {name}_at(const int64* const* a) {{ return {name}({found}); }}\n'

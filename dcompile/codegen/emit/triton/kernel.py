@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from dcompile.codegen.emit.kernel_name import describe_loop, kernel_name
 from dcompile.codegen.emit.target import Emitter, Kernels, KernelSource, Launch
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
 from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, SPELLING, literal
@@ -61,11 +62,13 @@ def emit(loop: Loop, table: Mapping[str, Buffer], constant: frozenset[str] | Non
     text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
     shape = [(launch.function, launch.warps, launch.types) for launch in launches]
     digest = hashlib.sha256(f"{text}\n{shape}".encode()).hexdigest()[:24]
-    entry = f"dcompile_{plan.kind}_{digest[:8]}"  # what profilers show
+    described = describe_loop(loop)
+    entry = f"dcompile_{plan.kind}_{described}_{digest[:8]}"  # what profilers show
     text = text.replace("def kernel(", f"def {entry}(")
     launches = [replace(n, function=entry) if n.function == "kernel" else n for n in launches]
     cost = sum(map(bool, body.classes)) + 4  # what is one number for all programs costs next to nothing
-    return KernelSource(f"k{digest}", text, arguments, cost, False, loop.origin, sizes, tuple(launches), numbers)
+    name = kernel_name(described, digest)
+    return KernelSource(name, text, arguments, cost, False, loop.origin, sizes, tuple(launches), numbers)
 
 
 def emit_all(program: Program) -> Kernels:

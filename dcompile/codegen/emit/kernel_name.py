@@ -1,0 +1,42 @@
+"""Names of kernels: what they compute, in the words of the ops, and a digest of their text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from dcompile.ir.nodes import Apply, Loop, Reduce, Scan
+from dcompile.ir.ops import OPS
+
+MAX_WORDS = 4
+"""Ops that a name tells of: those that say most about the kernel."""
+
+
+def describe_loop(loop: Loop) -> str:
+    """`exp_sum_div`: reductions and the costliest ops of a loop, in the order in which it computes them.
+
+    A loop that computes nothing is a `copy`. Equal loops have equal names, whichever modules they came from.
+    """
+    words: dict[str, int] = {}
+    for value in loop.body:
+        match value:
+            case Reduce(op=op) | Scan(op=op):
+                words[op] = MAX_WORDS * max(op.cost for op in OPS.values())
+            case Apply(op=op) if op != "cast":
+                words.setdefault(op, OPS[op].cost)
+            case _:
+                pass
+    for store in loop.stores:
+        if store.mode != "set":
+            words[store.mode] = MAX_WORDS * max(op.cost for op in OPS.values())
+    kept = sorted(words, key=lambda word: -words[word])[:MAX_WORDS]
+    return _joined([word for word in words if word in kept]) or "copy"
+
+
+def _joined(words: Sequence[str]) -> str:
+    return "_".join(re.sub(r"\W+", "", word) for word in words)
+
+
+def kernel_name(described: str, digest: str) -> str:
+    """The name of a kernel. `digest`: hexadecimal digits of its text, so that equal names have equal texts."""
+    return f"fused_{described}_{digest[:16]}"

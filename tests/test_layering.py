@@ -43,6 +43,7 @@ LEVELS = (
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 SUB_LEVELS = {
     "dcompile.codegen": (("nest",), ("lower",), ("schedule",), ("emit",)),
+    "dcompile.codegen.emit": (("target", "float8"), ("host",), ("cpp",), ("triton",), ("select_target",)),
     "dcompile.capture": (
         ("graph_pass", "services"), ("agreement", "aliasing", "call_state"), ("passes", "adapters"),
         ("batched_backward", "callables", "compiled_model", "graph_boundary", "joint_graph"),
@@ -52,7 +53,7 @@ SUB_LEVELS = {
         ("entry",),
     ),
 }  # fmt: skip
-"""Parts of two packages, lowest first."""
+"""Parts of some packages, lowest first."""
 MIDDLE = ("capture", "collectives", "codegen", "runtime")
 MEETING_POINT = "dcompile.collectives.contract"
 """The one module of a middle package that the other middle packages may import."""

@@ -302,21 +302,21 @@ def _compile(
         command = (*compiler.command, *compiler.flags, "-x", "c++", "-", *libraries, "-o", str(output))
         # the compiler's own temporary files go where the output goes
         environment = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}
-        code, hung, said = run_process(command, text, timeout_s, environment)
-        if not hung and (code < 0 or "signal terminated program" in said):  # killed, perhaps for want of memory
-            code, hung, said = run_process(command, text, timeout_s, environment)
+        code, hung, messages = run_process(command, text, timeout_s, environment)
+        if not hung and (code < 0 or "signal terminated program" in messages):  # killed, perhaps for want of memory
+            code, hung, messages = run_process(command, text, timeout_s, environment)
         name = shlex.join(compiler.command)
-        if not hung and CRASHED in said:
+        if not hung and CRASHED in messages:
             what = f"{name} crashed on {len(sources)} kernels"
             report(logging.WARNING, f"{what}; they are built again with {' '.join(SIMPLER)}")
-            code, hung, said = run_process((*command, *SIMPLER), text, timeout_s, environment)
+            code, hung, messages = run_process((*command, *SIMPLER), text, timeout_s, environment)
         if hung:
             raise BuildError(f"dcompile: {name} did not finish in {timeout_s} s (compile_timeout_s); {ADVICE}")
         if code or not output.is_file() or not output.stat().st_size:
-            if _is_space(said, code) or not _can_write(folder):
-                raise _no_space(cache.directory, tail(said))
+            if _is_space(messages, code) or not _can_write(folder):
+                raise _no_space(cache.directory, tail(messages))
             what = failure(code) if code else "reports success but wrote no library"
-            raise BuildError(f"dcompile: {name} {what} on {len(sources)} kernels:\n{tail(said)}\n{ADVICE}")
+            raise BuildError(f"dcompile: {name} {what} on {len(sources)} kernels:\n{tail(messages)}\n{ADVICE}")
         return cache.put([key for source in ordered for key in keys[source.name]], output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -326,11 +326,11 @@ def run_process(
     command: Sequence[str], text: str, timeout_s: int, environment: dict[str, str]
 ) -> tuple[int, bool, str]:
     """(exit code, whether it ran too long, all it printed). Children are ended with it."""
-    return tell(start_process(command, environment), text, timeout_s)
+    return send_text(start_process(command, environment), text, timeout_s)
 
 
 def start_process(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A process that waits for what it is told; `tell` or `end_process` has to follow."""
+    """A process that waits for its input; `send_text` or `end_process` has to follow."""
     try:
         return subprocess.Popen(
             command,
@@ -344,11 +344,11 @@ def start_process(command: Sequence[str], environment: dict[str, str]) -> subpro
         raise BuildError(f"dcompile: cannot start {shlex.join(command[:2])}: {error.strerror}; {ADVICE}") from error
 
 
-def tell(process: subprocess.Popen[bytes], text: str, timeout_s: int) -> tuple[int, bool, str]:
+def send_text(process: subprocess.Popen[bytes], text: str, timeout_s: int) -> tuple[int, bool, str]:
     """Give a process its input and wait for its end, as `run_process`."""
     try:
-        said, _ = process.communicate(text.encode(), timeout=timeout_s)
-        return process.returncode, False, said.decode(errors="replace")
+        messages, _ = process.communicate(text.encode(), timeout=timeout_s)
+        return process.returncode, False, messages.decode(errors="replace")
     except subprocess.TimeoutExpired:
         return -signal.SIGKILL, True, ""
     finally:
@@ -372,9 +372,9 @@ def tail(text: str) -> str:
     return "\n".join(text.strip().splitlines()[-12:])[-2000:]
 
 
-def _is_space(said: str, code: int) -> bool:
+def _is_space(messages: str, code: int) -> bool:
     signs = ("No space left", "File too large", "Disk quota exceeded", "file size limit", "File size limit")
-    return code == -signal.SIGXFSZ or any(sign in said for sign in signs)
+    return code == -signal.SIGXFSZ or any(sign in messages for sign in signs)
 
 
 def _can_write(folder: Path) -> bool:

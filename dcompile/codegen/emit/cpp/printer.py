@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import isnan
 
 from dcompile.codegen.emit.cpp.keep_values import MAX_STACK_ELEMENTS
@@ -58,6 +59,17 @@ class Printer:
         for _ in range(count):
             self.depth -= 1
             self.line("}")
+
+    def local_function(self, head: Callable[[Sequence[str]], str], body: Callable[[], None]) -> list[str]:
+        """Print a lambda: `head` makes its beginning from the lines that `body` prints. Returns these lines."""
+        begin = len(self.lines)
+        self.depth += 1
+        body()
+        self.depth -= 1
+        lines = self.lines[begin:]
+        self.lines.insert(begin, "  " * self.depth + head(lines) + " __attribute__((always_inline)) {")
+        self.line("};")
+        return lines
 
     def open_axis(self, axis: Axis, bounded: bool = False) -> None:
         """Begin the loop over an axis."""

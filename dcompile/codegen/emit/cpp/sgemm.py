@@ -1,6 +1,6 @@
-"""float32 matrix products of our own, for processors on which ATen's library leaves half of the vector unit unused.
+"""float32 GEMM for processors on which ATen's library leaves half of the vector unit unused.
 
-ATen's float32 products are MKL's. On processors that are not Intel's, MKL does not use AVX-512: 105 GFLOP/s on one
+ATen's float32 GEMM is MKL's. On processors that are not Intel's, MKL does not use AVX-512: 105 GFLOP/s on one
 core of an AMD EPYC (Zen 5), where the kernel below reaches 235 (`python -m benchmarks.gemm`). It is one function for
 all sizes, compiled once per machine. The algorithm is that of Goto and van de Geijn, "Anatomy of high-performance
 matrix multiplication", ACM TOMS 34 (2008): a block of the left matrix is packed for L2, a panel of the right one for
@@ -41,8 +41,8 @@ def replace_matmul(step: Extern, table: Mapping[str, Buffer]) -> LibraryReplacem
     if not all(_is_float_matrix(table[view.buffer]) for view in (*added, left, right, out)):
         return None
     a, b, c, *start = (_Matrix.of(view, len(out.shape)) for view in (left, right, out, *added))
-    if c.column != 1:  # a result that lies column by column: the product of the transposed matrices
-        a, b, c, start = b.turned(), a.turned(), c.turned(), [matrix.turned() for matrix in start]
+    if c.column != 1:  # a result that is stored column by column: the GEMM of the transposed matrices
+        a, b, c, start = b.transposed(), a.transposed(), c.transposed(), [matrix.transposed() for matrix in start]
     if any(matrix.column != 1 for matrix in (c, *start)) or any(size == 1 for size in (c.rows, c.columns, a.columns)):
         return None
     plus = start[0] if start else _Matrix(None, 0, 0, 0, 0, 0)
@@ -69,13 +69,14 @@ class _Matrix:
 
     @classmethod
     def of(cls, view: View, dims: int) -> _Matrix:
-        """`view` as matrices in so many dimensions: what lies along dimensions of one element, or none, is repeated."""
+        """`view` as matrices in so many dimensions: dimensions of one element, or none, are repeated."""
         lead = dims - len(view.shape)
         sizes = [*([1] * lead), *view.shape]
         steps = [0 if size == 1 else step for size, step in zip(sizes, [*([0] * lead), *view.strides], strict=True)]
         return cls(view, sizes[-2], sizes[-1], steps[0] if dims == 3 else 0, steps[-2], steps[-1])
 
-    def turned(self) -> _Matrix:
+    def transposed(self) -> _Matrix:
+        """The transposed matrices, in the same memory."""
         return _Matrix(self.view, self.columns, self.rows, self.batch, self.column, self.row)
 
 

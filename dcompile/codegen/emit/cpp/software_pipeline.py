@@ -67,7 +67,7 @@ class LateRow:
     printer: Printer
     late: LatePass
     given: tuple[tuple[str, str, str], ...]
-    """What the function is told of the row: type, name, and its value at the end of the row's own passes."""
+    """Parameters of the function: type, name, and the value at the end of the row's own passes."""
 
     def print_beside(self, step: str, at: str) -> None:
         """Beside a step of the host: take the same elements of the row that waits."""
@@ -105,17 +105,15 @@ def open_late_row(p: Printer) -> LateRow | None:
     (last,), stores = p.nest.elements, p.plan.pass_roots[late.number][1]
     for ref in late.kept:
         p.declare_kept(ref, last.size)
+
+    def head(lines: Iterable[str]) -> str:
+        parameters = [f"int64 {last.name}", *(f"{kind} {name}" for kind, name, _ in _given(p, lines))]
+        kept = "".join(f", &r{p.number(ref)}" for ref in late.kept)
+        return f"const auto behind = [={kept}]({', '.join(parameters)})"
+
+    steps = VectorStep(p, late.step, p.plan.counters.get(late.number))
     p.line("#ifdef VECTORS")
-    begin = len(p.lines)
-    p.depth += 1
-    VectorStep(p, late.step, p.plan.counters.get(late.number)).print(late.number, last.name, [], stores)
-    p.depth -= 1
-    given = _given(p, p.lines[begin:])
-    parameters = ", ".join([f"int64 {last.name}", *(f"{kind} {name}" for kind, name, _ in given)])
-    kept = "".join(f", &r{p.number(ref)}" for ref in late.kept)
-    head = f"const auto behind = [={kept}]({parameters}) __attribute__((always_inline)) {{"
-    p.lines.insert(begin, "  " * p.depth + head)
-    p.line("};")
+    given = _given(p, p.local_function(head, lambda: steps.print(late.number, last.name, [], stores)))
     p.line("bool waits = false;")
     for kind, name, _ in given:
         p.line(f"{kind} {name}_behind = 0;")

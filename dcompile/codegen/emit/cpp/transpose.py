@@ -62,7 +62,7 @@ def _distance(index: Index, across: str, along: str) -> Size | None:
 
 
 def open_tiles(p: Printer) -> None:
-    """Read a tile of each tensor whose rows lie across the simd loop, and make room for those of results."""
+    """Read a tile of each tensor whose rows are across the simd loop, and make room for those of results."""
     if (tile := p.plan.tile) is None:
         return
     area = tile.across.tile * tile.along.tile

@@ -23,7 +23,7 @@ _KEEPING = frozenset(
 def short_nans(body: tuple[Value, ...], made: frozenset[Ref] = frozenset()) -> frozenset[Ref]:
     """Float values whose NaNs, if they are any, have no bits that bfloat16 has not: those of `made` have been made so.
 
-    Those of bfloat16 in memory, those that arithmetic makes, and what arithmetic hands on. Rounding adds to the lower
+    Those of bfloat16 in memory, those that arithmetic makes, and those that it passes on. Rounding adds to the lower
     half and carries; without bits there nothing can be carried, and a NaN needs no care: 5 instructions rather than 8.
     """
     short: set[Ref] = set()

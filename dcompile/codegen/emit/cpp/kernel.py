@@ -107,16 +107,21 @@ EMITTER = Emitter("c++", SPELLING)
 def _print_function(p: Printer) -> None:
     """A whole function: what is done once, then all rows."""
     _print_early_return(p)
-    if p.plan.late:
-        for load in p.plan.next_row:
-            p.argument(load.buffer)
+    for load in p.plan.next_row if p.plan.late else ():
+        p.argument(load.buffer)  # the late pass is printed before the rows, whose loads are numbered first
     if p.plan.hoisted:
         _print_hoisted(p)
     if p.plan.columns and not p.plan.in_place:
         print_row_blocks(p)
         return
     open_in_place(p)
-    _print_rows(p)
+    parallel = p.plan.parallel and not p.plan.columns
+    if not p.plan.row_axes:
+        _print_only_row(p)
+    elif p.plan.interleaved_scans:
+        print_scanned_rows(p, parallel)
+    else:
+        _print_rows(p, parallel)
 
 
 def _print_early_return(p: Printer) -> None:
@@ -141,20 +146,17 @@ def _print_hoisted(p: Printer) -> None:
     p.close()
 
 
-def _print_rows(p: Printer) -> None:
-    """The loop over all rows, shared among threads."""
+def _print_only_row(p: Printer) -> None:
+    p.open("")
+    print_row(p)
+    if p.plan.streamed:
+        p.line("finish_streams();")
+    p.close()
+
+
+def _print_rows(p: Printer, parallel: bool) -> None:
+    """The loop over all rows, shared among threads where they are `parallel`."""
     plan, rows = p.plan, size_product(axis.count for axis in p.plan.row_axes)
-    parallel = plan.parallel and not plan.columns
-    if not plan.row_axes:
-        p.open("")
-        print_row(p)
-        if plan.streamed:
-            p.line("finish_streams();")
-        p.close()
-        return
-    if plan.interleaved_scans:
-        print_scanned_rows(p, parallel)
-        return
     if plan.shared_columns:
         _open_shared_columns(p)
     parallel = parallel and may_exceed(rows, 1)

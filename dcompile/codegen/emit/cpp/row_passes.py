@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from dcompile.codegen.emit.cpp.masked_rows import print_row_pointers
 from dcompile.codegen.emit.cpp.ops import COMPOUND, c_type, clause, literal, watches_nan
 from dcompile.codegen.emit.cpp.outer_vectorize import open_lane, print_lane_pass, read_row_values
 from dcompile.codegen.emit.cpp.parallelize import MAX_RUN
-from dcompile.codegen.emit.cpp.plan import BEFORE_ROWS, NO_SCANS, NestPlan
+from dcompile.codegen.emit.cpp.plan import BEFORE_ROWS, NO_SCANS, NestPlan, VectorLoop
 from dcompile.codegen.emit.cpp.prefetch import next_gathered_rows
 from dcompile.codegen.emit.cpp.prefetch_gather import print_gather_prefetches
 from dcompile.codegen.emit.cpp.printer import Printer
@@ -107,114 +107,113 @@ def _print_pass(p: Printer, number: int, late: LateRow | None, sums: Mapping[Ref
     elif p.plan.shared_elements:
         _print_shared_pass(p, number)
     else:
-        _print_element_pass(p, number, late, sums, plain)
+        ElementPass(p, number, None if plain else p.plan.vectors.get(number)).print(late, sums)
 
 
-def _print_element_pass(p: Printer, number: int, late: LateRow | None, sums: Mapping[Ref, str], plain: bool) -> None:
-    """A pass of one thread: what it accumulates in, its loops, and what becomes of that."""
-    (reduces, _), last = p.plan.pass_roots[number], p.nest.elements[-1]
-    held, partial = p.plan.scans.get(number, NO_SCANS).held, _long_sums(p.plan, number)
-    for ref in reduces:
-        _open_accumulator(p, ref, "w" if ref in partial else "s", wide=ref in partial)
-    open_scans(p, number)
-    open_tiles(p)
-    print_row_pointers(p, number)
-    for axis in p.nest.elements[:-1]:
-        p.open_axis(axis)
-    long = may_exceed(last.size, SCAN_BLOCK if held else 2 * MAX_RUN)
-    blocked = long and bool(partial or held)
-    if blocked:
-        p.open_blocks(last, SCAN_BLOCK if held else MAX_RUN)
-    at = f"{last.name} - {last.name}_low" if blocked else last.name
-    ready = print_rounds(p, number, last, blocked, at)
-    for ref in sorted(partial):
-        _open_accumulator(p, ref, "s", wide=False)
-    _print_innermost(p, number, blocked, ready, at, None if plain else late, sums, plain)
-    for ref in sorted(partial):
-        p.line(f"w{p.number(ref)} += s{p.number(ref)};")
-    p.close(len(p.nest.elements) - 1 + blocked)
-    close_tiles(p)
-    for ref in sorted(partial):
-        p.line(f"const float64 s{p.number(ref)} = w{p.number(ref)};")
+class ElementPass:
+    """Prints a pass of one thread over the elements of a row, with its plain loop and the one in `vectors`, if any."""
 
+    def __init__(self, printer: Printer, number: int, vectors: VectorLoop | None) -> None:
+        self.printer, self.number, self.vectors = printer, number, vectors
+        plan = printer.plan
+        (self.reduces, stores), self.last = plan.pass_roots[number], printer.nest.elements[-1]
+        self.scans, self.counter = plan.scans.get(number, NO_SCANS), plan.counters.get(number)
+        self.partial = _long_sums(plan, number)
+        self.scalars = [n for n in stores if plan.is_scalar_column(n, self.last.name)]
+        """Column reductions that all elements of the innermost loop share."""
+        self.stores = [n for n in stores if n not in self.scalars]
+        long = may_exceed(self.last.size, SCAN_BLOCK if self.scans.held else 2 * MAX_RUN)
+        self.blocked = long and bool(self.partial or self.scans.held)
+        self.at = f"{self.last.name} - {self.last.name}_low" if self.blocked else self.last.name
+        """Position of an element in block arrays."""
 
-def _print_innermost(
-    p: Printer,
-    number: int,
-    blocked: bool,
-    ready: frozenset[Ref],
-    at: str,
-    late: LateRow | None,
-    sums: Mapping[Ref, str],
-    plain: bool,
-) -> None:
-    """The innermost loops of a pass: in vectors, and the plain one; or one copy."""
-    plan, stores, last = p.plan, p.plan.pass_roots[number][1], p.nest.elements[-1]
-    low, high = p.bounds(last, blocked)
-    scalars = [n for n in stores if plan.is_scalar_column(n, last.name)]
-    for n in scalars:
-        store = p.nest.stores[n]
-        dtype = plan.table[store.buffer].dtype
-        p.line(f"{c_type(dtype)} c{n} = {literal(REDUCTIONS[store.mode].identity(dtype), dtype)};")
-    counter = plan.counters.get(number)
-    if counter:
-        _open_counter(p, counter, low)
-    start = low
-    vectors = number in plan.vectors and not plain
-    if vectors:
-        beside = late.print_beside if late and number == late.late.host else None
-        start = print_vector_loop(p, number, blocked, sums, beside)
-    if plan.copies and plan.streamed.issuperset(stores):
-        _print_copy(p, stores, last, (low, high))
-    elif number in plan.pieces:
-        for begin, end in plan.pieces[number]:
-            p.plan = replace(plan, nest=nest_within(plan.nest, last, begin, end))
-            _print_loop(p, number, (str(begin), str(end)), ready, at, counter, scalars)
-        p.plan = plan
-    else:
-        _print_loop(p, number, (start, high), ready, at, counter, scalars)
-    if vectors and start == low:
-        p.line("#endif")
-    p.close(bool(counter))
-    for n in scalars:
-        store = p.nest.stores[n]
-        place = f"{plan.columns[n]}[{p.index(store.index)}]"
-        p.line(p.combine(store.mode, place, f"c{n}", plan.table[store.buffer].dtype))
+    def print(self, late: LateRow | None, sums: Mapping[Ref, str]) -> None:
+        """What the pass accumulates in, its loops, and what becomes of that."""
+        p, partial = self.printer, sorted(self.partial)
+        for ref in self.reduces:
+            _open_accumulator(p, ref, "w" if ref in partial else "s", wide=ref in partial)
+        open_scans(p, self.number)
+        open_tiles(p)
+        print_row_pointers(p, self.number)
+        for axis in p.nest.elements[:-1]:
+            p.open_axis(axis)
+        if self.blocked:
+            p.open_blocks(self.last, SCAN_BLOCK if self.scans.held else MAX_RUN)
+        ready = print_rounds(p, self.number, self.last, self.blocked, self.at)
+        for ref in partial:
+            _open_accumulator(p, ref, "s", wide=False)
+        self._open_scalars()
+        self._print_loops(ready, late, sums)
+        self._close_scalars()
+        for ref in partial:
+            p.line(f"w{p.number(ref)} += s{p.number(ref)};")
+        p.close(len(p.nest.elements) - 1 + self.blocked)
+        close_tiles(p)
+        for ref in partial:
+            p.line(f"const float64 s{p.number(ref)} = w{p.number(ref)};")
 
+    def _open_scalars(self) -> None:
+        p = self.printer
+        for n in self.scalars:
+            store = p.nest.stores[n]
+            dtype = p.plan.table[store.buffer].dtype
+            p.line(f"{c_type(dtype)} c{n} = {literal(REDUCTIONS[store.mode].identity(dtype), dtype)};")
 
-def _open_counter(p: Printer, counter: PositionCounter, low: str) -> None:
-    """Begin to count in an int32, where that stands for a value of the pass."""
-    p.open("")
-    p.line(f"int32 place = {low};")
-    for ref in sorted(set(counter.matches.values())):
-        p.line(f"const int32 e{p.number(ref)} = as_place({p.name(ref)});")
+    def _close_scalars(self) -> None:
+        p = self.printer
+        for n in self.scalars:
+            store = p.nest.stores[n]
+            place = f"{p.plan.columns[n]}[{p.index(store.index)}]"
+            p.line(p.combine(store.mode, place, f"c{n}", p.plan.table[store.buffer].dtype))
 
+    def _print_loops(self, ready: frozenset[Ref], late: LateRow | None, sums: Mapping[Ref, str]) -> None:
+        """The innermost loops: in vectors, and the plain one or its parts; or one copy."""
+        p, plan, number, last = self.printer, self.printer.plan, self.number, self.last
+        low, high = p.bounds(last, self.blocked)
+        if self.counter:
+            self._open_counter(self.counter, low)
+        start = low
+        if self.vectors:
+            beside = late.print_beside if late and number == late.late.host else None
+            start = print_vector_loop(p, number, self.blocked, sums, beside)
+        if plan.copies and plan.streamed.issuperset(self.stores):
+            _print_copy(p, self.stores, last, (low, high))
+        elif number in plan.pieces:
+            for begin, end in plan.pieces[number]:
+                p.plan = replace(plan, nest=nest_within(plan.nest, last, begin, end))
+                self._print_loop(str(begin), str(end), ready)
+            p.plan = plan
+        else:
+            self._print_loop(start, high, ready)
+        if self.vectors and start == low:
+            p.line("#endif")
+        p.close(bool(self.counter))
 
-def _print_loop(
-    p: Printer,
-    number: int,
-    bounds: tuple[str, str],
-    ready: frozenset[Ref],
-    at: str,
-    counter: PositionCounter | None,
-    scalars: Sequence[int],
-) -> None:
-    """The plain loop over elements, or a part of it."""
-    plan, (reduces, stores), last = p.plan, p.plan.pass_roots[number], p.nest.elements[-1]
-    serial = plan.scans.get(number, NO_SCANS).serial
-    if not serial and all(plan.can_store_at_once(n, last.name) for n in stores):
-        _simd_pragma(p, reduces, scalars, counter)
-    p.open(f"for (int64 {last.name} = {bounds[0]}; {last.name} < {bounds[1]}; {last.name}++)")
-    for load in next_gathered_rows(plan, number, last):
-        p.line(f"__builtin_prefetch(&{p.place(load.buffer, load.index)});")
-    declare_elements(p, number, plan.targets(number), ready, at, counter)
-    _combine_elements(p, reduces, [n for n in stores if n not in scalars])
-    for n in scalars:
-        store = p.nest.stores[n]
-        p.line(p.combine(store.mode, f"c{n}", p.name(store.value), plan.table[store.buffer].dtype))
-    if counter:
-        p.line("place++;")
-    p.close()
+    def _open_counter(self, counter: PositionCounter, low: str) -> None:
+        """Begin to count in an int32, where that stands for a value of the pass."""
+        p = self.printer
+        p.open("")
+        p.line(f"int32 place = {low};")
+        for ref in sorted(set(counter.matches.values())):
+            p.line(f"const int32 e{p.number(ref)} = as_place({p.name(ref)});")
+
+    def _print_loop(self, begin: str, end: str, ready: frozenset[Ref]) -> None:
+        """The plain loop over elements, or a part of it. `ready` is what block arrays hold."""
+        p, plan, last, number = self.printer, self.printer.plan, self.last, self.number
+        stores = (*self.stores, *self.scalars)
+        if not self.scans.serial and all(plan.can_store_at_once(n, last.name) for n in stores):
+            _simd_pragma(p, self.reduces, self.scalars, self.counter)
+        p.open(f"for (int64 {last.name} = {begin}; {last.name} < {end}; {last.name}++)")
+        for load in next_gathered_rows(plan, number, last):
+            p.line(f"__builtin_prefetch(&{p.place(load.buffer, load.index)});")
+        declare_elements(p, number, plan.targets(number), ready, self.at, self.counter)
+        _combine_elements(p, self.reduces, self.stores)
+        for n in self.scalars:
+            store = p.nest.stores[n]
+            p.line(p.combine(store.mode, f"c{n}", p.name(store.value), plan.table[store.buffer].dtype))
+        if self.counter:
+            p.line("place++;")
+        p.close()
 
 
 def _print_copy(p: Printer, stores: Iterable[int], last: Axis, bounds: tuple[str, str]) -> None:

@@ -47,7 +47,7 @@ def pipeline_last_pass(plan: NestPlan) -> NestPlan:
     if last.size % STEP_ELEMENTS[step] or not has_vectors(plan, number):
         return plan
     late = LatePass(number, host, kept, step)
-    # while its steps write, memory is least idle there: it prefetches the next row instead of the busiest pass
+    # the last pass, which may be the busiest, is no longer one of its row: its host prefetches the next row
     return vectorize(replace(plan, late=late, next_row_pass=host if plan.next_row else None))
 
 

@@ -178,6 +178,20 @@ def test_a_decision_sets_its_fields_of_the_plan_and_no_others(name: str) -> None
     assert decide(other) == other
 
 
+def test_the_pass_beside_the_last_one_prefetches_the_next_row() -> None:
+    """The last pass is no longer one of its row, whichever computes most."""
+    made = loops.softmax(130, 4096)
+    plan = cpp_kernel.plan_of(made)
+    assert plan.late is not None and plan.next_row_pass == plan.late.host
+    assert cpp_kernel.plan_of(made, until="vectorize").late is None
+
+
+def test_a_dump_says_what_was_decided() -> None:
+    said = list(cpp_kernel.plan_of(loops.stretched(20, 24)).decisions())
+    assert [line.split(":")[0] for line in said] == ["hoisted", "kept"]
+    assert list(cpp_kernel.plan_of(SMALL).decisions()) == []
+
+
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, tuple[KernelSource, KernelSource]]:
     """Of each case's loop the kernel and the one without the decision, and one without any, all in one file."""

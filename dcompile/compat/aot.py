@@ -16,6 +16,7 @@ from dcompile.compat.patches.mutated_input_order import results_in_their_places
 from dcompile.compat.patches.quiet_dumps import no_unread_backwards, no_unread_graphs
 from dcompile.compat.patches.rng_under_checkpoint import is_drawn_again as is_drawn_again
 from dcompile.compat.patches.rng_under_checkpoint import no_unread_counters, states_of_what_draws
+from dcompile.compat.patches.symbolic_tangents import tangents_of_any_size
 from dcompile.compat.patches.symbolic_views import views_as_asked
 from dcompile.compat.sizes import remembering_numbers_alone, simplifying_once
 
@@ -57,6 +58,7 @@ def aot_compile(
         no_unread_counters(),
         results_in_their_places(),
         unseen_statistics(),
+        tangents_of_any_size(),
         lean,
     ):
         compiled = aot_module_simplified(

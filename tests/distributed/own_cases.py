@@ -123,8 +123,8 @@ class Spread(nn.Module):
         return self.sums * 2, torch.relu(y), y.to_local().sin()
 
 
-def spread_all_the_way(options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """DTensors come in, go out, and are changed in place."""
+def spread_all_the_way(options: dict[str, Any] | None = None, rows: int = 0) -> dict[str, Any]:
+    """DTensors come in, go out, and are changed in place. `rows`: how many more each batch has, by one program."""
 
     def make() -> Any:
         torch.manual_seed(7)
@@ -133,14 +133,14 @@ def spread_all_the_way(options: dict[str, Any] | None = None) -> dict[str, Any]:
         return module
 
     def loss(run: Any, module: Any, step: int) -> torch.Tensor:
-        x = torch.randn(4, 12, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(4 + rows * step, 12, generator=torch.Generator().manual_seed(step))
         sums, y, local = run(distribute_tensor(x, mesh(), [Shard(0)]))
         assert isinstance(y, DTensor) and isinstance(sums, DTensor)
         assert (sums.requires_grad, y.requires_grad, local.requires_grad) == (False, True, True)
         return (y.sum() + sums.sum()).full_tensor() + local.sum()
 
     stock, module = make(), make()
-    found = compared(stock, module, loss, options)
+    found = compared(stock, module, loss, options, **({"dynamic": True} if rows else {}))
     return found | {"sums": (full(stock.sums) - full(module.sums)).abs().max().item()}
 
 

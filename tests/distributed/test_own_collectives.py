@@ -83,6 +83,13 @@ def test_batches_of_several_sizes(ranks, name, collectives):
 
 
 @pytest.mark.full
+def test_dtensors_of_several_sizes(ranks):
+    for found in values(ranks, "spread_all_the_way", rows=2):
+        holds(found, found["receipt"].collectives)
+        assert found["sums"] <= CLOSE
+
+
+@pytest.mark.full
 def test_a_loss_that_is_computed_in_parallel(ranks):
     for found in values(ranks, "loss_in_parallel"):
         holds(found, 8)

@@ -66,7 +66,8 @@ def shapes_of(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
 def tangents(backward: Any) -> tuple[int, ...]:
     """Positions among a backward's inputs of the gradients that autograd hands over."""
     inputs = backward.graph.find_nodes(op="placeholder")
-    return tuple(place for place, node in enumerate(inputs) if compat.aot.is_tangent(node))
+    found = enumerate(inputs)
+    return tuple(n for n, node in found if compat.aot.is_tangent(node) and isinstance(node.meta["val"], torch.Tensor))
 
 
 def unlikely(backward: Any) -> tuple[int, ...]:

@@ -1,0 +1,79 @@
+"""Gradients that are DTensors of other sizes than the first one.
+
+AOTAutograd compares how a gradient is spread with what it has traced, before it calls a backward. What it has traced of
+a DTensor has the sizes in it: where these are symbols, the comparison makes numbers of them, for a backward that is
+still to be compiled, and Dynamo's guards have been made by then. With any backend of torch 2.13 such a backward has
+the first batch's sizes. Sizes are no matter of the comparison: what it asks for are the same placements.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import unittest.mock
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+@contextlib.contextmanager
+def tangents_of_any_size() -> Iterator[None]:
+    """Have AOTAutograd compare DTensors of symbolic sizes by all else."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    owner: Any = getattr(runtime_wrappers, "AOTDispatchAutograd", None)
+    own: Callable[..., Any] | None = getattr(owner, "process_runtime_tangent", None)
+    if own is None:
+        yield
+        return
+    known: dict[int, tuple[Any, Any]] = {}
+    """What was traced, by identity, which lasts as long as it is kept -> the same without sizes."""
+
+    def process(x: Any, meta: Any, *more: Any, **keywords: Any) -> Any:
+        if id(meta) not in known:
+            known[id(meta)] = meta, _without_sizes(meta)
+        return own(x, known[id(meta)][1], *more, **keywords)
+
+    with unittest.mock.patch.object(owner, "process_runtime_tangent", staticmethod(process)):
+        yield
+
+
+def _without_sizes(meta: Any) -> Any:
+    """What was traced of a tensor, in a form that does not compare symbolic sizes; others as they are."""
+    spread = getattr(meta, "meta", None)
+    if not isinstance(spread, tuple) or not any(map(_is_symbolic, spread)):
+        return meta
+    changed = copy.copy(meta)
+    changed.meta = _Spread(spread)
+    return changed
+
+
+def _is_symbolic(part: Any) -> bool:
+    """Of a DTensor's description: its size, or what has that in it."""
+    import torch
+
+    shape = getattr(getattr(part, "tensor_meta", part), "shape", ())
+    return isinstance(shape, tuple) and any(isinstance(size, torch.SymInt) for size in shape)
+
+
+class _Spread(tuple[Any, ...]):
+    """How a DTensor is spread, and what else it says of itself; equal to that of a tensor that is spread alike."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        same_length = isinstance(other, tuple) and len(other) == len(self)
+        return same_length and all(map(_is_alike, self, other))  # type: ignore[call-overload]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+
+def _is_alike(traced: Any, given: Any) -> bool:
+    """Whether two parts of descriptions are the same but for sizes."""
+    if not _is_symbolic(traced):
+        return bool(traced == given)
+    if hasattr(traced, "tensor_meta"):
+        return (traced.placements, traced.mesh) == (given.placements, given.mesh)
+    return traced.dtype == given.dtype and len(traced.shape) == len(given.shape)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention import grouped_attention
 from common import UserError, World, join_world, leave_world, load_config
 from decoding import Decoder, Generated, generate
 from generate import Session, find_stop_tokens, parse_arguments
@@ -78,6 +79,18 @@ def test_padded_batches_in_chunks_give_the_tokens_of_transformers(family, tmp_pa
     assert generate(fixed, longer, 4, GREEDY).tokens == tokens_of_transformers(folder, longer, 4)
     assert fixed.cache.filled == taken + 5 + 3, "only what is new went in"
     assert generate(fixed, PROMPTS, 10, GREEDY).tokens == expected, "anew, over what lies in the cache"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_attention_shares_heads_as_if_they_were_repeated(count):
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 8, count, 16), torch.randn(2, 2, 12, 16), torch.randn(2, 2, 12, 16)
+    mask = torch.rand(2, 1, count, 12) > 0.4
+    mask[..., 0] = True
+    got, _ = grouped_attention(None, query, key, value, mask, scaling=0.3)
+    repeated = (tensor.repeat_interleave(4, 1) for tensor in (key, value))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=0.3)
+    torch.testing.assert_close(got, expected.transpose(1, 2))
 
 
 def test_prompts_of_any_length_go_through_two_graphs(one_layer_folder):

@@ -291,6 +291,19 @@ def test_bad_folders(folder, tmp_path):
         Session(parse_arguments([f"--model={tmp_path}"]), World(0, 0, 1, CPU))
 
 
+def test_the_dtype_is_the_checkpoints_on_a_gpu_and_float32_where_tokens_are_compared(tmp_path):
+    folder = tiny_checkpoint.write(tmp_path, dtype=torch.float16)
+    on_gpu, on_cpu = World(0, 0, 1, torch.device("cuda", 0)), World(0, 0, 1, CPU)
+    for world, arguments, dtype in (
+        (on_gpu, [f"--model={folder}"], torch.float16),
+        (on_gpu, [f"--model={folder}", "--check"], torch.float32),
+        (on_gpu, [], torch.bfloat16),
+        (on_cpu, [f"--model={folder}"], torch.float32),
+        (on_cpu, ["--dtype=bf16"], torch.bfloat16),
+    ):
+        assert Session(parse_arguments(arguments), world).dtype == dtype
+
+
 def test_stop_tokens_are_those_of_config_tokenizer_and_generation_config(tmp_path):
     config = LlamaConfig(**{**tiny_checkpoint.SHAPE, "eos_token_id": [2, 3]})
     tokenizer = tiny_checkpoint.byte_tokenizer()

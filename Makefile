@@ -22,7 +22,8 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 py := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 cores := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
-.PHONY: train generate test quick test-torch test-backends test-full models dist-matrix ops-sweep fuzz lint format clean
+.PHONY: train generate test quick test-torch test-backends test-doors test-full models dist-matrix ops-sweep \
+	fuzz lint format clean
 
 train: export OMP_NUM_THREADS ?= $(shell echo $$(( $(cores) > $(NPROC) ? $(cores) / $(NPROC) : 1 )))
 train: $(if $(VENV),$(VENV)/.has-train)
@@ -36,7 +37,7 @@ generate: $(if $(VENV),$(VENV)/.has-train)
 		$(if $(PROMPT),--prompt "$(PROMPT)",--chat) --max-new-tokens 100 $(ARGS)
 
 # Bytecode is kept whatever the shell says: pytest rewrites nearly 300 files, in each worker, and processes share ours.
-test quick test-backends test-full models dist-matrix: export PYTHONDONTWRITEBYTECODE =
+test quick test-backends test-doors test-full models dist-matrix: export PYTHONDONTWRITEBYTECODE =
 
 test: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
@@ -48,6 +49,10 @@ quick: $(if $(VENV),$(VENV)/.has-test)
 # The same with all that a usual run has a sample of: what `models` and `dist-matrix` run, each a part, and the rest.
 test-full: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m pytest -n $(WORKERS) --dist loadfile --full $(TESTS)
+
+# Lightning, TRL and PEFT, which the test extra leaves out: what users of these call, on two ranks.
+test-doors: $(if $(VENV),$(VENV)/.has-doors)
+	$(py) -m pytest --doors -m doors $(if $(TESTS),$(TESTS),tests/integrations tests/test_guide.py)
 
 # Every architecture of tests/models in training, inference, bfloat16 and with symbolic sizes: about half an hour.
 # TESTS="tests/models --poison" fills with NaN, before each call, all memory that no result may depend on.
@@ -108,5 +113,9 @@ $(VENV)/.has-test: pyproject.toml constraints.txt tools/install.sh
 
 $(VENV)/.has-backends: $(VENV)/.has-test
 	tools/install.sh $(PYTHON) $(VENV) backends $(CPU_INDEX)
+	@touch $@
+
+$(VENV)/.has-doors: $(VENV)/.has-test
+	tools/install.sh $(PYTHON) $(VENV) doors $(CPU_INDEX)
 	@touch $@
 endif

@@ -31,13 +31,15 @@ def products(rows: int, inner: int, outer: int) -> dict[str, tuple[Any, Any]]:
 
 def own_function() -> Callable[[Any, Any, Any], object]:
     """Our kernel as a function of left, right and result."""
-    from dcompile.codegen.emit import build, gemm
+    from dcompile.codegen.emit.cpp import compile as cpp_compile
+    from dcompile.codegen.emit.cpp import sgemm
     from dcompile.config import Config
     from dcompile.runtime.cache.disk import KernelCache
     from dcompile.runtime.program.kernel_library import kernel
 
-    source = gemm.source()
-    function = kernel(build.build([source], Config(), KernelCache.open(Config())).libraries[source.name], source.name)
+    source = sgemm.source()
+    built = cpp_compile.build([source], Config(), KernelCache.open(Config()))
+    function = kernel(built.libraries[source.name], source.name)
     function.argtypes = [ctypes.c_void_p] * 5
 
     def call(a: Any, b: Any, out: Any) -> object:

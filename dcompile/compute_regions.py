@@ -90,11 +90,10 @@ class RegionCompiler:
 
     def _made_of(self, region: Region, request: Request) -> Compiled | str:
         """What the compiler has made of a region, or why it refuses it; asked once for all equal ones."""
-        trains = request.kind != "inference"
-        key = _text_of(region.graph)
-        if key is None:
+        text = _text_of(region.graph)
+        if text is None:
             return self._ask(region, request)
-        key = hashlib.sha256(f"{trains}\n{key}".encode()).hexdigest()
+        key = hashlib.sha256(f"{request.kind != 'inference'}\n{text}".encode()).hexdigest()
         if key not in self._made:
             self._made[key] = self._ask(region, request)
         return self._made[key]
@@ -140,7 +139,14 @@ def _text_of(gm: Any) -> str | None:
     """
     if compat.sizes.symbols_of(node.meta.get("val") for node in gm.graph.nodes):
         return None
+    settings = (
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    values = (node.meta.get("val") for node in gm.graph.nodes)
+    devices = [str(value.device) for value in values if isinstance(value, torch.Tensor)]
     try:
-        return "\n".join(graph_text(gm))
+        return "\n".join((*map(str, settings), *devices, *graph_text(gm)))
     except NotCacheable:
         return None

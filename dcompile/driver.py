@@ -14,8 +14,10 @@ import torch
 
 from dcompile.artifacts import dump
 from dcompile.autotune import Tuner
-from dcompile.codegen.emit import build, gemm, select_target
-from dcompile.codegen.emit.build import Built
+from dcompile.codegen.emit import select_target
+from dcompile.codegen.emit.cpp import compile as cpp_compile
+from dcompile.codegen.emit.cpp import sgemm
+from dcompile.codegen.emit.cpp.compile import Built
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.codegen.emit.triton import compile as triton_compile
@@ -36,7 +38,7 @@ from dcompile.ir.text import show
 from dcompile.ir.verify import verify
 from dcompile.logs import log, log_code
 from dcompile.passes import check_names, select_rows
-from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, LoopPass, loop_passes
+from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, LoopPass, loop_passes, nest_passes
 from dcompile.plan_log import log_build, log_plan
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program import cuda_launch
@@ -100,10 +102,12 @@ class Pipeline:
         if regions is None and config.backend is not None:
             regions = RegionCompiler(config, config.backend)
         self._regions = regions
-        check_names(config, (DYNAMO_PASSES, JOINT_PASSES, loop_passes()))
+        earlier = (DYNAMO_PASSES, JOINT_PASSES, loop_passes())
+        check_names(config, (*earlier, nest_passes()))
         self._passes = select_rows(config, loop_passes(), earlier=(DYNAMO_PASSES, JOINT_PASSES))
+        self._decisions = tuple(row.run for row in select_rows(config, nest_passes(), earlier=earlier))
         self._numbers = {row.name: number for number, row in enumerate(loop_passes(), 1)}
-        self._compilers = build.Compilers(config)
+        self._compilers = cpp_compile.Compilers(config)
         self._crews: dict[int, triton_compile.WorkerPool] = {}
         """Those who compile kernels for GPUs of one compute capability, for all graphs."""
         self._tuner = Tuner()
@@ -118,9 +122,7 @@ class Pipeline:
         sizes = traced_sizes(gm) if self.config.verify else {}
         donated = tuple(lowered.program.inputs[position] for position in request.donated)
         program = self._schedule(replace(lowered.program, donated=donated), request, sizes, measure)
-        kernels = self._timed(
-            request, "emit", lambda: select_target.emit_all(program, request.kind, self._own_products())
-        )
+        kernels = self._timed(request, "emit", lambda: self.emit(program, request))
         report = _report(program, kernels)
         if handed is not None:
             report.fallbacks |= self._refused(handed)
@@ -146,6 +148,10 @@ class Pipeline:
         """Lines of the receipt for regions that run on kernels of ours instead."""
         name = "" if self.config.backend is None else self.config.backend.name
         return {f"region left by {name}: {reason}": count for reason, count in handed.refused.items()}
+
+    def emit(self, program: Program, request: Request) -> Kernels:
+        """The kernels of a program."""
+        return select_target.emit_all(program, request.kind, self._decisions, own_products=self._own_products())
 
     def begin(self, gm: Any, request: Request, cache: KernelCache) -> PendingGraph:
         """Compile one FX graph as far as that takes no waiting: lower, schedule, emit."""
@@ -250,13 +256,15 @@ class Pipeline:
         launcher = KernelSource(cuda_launch.LAUNCHER, cuda_launch.LAUNCHER_TEXT, (), 1, False)
         return triton_compile.PendingBuild(self._compiled([*sources, launcher], cache), theirs)
 
-    def _compiled(self, sources: list[KernelSource], cache: KernelCache, *, early: bool = False) -> build.Building:
-        return self._compilers.begin(sources, cache, early=early, aliases={gemm.source().name: products_key()})
+    def _compiled(
+        self, sources: list[KernelSource], cache: KernelCache, *, early: bool = False
+    ) -> cpp_compile.Building:
+        return self._compilers.begin(sources, cache, early=early, aliases={sgemm.source().name: products_key()})
 
     def begin_products(self, cache: KernelCache) -> None:
         """Have the kernel of matrix products compiled. Who needs it waits for it, and learns what is wrong with it."""
-        if build.workers() > 1:  # with one core, it would take as long later
-            self._compiled([gemm.source()], cache, early=True)
+        if cpp_compile.workers() > 1:  # with one core, it would take as long later
+            self._compiled([sgemm.source()], cache, early=True)
 
     def _lower(self, gm: Any, request: Request, *, aten: bool) -> Lowered:
         return lower(
@@ -344,13 +352,13 @@ class Pipeline:
 
 
 def _commented_kernels(kernels: Kernels) -> Iterator[tuple[str, str]]:
-    """Name and text of each kernel, under comments that say which modules call it."""
+    """Name and text of each kernel, under comments that say which modules call it and what was decided about it."""
     origins: dict[str, dict[str, None]] = {}
     used = (*kernels.calls, *(product.kernel for product in kernels.products.values()))
     for call in used:  # equal layers share a kernel: name all of them
         origins.setdefault(call.name, {}).update(dict.fromkeys(call.origin))
     for kernel in kernels.sources:
-        yield kernel.name, "".join(f"// {line}\n" for line in origins[kernel.name]) + kernel.text
+        yield kernel.name, "".join(f"// {line}\n" for line in (*origins[kernel.name], *kernel.plan)) + kernel.text
 
 
 def _gpu(gm: Any) -> torch.device:

@@ -1,8 +1,9 @@
 """Every pass of every stage, in order: the table of contents of the compiler.
 
 A row is a pass, what of the request it is given, when it is on, and what it does to sums. `driver.py` runs the loop
-passes, `capture/graph_pass.py` those over FX graphs. `DCOMPILE_DUMP` writes the graph or program behind each pass,
-`DCOMPILE_SKIP` leaves some out, `DCOMPILE_UNTIL` stops after one.
+passes, `capture/graph_pass.py` those over FX graphs, `codegen/emit/cpp/kernel.py` those over the nest of a kernel.
+`DCOMPILE_DUMP` writes the graph or program behind each pass, `DCOMPILE_SKIP` leaves some out, `DCOMPILE_UNTIL` stops
+after one.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from dcompile.capture.passes.joint.saved_values import (
 from dcompile.passes import GraphPass, OutputStep, nothing, with_own_kernels
 
 if TYPE_CHECKING:
+    from dcompile.codegen.emit.cpp.plan import NestDecision
     from dcompile.collectives.contract import Request
     from dcompile.ir.nodes import Program
 
@@ -226,12 +228,84 @@ def loop_passes() -> tuple[LoopPass, ...]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class NestPass:
+    """A decision about the nest of one C++ kernel: `run(plan)`, the same plan with one more decision.
+
+    Without it results are the same, up to the order of float sums, whichever other rows are left out.
+    """
+
+    run: NestDecision
+    required: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name in logs, and the options `skip` and `until`."""
+        return self.run.__name__
+
+
+@functools.cache
+def nest_passes() -> tuple[NestPass, ...]:
+    """The rows of `NEST_PASSES`, made when first asked for: a start from the cache loads no emitter."""
+    from dcompile.codegen.emit.cpp.column_sums import collect_columns
+    from dcompile.codegen.emit.cpp.hoist import hoist_values
+    from dcompile.codegen.emit.cpp.identity_scale import skip_identity_scale
+    from dcompile.codegen.emit.cpp.interleave_rows import interleave_column_sums, interleave_row_sums
+    from dcompile.codegen.emit.cpp.interleave_scans import interleave_scans
+    from dcompile.codegen.emit.cpp.keep_values import keep_values
+    from dcompile.codegen.emit.cpp.masked_rows import select_masked_rows
+    from dcompile.codegen.emit.cpp.narrow_values import count_positions, shorten_nans
+    from dcompile.codegen.emit.cpp.outer_vectorize import vectorize_rows
+    from dcompile.codegen.emit.cpp.parallelize import parallelize, share_columns, share_elements
+    from dcompile.codegen.emit.cpp.prefetch import prefetch_next_row
+    from dcompile.codegen.emit.cpp.prefetch_gather import prefetch_gathers
+    from dcompile.codegen.emit.cpp.scans import block_scans
+    from dcompile.codegen.emit.cpp.software_pipeline import pipeline_last_pass
+    from dcompile.codegen.emit.cpp.split_loops import split_loops
+    from dcompile.codegen.emit.cpp.stream_stores import stream_stores
+    from dcompile.codegen.emit.cpp.transpose import transpose_tiles
+    from dcompile.codegen.emit.cpp.vectorize import vectorize
+
+    return (
+        NestPass(skip_identity_scale),
+        NestPass(parallelize),
+        NestPass(collect_columns, required=True),
+        NestPass(share_columns),
+        NestPass(transpose_tiles),
+        NestPass(shorten_nans),
+        NestPass(hoist_values),
+        # after hoisting: what is made of hoisted values is cheap
+        NestPass(keep_values),
+        NestPass(share_elements),
+        NestPass(block_scans, required=True),
+        NestPass(select_masked_rows),
+        NestPass(count_positions),
+        NestPass(stream_stores),
+        NestPass(prefetch_next_row),
+        NestPass(prefetch_gathers),
+        # after all that says what a pass reads, writes and counts
+        NestPass(vectorize),
+        NestPass(vectorize_rows),
+        # after vectors: their steps are what runs side by side
+        NestPass(pipeline_last_pass),
+        NestPass(interleave_scans),
+        NestPass(interleave_row_sums),
+        NestPass(interleave_column_sums),
+        # last: only plain loops are split
+        NestPass(split_loops),
+    )
+
+
 if TYPE_CHECKING:
     LOOP_PASSES: tuple[LoopPass, ...]
     """Rewrites of the program of loops, library calls and collectives."""
+    NEST_PASSES: tuple[NestPass, ...]
+    """Decisions about the nest of one C++ kernel."""
 
 
 def __getattr__(name: str) -> Any:
     if name == "LOOP_PASSES":
         return loop_passes()
+    if name == "NEST_PASSES":
+        return nest_passes()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

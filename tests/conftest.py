@@ -25,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all-models", "--full", action="store_true", help="whole lists, of which the usual run has a sample"
     )
     parser.addoption("--backends", action="store_true", help="also tests of other compilers: make test-backends")
+    parser.addoption("--doors", action="store_true", help="tests of Lightning, TRL and PEFT, as `make test-doors` does")
     parser.addoption("--poison", action="store_true", help="fill memory that no result may depend on (tests/poison.py)")
     parser.addoption(
         "--matmul", choices=("own", "aten"), help="float32 products on CPU as on other processors than this one"
@@ -34,14 +35,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what `make test-full` is for; the longest files first."""
+    """Leave out what `make test-full` and `make test-doors` are for; the longest files first."""
     durations.sort_longest_first(items, durations.recorded())
-    left_out = [
-        name for name, option in (("full", "--all-models"), ("backends", "--backends")) if not config.getoption(option)
-    ]
-    for name in left_out:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(name)])
-        items[:] = [item for item in items if not item.get_closest_marker(name)]
+    wanted = {"full": "--all-models", "backends": "--backends", "doors": "--doors"}
+    left_out = [mark for mark, option in wanted.items() if not config.getoption(option)]
+    dropped = [item for item in items if any(item.get_closest_marker(mark) for mark in left_out)]
+    config.hook.pytest_deselected(items=dropped)
+    gone = set(map(id, dropped))
+    items[:] = [item for item in items if id(item) not in gone]
 
 
 def pytest_collection_finish() -> None:

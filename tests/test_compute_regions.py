@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -153,6 +154,35 @@ def test_registered_compilers_are_found_by_name(name: str) -> None:
             assert torch.equal(call(x), model.b(model.a(x).relu()).relu())
     assert dcompile.receipt(call).regions == 1
     assert f"kernels={name} 1.2.3," in find_model(call).settings.config.key()
+
+
+def test_inputs_that_nobody_else_needs_are_freed_inside_a_region() -> None:
+    """The last region has what the one before made; once it has taken that out of its list, it is gone."""
+    freed: list[bool] = []
+
+    def boxed(gm, example_inputs):
+        def call(values):
+            seen = [weakref.ref(value) for value in values]
+            results = gm(*values)
+            values.clear()
+            freed.extend(ref() is None for ref in seen)
+            return results
+
+        call._boxed_call = True
+        return call
+
+    def f(x):
+        return nn.functional.dropout(x.exp(), 0.5, True).sin()
+
+    call = dcompile.compile(f, options={"kernels": boxed, "receipt": False, "fallback_random": True})
+    freed.clear()
+    call(torch.randn(4, 8))
+    assert any(freed) and not all(freed)
+
+
+def test_explain_counts_regions() -> None:
+    call = dcompile.compile(Dropped(), options={"kernels": eager, "receipt": False})
+    assert "dcompile.region" in str(dcompile.explain(call, torch.randn(4, 8)))
 
 
 def test_torch_compile_is_a_door_too() -> None:

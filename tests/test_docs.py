@@ -19,11 +19,12 @@ from dcompile.config import CHANNELS
 from dcompile.explain.receipt import Receipt
 from tests.job import ROOT, run
 from tests.nursery import python
-from tools import passes, settings
+from tools import backends, passes, settings
 
 DOCS = ROOT / "docs"
 LOGGERS = [f"dcompile.{channel}" for channel in CHANNELS]
-GENERATED = {DOCS / name for name in ("guide/settings.md", "internals/passes.md", "internals/one-program.md")}
+GENERATED = {DOCS / f"guide/{name}.md" for name in ("settings", "backends")}
+GENERATED |= {DOCS / f"internals/{name}.md" for name in ("passes", "one-program")}
 GENERATED |= {DOCS / "lab" / name for name in ("figures.md", "peer-suites.md")}
 FRONT = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
 PAGES = [*FRONT, *sorted(DOCS.rglob("*.md"))]
@@ -50,7 +51,10 @@ def check_generated(page: Path, text: str, update: bool) -> None:
     assert page.read_text() == text, "run: pytest tests/test_docs.py --update-golden"
 
 
-@pytest.mark.parametrize(("name", "module"), [("guide/settings.md", settings), ("internals/passes.md", passes)])
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("guide/settings.md", settings), ("guide/backends.md", backends), ("internals/passes.md", passes)],
+)
 def test_generated_page_is_current(name: str, module: ModuleType, update_golden: bool) -> None:
     check_generated(DOCS / name, module.page(), update_golden)
 

@@ -16,7 +16,7 @@ from dcompile.config import Config
 from dcompile.driver import Pipeline
 from dcompile.errors import OptionError
 from dcompile.ir.diagram import COLOURS
-from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, loop_passes
+from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, loop_passes, nest_passes
 from dcompile.runtime.program.executable import HostProgram
 
 
@@ -43,7 +43,7 @@ def against_eager(**options):
 
 
 def test_every_pass_has_its_own_name():
-    rows = [*DYNAMO_PASSES, *JOINT_PASSES, *loop_passes()]
+    rows = [*DYNAMO_PASSES, *JOINT_PASSES, *loop_passes(), *nest_passes()]
     assert len({row.name for row in rows}) == len(rows)
 
 
@@ -107,6 +107,17 @@ def test_left_to_aten_there_is_no_kernel_and_no_fallback():
     assert receipt.library_calls > 0
 
 
+def test_decisions_about_nests_are_left_out_and_stopped_after():
+    def decisions(**options):
+        return [decide.__name__ for decide in Pipeline(Config.make(options=options))._decisions]
+
+    names, required = [row.name for row in nest_passes()], [row.name for row in nest_passes() if row.required]
+    assert decisions() == names
+    assert decisions(skip="vectorize") == [name for name in names if name != "vectorize"]
+    assert decisions(until="fuse") == required, "what stops earlier leaves plain loops"
+    assert decisions(until="hoist_values")[-2:] == ["hoist_values", "block_scans"]
+
+
 def test_an_unknown_pass_is_refused_by_name():
     with pytest.raises(OptionError, match=r"unknown pass 'fuze'.*recognize_causal_masks.*plan_memory_for_peak"):
         Pipeline(Config.make(options={"skip": "fuze"}))
@@ -124,6 +135,7 @@ def test_a_dump_shows_every_program_its_changes_and_the_host_code(tmp_path):
     assert "row_sum" in fused and "return (" in fused
     kernels = list((tmp_path / "rank0/backward0/kernels").glob("*.cpp"))
     assert kernels and all("for (" in path.read_text() for path in kernels)
+    assert any("// kept: {" in path.read_text() or "// vectors: {" in path.read_text() for path in kernels)
     repro = tmp_path / "rank0/backward0/repro.py"
     shown = subprocess.run([sys.executable, repro], capture_output=True, text=True, timeout=60, check=True).stdout
     assert "program backward0(" in shown

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dcompile import toolchain
-from dcompile.codegen.emit import build
+from dcompile.codegen.emit.cpp import compile as cpp_compile
 from dcompile.compat import tensors
 from dcompile.runtime.program import half_gemm
 
@@ -20,7 +20,7 @@ PROCESSORS = {
 
 @pytest.fixture(params=PROCESSORS)
 def processor(request, monkeypatch):
-    for module in (toolchain, build):
+    for module in (toolchain, cpp_compile):
         monkeypatch.setattr(module, "cpu_features", lambda: PROCESSORS[request.param])
     return request.param
 
@@ -34,8 +34,8 @@ def test_matmuls_of_ours_pay_where_the_library_leaves_avx512_idle(processor):
 
 def test_the_compiler_is_told_what_the_processor_has(processor, monkeypatch):
     assert toolchain.caches_are_far() is (processor == "Intel with AVX-512")
-    monkeypatch.setattr(build, "cache_bytes", lambda: 3 << 20)
-    flags = build._probe.__wrapped__(tuple(toolchain.compilers()), os.environ["PATH"], 30).flags
+    monkeypatch.setattr(cpp_compile, "cache_bytes", lambda: 3 << 20)
+    flags = cpp_compile._probe.__wrapped__(tuple(toolchain.compilers()), os.environ["PATH"], 30).flags
     assert ("-mprefer-vector-width=512" in flags) is ("AVX-512" in processor)
     assert ("-DFAR_CACHES" in flags) is (processor == "Intel with AVX-512")
     assert f"-DCACHE_BYTES={3 << 20}" in flags

@@ -14,7 +14,8 @@ from dcompile import pipeline
 INTRODUCTION = """# Passes
 
 This page is printed by `python -m tools.passes` from the lists in `dcompile/pipeline.py`.
-A pass is a pure function from a program to a program; it measures nothing and asks for no rank, clock or device.
+A pass is a pure function from a graph, a program or the plan of a kernel to another; it measures nothing and asks for
+no rank, clock or device.
 A list runs from top to bottom. The reason for a place in the list stands in its last column.
 
 `DCOMPILE_SKIP=name` leaves a pass out, `DCOMPILE_UNTIL=name` stops after it, and `DCOMPILE_DUMP=dir` writes the program
@@ -23,15 +24,13 @@ and the difference that each pass makes. [one-program.md](one-program.md) shows 
 """
 
 
+LISTS = ("DYNAMO_PASSES", "JOINT_PASSES", "LOOP_PASSES", "NEST_PASSES", "OUTPUT_STEPS")
+"""The lists of the pipeline, in the order of the stages."""
+
+
 def pass_lists() -> Iterator[tuple[str, Sequence[Any]]]:
-    """Every list of passes in the pipeline, in the order of the file: tuples of rows with a name and a function."""
-    for name, value in vars(pipeline).items():
-        if name.isupper() and isinstance(value, tuple) and value and all(map(_is_row, value)):
-            yield name, value
-
-
-def _is_row(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and _function_of(value) is not None
+    """Every list of passes in the pipeline: its name and its rows."""
+    yield from ((name, getattr(pipeline, name)) for name in LISTS)
 
 
 def _function_of(row: Any) -> Callable[..., Any] | None:
@@ -61,10 +60,12 @@ def reasons() -> dict[str, list[str]]:
     lines = source.splitlines()
     found = {}
     for node in ast.parse(source).body:
-        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
-        value = getattr(node, "value", None)
-        if isinstance(value, ast.Tuple) and targets and isinstance(targets[0], ast.Name):
-            found[targets[0].id] = [_comment_before(lines, element.lineno) for element in value.elts]
+        if isinstance(node, ast.FunctionDef):  # a list that is made when it is first asked for
+            name, value = node.name.upper(), getattr(node.body[-1], "value", None)
+        else:
+            name, value = getattr(getattr(node, "target", None), "id", ""), getattr(node, "value", None)
+        if name in LISTS and isinstance(value, ast.Tuple):
+            found[name] = [_comment_before(lines, element.lineno) for element in value.elts]
     return found
 
 
@@ -98,7 +99,8 @@ def page() -> str:
             lines.append(f"| {number + 1} | `{name}` | {what} | {', '.join(flags(row))} | {reason} |")
         lines.append("")
     lines += [
-        "`reorders_sums`: results may differ in the order of a sum; every other pass is held to bitwise equality.",
+        "`reorders_sums`: results may differ in the order of a sum; every other pass is held to bitwise equality, but",
+        "those over nests, whose sums are in the order that vectors and threads give.",
         "`needs_loops`: skipped where a program has no kernel of dcompile's. `required`: never skipped.",
         "",
     ]

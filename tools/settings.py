@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcompile.config import MODES, describe
+from dcompile.inductor_options import REASON_OF
 
 INTRODUCTION = """# Settings
 
@@ -16,8 +17,8 @@ Each setting is an option, `dcompile.compile(model, options={"name": value})` or
 environment variable. Options win. An unknown name raises `OptionError` (a `ValueError`, and a `RuntimeError` as in
 torch.compile), which names the nearest and all valid ones.
 
-Some options of torch.compile are accepted without effect. The table says why, and so does the receipt where one was
-changed from its default. All others are errors.
+Some options of torch.compile are accepted without effect. The table and the list below say why, and so does the receipt
+where one was changed from its default. All others are errors.
 
 | Option | Environment | Default | Meaning |
 |---|---|---|---|"""
@@ -37,11 +38,27 @@ As in torch.compile, a mode stands for a set of options, so give one or the othe
 |---|---|"""
 
 
+IGNORED_INTRODUCTION = """
+## Options of TorchInductor without effect
+
+They are accepted, so that existing calls need no edit, and noted in the receipt. None changes a value.
+"""
+
+
 def page() -> str:
     """The whole page."""
     rows = [f"| `{name}` | `{variable}` | `{default}` | {text} |" for name, variable, default, text in describe()]
     modes = [f"| `{mode}` | {_options(options)} |" for mode, options in MODES.items()]
-    return "\n".join([INTRODUCTION, *rows, MODES_INTRODUCTION, *modes, ""])
+    return "\n".join([INTRODUCTION, *rows, MODES_INTRODUCTION, *modes, IGNORED_INTRODUCTION, *_ignored(), ""])
+
+
+def _ignored() -> list[str]:
+    """A paragraph for each reason, with the options that it is of."""
+    paragraphs = []
+    for reason in dict.fromkeys(REASON_OF.values()):
+        names = ", ".join(f"`{name}`" for name, other in REASON_OF.items() if other == reason)
+        paragraphs.append(f"- {reason[0].upper()}{reason[1:]}: {names}")
+    return paragraphs
 
 
 def _options(options: Mapping[str, Any]) -> str:

@@ -16,8 +16,8 @@ SOURCE = Path(__file__).parent / "kernels.cpp"
 @cache
 def library() -> ctypes.CDLL:
     """The hand-written kernels, linked with the OpenMP that torch has loaded."""
-    from dcompile.codegen.emit.build import find_compiler, openmp_library
-    from dcompile.codegen.emit.prelude import PRELUDE
+    from dcompile.codegen.emit.cpp.compile import find_compiler, openmp_library
+    from dcompile.codegen.emit.cpp.library.base import PRELUDE
 
     compiler = find_compiler(60)
     text = PRELUDE + SOURCE.read_text()

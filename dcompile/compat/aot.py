@@ -326,7 +326,7 @@ def own_results() -> tuple[int, ...]:
         return ()
     own = ("non_alias", "unsafe_view_alias", "alias_of_intermediate", "alias_of_intermediate_save_as_output",
            "alias_of_intermediate_base_is_user_output")  # fmt: skip
-    kinds = [info.output_type.name if info.requires_grad else "" for info in metadata.output_info]
+    kinds = [info.output_type.name if info.requires_grad else "" for info in _shown_results(metadata)]
     found = [n for n, kind in enumerate(kinds) if kind in own]
     return tuple(sorted(found, key=lambda n: own.index(kinds[n]) > 1))
 
@@ -336,7 +336,17 @@ def learning_results() -> frozenset[int]:
     metadata = _metadata()
     if metadata is None:
         return frozenset()
-    return frozenset(n for n, info in enumerate(metadata.output_info) if info.requires_grad)
+    return frozenset(n for n, info in enumerate(_shown_results(metadata)) if info.requires_grad)
+
+
+def _shown_results(metadata: Any) -> list[Any]:
+    """What AOTAutograd knows of each result as the caller sees it: of a DTensor, of the local tensor in it.
+
+    The mesh beside that counts as a result of the traced graph.
+    """
+    from torch._library.fake_class_registry import FakeScriptObject
+
+    return [info for info in metadata.output_info if not issubclass(info.raw_type, FakeScriptObject)]
 
 
 def constant_results() -> tuple[int, ...]:

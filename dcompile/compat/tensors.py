@@ -393,6 +393,13 @@ def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def zero_all(tensors: list[torch.Tensor]) -> None:
+    """Fill each with zeros, on a GPU many in a launch."""
+    import torch
+
+    torch._foreach_zero_(tensors)
+
+
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source to its target, converting it: on GPUs in one kernel. Targets have one dtype, sources another."""
     import torch

@@ -107,7 +107,9 @@ def _collectives_line(receipt: Receipt) -> str:
 
 def _kernels_line(receipt: Receipt) -> str:
     found = receipt.cache_hits + receipt.kernels_received
+    other = [f"{_counted(receipt.regions, 'region')} by another compiler"] if receipt.regions else []
     parts = [
+        *other,
         f"{_counted(receipt.kernels, 'kernel')} in {_counted(receipt.kernel_calls, 'call')}",
         f"{_counted(receipt.library_calls, 'library call')}; {receipt.built} built",
         f"{found} from the cache",

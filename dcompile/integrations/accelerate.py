@@ -50,8 +50,8 @@ _Options: Any = dataclasses.make_dataclass(
 class DcompilePlugin(_Options, TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate ships no types
     """`torch.compile(backend="dcompile")` for what `Accelerator.prepare` returns, which stays the same object.
 
-    `mode`, `fullgraph`, `dynamic`, `options` and `disable` mean what they mean to torch.compile. Each option of dcompile
-    is a field by name (dots are underscores, docs/guide/settings.md); one that stays None is left out. The
+    `mode`, `fullgraph`, `dynamic`, `options` and `disable` mean what they mean to torch.compile. Each option of
+    dcompile is a field by name (dots are underscores, docs/guide/settings.md); one that stays None is left out. The
     ACCELERATE_DYNAMO_* variables are not read: `accelerate launch` always sets them, to the values of a user who asked
     for nothing (`dynamic=False` among them). Raises OptionError for a bad option.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,26 @@ def export_region(gm: Any, example_inputs: Sequence[Any]) -> Any:
     """An ExportedProgram of a graph of ATen operations. Its inputs and outputs keep their order."""
     _reshape_views(gm)
     with compat.tensors.real_tensors(), torch.no_grad(), converting():
-        # with their strides, which say what a view of them is
-        zeros = tuple(
-            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).zero_() for x in example_inputs
-        )
-        return torch.export.export(_Positional(gm), zeros, strict=False)
+        return torch.export.export(_Positional(gm), tuple(_zeros(example_inputs)), strict=False)
+
+
+def _zeros(example_inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """Inputs with memory, and with their strides, which say what a view of them is."""
+    layouts = [(tuple(x.shape), tuple(x.stride()), x.dtype, x.device) for x in example_inputs]
+    return [torch.empty_strided(s, t, dtype=dtype, device=device).zero_() for s, t, dtype, device in layouts]
+
+
+def require_cpu(example_inputs: Sequence[Any]) -> None:
+    """Raise where an input lies elsewhere: both run times are given memory of the CPU."""
+    devices = sorted({value.device.type for value in example_inputs} - {"cpu"})
+    if devices:
+        raise RuntimeError(f"tensors are on {', '.join(devices)}, and its sessions of ours run on the CPU")
+
+
+def try_once(run: Callable[..., list[torch.Tensor]], example_inputs: Sequence[Any]) -> None:
+    """Run with zeros: what a run time finds wrong at its first call is a refusal, too."""
+    with compat.tensors.real_tensors(), torch.no_grad():
+        run(*_zeros(example_inputs))
 
 
 def _reshape_views(gm: Any) -> None:

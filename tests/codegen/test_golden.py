@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile.codegen.emit import cpp
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.codegen.lower.lower import lower
 from dcompile.collectives.contract import Request
 from dcompile.ir.nodes import Loop
 from dcompile.ir.text import show
 from dcompile.pipeline import loop_passes
+from tests.codegen.emit import cpp_kernel
 
 R, C = 16, 48
 X, W, S, G = (R, C), (C,), (R, 1), (R, C)
@@ -85,7 +85,7 @@ def compiled(function: Callable[..., Any], shapes: tuple[Any, ...]) -> str:
     for row in loop_passes():
         program = row.run(program, *row.given(Request(program.name, "inference")))
     texts = []
-    for number, kernel in enumerate(cpp.emit_all(program).sources):
+    for number, kernel in enumerate(cpp_kernel.emit_all(program).sources):
         texts.append(kernel.text.replace(kernel.name, f"kernel{number}").strip())
     assert len(texts) == sum(isinstance(step, Loop) for step in program.steps)
     sections = {"lowered": lowered, "scheduled": show(program), "kernels": "\n\n".join(texts)}

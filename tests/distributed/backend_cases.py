@@ -14,9 +14,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dcompile
 from dcompile.capture.entry import find_model
+from dcompile.errors import PlanMismatchError
+from tests.distributed.harness import Ranks
 from tests.kernel_backends.fakes import eager, installed
 from tests.kernel_backends.matrix import CALLABLE, outcome
 
+CASES = "tests.distributed.backend_cases:"
 STEPS = 2
 
 
@@ -45,11 +48,16 @@ class Products(nn.Module):
 def make(layer: str = "products") -> nn.Sequential:
     torch.manual_seed(3)
     kind = {"products": Products, "block": Layer}[layer]
-    return nn.Sequential(*(kind() for _ in range(2)))
+    return nn.Sequential(*(kind() for _ in range(2))).to(device())
+
+
+def device() -> torch.device:
+    """Where this pair of ranks computes."""
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
 def batch(step: int) -> torch.Tensor:
-    return torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+    return torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(device())
 
 
 def train(call: Callable[..., Any], model: nn.Module) -> list[torch.Tensor]:
@@ -149,3 +157,45 @@ def cell(name: str, case: str) -> str:
     receipt = found["receipt"]
     assert receipt.eligible and receipt.graphs == 1 and found["near"]
     return outcome(receipt)
+
+
+def other(gm: Any, example_inputs: Any) -> Any:
+    """Another compiler that runs what it is handed."""
+    return eager(gm, example_inputs)
+
+
+def disagreeing() -> str:
+    """Each rank has a compiler of its own: what both are told."""
+    model = DDP(make())
+    call = dcompile.compile(model, options={"kernels": (eager, other)[dist.get_rank()]})
+    try:
+        call(batch(0)).sum().backward()
+    except PlanMismatchError as error:
+        return str(error)
+    return "no error"
+
+
+def shared(folder: str) -> dict[str, Any]:
+    """One rank plans a graph, the other one receives it, and makes its own regions."""
+    model = DDP(make(), bucket_cap_mb=0.004)
+    twin = copy.deepcopy(model.module)
+    own = f"{folder}/{dist.get_rank()}"
+    settings = {"kernels": eager, "verify": False, "cache_dir": own}
+    got = train(dcompile.compile(model, options=settings), model)
+    stock = DDP(twin, bucket_cap_mb=0.004)
+    receipt = dcompile.receipt(model)
+    return {
+        "same": same_bits(got, train(stock, stock)),
+        "received": receipt.graphs_received,
+        "regions": receipt.regions,
+    }
+
+
+def as_stock(ranks: Ranks, case: str, **keywords: Any) -> dict[str, Any]:
+    """Run a case, from the test's process: one graph, as stock's bit for bit, nothing left to other kernels."""
+    found = ranks.run(CASES + case, 280, **keywords)
+    for each in found:
+        receipt = each["receipt"]
+        assert each["same"] and receipt.eligible and not receipt.fallbacks
+        assert (receipt.graphs, receipt.graph_breaks, receipt.kernel_calls) == (1, 0, 0)
+    return found[0]

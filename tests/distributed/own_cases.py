@@ -109,7 +109,7 @@ def loss_in_parallel(options: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 class Spread(nn.Module):
-    """Takes and returns DTensors, one of them with a part that has no gradient, and counts in a buffer that is one."""
+    """Takes and returns DTensors, one of them without a gradient, and counts in a buffer that is one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Spread(nn.Module):
         y = self.a(x)
         with torch.no_grad():
             self.sums.add_(y.detach().sum(0))
-        return torch.relu(y), self.sums * 2
+        return self.sums * 2, torch.relu(y), y.to_local().sin()
 
 
 def spread_all_the_way(options: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -134,9 +134,10 @@ def spread_all_the_way(options: dict[str, Any] | None = None) -> dict[str, Any]:
 
     def loss(run: Any, module: Any, step: int) -> torch.Tensor:
         x = torch.randn(4, 12, generator=torch.Generator().manual_seed(step))
-        y, sums = run(distribute_tensor(x, mesh(), [Shard(0)]))
+        sums, y, local = run(distribute_tensor(x, mesh(), [Shard(0)]))
         assert isinstance(y, DTensor) and isinstance(sums, DTensor)
-        return (y.sum() + sums.detach().sum()).full_tensor()
+        assert (sums.requires_grad, y.requires_grad, local.requires_grad) == (False, True, True)
+        return (y.sum() + sums.sum()).full_tensor() + local.sum()
 
     stock, module = make(), make()
     found = compared(stock, module, loss, options)

@@ -7,6 +7,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from tests.distributed.backend_cases import as_stock
+
 CASES = "tests.distributed.settings_cases:"
 WHEN = pytest.mark.parametrize("when", ["before", "between"])
 
@@ -80,3 +82,22 @@ def test_backwards_of_fsdp2_that_are_ended_by_hand_stay_its_own(ranks, when):
         assert (found["grad"], found["param"]) == (0, 0)
         reasons = ("backwards are ended by hand (set_manual_backward_finalization)",)
         assert (found["receipt"].eligible, found["receipt"].reasons) == (False, reasons)
+
+
+def test_ddp_as_stock_with_inductor(ranks):
+    """An all-reduce runs beside the region of the layer before: in the program, and as measured."""
+    found = as_stock(ranks, "ddp")
+    assert found["receipt"].regions == 3 and found["receipt"].buckets == 2
+    assert found["overlaps"] == [("bucket0", "region 1 of backward0")]
+    assert found["kinds"] == [("all_reduce", "backward0")] * 2
+    backward = found["sources"][-1]
+    second = backward.index("region 1 of backward0")
+    assert backward.index("buckets.start('bucket0'") < second < backward.index("buckets.wait('bucket0'")
+
+
+def test_fsdp2_as_stock_with_inductor(ranks):
+    """As many regions as stock compiles layers, forward and backward; gathers and reductions run beside them."""
+    found = as_stock(ranks, "fsdp2")
+    assert found["receipt"].regions == 4
+    assert {("gather1", "region 0 of forward0"), ("gather1", "region 0 of backward0")} <= {*found["overlaps"]}
+    assert ("scatter0", "region 1 of backward0") in found["overlaps"]

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from dcompile.codegen.emit import cpp, wide
+from dcompile.codegen.emit.cpp import stream_stores
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.nest.device_traits import has_atomic
 from dcompile.codegen.nest.gpu_tiling import make_plan
@@ -29,6 +29,7 @@ from dcompile.ir.nodes import Apply, Loop, Program, Reduce
 from dcompile.ir.ops import DTYPES
 from dcompile.ir.symbols import sources, specialise
 from dcompile.ir.verify import verify
+from tests.codegen.emit import cpp_kernel
 from tests.codegen.emit.harness import call, loaded, placed, read
 from tests.codegen.emit.loops import on_a_gpu
 from tests.fuzz.by_triton import run_triton
@@ -46,14 +47,14 @@ CHOICES = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "sign", "not", "floor",
 
 def run_cpp(cases: Sequence[Case]) -> list[Outputs]:
     """All kernels built at once; then each program over memory of its own, with guards behind every buffer."""
-    kernels = [cpp.emit_all(program).calls for program, _ in cases]
+    kernels = [cpp_kernel.emit_all(program).calls for program, _ in cases]
     functions = loaded([kernel for calls in kernels for kernel in calls])
     return [_run_one(*case, calls, functions) for case, calls in zip(cases, kernels, strict=True)]
 
 
 def run_cpp_streamed(cases: Sequence[Case]) -> list[Outputs]:
     """The same with results written past the caches that are large enough for it in models alone."""
-    with patch.object(wide, "STREAM_BYTES", 0):
+    with patch.object(stream_stores, "MIN_STREAM_BYTES", 0):
         return run_cpp(cases)
 
 

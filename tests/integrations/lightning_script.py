@@ -12,6 +12,8 @@ import warnings
 import lightning
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 warnings.simplefilter("ignore")
@@ -60,7 +62,7 @@ class Lit(lightning.LightningModule):
 
 
 def loader() -> DataLoader:
-    tokens = torch.randint(0, 50, (2 * 2 * 2 * STEPS, 8), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, 50, (4, 8), generator=torch.Generator().manual_seed(1)).repeat(2 * STEPS, 1)
     return DataLoader(TensorDataset(tokens, tokens.roll(-1, 1)), batch_size=2)
 
 
@@ -111,6 +113,29 @@ def by_fabric(backend: str, folder: str, before: bool = False) -> tuple[dict, nn
     return {"losses": losses, "keys": keys}, model
 
 
+def by_steps(backend: str, folder: str) -> tuple[dict, nn.Module]:
+    """What ModelParallelStrategy does, which wants GPUs: steps of a module whose parts are sharded."""
+    torch.distributed.init_process_group("gloo")
+    model = Lit()
+    for part in (model.net.block, model.net):
+        fully_shard(part)
+    if backend == "dcompile":
+        from dcompile.integrations.lightning import DcompileCallback
+
+        model.callback = DcompileCallback(options={"receipt": False})  # type: ignore[assignment]
+        model.callback.setup(None, model, "fit")
+    (optimizer, losses) = (model.configure_optimizers(), [])
+    rank = torch.distributed.get_rank()
+    for number, batch in enumerate(list(loader())[rank::2]):
+        loss = model.training_step(batch, number)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.distributed.all_reduce(mean := loss.detach() / 2)
+        losses.append(float(mean))
+    return {"losses": losses, "keys": list(model.state_dict())}, model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default="eager")
@@ -118,10 +143,11 @@ def main() -> None:
     parser.add_argument("--folder", required=True)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    door = by_trainer if arguments.door == "trainer" else by_fabric
+    door = {"trainer": by_trainer, "fully_shard": by_steps}.get(arguments.door, by_fabric)
     more = {"before": True} if arguments.door == "fabric, torch.compile" else {}
     result, model = door(arguments.backend, arguments.folder, **more)
-    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    parameters = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    flat = torch.cat([p.detach().flatten() for p in parameters])
     everyone = [torch.empty_like(flat) for _ in range(2)]
     torch.distributed.all_gather(everyone, flat)
     result["ranks_equal"] = torch.equal(*everyone)

@@ -3,10 +3,12 @@ compiling it itself."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import PretrainedConfig, Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutput
@@ -15,7 +17,8 @@ import dcompile
 from dcompile.errors import OptionError
 from dcompile.integrations.accelerate import DcompilePlugin
 from dcompile.integrations.transformers import compile_trainer
-from tests.subject import BACKEND, IS_DCOMPILE
+from tests.integrations.launched import losses_of
+from tests.subject import BACKEND, IS_DCOMPILE, ROOT, run
 
 pytestmark = [pytest.mark.usefixtures("compiled_anew"), pytest.mark.filterwarnings("ignore")]
 
@@ -49,6 +52,7 @@ class LlamaForCausalLM(Bigrams):
 
 
 def train(folder, how: str) -> tuple[list[float], Trainer]:
+    AcceleratorState._reset_state(reset_partial_state=True)  # else the first trainer's plugin counts
     torch.manual_seed(0)
     model = Bigrams()
     if how == "in place":
@@ -56,7 +60,7 @@ def train(folder, how: str) -> tuple[list[float], Trainer]:
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2,
         learning_rate=1e-2, logging_steps=1, save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
-        seed=0,
+        seed=0, torch_compile_backend="dcompile" if how == "by name" else None,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=batches())
     if how == "by the trainer":
@@ -70,7 +74,7 @@ def eager(tmp_path_factory) -> tuple[list[float], Trainer]:
     return train(tmp_path_factory.mktemp("eager"), "not at all")
 
 
-@pytest.mark.parametrize("how", ["in place", "by the trainer"] if IS_DCOMPILE else ["in place"])
+@pytest.mark.parametrize("how", ["in place", "by the trainer", "by name"] if IS_DCOMPILE else ["in place"])
 def test_trainer_trains_the_same(how, eager, tmp_path):
     expected, stock = eager
     losses, trainer = train(tmp_path, how)
@@ -80,6 +84,7 @@ def test_trainer_trains_the_same(how, eager, tmp_path):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4, msg=name)
     if IS_DCOMPILE:
         assert dcompile.receipt(trainer.model_wrapped).kernels > 0
+        assert trainer.model_wrapped is trainer.model and "_orig_mod" not in "".join(trainer.model.state_dict())
 
 
 def test_labels_that_trainer_smooths_are_shifted(tmp_path):
@@ -103,3 +108,28 @@ def test_what_would_compile_twice_or_not_as_asked_is_refused(tmp_path):
         compile_trainer(trainer, DcompilePlugin(), receipt=False)
     with pytest.raises((OptionError, TypeError), match="no_such"):
         compile_trainer(trainer, no_such=1)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_the_launch_script_trains_the_same_and_goes_on(tmp_path):
+    """launch/train_hf_trainer.py: the name alone, and what the name has no flags for."""
+    eager = losses_of("train_hf_trainer", tmp_path / "eager", 4, "--backend", "eager", "--grad-accum", "2")
+    ours = ("--backend", "dcompile", "--grad-accum", "2", "--checkpoint-interval", "2")
+    assert losses_of("train_hf_trainer", tmp_path / "ours", 4, *ours) == pytest.approx(eager, rel=1e-5)
+    resume = ("--resume", str(tmp_path / "ours/checkpoint-2"), "--compile.fullgraph")
+    assert losses_of("train_hf_trainer", tmp_path / "ours", 4, *ours, *resume) == pytest.approx(eager, rel=1e-5)
+    assert (tmp_path / "ours/hf/model.safetensors").is_file()
+
+
+def test_without_the_import_accelerates_error_is_the_one_that_the_guide_explains(tmp_path):
+    code = (
+        "from transformers import Trainer, TrainingArguments; import torch; "
+        f"a = TrainingArguments({str(tmp_path)!r}, torch_compile_backend='dcompile', use_cpu=True, report_to=[]); "
+        "Trainer(torch.nn.Linear(2, 2), a)"
+    )
+    result = run(sys.executable, "-c", code)
+    error = result.stderr.splitlines()[-1].removeprefix("ValueError: ")
+    assert error == "'DCOMPILE' is not a valid DynamoBackend"
+    page = (ROOT / "docs/guide/transformers.md").read_text()
+    assert error in page and "import dcompile.integrations.transformers" in page

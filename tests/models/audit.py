@@ -21,7 +21,6 @@ from unittest import mock
 import numpy as np
 import torch
 
-from dcompile.codegen.emit import select_target
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
@@ -50,7 +49,7 @@ def exposed(pipeline: Pipeline, gm: Any, request: Any, cache: KernelCache) -> tu
     shown = [b for b in program.buffers if b.name in written - hidden]
     views = tuple(View(b.name, b.shape, b.strides) for b in shown)
     program = plan_memory.run(replace(program, outputs=program.outputs + views), *plan_memory.given(request))
-    kernels = select_target.emit_all(program, request.kind, pipeline._own_products())
+    kernels = pipeline.emit(program, request)
     plan = ProgramPlan(lowered, program, kernels, _report(program, kernels))
     building = pipeline._begin(kernels, pipeline._arch(gm), cache)
     made, _ = pipeline.finish(

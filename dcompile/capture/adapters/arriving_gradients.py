@@ -2,8 +2,8 @@
 
 That is where a model is captured in several graphs, uses parameters outside of them, or runs eagerly. With
 `find_unused_parameters=True`, ranks may then run different graphs, and use other parameters. Each still reduces the
-same buckets in the same order: those of a program that has every gradient, so that a rank with one graph pairs with a
-rank that has several. A bucket is exchanged once the last of its gradients is there, while other graphs still compute.
+same buckets in the same order: those of a program that has every gradient. So a rank with one graph pairs with a rank
+that has several. A bucket is exchanged once the last of its gradients is there, while other graphs still compute.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dcompile.codegen.emit import cpp
+from collections.abc import Sequence
+
+from dcompile.codegen.emit.cpp import kernel as cpp_kernel
+from dcompile.codegen.emit.cpp.plan import NestDecision
 from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.codegen.emit.triton import kernel, matmul_epilogue, segment_sum
 from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, fuse_launches
@@ -10,27 +13,32 @@ from dcompile.codegen.nest.device_traits import on_gpu
 from dcompile.ir.nodes import Buffer, Loop, Program
 
 
-def emit_all(program: Program, kind: str, own_products: bool) -> Kernels:
-    """The kernel of each loop, for the device whose memory it writes; on the CPU also of matrix products, if wanted."""
+def emit_all(program: Program, kind: str, decisions: Sequence[NestDecision], *, own_products: bool) -> Kernels:
+    """The kernel of each loop, for the device whose memory it writes; on the CPU also of matrix products, if wanted.
+
+    `decisions`: what plans the nests of C++ kernels (`NEST_PASSES`).
+    """
     table = program.table
     loops = [step for step in program.steps if isinstance(step, Loop)]
     if not any(buffer.device != "cpu" for buffer in program.buffers):
-        return cpp.emit_all(program, training=kind == "forward", own_products=own_products)
+        return cpp_kernel.emit_all(program, decisions, training=kind == "forward", own_products=own_products)
     constant = constants(program) if kind == "inference" else None  # in training, kernels are not as brief
     nothing = None if constant is None else frozenset[str]()
-    single = [_kernel(loop, table, nothing) for loop in loops]
+    single = [_kernel(loop, table, nothing, decisions) for loop in loops]
     calls = fuse_launches(program, single)
     if constant:
         first = first_launch(calls)
         for number in range(first + 1, len(loops)):
             if on_gpu(loops[number], table) and constant & loops[number].reads:
-                single[number] = _kernel(loops[number], table, constant)
+                single[number] = _kernel(loops[number], table, constant, decisions)
         early = fuse_launches(program, single)
         calls = early if first_launch(early) == first else calls
     return Kernels(calls, segment_sum.products(program))
 
 
-def _kernel(loop: Loop, table: dict[str, Buffer], constant: frozenset[str] | None) -> KernelSource:
+def _kernel(
+    loop: Loop, table: dict[str, Buffer], constant: frozenset[str] | None, decisions: Sequence[NestDecision]
+) -> KernelSource:
     if loop.product is not None:
         return matmul_epilogue.emit(loop, table)
-    return kernel.emit(loop, table, constant) if on_gpu(loop, table) else cpp.emit(loop, table)
+    return kernel.emit(loop, table, constant) if on_gpu(loop, table) else cpp_kernel.emit(loop, table, decisions)

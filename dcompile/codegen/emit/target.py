@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dcompile.ir.index import Size
-from dcompile.ir.nodes import Buffer, Loop, View
+from dcompile.ir.nodes import View
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class KernelSource:
     sizes: tuple[str, ...] = field(default=(), compare=False)
     launches: tuple[Launch, ...] = ()
     numbers: tuple[int, ...] = field(default=(), compare=False)
+    plan: tuple[str, ...] = field(default=(), compare=False)
+    """What was decided about its loops, a line each, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,5 +81,3 @@ class Emitter:
 
     language: str
     spelling: Mapping[str, str]
-    emit: Callable[[Loop, Mapping[str, Buffer]], KernelSource]
-    has_float64: bool = True

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from dcompile.compat.tensors import multiply_all, storage_use_count, will_accumulate
+from dcompile.compat.tensors import copy_all, multiply_all, storage_use_count, will_accumulate, zero_all
 from dcompile.ir.nodes import Bucket
 from dcompile.runtime.communication.work import PendingCollective, count_replayed, start_sum
 
@@ -187,9 +187,9 @@ class BucketSet:
             elif view is not None:
                 empty.append(view)
         if views:
-            torch._foreach_copy_(views, gradients)
+            copy_all(views, gradients)
         if empty:
-            torch._foreach_zero_(empty)
+            zero_all(empty)
         if bucket.marks:
             self._mark(bucket, memory, bucket.params)
 

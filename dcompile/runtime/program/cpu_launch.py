@@ -1,7 +1,8 @@
 """Runs compiled kernels on the CPU one after another in a single call, by way of a table made beforehand.
 
 It has the addresses that are known when the host program prepares itself; the others, and sizes that only the call
-tells, are filled in at each call. `run_calls` of every compiled file walks over it (`codegen/emit/prelude.py`).
+reports, are filled in at each call. Every compiled file has a `run_calls` that walks over it
+(`codegen/emit/cpp/library/base.py`).
 """
 
 from __future__ import annotations

@@ -87,5 +87,5 @@ def test_where_hooks_change_gradients_all_is_reduced_at_the_end(begun):
 def test_a_gradient_that_comes_too_late_is_an_error(begun):
     arriving, _ = begun({3})
     arriving.arrived(3, "d")
-    with pytest.raises(DcompileError, match="parameter head got a gradient .* use_reentrant=False"):
+    with pytest.raises(DcompileError, match=r"parameter head got a gradient .* use_reentrant=False"):
         arriving.arrived(4, "head")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcompile.codegen.emit.build import build
+from dcompile.codegen.emit.cpp.compile import build
 from dcompile.config import Config
 
 

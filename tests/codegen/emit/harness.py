@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch  # also for the OpenMP run time that kernels are linked with
 
-from dcompile.codegen.emit import cpp
-from dcompile.codegen.emit.build import build
+from dcompile.codegen.emit.cpp.compile import build
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
 from dcompile.ir.float8 import BYTES
@@ -27,6 +26,7 @@ from dcompile.ir.interpret import GARBAGE, from_bfloat16, interpret, to_bfloat16
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, View
 from dcompile.ir.ops import DTYPES
 from dcompile.runtime.cache.disk import KernelCache
+from tests.codegen.emit import cpp_kernel
 from tests.codegen.emit.cases import random_inputs
 
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -69,11 +69,14 @@ def read(buffer: Buffer, view: View, flat: np.ndarray) -> np.ndarray:
     return from_bfloat16(out) if buffer.dtype == "bfloat16" else out.copy()
 
 
-def source_of(made: Program, again: frozenset[str] = frozenset()) -> KernelSource:
-    """The kernel of a program of one loop, behind which the buffers `again` are read once more."""
+def source_of(made: Program, again: frozenset[str] = frozenset(), without: Collection[str] = ()) -> KernelSource:
+    """The kernel of a program of one loop, behind which the buffers `again` are read once more.
+
+    `without`: decisions (rows of `NEST_PASSES`) that are left out.
+    """
     (loop,) = made.steps
     assert isinstance(loop, Loop)
-    return cpp.emit(loop, made.table, again)
+    return cpp_kernel.emit(loop, made.table, again, without)
 
 
 def execute(made: Program, source: KernelSource, inputs: dict[str, np.ndarray], same: str = "") -> list[np.ndarray]:
@@ -90,7 +93,7 @@ def execute(made: Program, source: KernelSource, inputs: dict[str, np.ndarray], 
 
 def compiled(programs: list[Program]) -> dict[str, object]:
     """All kernels of some programs, built together."""
-    return loaded([cpp.emit(step, p.table) for p in programs for step in p.steps if isinstance(step, Loop)])
+    return loaded([cpp_kernel.emit(step, p.table) for p in programs for step in p.steps if isinstance(step, Loop)])
 
 
 def loaded(sources: Sequence[KernelSource]) -> dict[str, object]:
@@ -128,7 +131,7 @@ def run(program: Program, inputs: dict[str, np.ndarray], functions: dict[str, ob
     table = program.table
     memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers}
     for step in program.steps:
-        assert call(cpp.emit(step, table), functions, memory) == 0
+        assert call(cpp_kernel.emit(step, table), functions, memory) == 0
     for name, flat in memory.items():
         assert (flat[-64:].view(np.uint8) == GARBAGE).all(), f"{name}: written past its end"
     return [read(table[view.buffer], view, memory[view.buffer]) for view in program.outputs]

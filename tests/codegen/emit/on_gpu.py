@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from dcompile.codegen.emit import build
+from dcompile.codegen.emit.cpp import compile as cpp_compile
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.triton import compile as triton_compile
 from dcompile.codegen.emit.triton import kernel
@@ -36,7 +36,7 @@ def compiled(programs: list[Program]) -> dict[str, object]:
     sources = [kernel.emit(step, p.table) for p in programs for step in p.steps]
     major, minor = torch.cuda.get_device_capability()
     launcher = KernelSource(cuda_launch.LAUNCHER, cuda_launch.LAUNCHER_TEXT, (), 1, False)
-    found = dict(build.build([launcher], Config(), store()).libraries)
+    found = dict(cpp_compile.build([launcher], Config(), store()).libraries)
     arch = 10 * major + minor
     crew = triton_compile.WorkerPool(arch, store().directory)
     try:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from dcompile.codegen.emit import cpp
 from dcompile.codegen.schedule.fusion import fuse as fusing
 from dcompile.codegen.schedule.fusion.merge import LoopMerger, merge
 from dcompile.ir.canonical_names import rename_buffers
 from dcompile.ir.nodes import Loop, Program
+from tests.codegen.emit import cpp_kernel
 from tests.ir.fuzz import random_program
 from tests.ir.test_canonical_names import scaled
 
@@ -30,8 +30,8 @@ def test_random_programs_fuse_and_are_written_the_same(seed, monkeypatch):
     monkeypatch.setattr(fusing, "LoopMerger", lambda: merge)
     assert repr(fused) == repr(fusing.fuse(program))
     twice = doubled(fused)
-    alone = [cpp.emit(step, twice.table) for step in twice.steps if isinstance(step, Loop)]
-    together = cpp.emit_all(twice).calls
+    alone = [cpp_kernel.emit(step, twice.table) for step in twice.steps if isinstance(step, Loop)]
+    together = cpp_kernel.emit_all(twice).calls
     assert [(k, k.arguments, k.sizes, k.origin) for k in together] == [
         (k, k.arguments, k.sizes, k.origin) for k in alone
     ]

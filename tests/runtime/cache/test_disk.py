@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401  loads the OpenMP run time that kernels are linked with
 
-from dcompile.codegen.emit.build import Built, build, find_compiler
+from dcompile.codegen.emit.cpp.compile import Built, build, find_compiler
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
@@ -251,7 +251,7 @@ PROCESS = """
 import resource
 import sys
 import torch
-from dcompile.codegen.emit.build import build
+from dcompile.codegen.emit.cpp.compile import build
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError

@@ -9,20 +9,20 @@ import threading
 import pytest
 import torch
 
-from dcompile.codegen.emit import cpp
-from dcompile.codegen.emit.build import build
+from dcompile.codegen.emit.cpp.compile import build
+from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
 from dcompile.ir.nodes import Loop, Program
 from dcompile.runtime.program.argument_table import Address
 from dcompile.runtime.program.cpu_launch import calls
-from tests.codegen.emit import loops
+from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.harness import store
 
 
-def kernel_of(program: Program) -> cpp.KernelSource:
+def kernel_of(program: Program) -> KernelSource:
     (loop,) = program.steps
     assert isinstance(loop, Loop)
-    return cpp.emit(loop, program.table)
+    return cpp_kernel.emit(loop, program.table)
 
 
 def test_kernels_run_in_order_over_what_is_known_and_what_is_given() -> None:

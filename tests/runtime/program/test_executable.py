@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import dcompile
-from dcompile.codegen.emit import cpp
-from dcompile.codegen.emit.build import build
+from dcompile.codegen.emit.cpp.compile import build
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.schedule.memory.plan import plan_memory
@@ -34,13 +33,13 @@ from dcompile.runtime.program.argument_table import Address
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 from dcompile.runtime.program.executable import HostProgram
 from dcompile.runtime.program.kernel_library import kernel, library
-from tests.codegen.emit import loops
+from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.harness import store
 from tests.ir.fuzz import random_program
 
 
 def load(program: Program, constants=None) -> HostProgram:
-    kernels = cpp.emit_all(program)
+    kernels = cpp_kernel.emit_all(program)
     built = build(kernels.sources, Config(), store())
     constants = constants or {}
     source, names = host_program.emit(program, kernels), tuple(name for name in program.inputs if name in constants)

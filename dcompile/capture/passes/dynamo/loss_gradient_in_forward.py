@@ -3,7 +3,7 @@
 By itself the backward reads all logits again, and takes their exponentials again: forward and backward of 128 rows of
 32000 float32 logits took 1.6 times as long (Zen 3). The gradient is kept in place of the logits, as large as they, and
 the backward multiplies it, in place, by what the loss's own gradient turns out to be. Mostly that is 1, and then the
-kernel returns at once (`codegen/emit/unscaled.py`). Kernels for GPUs wait for memory and not for exponentials.
+kernel returns at once (`codegen/emit/cpp/identity_scale.py`). GPU kernels wait for memory and not for exponentials.
 
 Bodies of higher-order operators are left as they are: a checkpoint asks for its loss to be computed again in the
 backward, so that nothing as large as the logits is kept, and other bodies have a forward and a backward of their own.

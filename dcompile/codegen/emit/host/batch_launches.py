@@ -20,14 +20,14 @@ CPU_ROOM_BYTES = 1 << 16
 """The same for kernels on CPUs, and for memory whose size is not known: a call takes about as long."""
 
 
-class LaunchBatch(HostExpressions):
+class LaunchBatch:
     """Collects the kernels of a run, and what is released behind it."""
 
-    def __init__(self, program: Program, kernels: Kernels, late: frozenset[str]) -> None:
-        super().__init__(program, late)
+    def __init__(self, program: Program, kernels: Kernels, text: HostExpressions) -> None:
+        self.text, self.lines = text, text.lines
         self.allocated: set[str] = set(program.inputs)
         self.outputs = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
-        self.shown = frozenset(self.hosts[name] for name in self.outputs if name in self.hosts)
+        self.shown = frozenset(text.hosts[name] for name in self.outputs if name in text.hosts)
         """Buffers in whose memory results lie."""
         self.waiting: list[tuple[KernelSource, list[str]]] = []
         """Kernels to be started together, all of a program on a CPU, or those on GPUs; what the latter are given."""
@@ -35,55 +35,58 @@ class LaunchBatch(HostExpressions):
         """Tensors to be released behind them."""
         self.on_gpu = any(kernel.launches for kernel in kernels.sources)
 
-    def _wait_for_launch(self, kernel: KernelSource) -> None:
+    def add(self, kernel: KernelSource) -> None:
         """A kernel to be started with its neighbours. One on a CPU may turn out to have none.
 
         One that may fail is a call of its own, whose line tells where in the user's program it comes from.
         """
         if not self.on_gpu and (kernel.checked or (self.waiting and self.waiting[-1][0].checked)):
-            self._launch()
+            self.launch()
         self.waiting.append((kernel, self._named(kernel) if self.on_gpu else []))
 
-    def _drop(self, buffers: list[str]) -> None:
+    def drop(self, buffers: list[str]) -> None:
         """Release tensors after their last use, so that their memory can be used again."""
-        ours = [b for b in buffers if b in self.allocated and b in self.table]
+        ours = [b for b in buffers if b in self.allocated and b in self.text.table]
         # a size that a call has told is used under its own name to the end
-        held = [b for b in ours if b not in self.outputs and b not in self.late]
-        names = [*map(self.name, held), *(self._room(b) for b in held if b in self.inherited and b not in self.shown)]
+        held = [b for b in ours if b not in self.outputs and b not in self.text.late]
+        names = [
+            *map(self.text.name, held),
+            *(self.text.room(b) for b in held if b in self.text.inherited and b not in self.shown),
+        ]
         if names:
             self.lines.append(f"del {', '.join(names)}")
 
-    def _make_room(self, buffer: Buffer) -> None:
+    def make_room(self, buffer: Buffer) -> None:
         """Before a large allocation: start the waiting kernels if memory as large is released behind them."""
         if not self.waiting or (self.on_gpu and buffer.device == "cpu"):
             return
         room = ROOM_BYTES if self.on_gpu else CPU_ROOM_BYTES
-        freed = (self._weight(self.table[b]) for b in self.dying if b in self.allocated and b not in self.outputs)
+        freed = (self._weight(self.text.table[b]) for b in self.dying if b in self.allocated and b not in self.outputs)
         if self._weight(buffer) >= room and sum(freed) >= room:
-            self._launch()
+            self.launch()
 
     def _weight(self, buffer: Buffer) -> int:
         known = isinstance(buffer.extent, int) or self.on_gpu
         return known_bytes(buffer) if known else CPU_ROOM_BYTES
 
-    def _launch(self) -> None:
+    def launch(self) -> None:
         """Start the waiting kernels, then release what only they needed."""
         waiting, self.waiting = self.waiting, []
         if self.on_gpu and waiting:
             self._launch_on_gpu(waiting)
         elif len(waiting) == 1:
-            self._call_kernel(waiting[0][0])
+            self.call_kernel(waiting[0][0])
         elif waiting:
             self._call_kernels([kernel for kernel, _ in waiting])
-        self._drop(self.dying)
+        self.drop(self.dying)
         self.dying = []
 
     # --- CPUs ---
 
-    def _call_kernel(self, kernel: KernelSource) -> None:
+    def call_kernel(self, kernel: KernelSource) -> None:
         """One kernel by itself."""
-        given = [*map(self._pointer, kernel.arguments), *map(self.name, kernel.sizes)]
-        function = self.once(f"run.kernel({kernel.name!r}, {len(given)})", "k")
+        given = [*map(self.text.pointer, kernel.arguments), *map(self.text.name, kernel.sizes)]
+        function = self.text.once(f"run.kernel({kernel.name!r}, {len(given)})", "k")
         self.lines += [f"# {', '.join(kernel.origin)}"] if kernel.origin else []
         call = f"{function}({', '.join(given)})"
         self.lines += [f"if failed := {call}:", "    run.failed(failed)"] if kernel.checked else [call]
@@ -95,7 +98,7 @@ class LaunchBatch(HostExpressions):
         for kernel, names in zip(kernels, named, strict=True):
             rows += [f"# {', '.join(kernel.origin)}"] if kernel.origin else []
             rows.append(f"({kernel.name!r}, ({', '.join(slots.get(name, name) for name in names)},)),")
-        run = self.once(f"run.calls({len(slots)}, [{_lines(rows)}\n    ])", "launch")
+        run = self.text.once(f"run.calls({len(slots)}, [{_lines(rows)}\n    ])", "launch")
         self.lines.append(f"{run}({', '.join(slots)})")
 
     # --- GPUs ---
@@ -110,23 +113,23 @@ class LaunchBatch(HostExpressions):
                 if launch.grid != 0:
                     grid = self._grid(launch.grid, slots)
                     rows.append(f"({kernel.name!r}, {launch.function!r}, {grid}, {arguments}),")
-        run = self.once(f"run.launches({len(slots)}, [{_lines(rows)}\n    ])", "launch")
+        run = self.text.once(f"run.launches({len(slots)}, [{_lines(rows)}\n    ])", "launch")
         self.lines.append(f"{run}({', '.join(['stream', *slots])})")
 
     def _named(self, kernel: KernelSource) -> list[str]:
         """What a kernel's arguments are called."""
-        given = [self._place(name) for name in kernel.arguments]
+        given = [self.text.place(name) for name in kernel.arguments]
         given += [self._prepared_size(symbol) for symbol in kernel.sizes]
         return given + [f"run.number({number})" for number in kernel.numbers]
 
     def _prepared_size(self, symbol: str) -> str:
         """A size symbol in a launch table: a number that is known beforehand, or the name of one known at each call."""
-        return self.name(symbol) if symbol in self.late else f"run.number({self.name(symbol)})"
+        return self.text.name(symbol) if symbol in self.text.late else f"run.number({self.text.name(symbol)})"
 
     def _grid(self, grid: Size, slots: dict[str, str]) -> str:
         """A number of programs in a launch table; one that only the call knows is added to what the call gives."""
-        text = self._index(grid)
-        if self.late.isdisjoint(as_index(grid).variables):
+        text = self.text.index(grid)
+        if self.text.late.isdisjoint(as_index(grid).variables):
             return text
         return f"run.grid({slots.setdefault(text, str(len(slots)))})"
 

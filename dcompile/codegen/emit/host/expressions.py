@@ -56,7 +56,7 @@ class HostExpressions:
             self.prepared[expression] = f"_{prefix}{len(self.prepared)}"
         return self.prepared[expression]
 
-    def _prepared(self, expression: str, prefix: str, sizes: Iterable[Size]) -> str:
+    def once_if_known(self, expression: str, prefix: str, sizes: Iterable[Size]) -> str:
         """As `once`, for what depends on `sizes`: worked out in the call if one is known only there."""
         if any(not self.late.isdisjoint(as_index(size).variables) for size in sizes):
             return expression
@@ -72,13 +72,15 @@ class HostExpressions:
             self.names[buffer] = name
         return self.names[buffer]
 
-    def _memory(self, bucket: str) -> str:
+    def memory(self, bucket: str) -> str:
+        """The name of a bucket's memory."""
         return "_bucket_" + re.sub(r"\W", "_", bucket)
 
-    def _bucket_of(self, buffer: Buffer) -> str | None:
+    def bucket_of(self, buffer: Buffer) -> str | None:
+        """The bucket that a buffer is a part of, if it is one of any."""
         return (buffer.storage or "").removeprefix("bucket:") if (buffer.storage or "").startswith("bucket:") else None
 
-    def _placed(self, name: str) -> Buffer:
+    def placed(self, name: str) -> Buffer:
         """The buffer that memory planning has placed: this one, or the one that it is a part of."""
         buffer = self.table[name]
         holder = holder_of(buffer)
@@ -89,22 +91,22 @@ class HostExpressions:
         buffer = self.table[name]
         return 0 if holder_of(buffer) is None else buffer.offset
 
-    def _pointer(self, name: str) -> str:
+    def pointer(self, name: str) -> str:
         """The address of a buffer, for a kernel."""
-        buffer = self._placed(name)
+        buffer = self.placed(name)
         if buffer.name != name:
             within = self._within(name)
-            return self._pointer(buffer.name) + (f" + {within}" if within else "")
+            return self.pointer(buffer.name) + (f" + {within}" if within else "")
         if name in self.hosts:
-            pointer = self._known_pointer(self._room(self.hosts[name]))
+            pointer = self._known_pointer(self.room(self.hosts[name]))
             return f"{pointer} + {buffer.offset}" if buffer.offset else pointer
         if buffer.storage == "arena":
             at = as_size(as_index(buffer.offset) + as_index(self._within(name)))
-            return self.once(f"run.address + {self._index(at)}", "at")
-        bucket = self._bucket_of(buffer)
+            return self.once(f"run.address + {self.index(at)}", "at")
+        bucket = self.bucket_of(buffer)
         if bucket is None:
             return self._known_pointer(self.name(name))
-        pointer = self._known_pointer(self._memory(bucket), ".flat")
+        pointer = self._known_pointer(self.memory(bucket), ".flat")
         return f"{pointer} + {buffer.offset}" if buffer.offset else pointer
 
     def _known_pointer(self, tensor: str, part: str = "") -> str:
@@ -115,29 +117,31 @@ class HostExpressions:
             self.lines.append(f"{pointer} = {tensor}{part}.data_ptr()")
         return pointer
 
-    def _room(self, host: str) -> str:
+    def room(self, host: str) -> str:
         """The name of the memory in which others lie that take over a buffer's: its own, if nobody else sees it."""
         return self.name(host if self.table[host].storage == "out" else f"{host} over")
 
-    def _address(self, view: View) -> str:
+    def address(self, view: View) -> str:
         """Where a view begins."""
-        pointer, buffer = self._pointer(view.buffer), self.table[view.buffer]
+        pointer, buffer = self.pointer(view.buffer), self.table[view.buffer]
         if as_index(view.offset) == as_index(0):
             return pointer
-        return f"{pointer} + {self._index(as_index(view.offset) * ITEMSIZE[buffer.dtype])}"
+        return f"{pointer} + {self.index(as_index(view.offset) * ITEMSIZE[buffer.dtype])}"
 
-    def _place(self, name: str) -> str:
+    def place(self, name: str) -> str:
         """A kernel's argument in a launch table: an address in the arena, or the name of one known at each call."""
-        buffer = self._placed(name)
+        buffer = self.placed(name)
         if buffer.storage != "arena":
-            return self._pointer(name)
-        return f"run.at({self._index(as_size(as_index(buffer.offset) + as_index(self._within(name))))})"
+            return self.pointer(name)
+        return f"run.at({self.index(as_size(as_index(buffer.offset) + as_index(self._within(name))))})"
 
-    def _tuple(self, sizes: Sequence[Size]) -> str:
-        items = [self._index(size) for size in sizes]
+    def tuple_of(self, sizes: Sequence[Size]) -> str:
+        """A tuple of sizes."""
+        items = [self.index(size) for size in sizes]
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
-    def _index(self, size: Size) -> str:
+    def index(self, size: Size) -> str:
+        """A size or a position."""
         if isinstance(size, int):
             return str(size)
         terms = []
@@ -153,32 +157,32 @@ class HostExpressions:
             case Var(name):
                 return self.name(name)
             case Extreme(kind, left, right):
-                return f"{kind}({self._index(left)}, {self._index(right)})"
+                return f"{kind}({self.index(left)}, {self.index(right)})"
             case Div(base, divisor):
-                return f"(({self._index(base)}) // ({self._index(divisor)}))"
+                return f"(({self.index(base)}) // ({self.index(divisor)}))"
             case Mod(base, divisor):
-                return f"(({self._index(base)}) % ({self._index(divisor)}))"
+                return f"(({self.index(base)}) % ({self.index(divisor)}))"
 
-    def _view(self, view: View, fresh: bool = False, written: bool = False) -> str:
+    def view(self, view: View, fresh: bool = False, written: bool = False) -> str:
         """An expression for a tensor; `fresh` where it is handed to the caller, who may keep it.
 
         `written` where the library may write to it: autograd's count of changes to the caller's tensor must show that.
         """
-        buffer = self._placed(view.buffer)
+        buffer = self.placed(view.buffer)
         if buffer.name != view.buffer:
             start = floordiv(as_index(self._within(view.buffer)), ITEMSIZE[buffer.dtype], {})
             view = replace(view, buffer=buffer.name, offset=as_size(as_index(view.offset) + start))
-        shape, strides = self._tuple(view.shape), self._tuple(view.strides)
+        shape, strides = self.tuple_of(view.shape), self.tuple_of(view.strides)
         if buffer.storage == "arena":
             assert not fresh, f"output {view.buffer} lies in the arena"
-            at = self._index(as_size(as_index(buffer.offset) + as_index(view.offset) * ITEMSIZE[buffer.dtype]))
+            at = self.index(as_size(as_index(buffer.offset) + as_index(view.offset) * ITEMSIZE[buffer.dtype]))
             text = f"run.view(torch.{buffer.dtype}, {shape}, {strides}, {at})"
-            return self._prepared(text, "v", (*view.shape, *view.strides, view.offset))
-        bucket = self._bucket_of(buffer)
+            return self.once_if_known(text, "v", (*view.shape, *view.strides, view.offset))
+        bucket = self.bucket_of(buffer)
         if bucket is not None:
             assert isinstance(buffer.offset, int), f"{view.buffer} has no fixed place in its bucket"
-            at = self._index(as_index(view.offset) + buffer.offset // ITEMSIZE[buffer.dtype])
-            flat = self._memory(bucket)
+            at = self.index(as_index(view.offset) + buffer.offset // ITEMSIZE[buffer.dtype])
+            flat = self.memory(bucket)
             if fresh:
                 return f"as_strided({flat}.flat, {shape}, {strides}, {at})"
             return f"run.bucket_view({flat}, {view.buffer!r}, {shape}, {strides}, {at})"
@@ -193,12 +197,12 @@ class HostExpressions:
             return name
         if buffer.storage == "out" and fresh and self._is_shown_once(view.buffer):
             # no view of another tensor, which would keep that one: a backward may take the memory of what is saved
-            return f"look({name}, {shape}, {strides}, {self._index(view.offset)})"
+            return f"look({name}, {shape}, {strides}, {self.index(view.offset)})"
         if buffer.storage == "out" and fresh:
-            return f"as_strided({name}, {shape}, {strides}, {self._index(view.offset)})"
+            return f"as_strided({name}, {shape}, {strides}, {self.index(view.offset)})"
         if not fresh and not written:
-            return f"look({name}, {shape}, {strides}, {self._index(view.offset)})"
-        offset = "" if as_index(view.offset) == as_index(0) else f" + {self._index(view.offset)}"
+            return f"look({name}, {shape}, {strides}, {self.index(view.offset)})"
+        offset = "" if as_index(view.offset) == as_index(0) else f" + {self.index(view.offset)}"
         return f"as_strided({name}, {shape}, {strides}, {name}.storage_offset(){offset})"
 
     def _is_shown_once(self, name: str) -> bool:
@@ -208,36 +212,38 @@ class HostExpressions:
         """A tensor in another buffer's memory."""
         buffer, host = self.table[view.buffer], self.table[self.hosts[view.buffer]]
         assert isinstance(buffer.offset, int), f"{buffer.name} has no fixed place in {host.name}"
-        name, itemsize = self._room(host.name), ITEMSIZE[buffer.dtype]
+        name, itemsize = self.room(host.name), ITEMSIZE[buffer.dtype]
         if host.dtype != buffer.dtype:
-            at = self._index(as_index(view.offset) * itemsize + buffer.offset)
+            at = self.index(as_index(view.offset) * itemsize + buffer.offset)
             return f"run.within({name}, torch.{buffer.dtype}, {shape}, {strides}, {at})"
-        at = self._index(as_index(view.offset) + buffer.offset // itemsize)
+        at = self.index(as_index(view.offset) + buffer.offset // itemsize)
         if at == "0" and _same(view.shape, host.shape) and _same(view.strides, host.strides):
             return name
         return f"look({name}, {shape}, {strides}, {at})"
 
-    def _output(self, output: View | Index | int | float | bool | None) -> str:
+    def output(self, output: View | Index | int | float | bool | None) -> str:
+        """What the call returns for an output."""
         match output:
             case View():
-                return self._view(output, fresh=True)
+                return self.view(output, fresh=True)
             case Index():
-                return self._index(output)
+                return self.index(output)
             case float():
                 return f"float({str(output)!r})"  # also inf and nan
             case _:
                 return repr(output)
 
-    def _argument(self, arg: Arg, written: bool = False) -> str:
+    def argument(self, arg: Arg, written: bool = False) -> str:
+        """What a library call is given; `written` where it may write to it."""
         match arg:
             case View():
-                return self._view(arg, written=written)
+                return self.view(arg, written=written)
             case Index():
-                return self._index(arg)
+                return self.index(arg)
             case Verbatim(text):
                 return text
             case tuple():
-                return f"[{', '.join(self._argument(item, written) for item in arg)}]"
+                return f"[{', '.join(self.argument(item, written) for item in arg)}]"
             case float():
                 return repr(arg) if abs(arg) < float("inf") else f"float({str(arg)!r})"
             case _:

@@ -27,6 +27,7 @@ from dcompile.codegen.emit.host.aten_calls import (
 )
 from dcompile.codegen.emit.host.batch_launches import LaunchBatch
 from dcompile.codegen.emit.host.buffer_uses import all_views, last_uses
+from dcompile.codegen.emit.host.expressions import HostExpressions
 from dcompile.codegen.emit.host.gemm_geometry import factors_of, geometry
 from dcompile.codegen.emit.target import Kernels, KernelSource, LibraryReplacement
 from dcompile.ir.gemm import Chosen
@@ -79,27 +80,29 @@ def emit(
     With `recycle`, results' memory is kept for the next call. That is for programs whose results nobody keeps for long:
     in training, what the forward saves goes while gradients come, and holding both would be the step's largest memory.
     """
-    return _HostProgramWriter(program, kernels, recycle, chosen or {}, saved).text()
+    return HostProgramWriter(program, kernels, recycle, chosen or {}, saved).print()
 
 
-class _HostProgramWriter(LaunchBatch):
+class HostProgramWriter:
     """Collects the lines of `make` and of `call`."""
 
     def __init__(
         self, program: Program, kernels: Kernels, recycle: bool, chosen: Chosen, saved: frozenset[str]
     ) -> None:
-        super().__init__(program, kernels, late_symbols(program))
         self.recycle, self.chosen, self.saved = recycle, chosen, saved
         self.calls, self.products = kernels.calls, kernels.products
-        self.last = last_uses(program, self.calls, self.hosts)
         loops = [step for step in program.steps if isinstance(step, Loop)]
-        prepares = bool(loops) or isinstance(program.arena_bytes, Index)
+        late = late_symbols(program)
         self.sources = sources(program)
         """Where sizes come from for which calls are prepared."""
         self.early: dict[str, SymbolSource] = {}
         """Sizes that the call itself reads off its arguments: where nothing is worth preparing for them."""
-        if not prepares:
-            self.early, self.sources, self.late = self.sources, {}, symbols_of(program)
+        if not loops and not isinstance(program.arena_bytes, Index):
+            self.early, self.sources, late = self.sources, {}, symbols_of(program)
+        self.text = HostExpressions(program, late)
+        self.batch = LaunchBatch(program, kernels, self.text)
+        self.program, self.table, self.lines = program, program.table, self.text.lines
+        self.last = last_uses(program, self.calls, self.text.hosts)
         self.learnt: set[str] = set(self.early)
         self.in_kernels = {name for loop in loops for name in loop.reads | loop.writes}
         self.in_kernels |= {view.buffer for product in self.products.values() for view in product.views if view}
@@ -115,18 +118,19 @@ class _HostProgramWriter(LaunchBatch):
 
     # --- text ---
 
-    def text(self) -> str:
+    def print(self) -> str:
+        """The whole text."""
         self._call()
         loops = sum(isinstance(step, Loop) for step in self.program.steps)
         externs = sum(isinstance(step, Extern) for step in self.program.steps)
         head = f'"""{loops} kernel calls, {externs} library calls, arena of {self.program.arena_bytes} bytes."""'
-        prepared = [f"    {name} = {expression}" for expression, name in self.prepared.items()]
+        prepared = [f"    {name} = {expression}" for expression, name in self.text.prepared.items()]
         body = [f"        {line}" for line in self.lines]
         said = ["quiet = True"] if self._is_quiet() else []
         said += [f"on_host = {found!r}"] if (found := self._on_host()) else []
         lines = [head, "", *_IMPORTS, *said, "", ""]
         lines += self._sizes()
-        lines += [f"def make({', '.join(('run', *map(self.name, self.sources)))}):"]
+        lines += [f"def make({', '.join(('run', *map(self.text.name, self.sources)))}):"]
         lines += [*prepared, "", "    def call(args, buckets=None, sync=False):", *body, "", "    return call", ""]
         return "\n".join(lines)
 
@@ -152,21 +156,21 @@ class _HostProgramWriter(LaunchBatch):
         """Functions that read the sizes off the arguments, and tell the memory needed."""
         if not self.sources:
             return []
-        names = ", ".join(map(self.name, self.sources))
+        names = ", ".join(map(self.text.name, self.sources))
         lines = ["def sizes(args):"]
         for symbol, source in self.sources.items():
             given = f"args[{self.program.inputs.index(source.input)}]"
-            lines.append(f"    {self.name(symbol)} = {self._value(source, given)}")
+            lines.append(f"    {self.text.name(symbol)} = {self._value(source, given)}")
         lines += [f"    return ({names},)", "", "", f"def arena_bytes({names}):"]
-        return [*lines, f"    return {self._index(self.program.arena_bytes)}", "", ""]
+        return [*lines, f"    return {self.text.index(self.program.arena_bytes)}", "", ""]
 
     def _value(self, source: SymbolSource, given: str) -> str:
         """What a size is worth, `given` being its input."""
         text = {"value": given, "shape": f"{given}.shape[{source.dim}]", "stride": f"{given}.stride({source.dim})"}
         value = text[source.what]
         if source.rest != as_index(0):
-            value = f"({value} - ({self._index(source.rest)}))"
-        return value if source.factor == as_index(1) else f"{value} // ({self._index(source.factor)})"
+            value = f"({value} - ({self.text.index(source.rest)}))"
+        return value if source.factor == as_index(1) else f"{value} // ({self.text.index(source.factor)})"
 
     # --- the call ---
 
@@ -174,7 +178,7 @@ class _HostProgramWriter(LaunchBatch):
         self._inputs()
         for bucket in self.program.buckets:
             if bucket.kind == "all_reduce":
-                self.lines.append(f"{self._memory(bucket.name)} = buckets.acquire({bucket.name!r})")
+                self.lines.append(f"{self.text.memory(bucket.name)} = buckets.acquire({bucket.name!r})")
         if any(bucket.scaled for bucket in self.program.buckets):
             self.lines.append(f"{SCALE.text} = buckets.scale(sync)")
         calls = iter(self.calls)
@@ -184,34 +188,34 @@ class _HostProgramWriter(LaunchBatch):
         for position, step in enumerate(self.program.steps):
             product = self.products.get(position)
             if not isinstance(step, Loop) and not (product and product.kernel.launches):
-                self._launch()
+                self.batch.launch()
             if position in self.products:
                 self._product(step, self.products[position])
             elif isinstance(step, Extern) and step.op == REGION:
                 dying[position] = self._region(step, dying.get(position, []))
             else:
                 self._step(step, calls)
-            if self.waiting:
-                self.dying += dying.get(position, [])
+            if self.batch.waiting:
+                self.batch.dying += dying.get(position, [])
             else:
-                self._drop(dying.get(position, []))
-        self._launch()
-        outputs = ", ".join(self._output(output) for output in self.program.outputs)
+                self.batch.drop(dying.get(position, []))
+        self.batch.launch()
+        outputs = ", ".join(self.text.output(output) for output in self.program.outputs)
         self.lines.append(f"return [{outputs}]")
 
     def _inputs(self) -> None:
-        names = [self.name(name) for name in self.program.inputs]
+        names = [self.text.name(name) for name in self.program.inputs]
         if names:
             self.lines.append(f"{', '.join(names)}{',' if len(names) == 1 else ''} = args")
         for symbol, source in self.early.items():
             if symbol not in self.program.inputs:
-                self.lines.append(f"{self.name(symbol)} = {self._value(source, self.name(source.input))}")
+                self.lines.append(f"{self.text.name(symbol)} = {self._value(source, self.text.name(source.input))}")
         self._check_saved()
         self._check_alignment()
-        if self.on_gpu:
+        if self.batch.on_gpu:
             self.lines.append("stream = run.stream()")
         self.lines.append("args.clear()")
-        self._drop([name for name in self.program.inputs if name in self.table and name not in self.last])
+        self.batch.drop([name for name in self.program.inputs if name in self.table and name not in self.last])
 
     def _check_saved(self) -> None:
         """Kernels, and looks at a tensor in another shape, count on where tracing has seen what the forward saves.
@@ -223,13 +227,13 @@ class _HostProgramWriter(LaunchBatch):
         for name in self.program.inputs:
             if name in self.saved and self._relies_on(name):
                 buffer = self.table[name]
-                shape, strides = self._tuple(buffer.shape), self._tuple(buffer.strides)
-                names.append(self.name(name))
+                shape, strides = self.text.tuple_of(buffer.shape), self.text.tuple_of(buffer.strides)
+                names.append(self.text.name(name))
                 layouts.append(f"(torch.{buffer.dtype}, {shape}, {strides}, {buffer.device!r}, {name in written})")
                 sizes += [*buffer.shape, *buffer.strides]
         if names:
             text, given = f"run.saved({', '.join(layouts)})", ", ".join(names)
-            saved = self._prepared(text, "saved", sizes)
+            saved = self.text.once_if_known(text, "saved", sizes)
             if saved == text:
                 saved = "_saved"
                 self.lines.append(f"{saved} = {text}")
@@ -244,7 +248,7 @@ class _HostProgramWriter(LaunchBatch):
     def _check_alignment(self) -> None:
         """GPU kernels were made for addresses of whole 16 bytes; the caller's tensors may be slices that are not."""
         used = [name for name in self.program.inputs if name in self.in_kernels and self.table[name].device != "cpu"]
-        pointers = [self._pointer(name) for name in used]
+        pointers = [self.text.pointer(name) for name in used]
         if pointers:
             written = {name for step in self.program.steps for name in step.writes}
             places = tuple(place for place, name in enumerate(self.program.inputs) if name in written)
@@ -264,7 +268,7 @@ class _HostProgramWriter(LaunchBatch):
             case Collective(call=Extern() as call):
                 self._own_exchange(step, call)
             case Collective("all_reduce"):
-                memory = self._memory(step.bucket)
+                memory = self.text.memory(step.bucket)
                 self.lines += ["if sync:", f"    buckets.start({step.bucket!r}, {memory})"]
             case Collective(kind):
                 self._exchange(kind, self.exchanged[step.bucket])
@@ -278,18 +282,18 @@ class _HostProgramWriter(LaunchBatch):
         for name in bucket.holders:
             self._ensure(name)
         whole = [View(name, (size,), (1,)) for name, size in zip(bucket.holders, bucket.sizes, strict=True)]
-        tensors = ", ".join(map(self._view, whole))
+        tensors = ", ".join(map(self.text.view, whole))
         self.lines.append(f"buckets.{_STARTS[kind]}({bucket.name!r}, [{tensors}])")
 
     def _own_exchange(self, step: Collective, call: Extern) -> None:
         """Start one of the model's own: on tensors that it sends, and on others that it fills, or in place."""
         for name in step.buffers:
             self._ensure(name)
-        sent = [self._view(view) for view in views_of(call.args[0])]
+        sent = [self.text.view(view) for view in views_of(call.args[0])]
         made = [name for name in step.buffers if name not in call.reads]
-        filled = [self._view(View(name, self.table[name].shape, self.table[name].strides)) for name in made]
-        rest = [self._argument(arg) for arg in call.args[1:]]
-        exchange = self.once(f"run.collective({call.op!r}, {step.bucket!r})", "exchange")
+        filled = [self.text.view(View(name, self.table[name].shape, self.table[name].strides)) for name in made]
+        rest = [self.text.argument(arg) for arg in call.args[1:]]
+        exchange = self.text.once(f"run.collective({call.op!r}, {step.bucket!r})", "exchange")
         self.started[step.bucket] = exchange
         if call.origin:
             self.lines.append(f"# {', '.join(call.origin)}")
@@ -298,7 +302,7 @@ class _HostProgramWriter(LaunchBatch):
     def _wait(self, name: str) -> None:
         kind = self.exchanged[name].kind
         if kind == "all_reduce":
-            self.lines += ["if sync:", f"    buckets.wait({name!r}, {self._memory(name)})"]
+            self.lines += ["if sync:", f"    buckets.wait({name!r}, {self.text.memory(name)})"]
         else:
             self.lines.append(f"buckets.{_WAITS[kind]}({name!r})")
 
@@ -306,59 +310,61 @@ class _HostProgramWriter(LaunchBatch):
 
     def _ensure(self, name: str) -> None:
         """Allocate an escaping buffer before the first step that writes it."""
-        buffer = self._placed(name)
+        buffer = self.text.placed(name)
         if buffer.name != name:
             self._ensure(buffer.name)
             return
-        if name in self.hosts:
-            self._inherit(self.hosts[name])
+        if name in self.text.hosts:
+            self._inherit(self.text.hosts[name])
             return
-        if name in self.allocated or buffer.storage == "arena" or self._bucket_of(buffer) is not None:
+        if name in self.batch.allocated or buffer.storage == "arena" or self.text.bucket_of(buffer) is not None:
             return
-        self._make_room(buffer)
-        self.allocated.add(name)
-        shape, strides = self._tuple(buffer.shape), self._tuple(buffer.strides)
+        self.batch.make_room(buffer)
+        self.batch.allocated.add(name)
+        shape, strides = self.text.tuple_of(buffer.shape), self.text.tuple_of(buffer.strides)
         layout = f"torch.{buffer.dtype}, {shape}, {strides}"
-        late = any(not self.late.isdisjoint(as_index(size).variables) for size in (*buffer.shape, *buffer.strides))
-        recycle = self.recycle and buffer.device == "cpu" and not late and name in self.outputs
+        late = any(not self.text.late.isdisjoint(as_index(size).variables) for size in (*buffer.shape, *buffer.strides))
+        recycle = self.recycle and buffer.device == "cpu" and not late and name in self.batch.outputs
         if recycle and not isinstance(buffer.extent, int):
-            self.lines.append(f"{self.name(name)} = {self.once(f'run.recycled({name!r}, {layout})', 'new')}()")
+            new = self.text.once(f"run.recycled({name!r}, {layout})", "new")
+            self.lines.append(f"{self.text.name(name)} = {new}()")
             return
         if recycle and buffer.nbytes >= RECYCLE_BYTES:
-            self.lines.append(f"{self.name(name)} = {self.once(f'run.fresh({layout})  # {name}', 'new')}()")
+            self.lines.append(f"{self.text.name(name)} = {self.text.once(f'run.fresh({layout})  # {name}', 'new')}()")
             return
         if buffer.device in _QUICK:
             made = f"{_QUICK[buffer.device]}({shape}, {strides}, torch.{buffer.dtype})"
         else:
             made = f"empty_strided({shape}, {strides}, dtype=torch.{buffer.dtype}, device={buffer.device!r})"
-        self.lines.append(f"{self.name(name)} = {made}")
+        self.lines.append(f"{self.text.name(name)} = {made}")
 
     def _inherit(self, host: str) -> None:
         """See that others may lie in a buffer's memory from now on, or where somebody else can see it, in as much."""
         if self.table[host].storage == "out":
             self._ensure(host)
-        elif host not in self.inherited:
-            self.inherited.add(host)
-            self.lines.append(f"{self._room(host)} = run.inherit({self.name(host)})")
+        elif host not in self.text.inherited:
+            self.text.inherited.add(host)
+            self.lines.append(f"{self.text.room(host)} = run.inherit({self.text.name(host)})")
 
     def _loop(self, loop: Loop, kernel: KernelSource) -> None:
         for name in sorted(loop.writes):
             self._ensure(name)
-        if kernel.launches or not self.on_gpu:
-            self._wait_for_launch(kernel)
+        if kernel.launches or not self.batch.on_gpu:
+            self.batch.add(kernel)
         else:
-            self._call_kernel(kernel)
+            self.batch.call_kernel(kernel)
 
     def _product(self, step: Step, product: LibraryReplacement) -> None:
         """A call that a kernel of ours does; a matrix product takes sizes and strides as numbers in memory."""
         for name in sorted(step.writes):
             self._ensure(name)
         if product.kernel.launches:
-            self._wait_for_launch(product.kernel)
+            self.batch.add(product.kernel)
             return
-        sizes = self._prepared(f"run.numbers({', '.join(map(self._index, product.sizes))})", "n", product.sizes)
-        pointers = [sizes, *(self._address(view) if view else "0" for view in product.views)]
-        function = self.once(f"run.kernel({product.kernel.name!r}, {len(pointers)})", "k")
+        numbers = f"run.numbers({', '.join(map(self.text.index, product.sizes))})"
+        sizes = self.text.once_if_known(numbers, "n", product.sizes)
+        pointers = [sizes, *(self.text.address(view) if view else "0" for view in product.views)]
+        function = self.text.once(f"run.kernel({product.kernel.name!r}, {len(pointers)})", "k")
         origin = step.origin if isinstance(step, Extern) else ()
         if origin:
             self.lines.append(f"# {', '.join(origin)}")
@@ -383,8 +389,8 @@ class _HostProgramWriter(LaunchBatch):
         assert factors is not None and out is not None, "what has a geometry multiplies two, and is written somewhere"
         self._ensure(out)
         whole = View(out, self.table[out].shape, self.table[out].strides)
-        given = [self._view(view) for view in (*factors, whole)] + ([SCALE.text] if step.kwargs == SCALED else [])
-        product = self.once(f"run.product({step.op!r}, {astuple(shape)}, {self.chosen[shape]})", "op")
+        given = [self.text.view(view) for view in (*factors, whole)] + ([SCALE.text] if step.kwargs == SCALED else [])
+        product = self.text.once(f"run.product({step.op!r}, {astuple(shape)}, {self.chosen[shape]})", "op")
         self.lines += [f"# {', '.join(step.origin)}"] if step.origin else []
         self.lines.append(f"{product}({', '.join(given)})")
         return True
@@ -396,8 +402,8 @@ class _HostProgramWriter(LaunchBatch):
             for out in filter(None, step.outs):
                 self._ensure(out)
         written = step.mode == "mutate"
-        arguments = [self._argument(arg, written) for arg in step.args]
-        arguments += [f"{name}={self._argument(arg, written)}" for name, arg in step.kwargs]
+        arguments = [self.text.argument(arg, written) for arg in step.args]
+        arguments += [f"{name}={self.text.argument(arg, written)}" for name, arg in step.kwargs]
         if step.origin:
             self.lines.append(f"# {', '.join(step.origin)}")
         if step.mode == "out":
@@ -406,14 +412,14 @@ class _HostProgramWriter(LaunchBatch):
                 assert result is not None, f"{step.op} drops a result that it is to write"
                 self._ensure(result)
                 whole = View(result, self.table[result].shape, self.table[result].strides)
-                arguments.append(f"{keyword_}={self._view(whole)}")
+                arguments.append(f"{keyword_}={self.text.view(whole)}")
             called = function(op)
             if op in NARROWED and all(self._is_narrow(name) for name in step.outs if name is not None):
                 called = f"run.narrow_product({op!r}, {called})"
-            self.lines.append(f"{self.once(called, 'op')}({', '.join(arguments)})")
+            self.lines.append(f"{self.text.once(called, 'op')}({', '.join(arguments)})")
             return
         found = function(step.op) if in_torch(step.op) else f"run.function({step.op!r})"
-        call = f"{self.once(found, 'op')}({', '.join(arguments)})"
+        call = f"{self.text.once(found, 'op')}({', '.join(arguments)})"
         if step.mode == "mutate" or not any(step.outs):
             self.lines.append(call)
         else:
@@ -421,18 +427,18 @@ class _HostProgramWriter(LaunchBatch):
 
     def _take_results(self, step: Extern, call: str) -> None:
         """Name what a call allocates, and see that it is as tracing has said."""
-        targets = [self.name(out) if out is not None else "_" for out in step.outs]
+        targets = [self.text.name(out) if out is not None else "_" for out in step.outs]
         single = len(targets) == 1 and returns_one_tensor(step.op)
         self.lines.append(f"{targets[0] if single else '(' + ', '.join(targets) + ',)'} = {call}")
         if "_" in targets:
             self.lines.append("del _")
         for out in filter(None, step.outs):
-            self.allocated.add(out)
+            self.batch.allocated.add(out)
             self._learn(out)
             self._check(out, step)
             self._fit(out, copied="_copy." in step.op)  # aten.split_with_sizes_copy.default
             if out not in self.last:
-                self._drop([out])
+                self.batch.drop([out])
 
     def _region(self, step: Extern, dying: Sequence[str]) -> list[str]:
         """A region by another compiler. It alone holds inputs that nobody needs later, and frees them on its way.
@@ -441,11 +447,13 @@ class _HostProgramWriter(LaunchBatch):
         """
         made, *inputs = step.args
         assert isinstance(made, View), "a region is called by its name among the constants"
-        self.lines.append(f"_given = [{', '.join(map(self._argument, inputs))}]")
+        self.lines.append(f"_given = [{', '.join(map(self.text.argument, inputs))}]")
         handed = {name for name in step.reads if name != made.buffer}
-        self._drop([name for name in dying if name in handed])
+        self.batch.drop([name for name in dying if name in handed])
         self.lines += [f"# {', '.join(step.origin)}"] if step.origin else []
-        self._take_results(step, f"{self.once(f'run.function({step.op!r})', 'op')}({self._argument(made)}, _given)")
+        self._take_results(
+            step, f"{self.text.once(f'run.function({step.op!r})', 'op')}({self.text.argument(made)}, _given)"
+        )
         return [name for name in dying if name not in handed]
 
     def _is_narrow(self, name: str) -> bool:
@@ -455,29 +463,29 @@ class _HostProgramWriter(LaunchBatch):
     def _learn(self, name: str) -> None:
         """Sizes that a library result tells."""
         for dim, size in enumerate(self.table[name].shape):
-            found = [symbol for symbol in as_index(size).variables if symbol in self.late and symbol not in self.learnt]
+            found = [symbol for symbol in as_index(size).variables if symbol in self.text.late - self.learnt]
             if len(found) == 1 and as_index(size) == var(found[0]):
                 self.learnt.add(found[0])
-                self.lines.append(f"{self.name(found[0])} = {self.name(name)}.shape[{dim}]")
+                self.lines.append(f"{self.text.name(found[0])} = {self.text.name(name)}.shape[{dim}]")
 
     def _check(self, name: str, step: Extern) -> None:
         """Kernels would read beyond a result that is smaller than a custom operator's fake implementation says."""
-        buffer, result = self.table[name], self.name(name)
+        buffer, result = self.table[name], self.text.name(name)
         if is_custom(step.op) and buffer.is_tensor and self._told(buffer.shape):
-            wanted = f"({self._tuple(buffer.shape)}, torch.{buffer.dtype})"
-            wanted, origin = self._prepared(wanted, "wanted", buffer.shape), ", ".join(step.origin) or step.op
+            wanted = f"({self.text.tuple_of(buffer.shape)}, torch.{buffer.dtype})"
+            wanted, origin = self.text.once_if_known(wanted, "wanted", buffer.shape), ", ".join(step.origin) or step.op
             self.lines.append(f"if ({result}.shape, {result}.dtype) != {wanted}:")
             self.lines.append(f"    run.differs({result}, {wanted}, {origin!r})")
         elif not step.tells and has_late_shape(step.op) and buffer.is_tensor and self._told(buffer.shape):
             # torch._check says what the size is, and tracing has believed it
-            wanted, origin = self._tuple(buffer.shape), ", ".join(step.origin) or step.op
+            wanted, origin = self.text.tuple_of(buffer.shape), ", ".join(step.origin) or step.op
             self.lines.append(f"if {result}.shape != {wanted}:")
             self.lines.append(f"    run.unlike({result}, {wanted}, {origin!r})")
 
     def _told(self, sizes: tuple[Size, ...]) -> bool:
         """Whether all symbols in `sizes` have values by now."""
         symbols = {symbol for size in sizes for symbol in as_index(size).variables}
-        return not any(symbol.startswith("?") or symbol in self.late - self.learnt for symbol in symbols)
+        return not any(symbol.startswith("?") or symbol in self.text.late - self.learnt for symbol in symbols)
 
     def _fit(self, name: str, copied: bool) -> None:
         """Kernels rely on the strides that tracing gave a library result; bring it to these should it differ.
@@ -487,13 +495,13 @@ class _HostProgramWriter(LaunchBatch):
         """
         buffer = self.table[name]
         whole = View(name, buffer.shape, buffer.strides)
-        returned = copied and name in self.outputs and bool(buffer.strides) and self._told(buffer.strides)
+        returned = copied and name in self.batch.outputs and bool(buffer.strides) and self._told(buffer.strides)
         if returned or name in self.in_kernels or any(view != whole for view in self.looks.get(name, ())):
-            strides = self._tuple(buffer.strides)
+            strides = self.text.tuple_of(buffer.strides)
             if not all(isinstance(stride, int) for stride in buffer.strides):
-                strides = self._prepared(strides, "strides", buffer.strides)
-            self.lines.append(f"if {self.name(name)}.stride() != {strides}:")
-            self.lines.append(f"    {self.name(name)} = run.fit({self.name(name)}, {strides})")
+                strides = self.text.once_if_known(strides, "strides", buffer.strides)
+            self.lines.append(f"if {self.text.name(name)}.stride() != {strides}:")
+            self.lines.append(f"    {self.text.name(name)} = run.fit({self.text.name(name)}, {strides})")
 
 
 def _looked_around(step: Step) -> list[View]:

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from dcompile.codegen.emit import build
-from dcompile.codegen.emit.build import Built, Cache, end_process, failure, tail, workers
+from dcompile.codegen.emit.cpp import compile as cpp_compile
+from dcompile.codegen.emit.cpp.compile import Built, Cache, end_process, failure, tail, workers
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.triton import worker as worker_module
 from dcompile.config import Config
@@ -87,7 +87,7 @@ class TritonBuild:
 class PendingBuild:
     """The kernels of a graph, which compilers of two kinds work on at the same time."""
 
-    cpu: build.Building
+    cpu: cpp_compile.Building
     gpu: TritonBuild | None
 
     @property

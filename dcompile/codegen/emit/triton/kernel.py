@@ -15,6 +15,7 @@ from dataclasses import replace
 from dcompile.codegen.emit.target import Emitter, Kernels, KernelSource, Launch
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
 from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, SPELLING, literal
+from dcompile.codegen.emit.triton.printer import TritonText
 from dcompile.codegen.emit.triton.row_passes import RowPassWriter
 from dcompile.codegen.nest.gpu_tiling import ceil_div, leaves_gaps, make_plan
 from dcompile.codegen.nest.loop_nest import may_exceed
@@ -39,20 +40,20 @@ def emit(loop: Loop, table: Mapping[str, Buffer], constant: frozenset[str] | Non
         for store in plan.nest.stores
         if store.mode != "set" and (plan.atomic or leaves_gaps(plan, store, table[store.buffer].extent))
     ]
-    writer = RowPassWriter(plan, table, None if filled else constant)
-    writer.run()
-    arguments = tuple(writer.arguments)
+    body = TritonText(plan, table, None if filled else constant)
+    RowPassWriter(body).run()
+    arguments = tuple(body.arguments)
     for store in filled:
-        writer.size(writer.extent(store.buffer))  # every function takes all symbols
-    fills = [_fill(writer, store) for store in filled]
-    sizes, numbers = tuple(writer.symbols), tuple(writer.draws)
-    named = (*writer.arguments.values(), *writer.symbols.values(), *writer.draws.values())
-    parts = [function_text("kernel", named, writer.lines)]
+        body.size(body.extent(store.buffer))  # every function takes all symbols
+    fills = [_fill(body, store) for store in filled]
+    sizes, numbers = tuple(body.symbols), tuple(body.draws)
+    named = (*body.arguments.values(), *body.symbols.values(), *body.draws.values())
+    parts = [function_text("kernel", named, body.lines)]
     launches = [
         Launch("kernel", plan.grid, plan.warps, tuple(range(len(named))), types_of(arguments, len(named), table))
     ]
     for buffer, name, text in fills:
-        grid = ceil_div(writer.extent(buffer), FILL)
+        grid = ceil_div(body.extent(buffer), FILL)
         parts.append(text)
         places = [arguments.index(buffer), *range(len(arguments), len(arguments) + len(sizes))]
         launches.insert(0, Launch(name, grid, 4, tuple(places), types_of((buffer,), len(places), table)))
@@ -63,7 +64,7 @@ def emit(loop: Loop, table: Mapping[str, Buffer], constant: frozenset[str] | Non
     entry = f"dcompile_{plan.kind}_{digest[:8]}"  # what profilers show
     text = text.replace("def kernel(", f"def {entry}(")
     launches = [replace(n, function=entry) if n.function == "kernel" else n for n in launches]
-    cost = sum(map(bool, writer.classes)) + 4  # what is one number for all programs costs next to nothing
+    cost = sum(map(bool, body.classes)) + 4  # what is one number for all programs costs next to nothing
     return KernelSource(f"k{digest}", text, arguments, cost, False, loop.origin, sizes, tuple(launches), numbers)
 
 
@@ -73,23 +74,23 @@ def emit_all(program: Program) -> Kernels:
     return Kernels(tuple(emit(step, table) for step in program.steps if isinstance(step, Loop)))
 
 
-EMITTER = Emitter("triton", SPELLING, emit)
+EMITTER = Emitter("triton", SPELLING)
 
 
 def function_text(name: str, arguments: Iterable[str], lines: list[str]) -> str:
     return f"@triton.jit\ndef {name}({', '.join(arguments)}):\n" + "\n".join(lines or ["    pass"]) + "\n"
 
 
-def _fill(writer: RowPassWriter, store: Store) -> tuple[str, str, str]:
+def _fill(body: TritonText, store: Store) -> tuple[str, str, str]:
     """(buffer, name and text of the function that fills it with what combining begins with)."""
-    dtype, size = writer.table[store.buffer].dtype, writer.extent(store.buffer)
-    identity, name = literal(REDUCTIONS[store.mode].identity(dtype), dtype), f"fill_{writer.argument(store.buffer)}"
+    dtype, size = body.table[store.buffer].dtype, body.extent(store.buffer)
+    identity, name = literal(REDUCTIONS[store.mode].identity(dtype), dtype), f"fill_{body.argument(store.buffer)}"
     wide = "tl.program_id(0).to(tl.int64)" if may_exceed(size, 2**31 - 1) else "tl.program_id(0)"
     lines = [
         f"    x = {wide} * {FILL} + tl.arange(0, {FILL})",
-        f"    tl.store(a + x, {identity}, x < {writer.size(size)})",
+        f"    tl.store(a + x, {identity}, x < {body.size(size)})",
     ]
-    return store.buffer, name, function_text(name, ["a", *writer.symbols.values()], lines)
+    return store.buffer, name, function_text(name, ["a", *body.symbols.values()], lines)
 
 
 def types_of(buffers: Iterable[str], count: int, table: Mapping[str, Buffer]) -> tuple[str, ...]:

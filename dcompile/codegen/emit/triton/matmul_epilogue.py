@@ -1,7 +1,7 @@
 """Matrix products in Triton that end in a loop: what the loop does with the result, while it is still in registers.
 
 A program multiplies one tile after another. Sums are in float32; the product is rounded to its own dtype before the
-loop sees it, as where a library writes it to memory. The loop's statements are those of any kernel (`triton_text.py`).
+loop sees it, as where a library writes it to memory. The loop's statements are those of any kernel (`printer.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import replace
 from dcompile.codegen.emit.target import KernelSource, Launch
 from dcompile.codegen.emit.triton.kernel import function_text, types_of
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
-from dcompile.codegen.emit.triton.printer import TritonText, overlap
+from dcompile.codegen.emit.triton.printer import TritonText
 from dcompile.codegen.nest.gpu_tiling import TileDim, TilePlan
 from dcompile.codegen.nest.loop_nest import flatten_loop
 from dcompile.ir.analysis import product_buffer
-from dcompile.ir.nodes import Buffer, Load, Loop, Matmul, View
+from dcompile.ir.nodes import Buffer, Loop, Matmul, View
 
 TOGETHER = 8
 """Rows of tiles that are gone through column by column: programs that run at a time then share what they read."""
@@ -28,35 +28,40 @@ PRODUCT = "product"
 def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
     """The source of one kernel. Sizes are known."""
     assert loop.product is not None, f"{loop.name} ends no product"
-    writer = _Writer(loop, loop.product, table)
+    writer = MatmulWriter(loop, loop.product, table)
     writer.run()
-    arguments, numbers = tuple(writer.arguments), tuple(writer.draws)
-    named = (*writer.arguments.values(), *writer.draws.values())
-    text = function_text("kernel", named, writer.lines)
+    body = writer.text
+    arguments, numbers = tuple(body.arguments), tuple(body.draws)
+    named = (*body.arguments.values(), *body.draws.values())
+    text = function_text("kernel", named, body.lines)
     text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
     types, tile = types_of(arguments, len(named), table), loop.product.tile
     digest = hashlib.sha256(f"{text}\n{tile.warps, types}".encode()).hexdigest()[:24]
     entry = f"dcompile_product_{digest[:8]}"
     launch = Launch(entry, tile.programs or writer.tiles, tile.warps, tuple(range(len(named))), types)
     text = text.replace("def kernel(", f"def {entry}(")
-    cost = 200 + sum(map(bool, writer.classes))  # takes Triton seconds
+    cost = 200 + sum(map(bool, body.classes))  # takes Triton seconds
     return KernelSource(f"k{digest}", text, arguments, cost, False, loop.origin, (), (launch,), numbers)
 
 
-class _Writer(TritonText):
-    """Writes the body of a kernel."""
+class MatmulWriter:
+    """Writes the body of a kernel to `text`."""
 
     def __init__(self, loop: Loop, product: Matmul, table: Mapping[str, Buffer]) -> None:
         nest, tile = flatten_loop(loop), product.tile
         y, x = TileDim("y", nest.rows, tile.rows), TileDim("x", nest.elements, tile.columns // tile.parts)
         nest = replace(nest, rows=(), elements=(*y.axes, *x.axes), row_stores=(False,) * len(nest.stores))
-        self.product = product
-        self.result = product_buffer(product)
-        super().__init__(TilePlan("turn", nest, (y, x), tile.warps), {**table, product.out: self.result})
+        self.product, self.result = product, product_buffer(product)
+        (rows, columns), plan = self.sizes, TilePlan("turn", nest, (y, x), tile.warps)
+        # a run of columns of the last tile may be beyond the loop as a whole
+        ragged = [name for name, rest in (("y", rows % tile.rows), ("x", columns % tile.columns)) if rest]
+        buffers = {**table, product.out: self.result}
+        self.text = TritonText(plan, buffers, registers={product.out: PRODUCT}, ragged=ragged)
+        self.plan, self.nest, self.line = plan, nest, self.text.line
         *added, self.left, self.right = (view for view in product.call.args if isinstance(view, View))
         self.bias = added[0] if added else None
         self.down, self.across = (
-            -(-size // block) for size, block in zip(self.sizes, (tile.rows, tile.columns), strict=True)
+            -(-size // block) for size, block in zip((rows, columns), (tile.rows, tile.columns), strict=True)
         )
 
     @property
@@ -76,30 +81,20 @@ class _Writer(TritonText):
     def tiles(self) -> int:
         return self.down * self.across
 
-    def _overlaps(self) -> bool:
-        """What is loaded of the product is in registers, whether it is stored or not."""
-        reads = {value.buffer for value in self.nest.body if isinstance(value, Load)} - {self.product.out}
-        return any(overlap(self.table[a], self.table[store.buffer]) for a in reads for store in self.nest.stores)
-
-    def has_mask(self, dim: TileDim) -> bool:
-        """Does the last tile reach beyond the loop? A run of its columns may lie there as a whole."""
-        tile, (rows, columns) = self.product.tile, self.sizes
-        return bool(rows % tile.rows if dim.name == "y" else columns % tile.columns)
-
     # --- text ---
 
     def run(self) -> None:
-        """All statements, in `lines`."""
+        """All statements."""
         tile = self.product.tile
         for view in (self.left, self.right, *([self.bias] if self.bias else [])):
-            self.argument(view.buffer)
+            self.text.argument(view.buffer)
         if tile.descriptors:
             self._describe("left", self.left, tile.rows, tile.depth)
             self._describe("right", self.right, tile.depth, tile.columns)
         if tile.programs:
             flat = ", flatten=True" if tile.flat else ""
             self.line(f"for tile in tl.range(tl.program_id(0), {self.tiles}, {tile.programs}{flat}):")
-            self.depth += 1
+            self.text.depth += 1
         else:
             self.line("tile = tl.program_id(0)")
         self._place()
@@ -140,7 +135,7 @@ class _Writer(TritonText):
         )
 
     def _start(self, view: View) -> str:
-        name = self.argument(view.buffer)
+        name = self.text.argument(view.buffer)
         return f"{name} + {view.offset}" if view.offset != 0 else name
 
     def _through_descriptors(self) -> tuple[str, str]:
@@ -185,30 +180,27 @@ class _Writer(TritonText):
         """The loop, for a run of columns of the tile."""
         y, x = self.plan.dims
         if part == 0:
-            self.position(y, "y0")
+            self.text.position(y, "y0")
         else:
             self.line(f"x0 += {x.block}")
-        self.position(x, "x0")
+        self.text.position(x, "x0")
         if self.bias is not None:
             self.line(f"bias = {self._bias(self.bias)}")
             sums = f"({sums} + bias)"
         dtype = self.result.dtype
         self.line(f"{PRODUCT} = {sums}.to(tl.{dtype}).to(tl.float32)")
-        for ref in sorted(self.levels.live):
-            self.declare(ref)
-        if self.overlaps:
+        for ref in sorted(self.text.levels.live):
+            self.text.declare(ref)
+        if self.text.overlaps:
             self.line("tl.debug_barrier()")
         for number in range(len(self.nest.stores)):
-            self.store(number)
+            self.text.store(number)
 
     def _bias(self, view: View) -> str:
         """What is added to each row, before it is rounded."""
-        mask = f", mask={self.mask({'x'})}" if self.mask({"x"}) else ""
+        mask = f", mask={self.text.mask({'x'})}" if self.text.mask({"x"}) else ""
         step = view.strides[-1]
         return f"tl.load({self._start(view)} + x{'' if step == 1 else f' * {step}'}{mask}).to(tl.float32)"
-
-    def _load(self, load: Load) -> str:
-        return PRODUCT if load.buffer == self.product.out else super()._load(load)
 
 
 def is_turned(view: View) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from dcompile.codegen.emit.float8 import decoded
 from dcompile.codegen.emit.triton.ops import SPELLING, literal, register_type
@@ -35,6 +35,7 @@ once: the rotary embedding of 8192 tokens (40960 programs of 4 warps) took 53 us
 COMBINE = {"prod": "mul_", "max": "max_", "min": "min_", "logsumexp": "logaddexp_"}
 """The function of a kernel that joins two partial results."""
 NOWHERE: Mapping[Axis, str] = {}
+NO_REGISTERS: Mapping[str, str] = {}
 Class = frozenset[str]
 """The directions of the tile along which a value varies."""
 
@@ -42,8 +43,20 @@ Class = frozenset[str]
 class TritonText:
     """Collects lines, and knows along which directions of the tile each value varies."""
 
-    def __init__(self, plan: TilePlan, table: Mapping[str, Buffer], constant: frozenset[str] | None = None) -> None:
+    def __init__(
+        self,
+        plan: TilePlan,
+        table: Mapping[str, Buffer],
+        constant: frozenset[str] | None = None,
+        *,
+        registers: Mapping[str, str] = NO_REGISTERS,
+        ragged: Collection[str] | None = None,
+    ) -> None:
         self.plan, self.nest, self.table, self.constant = plan, plan.nest, table, constant or frozenset[str]()
+        self.registers = registers
+        """Buffers whose elements are in registers already -> the name of the tile that holds them."""
+        self._ragged = ragged
+        """Directions along which the last tile reaches beyond the loop, where not the plan says so."""
         brief = isinstance(plan.grid, int) and plan.grid * plan.warps <= MAX_COLUMN_WARPS * (1 + plan.looped)
         self.waits = constant is not None and brief
         """Whether the kernel starts while the one before it ends, even if it can read nothing meanwhile."""
@@ -102,7 +115,7 @@ class TritonText:
 
     def _overlaps(self) -> bool:
         """Does the kernel write memory that it reads? Threads that hold an element may not be those that read it."""
-        reads = {value.buffer for value in self.nest.body if isinstance(value, Load)}
+        reads = {value.buffer for value in self.nest.body if isinstance(value, Load)} - self.registers.keys()
         return any(overlap(self.table[a], self.table[store.buffer]) for a in reads for store in self.nest.stores)
 
     # --- text ---
@@ -219,6 +232,8 @@ class TritonText:
 
     def has_mask(self, dim: TileDim) -> bool:
         """Does the last tile reach beyond the loop?"""
+        if self._ragged is not None:
+            return dim.name in self._ragged
         if self.plan.kind == "columns" and dim is self.plan.dims[0]:
             ends = (self.plan.chunk, dim.block), (dim.size, self.plan.chunk)
             return dim.block > 1 and any(exact_quotient(*end) is None for end in ends)
@@ -261,6 +276,8 @@ class TritonText:
                 raise AssertionError("a reduction has no expression of its own")
 
     def _load(self, load: Load) -> str:
+        if load.buffer in self.registers:
+            return self.registers[load.buffer]
         place = self.class_of(load.index)
         index = self.index(load.index)
         masks = [self.mask(place)] if self.mask(place) else []
@@ -296,7 +313,7 @@ class TritonText:
             self._atomic(number, store, dtype)
             return
         mask = self.mask(self.class_of(store.index))
-        pointer = self._pointer(store)
+        pointer = self.pointer(store)
         if runtime_refs(store.index):
             place, size = f"({self.index(store.index)})", self.size(self.extent(store.buffer))
             inside = f"({place} >= 0) & ({place} < {size})"
@@ -304,7 +321,8 @@ class TritonText:
             self.line(f'{CHECK}({inside}, "a position lies outside of what is written to")')
         self.line(f"tl.store({pointer}, {self.packed(store.value, dtype)}{f', {mask}' if mask else ''})")
 
-    def _pointer(self, store: Store) -> str:
+    def pointer(self, store: Store) -> str:
+        """The address that a store writes to."""
         index = self.index(store.index)
         return self.argument(store.buffer) if index == "0" else f"{self.argument(store.buffer)} + ({index})"
 

@@ -16,32 +16,37 @@ PREFETCHED = 96 << 10
 """Bytes of shared memory that loads of later iterations may take: GPUs from compute capability 8.0 on have 99 KiB."""
 
 
-class RowPassWriter(TritonText):
-    """Writes the body of a kernel."""
+class RowPassWriter:
+    """Writes the body of a kernel to `text`."""
+
+    def __init__(self, text: TritonText) -> None:
+        self.text, self.line = text, text.line
+        self.plan, self.nest, self.table = text.plan, text.nest, text.table
+        self.levels, self.classes = text.levels, text.classes
 
     @property
     def pid(self) -> str:
         """The program's number."""
-        return PID + (".to(tl.int64)" if self.wide else "")
+        return PID + (".to(tl.int64)" if self.text.wide else "")
 
     def run(self) -> None:
-        """All statements, in `lines`."""
+        """All statements."""
         match self.plan.kind:
             case "flat":
                 (x,) = self.plan.dims
-                self.position(x, f"{self.pid} * {x.block}")
+                self.text.position(x, f"{self.pid} * {x.block}")
                 self._straight()
             case "turn":
                 self._turn()
                 self._straight()
             case "rows":
                 x, r = self.plan.dims
-                self.position(x, self.pid if x.block == 1 else f"{self.pid} * {x.block}")
+                self.text.position(x, self.pid if x.block == 1 else f"{self.pid} * {x.block}")
                 if self.plan.looped:
                     self._wait()
                     self._looped(r)
                 else:
-                    self.position(r, "0")
+                    self.text.position(r, "0")
                     self._straight()
             case "columns":
                 self._columns()
@@ -52,11 +57,11 @@ class RowPassWriter(TritonText):
         """Where a two-dimensional tile lies: neighbours along the contiguous direction run side by side."""
         y, x = self.plan.dims
         self.line(f"pid = {self.pid}")
-        self.position(x, f"(pid % {self.size(x.blocks)}) * {x.block}")
-        self.position(y, f"(pid // {self.size(x.blocks)} % {self.size(y.blocks)}) * {y.block}")
+        self.text.position(x, f"(pid % {self.text.size(x.blocks)}) * {x.block}")
+        self.text.position(y, f"(pid // {self.text.size(x.blocks)} % {self.text.size(y.blocks)}) * {y.block}")
         if self.plan.batch:
-            self.line(f"batch = pid // {self.size(size_product((x.blocks, y.blocks)))}")
-            self.coordinates("batch", self.plan.batch)
+            self.line(f"batch = pid // {self.text.size(size_product((x.blocks, y.blocks)))}")
+            self.text.coordinates("batch", self.plan.batch)
 
     def _straight(self) -> None:
         """Each value once, then the stores."""
@@ -70,11 +75,11 @@ class RowPassWriter(TritonText):
                 self._value(ref)
         self._barrier()
         for number in range(len(self.nest.stores)):
-            self.store(number)
+            self.text.store(number)
 
     def _wait(self, has_begun: bool = False) -> None:
         """For the kernel before, if this one may have started meanwhile, or has `has_begun` to read."""
-        if self.waits or has_begun:
+        if self.text.waits or has_begun:
             self.line(AFTER)
 
     def _may_be_early(self, ref: Ref) -> bool:
@@ -82,7 +87,7 @@ class RowPassWriter(TritonText):
         value = self.nest.body[ref]
         return (
             isinstance(value, Load)
-            and value.buffer in self.constant
+            and value.buffer in self.text.constant
             and value.mask is None
             and not runtime_refs(value.index)
         )
@@ -90,33 +95,35 @@ class RowPassWriter(TritonText):
     def _value(self, ref: Ref) -> None:
         value = self.nest.body[ref]
         if isinstance(value, Scan):
-            argument = self.whole(value.arg, self.classes[ref])
-            self.line(f"{self.name(ref)} = {self.scanned(value.op, value.dtype, argument, self._along)}")
+            argument = self.text.whole(value.arg, self.classes[ref])
+            self.line(f"{self.text.name(ref)} = {self.text.scanned(value.op, value.dtype, argument, self._along)}")
             return
         if not isinstance(value, Reduce):
-            self.declare(ref)
+            self.text.declare(ref)
             return
-        result = self.reduced(value.op, value.dtype, self._inside(value, self.plan.dims[1]), self._along)
-        self.line(f"{self.name(ref)} = {result}{self._column}")
+        result = self.text.reduced(value.op, value.dtype, self._inside(value, self.plan.dims[1]), self._along)
+        self.line(f"{self.text.name(ref)} = {result}{self._column}")
 
     @property
     def _along(self) -> int:
         """The axis of a tile's elements."""
-        return 0 if self.flat_rows else 1
+        return 0 if self.text.flat_rows else 1
 
     @property
     def _column(self) -> str:
         """What makes a reduced tensor broadcast over elements again."""
-        return "" if self.flat_rows else "[:, None]"
+        return "" if self.text.flat_rows else "[:, None]"
 
     def _inside(self, reduce: Reduce | Scan, r: TileDim) -> str:
         """What is reduced, as a tensor that holds the identity where it reaches beyond the row."""
         kept: Class = self.classes[reduce.arg] | {"r"}
-        value = self.whole(reduce.arg, kept)
-        return f"tl.where(rm, {value}, {self.identity(reduce.op, reduce.dtype)})" if self.has_mask(r) else value
+        value = self.text.whole(reduce.arg, kept)
+        return (
+            f"tl.where(rm, {value}, {self.text.identity(reduce.op, reduce.dtype)})" if self.text.has_mask(r) else value
+        )
 
     def _barrier(self) -> None:
-        if self.overlaps:
+        if self.text.overlaps:
             self.line("tl.debug_barrier()")
 
     # --- rows in pieces ---
@@ -133,10 +140,10 @@ class RowPassWriter(TritonText):
         for ref in sorted(self.levels.live):
             reduces = isinstance(self.nest.body[ref], Reduce)
             if not self.levels.element[ref] and self.levels.known[ref] == number and not reduces:
-                self.declare(ref)
+                self.text.declare(ref)
         for store, row in enumerate(self.nest.row_stores):
             if row and self.levels.store_at[store] == number:
-                self.store(store)
+                self.text.store(store)
 
     def _pass(self, number: int, r: TileDim) -> None:
         """One loop over the pieces of a row."""
@@ -156,36 +163,38 @@ class RowPassWriter(TritonText):
             self._begin_online(arg, r)
         for ref in reduces:
             reduce = self._reduce(ref)
-            shape = self.shape(self.classes[reduce.arg] | {"r"})
-            self.line(f"s{self.number(ref)} = tl.broadcast_to({self.identity(reduce.op, reduce.dtype)}, {shape})")
+            shape = self.text.shape(self.classes[reduce.arg] | {"r"})
+            self.line(
+                f"s{self.text.number(ref)} = tl.broadcast_to({self.text.identity(reduce.op, reduce.dtype)}, {shape})"
+            )
         roots = {self._reduce(ref).arg for ref in reduces} | online.keys()
         roots |= {ref for n in stores for ref in store_operands(self.nest.stores[n])}
         below = self._elements_below(roots)
         for ref in below:
             value = body[ref]
             if isinstance(value, Scan):
-                before = f"tl.broadcast_to({self.identity(value.op, value.dtype)}, {self.shape({'x'})})"
-                flat = self.identity(value.op, value.dtype)
-                self.line(f"c{self.number(ref)} = {flat if self.flat_rows else before}")
-        self.line(f"for r0 in range(0, {self.size(r.size)}, {r.block}):")
-        self.depth += 1
-        self.position(r, "r0")
+                before = f"tl.broadcast_to({self.text.identity(value.op, value.dtype)}, {self.text.shape({'x'})})"
+                flat = self.text.identity(value.op, value.dtype)
+                self.line(f"c{self.text.number(ref)} = {flat if self.text.flat_rows else before}")
+        self.line(f"for r0 in range(0, {self.text.size(r.size)}, {r.block}):")
+        self.text.depth += 1
+        self.text.position(r, "r0")
         for ref in below:
             self._carried(ref, r)
         for ref in reduces:
-            reduce, s = self._reduce(ref), f"s{self.number(ref)}"
-            self.line(f"{s} = {self.combine(reduce.op, s, self._inside(reduce, r), reduce.dtype)}")
+            reduce, s = self._reduce(ref), f"s{self.text.number(ref)}"
+            self.line(f"{s} = {self.text.combine(reduce.op, s, self._inside(reduce, r), reduce.dtype)}")
         for arg in online:
             self._step_online(arg, r)
         if stores:
             self._barrier()
         for n in stores:
-            self.store(n)
-        self.depth -= 1
+            self.text.store(n)
+        self.text.depth -= 1
         for ref in reduces:
             reduce = self._reduce(ref)
-            total = self.reduced(reduce.op, reduce.dtype, f"s{self.number(ref)}", self._along)
-            self.line(f"{self.name(ref)} = {total}{self._column}")
+            total = self.text.reduced(reduce.op, reduce.dtype, f"s{self.text.number(ref)}", self._along)
+            self.line(f"{self.text.name(ref)} = {total}{self._column}")
         for arg, together in online.items():
             self._end_online(arg, together)
 
@@ -198,15 +207,15 @@ class RowPassWriter(TritonText):
         return min(16 // max((ITEMSIZE[load.dtype] for load in loads), default=4), r.block)
 
     def _begin_online(self, arg: Ref, r: TileDim) -> None:
-        n, dtype = self.number(arg), self.nest.body[arg].dtype
+        n, dtype = self.text.number(arg), self.nest.body[arg].dtype
         rows = self.plan.dims[0].block if "x" in self.classes[arg] else 1
-        lanes = r.block // self._width(arg, r) if self.flat_rows else rows
+        lanes = r.block // self._width(arg, r) if self.text.flat_rows else rows
         for name, op in (("m", "max"), ("s", "sum")):
-            self.line(f"{name}{n} = tl.broadcast_to({self.identity(op, dtype)}, [{lanes}])")
+            self.line(f"{name}{n} = tl.broadcast_to({self.text.identity(op, dtype)}, [{lanes}])")
 
     def _step_online(self, arg: Ref, r: TileDim) -> None:
-        n, value = self.number(arg), self._inside(Reduce("max", arg, self.nest.body[arg].dtype), r)
-        if self.flat_rows:
+        n, value = self.text.number(arg), self._inside(Reduce("max", arg, self.nest.body[arg].dtype), r)
+        if self.text.flat_rows:
             width = self._width(arg, r)
             value = f"tl.reshape({value}, [{r.block // width}, {width}])"
         self.line(f"e{n} = {value}")
@@ -216,23 +225,23 @@ class RowPassWriter(TritonText):
 
     def _end_online(self, arg: Ref, together: list[Ref]) -> None:
         """Join the running maxima and sums, and name the reductions of `arg` that they are."""
-        n = self.number(arg)
-        self.line(f"h{n} = tl.reduce(m{n}, 0, max_)" if self.flat_rows else f"h{n} = m{n}")
+        n = self.text.number(arg)
+        self.line(f"h{n} = tl.reduce(m{n}, 0, max_)" if self.text.flat_rows else f"h{n} = m{n}")
         self.line(f"s{n} = s{n} * libdevice.exp(m{n} - h{n})")
-        if self.flat_rows:
+        if self.text.flat_rows:
             self.line(f"s{n} = tl.sum(s{n}, 0)")
         for ref in together:
-            self.line(f"{self.name(ref)} = {'h' if self._reduce(ref).op == 'max' else 's'}{n}{self._column}")
+            self.line(f"{self.text.name(ref)} = {'h' if self._reduce(ref).op == 'max' else 's'}{n}{self._column}")
 
     def _carried(self, ref: Ref, r: TileDim) -> None:
         """An element value of one piece of a row; a scan goes on where the piece before ended."""
         value = self.nest.body[ref]
         self._value(ref)
         if isinstance(value, Scan):
-            carry, name = f"c{self.number(ref)}", self.name(ref)
-            self.line(f"{name} = {self.combine(value.op, carry, name, value.dtype)}")
-            total = self.reduced(value.op, value.dtype, self._inside(value, r), self._along)
-            self.line(f"{carry} = {self.combine(value.op, carry, f'{total}{self._column}', value.dtype)}")
+            carry, name = f"c{self.text.number(ref)}", self.text.name(ref)
+            self.line(f"{name} = {self.text.combine(value.op, carry, name, value.dtype)}")
+            total = self.text.reduced(value.op, value.dtype, self._inside(value, r), self._along)
+            self.line(f"{carry} = {self.text.combine(value.op, carry, f'{total}{self._column}', value.dtype)}")
 
     def _elements_below(self, roots: set[Ref]) -> list[Ref]:
         """Element values that `roots` are computed from, in order: each pass computes them again."""
@@ -255,11 +264,11 @@ class RowPassWriter(TritonText):
         """Walk over some rows, keeping what column reductions have collected."""
         self._wait()
         x, r = self.plan.dims
-        pieces, chunk = self.size(r.blocks), self.size(self.plan.chunk)
+        pieces, chunk = self.text.size(r.blocks), self.text.size(self.plan.chunk)
         self.line(f"part = {self.pid}" + ("" if pieces in ("0", "1") else f" // {pieces}"))
         self.line(f"first = part * {chunk}")
-        self.line(f"last = tl.minimum(first + {chunk}, {self.size(x.size)})")
-        self.position(r, "0" if pieces in ("0", "1") else f"({self.pid} % {pieces}) * {r.block}")
+        self.line(f"last = tl.minimum(first + {chunk}, {self.text.size(x.size)})")
+        self.text.position(r, "0" if pieces in ("0", "1") else f"({self.pid} % {pieces}) * {r.block}")
         live = sorted(self.levels.live)
         for ref in live:
             if "x" not in self.classes[ref]:
@@ -267,12 +276,12 @@ class RowPassWriter(TritonText):
         columns = [n for n, store in enumerate(self.nest.stores) if store.mode != "set"]
         for n in columns:
             store = self.nest.stores[n]
-            identity = self.identity(store.mode, self.table[store.buffer].dtype)
-            shape = self.shape(self._space(n))
+            identity = self.text.identity(store.mode, self.table[store.buffer].dtype)
+            shape = self.text.shape(self._space(n))
             self.line(f"q{n} = {f'tl.broadcast_to({identity}, {shape})' if self._space(n) & self._tile else identity}")
         self.line(f"for x0 in tl.range(first, last, {x.block}, num_stages={self._stages()}):")
-        self.depth += 1
-        self.position(x, "x0")
+        self.text.depth += 1
+        self.text.position(x, "x0")
         for ref in live:
             if "x" in self.classes[ref]:
                 self._value(ref)
@@ -282,8 +291,8 @@ class RowPassWriter(TritonText):
         if sets:
             self._barrier()
         for n in sets:
-            self.store(n)
-        self.depth -= 1
+            self.text.store(n)
+        self.text.depth -= 1
         for n in columns:
             self._finish_column(n)
 
@@ -294,38 +303,38 @@ class RowPassWriter(TritonText):
         return next((stages for stages in (3, 2) if (stages - 1) * held <= PREFETCHED), 1)
 
     def _tile_bytes(self, load: Load) -> int:
-        place = self.class_of(load.index)
+        place = self.text.class_of(load.index)
         return prod(dim.block for dim in self.plan.dims if dim.name in place) * ITEMSIZE[load.dtype]
 
     @property
     def _tile(self) -> Class:
         """The directions of the tile that are directions of its tensors."""
-        return frozenset(("r",)) if self.flat_rows else self.everything
+        return frozenset(("r",)) if self.text.flat_rows else self.text.everything
 
     def _space(self, number: int) -> Class:
         """The directions over which a combining store happens."""
-        return frozenset(("x",)) if self.nest.row_stores[number] else self.everything
+        return frozenset(("x",)) if self.nest.row_stores[number] else self.text.everything
 
     def _collect(self, number: int) -> None:
         """Take a tile's values into those of a column reduction."""
         store, space = self.nest.stores[number], self._space(number)
         dtype = self.table[store.buffer].dtype
-        value = self.whole(store.value, space) if space & self._tile else self.name(store.value)
-        mask = self.mask(space)
+        value = self.text.whole(store.value, space) if space & self._tile else self.text.name(store.value)
+        mask = self.text.mask(space)
         if mask:
-            value = f"tl.where({mask}, {value}, {self.identity(store.mode, dtype)})"
-        self.line(f"q{number} = {self.combine(store.mode, f'q{number}', value, dtype)}")
+            value = f"tl.where({mask}, {value}, {self.text.identity(store.mode, dtype)})"
+        self.line(f"q{number} = {self.text.combine(store.mode, f'q{number}', value, dtype)}")
 
     def _finish_column(self, number: int) -> None:
         """Reduce over the rows of the tile, and store this program's part."""
         store, space = self.nest.stores[number], self._space(number)
         dtype = self.table[store.buffer].dtype
-        spread = self.class_of(store.index) & {"r"}
+        spread = self.text.class_of(store.index) & {"r"}
         q = f"q{number}"
         if not spread and space & self._tile:
-            q = self.reduced(store.mode, dtype, q, 0 if self.flat_rows else 1)
-        if not self.flat_rows:
-            q = self.reduced(store.mode, dtype, q, 0) + ("[None, :]" if spread else "")
+            q = self.text.reduced(store.mode, dtype, q, 0 if self.text.flat_rows else 1)
+        if not self.text.flat_rows:
+            q = self.text.reduced(store.mode, dtype, q, 0) + ("[None, :]" if spread else "")
         packed = f"({q}).to(tl.{dtype})" if dtype in ("bfloat16", "float16") else q
-        mask = self.mask(spread)
-        self.line(f"tl.store({self._pointer(store)}, {packed}{f', {mask}' if mask else ''})")
+        mask = self.text.mask(spread)
+        self.line(f"tl.store({self.text.pointer(store)}, {packed}{f', {mask}' if mask else ''})")

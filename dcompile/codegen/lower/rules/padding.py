@@ -58,8 +58,8 @@ def _pad(
 ) -> LazyTensor:
     """Along the last dimension a CPU is told apart what lies beyond which edge, so that loops read in order.
 
-    (`emit/pieces.py`; looked up element by element, it took 1.7 to 3 times as long.) Along others the place is the same
-    for a whole row.
+    (`emit/cpp/split_loops.py`; looked up element by element, it took 1.7 to 3 times as long.) Along others the place
+    is the same for a whole row.
     """
     shape, dtype, last = shape_of(value), dtype_name(value.dtype), len(x.shape) - 1
     if 0 in shape:

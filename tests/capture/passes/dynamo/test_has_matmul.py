@@ -7,7 +7,7 @@ import torch
 
 import dcompile
 from dcompile.capture.passes.dynamo.has_matmul import multiplies
-from dcompile.codegen.emit import build
+from dcompile.codegen.emit.cpp import compile as cpp_compile
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.driver import Pipeline
@@ -78,18 +78,18 @@ def test_it_is_built_once_and_found_without_the_compilers_stages(begun, monkeypa
         return cache.put([key for source in sources for key in keys[source.name]], tmp_path / "made.so")
 
     monkeypatch.undo()
-    monkeypatch.setattr(build, "_compile", compiled)
-    monkeypatch.setattr(build, "workers", lambda: 2)
+    monkeypatch.setattr(cpp_compile, "_compile", compiled)
+    monkeypatch.setattr(cpp_compile, "workers", lambda: 2)
     compiler = CachingCompiler(Config(matmul="own", cache_dir=str(tmp_path / "cache")))
     compiler.expect_products()
-    compiler._pipeline()._compilers.begin([dcompile.driver.gemm.source()], None).result()
+    compiler._pipeline()._compilers.begin([dcompile.driver.sgemm.source()], None).result()
     assert len(built) == 1
     monkeypatch.setattr(CachingCompiler, "_pipeline", lambda self: pytest.fail("it is there"))
     CachingCompiler(compiler.config).expect_products()
 
 
 def test_with_one_core_it_waits_for_its_turn(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "workers", lambda: 1)
+    monkeypatch.setattr(cpp_compile, "workers", lambda: 1)
     compiler = CachingCompiler(Config(matmul="own", cache_dir=str(tmp_path / "cache")))
     compiler.expect_products()
     assert not compiler._pipeline()._compilers._begun

@@ -8,16 +8,15 @@ import itertools
 import pytest
 import torch
 
-from dcompile.codegen.emit import cpp
 from dcompile.codegen.emit.host import batch_launches
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.ir.nodes import Buffer, Loop, Program, Store
-from tests.codegen.emit import loops
+from tests.codegen.emit import cpp_kernel, loops
 from tests.runtime.program.test_executable import load, scale, vector, whole
 
 
 def text(program: Program) -> str:
-    return host_program.emit(program, cpp.emit_all(program))
+    return host_program.emit(program, cpp_kernel.emit_all(program))
 
 
 def steps(n: int, count: int, storage: str = "out") -> Program:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcompile.codegen.emit.build import Built
+from dcompile.codegen.emit.cpp.compile import Built
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.triton import compile as triton_compile

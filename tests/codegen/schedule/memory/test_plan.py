@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcompile.codegen.emit import cpp
 from dcompile.codegen.schedule.memory.offsets import ALIGNMENT, Block, place, place_symbolic
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.ir.index import as_index, contiguous_strides, evaluate, flatten, var
@@ -26,6 +25,7 @@ from dcompile.ir.nodes import (
     Wait,
 )
 from dcompile.ir.verify import verify
+from tests.codegen.emit import cpp_kernel
 from tests.codegen.emit.harness import call, compiled, placed, read
 from tests.ir.fuzz import random_program
 
@@ -118,7 +118,7 @@ def test_compiled_kernels_bear_sharing_memory():
         memory |= {b.name: arena[b.offset : b.offset + max(b.nbytes, 1)] for b in inside}
         shared += len(inside) - len({b.offset for b in inside})
         for step in program.steps:
-            assert call(cpp.emit(step, program.table), functions, memory) == 0
+            assert call(cpp_kernel.emit(step, program.table), functions, memory) == 0
         for output, expected in zip(program.outputs, interpret(program, inputs), strict=True):
             found = read(program.table[output.buffer], output, memory[output.buffer])
             np.testing.assert_array_equal(found, expected)
@@ -274,6 +274,6 @@ def test_column_sums_may_go_with_what_is_written_in_place(rows, columns):
     shared = memory["y"] if table["a"].storage != "arena" else np.zeros(program.arena_bytes, np.uint8)
     memory |= {"a": shared, "b": shared}
     for step in program.steps:
-        assert call(cpp.emit(step, table), functions, memory) == 0
+        assert call(cpp_kernel.emit(step, table), functions, memory) == 0
     for output, expected in zip(program.outputs, interpret(program, inputs), strict=True):
         np.testing.assert_array_equal(read(table[output.buffer], output, memory[output.buffer]), expected)

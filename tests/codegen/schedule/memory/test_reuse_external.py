@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcompile.codegen.emit import cpp
 from dcompile.codegen.schedule.memory import plan, reuse_external
 from dcompile.codegen.schedule.memory.offsets import Block, place
 from dcompile.codegen.schedule.memory.plan import escaping_buffers, live_ranges, plan_memory
@@ -19,6 +18,7 @@ from dcompile.ir.index import var
 from dcompile.ir.interpret import GARBAGE, interpret
 from dcompile.ir.nodes import IN_DONOR, Apply, Collective, Extern, Load, Loop, Program, Store, Wait
 from dcompile.ir.verify import verify
+from tests.codegen.emit import cpp_kernel
 from tests.codegen.emit.harness import call, compiled, placed, read
 from tests.codegen.schedule.memory.test_plan import N, buffer, double, view
 from tests.ir.fuzz import random_program
@@ -186,7 +186,7 @@ def test_compiled_kernels_bear_it(small):
             memory[name] = room.view(placed(program.table[name], None).dtype)
         lodged += len(within)
         for step in program.steps:
-            assert call(cpp.emit(step, program.table), functions, memory) == 0
+            assert call(cpp_kernel.emit(step, program.table), functions, memory) == 0
         for output, expected in zip(program.outputs, interpret(program, inputs), strict=True):
             found = read(program.table[output.buffer], output, memory[output.buffer])
             np.testing.assert_array_equal(found, expected)

@@ -1,0 +1,400 @@
+"""Compiles kernels: one file per core, in parallel, by whatever C++ compiler there is; nothing is built twice.
+
+The cache is handed in (the pipeline brings `runtime.cache.KernelCache`). A kernel's key covers its text, the prelude,
+the flags, the compiler, the processor and dcompile's version; a graph takes from the cache what any graph built before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from dcompile.codegen.emit.cpp.library.base import PRELUDE
+from dcompile.codegen.emit.cpp.library.prune import prune_prelude
+from dcompile.codegen.emit.target import KernelSource
+from dcompile.config import Config
+from dcompile.errors import BuildError
+from dcompile.logs import report
+from dcompile.toolchain import (
+    COMPILERS,
+    cache_bytes,
+    caches_are_far,
+    compilers,
+    cpu_features,
+    openmp_library,
+    own_version,
+)
+
+FLAGS = (
+    "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w",
+    "-fno-math-errno",  # sqrtf does not vectorise otherwise
+    "-fno-trapping-math",  # nor do masked loads and comparisons
+    "-ffp-contract=off",  # an fma that appears when two loops are fused would change bits
+    "-fwrapv",
+    "-fno-exceptions",  # nothing throws; without, 14 of the linker's 35 ms go to the C++ library
+    "-fno-strict-aliasing",  # one arena holds all dtypes, and a result may take the very memory of an argument
+)  # fmt: skip
+CRASHED = "internal compiler error"
+SIMPLER = ("-fno-tree-slp-vectorize",)
+"""Without the pass in which g++ 12.2 crashed on some random programs; it changes no value."""
+ADVICE = 'set CXX to a C++ compiler (g++ 9 or later), or run without one: options={"kernels": "aten"}'
+
+
+NONE: Mapping[str, str] = {}
+
+
+class Cache(Protocol):
+    """Where compiled kernels are kept."""
+
+    @property
+    def directory(self) -> Path:
+        """Compilers write their output below here, so that publishing it is a rename."""
+
+    def find(self, key: str) -> Path | None:
+        """The library that holds a kernel, checked; None if it has to be built."""
+
+    def put(self, keys: Sequence[str], built: Path) -> Path:
+        """Take over a library that holds these kernels; returns where it is now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """Where each kernel is, by name; which were compiled now; their keys."""
+
+    libraries: Mapping[str, Path]
+    compiled: frozenset[str]
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def built(self) -> int:
+        """How many were compiled now."""
+        return len(self.compiled)
+
+    @property
+    def cached(self) -> frozenset[str]:
+        """Names of those that were there already."""
+        return frozenset(self.libraries) - self.compiled
+
+    @property
+    def cache_hits(self) -> int:
+        """How many were there already."""
+        return len(self.cached)
+
+
+def build(sources: Iterable[KernelSource], config: Config, cache: Cache) -> Built:
+    """Find or compile all kernels. Raises BuildError."""
+    return Compilers(config).begin(sources, cache).result()
+
+
+class Compilers:
+    """The compilers at work for one model: what they have begun for one graph they do not begin for another."""
+
+    def __init__(self, config: Config) -> None:
+        self._timeout_s = config.compile_timeout_s
+        self._begun: dict[str, Future[Path]] = {}
+        """By key: what nobody has waited for yet."""
+        self._early: set[str] = set()
+        """Those begun before it was known that a graph has them: the first that does has had them built."""
+        self._room, self._owner = threading.BoundedSemaphore(workers()), os.getpid()
+
+    def begin(
+        self, sources: Iterable[KernelSource], cache: Cache, *, early: bool = False, aliases: Mapping[str, str] = NONE
+    ) -> Building:
+        """Have compiled what is not in the cache. `aliases`: name -> another key that it is to be found by."""
+        self._after_fork()
+        unique = {source.name: source for source in sources}
+        if not unique:
+            return Building(self, {}, {}, {}, frozenset())
+        compiler = find_compiler(self._timeout_s)
+        keys = {name: _key(source, compiler) for name, source in unique.items()}
+        jobs = {name: self._begun[key] for name, key in keys.items() if key in self._begun}
+        others = [name for name in unique if name not in jobs]
+        libraries = {name: path for name in others if (path := cache.find(keys[name])) is not None}
+        missing = [unique[name] for name in others if name not in libraries]
+        built = {source.name for source in missing} | {name for name in jobs if keys[name] in self._early}
+        self._early -= {keys[name] for name in jobs}
+        jobs |= self._start(compiler, missing, cache, keys, aliases)
+        if early:
+            self._early |= {keys[name] for name in built}
+        return Building(self, keys, libraries, jobs, frozenset(built))
+
+    def _after_fork(self) -> None:
+        """A forked process has none of the threads that wait for compilers."""
+        if os.getpid() != self._owner:
+            self._begun, self._early = {}, set()
+            self._room, self._owner = threading.BoundedSemaphore(workers()), os.getpid()
+
+    def _start(
+        self, compiler: CppCompiler, sources: Sequence[KernelSource], cache: Cache, keys: Mapping[str, str],
+        aliases: Mapping[str, str],
+    ) -> dict[str, Future[Path]]:  # fmt: skip
+        parts = balance(sources, workers())
+        if not parts:
+            return {}
+        room, found = self._room, dict[str, Future[Path]]()
+        names = {s.name: (keys[s.name], *filter(None, (aliases.get(s.name),))) for s in sources}
+
+        def compile_part(part: list[KernelSource]) -> Path:
+            with room:
+                return _compile(compiler, part, self._timeout_s, cache, names)
+
+        pool = ThreadPoolExecutor(len(parts))  # of its own: a process forked later would miss its threads
+        for part in parts:
+            job = pool.submit(compile_part, part)
+            found |= {source.name: job for source in part}
+        pool.shutdown(wait=False)
+        self._begun |= {keys[name]: job for name, job in found.items()}
+        return found
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """These are in the cache now, or have failed and may be tried again."""
+        for key in keys:
+            self._begun.pop(key, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Building:
+    """Kernels of a graph, some of which are being compiled."""
+
+    compilers: Compilers
+    keys: Mapping[str, str]
+    libraries: Mapping[str, Path]
+    jobs: Mapping[str, Future[Path]]
+    built: frozenset[str]
+
+    @property
+    def waits(self) -> bool:
+        """Whether compilers are at work for it."""
+        return not all(job.done() for job in self.jobs.values())
+
+    def result(self) -> Built:
+        """Wait for all of them. Raises BuildError."""
+        wait(self.jobs.values())
+        self.compilers.forget(self.keys[name] for name in self.jobs)
+        libraries = {**self.libraries, **{name: job.result() for name, job in self.jobs.items()}}
+        return Built(libraries, self.built, self.keys)
+
+
+def balance(sources: Sequence[KernelSource], count: int) -> list[list[KernelSource]]:
+    """Share kernels out so that the parts cost about the same; the same sources give the same parts."""
+    parts: list[list[KernelSource]] = [[] for _ in range(min(count, len(sources)))]
+    for source in sorted(sources, key=lambda s: (-s.cost, s.name)):
+        min(parts, key=lambda part: sum(s.cost for s in part)).append(source)
+    return parts
+
+
+def workers() -> int:
+    """Compilers to run at once: this process's share of the cores, with one rank on each of LOCAL_WORLD_SIZE.
+
+    At most MAX_JOBS, which those who build torch's own extensions know.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(cores // _number("LOCAL_WORLD_SIZE", 1), 1)
+    return min(share, _number("MAX_JOBS", share))
+
+
+def _number(variable: str, otherwise: int) -> int:
+    """A variable of the environment that is a positive number."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdigit() and int(text) else otherwise
+
+
+# --- the compiler -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CppCompiler:
+    """A command, what it says its version is, the flags it is run with, and the libraries to link with by name."""
+
+    command: tuple[str, ...]
+    version: str
+    flags: tuple[str, ...]
+    libraries: tuple[str, ...]
+
+
+def find_compiler(timeout_s: int) -> CppCompiler:
+    """$CXX if set, else the first of g++, c++, clang++."""
+    return _probe(tuple(compilers()), os.environ.get("PATH", ""), timeout_s)
+
+
+@functools.lru_cache(maxsize=8)
+def _probe(candidates: tuple[tuple[str, ...], ...], path: str, timeout_s: int) -> CppCompiler:
+    for command in candidates:
+        if shutil.which(command[0], path=path):
+            text = _version(command, timeout_s)
+            clang = "clang" in text
+            # clang's OpenMP needs a runtime of its own, a second thread pool beside torch's: simd only, one thread
+            openmp = ("-fopenmp-simd",) if clang else ("-fopenmp",)
+            wide = ("-mprefer-vector-width=512",) if "avx512f" in cpu_features().split() else ()
+            caches = (f"-DCACHE_BYTES={cache_bytes()}", *(("-DFAR_CACHES",) if caches_are_far() else ()))
+            libraries = ("-lm",) if clang else ("-nodefaultlibs", "-lm", "-lgcc", "-lc")
+            return CppCompiler(command, text, (*FLAGS, *openmp, *wide, *caches), libraries)
+    tried = ", ".join(shlex.join(command) for command in candidates)
+    setting = "CXX is not set" if candidates == COMPILERS else "CXX is set to it"
+    raise BuildError(f"dcompile: no C++ compiler: {tried} not found ({setting}); {ADVICE}")
+
+
+def _version(command: tuple[str, ...], timeout_s: int) -> str:
+    code, _, output = run_process((*command, "--version"), "", min(timeout_s, 30), dict(os.environ))
+    if code:
+        raise BuildError(f"dcompile: `{shlex.join(command)} --version` {failure(code)}: {tail(output)}\n{ADVICE}")
+    return output.strip().splitlines()[0] if output.strip() else "unknown"
+
+
+def _key(source: KernelSource, compiler: CppCompiler) -> str:
+    parts = (
+        source.text,
+        PRELUDE,
+        *compiler.flags,
+        *compiler.libraries,
+        shlex.join(compiler.command),
+        compiler.version,
+        cpu_features(),
+        own_version(),
+    )
+    return hashlib.sha256("\0".join((*parts, Path(openmp_library() or "").name)).encode()).hexdigest()
+
+
+# --- one file ---------------------------------------------------------------------------------------------------------
+
+
+def text_of(sources: Sequence[KernelSource]) -> str:
+    """A whole file, for people: each kernel under the modules that it came from."""
+    notes = [", ".join(source.origin).replace("*/", "* /") or source.name for source in sources]
+    text = "\n".join(f"/* {note} */\n{source.text}" for note, source in zip(notes, sources, strict=True))
+    return prune_prelude(text) + text
+
+
+def _compile(
+    compiler: CppCompiler,
+    sources: Sequence[KernelSource],
+    timeout_s: int,
+    cache: Cache,
+    keys: Mapping[str, Sequence[str]],
+) -> Path:
+    """Build one library and publish it in the cache."""
+    ordered = sorted(sources, key=lambda source: source.name)
+    # origins are left out: the same kernels make the same file, whichever model asked for them
+    kernels = "".join(source.text for source in ordered)
+    text = prune_prelude(kernels) + kernels
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=cache.directory))
+    except OSError as error:
+        raise _no_space(cache.directory, str(error)) from error
+    try:
+        output = folder / "kernels.so"
+        openmp = (openmp_library(),) if openmp_library() else ()
+        libraries = ("-x", "none", "-Wl,--as-needed", *openmp, *compiler.libraries)
+        command = (*compiler.command, *compiler.flags, "-x", "c++", "-", *libraries, "-o", str(output))
+        # the compiler's own temporary files go where the output goes
+        environment = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}
+        code, hung, messages = run_process(command, text, timeout_s, environment)
+        if not hung and (code < 0 or "signal terminated program" in messages):  # killed, perhaps for want of memory
+            code, hung, messages = run_process(command, text, timeout_s, environment)
+        name = shlex.join(compiler.command)
+        if not hung and CRASHED in messages:
+            what = f"{name} crashed on {len(sources)} kernels"
+            report(logging.WARNING, f"{what}; they are built again with {' '.join(SIMPLER)}")
+            code, hung, messages = run_process((*command, *SIMPLER), text, timeout_s, environment)
+        if hung:
+            raise BuildError(f"dcompile: {name} did not finish in {timeout_s} s (compile_timeout_s); {ADVICE}")
+        if code or not output.is_file() or not output.stat().st_size:
+            if _is_space(messages, code) or not _can_write(folder):
+                raise _no_space(cache.directory, tail(messages))
+            what = failure(code) if code else "reports success but wrote no library"
+            raise BuildError(f"dcompile: {name} {what} on {len(sources)} kernels:\n{tail(messages)}\n{ADVICE}")
+        return cache.put([key for source in ordered for key in keys[source.name]], output)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_process(
+    command: Sequence[str], text: str, timeout_s: int, environment: dict[str, str]
+) -> tuple[int, bool, str]:
+    """(exit code, whether it ran too long, all it printed). Children are ended with it."""
+    return send_text(start_process(command, environment), text, timeout_s)
+
+
+def start_process(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A process that waits for its input; `send_text` or `end_process` has to follow."""
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise BuildError(f"dcompile: cannot start {shlex.join(command[:2])}: {error.strerror}; {ADVICE}") from error
+
+
+def send_text(process: subprocess.Popen[bytes], text: str, timeout_s: int) -> tuple[int, bool, str]:
+    """Give a process its input and wait for its end, as `run_process`."""
+    try:
+        messages, _ = process.communicate(text.encode(), timeout=timeout_s)
+        return process.returncode, False, messages.decode(errors="replace")
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL, True, ""
+    finally:
+        end_process(process)
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """End a process, and those that it has started, unless it has ended itself."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def failure(code: int) -> str:
+    return f"was ended by signal {-code}" if code < 0 else f"failed (exit status {code})"
+
+
+def tail(text: str) -> str:
+    """The end of what a compiler printed: enough to see the cause."""
+    return "\n".join(text.strip().splitlines()[-12:])[-2000:]
+
+
+def _is_space(messages: str, code: int) -> bool:
+    signs = ("No space left", "File too large", "Disk quota exceeded", "file size limit", "File size limit")
+    return code == -signal.SIGXFSZ or any(sign in messages for sign in signs)
+
+
+def _can_write(folder: Path) -> bool:
+    """Some compilers do not say that the disk is full: try what they would have needed."""
+    trial = folder / "trial"
+    try:
+        trial.write_bytes(bytes(1 << 20))
+        return True
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            trial.unlink()
+
+
+def _no_space(directory: Path, cause: str) -> BuildError:
+    free = "unknown"
+    with contextlib.suppress(OSError):
+        free = f"{shutil.disk_usage(directory).free / 1e6:.1f} MB"
+    return BuildError(
+        f"dcompile: cannot write compiled kernels to {directory} (free space there: {free}; a quota or file-size limit "
+        f"may be lower): {cause}\nfree some space, or set DCOMPILE_CACHE_DIR to a directory with more"
+    )

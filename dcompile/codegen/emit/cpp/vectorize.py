@@ -1,0 +1,275 @@
+"""Vectorize loops over elements explicitly where g++ does not find the best instructions by itself.
+
+These are rounding to bfloat16, float16's conversions (F16C), and what multiplies by a power of two at the end, as exp
+does (3 instructions for 5 and 1 for 9 with AVX-512): functions of the library on vectors (`library/simd.py`). Each does
+to an element what the function on one float does, so it does not matter where in a loop an element is. Beside it stands
+the plain loop: for the elements that are left, and for machines without these instructions. A chain of four operations
+in bfloat16 took 0.65 of the plain loop's time, a cross-entropy in float32 0.75 (one core of an AMD EPYC, Zen 4);
+rounding to float16 0.35, SwiGLU in float16 0.45 (Zen 3).
+
+Where all is bfloat16 in memory, elements of even and of odd places are vectors of their own, and four are taken at a
+time: with AVX-512 0.62 to 0.76 of the time of single vectors.
+
+Reductions of little work have several accumulators, since g++ gives them one vector, in which each addition waits for
+the one before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dcompile.codegen.emit.cpp.ops import (
+    COMPARISONS,
+    FLOATS,
+    LOGIC,
+    RANDOM_BITS,
+    VECTOR_ARITHMETIC,
+    VECTOR_FUNCTIONS,
+)
+from dcompile.codegen.emit.cpp.plan import NO_SCANS, NestPlan, VectorLoop
+from dcompile.codegen.emit.cpp.prefetch import updates_slowly
+from dcompile.codegen.nest.loop_nest import may_exceed
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Ref
+
+WIDTH = 16
+"""Elements of the widest vectors; narrower ones divide it."""
+STEP_ELEMENTS = {"": WIDTH, "pair": 2 * WIDTH, "quad": 4 * WIDTH, "two": 2 * WIDTH}
+"""Elements of the widest vector, of two of them that are bfloat16 in memory, of twice that, and of two one behind the
+other.
+
+A polynomial's operations wait for each other, and those of a second vector fill the time (exp 0.9, GELU 0.87)."""
+MAX_QUAD_VALUES = 64
+"""Values up to which a loop takes two pairs at a time: each of them is four vectors, and sixteen registers hold few."""
+MAX_SHORT_ROW = 8 * WIDTH
+"""Length up to which a row must be whole vectors: what is left of it takes as long as the vectors."""
+PAIR_ACCUMULATORS = 2
+"""Accumulators that are pairs of vectors."""
+ACCUMULATORS = 4
+"""Accumulators of a reduction of little work: an addition takes 3 to 4 cycles, and two could begin in each."""
+MAX_WAITING_COST = 8
+"""Work up to which a reduction waits for its accumulator, in additions for each element."""
+KEPT_AS = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "bool": "bool"}
+"""How values that are kept from pass to pass are stored."""
+FOLDED = frozenset(("max", "min", "sum"))
+"""Reductions that collect in vectors."""
+
+
+def vectorize(plan: NestPlan) -> NestPlan:
+    """Write passes in vectors where that can be done and is faster."""
+    if plan.nest.lane or plan.shared_elements:
+        return plan
+    found = {number: loop for number in range(plan.pass_count) if (loop := _vector_loop(plan, number))}
+    return replace(plan, vectors=found) if found or plan.vectors else plan
+
+
+def _vector_loop(plan: NestPlan, number: int) -> VectorLoop | None:
+    """How a pass is written in vectors; None for a plain loop."""
+    (reduces, stores), last = plan.pass_roots[number], plan.nest.elements[-1]
+    scans = plan.scans.get(number, NO_SCANS)
+    if scans.serial or scans.held or (plan.copies and plan.streamed.issuperset(stores)):
+        return None
+    if any(not plan.can_store_at_once(n, last.name) or plan.is_scalar_column(n, last.name) for n in stores):
+        return None
+    if isinstance(last.size, int) and last.size % WIDTH and last.size <= MAX_SHORT_ROW:
+        return None
+    if (searched := find_searched(plan, number)) is not None:
+        can = all(has_vector(plan, ref, number, last.name) for ref in plan.needed(number, [searched]))
+        return VectorLoop("VECTORS", searched=searched) if can else None
+    if not (reduces or stores) or not has_vectors(plan, number):
+        return None
+    gains = any(gains_from_vectors(plan, ref) for ref in plan.new_vector_values(number))
+    if not (gains or _gains_anyway(plan, number) or updates_slowly(plan, number, last.name)):
+        return None
+    step = step_of_pass(plan, number)
+    accumulators = _accumulators(plan, number)
+    return VectorLoop(_guard(plan, number, gains), step, min(accumulators, PAIR_ACCUMULATORS) if step else accumulators)
+
+
+def has_vectors(plan: NestPlan, number: int) -> bool:
+    """Can all that a pass does be done with vectors?"""
+    (reduces, stores), last = plan.pass_roots[number], plan.nest.elements[-1].name
+    return (
+        all(has_vector(plan, ref, number, last) for ref in plan.vector_values(number))
+        and all(plan.reduce(ref).op in FOLDED and plan.reduce(ref).dtype == "float32" for ref in reduces)
+        and all(stores_vector(plan, n, last) for n in stores)
+    )
+
+
+def _gains_anyway(plan: NestPlan, number: int) -> bool:
+    """Is the pass faster in vectors for another reason than what it computes?"""
+    streams = any(n in plan.streamed for n in plan.pass_roots[number][1])
+    several = _accumulators(plan, number) > 1 or _sums_whole_pairs(plan, number)
+    return several or streams or number == plan.next_row_pass
+
+
+def _sums_whole_pairs(plan: NestPlan, number: int) -> bool:
+    """Are rows of bfloat16 added up by whole vectors? g++ widens and adds up in two to four times the time."""
+    (reduces, stores), last = plan.pass_roots[number], plan.nest.elements[-1]
+    whole = isinstance(last.size, int) and last.size % WIDTH == 0
+    return whole and bool(reduces) and not stores and _reads_pairs(plan, number)
+
+
+def _guard(plan: NestPlan, number: int, gains: bool) -> str:
+    """The macro of machines on which it is faster. AVX2 rounds no faster than g++'s loop, but for bfloat16 alone."""
+    functions = _has_functions(plan, number)
+    functions = functions or any(_converts_half(plan, ref) for ref in plan.new_vector_values(number))
+    if functions or _gains_anyway(plan, number) or _is_paired(plan, number):
+        return "VECTORS"
+    return "VECTORS_ROUND" if gains else "VECTORS_FAR"
+
+
+def _has_functions(plan: NestPlan, number: int) -> bool:
+    """Does a pass compute functions that are faster on vectors?"""
+    values = (plan.nest.body[ref] for ref in plan.new_vector_values(number))
+    return any(isinstance(value, Apply) and value.op in VECTOR_FUNCTIONS for value in values)
+
+
+def _is_paired(plan: NestPlan, number: int) -> bool:
+    """Is all that the pass reads and writes bfloat16 in memory, or the same for all elements of a vector?"""
+    narrow = (plan.table[plan.nest.stores[n].buffer].dtype == "bfloat16" for n in plan.pass_roots[number][1])
+    return _reads_pairs(plan, number) and all(narrow)
+
+
+def _reads_pairs(plan: NestPlan, number: int) -> bool:
+    """The same of what it reads."""
+    needed, last = plan.vector_values(number), plan.nest.elements[-1].name
+    counter = plan.counters.get(number)
+    if plan.tile or any(ref in plan.kept for ref in needed) or (counter and counter.positions):
+        return False
+    values = [plan.nest.body[ref] for ref in needed]
+    if any(value.dtype == "float16" for value in values):
+        return False
+    steps = [(v.dtype, plan.constant_stride(v.index, last)) for v in values if isinstance(v, Load)]
+    return all(dtype == "bfloat16" or (dtype == "float32" and step == 0) for dtype, step in steps)
+
+
+def step_of_pass(plan: NestPlan, number: int) -> str:
+    """How many vectors a pass takes at a time, and how elements are stored in them (STEP_ELEMENTS).
+
+    A tile is whole steps: of one that is narrower none would fit, and what is behind the last is nobody's.
+    """
+    last = plan.nest.elements[-1]
+    found = _widest_step(plan, number)
+    tile = max((row.tile for row in plan.nest.rows if row.name == last.name), default=1)
+    return found if tile == 1 or tile % STEP_ELEMENTS[found] == 0 else ""
+
+
+def _widest_step(plan: NestPlan, number: int) -> str:
+    """The same of an axis that is not tiled."""
+    last = plan.nest.elements[-1]
+    if not _is_paired(plan, number):
+        return "two" if _has_functions(plan, number) and _accumulators(plan, number) == 1 else ""
+    if isinstance(last.size, int) and last.size <= MAX_SHORT_ROW and last.size % STEP_ELEMENTS["pair"]:
+        return ""  # what a pair leaves of such a row takes as long as all pairs
+    if plan.pass_roots[number][0]:
+        return "pair"
+    fits = not isinstance(last.size, int) or last.size > 2 * MAX_SHORT_ROW or last.size % STEP_ELEMENTS["quad"] == 0
+    tiled = any(row.name == last.name and 1 < row.tile < MAX_SHORT_ROW for row in plan.nest.rows)
+    return "quad" if fits and not tiled and len(plan.vector_values(number)) <= MAX_QUAD_VALUES else "pair"
+
+
+def find_searched(plan: NestPlan, number: int) -> Ref | None:
+    """The condition, if all that a pass does is look for the first place where it holds, as argmax's second."""
+    (reduces, stores), last, counter = plan.pass_roots[number], plan.nest.elements[-1], plan.counters.get(number)
+    if stores or len(reduces) != 1 or not counter or not isinstance(last.size, int):
+        return None
+    reduce = plan.reduce(reduces[0])
+    match plan.nest.body[reduce.arg]:
+        case Apply("where", (hit, place, end), "int32") if reduce.op == "min" and place in counter.positions:
+            behind = plan.nest.body[end]
+            beyond = isinstance(behind, Const) and behind.value >= last.size
+            return hit if beyond and plan.levels.element[hit] else None
+    return None
+
+
+def _accumulators(plan: NestPlan, number: int) -> int:
+    """How many accumulators each reduction of a pass has."""
+    reduces, stores = plan.pass_roots[number]
+    if not reduces or stores or not may_exceed(plan.nest.elements[-1].size, MAX_SHORT_ROW):
+        return 1
+    return ACCUMULATORS if plan.cost(plan.new_vector_values(number)) <= MAX_WAITING_COST else 1
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+
+
+def gains_from_vectors(plan: NestPlan, ref: Ref) -> bool:
+    """Is a value faster in explicit vectors than in those that g++ makes?"""
+    match plan.nest.body[ref]:
+        case Apply("cast", (arg,), "bfloat16"):
+            return arg not in plan.exact["bfloat16"]
+        case Apply("cast"):
+            return _converts_half(plan, ref)
+        case Apply(op, _, _):
+            return op in VECTOR_FUNCTIONS
+    return False
+
+
+def _converts_half(plan: NestPlan, ref: Ref) -> bool:
+    """Is the value rounded to float16, or read from it? Without instructions of their own both take several."""
+    match plan.nest.body[ref]:
+        case Apply("cast", (arg,), "float16"):
+            return arg not in plan.exact["float16"]
+        case Apply("cast", (arg,), _):
+            return isinstance(load := plan.nest.body[arg], Load) and load.dtype == "float16"
+    return False
+
+
+def has_vector(plan: NestPlan, ref: Ref, number: int, name: str) -> bool:
+    """Can this value be a vector along `name` in a pass?"""
+    value, counter = plan.nest.body[ref], plan.counters.get(number)
+    if ref in plan.kept:
+        if value.dtype not in KEPT_AS:
+            return False
+        if plan.kept[ref] < number:
+            return True
+    if counter and (ref in counter.positions or ref in counter.matches):
+        return True
+    match value:
+        case Load(_, _, dtype, _) if plan.tile and ref in plan.tile.loads:
+            return dtype in FLOATS
+        case Load(_, index, dtype, mask):
+            readable = (dtype in FLOATS or dtype == "bool") and (mask is None or ref in plan.selected_rows)
+            return readable and plan.constant_stride(index, name) in (0, 1)
+        case Apply("philox", (key, position, _), _):
+            return not plan.levels.element[key] and random_stride(plan, position, name) is not None
+        case Apply():
+            return _has_result_vector(plan, value)
+    return False
+
+
+def _has_result_vector(plan: NestPlan, value: Apply) -> bool:
+    """Can what an op computes be a vector, if its arguments are?"""
+    body, element = plan.nest.body, plan.levels.element
+    match value:
+        case Apply(op, (first, *others), _) if body[first].dtype == "int32":
+            return op in RANDOM_BITS and element[first] and all(isinstance(body[ref], Const) for ref in others)
+        case Apply("cast", (arg,), dtype):
+            source = body[arg].dtype
+            return (source, dtype) == ("bool", "float32") or {source, dtype} <= FLOATS
+        case Apply("where", _, dtype):
+            return dtype in FLOATS
+        case Apply(op, args, dtype) if op in LOGIC:
+            return dtype == "bool" and all(element[arg] for arg in args)
+        case Apply(op, args, _) if op in COMPARISONS:
+            return all(body[arg].dtype == "float32" for arg in args)
+        case Apply(op, _, dtype):
+            return op in VECTOR_ARITHMETIC and dtype == "float32"
+
+
+def random_stride(plan: NestPlan, position: Ref, name: str) -> int | None:
+    """From the number of an element to its neighbour's, for random bits, if all are the same."""
+    value = plan.nest.body[position]
+    return plan.constant_stride(value.index, name) if isinstance(value, IndexOf) else None
+
+
+def stores_vector(plan: NestPlan, number: int, name: str) -> bool:
+    """Can a store write vectors along `name`?"""
+    store = plan.nest.stores[number]
+    dtype, value = plan.table[store.buffer].dtype, plan.nest.body[store.value]
+    in_order = plan.is_transposed(number) or plan.constant_stride(store.index, name) == 1
+    if not in_order or value.dtype != dtype:
+        return False
+    if store.mode == "sum":
+        return dtype == "float32"
+    return store.mode == "set" and (dtype in FLOATS or (dtype == "bool" and plan.levels.element[store.value]))

@@ -26,6 +26,8 @@ def read_line(world: World, group: dist.ProcessGroup) -> str | None:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)
         line[0] = sys.stdin.readline() or None
+        if sys.stdin.isatty() and line[0] is None:
+            print()
     dist.broadcast_object_list(line, 0, group=group)
     return line[0]
 

@@ -39,6 +39,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 CHAT_SLOTS = 4096
 """Slots of a conversation's cache, where --cache-len does not say."""
+SLOT_MULTIPLE = 64
+"""Of slots by default: attention's kernels copy masks whose rows are not aligned."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -162,7 +164,7 @@ class Session:
                 f"--cache-len {args.cache_len}: the prompt takes {needed - args.max_new_tokens} slots, "
                 f"and --max-new-tokens {args.max_new_tokens} need as many more: give {needed}"
             )
-        return args.cache_len or needed
+        return args.cache_len or -(-needed // SLOT_MULTIPLE) * SLOT_MULTIPLE
 
     def answers(self, count: int, show: Callable[[str], None]) -> list[Answer]:
         """One for each sequence; a single one is shown as it grows."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from attention import register
 from common import UserError, World
 from tensor_parallel import COLUMNS, ROWS, check_sizes, shard, split_dim
 from torch import nn
@@ -44,7 +45,7 @@ def skeleton(config: Any, dtype: torch.dtype) -> Any:
     own = copy.deepcopy(config)
     own.use_cache = True
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(own, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(own, dtype=dtype, attn_implementation=register())
     return model.eval().requires_grad_(False)
 
 
@@ -96,9 +97,9 @@ def _build_by_transformers(config: Any, weights: Weights, size: int, dtype: torc
         from transformers.distributed.configuration_utils import DistributedConfig
     except ImportError:
         raise UserError("--route hf: this transformers has no DistributedConfig; pip install -U transformers") from None
-    plan = DistributedConfig(tp_size=size)
+    how = {"distributed_config": DistributedConfig(tp_size=size), "dtype": dtype, "attn_implementation": register()}
     if isinstance(weights, CheckpointWeights):
-        model = AutoModelForCausalLM.from_pretrained(weights.folder, distributed_config=plan, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(weights.folder, **how)
         return model.to(device).eval().requires_grad_(False)
     with tempfile.TemporaryDirectory() as name:
         shared = [name]
@@ -106,7 +107,7 @@ def _build_by_transformers(config: Any, weights: Weights, size: int, dtype: torc
         if dist.get_rank() == 0:
             write_random_folder(Path(name), config, weights)
         dist.barrier()
-        model = AutoModelForCausalLM.from_pretrained(shared[0], distributed_config=plan, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(shared[0], **how)
         dist.barrier()
     return model.to(device).eval().requires_grad_(False)
 

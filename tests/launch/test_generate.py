@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention import grouped_attention
 from common import UserError, World, join_world, leave_world, load_config
 from decoding import Decoder, Generated, generate
 from generate import Session, find_stop_tokens, parse_arguments
@@ -78,6 +79,18 @@ def test_padded_batches_in_chunks_give_the_tokens_of_transformers(family, tmp_pa
     assert generate(fixed, longer, 4, GREEDY).tokens == tokens_of_transformers(folder, longer, 4)
     assert fixed.cache.filled == taken + 5 + 3, "only what is new went in"
     assert generate(fixed, PROMPTS, 10, GREEDY).tokens == expected, "anew, over what lies in the cache"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_attention_shares_heads_as_if_they_were_repeated(count):
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 8, count, 16), torch.randn(2, 2, 12, 16), torch.randn(2, 2, 12, 16)
+    mask = torch.rand(2, 1, count, 12) > 0.4
+    mask[..., 0] = True
+    got, _ = grouped_attention(None, query, key, value, mask, scaling=0.3)
+    repeated = (tensor.repeat_interleave(4, 1) for tensor in (key, value))
+    expected = torch.nn.functional.scaled_dot_product_attention(query, *repeated, attn_mask=mask, scale=0.3)
+    torch.testing.assert_close(got, expected.transpose(1, 2))
 
 
 def test_prompts_of_any_length_go_through_two_graphs(one_layer_folder):
@@ -276,6 +289,19 @@ def test_bad_folders(folder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(UserError, match="not a Llama config"):
         Session(parse_arguments([f"--model={tmp_path}"]), World(0, 0, 1, CPU))
+
+
+def test_the_dtype_is_the_checkpoints_on_a_gpu_and_float32_where_tokens_are_compared(tmp_path):
+    folder = tiny_checkpoint.write(tmp_path, dtype=torch.float16)
+    on_gpu, on_cpu = World(0, 0, 1, torch.device("cuda", 0)), World(0, 0, 1, CPU)
+    for world, arguments, dtype in (
+        (on_gpu, [f"--model={folder}"], torch.float16),
+        (on_gpu, [f"--model={folder}", "--check"], torch.float32),
+        (on_gpu, [], torch.bfloat16),
+        (on_cpu, [f"--model={folder}"], torch.float32),
+        (on_cpu, ["--dtype=bf16"], torch.bfloat16),
+    ):
+        assert Session(parse_arguments(arguments), world).dtype == dtype
 
 
 def test_stop_tokens_are_those_of_config_tokenizer_and_generation_config(tmp_path):

@@ -1,0 +1,45 @@
+"""Attention on a key-value cache whose heads are shared by groups of queries: keys and values are read as they lie.
+
+transformers repeats them for each head of its queries where there is a mask, as there is with a cache of fixed size:
+written and read again in every layer of every step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+NAME = "grouped_queries"
+
+
+def grouped_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Queries [batch, heads, n, size] on keys and values [batch, groups, slots, size]; mask [batch, 1, n, slots].
+
+    A group's queries are taken as queries of one head. Returns [batch, n, heads, size], and no weights.
+    """
+    batch, heads, count, size = query.shape
+    groups, slots = key.shape[1:3]
+    repeats = heads // groups
+    folded = query.reshape(batch, groups, repeats * count, size)
+    if count > 1:
+        attention_mask = attention_mask[:, :, None].expand(batch, 1, repeats, count, slots).flatten(2, 3)
+    result = scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, scale=scaling)
+    return result.reshape(batch, heads, count, value.shape[-1]).transpose(1, 2), None
+
+
+def register() -> str:
+    """Make it known to transformers; returns the name for `attn_implementation`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, grouped_attention)
+    return NAME

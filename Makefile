@@ -12,6 +12,7 @@ PROMPT ?=
 TP ?= 1
 TESTS ?=
 QUICK ?= tests/ir tests/collectives tests/codegen/nest tests/codegen/schedule tests/codegen/test_golden.py \
+	tests/codegen/emit/test_emitters.py tests/codegen/emit/cpp/test_decisions.py \
 	tests/capture/adapters tests/capture/test_joint_graph.py tests/test_layering.py tests/test_vocabulary.py
 SECONDS ?= 600
 # A file's tests stay in one worker: two-rank tests keep one pair of processes for all cases of a file. One worker more

@@ -8,11 +8,13 @@ from dcompile.compat.versions import check_torch as _check_torch
 from dcompile.config import Config
 
 if TYPE_CHECKING:
+    from dcompile.ahead_of_time import export
     from dcompile.api import compile, list_mode_options, list_options, receipt
     from dcompile.explain.plan_only import explain
     from dcompile.explain.profile import profile
+    from dcompile.runtime.program.exported import load
 
-__all__ = ["Config", "compile", "explain", "list_mode_options", "list_options", "profile", "receipt"]
+__all__ = ["Config", "compile", "explain", "export", "list_mode_options", "list_options", "load", "profile", "receipt"]
 
 _check_torch()
 
@@ -26,6 +28,10 @@ def __getattr__(name: str) -> Any:
     """Load the compiler's doors late: `import dcompile.ir` and the option table need no torch."""
     if name == "explain":
         return importlib.import_module("dcompile.explain")  # a package that can be called
+    if name == "export":
+        return importlib.import_module("dcompile.ahead_of_time").export
+    if name == "load":  # without the compiler
+        return importlib.import_module("dcompile.runtime.program.exported").load
     if name == "__version__":
         return importlib.metadata.version("dcompile")
     if name == "profile":

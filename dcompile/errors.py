@@ -30,5 +30,9 @@ class NotCompiledError(DcompileError):
     """A receipt was asked for before the first compiled step, or of something dcompile never compiled."""
 
 
+class ExportError(DcompileError):
+    """A model cannot be exported, or an exported one cannot be loaded or called here; the message says why."""
+
+
 class VerifyError(DcompileError):
     """A program breaks a rule of `ir.verify`: always a bug of ours; the message shows the step and its neighbours."""

@@ -50,6 +50,15 @@ def cpu_features() -> str:
     return f"{platform.machine()} {platform.processor()}"
 
 
+def cpu_flags() -> frozenset[str]:
+    """Instruction sets of this processor, as Linux names them; none where they are not known."""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        found = [line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))]
+        return frozenset(found[0].split()) if found else frozenset()
+    return frozenset()
+
+
 def boot() -> str:
     """Names this boot of this machine: processes on it share one clock, and its memory. Empty where it is not known."""
     try:

@@ -6,7 +6,7 @@ import sys
 
 from dcompile.kernel_backends.names import NAMED
 from tests.kernel_backends.fakes import FAKED
-from tests.kernel_backends.matrix import CALLABLE, COLUMNS, NAMES, recorded
+from tests.kernel_backends.matrix import CALLABLE, COLUMNS, NAMES, OF_ATEN, recorded
 
 TEXT = """# Other compilers for the kernels
 
@@ -87,6 +87,7 @@ def page() -> str:
     head = ["| Compiler | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     rows = [f"| {_name(name)} | " + " | ".join(_cell(found[name][c], marks) for c in COLUMNS) + " |" for name in NAMES]
     legend = [f"- own kernels {number}: it refuses a region for this reason: {text}" for text, number in marks.items()]
+    legend.append(f"- {OF_ATEN}: ATen's kernels, replayed as CUDA graphs on GPUs; on CPUs, where this was run, called")
     legend.append("- \\*: tested with a fake of its package that keeps torch's contract")
     installs = "\n".join(f"| `{name}` | `{row.install}` |" for name, row in NAMED.items())
     return _filled({"table": "\n".join([*head, *rows]), "legend": "\n".join(legend), "installs": installs})

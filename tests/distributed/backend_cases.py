@@ -156,7 +156,7 @@ def cell(name: str, case: str) -> str:
         found = {"ddp": ddp, "fsdp2": fsdp2}[case](name, stock="aot_eager")
     receipt = found["receipt"]
     assert receipt.eligible and receipt.graphs == 1 and found["near"]
-    return outcome(receipt)
+    return outcome(name, receipt)
 
 
 def other(gm: Any, example_inputs: Any) -> Any:

@@ -13,13 +13,13 @@ from torch import nn
 
 import dcompile
 from dcompile.explain.receipt import Receipt
-from dcompile.kernel_backends.names import NAMED
+from dcompile.kernel_backends.names import NAMED, REPLAYED
 from tests.kernel_backends.fakes import eager, installed
 
 RECORDED = Path(__file__).parent.parent / "golden" / "kernel_backends" / "matrix.json"
 CALLABLE = "a callable"
-NAMES = (*NAMED, CALLABLE)
-COMPILED = "compiled"
+NAMES = ("inductor", REPLAYED, *(name for name in NAMED if name != "inductor"), CALLABLE)
+COMPILED, OF_ATEN = "compiled", "ATen's"
 
 
 class Block(nn.Module):
@@ -41,8 +41,12 @@ def kernels_of(name: str) -> Any:
     return eager if name == CALLABLE else name
 
 
-def outcome(receipt: Receipt) -> str:
-    """`compiled`, or why regions ran on kernels of dcompile's own."""
+def outcome(name: str, receipt: Receipt) -> str:
+    """`compiled`, or why regions ran on kernels of dcompile's own. CUDA graphs have no regions, and a CPU none."""
+    if name == REPLAYED:
+        assert not receipt.regions and not receipt.kernel_calls and not receipt.fallbacks
+        assert receipt.replays or any("without a CUDA graph" in note for note in receipt.notes)
+        return OF_ATEN
     left = {line.partition(": ")[2] for line in receipt.fallbacks if line.startswith("region left by")}
     assert receipt.regions or left, receipt
     assert not (receipt.regions and left), f"some regions, not others: {receipt}"
@@ -92,7 +96,7 @@ COLUMNS = ("inference", "training", "DDP", "FSDP2", "dynamic shapes")
 
 def alone(name: str, column: str) -> str:
     with installed(name):
-        return outcome(ALONE[column](name))
+        return outcome(name, ALONE[column](name))
 
 
 def recorded() -> dict[str, dict[str, str]]:

@@ -1,0 +1,212 @@
+"""Programs that `dcompile.export` has written: checked, loaded and called without a compiler.
+
+A folder or a zip file holds `manifest.json`, the host program, compiled kernels and all tensors of the model. Nothing
+in it is unpickled. Every file is compared with its SHA-256 before anything of it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcompile.compat import pytree
+from dcompile.errors import ExportError
+from dcompile.runtime.program.artifact import Loadable, from_record
+from dcompile.runtime.program.executable import HostProgram
+from dcompile.toolchain import cpu_flags
+
+FORMAT = 1
+"""Raised whenever what is written changes its meaning."""
+MANIFEST, PROGRAM, TENSORS = "manifest.json", "program.py", "tensors.bin"
+ALIGN_BYTES = 64
+"""Each tensor starts on a cache line."""
+
+
+def torch_range() -> str:
+    """The versions of torch that may run what this one has exported: the same minor version."""
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+def machine() -> dict[str, Any]:
+    """What compiled kernels depend on."""
+    return {"system": platform.system(), "machine": platform.machine(), "flags": sorted(cpu_flags())}
+
+
+class ExportedModel:
+    """A loaded program: call it as the model was. It computes without gradients.
+
+    Raises ExportError for arguments of another structure, shape or dtype than the model was exported with.
+    """
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any], held: Any = None) -> None:
+        self._held = held
+        """What keeps the folder there, if anything has to."""
+        graph = from_record(manifest["graph"] | {"source": (folder / PROGRAM).read_text()})
+        self.tensors = _tensors(folder / TENSORS, manifest["tensors"])
+        """Parameters, buffers and constants of the model, by name."""
+        libraries = {name: folder / file for name, file in manifest["libraries"].items()}
+        constants = {name: self.tensors[tensor] for name, tensor in manifest["constants"].items()}
+        self._program = HostProgram("exported", Loadable(graph, libraries, constants))
+        self._inputs: list[tuple[str, Any]] = [tuple(entry) for entry in manifest["inputs"]]
+        self._arguments: list[dict[str, Any]] = manifest["arguments"]
+        self._given = pytree.from_text(manifest["given"])
+        self._keywords: list[str] = manifest["keywords"]
+        self._returned = pytree.from_text(manifest["returned"])
+        self._results: list[tuple[str, Any]] = [tuple(entry) for entry in manifest["results"]]
+        self._changed: list[tuple[int, str]] = [tuple(entry) for entry in manifest["changed"]]
+        self._separate: list[tuple[int, int]] = [tuple(entry) for entry in manifest["separate"]]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        known = {name: kwargs[name] for name in self._keywords if name in kwargs}
+        flat, structure = pytree.flatten((args, known | kwargs))
+        if structure != self._given:
+            raise ExportError(f"dcompile: called with {structure}, but exported with {self._given}")
+        symbols: dict[str, int] = {}
+        pairs = enumerate(zip(flat, self._arguments, strict=True))
+        given = [_checked(value, said, n, symbols) for n, (value, said) in pairs]
+        inputs = [self.tensors[what] if kind == "tensor" else given[what] for kind, what in self._inputs]
+        results = self._program(inputs)
+        with torch.no_grad():
+            for place, name in self._changed:
+                self.tensors[name].copy_(results[place])
+            for place, earlier in self._separate:
+                if results[place] is results[earlier]:
+                    results[place] = results[place].detach()
+        leaves = [results[what] if kind == "result" else what for kind, what in self._results]
+        return pytree.unflatten(leaves, self._returned)
+
+
+def load(path: str | os.PathLike[str]) -> ExportedModel:
+    """What `dcompile.export` has written to a folder or a zip file, ready to be called.
+
+    Needs neither a C++ compiler nor Triton. Raises ExportError for files that are damaged or missing, of another format
+    or version of torch, or for another kind of machine; FileNotFoundError where there is nothing.
+    """
+    place, held = Path(path), None
+    if place.is_file():
+        held = tempfile.TemporaryDirectory(prefix="dcompile-exported-")
+        _extract(place, Path(held.name))
+        place = Path(held.name)
+    manifest = _manifest(place)
+    _check_versions(place, manifest)
+    _check_files(place, manifest)
+    return ExportedModel(place, manifest, held)
+
+
+def _extract(archive: Path, folder: Path) -> None:
+    try:
+        with zipfile.ZipFile(archive) as file:
+            names = file.namelist()
+            if any("/" in name or "\\" in name or name.startswith(".") for name in names):
+                raise ExportError(f"dcompile: {archive} is no exported program: it holds folders")
+            file.extractall(folder)
+    except zipfile.BadZipFile as error:
+        raise ExportError(f"dcompile: {archive} is damaged: {error}; export the model again") from error
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    text = (folder / MANIFEST).read_bytes()
+    try:
+        outer = json.loads(text)
+        inner: dict[str, Any] = json.loads(outer["manifest"])
+        damaged = hashlib.sha256(outer["manifest"].encode()).hexdigest() != outer["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ExportError(f"dcompile: {folder / MANIFEST} is damaged: {error}; export the model again") from error
+    if damaged:
+        raise ExportError(f"dcompile: {folder / MANIFEST} is damaged: its checksum differs; export the model again")
+    return inner
+
+
+def _check_versions(folder: Path, manifest: Mapping[str, Any]) -> None:
+    if manifest["format"] != FORMAT:
+        raise ExportError(
+            f"dcompile: {folder} has format {manifest['format']}, this dcompile reads {FORMAT}; export the model again"
+        )
+    if manifest["torch"] != torch_range():
+        raise ExportError(
+            f"dcompile: {folder} was exported for torch {manifest['torch']}, this is {torch.__version__}; "
+            "export the model again"
+        )
+    here, there = machine(), manifest["machine"]
+    for what in ("system", "machine"):
+        if here[what] != there[what]:
+            raise ExportError(f"dcompile: {folder} is for {there[what]}, this machine is {here[what]}; export it here")
+    if missing := sorted({*there["flags"]} - {*here["flags"]}):
+        raise ExportError(
+            f"dcompile: {folder} is for a processor with {', '.join(missing[:5])}, which this one lacks; "
+            "export the model on a machine of this kind"
+        )
+
+
+def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
+    for name, digest in manifest["files"].items():
+        file = folder / name
+        if not file.is_file():
+            raise ExportError(f"dcompile: {file} is missing; export the model again")
+        with file.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if found != digest:
+            raise ExportError(f"dcompile: {file} is damaged: its checksum differs; export the model again")
+
+
+def _tensors(file: Path, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """Tensors in a file, whose pages are read when they are first touched; changes stay in this process."""
+    nbytes = file.stat().st_size
+    storage: Any = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=nbytes) if nbytes else None
+    return {name: _tensor(storage, entry) for name, entry in entries.items()}
+
+
+def _tensor(storage: Any, entry: Mapping[str, Any]) -> torch.Tensor:
+    dtype = getattr(torch, entry["dtype"])
+    made = torch.empty(0, dtype=dtype, device="cpu")
+    if storage is None or 0 in entry["shape"]:
+        return torch.empty_strided(entry["shape"], entry["strides"], dtype=dtype, device="cpu")
+    start = entry["offset"] // made.itemsize
+    return made.set_(storage, start, entry["shape"], entry["strides"])  # type: ignore[call-overload, no-any-return, unused-ignore]
+
+
+def _checked(value: Any, said: Mapping[str, Any], number: int, symbols: dict[str, int]) -> Any:
+    """An argument as the program needs it: with its strides, its sizes compared."""
+    if "constant" in said:
+        if value != said["constant"]:
+            raise ExportError(f"dcompile: argument {number} is {value!r}, but the model was exported with "
+                              f"{said['constant']!r}")  # fmt: skip
+        return value
+    wanted = f"{said['dtype']} of shape {_shown(said['shape'])} on the CPU"
+    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or len(value.shape) != len(said["shape"]):
+        raise ExportError(f"dcompile: argument {number} should be {wanted}")
+    fits = str(value.dtype) == f"torch.{said['dtype']}"
+    for size, allowed in zip(value.shape, said["shape"], strict=True):
+        if isinstance(allowed, int):
+            fits = fits and size == allowed
+        else:
+            name, low, high = allowed
+            fits = fits and low <= size <= (size if high is None else high) and symbols.setdefault(name, size) == size
+    if not fits:
+        raise ExportError(f"dcompile: argument {number} is {value.dtype} of shape {[*value.shape]}, not {wanted}")
+    return _with_strides(value, said["strides"])
+
+
+def _with_strides(value: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
+    """A tensor with these strides, or in row-major order where there are none: itself, or a copy."""
+    if strides is None:
+        return value.contiguous()
+    if value.stride() == tuple(strides):
+        return value
+    made = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    with torch.no_grad():
+        return made.copy_(value)
+
+
+def _shown(shape: Sequence[Any]) -> str:
+    sizes = (str(size) if isinstance(size, int) else f"{size[0]} ({size[1]} to {size[2] or 'any'})" for size in shape)
+    return f"[{', '.join(sizes)}]"

@@ -9,7 +9,7 @@ import re
 LOWEST = {
     "accelerate": (1, 10),
     "lightning": (2, 5),
-    "peft": (0, 17),
+    "peft": (0, 18),
     "transformers": (5, 10),
     "trl": (0, 24),
 }

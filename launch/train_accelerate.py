@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, TorchDynamoPlugin
-from checkpoint import find
+from checkpoint import find, lock
 from common import (
     UserError,
     World,
@@ -24,12 +25,26 @@ from common import (
     leave_world,
     load_config,
     parse_options,
-    stop_on_signals,
 )
 from data import Text, batch, load_text
+from flags import add_compile_flags, add_model_flags, add_training_flags
+from hf_folder import write_hf_folder
+from interruption import Interruption, catch_signals
 from report import Reporter
-from train import check_finite, evaluate, learning_rate, parse_arguments
+from torch.distributed.elastic.multiprocessing.errors import record
+from train import check_finite, evaluate, is_due, learning_rate
 from transformers import LlamaForCausalLM
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add_model_flags(parser, "llama_10m")
+    wrap = "each rank holds all parameters, or a share of each (GPUs only)"
+    parser.add_argument("--wrap", choices=("ddp", "fsdp"), default="ddp", help=wrap)
+    parser.add_argument("--bucket-cap-mb", type=float, default=25, help="size of DDP's gradient buckets")
+    add_compile_flags(parser)
+    add_training_flags(parser, "out/train_accelerate")
+    return parser.parse_args(argv)
 
 
 def make_plugin(args: argparse.Namespace) -> Any:
@@ -91,7 +106,7 @@ def training_step(
     return float(accelerator.reduce(loss_sum, "mean")), float(norm)
 
 
-def save(accelerator: Accelerator, folder: Path, step: int) -> None:
+def save(accelerator: Accelerator, folder: Path, step: int) -> Path:
     """Write `folder/step-000030`: whole, or not at all. What is in it is Accelerate's."""
     final, aside = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
     if accelerator.is_main_process:
@@ -107,10 +122,13 @@ def save(accelerator: Accelerator, folder: Path, step: int) -> None:
         pointer.write_text(final.name)
         os.replace(pointer, folder / "LATEST")
     accelerator.wait_for_everyone()
+    return final
 
 
-def train(args: argparse.Namespace, world: World) -> None:
+def train(args: argparse.Namespace, world: World, interruption: Interruption) -> int:
+    """The whole run; returns the exit status, as that of launch/train.py."""
     text = load_text(args.data, args.max_data_mb, args.seq_len)
+    args.claim = lock(args.output_dir, world)  # held until the process ends
     accelerator = make_accelerator(args, world)
     torch.manual_seed(args.seed)
     model: Any = LlamaForCausalLM(load_config(args.config))
@@ -129,35 +147,39 @@ def train(args: argparse.Namespace, world: World) -> None:
         speed = tokens_per_step / (time.perf_counter() - started)
         fields = {"step": step, "loss": loss, "grad_norm": norm, "lr": learning_rate(args, step)}
         report.step(fields | {"tokens_per_s": round(speed, 1), "time": time.time()})
-        last = step == args.steps
-        if last or (args.eval_freq and step % args.eval_freq == 0):
+        last, stopped = step == args.steps, interruption.agreed()
+        if not stopped and (last or is_due(step, args.eval_freq)):
             report.held_out(step, evaluate(accelerator.unwrap_model(model), text, args, world))
-        if last or (args.checkpoint_interval and step % args.checkpoint_interval == 0):
-            save(accelerator, args.output_dir, step)
+        if last or stopped or is_due(step, args.checkpoint_interval):
+            saved = save(accelerator, args.output_dir, step)
+        if stopped and not last:
+            report.close()
+            report.say(f"stopped by {signal.Signals(stopped).name}: {saved} has step {step}; go on with --resume auto")
+            return 128 + stopped
     report.close()
-    finish(accelerator, model, args, report, world)
+    return finish(accelerator, model, args, report, world)
 
 
-def finish(accelerator: Accelerator, model: Any, args: argparse.Namespace, report: Reporter, world: World) -> None:
-    """Write the model for `from_pretrained`, and say if all ranks hold the same parameters."""
+def finish(accelerator: Accelerator, model: Any, args: argparse.Namespace, report: Reporter, world: World) -> int:
+    """Write the model for `from_pretrained`, and say if all ranks hold the same parameters; 1 if they do not."""
     plain = accelerator.unwrap_model(model)
-    weights = accelerator.get_state_dict(model)
-    if accelerator.is_main_process:
-        plain.save_pretrained(args.output_dir / "hf", state_dict=weights)
+    write_hf_folder(args.output_dir / "hf", model, plain.config, world)
     digests = gather(digest_of(plain), world)
     report.say(f"parameters equal on all ranks: {'yes ' + digests[0] if len(set(digests)) == 1 else f'NO {digests}'}")
     report.say(f"metrics, loss curve and checkpoints are in {args.output_dir}, the model in {args.output_dir / 'hf'}")
-    if len(set(digests)) > 1:
-        raise SystemExit(1)
+    return 0 if len(set(digests)) == 1 else 1
 
 
+@record
 def main() -> None:
     args = parse_arguments()
-    stop_on_signals()
+    interruption = catch_signals()
     with clear_errors():
         world = join_world(args.device)
-        train(args, world)
+        status = train(args, world, interruption)
     leave_world()
+    if status:
+        raise SystemExit(status)
 
 
 if __name__ == "__main__":

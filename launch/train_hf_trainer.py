@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import signal
 import time
 from typing import Any
 
 import numpy as np
 import torch
+from checkpoint import lock
 from common import (
     UserError,
     World,
@@ -19,12 +21,15 @@ from common import (
     leave_world,
     load_config,
     parse_options,
-    stop_on_signals,
 )
 from data import Text, batch, load_text
+from flags import add_compile_flags, add_model_flags, add_training_flags
+from hf_folder import write_hf_folder
+from interruption import Interruption, catch_signals
 from report import Reporter
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import Dataset
-from train import evaluate, parse_arguments
+from train import evaluate, is_due
 from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 
@@ -45,14 +50,20 @@ class Windows(Dataset):  # type: ignore[type-arg]
 class Progress(TrainerCallback):
     """Trainer's metrics as those of the other scripts: a line of metrics.jsonl for each step, and held-out text."""
 
-    def __init__(self, report: Reporter, text: Text, args: argparse.Namespace, world: World) -> None:
+    def __init__(
+        self, report: Reporter, text: Text, args: argparse.Namespace, world: World, interruption: Interruption
+    ) -> None:
         self.report, self.text, self.args, self.world = report, text, args, world
+        self.interruption, self.stopped = interruption, 0
         self.tokens_per_step = world.size * args.grad_accum * args.batch_size * args.seq_len
         self.last = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        step, interval = state.global_step, self.args.eval_freq
-        if step == self.args.steps or (interval and step % interval == 0):
+        step = state.global_step
+        self.stopped = self.interruption.agreed()
+        if self.stopped and step < self.args.steps:
+            control.should_save = control.should_training_stop = True
+        elif step == self.args.steps or is_due(step, self.args.eval_freq):
             self.report.held_out(step, evaluate(model, self.text, self.args, self.world))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
@@ -63,6 +74,17 @@ class Progress(TrainerCallback):
         fields = {"step": state.global_step, "loss": float(logs["loss"]), "lr": float(logs["learning_rate"])}
         fields |= {"grad_norm": float(logs.get("grad_norm", math.nan)), "tokens_per_s": round(speed, 1)}
         self.report.step(fields | {"time": time.time()})
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    add_model_flags(parser, "llama_10m")
+    wrap = "each rank holds all parameters, or a share of each (GPUs only)"
+    parser.add_argument("--wrap", choices=("ddp", "fsdp"), default="ddp", help=wrap)
+    parser.add_argument("--bucket-cap-mb", type=float, default=25, help="size of DDP's gradient buckets")
+    add_compile_flags(parser)
+    add_training_flags(parser, "out/train_hf_trainer")
+    return parser.parse_args(argv)
 
 
 def make_arguments(args: argparse.Namespace, world: World) -> TrainingArguments:
@@ -115,8 +137,10 @@ def find_checkpoint(args: argparse.Namespace) -> str | None:
     return str(found[-1]) if found else None
 
 
-def train(args: argparse.Namespace, world: World) -> None:
+def train(args: argparse.Namespace, world: World, interruption: Interruption) -> int:
+    """The whole run; returns the exit status, as that of launch/train.py."""
     text = load_text(args.data, args.max_data_mb, args.seq_len)
+    args.claim = lock(args.output_dir, world)  # held until the process ends
     arguments = make_arguments(args, world)
     torch.manual_seed(args.seed)
     sequences = args.steps * args.grad_accum * args.batch_size * world.size
@@ -135,24 +159,30 @@ def train(args: argparse.Namespace, world: World) -> None:
     report = Reporter(args.output_dir, done, args.steps, args.log_freq, world)
     report.say(f"{args.config}: {world.size} x {world.device.type}, {args.wrap} by Trainer, {args.backend}")
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Progress(report, text, args, world))
+    progress = Progress(report, text, args, world, interruption)
+    trainer.add_callback(progress)
     trainer.train(resume_from_checkpoint=found)
     report.close()
-    trainer.save_model(str(args.output_dir / "hf"))
+    if progress.stopped and trainer.state.global_step < args.steps:
+        report.say(f"stopped by {signal.Signals(progress.stopped).name}; go on with --resume auto")
+        return 128 + progress.stopped
+    write_hf_folder(args.output_dir / "hf", trainer.model_wrapped, trainer.model.config, world)
     digests = gather(digest_of(trainer.model), world)
     report.say(f"parameters equal on all ranks: {'yes ' + digests[0] if len(set(digests)) == 1 else f'NO {digests}'}")
     report.say(f"metrics, loss curve and checkpoints are in {args.output_dir}, the model in {args.output_dir / 'hf'}")
-    if len(set(digests)) > 1:
-        raise SystemExit(1)
+    return 0 if len(set(digests)) == 1 else 1
 
 
+@record
 def main() -> None:
     args = parse_arguments()
-    stop_on_signals()
+    interruption = catch_signals()
     with clear_errors():
         world = join_world(args.device)
-        train(args, world)
+        status = train(args, world, interruption)
     leave_world()
+    if status:
+        raise SystemExit(status)
 
 
 if __name__ == "__main__":

@@ -52,3 +52,15 @@ def test_hooks_get_the_gradients_of_their_rank(ranks, how):
 def test_gradients_that_a_user_keeps_never_change(ranks):
     for found in ranks.run(CASES + "gradients_kept", 150):
         assert found == {"unchanged": True, "one storage": True, "different": True}
+
+
+@pytest.mark.parametrize("plan", ["several", "broken", "outside"])
+def test_gradients_of_several_graphs_are_reduced_as_they_arrive(ranks, plan):
+    for found in ranks.run(CASES + "other_parameters", 150, plan=plan, bucket_cap_mb=0.0005):
+        assert found["grad"] == 0 and found["same"] and found["receipt"].eligible
+
+
+def test_several_graphs_with_cuda_graphs_and_unused_parameters(ranks):
+    how = {"name": "shared", "options": GRAPHS, "find_unused_parameters": True}
+    for found in ranks.run(CASES + "against_stock", 150, **how):
+        assert found["receipt"].eligible and found["ranks"] == 0 and max(found["loss"], found["grad"]) <= SHARED

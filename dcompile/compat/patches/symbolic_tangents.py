@@ -1,6 +1,6 @@
 """Gradients that are DTensors of other sizes than the first one.
 
-AOTAutograd compares how a gradient is spread with what it has traced, before it calls a backward. What it has traced of
+AOTAutograd compares how a gradient is spec with what it has traced, before it calls a backward. What it has traced of
 a DTensor has the sizes in it: where these are symbols, the comparison makes numbers of them, for a backward that is
 still to be compiled, and Dynamo's guards have been made by then. With any backend of torch 2.13 such a backward has
 the first batch's sizes. Sizes are no matter of the comparison: what it asks for are the same placements.
@@ -39,11 +39,11 @@ def tangents_of_any_size() -> Iterator[None]:
 
 def _without_sizes(meta: Any) -> Any:
     """What was traced of a tensor, in a form that does not compare symbolic sizes; others as they are."""
-    spread = getattr(meta, "meta", None)
-    if not isinstance(spread, tuple) or not any(map(_is_symbolic, spread)):
+    spec = getattr(meta, "meta", None)
+    if not isinstance(spec, tuple) or not any(map(_is_symbolic, spec)):
         return meta
     changed = copy.copy(meta)
-    changed.meta = _Spread(spread)
+    changed.meta = _DTensorSpec(spec)
     return changed
 
 
@@ -55,8 +55,8 @@ def _is_symbolic(part: Any) -> bool:
     return isinstance(shape, tuple) and any(isinstance(size, torch.SymInt) for size in shape)
 
 
-class _Spread(tuple[Any, ...]):
-    """How a DTensor is spread, and what else it says of itself; equal to that of a tensor that is spread alike."""
+class _DTensorSpec(tuple[Any, ...]):
+    """Mesh, placements and metadata of a DTensor; equal to those of a tensor that is placed alike, whatever its sizes."""
 
     __slots__ = ()
 

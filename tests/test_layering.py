@@ -43,7 +43,9 @@ LEVELS = (
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 SUB_LEVELS = {
     "dcompile.codegen": (("nest",), ("lower",), ("schedule",), ("emit",)),
-    "dcompile.codegen.emit": (("target", "float8", "kernel_name"), ("host",), ("cpp",), ("triton",), ("select_target",)),
+    "dcompile.codegen.emit": (
+        ("target", "float8", "kernel_name"), ("host",), ("cpp",), ("triton",), ("select_target",),
+    ),
     "dcompile.capture": (
         ("graph_pass", "services"), ("agreement", "aliasing", "call_state"), ("passes", "adapters"),
         ("batched_backward", "callables", "compiled_model", "graph_boundary", "joint_graph"),

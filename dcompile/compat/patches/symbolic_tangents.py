@@ -56,7 +56,7 @@ def _is_symbolic(part: Any) -> bool:
 
 
 class _DTensorSpec(tuple[Any, ...]):
-    """Mesh, placements and metadata of a DTensor; equal to those of a tensor that is placed alike, whatever its sizes."""
+    """Mesh, placements and metadata of a DTensor; equal to those of a tensor that is placed alike, of any sizes."""
 
     __slots__ = ()
 

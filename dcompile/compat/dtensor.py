@@ -20,13 +20,18 @@ def is_mesh(value: Any) -> bool:
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether this is what traced graphs pass on without reading it: a mesh, a process group, or a stand-in for one."""
-    fakes = sys.modules.get("torch._library.fake_class_registry")
-    if fakes is not None and isinstance(value, fakes.FakeScriptObject):
-        return True
-    groups = sys.modules.get("torch.distributed")
-    group = getattr(groups, "ProcessGroup", None)
-    return is_mesh(value) or (group is not None and isinstance(value, group))
+    """Whether this is what traced graphs pass on without reading it: a mesh, a process group, or a stand-in for one.
+
+    Told by classes alone: `isinstance` of a mesh calls a function of torch's. Dynamo would trace that in a step that is
+    compiled as a whole, whose backward is compiled while it runs.
+    """
+    named = (
+        ("torch._library.fake_class_registry", "FakeScriptObject"),
+        ("torch.distributed.device_mesh", "DeviceMesh"),
+        ("torch.distributed", "ProcessGroup"),
+    )
+    opaque = [getattr(sys.modules.get(module), name, None) for module, name in named]
+    return any(kind is not None and kind in type(value).__mro__ for kind in opaque)
 
 
 def wrapper(example: Any) -> Callable[[Any], Any]:

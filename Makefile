@@ -23,8 +23,8 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 py := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 cores := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
-.PHONY: train generate test quick test-torch test-backends test-doors test-full models dist-matrix ops-sweep \
-	fuzz lint format clean
+.PHONY: train generate test quick test-torch test-backends test-doors test-deepspeed test-full models dist-matrix \
+	ops-sweep fuzz lint format clean
 
 train: export OMP_NUM_THREADS ?= $(shell echo $$(( $(cores) > $(NPROC) ? $(cores) / $(NPROC) : 1 )))
 train: $(if $(VENV),$(VENV)/.has-train)
@@ -38,7 +38,7 @@ generate: $(if $(VENV),$(VENV)/.has-train)
 		$(if $(PROMPT),--prompt "$(PROMPT)",--chat) --max-new-tokens 100 $(ARGS)
 
 # Bytecode is kept whatever the shell says: pytest rewrites nearly 300 files, in each worker, and processes share ours.
-test quick test-backends test-doors test-full models dist-matrix: export PYTHONDONTWRITEBYTECODE =
+test quick test-backends test-doors test-deepspeed test-full models dist-matrix: export PYTHONDONTWRITEBYTECODE =
 
 test: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
@@ -76,6 +76,10 @@ ops-sweep: $(if $(VENV),$(VENV)/.has-test)
 # suite replays.
 fuzz: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m tests.fuzz --seconds $(SECONDS) $(ARGS)
+
+# DeepSpeed with ZeRO 0 to 3 on two Gloo ranks, its launch script, its benchmark and its page of the guide.
+test-deepspeed: $(if $(VENV),$(VENV)/.has-deepspeed)
+	DS_ACCELERATOR=cpu $(py) -m pytest --deepspeed -m deepspeed $(if $(TESTS),$(TESTS),tests)
 
 # The whole suite on another torch, in an environment of its own: make test-torch TORCH=2.15.0. Run by hand, since its
 # wheels are large; results are in docs/lab/versions.md.
@@ -118,5 +122,9 @@ $(VENV)/.has-backends: $(VENV)/.has-test
 
 $(VENV)/.has-doors: $(VENV)/.has-test
 	tools/install.sh $(PYTHON) $(VENV) doors $(CPU_INDEX)
+	@touch $@
+
+$(VENV)/.has-deepspeed: $(VENV)/.has-test
+	tools/install.sh $(PYTHON) $(VENV) deepspeed $(CPU_INDEX)
 	@touch $@
 endif

@@ -105,6 +105,11 @@ class Config:
         in_key=False,  # what ranks came to is
     )
     distributed: Literal["auto", "stock"] = setting("auto", "stock leaves communication to DDP and FSDP themselves.")
+    zero: Literal["off", "graph"] = setting(
+        "off",
+        "Of a DeepSpeed engine. graph: ZeRO's collectives, stages 0 to 3, are part of the compiled graph where that is "
+        "possible; off: they are left to DeepSpeed.",
+    )
     layers_once: bool = setting(
         True,
         "Trace a few of the layers that repeat, and copy what comes of them for the others. Off, each is traced.",

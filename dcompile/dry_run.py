@@ -89,6 +89,8 @@ class NoExchange:
 
     def flush(self) -> None: ...
 
+    def reduce_behind(self, full: Any) -> None: ...
+
 
 def _no_buckets(*_: Any) -> Any:
     return None

@@ -24,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-models", "--full", action="store_true", help="whole lists, of which the usual run has a sample"
     )
+    parser.addoption("--deepspeed", action="store_true", help="also tests of DeepSpeed: make test-deepspeed")
     parser.addoption("--backends", action="store_true", help="also tests of other compilers: make test-backends")
     parser.addoption("--doors", action="store_true", help="tests of Lightning, TRL and PEFT, as `make test-doors` does")
     parser.addoption("--poison", action="store_true", help="fill memory that no result may depend on (tests/poison.py)")
@@ -37,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what `make test-full` and `make test-doors` are for; the longest files first."""
     durations.sort_longest_first(items, durations.recorded())
-    wanted = {"full": "--all-models", "backends": "--backends", "doors": "--doors"}
+    wanted = {"full": "--all-models", "backends": "--backends", "doors": "--doors", "deepspeed": "--deepspeed"}
     left_out = [mark for mark, option in wanted.items() if not config.getoption(option)]
     dropped = [item for item in items if any(item.get_closest_marker(mark) for mark in left_out)]
     config.hook.pytest_deselected(items=dropped)

@@ -164,6 +164,13 @@ def is_external(name: str) -> bool:
     return name in EXTERNAL or hasattr(torch, name) or hasattr(torch.nn.functional, name)
 
 
+def _is_found(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:
+        return False
+
+
 def resolves(name: str) -> bool:
     """Whether a dotted name is a module or an attribute that can be imported."""
     parts = name.split(".")
@@ -171,6 +178,8 @@ def resolves(name: str) -> bool:
         try:
             found: Any = importlib.import_module(".".join(parts[:count]))
         except ImportError:
+            if count == len(parts) and _is_found(name):  # it needs a package that is not here
+                return True
             continue
         for part in parts[count:]:
             if not hasattr(found, part):

@@ -21,6 +21,7 @@ from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
 from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
 from dcompile.capture.adapters.sharded_sync import ShardedSync
+from dcompile.capture.adapters.zero_sync import sync_for
 from dcompile.capture.callables import fresh_function, original_function, twin_of, unwrap_module, with_owner
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import Backend, DynamoGraph
@@ -67,9 +68,13 @@ class Entry:
         *,
         in_place: bool = False,
         method: Callable[..., Any] | None = None,
+        engine: Any = None,
     ) -> None:
-        """`method`: what is called of the module `root`, a function that takes it first; None is `_call_impl`."""
-        self._method = method
+        """`method`: what is called of the module `root`, a function that takes it first; None is `_call_impl`.
+
+        `engine`: the hooks of a DeepSpeed engine on the module, which run around a call once they are taken.
+        """
+        self._method, self._engine = method, engine
         self._held = compat.skip_frame_eval.CallTarget(target if root is None else root, weakly=in_place)
         self._is_module = root is not None
         self._graph = graph
@@ -129,7 +134,7 @@ class Entry:
             self._compiled = self._compile()
         if self.model.adapter.eager:
             return self._call_eager(args, kwargs)
-        if self.model.shards is not None:
+        if self.model.shards is not None and self.model.sync.sharded is not None:
             return self._call_sharded(args, kwargs)
         return self._call(inside_ddp, args, kwargs)
 
@@ -177,11 +182,15 @@ class Entry:
         known, root = self.model.sync.sharded, self.root
         if root is None or (known is not None and not known.eligible):
             return
-        stock = self.model.settings.config.distributed == "stock"
+        config = self.model.settings.config
+        stock = config.distributed == "stock"
         with torch.inference_mode(False):  # virtual parameters made in that mode would never get a gradient
-            if states := compat.fsdp2.states_in(root):
+            if self._engine is not None and self._engine.taken:
+                if self.model.adapter.name == "plain":
+                    self.model.adopt(sync_for(self._engine.engine, config.zero, stock))
+            elif states := compat.fsdp2.states_in(root):
                 # a replay keeps nothing for the next call: with CUDA graphs, backwards gather from all
-                parts = not self.model.settings.config.triton_cudagraphs
+                parts = not config.triton_cudagraphs
                 self.model.adopt(ShardedSync(Fsdp2Adapter(states, stock, parts=parts)))
             elif instances := compat.fsdp1.instances_in(root):
                 self.model.adopt(ShardedSync(Fsdp1Adapter(root, instances, stock)))
@@ -342,7 +351,8 @@ def _belongs_to(root: Module, entry: Entry) -> bool:
 
 def module_call(root: Module, settings: Settings, services: Services, *, in_place: bool = False) -> Callable[..., Any]:
     """A compiled stand-in for `root._call_impl`. `in_place`: it will belong to the module, and does not keep it."""
-    entry = Entry(root._call_impl, root, settings, services, in_place=in_place)
+    engine = compat.deepspeed.hooks_on(root)
+    entry = Entry(root._call_impl, root, settings, services, in_place=in_place, engine=engine)
     module: Callable[[], Any] = weakref.ref(root)
     apart = compat.dynamo.no_dynamo(entry.__call__, "a module whose parameters dcompile keeps in step")
 
@@ -350,13 +360,18 @@ def module_call(root: Module, settings: Settings, services: Services, *, in_plac
         """Part of a larger compiled function: traced with it, if nobody would miss what is done around a call."""
         return apart(*args, **kwargs) if entry.has_taken_over else module()._call_impl(*args, **kwargs)
 
-    return entry.entrance(traced)
+    call = entry.entrance(traced)
+    if engine is None:
+        return call
+    hooked: Any = engine.around(call, lambda: _belongs_to(module(), entry))
+    hooked._dcompile_entry = entry
+    return hooked  # type: ignore[no-any-return]
 
 
 def compile_module(module: Module, settings: Settings, services: Services) -> None:
     """Compile `module` in place; of a DDP module, what it wraps: DDP's own forward stays as it is around it."""
     root = unwrap_module(module)
-    if isinstance(root, DistributedDataParallel):
+    if isinstance(root, DistributedDataParallel) or compat.deepspeed.is_engine(root):
         root = unwrap_module(root.module)
     # Module.__call__ prefers this attribute; copies and pickles of the module leave it out. Set past __setattr__: that
     # of a traced TorchScript module sets attributes of another object, which nobody calls
@@ -427,7 +442,7 @@ def find_model(thing: Any) -> CompiledModel | None:
     """
     if isinstance(thing, Module):
         root = unwrap_module(thing)
-        if isinstance(root, DistributedDataParallel):
+        if isinstance(root, DistributedDataParallel) or compat.deepspeed.is_engine(root):
             root = unwrap_module(root.module)
         entry = _entry_of(root)
         if entry is None:

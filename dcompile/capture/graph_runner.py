@@ -122,7 +122,7 @@ class GraphPrograms:
         return executable
 
     def _request(self, gm: Any, kind: Any, whole: bool = False, **more: Any) -> Request:
-        if self._sharded:
+        if self._sharded or (self.sync.scatters and kind == "backward"):
             more = self._shards(gm, kind) | more
         empty = {position for position, _ in more.get("gathers", ())}  # they stand for what is gathered, without memory
         donated = tuple(p for p in donated_positions(gm) if p not in empty) if kind == "backward" else ()
@@ -200,7 +200,7 @@ class GraphPrograms:
 
     def _copied(self, names: Iterable[str]) -> set[str]:
         """Groups whose gathers are copies from the other ranks' memory; a note says why others' are not."""
-        if self.shards is None:
+        if self.shards is None or self.sync.scatters:
             return set()
         found = {name: self.shards.copied(name) for name in names}
         reasons = dict.fromkeys(reason for _, reason in found.values() if reason)

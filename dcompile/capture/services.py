@@ -137,6 +137,9 @@ class ShardedParameters(Protocol):
     def flush(self) -> None:
         """A backward is through: reduce gradients of earlier ones that it did not reach."""
 
+    def reduce_behind(self, full: Mapping[int, torch.Tensor]) -> None:
+        """Reduce gradients of whole units that no program has; every rank has some of the same units."""
+
 
 MakeShards = Callable[[Mapping[int, ShardUnit], Mapping[str, ShardGroup]], ShardedParameters]
 """(unit number -> unit, group name -> group) -> what exchanges them."""

@@ -243,6 +243,8 @@ class ShardUnit(Protocol):
     """Name of its `ShardGroup`."""
     offloaded: bool
     """Whether the shard lies in CPU memory, and is copied for each gather."""
+    parts: tuple[int, ...]
+    """Elements of each rank's shard, in order of ranks, where they differ; empty: all are equal."""
 
     @property
     def dtype(self) -> Any:

@@ -8,6 +8,7 @@ from dcompile.compat import (
     aot,
     composable,
     ddp,
+    deepspeed,
     dispatch_watch,
     dtensor,
     dynamo,
@@ -23,6 +24,7 @@ from dcompile.compat import (
     tensors,
     torch_logs,
     versions,
+    zero,
 )
 from dcompile.compat.patches import cse, index_strides, lean_wrappers, skip_frame_eval, symbolic_views
 
@@ -32,6 +34,7 @@ __all__ = [
     "composable",
     "cse",
     "ddp",
+    "deepspeed",
     "dispatch_watch",
     "dtensor",
     "dynamo",
@@ -51,4 +54,5 @@ __all__ = [
     "tensors",
     "torch_logs",
     "versions",
+    "zero",
 ]

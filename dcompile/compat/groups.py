@@ -168,6 +168,17 @@ def start_scatter(group: Any, shards: list[Any], full: list[Any], op: Any, limit
     return group.reduce_scatter_tensor_coalesced(shards, full, options)
 
 
+def start_reduce(group: Any, tensor: Any, root: int, op: Any, limit_s: float | None) -> Any:
+    """Start reducing a tensor to the rank `root` of a group, in place; what the others have there is lost."""
+    import torch.distributed as dist
+
+    options: Any = dist.ReduceOptions()
+    options.reduceOp = op
+    options.rootRank = root
+    limit(options, limit_s)
+    return group.reduce([tensor], options)
+
+
 def multiplied_sum(factor: float) -> Any:
     """The reduction that multiplies each summand by `factor` first; torch 2.11 has no public way to make one."""
     import torch.distributed as dist

@@ -93,7 +93,7 @@ def _graphs_line(receipt: Receipt) -> str:
 
 def _collectives_line(receipt: Receipt) -> str:
     """Who reduces gradients or gathers parameters, and what is exposed of that."""
-    by = receipt.adapter.upper().replace("+", " and ")
+    by = receipt.adapter.upper().replace("+", " and ").replace("ZERO", "ZeRO ")
     if receipt.adapter != PlainAdapter.name and not receipt.eligible:
         return f"{by} communicates by itself, outside the graphs"
     if not receipt.eligible:

@@ -8,6 +8,7 @@ import re
 
 LOWEST = {
     "accelerate": (1, 10),
+    "deepspeed": (0, 18),
     "lightning": (2, 5),
     "peft": (0, 18),
     "transformers": (5, 10),

@@ -56,6 +56,7 @@ class FlatParameter:
         return address
 
     offloaded = False
+    parts: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -27,6 +27,8 @@ from dcompile.collectives.contract import GradientReduction, ParamInfo, Shard
 class ShardedParameterUnit:
     """One parameter; see `collectives.params.ShardUnit`."""
 
+    parts: tuple[int, ...] = ()
+
     def __init__(self, param: Any, number: int, group: str) -> None:
         self._param = weakref.ref(param)
         self.name = compat.fsdp2.full_name(param, number)

@@ -71,6 +71,11 @@ class GradientSync:
         """What programs gather sharded parameters through, and what looks after eager code between them."""
         return None, None
 
+    @property
+    def scatters(self) -> bool:
+        """Whether backwards reduce gradients to shards, though no program gathers parameters."""
+        return False
+
     # --- forward ---
 
     def begin_call(self, call: Invocation) -> None:

@@ -21,6 +21,7 @@ from dcompile.runtime.communication.in_flight import PendingGather, PendingReduc
 from dcompile.runtime.communication.packing import PackedUnits, in_order
 from dcompile.runtime.communication.peer_memory.all_gather import CopyGathers
 from dcompile.runtime.communication.peer_memory.shards import PeerShardGroup, PeerShards
+from dcompile.runtime.communication.uneven_scatter import UnevenReduceScatter
 from dcompile.runtime.communication.work import PendingCollective, count_replayed
 
 
@@ -122,6 +123,13 @@ class Shards:
         while self._unsettled:
             self._unsettled.popitem()[1].settle()
 
+    def reduce_behind(self, full: Mapping[int, torch.Tensor]) -> None:
+        """Reduce gradients of whole units, flat, that no program has; every rank has some of the same units."""
+        for number, whole in sorted(full.items()):
+            self._finish(
+                self._scatter(self._group_of(number), {number: whole}, f"the rest of {self.units[number].name}")
+            )
+
     def _group_of(self, number: int) -> ShardGroup:
         return self.groups[self.units[number].group]
 
@@ -145,7 +153,8 @@ class Shards:
             if rule.divide_before not in (None, 1):
                 tensor.div_(rule.divide_before)
         world = dist.get_world_size(process_group)
-        sizes = [tensor.numel() // world for tensor in full.values()]
+        parts = [self.units[number].parts for number in full]
+        sizes = self.shard_sizes({number: tensor.numel() for number, tensor in full.items()}, process_group)
         flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
         shards = dict(zip(full, torch.split(flat, sizes), strict=True))
         inputs, outputs = list(full.values()), list(shards.values())
@@ -156,12 +165,24 @@ class Shards:
             outputs = [*outputs[:-packed], flat[-parcel.whole.numel() // world :]]
 
         def start(limit_s: float | None) -> Any:
+            if any(parts):
+                return UnevenReduceScatter(process_group, outputs, inputs, parts, rule.scatter, limit_s)
             return start_scatter(process_group, outputs, inputs, rule.scatter, limit_s)
 
         with named_error(f"the {name}", full, self.units, process_group):
-            label = f"{name} ({flat.numel() * world} elements{f', {packed} together' if packed else ''})"
+            label = (
+                f"{name} ({sum(t.numel() for t in full.values())} elements{f', {packed} together' if packed else ''})"
+            )
             flight = PendingCollective(process_group, first.device, label, start)
         return PendingReduction(name, group, flat, shards, flight, lacking)
+
+    def shard_sizes(self, numels: Mapping[int, int], group: Any) -> list[int]:
+        """Elements of this rank's shard of each unit."""
+        rank, world = dist.get_rank(group) if any(self.units[n].parts for n in numels) else 0, group.size()
+        return [
+            self.units[number].parts[rank] if self.units[number].parts else numel // world
+            for number, numel in numels.items()
+        ]
 
     def _finish(self, pending: PendingReduction) -> None:
         """Wait for all of a reduction, and hand the shards on as gradients."""
@@ -409,9 +430,10 @@ class ShardCommunication:
         for group, of_group in labels.items():
             count_replayed(group, of_group)
         for bucket, flat in zip(self._scattered(), reduced, strict=True):
-            world = self.shards.groups[bucket.group].scatter_group().size()
+            group = self.shards.groups[bucket.group].scatter_group()
             order = in_order(bucket)
-            parts = torch.split(flat, [bucket.sizes[place] // world for place in order])
+            sizes = self.shards.shard_sizes({bucket.units[place]: bucket.sizes[place] for place in order}, group)
+            parts = torch.split(flat, sizes)
             self.shards.commit({bucket.units[place]: part for place, part in zip(order, parts, strict=True)})
 
     def hand_on_count(self) -> int:

@@ -64,7 +64,7 @@ def _messages(full: Sequence[torch.Tensor]) -> list[list[int]]:
     return alone + ([rest] if rest else [])
 
 
-class _PendingMessages:
+class PendingMessages:
     """Messages under way, as one torch.distributed.Work."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class _PendingMessages:
         raise NotImplementedError
 
 
-class GlooAllGather(_PendingMessages):
+class GlooAllGather(PendingMessages):
     """An all-gather over Gloo: what is large straight to where it belongs, what is small as one message."""
 
     def __init__(
@@ -117,7 +117,7 @@ class GlooAllGather(_PendingMessages):
         self._parcels = []
 
 
-class GlooReduceScatter(_PendingMessages):
+class GlooReduceScatter(PendingMessages):
     """A reduce-scatter under way over Gloo: parts are on their way, and added up by whoever waits."""
 
     def __init__(

@@ -1,0 +1,260 @@
+"""ZeRO's gradients: reduced in the backward programs, and handed to DeepSpeed where it would have reduced them itself.
+
+The engine calls one function at the end of each backward, whichever way that was started. That function is taken: there
+gradients that came from outside the compiled graphs are reduced, too, and the optimizer gets what its step reads.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+
+from dcompile import compat
+from dcompile.capture.adapters.eager_regions import EagerRegionMonitor
+from dcompile.capture.adapters.fsdp_common import ShardedAdapter
+from dcompile.capture.adapters.gradient_sync import GradientSync
+from dcompile.capture.adapters.sharded_sync import ShardedSync
+from dcompile.capture.adapters.zero import ZeroAdapter, ZeroReplicatedAdapter, ZeroStockAdapter, reasons_against
+from dcompile.capture.adapters.zero3 import Zero3Adapter, hidden
+from dcompile.capture.adapters.zero_partition import ZeroPartitionAdapter
+from dcompile.capture.call_state import CapturedGraph, Invocation
+from dcompile.capture.services import GradientBuckets, ShardedParameters
+from dcompile.collectives.contract import Executable
+from dcompile.errors import DcompileError
+from dcompile.ir.nodes import Bucket
+
+OUTSIDE = "gradients from outside the compiled graphs are reduced at the end of the backward"
+
+
+def sync_for(engine: Any, zero: str, stock: bool) -> GradientSync:
+    """The strategy of a DeepSpeed engine's model, by the options `zero` and `distributed`."""
+    stage = compat.deepspeed.stage_of(engine)
+    if reasons := reasons_against(engine, zero, stock):
+        if stage == 3 and hasattr(engine.optimizer, "parameter_offload"):
+            compat.zero.hide_hooks(engine, hidden)
+        return GradientSync(ZeroStockAdapter(stage, reasons))
+    if stage == 0:
+        return ZeroReplicatedSync(ZeroReplicatedAdapter(engine))
+    if stage == 3:
+        return Zero3Sync(Zero3Adapter(engine))
+    return ZeroPartitionSync(ZeroPartitionAdapter(engine, stage))
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """A bound method that the engine may keep: it does not keep the compiled model."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = reference()
+        if found is None:
+            raise DcompileError(
+                "dcompile: the compiled model of this DeepSpeed engine is gone; compile the engine anew"
+            )
+        found()
+
+    return call
+
+
+def _refuse_coalescing(engine: Any) -> None:
+    if compat.deepspeed.is_coalescing(engine):
+        raise DcompileError(
+            "dcompile: engine.coalesce_grad_reduction() has DeepSpeed reduce gradients itself; compile the engine with "
+            "options={'zero': 'off'}, or leave it out: gradients are reduced beside the backward anyway"
+        )
+
+
+# --- stage 0 ----------------------------------------------------------------------------------------------------------
+
+
+class ZeroReplicatedSync(GradientSync):
+    """Buckets are all-reduced in the backward that ends a step; what earlier ones left in `.grad` is added before."""
+
+    def __init__(self, adapter: ZeroReplicatedAdapter) -> None:
+        super().__init__(adapter)
+        self._adapter = adapter
+        self._reduced: list[GradientBuckets] = []
+        """Of each program of the backward that runs, in the order in which they ran."""
+        self._absent: dict[int, GradientBuckets] = {}
+        """Parameters that such a program has no gradient of, as no loss of this rank has used what they lead to."""
+
+    def take_over(self) -> tuple[ShardedParameters | None, EagerRegionMonitor | None]:
+        compat.deepspeed.take_reduction(self._adapter.engine, _weakly(self._end_backward))
+        return None, None
+
+    def run_backward(
+        self,
+        graph: CapturedGraph,
+        run: Executable,
+        buckets: GradientBuckets | None,
+        args: list[Any],
+        sync: int,
+        gone: Collection[int],
+    ) -> list[Any]:
+        """Reduce in the program, or not at all: DeepSpeed decides in the backward."""
+        if buckets is None:
+            return super().run_backward(graph, run, buckets, args, sync, gone)
+        reduces = compat.deepspeed.reduces(self._adapter.engine) and graph.accumulates()
+        if reduces:
+            graph.agree("backward")
+            absent = frozenset(number for place, number in graph.grads if place in gone)
+            buckets.begin((), compat.tensors.backward_task(), not self._reduced, absent)
+            self._reduced.append(buckets)
+            self._absent.update(dict.fromkeys(absent, buckets))
+        return run(args, buckets=buckets, sync=reduces)
+
+    def accumulates(self, numbers: Iterable[int]) -> bool:
+        found = (self._adapter.refs[number]() for number in numbers)
+        return any(parameter is not None and compat.tensors.will_accumulate(parameter) for parameter in found)
+
+    def make_buckets(self, buckets: tuple[Bucket, ...]) -> GradientBuckets:
+        adapter = self._adapter
+        return self.model.services.make_buckets(buckets, adapter.refs, adapter.group, self.model.pool)
+
+    def _end_backward(self) -> None:
+        """Where DeepSpeed would reduce: the rest, which no program has reduced; nothing is left without a gradient."""
+        adapter = self._adapter
+        reduced, self._reduced = self._reduced, []
+        absent, self._absent = self._absent, {}
+        if not compat.deepspeed.reduces(adapter.engine):
+            return
+        known: dict[int, list[GradientBuckets]] = {}
+        for buckets in reduced:
+            for number in buckets.reduced():
+                known.setdefault(number, []).append(buckets)
+        rest: dict[int, torch.Tensor] = {}
+        for number, reference in adapter.refs.items():
+            parameter: Any = reference()
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if parameter.grad is None and number in absent:  # other ranks may have one
+                parameter.grad = absent[number].reduced_gradient(number)
+            elif parameter.grad is None:  # as DeepSpeed: an optimizer's weight decay is to see it
+                parameter.grad = torch.zeros_like(parameter)
+            elif number not in known:
+                rest[number] = parameter.grad
+            elif len(known[number]) == 1:  # of several, autograd has added the reduced gradients up
+                view = known[number][0].reduced_gradient(number)
+                if parameter.is_contiguous() and parameter.grad.data_ptr() != view.data_ptr():
+                    rest[number] = parameter.grad - view
+                    parameter.grad = view + rest[number]
+        self._average(rest, known.keys())
+        for buckets in reduced:
+            buckets.forget()
+
+    def _average(self, rest: dict[int, torch.Tensor], known: Collection[int]) -> None:
+        """Average these over the ranks; those of `known` parameters are a part of their gradients."""
+        if not rest:
+            return
+        adapter = self._adapter
+        adapter.note(f"{OUTSIDE}: {', '.join(adapter.name_of(number) for number in rest)}")
+        before = {number: rest[number].clone() for number in rest if number in known}
+        self.model.services.average(adapter.group, list(rest.values()), "")
+        for number, own in before.items():
+            parameter: Any = adapter.refs[number]()
+            parameter.grad += rest[number] - own
+
+
+# --- stages 1 to 3 ----------------------------------------------------------------------------------------------------
+
+
+class ZeroSync(ShardedSync):
+    """What stages 1 to 3 share: the end of a backward."""
+
+    _zero: ZeroAdapter
+
+    def __init__(self, adapter: ZeroAdapter) -> None:
+        super().__init__(adapter)
+        self._zero = adapter
+
+    def run_backward(
+        self,
+        graph: CapturedGraph,
+        run: Executable,
+        buckets: GradientBuckets | None,
+        args: list[Any],
+        sync: int,
+        gone: Collection[int],
+    ) -> list[Any]:
+        if self._zero.eligible:
+            _refuse_coalescing(self._zero.engine)
+        return super().run_backward(graph, run, buckets, args, sync, gone)
+
+    def _take_engine(self) -> None:
+        engine = self._zero.engine
+        compat.zero.silence(engine)
+        compat.deepspeed.take_reduction(engine, _weakly(self._end_backward))
+
+    def _reduce_rest(self) -> None:
+        """Reduce what earlier backwards kept and this one did not reach, and what came from outside the graphs."""
+        shards = self.model.shards
+        assert shards is not None, "what is taken over has shards"
+        shards.flush()
+        found = {number: p.grad for number, p in self._zero.trainable() if p.grad is not None}
+        if not found:
+            return
+        infos = self._zero.param_infos()
+        self._zero.note(f"{OUTSIDE}: {', '.join(infos[number].fqn for number in sorted(found))}")
+        shards.reduce_behind(self._zero.unit_gradients(found))
+        for _, parameter in self._zero.trainable():
+            parameter.grad = None
+
+    def _end_backward(self) -> None:
+        """Where DeepSpeed would reduce gradients."""
+        raise NotImplementedError
+
+
+class ZeroPartitionSync(ZeroSync):
+    """Stages 1 and 2: forwards take whole parameters, backwards reduce to this rank's part of the flat groups."""
+
+    def __init__(self, adapter: ZeroPartitionAdapter) -> None:
+        super().__init__(adapter)
+        self._partition = adapter
+
+    @property
+    def sharded(self) -> ShardedAdapter | None:  # type: ignore[override]
+        """None: parameters are not."""
+        return None
+
+    @property
+    def scatters(self) -> bool:
+        return True
+
+    def take_over(self) -> tuple[ShardedParameters | None, EagerRegionMonitor | None]:
+        self._take_engine()
+        return self.model.services.make_shards(self._zero.units, self._zero.groups), None
+
+    def check_result(self, result: Any) -> None:
+        """A parameter may be returned: its gradients from outside are reduced behind the backward."""
+
+    def _end_backward(self) -> None:
+        engine = self._zero.engine
+        if not compat.deepspeed.reduces(engine):
+            return
+        self._reduce_rest()
+        if compat.deepspeed.ends_step(engine):
+            self._partition.hand_over()
+
+
+class Zero3Sync(ZeroSync):
+    """Stage 3: programs gather parameters, and reduce gradients to shards."""
+
+    def __init__(self, adapter: Zero3Adapter) -> None:
+        super().__init__(adapter)
+        self._shards = adapter
+
+    def take_over(self) -> tuple[ShardedParameters | None, EagerRegionMonitor | None]:
+        if self._zero.eligible:
+            self._take_engine()
+        return super().take_over()
+
+    def begin_call(self, call: Invocation) -> None:
+        super().begin_call(call)
+        if self._zero.eligible and torch.is_grad_enabled() and compat.zero.begins_step(self._zero.engine):
+            self._shards.begin_step()
+
+    def _end_backward(self) -> None:
+        self._reduce_rest()
+        compat.zero.end_backward(self._zero.engine)

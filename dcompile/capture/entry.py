@@ -257,11 +257,25 @@ class Entry:
         if isinstance(owner, DistributedDataParallel):
             self._compile_inside(owner)
             return False
+        if compat.deepspeed.is_engine(owner):
+            self._note_engine(owner)
+            return False
         outermost = compat.fsdp2.outermost_in_forward(owner)
         if outermost is None or outermost is self.root:
             return False
         self._compile_inside(outermost)
         return bool(self.model.inside)
+
+    def _note_engine(self, engine: Any) -> None:
+        """A call has come to a DeepSpeed engine: it is compiled by its own door, or stays what it is."""
+        entry = _entry_of(unwrap_module(engine.module))
+        if entry is None:
+            self.model.adapter.leave_to_others(
+                "a DeepSpeed engine inside keeps parameters in step by itself; compile that: "
+                "dcompile.integrations.deepspeed.compile(engine)"
+            )
+        elif all(known is not entry.model for known in self.model.inside):
+            self.model.inside.append(entry.model)
 
     def _compile_inside(self, wrapper: Module) -> None:
         """Compile a module that DDP or FSDP keeps in step, and that a call has come to, by itself, if it is not yet."""

@@ -343,7 +343,7 @@ def test_torchs_artifacts_show_our_code(artifact, host):
     finally:
         torch._logging.set_logs()
     found = lines(records, logging.DEBUG)
-    assert any(line.startswith("backward0: kernel k") and 'extern "C"' in line for line in found)
+    assert any(line.startswith("backward0: kernel fused_") and 'extern "C"' in line for line in found)
     assert any(line.startswith("backward0: host program\n") and "def call(" in line for line in found) == host
     with collected("dcompile.kernels") as records:
         step()

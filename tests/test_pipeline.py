@@ -194,7 +194,7 @@ def test_kernels_say_which_modules_they_came_from_in_both_directions(tmp_path):
         host = (folder / "host.py").read_text().splitlines()
         begin = host.index("    def call(args, buckets=None, sync=False):")
         alone = [n for n, line in enumerate(host) if n > begin and line.strip().startswith("_k") and "(" in line]
-        together = [n for n, line in enumerate(host) if line.startswith("        ('k")]
+        together = [n for n, line in enumerate(host) if line.startswith("        ('fused_")]
         assert alone + together and all("# " in "\n".join(host[n - 3 : n]) for n in alone + together)
 
 

@@ -46,6 +46,8 @@ class KernelSource:
     numbers: tuple[int, ...] = field(default=(), compare=False)
     plan: tuple[str, ...] = field(default=(), compare=False)
     """What was decided about its loops, a line each, for people."""
+    kind: str = ""
+    """How a kernel for GPUs goes through its loop: `gpu_tiling.Kind`."""
 
 
 @dataclass(frozen=True, slots=True)

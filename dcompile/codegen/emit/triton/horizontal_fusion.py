@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from dcompile.codegen.emit.kernel_name import kernel_name
 from dcompile.codegen.emit.target import KernelSource, Launch
 from dcompile.codegen.emit.triton.library import AFTER, HEADER, used_functions
 from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, TYPES
@@ -128,9 +129,8 @@ def _nbytes(loop: Loop, table: Mapping[str, Buffer]) -> int:
 
 def _are_alike(first: KernelSource, second: KernelSource) -> bool:
     """Of one kind and about as much work: a kernel of few registers would run with the few programs of one of many."""
-    kinds = {kernel.launches[0].function.rsplit("_", 1)[0] for kernel in (first, second)}
     costs = sorted(kernel.cost for kernel in (first, second))
-    return len(kinds) == 1 and costs[1] <= 2 * costs[0]
+    return first.kind == second.kind and costs[1] <= 2 * costs[0]
 
 
 def _may_join(a: Loop, first: KernelSource, b: Loop, second: KernelSource, table: Mapping[str, Buffer]) -> bool:
@@ -163,7 +163,7 @@ def _joint(kernels: Sequence[KernelSource]) -> KernelSource:
     origin = tuple(dict.fromkeys(line for kernel in kernels for line in kernel.origin))
     cost = sum(kernel.cost for kernel in kernels)
     text = text.replace("def kernel(", f"def {entry}(").replace(TABLE, f"{entry}_param_0")
-    return KernelSource(f"k{digest}", text, buffers, cost, False, origin, launches=(launch,))
+    return KernelSource(kernel_name("joint", digest), text, buffers, cost, False, origin, launches=(launch,))
 
 
 def _grid(kernel: KernelSource) -> int:

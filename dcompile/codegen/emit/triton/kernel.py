@@ -68,7 +68,9 @@ def emit(loop: Loop, table: Mapping[str, Buffer], constant: frozenset[str] | Non
     launches = [replace(n, function=entry) if n.function == "kernel" else n for n in launches]
     cost = sum(map(bool, body.classes)) + 4  # what is one number for all programs costs next to nothing
     name = kernel_name(described, digest)
-    return KernelSource(name, text, arguments, cost, False, loop.origin, sizes, tuple(launches), numbers)
+    return KernelSource(
+        name, text, arguments, cost, False, loop.origin, sizes, tuple(launches), numbers, kind=plan.kind
+    )
 
 
 def emit_all(program: Program) -> Kernels:

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 
+from dcompile.codegen.emit.kernel_name import kernel_name
 from dcompile.codegen.emit.target import KernelSource, Launch
 from dcompile.codegen.emit.triton.kernel import function_text, types_of
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
@@ -41,7 +42,9 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
     launch = Launch(entry, tile.programs or writer.tiles, tile.warps, tuple(range(len(named))), types)
     text = text.replace("def kernel(", f"def {entry}(")
     cost = 200 + sum(map(bool, body.classes))  # takes Triton seconds
-    return KernelSource(f"k{digest}", text, arguments, cost, False, loop.origin, (), (launch,), numbers)
+    return KernelSource(
+        kernel_name("product", digest), text, arguments, cost, False, loop.origin, (), (launch,), numbers
+    )
 
 
 class MatmulWriter:

@@ -23,6 +23,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dcompile.codegen.emit.kernel_name import kernel_name
 from dcompile.codegen.emit.target import KernelSource, Launch, LibraryReplacement
 from dcompile.codegen.emit.triton.library import HEADER
 from dcompile.codegen.emit.triton.ops import POINTERS
@@ -99,7 +100,9 @@ def source(step: Extern, table: Mapping[str, Buffer]) -> KernelSource:
         text = text.replace(f"def {name}(", f"def {entry}(")
         places, kinds = tuple(map(arguments.index, given)), tuple(types[buffer] for buffer in given)
         launches.append(Launch(entry, grids[name], warps[name], places, kinds))
-    return KernelSource(f"k{digest}", text, arguments, 60, False, step.origin, launches=tuple(launches))
+    return KernelSource(
+        kernel_name("segment_sum", digest), text, arguments, 60, False, step.origin, launches=tuple(launches)
+    )
 
 
 def _start(view: View) -> str:

@@ -109,6 +109,6 @@ def test_the_cpu_sums_in_two_passes():
     program = loops.sum_exp(6, 50)
     x = np.random.default_rng(1).normal(size=(6, 50)).astype(np.float32)
     (kernel,) = cpp_kernel.emit_all(program).calls
-    assert "sum_exp" not in kernel.text
+    assert "sum_exp" not in kernel.text.replace(kernel.name, "")
     for want, got in zip(interpret(program, {"x": x}), run(program, {"x": x}), strict=True):
         assert np.allclose(want, got, rtol=1e-6)

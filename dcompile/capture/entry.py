@@ -82,6 +82,8 @@ class Entry:
         self._checkpointed = None if root is None else compat.composable.CheckpointedLayers(root)
         self.model = CompiledModel(settings, services)
         self._ddp: Callable[[], Any] = compat.groups.weak(None)
+        self._around: Callable[[], Any] = compat.groups.weak(None)
+        """The DDP module in whose forward the newest call began: what is compiled is a part of that, or its loss."""
         self._compiled: Callable[..., Any] | None = None
         self._frames = compat.skip_frame_eval.Frames()
         """Compiled code that calls may go to at once: only of models with nothing to keep in step around a call."""
@@ -121,6 +123,7 @@ class Entry:
     def _enter(self, args: Any, kwargs: Any) -> Any:
         """A call, inside a DDP's forward if there is one around the module."""
         ddp = compat.ddp.active_ddp()
+        self._around = compat.groups.weak(ddp)
         inside_ddp = ddp is not None and self._is_root_of(ddp)
         if inside_ddp and (self._ddp() is not ddp or self.model.has_moved()):
             self._attach(ddp)
@@ -260,6 +263,10 @@ class Entry:
         if compat.deepspeed.is_engine(owner):
             self._note_engine(owner)
             return False
+        ddp = compat.ddp.active_ddp()
+        if ddp is not None and ddp is not self._around():  # torch 2.11 does not show DDP's own frame
+            self._compile_inside(ddp)
+            return bool(self.model.inside)
         outermost = compat.fsdp2.outermost_in_forward(owner)
         if outermost is None or outermost is self.root:
             return False

@@ -1,9 +1,9 @@
 """Gradients that are DTensors of other sizes than the first one.
 
-AOTAutograd compares how a gradient is spec with what it has traced, before it calls a backward. What it has traced of
-a DTensor has the sizes in it: where these are symbols, the comparison makes numbers of them, for a backward that is
-still to be compiled, and Dynamo's guards have been made by then. With any backend of torch 2.13 such a backward has
-the first batch's sizes. Sizes are no matter of the comparison: what it asks for are the same placements.
+AOTAutograd compares the placements of a gradient with those it has traced, before it calls a backward. What it has
+traced of a DTensor has the sizes in it. Where these are symbols, the comparison makes numbers of them, for a backward
+that is still to be compiled, and Dynamo's guards have been made by then. With any backend of torch 2.13 such a
+backward has the first batch's sizes. The comparison asks for the same placements, and sizes do not matter to it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def tangents_of_any_size() -> Iterator[None]:
     known: dict[int, tuple[Any, Any]] = {}
     """What was traced, by identity, which lasts as long as it is kept -> the same without sizes."""
 
-    def process_spread(x: Any, meta: Any, *more: Any, **keywords: Any) -> Any:
+    def process_without_sizes(x: Any, meta: Any, *more: Any, **keywords: Any) -> Any:
         if id(meta) not in known:
             known[id(meta)] = meta, _without_sizes(meta)
         return own(x, known[id(meta)][1], *more, **keywords)
 
-    untraced: Any = disable(process_spread)  # type: ignore[no-untyped-call, unused-ignore]
+    untraced: Any = disable(process_without_sizes)  # type: ignore[no-untyped-call, unused-ignore]
 
     def process(x: Any, meta: Any, *more: Any, **keywords: Any) -> Any:
         chosen = own if x is None or type(x) is torch.Tensor else untraced

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import torch
 import torch.distributed as dist
+from common import World, clear_errors, join_world, leave_world
 
 GRACE_SECONDS = 25.0
 """For the step and the checkpoint. torchrun kills processes 30 s after it has sent them a signal."""
@@ -61,3 +64,14 @@ def catch_signals(grace_seconds: float = GRACE_SECONDS) -> Interruption:
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     threading.Thread(target=watch, daemon=True).start()
     return interruption
+
+
+def run_training(train: Callable[[argparse.Namespace, World, Interruption], int], args: argparse.Namespace) -> None:
+    """Run one rank's training under these signals, and end the process with its exit status, if that is not 0."""
+    interruption = catch_signals()
+    with clear_errors():
+        world = join_world(args.device)
+        status = train(args, world, interruption)
+    leave_world()
+    if status:
+        raise SystemExit(status)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import UserError, World, tell
+from common import UserError, World, digest_of, gather, tell
 
 
 class Reporter:
@@ -88,6 +88,15 @@ class Reporter:
             draw_losses(self.path, self.path.with_name("loss.png"))
         except OSError as error:
             self.say(f"the loss curve of {self.path} cannot be drawn: {error.strerror}")
+
+
+def say_result(report: Reporter, model: Any, folder: Path, world: World) -> int:
+    """Say if all ranks hold the same parameters, and where everything is; the exit status, 1 if they do not."""
+    digests = gather(digest_of(model), world)
+    equal = len(set(digests)) == 1
+    report.say(f"parameters equal on all ranks: {'yes ' + digests[0] if equal else f'NO {digests}'}")
+    report.say(f"metrics, loss curve and checkpoints are in {folder}, the model in {folder / 'hf'}")
+    return 0 if equal else 1
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ import contextlib
 import math
 import signal
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 
@@ -17,21 +16,15 @@ from checkpoint import find, load, lock, save
 from common import (
     UserError,
     World,
-    clear_errors,
     compile_model,
-    digest_of,
-    gather,
-    join_world,
-    leave_world,
     load_config,
     parse_options,
-    tell,
 )
 from data import END, Text, batch, load_text
 from flags import add_compile_flags, add_model_flags, add_training_flags
 from hf_folder import write_hf_folder
-from interruption import Interruption, catch_signals
-from report import Reporter
+from interruption import Interruption, run_training
+from report import Reporter, say_result
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -204,7 +197,7 @@ def train(args: argparse.Namespace, world: World, interruption: Interruption) ->
             return 128 + stopped
     report.close()
     write_hf_folder(args.output_dir / "hf", wrapped, plain.config, world)
-    return finish(plain, losses, seconds, tokens_per_step, args, world)
+    return finish(report, plain, losses, seconds, tokens_per_step, args, world)
 
 
 def is_due(step: int, interval: int) -> bool:
@@ -220,6 +213,7 @@ def introduce(report: Reporter, model: torch.nn.Module, text: Text, args: argpar
 
 
 def finish(
+    report: Reporter,
     model: torch.nn.Module,
     losses: list[float],
     seconds: list[float],
@@ -228,36 +222,21 @@ def finish(
     world: World,
 ) -> int:
     """The last lines: what was learnt, how fast, and that all ranks hold the same parameters; 1 if they do not."""
-    digests = gather(digest_of(model), world)
-    equal = len(set(digests)) == 1
-    if world.is_main:
-        tell(f"parameters equal on all ranks: {'yes ' + digests[0] if equal else f'NO {digests}'}", sys.stdout)
-        tell(
-            f"metrics, loss curve and checkpoints are in {args.output_dir}, the model in {args.output_dir / 'hf'}",
-            sys.stdout,
+    status = say_result(report, model, args.output_dir, world)
+    if len(seconds) > 1:
+        typical = statistics.median(seconds[1:])
+        speed = tokens_per_step * len(seconds[1:]) / sum(seconds[1:])
+        compiling = f", {max(0.0, seconds[0] - typical):.1f} s of compiling in that one"
+        report.say(
+            f"done: {len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}, "
+            f"{speed:.0f} tokens/s after the first step{compiling if args.backend != 'eager' else ''}"
         )
-        if len(seconds) > 1:
-            typical = statistics.median(seconds[1:])
-            speed = tokens_per_step * len(seconds[1:]) / sum(seconds[1:])
-            compiling = f", {max(0.0, seconds[0] - typical):.1f} s of compiling in that one"
-            tell(
-                f"done: {len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}, "
-                f"{speed:.0f} tokens/s after the first step{compiling if args.backend != 'eager' else ''}",
-                sys.stdout,
-            )
-    return 0 if equal else 1
+    return status
 
 
 @record
 def main() -> None:
-    args = parse_arguments()
-    interruption = catch_signals()
-    with clear_errors():
-        world = join_world(args.device)
-        status = train(args, world, interruption)
-    leave_world()
-    if status:
-        raise SystemExit(status)
+    run_training(train, parse_arguments())
 
 
 if __name__ == "__main__":

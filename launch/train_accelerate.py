@@ -18,19 +18,15 @@ from checkpoint import find, lock
 from common import (
     UserError,
     World,
-    clear_errors,
-    digest_of,
     gather,
-    join_world,
-    leave_world,
     load_config,
     parse_options,
 )
 from data import Text, batch, load_text
 from flags import add_compile_flags, add_model_flags, add_training_flags
 from hf_folder import write_hf_folder
-from interruption import Interruption, catch_signals
-from report import Reporter
+from interruption import Interruption, run_training
+from report import Reporter, say_result
 from torch.distributed.elastic.multiprocessing.errors import record
 from train import check_finite, evaluate, is_due, learning_rate
 from transformers import LlamaForCausalLM
@@ -164,22 +160,12 @@ def finish(accelerator: Accelerator, model: Any, args: argparse.Namespace, repor
     """Write the model for `from_pretrained`, and say if all ranks hold the same parameters; 1 if they do not."""
     plain = accelerator.unwrap_model(model)
     write_hf_folder(args.output_dir / "hf", model, plain.config, world)
-    digests = gather(digest_of(plain), world)
-    report.say(f"parameters equal on all ranks: {'yes ' + digests[0] if len(set(digests)) == 1 else f'NO {digests}'}")
-    report.say(f"metrics, loss curve and checkpoints are in {args.output_dir}, the model in {args.output_dir / 'hf'}")
-    return 0 if len(set(digests)) == 1 else 1
+    return say_result(report, plain, args.output_dir, world)
 
 
 @record
 def main() -> None:
-    args = parse_arguments()
-    interruption = catch_signals()
-    with clear_errors():
-        world = join_world(args.device)
-        status = train(args, world, interruption)
-    leave_world()
-    if status:
-        raise SystemExit(status)
+    run_training(train, parse_arguments())
 
 
 if __name__ == "__main__":

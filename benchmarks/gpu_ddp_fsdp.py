@@ -33,8 +33,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import environment, finish, gpu_time, last_peers, stored, table
+from benchmarks.common import environment, finish, last_peers, stored, table
 from benchmarks.gpu_train import SHAPES, Shape, make
+from benchmarks.peers import Peer, cell, first_line, time_in_turn
 from benchmarks.ranks import Job, is_rank, joined, run_job
 from benchmarks.utilization import by_kind, kinds_table, utilization
 
@@ -152,14 +153,14 @@ def compiler(name: str) -> Callable[[Any], Any]:
     return functools.partial(dcompile.compile, options={**DCOMPILE, **more})
 
 
-class Training:
+class Training(Peer):
     """One peer: its model, its optimizer, and what a step of it takes."""
 
     def __init__(self, name: str, line: Line, job: Job) -> None:
         import torch
 
-        self.name, self.line, self.job, self.gpu = name, line, job, job.device.type == "cuda"
-        self._before = _memory(job.device)
+        super().__init__(name, job)
+        self.line = line
         model = make(line.shape, job.device, torch.bfloat16 if line.precision == "bf16" else torch.float32)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         if line.checkpointed:
@@ -174,13 +175,9 @@ class Training:
         generator = torch.Generator().manual_seed(1 + job.rank)
         size = (line.shape.rows, line.shape.length)
         self.tokens = torch.randint(0, line.shape.vocabulary, size, generator=generator).to(job.device)
-        self.losses: list[float] = []
         began = time.perf_counter()
-        for _ in range(WARM_UP):
-            self.losses.append(float(self.step()))
-        if self.gpu:
-            torch.cuda.synchronize()
-        self.warm_up = time.perf_counter() - began
+        self.warm_up(WARM_UP)
+        self.warm_up_s = time.perf_counter() - began
 
     def step(self) -> Any:
         """One step; the loss."""
@@ -214,55 +211,18 @@ class Training:
         """Tokens a second of a GPU whose step takes so long, and MFU."""
         return utilization(self.line.shape, self.parameters, self.line.batches * self.tokens.numel(), ms, device)
 
-    def time(self, steps: int) -> float:
-        """Milliseconds a step, over `steps` of them, on the slowest rank."""
-
-        self.job.barrier()
-        if not self.gpu:
-            began = time.perf_counter()
-            for _ in range(steps):
-                self.step()
-            return max(self.job.all((time.perf_counter() - began) * 1e3 / steps))
-        return max(self.job.all(gpu_time(self.step, steps)))
-
     def look(self, steps: int, timelines: str) -> dict[str, Any]:
         """Memory, kernels, exposed communication and idle time; what dcompile says about it. Of rank 0."""
-        found: dict[str, Any] = {"warm_up_s": max(self.job.all(self.warm_up)), "losses": self.losses}
+        found: dict[str, Any] = {"warm_up_s": max(self.job.all(self.warm_up_s)), "losses": self.losses}
         if self.gpu:
-            found |= self._memory() | self._kernels(steps)
+            found |= self.peak_memory() | self._kernels(steps)
         if self.name.startswith("dcompile"):
             found |= self._explained(timelines)
         self.job.barrier()
         return found
 
-    def _memory(self) -> dict[str, Any]:
-        """What this peer holds at the peak of a step: as allocated, and as reserved with the pools of CUDA graphs."""
-        import torch
-
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        self.step()
-        torch.cuda.synchronize()
-        allocated = torch.cuda.max_memory_allocated() - self._before[0]
-        reserved = torch.cuda.max_memory_reserved() - self._before[1]
-        worst = [max(values) / 2**20 for values in zip(*self.job.all((allocated, reserved)), strict=True)]
-        return {"peak_mib": worst[0], "reserved_mib": worst[1]}
-
     def _kernels(self, steps: int) -> dict[str, Any]:
-        import torch
-
-        self.job.barrier()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(steps):
-                self.step()
-            torch.cuda.synchronize()
-        events = [
-            (event.name, event.time_range.start / 1e3, event.time_range.end / 1e3)
-            for event in profile.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-        ]
+        events = self.kernel_events(steps)
         return lanes(events, steps) | {"longest": beside_communication(events, steps), "kinds": by_kind(events, steps)}
 
     def _explained(self, timelines: str) -> dict[str, Any]:
@@ -276,7 +236,7 @@ class Training:
             said |= {"reasons": list(receipt.reasons), "notes": list(receipt.notes)}
             said |= {"collectives_in_graphs": receipt.collectives, "kernels_own": receipt.kernel_calls}
         except Exception as error:  # a missing receipt is a result, and no reason to lose the times
-            return {"took_over": False, "reasons": [_first_line(error)]}
+            return {"took_over": False, "reasons": [first_line(error)]}
         if receipt.replays or not taken:
             return said  # measuring one that is replayed would show it without its CUDA graphs
         try:
@@ -288,20 +248,8 @@ class Training:
                 for ending in ("svg", "json"):
                     measured.save(Path(f"{timelines}.{ending}"))
         except Exception as error:
-            said["profile"] = [f"failed: {_first_line(error)}"]
+            said["profile"] = [f"failed: {first_line(error)}"]
         return said
-
-
-def _memory(device: Any) -> tuple[int, int]:
-    """(allocated, reserved) bytes on a GPU, nothing cached."""
-    import torch
-
-    if device.type != "cuda":
-        return 0, 0
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
 def lanes(events: Iterable[tuple[str, float, float]], steps: int) -> dict[str, Any]:
@@ -367,10 +315,6 @@ def beside_communication(
     return sorted(rows, key=lambda row: -row[2])[:count]
 
 
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
-
-
 # --- one line ---------------------------------------------------------------------------------------------------------
 
 
@@ -389,7 +333,7 @@ def measure(
         try:
             peer, error = Training(name, line, job), ""
         except Exception as raised:  # a peer that fails is a result, and no reason to lose the others
-            peer, error = None, _first_line(raised)
+            peer, error = None, first_line(raised)
         errors = [f"rank {rank}: {said}" for rank, said in enumerate(job.all(error)) if said]
         if errors or peer is None:
             found[name] = {"error": "; ".join(errors)[:400]}
@@ -399,17 +343,7 @@ def measure(
             found[name] = peer.look(3, pictures)
             peers.append(peer)
         keep(found)
-    samples: dict[str, list[float]] = {peer.name: [] for peer in peers}
-    for turn in range(0 if arguments.profile else arguments.rounds):
-        for place in range(len(peers)):
-            peer = peers[(turn + place) % len(peers)]
-            samples[peer.name].append(peer.time(arguments.steps))
-        for peer in peers:
-            taken = sorted(samples[peer.name])
-            middle = statistics.median(taken)
-            found[peer.name] |= {"ms": middle, "spread": (taken[-1] - taken[0]) / middle, "rounds": len(taken)}
-            found[peer.name] |= peer.rate(middle, device)
-        keep(found)
+    time_in_turn(peers, 0 if arguments.profile else arguments.rounds, arguments.steps, device, found, keep)
     for peer in peers:
         values = (
             [float(p.detach().float().sum()) for p in list(peer.call.parameters())[:4]] if line.kind == "ddp" else []
@@ -517,11 +451,11 @@ def show(result: dict[str, Any], longest: bool = False) -> None:
             if "error" in found:
                 rows.append([name, found["error"][:60], *[""] * (len(head) - 1)])
                 continue
-            cells = [_cell(found.get("ms"), 2), _cell(found.get("spread"), 3)]
-            cells.append(_cell(found["ms"] / base, 3) if base and "ms" in found else "")
-            cells += [_cell(found.get(key), 2) for key in ("compute_ms", "comm_ms", "exposed_ms", "idle_ms")]
-            cells += [_cell(found.get(key), 0) for key in ("peak_mib", "reserved_mib", "kernels", "warm_up_s")]
-            cells += [_cell(found.get("tokens_per_s"), 0), _cell(found.get("mfu"), 3)]
+            cells = [cell(found.get("ms"), 2), cell(found.get("spread"), 3)]
+            cells.append(cell(found["ms"] / base, 3) if base and "ms" in found else "")
+            cells += [cell(found.get(key), 2) for key in ("compute_ms", "comm_ms", "exposed_ms", "idle_ms")]
+            cells += [cell(found.get(key), 0) for key in ("peak_mib", "reserved_mib", "kernels", "warm_up_s")]
+            cells += [cell(found.get("tokens_per_s"), 0), cell(found.get("mfu"), 3)]
             rows.append([name, *cells])
         print(table([f"{label} x{result['ranks']}", *head], rows))
         for name, found in line.items():
@@ -533,15 +467,10 @@ def show(result: dict[str, Any], longest: bool = False) -> None:
         if longest:
             for name, found in line.items():
                 cells = [
-                    [k, _cell(n, 0), _cell(ms, 3), _cell(a, 1), _cell(b, 1)]
-                    for k, n, ms, a, b in found.get("longest", ())
+                    [k, cell(n, 0), cell(ms, 3), cell(a, 1), cell(b, 1)] for k, n, ms, a, b in found.get("longest", ())
                 ]
                 print("\n" + table([name, "launches", "ms", "us alone", "us beside"], cells))
         print("\n".join(verdicts(label, line)), flush=True)
-
-
-def _cell(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
 
 
 def merge(paths: Sequence[str]) -> dict[str, Any]:

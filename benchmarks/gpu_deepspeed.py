@@ -17,7 +17,6 @@ import argparse
 import gc
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,9 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import environment, finish, gpu_time, table
-from benchmarks.gpu_ddp_fsdp import _cell, _first_line, _memory, lanes
+from benchmarks.common import environment, finish, table
+from benchmarks.gpu_ddp_fsdp import lanes
 from benchmarks.gpu_train import SHAPES, Shape, make
+from benchmarks.peers import Peer, cell, first_line, time_in_turn
 from benchmarks.ranks import Job, is_rank, joined, run_job
 from benchmarks.utilization import by_kind, utilization
 
@@ -85,24 +85,22 @@ def make_engine(name: str, line: Line, job: Job) -> Any:
     return engine
 
 
-class Training:
+class Training(Peer):
     """One peer: its engine, and what a step of it takes."""
 
     def __init__(self, name: str, line: Line, job: Job) -> None:
         import torch
 
-        self.name, self.line, self.job, self.gpu = name, line, job, job.device.type == "cuda"
-        self._before = _memory(job.device)
+        super().__init__(name, job)
+        self.line = line
         began = time.perf_counter()
         self.engine = make_engine(name, line, job)
         self.parameters = sum(getattr(p, "ds_numel", p.numel()) for p in self.engine.module.parameters())
         generator = torch.Generator().manual_seed(1 + job.rank)
         size = (line.shape.rows, line.shape.length)
         self.tokens = torch.randint(0, line.shape.vocabulary, size, generator=generator).to(job.device)
-        self.losses = [float(self.step()) for _ in range(WARM_UP)]
-        if self.gpu:
-            torch.cuda.synchronize()
-        self.warm_up = time.perf_counter() - began
+        self.warm_up(WARM_UP)
+        self.warm_up_s = time.perf_counter() - began
 
     def step(self) -> Any:
         """One step; the loss."""
@@ -111,56 +109,24 @@ class Training:
         self.engine.step()
         return loss.detach()
 
-    def time(self, steps: int) -> float:
-        """Milliseconds a step, over `steps` of them, on the slowest rank."""
-        self.job.barrier()
-        if self.gpu:
-            return max(self.job.all(gpu_time(self.step, steps)))
-        began = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        return max(self.job.all((time.perf_counter() - began) * 1e3 / steps))
+    def rate(self, ms: float, device: str) -> dict[str, float]:
+        """Tokens a second of a GPU whose step takes so long, and MFU."""
+        return utilization(self.line.shape, self.parameters, self.tokens.numel(), ms, device)
 
     def look(self, steps: int) -> dict[str, Any]:
         """Memory, kernels, exposed communication and idle time; what dcompile says about it."""
-        found: dict[str, Any] = {"warm_up_s": max(self.job.all(self.warm_up)), "losses": self.losses}
+        found: dict[str, Any] = {"warm_up_s": max(self.job.all(self.warm_up_s)), "losses": self.losses}
         norm = self.engine.get_global_grad_norm()
         found["norm"] = None if norm is None else float(norm)
         if self.gpu:
-            found |= self._memory() | self._kernels(steps)
+            found |= self.peak_memory() | self._kernels(steps)
         if self.name.startswith("dcompile"):
             found |= self._receipt()
         self.job.barrier()
         return found
 
-    def _memory(self) -> dict[str, Any]:
-        """What this peer holds at the peak of a step, as allocated and as reserved."""
-        import torch
-
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        self.step()
-        torch.cuda.synchronize()
-        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
-        own = [peak - before for peak, before in zip(peaks, self._before, strict=True)]
-        worst = [max(values) / 2**20 for values in zip(*self.job.all(own), strict=True)]
-        return {"peak_mib": worst[0], "reserved_mib": worst[1]}
-
     def _kernels(self, steps: int) -> dict[str, Any]:
-        import torch
-
-        self.job.barrier()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for _ in range(steps):
-                self.step()
-            torch.cuda.synchronize()
-        events = [
-            (event.name, event.time_range.start / 1e3, event.time_range.end / 1e3)
-            for event in profile.events()
-            if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
-        ]
+        events = self.kernel_events(steps)
         return lanes(events, steps) | {"kinds": by_kind(events, steps)}
 
     def _receipt(self) -> dict[str, Any]:
@@ -169,7 +135,7 @@ class Training:
         try:
             receipt = dcompile.receipt(self.engine)
         except Exception as error:  # a missing receipt is a result, and no reason to lose the times
-            return {"took_over": False, "reasons": [_first_line(error)]}
+            return {"took_over": False, "reasons": [first_line(error)]}
         return {
             "took_over": receipt.eligible,
             "adapter": receipt.adapter,
@@ -198,7 +164,7 @@ def measure(
         try:
             peer, error = Training(name, line, job), ""
         except Exception as raised:  # a peer that fails is a result, and no reason to lose the others
-            peer, error = None, _first_line(raised)
+            peer, error = None, first_line(raised)
         errors = [f"rank {rank}: {said}" for rank, said in enumerate(job.all(error)) if said]
         if errors or peer is None:
             found[name] = {"error": "; ".join(errors)[:400]}
@@ -206,17 +172,7 @@ def measure(
             found[name] = peer.look(3)
             peers.append(peer)
         keep(found)
-    samples: dict[str, list[float]] = {peer.name: [] for peer in peers}
-    for turn in range(arguments.rounds):
-        for place in range(len(peers)):
-            peer = peers[(turn + place) % len(peers)]
-            samples[peer.name].append(peer.time(arguments.steps))
-        for peer in peers:
-            taken = sorted(samples[peer.name])
-            middle = statistics.median(taken)
-            found[peer.name] |= {"ms": middle, "spread": (taken[-1] - taken[0]) / middle, "rounds": len(taken)}
-            found[peer.name] |= utilization(line.shape, peer.parameters, peer.tokens.numel(), middle, device)
-        keep(found)
+    time_in_turn(peers, arguments.rounds, arguments.steps, device, found, keep)
     for peer in peers:
         peer.engine.destroy()
     return found
@@ -287,10 +243,10 @@ def show(result: dict[str, Any]) -> None:
             if "error" in found:
                 rows.append([name, found["error"][:60], *[""] * (len(head) + 1)])
                 continue
-            cells = [_cell(found.get("ms"), 2), _cell(found.get("spread"), 3)]
-            cells += [_cell(found.get(key), 2) for key in ("compute_ms", "comm_ms", "exposed_ms", "idle_ms")]
-            cells += [_cell(found.get(key), 0) for key in ("peak_mib", "reserved_mib", "kernels", "warm_up_s")]
-            rows.append([name, *cells, _cell(found.get("tokens_per_s"), 0), _cell(found.get("mfu"), 3)])
+            cells = [cell(found.get("ms"), 2), cell(found.get("spread"), 3)]
+            cells += [cell(found.get(key), 2) for key in ("compute_ms", "comm_ms", "exposed_ms", "idle_ms")]
+            cells += [cell(found.get(key), 0) for key in ("peak_mib", "reserved_mib", "kernels", "warm_up_s")]
+            rows.append([name, *cells, cell(found.get("tokens_per_s"), 0), cell(found.get("mfu"), 3)])
         print(table([f"{label} x{result['ranks']}", *head, "tokens/s", "MFU"], rows))
         print(verdict(label, line), flush=True)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dcompile import compat
 from dcompile.capture import batched_backward
+from dcompile.capture.adapters.gradient_sync import BackwardCall
 from dcompile.capture.agreement.collective_plan import plan_of
 from dcompile.capture.aliasing.input_views import return_input_views
 from dcompile.capture.aliasing.unshare_gradients import UnshareGradients
@@ -404,7 +405,7 @@ class GraphPrograms:
 
     def _run_backward(self, kind: str, args: list[Any], sync: int, gone: Collection[int]) -> list[Any]:
         """`gone`: positions of results that there are none of in this call."""
-        return self.sync.run_backward(self, self.executables[kind], self.buckets, args, sync, gone)
+        return self.sync.run_backward(BackwardCall(self, self.executables[kind], self.buckets, args, sync, gone))
 
     def accumulates(self) -> bool:
         """Inside its backward: whether that adds to any parameter's .grad, which torch.autograd.grad does not."""

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from dcompile import compat
-from dcompile.capture.adapters.plain import PlainAdapter, new_subject
+from dcompile.capture.adapters.plain import PlainAdapter, known_number, new_subject
 from dcompile.collectives.contract import BucketRule, ParamInfo
 
 PARAMETERS_ANEW = (
@@ -114,8 +114,7 @@ class DdpAdapter(PlainAdapter):
         return [self.group]
 
     def number_of(self, parameter: Any) -> int | None:
-        number = self._numbers.get(id(parameter))
-        return number if number is not None and self.refs[number]() is parameter else None
+        return known_number(self._numbers, self.refs, parameter)
 
     def param_infos(self) -> tuple[ParamInfo, ...]:
         return self._infos

@@ -12,13 +12,12 @@ import torch
 from dcompile import compat
 from dcompile.capture.adapters.arriving_gradients import SEVERAL, GradientArrivals
 from dcompile.capture.adapters.ddp import DdpAdapter
-from dcompile.capture.adapters.gradient_sync import GradientSync
+from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
 from dcompile.capture.agreement.capture_digest import compare_surroundings
 from dcompile.capture.agreement.collective_plan import plan_of
 from dcompile.capture.agreement.parameter_use import outside_use, tensors_in
 from dcompile.capture.call_state import CapturedGraph, Invocation, Variant
 from dcompile.capture.services import GradientBuckets
-from dcompile.collectives.contract import Executable
 from dcompile.ir.nodes import Bucket
 
 GRADIENTS = "gradients of a model"
@@ -190,30 +189,21 @@ class DdpSync(GradientSync):
         for other in self.model.graphs:
             other.captured = []
 
-    def run_backward(
-        self,
-        graph: CapturedGraph,
-        run: Executable,
-        buckets: GradientBuckets | None,
-        args: list[Any],
-        sync: int,
-        gone: Collection[int],
-    ) -> list[Any]:
+    def run_backward(self, call: BackwardCall) -> list[Any]:
         """Reduce in the program, as gradients arrive, behind the backward, or not at all."""
-        adapter, arrivals = self._adapter, self._arrivals
+        adapter, arrivals, graph, buckets = self._adapter, self._arrivals, call.graph, call.buckets
         accumulates = bool(graph.grads) and adapter.state != "stock" and graph.accumulates()
-        sync, reduces = sync if adapter.eligible else 0, False
+        sync, reduces = call.sync if adapter.eligible else 0, False
         if accumulates and sync and (sync == ARRIVING or buckets is None or arrivals.is_running()):
             if graph.has_own_collectives("backward"):
                 graph.agree("backward")
             arrivals.begin()
         elif accumulates and sync and buckets is not None:
             graph.agree("backward")
-            absent = frozenset(number for place, number in graph.grads if place in gone)
-            reduces = self._begin_sync(buckets, graph.grads, absent)
+            reduces = self._begin_sync(buckets, graph.grads, call.absent())
         elif accumulates:
-            adapter.unreduced.update(number for place, number in graph.grads if place not in gone)
-        return run(args) if buckets is None else run(args, buckets=buckets, sync=reduces)
+            adapter.unreduced.update(number for place, number in graph.grads if place not in call.gone)
+        return call.run(call.args) if buckets is None else call.run(call.args, buckets=buckets, sync=reduces)
 
     def reduces_in_program(self, graph: CapturedGraph) -> bool:
         """Not where a call has run it beside other graphs, and another rank may run others."""

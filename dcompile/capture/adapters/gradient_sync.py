@@ -7,6 +7,7 @@ runs, after a call, before and in a backward. The base is the strategy of a mode
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +21,25 @@ from dcompile.collectives.contract import Executable
 from dcompile.ir.nodes import Bucket
 
 Boxed = Callable[[list[Any]], list[Any]]
+
+
+@dataclass(slots=True)
+class BackwardCall:
+    """One run of a backward program."""
+
+    graph: CapturedGraph
+    run: Executable
+    buckets: GradientBuckets | None
+    args: list[Any]
+    """The program's inputs, which it takes out of the list."""
+    sync: int
+    """Whether, and how, gradients are to be reduced: see `Invocation.token`."""
+    gone: Collection[int]
+    """Positions of results that there are none of in this call."""
+
+    def absent(self) -> frozenset[int]:
+        """Parameters that there is no gradient of in this call."""
+        return frozenset(number for place, number in self.graph.grads if place in self.gone)
 
 
 class SynchronizedModel(Protocol):
@@ -130,23 +150,11 @@ class GradientSync:
         del graph, sync
         return True
 
-    def run_backward(
-        self,
-        graph: CapturedGraph,
-        run: Executable,
-        buckets: GradientBuckets | None,
-        args: list[Any],
-        sync: int,
-        gone: Collection[int],
-    ) -> list[Any]:
-        """Run a backward program. `sync`: see `Invocation.token`.
-
-        `gone`: positions of results that there are none of in this call.
-        """
-        del buckets, sync, gone
-        if graph.has_own_collectives("backward"):
-            graph.agree("backward")
-        return run(args)
+    def run_backward(self, call: BackwardCall) -> list[Any]:
+        """Run a backward program."""
+        if call.graph.has_own_collectives("backward"):
+            call.graph.agree("backward")
+        return call.run(call.args)
 
     def accumulates(self, numbers: Iterable[int]) -> bool:
         """Inside a backward: whether it adds to the `.grad` of any of these parameters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from dcompile.collectives.contract import BucketRule, ParamInfo
@@ -17,6 +17,12 @@ def new_subject(compared: set[tuple[str, ...]], plan: tuple[str, ...], what: str
         return None
     compared.add(plan)
     return f"{what} plan {len(compared)}"
+
+
+def known_number(numbers: Mapping[int, int], refs: Mapping[int, Callable[[], Any]], parameter: Any) -> int | None:
+    """The number of a parameter, by its identity, of those behind `refs`; None of another one in a lost one's place."""
+    number = numbers.get(id(parameter))
+    return number if number is not None and refs[number]() is parameter else None
 
 
 class PlainAdapter:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dcompile import compat
 from dcompile.capture.adapters.eager_regions import EagerRegionMonitor
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
-from dcompile.capture.adapters.gradient_sync import GradientSync
+from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
 from dcompile.capture.call_state import CapturedGraph, Invocation
-from dcompile.capture.services import GradientBuckets, ShardedParameters
+from dcompile.capture.services import ShardedParameters
 from dcompile.collectives.contract import Executable, Phase
 
 
@@ -66,19 +66,11 @@ class ShardedSync(GradientSync):
         """Raises FallBackToStock if a parameter itself is returned: Dynamo passes such a thing on past the graph."""
         self._adapter.refuse_in_result(result)
 
-    def run_backward(
-        self,
-        graph: CapturedGraph,
-        run: Executable,
-        buckets: GradientBuckets | None,
-        args: list[Any],
-        sync: int,
-        gone: Collection[int],
-    ) -> list[Any]:
+    def run_backward(self, call: BackwardCall) -> list[Any]:
         """Reduce to shards, and after the backward what earlier ones left."""
-        shards = graph.shards
-        if not run.buckets:
-            return super().run_backward(graph, run, buckets, args, sync, gone)
+        graph, shards = call.graph, call.graph.shards
+        if not call.run.buckets:
+            return super().run_backward(call)
         assert shards is not None, "only sharded parameters are reduced to shards"
         accumulates = graph.accumulates()
         graph.agree("backward")
@@ -86,9 +78,10 @@ class ShardedSync(GradientSync):
             self._flush_after_backward(shards)
             shards.may_lack(graph.units_of(graph.unsure))
         absent = set[int]()
-        if gone:
-            absent = graph.units() - graph.units_of(number for place, number in graph.grads if place not in gone)
-        return run(args, buckets=shards.source(run.buckets, "backward", accumulates, graph.later, absent))
+        if call.gone:
+            absent = graph.units() - graph.units_of(number for place, number in graph.grads if place not in call.gone)
+        source = shards.source(call.run.buckets, "backward", accumulates, graph.later, absent)
+        return call.run(call.args, buckets=source)
 
     def _flush_after_backward(self, shards: Any) -> None:
         """A backward adds to gradients of sharded parameters: when it is through, reduce what earlier ones left."""

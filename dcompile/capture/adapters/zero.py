@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 
 from dcompile import compat
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter, present
-from dcompile.capture.adapters.plain import PlainAdapter, new_subject
+from dcompile.capture.adapters.plain import PlainAdapter, known_number, new_subject
 from dcompile.collectives.contract import BucketRule, GradientReduction, ParamInfo
 
 FIRST_BYTES, CAP_BYTES = 1 << 20, 25 << 20
@@ -92,8 +92,7 @@ class ZeroReplicatedAdapter(PlainAdapter):
         return self._group
 
     def number_of(self, parameter: Any) -> int | None:
-        number = self._numbers.get(id(parameter))
-        return number if number is not None and self.refs[number]() is parameter else None
+        return known_number(self._numbers, self.refs, parameter)
 
     def param_infos(self) -> tuple[ParamInfo, ...]:
         return self._infos

@@ -10,6 +10,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.adapters.fsdp_common import present
+from dcompile.capture.adapters.plain import known_number
 from dcompile.capture.adapters.zero import CAP_BYTES, FIRST_BYTES, ZeroAdapter, ZeroGroup, dtype_name, names_of
 from dcompile.collectives.contract import ParamInfo, Shard
 
@@ -123,8 +124,7 @@ class ZeroPartitionAdapter(ZeroAdapter):
         return self._group
 
     def number_of(self, parameter: Any) -> int | None:
-        number = self._numbers.get(id(parameter))
-        return number if number is not None and self._refs[number]() is parameter else None
+        return known_number(self._numbers, self._refs, parameter)
 
     def made_of(self, number: int) -> Callable[[Any], Any] | None:
         del number

@@ -15,14 +15,13 @@ import torch
 from dcompile import compat
 from dcompile.capture.adapters.eager_regions import EagerRegionMonitor
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
-from dcompile.capture.adapters.gradient_sync import GradientSync
+from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
 from dcompile.capture.adapters.sharded_sync import ShardedSync
 from dcompile.capture.adapters.zero import ZeroAdapter, ZeroReplicatedAdapter, ZeroStockAdapter, reasons_against
 from dcompile.capture.adapters.zero3 import Zero3Adapter, hidden
 from dcompile.capture.adapters.zero_partition import ZeroPartitionAdapter
-from dcompile.capture.call_state import CapturedGraph, Invocation
+from dcompile.capture.call_state import Invocation
 from dcompile.capture.services import GradientBuckets, ShardedParameters
-from dcompile.collectives.contract import Executable
 from dcompile.errors import DcompileError
 from dcompile.ir.nodes import Bucket
 
@@ -84,26 +83,19 @@ class ZeroReplicatedSync(GradientSync):
         compat.deepspeed.take_reduction(self._adapter.engine, _weakly(self._end_backward))
         return None, None
 
-    def run_backward(
-        self,
-        graph: CapturedGraph,
-        run: Executable,
-        buckets: GradientBuckets | None,
-        args: list[Any],
-        sync: int,
-        gone: Collection[int],
-    ) -> list[Any]:
+    def run_backward(self, call: BackwardCall) -> list[Any]:
         """Reduce in the program, or not at all: DeepSpeed decides in the backward."""
+        graph, buckets = call.graph, call.buckets
         if buckets is None:
-            return super().run_backward(graph, run, buckets, args, sync, gone)
+            return super().run_backward(call)
         reduces = compat.deepspeed.reduces(self._adapter.engine) and graph.accumulates()
         if reduces:
             graph.agree("backward")
-            absent = frozenset(number for place, number in graph.grads if place in gone)
+            absent = call.absent()
             buckets.begin((), compat.tensors.backward_task(), not self._reduced, absent)
             self._reduced.append(buckets)
             self._absent.update(dict.fromkeys(absent, buckets))
-        return run(args, buckets=buckets, sync=reduces)
+        return call.run(call.args, buckets=buckets, sync=reduces)
 
     def accumulates(self, numbers: Iterable[int]) -> bool:
         found = (self._adapter.refs[number]() for number in numbers)
@@ -169,18 +161,10 @@ class ZeroSync(ShardedSync):
         super().__init__(adapter)
         self._zero = adapter
 
-    def run_backward(
-        self,
-        graph: CapturedGraph,
-        run: Executable,
-        buckets: GradientBuckets | None,
-        args: list[Any],
-        sync: int,
-        gone: Collection[int],
-    ) -> list[Any]:
+    def run_backward(self, call: BackwardCall) -> list[Any]:
         if self._zero.eligible:
             _refuse_coalescing(self._zero.engine)
-        return super().run_backward(graph, run, buckets, args, sync, gone)
+        return super().run_backward(call)
 
     def _take_engine(self) -> None:
         engine = self._zero.engine

@@ -316,6 +316,11 @@ class CompiledModel:
         self._reported.add(training)
         self.report()
 
+    def add_inside(self, part: CompiledModel) -> None:
+        """A call reaches a module that is compiled by itself: its receipt and profile belong to this one's."""
+        if all(known is not part for known in self.inside):
+            self.inside.append(part)
+
     def report(self) -> None:
         """Tell of a first step. With modules inside, the last of them to be through with theirs tells of all."""
         if not self.inside:

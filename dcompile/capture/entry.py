@@ -123,7 +123,8 @@ class Entry:
     def _enter(self, args: Any, kwargs: Any) -> Any:
         """A call, inside a DDP's forward if there is one around the module."""
         ddp = compat.ddp.active_ddp()
-        self._around = compat.groups.weak(ddp)
+        if ddp is not self._around():
+            self._around = compat.groups.weak(ddp)
         inside_ddp = ddp is not None and self._is_root_of(ddp)
         if inside_ddp and (self._ddp() is not ddp or self.model.has_moved()):
             self._attach(ddp)
@@ -275,27 +276,24 @@ class Entry:
 
     def _note_engine(self, engine: Any) -> None:
         """A call has come to a DeepSpeed engine: it is compiled by its own door, or stays what it is."""
-        entry = _entry_of(unwrap_module(engine.module))
+        entry = _entry_of(_compiled_part(engine))
         if entry is None:
             self.model.adapter.leave_to_others(
                 "a DeepSpeed engine inside keeps parameters in step by itself; compile that: "
                 "dcompile.integrations.deepspeed.compile(engine)"
             )
-        elif all(known is not entry.model for known in self.model.inside):
-            self.model.inside.append(entry.model)
+        else:
+            self.model.add_inside(entry.model)
 
     def _compile_inside(self, wrapper: Module) -> None:
         """Compile a module that DDP or FSDP keeps in step, and that a call has come to, by itself, if it is not yet."""
-        model, module = self.model, unwrap_module(wrapper)
-        if isinstance(module, DistributedDataParallel):
-            module = unwrap_module(module.module)
-        name = type(wrapper).__name__
+        model, module = self.model, _compiled_part(wrapper)
         if model.settings.config.distributed == "stock":
             model.adapter.leave_to_others("option distributed='stock'")
         elif (entry := _entry_of(module)) is not None:
-            if all(known is not entry.model for known in model.inside):
-                model.inside.append(entry.model)
-        elif vars(module).get("_compiled_call_impl") is not None or self.root is module:
+            model.add_inside(entry.model)
+        elif vars(module).get("_compiled_call_impl") is not None:
+            name = type(wrapper).__name__
             model.adapter.leave_to_others(
                 f"a {name} inside is compiled by another backend; leave that out, or give it backend='dcompile'"
             )
@@ -389,11 +387,16 @@ def module_call(root: Module, settings: Settings, services: Services, *, in_plac
     return hooked  # type: ignore[no-any-return]
 
 
+def _compiled_part(module: Module) -> Any:
+    """What is compiled of a module: of DDP's and of a DeepSpeed engine, the module that it wraps."""
+    root = unwrap_module(module)
+    wraps = isinstance(root, DistributedDataParallel) or compat.deepspeed.is_engine(root)
+    return unwrap_module(root.module) if wraps else root
+
+
 def compile_module(module: Module, settings: Settings, services: Services) -> None:
     """Compile `module` in place; of a DDP module, what it wraps: DDP's own forward stays as it is around it."""
-    root = unwrap_module(module)
-    if isinstance(root, DistributedDataParallel) or compat.deepspeed.is_engine(root):
-        root = unwrap_module(root.module)
+    root = _compiled_part(module)
     # Module.__call__ prefers this attribute; copies and pickles of the module leave it out. Set past __setattr__: that
     # of a traced TorchScript module sets attributes of another object, which nobody calls
     vars(root)["_compiled_call_impl"] = module_call(root, settings, services, in_place=True)
@@ -462,9 +465,7 @@ def find_model(thing: Any) -> CompiledModel | None:
     A wrapper is a module of which one part, and no other, was compiled.
     """
     if isinstance(thing, Module):
-        root = unwrap_module(thing)
-        if isinstance(root, DistributedDataParallel) or compat.deepspeed.is_engine(root):
-            root = unwrap_module(root.module)
+        root = _compiled_part(thing)
         entry = _entry_of(root)
         if entry is None:
             parts = {id(found): found for part in root.modules() if (found := _entry_of(part)) is not None}

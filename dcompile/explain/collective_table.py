@@ -42,7 +42,7 @@ def exchanges_of(
     """The collectives of a program, in the order of their starts; `parameters` maps a number to its name."""
     buckets = {bucket.name: bucket for bucket in program.buckets}
     foreseen, table = dict(_foreseen(schedule)), program.table
-    spans = _seconds(program, schedule)
+    spans = seconds_of_steps(program, schedule)
     whole = sum(length for _, resource, _, length, _ in schedule if resource == "compute") / 1e6
     for position, step in enumerate(program.steps):
         if isinstance(step, Extern) and kind_of(step.op) is not None:
@@ -82,7 +82,7 @@ def _own(program: Program, position: int, seconds: float, whole: float) -> Colle
     return CollectiveRow(kind, bucket, group, nbytes, (), producer, consumer, seconds, seconds, advice)
 
 
-def _seconds(program: Program, schedule: Sequence[Predicted]) -> dict[int, float]:
+def seconds_of_steps(program: Program, schedule: Sequence[Predicted]) -> dict[int, float]:
     """Position of each step but waits -> how long it takes by the cost model; empty where nothing was foreseen."""
     places = [position for position, step in enumerate(program.steps) if not isinstance(step, Wait)]
     return {place: length / 1e6 for place, (_, _, _, length, _) in zip(places, schedule, strict=False)}

@@ -54,7 +54,7 @@ def _graph(graph: GraphReport, measured: Mapping[tuple[str, str], float], copy_r
     yield from kernel_table(graph, own, copy_rate)
     if memory := draw_memory(graph.held):
         yield f"<h3>Memory</h3>\n{memory}"
-        yield _list("Held at the peak", [line.removeprefix("at the peak: ") for line in graph.memory])
+        yield _list("Held at the peak", graph.memory)
     yield _calls("Library calls", [call for call in graph.library_calls if not call.fallback])
     yield _calls("Fallbacks: no kernel of ours yet", graph.fallbacks, fallback=True)
     yield _list("Collectives", ["; ".join(map(str.strip, exchange_lines(found))) for found in graph.exchanges])

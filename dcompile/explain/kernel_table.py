@@ -58,7 +58,7 @@ def kernel_table(graph: GraphReport, measured: Mapping[str, float], copy_rate: f
     for row in rows:
         steps = row.steps
         cells = [
-            (f"{_details(row, graph.kernel_texts.get(steps.name, ''), copy_rate)}", steps.name),
+            (_details(row, graph.kernel_texts.get(steps.name, ""), copy_rate), steps.name),
             (str(steps.calls), steps.calls),
             (duration(row.seconds), row.seconds),
             (f"{row.seconds / whole:.0%}" if whole else "", row.seconds),

@@ -28,7 +28,6 @@ from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import DynamoGraph
 from dcompile.capture.entry import Entry, find_model
 from dcompile.codegen.lower.provenance import origin_of
-from dcompile.codegen.schedule.order.cost_model import durations
 from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
 from dcompile.collectives.contract import Request
 from dcompile.config import Config
@@ -193,7 +192,6 @@ class _ExplainingCompiler(PlanningCompiler):
             source = source_of(node)
             if source is not None:
                 sources.setdefault(origin_of(node)[0], source)
-        groups = dict(request.groups)
         self.graphs[request.name] = describe_program(
             request.name,
             request.kind,
@@ -204,8 +202,7 @@ class _ExplainingCompiler(PlanningCompiler):
             sources=sources,
             parameters=self.parameters,
             counts=plan.report,
-            seconds_of=durations(plan.program, request.figures, groups),
-            schedule=predict_schedule(plan.program, request.figures, groups)[0],
+            schedule=plan.report.schedule or predict_schedule(plan.program, request.figures, dict(request.groups))[0],
             kernel_texts={kernel.name: kernel.text for kernel in plan.kernels.sources},
         )
         self.copy_rate = request.figures.memory_gbs * 1e9

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dcompile.codegen.schedule.memory.memory_summary import held_bytes, memory_lines
+from dcompile.codegen.schedule.memory.memory_summary import holder_lines, summarize_memory
 from dcompile.codegen.schedule.order.cost_model import extern_flops, loop_operations
 from dcompile.collectives.contract import Predicted
 from dcompile.collectives.contract import ProgramReport as Counts
-from dcompile.explain.collective_table import CollectiveRow, exchange_lines, exchanges_of
+from dcompile.explain.collective_table import CollectiveRow, exchange_lines, exchanges_of, seconds_of_steps
 from dcompile.explain.export import timeline_lines
 from dcompile.explain.receipt import Receipt
 from dcompile.explain.sources import SourceLine
@@ -133,18 +133,19 @@ def describe_program(
     sources: Mapping[str, SourceLine],
     parameters: Mapping[int, str],
     counts: Counts,
-    seconds_of: Sequence[float],
     schedule: Sequence[Predicted],
     kernel_texts: Mapping[str, str],
 ) -> GraphReport:
     """`kernel_names` of all loops, in order; `products`: position among the steps -> our kernel that multiplies there.
 
-    `sources` maps what stands in a step's origin to the user's line; `parameters` a number to its name; `seconds_of`
-    has the cost model's time of each step.
+    `sources` maps what stands in a step's origin to the user's line; `parameters` a number to its name; `schedule`
+    says what runs when, by the cost model.
     """
     kernels, library = [], []
     names = iter(kernel_names)
-    for (position, step), length in zip(enumerate(program.steps), seconds_of, strict=True):
+    lengths, memory = seconds_of_steps(program, schedule), summarize_memory(program)
+    for position, step in enumerate(program.steps):
+        length = lengths.get(position, 0.0)
         match step:
             case Loop():
                 made = _call(next(names), step, program, sources, length)
@@ -171,8 +172,8 @@ def describe_program(
         exposed,
         kernel_texts,
         tuple(schedule),
-        tuple(held_bytes(program)),
-        tuple(line for line in memory_lines(program) if line.startswith("at the peak")),
+        memory.held,
+        tuple(holder_lines(memory)),
     )
 
 

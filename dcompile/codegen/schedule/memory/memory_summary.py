@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -55,23 +54,8 @@ class MemorySummary:
     """Temporaries with an allocation of their own."""
     donated: tuple[str, ...]
     """Inputs whose memory the program may use once it has read them."""
-
-
-def held_bytes(planned: Program) -> list[int]:
-    """Bytes that the program holds in each of its steps, with its arena."""
-    held, _ = _held_beside_arena(planned, _spans(planned, _kinds(planned)))
-    return [typical(planned.arena_bytes) + int(count) for count in held]
-
-
-def _held_beside_arena(planned: Program, spans: dict[str, tuple[int, int]]) -> tuple[Any, Any]:
-    """For each step, bytes outside of the arena, and those of them that a library call allocates for itself."""
-    table = planned.table
-    change = np.zeros(len(planned.steps) + 1, np.int64)
-    for name, (first, last) in spans.items():
-        change[first] += _nbytes(table[name])
-        change[last + 1] -= _nbytes(table[name])
-    own = np.cumsum(workspaces(planned)[:-1])
-    return np.cumsum(change[:-1]) + own, own
+    held: tuple[int, ...]
+    """Bytes that are held in each step, with the arena."""
 
 
 def summarize_memory(planned: Program) -> MemorySummary:
@@ -79,7 +63,12 @@ def summarize_memory(planned: Program) -> MemorySummary:
     kinds = _kinds(planned)
     spans = _spans(planned, kinds)
     table, steps = planned.table, len(planned.steps)
-    held, own = _held_beside_arena(planned, spans)
+    change = np.zeros(steps + 1, np.int64)
+    for name, (first, last) in spans.items():
+        change[first] += _nbytes(table[name])
+        change[last + 1] -= _nbytes(table[name])
+    own = np.cumsum(workspaces(planned)[:-1])
+    held = np.cumsum(change[:-1]) + own
     at = int(held.argmax()) if steps else 0
     arena = typical(planned.arena_bytes)
     holders = [Holder(name, kinds[name], _nbytes(table[name])) for name, (a, b) in spans.items() if a <= at <= b]
@@ -98,6 +87,7 @@ def summarize_memory(planned: Program) -> MemorySummary:
         ),
         tuple(name for name, kind in kinds.items() if kind == "separate allocation"),
         planned.donated,
+        tuple(arena + int(count) for count in held),
     )
 
 
@@ -158,13 +148,18 @@ def memory_headline(planned: Program) -> str:
     )
 
 
+def holder_lines(found: MemorySummary) -> Iterator[str]:
+    """What is held at the peak: a line for each of the largest, and one for all others."""
+    for holder in found.holders[:MAX_HOLDERS]:
+        yield f"{bytes_text(holder.nbytes)} of {holder.name} ({holder.kind})"
+    if more := found.holders[MAX_HOLDERS:]:
+        yield f"{bytes_text(sum(holder.nbytes for holder in more))} of {len(more)} more"
+
+
 def memory_lines(planned: Program) -> Iterator[str]:
     """A line for each holder of the peak, each buffer in a donor, and the donated inputs."""
     found = summarize_memory(planned)
-    for holder in found.holders[:MAX_HOLDERS]:
-        yield f"at the peak: {bytes_text(holder.nbytes)} of {holder.name} ({holder.kind})"
-    if more := found.holders[MAX_HOLDERS:]:
-        yield f"at the peak: {bytes_text(sum(holder.nbytes for holder in more))} of {len(more)} more"
+    yield from (f"at the peak: {line}" for line in holder_lines(found))
     for placed in found.placed:
         yield f"{placed.name} ({bytes_text(placed.nbytes)}) is placed in {placed.donor}"
     if found.separate:

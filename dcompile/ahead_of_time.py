@@ -243,23 +243,14 @@ def _write_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str,
         for name, tensor in tensors.items():
             stream.write(b"\0" * (-stream.tell() % ALIGN_BYTES))
             offset = stream.tell()
-            dense = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor).flatten()
             strides = list(tensor.stride())
-            if not _is_row_major(tensor):
-                extent = (
-                    1 + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)) if tensor.numel() else 0
-                )
-                room = torch.zeros(extent, dtype=tensor.dtype, device="cpu")
-                room.as_strided(tensor.shape, strides).copy_(tensor)
-                dense = room
-            stream.write(dense.view(torch.uint8).numpy().tobytes())
+            last = sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
+            room = torch.zeros(1 + last if tensor.numel() else 0, dtype=tensor.dtype, device="cpu")
+            room.as_strided(tensor.shape, strides).copy_(tensor)
+            stream.write(room.view(torch.uint8).numpy().tobytes())
             dtype = str(tensor.dtype).removeprefix("torch.")
             entries[name] = {"dtype": dtype, "shape": [*tensor.shape], "strides": strides, "offset": offset}
     return entries
-
-
-def _is_row_major(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous()
 
 
 def _digest(file: Path) -> str:

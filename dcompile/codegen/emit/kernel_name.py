@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -17,18 +18,18 @@ def describe_loop(loop: Loop) -> str:
 
     A loop that computes nothing is a `copy`. Equal loops have equal names, whichever modules they came from.
     """
-    words: dict[str, int] = {}
+    words: dict[str, float] = {}
     for value in loop.body:
         match value:
             case Reduce(op=op) | Scan(op=op):
-                words[op] = MAX_WORDS * max(op.cost for op in OPS.values())
+                words[op] = math.inf
             case Apply(op=op) if op != "cast":
                 words.setdefault(op, OPS[op].cost)
             case _:
                 pass
     for store in loop.stores:
         if store.mode != "set":
-            words[store.mode] = MAX_WORDS * max(op.cost for op in OPS.values())
+            words[store.mode] = math.inf
     kept = sorted(words, key=lambda word: -words[word])[:MAX_WORDS]
     return _joined([word for word in words if word in kept]) or "copy"
 

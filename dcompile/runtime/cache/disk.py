@@ -28,14 +28,12 @@ from typing import Any, TypeAlias
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.logs import report
-from dcompile.runtime.cache.eviction import limit_size, mark_used
+from dcompile.runtime.cache.eviction import LIBRARY_KINDS, limit_size, mark_used
 from dcompile.runtime.program.artifact import CompiledGraph, from_record, to_record
 
 Loaded: TypeAlias = tuple[CompiledGraph, dict[str, Path]]
 """A graph, and the library of each of its kernels."""
 
-KINDS = (".so", ".gpu")
-"""What libraries may be: shared objects, and archives of cubins (`runtime.gpu`)."""
 STALE_S = 3600
 """Age from which a temporary folder belongs to a process that was killed: no compilation takes so long."""
 
@@ -120,7 +118,7 @@ class KernelCache:
         if not re.fullmatch("[0-9a-f]{64}", digest):
             raise _Damaged(entry, "not a valid entry")
         kind = record.get("kind", ".so")
-        if kind not in KINDS:
+        if kind not in LIBRARY_KINDS:
             raise _Damaged(entry, "not a valid entry")
         library = self.directory / f"{digest}{kind}"
         if library not in self._checked:
@@ -141,7 +139,7 @@ class KernelCache:
 
     def put(self, keys: Sequence[str], built: Path) -> Path:
         """Publish a library, then one entry per kernel that it holds. Returns its place; raises BuildError."""
-        assert built.suffix in KINDS, f"{built} is neither a library nor an archive of cubins"
+        assert built.suffix in LIBRARY_KINDS, f"{built} is neither a library nor an archive of cubins"
         try:
             digest = hashlib.sha256(built.read_bytes()).hexdigest()
             library = self.directory / f"{digest}{built.suffix}"

@@ -19,7 +19,8 @@ MIN_AGE_S = 3600
 SHARE_KEPT = 0.8
 """Part of the limit that is left after an eviction, so that the next one is not due at once."""
 MARKER = "size-checked"
-LIBRARIES = (".so", ".gpu")
+LIBRARY_KINDS = (".so", ".gpu")
+"""What libraries may be: shared objects, and archives of cubins (`runtime.gpu`)."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,6 @@ def limit_size(directory: Path, limit_bytes: int) -> None:
             return
         if files := files_in(directory):
             marker.touch()
-            os.utime(marker)
             evict(directory, limit_bytes, files)
 
 
@@ -68,7 +68,7 @@ def evict(directory: Path, limit_bytes: int, files: list[CacheFile]) -> int:
         return 0
     excess, removed = total - SHARE_KEPT * limit_bytes, 0
     entries = _entries_of_libraries(files)
-    candidates = [file for file in files if file.path.suffix in (*LIBRARIES, ".graph")]
+    candidates = [file for file in files if file.path.suffix in (*LIBRARY_KINDS, ".graph")]
     for file in sorted(candidates, key=lambda file: file.used):
         if removed >= excess or time.time() - file.used < MIN_AGE_S:
             break
@@ -80,7 +80,7 @@ def evict(directory: Path, limit_bytes: int, files: list[CacheFile]) -> int:
 
 def clear(directory: Path) -> int:
     """Remove everything that the cache holds; bytes removed. Other files in the directory stay."""
-    known = (*LIBRARIES, ".graph", ".json")
+    known = (*LIBRARY_KINDS, ".graph", ".json")
     return sum(_remove(file) for file in files_in(directory) if file.path.suffix in known or file.path.name == MARKER)
 
 

@@ -19,7 +19,8 @@ from math import inf
 from typing import Any
 
 from dcompile.errors import BuildError
-from dcompile.runtime.cache.disk import KINDS, KernelCache
+from dcompile.runtime.cache.disk import KernelCache
+from dcompile.runtime.cache.eviction import LIBRARY_KINDS
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator
 from dcompile.runtime.coordination.wait_policy import PeerWait
 from dcompile.runtime.program.artifact import from_record, to_record
@@ -140,7 +141,7 @@ class ArtifactSharing:
             if all(cache.find(kernel) is not None for kernel in keys):
                 continue
             digest, dot, kind = file.partition(".")
-            if f"{dot}{kind}" not in KINDS or not re.fullmatch("[0-9a-f]{64}", digest):
+            if f"{dot}{kind}" not in LIBRARY_KINDS or not re.fullmatch("[0-9a-f]{64}", digest):
                 raise UnusableArtifact(f"a library of an unknown kind came, {file[:80]}")
             cache.take(keys, self._get(f"library/{file}", entry["chunks"][file], digest), digest, f"{dot}{kind}")
             received += len(keys)

@@ -10,6 +10,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp_sync import DdpSync
+from dcompile.capture.adapters.gradient_sync import BackwardCall
 from dcompile.capture.call_state import Invocation, Variant
 
 GRADS = ((0, 7), (1, 8))
@@ -178,18 +179,20 @@ def test_a_program_reduces_unless_no_sync_or_a_hook_says_otherwise():
     adapter = MadeUpDdp()
     adapter.state = "taken"
     sync = strategy(adapter)
-    assert sync.run_backward(graph, run, buckets, [], False, ()) == [False]
+    assert sync.run_backward(BackwardCall(graph, run, buckets, [], False, ())) == [False]
     assert adapter.unreduced == {7, 8} and graph.agreed == [], "kept for a backward to come"
-    assert sync.run_backward(graph, run, buckets, [], True, (1,)) == [True]
+    assert sync.run_backward(BackwardCall(graph, run, buckets, [], True, (1,))) == [True]
     assert graph.agreed == ["backward"] and len(buckets.begun) == 1
     hooked = MadeUpDdp(hooks=("parameter 7 has a hook",))
     hooked.state = "taken"
-    assert strategy(hooked).run_backward(graph, run, buckets, [], True, ()) == [False], "behind the backward"
+    assert strategy(hooked).run_backward(BackwardCall(graph, run, buckets, [], True, ())) == [False], (
+        "behind the backward"
+    )
     assert hooked.behind == [["parameter 7 has a hook"]]
 
 
 def test_without_buckets_the_program_runs_alone():
-    assert strategy(MadeUpDdp()).run_backward(MadeUpGraph(), run, None, [], True, ()) == [None]
+    assert strategy(MadeUpDdp()).run_backward(BackwardCall(MadeUpGraph(), run, None, [], True, ())) == [None]
 
 
 def test_a_forward_that_ran_no_graph_gives_reduction_back():

@@ -1,4 +1,4 @@
-"""Every setting once: default, help, environment name, whether it is in the cache key."""
+"""All settings, each defined once: default, help, environment variable, whether it is in the cache key."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dcompile.inductor_options import REASON_OF
 from dcompile.kernel_backends.names import REPLAYED, KernelBackend, find_backend
 
 CHANNELS = ("passes", "overlap", "kernels", "memory")
-"""What `log` may name, the loggers `dcompile.passes` and so on; beside them `all`: log on every rank."""
+"""Channels of option `log`: the loggers `dcompile.passes` and so on. `all` is also accepted: log on every rank."""
 
 LEVELS: Mapping[str, int] = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
 """Levels of a channel in `log`."""
 
 TRACE_DIRECTORY = "dcompile_trace"
-"""Where trace.enabled writes to, under the working directory."""
+"""Directory of trace.enabled, relative to the working directory."""
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "default": {},
@@ -33,13 +33,13 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "max-autotune": {"max_autotune": True, "triton.cudagraphs": True},
     "max-autotune-no-cudagraphs": {"max_autotune": True},
 }
-"""Modes of torch.compile and the options each stands for."""
+"""Modes of torch.compile, and the options that each sets."""
 
 
 def setting(default: Any, text: str, *, in_key: bool = True, option: str = "", idle: str = "") -> Any:
-    """A field of `Config`: default, help, whether kernels depend on it, its name as an option if that has a dot.
+    """Define a field of `Config`: default, help, whether kernels depend on it, and its option name if that has a dot.
 
-    `idle` says why an option that torch.compile knows changes nothing here: the docs and the receipt repeat it.
+    `idle`: why an option that torch.compile knows has no effect here. The docs and the receipt repeat it.
     """
     return dataclasses.field(default=default, metadata={"help": text, "in_key": in_key, "option": option, "idle": idle})
 
@@ -95,14 +95,14 @@ class Config:
         "How sharded parameters are gathered on GPUs. auto: where the ranks of a group can reach each other's memory, "
         "as those of one machine, each copies the others' shards, which takes no processors; elsewhere by all-gathers. "
         "collective: always by all-gathers.",
-        in_key=False,  # what ranks came to is
+        in_key=False,  # the ranks' agreement is
     )
     shard_copies: Literal["auto", "kept", "gather"] = setting(
         "auto",
         "Under mixed precision, where shards are converted to the dtype that computing uses. kept: in memory of ours, "
         "which other ranks may copy from; gather: in new memory for each all-gather. auto: kept, unless it takes a "
         "sixteenth of a GPU's memory, recompute is memory, or the model checkpoints activations.",
-        in_key=False,  # what ranks came to is
+        in_key=False,  # the ranks' agreement is
     )
     distributed: Literal["auto", "stock"] = setting("auto", "stock leaves communication to DDP and FSDP themselves.")
     zero: Literal["off", "graph"] = setting(
@@ -261,11 +261,11 @@ class Config:
         idle="memory is always planned so",
     )
     ignored: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), compare=False)
-    """Options of TorchInductor that were given and change nothing here, with their values; not an option itself."""
+    """Options of TorchInductor that were given but have no effect, with their values; not an option itself."""
 
     @classmethod
     def make(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Config:
-        """Defaults, then environment, then mode, then options. Raises OptionError naming the valid ones."""
+        """Combine defaults, environment, mode and options, in this order. Raises OptionError, with the valid names."""
         if mode is not None and options:
             raise OptionError("dcompile: give either mode or options, not both (a mode is a set of options)")
         if options is not None and not isinstance(options, Mapping):
@@ -290,16 +290,16 @@ class Config:
 
     @property
     def own_kernels(self) -> bool:
-        """Whether kernels are dcompile's own, where it can make them."""
+        """Whether kernels are dcompile's own where possible."""
         return self.kernels == "auto"
 
     @property
     def backend(self) -> KernelBackend | None:
-        """The other compiler that regions are handed to, if there is one."""
+        """Other compiler for regions, or None."""
         return self.kernels if isinstance(self.kernels, KernelBackend) else None
 
     def idle(self) -> tuple[str, ...]:
-        """A line for each option that was changed and has no effect, with the reason; and for misspelt variables."""
+        """A line for each changed option without effect, with the reason, and for misspelt environment variables."""
         options = (
             f"option {_option_of(f)}={getattr(self, name)} has no effect: {f.metadata['idle']}"
             for name, f in _fields().items()
@@ -326,22 +326,22 @@ def _fields() -> dict[str, dataclasses.Field[Any]]:
 
 @functools.cache
 def _types() -> dict[str, Any]:
-    """What the fields declare. It is Python that is evaluated, 80 pieces of it."""
+    """Types of the fields. Evaluating them runs 80 pieces of Python."""
     return typing.get_type_hints(Config)
 
 
 def _variable(name: str) -> str:
-    """The environment variable of a field."""
+    """Environment variable of a field."""
     return f"DCOMPILE_{name.upper()}"
 
 
 def _option_of(f: dataclasses.Field[Any]) -> str:
-    """The name of a field in options={...}: torch writes some with a dot."""
+    """Name of a field in options={...}; some of torch's have a dot."""
     return f.metadata["option"] or f.name
 
 
 def _field_of(option: Any) -> str:
-    """The field that an option names, dashes read as underscores, as torch does. Raises OptionError."""
+    """Field of an option, with dashes read as underscores, as torch does. Raises OptionError."""
     names = {_option_of(f): name for name, f in _fields().items()} | {"mode": "mode"}
     spelt = str(option).replace("-", "_")
     if spelt in names:
@@ -352,7 +352,7 @@ def _field_of(option: Any) -> str:
 
 
 def _nearest(name: str, valid: Iterable[str]) -> str:
-    """`, did you mean 'dump'?`, if anything comes near."""
+    """`, did you mean 'dump'?`, or an empty string if no name is similar."""
     near = difflib.get_close_matches(name, list(valid), n=1)
     return f", did you mean {near[0]!r}?" if near else ""
 
@@ -363,7 +363,7 @@ def _from_environment() -> dict[str, str]:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """`value` as the type that the field declares; strings are read as the environment writes them."""
+    """`value` converted to the field's type; strings are parsed as from the environment."""
     if name == "kernels":
         return find_backend(value)
     hint = _types()[name]
@@ -393,7 +393,7 @@ def _checked(name: str, value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class LogSetting:
-    """Option `log`, parsed: the level of each channel that it names, and whether every rank logs."""
+    """Parsed option `log`: the level of each named channel, and whether every rank logs."""
 
     levels: Mapping[str, int]
     every_rank: bool
@@ -429,7 +429,7 @@ def _fraction(name: str, value: Any) -> float:
 
 
 def option_types() -> dict[str, tuple[str, Any, str]]:
-    """Field of `Config` -> its name in options={...}, its type, and its help: what a front end offers."""
+    """Field of `Config` -> its name in options={...}, its type, and its help, for front ends."""
     return {name: (_option_of(f), _types()[name], f.metadata["help"]) for name, f in _fields().items()}
 
 
@@ -439,7 +439,7 @@ def option_names() -> list[str]:
 
 
 def describe() -> list[tuple[str, str, str, str]]:
-    """(option, environment variable, default, help) of every setting: the docs table."""
+    """(option, environment variable, default, help) of every setting, for the docs' table."""
     return [
         (_option_of(f), _variable(name), repr(f.default), f.metadata["help"] + _idle_text(f))
         for name, f in _fields().items()

@@ -27,7 +27,7 @@ def simplifying_once() -> Iterator[None]:
     """
     import sympy  # type: ignore[import-untyped, unused-ignore]
 
-    home: Any = importlib.import_module("sympy.simplify.simplify")  # the package's own name is that of the function
+    home: Any = importlib.import_module("sympy.simplify.simplify")  # the package's attribute is the function
     own = home.simplify
     once = functools.lru_cache(maxsize=None, typed=True)(own)
 

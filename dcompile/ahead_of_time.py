@@ -186,9 +186,7 @@ class _Export:
         return str(symbol), int(found.lower), high
 
     def _results(self) -> tuple[list[tuple[str, Any]], list[tuple[int, str]]]:
-        """("result", place) or ("constant", value) of each returned leaf; (place, tensor) of each buffer
-        that changes.
-        """
+        """("result", place) or ("constant", value) of each returned leaf; (place, tensor) of each changed buffer."""
         results: list[tuple[str, Any]] = []
         changed: list[tuple[int, str]] = []
         for place, spec in enumerate(self.program.graph_signature.output_specs):

@@ -31,8 +31,9 @@ def own_dump(config: Config) -> Config:
 
 
 def dump(config: Config, name: str, text: str) -> None:
-    """Write `text` to `rankN/name` in the dump directory, if one is set. A write error is reported once per
-    directory.
+    """Write `text` to `rankN/name` in the dump directory, if one is set.
+
+    A write error is reported once per directory.
     """
     if not config.dump:
         return

@@ -89,9 +89,7 @@ class Tuner:
         build: Build,
         notes: list[str],
     ) -> dict[Loop, Tile | None]:
-        """Compile all candidates, then run those of each kind alternately with the library's GEMM and the separate
-        loop.
-        """
+        """Compile all candidates, then run those of each kind alternately with the library's GEMM and separate loop."""
         properties, table = torch.cuda.get_device_properties(device), program.table
         tried = tiles(arch, properties.multi_processor_count)
         loops = {kind: _separate(program, ending) for kind, ending in new.items()}

@@ -47,9 +47,7 @@ if TYPE_CHECKING:
 
 
 class CachingCompiler:
-    """Implementation of `collectives.contract.Compiler` with a cache lookup before each graph, and a new entry after
-    it.
-    """
+    """Implementation of `collectives.contract.Compiler`: a cache lookup before each graph, and a new entry after it."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -194,9 +192,7 @@ class CachingCompiler:
             return None, str(reason)
 
     def _compiles_anew(self) -> bool:
-        """Whether to ignore the cache: for users who inspect or verify compilation, and for tests, which
-        would fill it.
-        """
+        """Whether to ignore the cache: for users who inspect or verify compilation; tests would fill it."""
         shows_code = torch_logs.is_artifact_enabled(*torch_logs.CODE_ARTIFACTS)
         return self.config.verify or bool(self.config.dump) or shows_code or self._shows_plan()
 

@@ -1,6 +1,4 @@
-"""Compile the computation between collectives with another compiler: split the graph at collectives, and
-insert calls.
-"""
+"""Compile computation between collectives with another compiler: split the graph there, and insert calls."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ class ExportError(DcompileError):
 
 
 class VerifyError(DcompileError):
-    """A program breaks a rule of `ir.verify`: always a bug of dcompile. The message shows the step and its
-    neighbours.
+    """A program breaks a rule of `ir.verify`: always a bug of dcompile.
+
+    The message shows the step and its neighbours.
     """

@@ -28,8 +28,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Figures of one device and its links. Rates are those of large work; `*_us` is the least time of a
-    unit of work.
+    """Figures of one device and its links.
+
+    Rates are those of large work; `*_us` is the least time of a unit of work.
     """
 
     name: str

@@ -1,6 +1,4 @@
-"""Choose small units of a bucket to pack into one message: the cost of copies against the cost of each
-further tensor.
-"""
+"""Choose small units of a bucket to pack into one message: copies cost time, and so does each further tensor."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ def coalesce_small(program: Program, figures: Figures, groups: Mapping[str, Grou
     with its size.
 
     Guarantees: the same steps and values. Depends on sizes of units, figures and the order of collectives alone. So
-    ranks with the same collectives in the same order use the same messages. Relies on: buckets in the order in which
-    they are started.
+    ranks with the same collectives in the same order use the same messages.
+    Relies on: buckets in the order in which they are started.
     """
     if not figures.member_us:
         return program

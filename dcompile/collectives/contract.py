@@ -223,8 +223,9 @@ class ShardSource(Protocol):
         """A source with the same collectives that installs no gradients, for a recording."""
 
     def hand_on(self, reduced: list[Any], collectives: Iterable[tuple[Any, str]]) -> None:
-        """Install the reduced shards of a replay, in the order of `RecordedShards.reduced`, and count its
-        collectives.
+        """Install the reduced shards of a replay as gradients, and count its collectives.
+
+        `reduced` has the order of `RecordedShards.reduced`.
         """
 
     def hand_on_count(self) -> int:
@@ -238,8 +239,9 @@ class RecordedShards(ShardSource, Protocol):
     """(process group, label) of each collective that was started."""
 
     def reduced(self) -> list[Any]:
-        """This rank's shards of each reduced bucket as one flat tensor, in the program's order. Valid after
-        the call.
+        """This rank's shards of each reduced bucket as one flat tensor, in the program's order.
+
+        Valid after the call.
         """
 
 
@@ -283,8 +285,9 @@ AnySource: TypeAlias = BucketSource | ShardSource
 
 @dataclass(frozen=True, slots=True)
 class GradientReduction:
-    """Arithmetic of averaging gradients. Operations are torch.distributed.ReduceOp; a divisor of None means no
-    division.
+    """Arithmetic of averaging gradients.
+
+    Operations are torch.distributed.ReduceOp; a divisor of None means no division.
     """
 
     divide_before: float | None

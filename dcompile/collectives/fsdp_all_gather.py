@@ -41,16 +41,15 @@ Places: TypeAlias = Mapping[str, _GatheredPlace]
 def insert_all_gathers(
     program: Program, params: tuple[ParamInfo, ...], gathers: tuple[tuple[int, int], ...], results: int
 ) -> Program:
-    """Gather sharded parameters before their first use, with one all-gather for units of a group that are used
-    together.
+    """Gather sharded parameters before their first use, with one all-gather for units of a group with a common use.
 
     `gathers`: (position among the inputs, parameter number). These inputs stay, but hold no data: nothing reads them.
 
     Guarantees: the same values. A unit's memory is an ordinary buffer from its gather to its last use, so that it is
     reused afterwards. One group is in flight while the previous one is computed with. Outputs after the first `results`
     are saved by a forward. Those that are views of a parameter that stays gathered become views of the gathered one.
-    All others stay inputs, and are gathered again where they are needed. Relies on: no step writes a parameter; no
-    storage is planned yet.
+    All others stay inputs, and are gathered again where they are needed.
+    Relies on: no step writes a parameter; no storage is planned yet.
     """
     if not gathers:
         return program

@@ -33,8 +33,8 @@ def insert_reduce_scatters(program: Program, params: tuple[ParamInfo, ...], flyi
 
     Guarantees: the same values before the reduction. Gradients are written directly into the memory that is reduced,
     unless their dtype differs or the library allocates them. The program returns None in their place. At most `flying`
-    reductions are in flight, so that memory of full gradients is freed early. Relies on: every buffer has one writer;
-    no storage is planned yet.
+    reductions are in flight, so that memory of full gradients is freed early.
+    Relies on: every buffer has one writer; no storage is planned yet.
     """
     infos = {param.number: param for param in params if param.shard is not None}
     gradients = [_gradient(program, at, infos[n]) for at, n in program.grads if n in infos and _exists(program, at)]
@@ -141,8 +141,9 @@ def _steps(
     buckets: Sequence[tuple[int, Bucket]],
     most: int,
 ) -> tuple[Step, ...]:
-    """Steps, with copies after their source. The oldest of `most` reductions is waited for before another
-    one starts.
+    """Steps, with copies after their source.
+
+    The oldest of `most` reductions is waited for before another one starts.
     """
     after: dict[int, list[Step]] = {}
     for g in gradients:

@@ -65,8 +65,7 @@ def unit_buckets(
     places: Mapping[int, int],
     buffer_of: Mapping[int, str],
 ) -> list[tuple[int, Bucket]]:
-    """(place, bucket) of the units of these parameters, in the order of places: one bucket per group, unless it is
-    split.
+    """(place, bucket) of the units of these parameters, in the order of places: one per group unless it is split.
 
     `places`: the step at which each unit is needed or ready. A gather is placed at the first of its units, a reduction
     at the last. `buffer_of`: parameter number -> the buffer that the collective touches.

@@ -14,7 +14,8 @@ def send_in_place(program: Program) -> Program:
     A functional all-reduce leaves its argument unchanged, so lowering copies it. After a matmul whose result is only to
     be summed, the copy is useless: tensor parallelism has two per layer.
 
-    Guarantees: the same values. Relies on: every buffer has one writer but for collectives; no storage is planned yet.
+    Guarantees: the same values.
+    Relies on: every buffer has one writer but for collectives; no storage is planned yet.
     """
     copies = _copies(program)
     if not copies:

@@ -154,11 +154,11 @@ def not_only_read() -> frozenset[int]:
 
 
 def looks_at_inputs() -> dict[int, int]:
-    """Position of a result -> of the input that it is a view of. Inside the compiler of a forward or an inference
-    graph.
+    """Position of a result -> of the input that it is a view of.
 
-    AOTAutograd returns views of the inputs for them, and reads only the layout of the results. Inputs whose shape the
-    graph changes are left out: their views are of the changed input.
+    Inside the compiler of a forward or an inference graph. AOTAutograd returns views of the inputs for them, and reads
+    only the layout of the results. Inputs whose shape the graph changes are left out: their views are of the changed
+    input.
     """
     metadata = _metadata()
     if metadata is None:
@@ -262,8 +262,9 @@ def _parts() -> frozenset[Any]:
 
 
 def primal_index(node: Any) -> int | None:
-    """Position among the Dynamo graph's inputs of the tensor whose gradient this is, or None. `node`: output
-    description.
+    """Position among the Dynamo graph's inputs of the tensor whose gradient this is, or None.
+
+    `node`: output description.
     """
     from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 
@@ -414,9 +415,7 @@ def absent_shapes() -> Mapping[int, Any]:
 
 
 def batch_test() -> Callable[[torch.Tensor], bool]:
-    """Predicate for batches of `is_grads_batched=True` and `jacobian(vectorize=True)`; torch refuses those
-    of `vmap`.
-    """
+    """Predicate for batches of `is_grads_batched=True` and `jacobian(vectorize=True)`; torch refuses `vmap`'s."""
     import torch
 
     return torch._C._functorch.is_legacy_batchedtensor

@@ -107,9 +107,7 @@ def allows_unused(ddp: Any) -> bool:
 
 
 def bucket_bytes(ddp: Any) -> tuple[int, ...]:
-    """Bytes at which DDP closes its buckets, in the order of reduction: two or more; the last one applies to all
-    others.
-    """
+    """Bytes at which DDP closes its buckets, in the order of reduction: two or more; the last is for all others."""
     from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES
 
     cap = int(ddp.bucket_bytes_cap)
@@ -273,9 +271,7 @@ def replicate_state(module: Any) -> Any:
 
 
 def ddp_of_replicate(module: Any) -> Any:
-    """DDP that `replicate` creates for a module's parameters in its first forward; None before that, or for other
-    modules.
-    """
+    """DDP that `replicate` creates for a module's parameters in its first forward; None if there is none."""
     return getattr(replicate_state(module), "_ddp", None)
 
 

@@ -15,8 +15,9 @@ class Watch:
     """Dispatch mode of one thread that reports each operation with a tensor in one of the given storages."""
 
     def __init__(self, storages: Mapping[int, int], touched: Callable[[int, str], None]) -> None:
-        """`storages`: `tensors.storage_key` -> a number. `touched` is called with the number and the operation; it may
-        raise.
+        """`storages`: `tensors.storage_key` -> a number.
+
+        `touched` is called with the number and the operation; it may raise.
         """
         _watch_texts()
         self._mode = _mode_class()(storages, touched)

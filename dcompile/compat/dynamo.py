@@ -153,14 +153,13 @@ def tracing_settings(
     group_experts: Callable[..., Any] | None = None,
     late_sizes: bool = False,
 ) -> Iterator[None]:
-    """Dynamo's settings while one of our frames is compiled. They are restored afterwards, so no other backend sees
-    them.
+    """Dynamo's settings while one of our frames is compiled.
 
-    `dynamic` as in torch.compile: sizes are symbols from the start, never, or once they have changed. `sync_batch_norm`
-    is traced in place of the autograd Function of torch.nn.SyncBatchNorm. `told_of_hooks`: an argument of the frame
-    tells whether hooks for saved tensors are traced with it. `group_experts(loop, grouped)` returns the function to
-    trace in place of transformers' loop over experts. `late_sizes`: operations with data-dependent result sizes
-    (nonzero, masks) break no graph.
+    They are restored afterwards, so no other backend sees them. `dynamic` as in torch.compile: sizes are symbols from
+    the start, never, or once they have changed. `sync_batch_norm` is traced in place of the autograd Function of
+    torch.nn.SyncBatchNorm. `told_of_hooks`: an argument of the frame tells whether hooks for saved tensors are traced
+    with it. `group_experts(loop, grouped)` returns the function to trace in place of transformers' loop over experts.
+    `late_sizes`: operations with data-dependent result sizes (nonzero, masks) break no graph.
     """
     import logging
 
@@ -221,9 +220,7 @@ def tracing_settings(
 
 @contextlib.contextmanager
 def _packed_sequences_apart() -> Iterator[None]:
-    """Break the graph where a packed sequence is padded: torch 2.11 fails to trace that, and later versions break
-    there.
-    """
+    """Break the graph where a packed sequence is padded: torch 2.11 fails to trace that; later ones break, too."""
     import torch
     from torch._dynamo import disallow_in_graph, trace_rules
 

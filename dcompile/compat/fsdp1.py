@@ -46,8 +46,9 @@ def missing_names(instances: list[Any]) -> list[str]:
 
 
 def objections(root: Any, instances: list[Any]) -> list[str]:
-    """Features in use by these modules that only FSDP itself supports. If `root` is one of them, they are
-    initialized.
+    """Features in use by these modules that only FSDP itself supports.
+
+    If `root` is one of them, they are initialized.
     """
     if root is not instances[0] or not root._is_root:
         return ["FullyShardedDataParallel is not the compiled module itself, or not the outermost"]

@@ -83,8 +83,9 @@ def objections(states: list[Any]) -> list[str]:
 
 
 def asked_for(states: list[Any]) -> list[str]:
-    """Those of `objections` that depend on settings, which may change at any time. They are checked before
-    each call.
+    """Those of `objections` that depend on settings, which may change at any time.
+
+    They are checked before each call.
     """
     found: dict[str, None] = {}
     for state in states:
@@ -129,11 +130,11 @@ def _objections(group: Any) -> Iterator[str]:
 
 
 def keep_versions(states: list[Any]) -> None:
-    """Keep version counters of a gathered parameter's parts where all-gather extensions write them, as FSDP does for
-    its own.
+    """Keep version counters of a gathered parameter's parts unchanged where all-gather extensions write them.
 
-    The backward gathers the same values again. For a tensor subclass, eager saves the whole, whose counter then does
-    not change. A compiled graph saves the parts, which autograd would take for modified.
+    FSDP does the same for the parts that it writes. The backward gathers the same values again. For a tensor subclass,
+    eager saves the whole, whose counter then does not change. A compiled graph saves the parts, which autograd would
+    take for modified.
     """
     for param in (param for state in states for group in groups_of(state) for param in group.fsdp_params):
         extended = hasattr(getattr(param, "_sharded_local_tensor", None), "fsdp_post_all_gather")
@@ -216,8 +217,7 @@ def to_sharded(group: Any) -> None:
 
 @contextlib.contextmanager
 def forward_undone(module: Any) -> Iterator[None]:
-    """Undo the state that forwards in this context leave in FSDP for a backward: gathered parameters, and order of
-    modules.
+    """Undo the state that forwards in this context leave for a backward: gathered parameters, and order of modules.
 
     `module` may be None. Otherwise a backward on this rank would gather other groups, or gather in another order.
     """
@@ -320,8 +320,7 @@ def _dtensor_spec(param: Any) -> Any:
 
 
 def dtensor_of(param: Any) -> Callable[[Any], Any] | None:
-    """Function that makes a DTensor from a gathered parameter, for modules to compute with; None where that is a plain
-    tensor.
+    """Function that makes a DTensor for modules to compute with from a gathered parameter; None for plain tensors.
 
     The gradient arrives in the parameter's own placements, as FSDP reduces it.
     """
@@ -455,9 +454,7 @@ def keep_gradient(param: Any, gathered: torch.Tensor) -> None:
 
 
 def _gathered_leaf(param: Any) -> Any:
-    """Gathered parameter, in whose .grad FSDP accumulates since torch 2.15; created without memory if it
-    never existed.
-    """
+    """Gathered parameter, in whose .grad FSDP accumulates since torch 2.15; created without memory if missing."""
     if not hasattr(param, "_unsharded_param"):
         data, dtype = param._sharded_param_data, compute_dtype(param)
         param.init_all_gather_outputs([data.numel()], [dtype], _shard_count(param), param.device)
@@ -467,8 +464,9 @@ def _gathered_leaf(param: Any) -> Any:
 
 
 def _to_cpu(tensor: torch.Tensor, later: bool) -> tuple[torch.Tensor, Any]:
-    """Copy to CPU memory. `later`: to pinned memory on the current stream; the copy is complete after the returned
-    event.
+    """Copy to CPU memory.
+
+    `later`: to pinned memory on the current stream; the copy is complete after the returned event.
     """
     import torch
 

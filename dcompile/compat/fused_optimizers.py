@@ -141,8 +141,9 @@ def _counted(steps: Tensors, found_inf: torch.Tensor | None) -> Tensors:
 
 
 def _gradients(grads: Tensors, scale: torch.Tensor | None, found_inf: torch.Tensor | None, maximize: bool) -> Some:
-    """Gradients as the update uses them. Gradients divided by GradScaler's factor are written back, as the
-    kernels do.
+    """Gradients as the update uses them.
+
+    Gradients divided by GradScaler's factor are written back, as the kernels do.
     """
     taken: Some = _wide(grads)
     if scale is not None:

@@ -63,9 +63,7 @@ class _Through:
 
 
 def _shorter(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Wrap a check of saved-tensor hooks: it passes at once while none are set, provided that it passes now without
-    any.
-    """
+    """Wrap a check of saved-tensor hooks: it passes at once while none are set, if it passes now without any."""
     import torch
 
     hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -228,9 +226,7 @@ def _install(translator: Any, owner: type, name: str, source: Any) -> None:
 
 
 def _traced(variable: Any) -> tuple[Any, Any]:
-    """Object that Dynamo knows an argument to be, and its source for guards; the source is None for objects made while
-    tracing.
-    """
+    """Object that Dynamo knows an argument to be, and its source for guards, None for objects made while tracing."""
     from torch._dynamo.variables.lazy import LazyVariableTracker
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 

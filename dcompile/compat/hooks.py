@@ -42,9 +42,7 @@ class Hooks:
 
 
 def active_hook_kinds(hooks: Hooks | None) -> str:
-    """Text that a call's function receives: kinds of a module's hooks, and whether hooks for saved tensors
-    are traced.
-    """
+    """Text that a call's function receives: kinds of a module's hooks, and whether saved-tensor hooks are traced."""
     kinds = "" if hooks is None else hooks.kinds()
     return f"{kinds} saved tensors" if saved_are_traced() else kinds
 

@@ -252,10 +252,10 @@ def storage_at(address: int, nbytes: int, device: Any) -> Any:
 
 
 def addresses_are(args: list[Any], addresses: list[int], positions: list[int]) -> bool:
-    """Whether the tensors at these positions have the given addresses. In Python it takes 20 us for 300, so it is done
-    in C++.
+    """Whether the tensors at these positions have the given addresses.
 
-    `addresses` has a number for each argument. Both are lists, since the C++ function takes nothing else.
+    In Python it takes 20 us for 300, so it is done in C++. `addresses` has a number for each argument. Both are lists,
+    since the C++ function takes nothing else.
     """
     import torch
 
@@ -285,8 +285,7 @@ def only_python_holds(tensor: torch.Tensor) -> bool:
 
 
 def quick_empty(device: str) -> Callable[..., torch.Tensor]:
-    """Allocator (shape, strides, dtype) -> tensor on the CPU or the current GPU, without the dispatcher where torch has
-    one.
+    """Allocator (shape, strides, dtype) -> tensor on the CPU or current GPU, if possible without the dispatcher.
 
     It takes 0.3 us instead of 0.7 (torch 2.13, one core of an AMD EPYC).
     """
@@ -342,8 +341,9 @@ def fake_memory(nbytes: int) -> Any:
 
 
 def fake_like(fake: Any, storage: Any) -> Any:
-    """Fake tensor like `fake`, in other memory. Not to be called inside a fake mode; a mode's operators would take
-    longer.
+    """Fake tensor like `fake`, in other memory.
+
+    Not to be called inside a fake mode; a mode's operators would take longer.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager

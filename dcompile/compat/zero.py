@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """One group of the optimizer's parameters, end to end. Each rank owns `part` elements of it, in the
-    order of ranks.
+    """One group of the optimizer's parameters, end to end.
+
+    Each rank owns `part` elements of it, in the order of ranks.
     """
 
     index: int

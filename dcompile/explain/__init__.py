@@ -1,5 +1,6 @@
-"""Receipts and reports. The package itself can be called: `dcompile.explain(model, *inputs)`; see
-`plan_only.explain`.
+"""Receipts and reports.
+
+The package itself can be called: `dcompile.explain(model, *inputs)`; see `plan_only.explain`.
 """
 
 from __future__ import annotations

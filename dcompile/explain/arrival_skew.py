@@ -1,6 +1,4 @@
-"""Exchange, through the store, when the last rank came to each collective: skew is reported apart from
-transfer time.
-"""
+"""Exchange, through the store, when the last rank came to each collective, to separate skew from transfer time."""
 
 from __future__ import annotations
 

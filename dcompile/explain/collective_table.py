@@ -67,8 +67,9 @@ def exchanges_of(
 
 
 def _own(program: Program, position: int, seconds: float, whole: float) -> CollectiveRow:
-    """Row for one of the model's own that is a library call. Its wait is the next step, so that all of it
-    is exposed.
+    """Row for one of the model's own that is a library call.
+
+    Its wait is the next step, so that all of it is exposed.
     """
     step = program.steps[position]
     assert isinstance(step, Extern)

@@ -1,5 +1,6 @@
-"""Kernels of a program as a sortable HTML table. Each row opens the kernel's source, its roofline and the
-user's lines.
+"""Kernels of a program as a sortable HTML table.
+
+Each row opens the kernel's source, its roofline and the user's lines.
 """
 
 from __future__ import annotations

@@ -153,8 +153,9 @@ def _module_of(model: Any) -> tuple[Module | None, DistributedDataParallel | Non
 
 
 def _breaks(before: int) -> tuple[GraphBreak, ...]:
-    """Graph breaks, one for each line of code. A break inside the model also ends the frames that call it, one after
-    another.
+    """Graph breaks, one for each line of code.
+
+    A break inside the model also ends the frames that call it, one after another.
     """
     found: dict[SourceLine | None, GraphBreak] = {}
     for reason, frames in compat.dynamo.graph_breaks(before):
@@ -243,8 +244,9 @@ class _PlannedDdp(DdpAdapter):
 
 @contextlib.contextmanager
 def _as_it_was(module: Module | None) -> Iterator[None]:
-    """Restore what a forward changes: parameters, buffers, random generators. BatchNorm, for example,
-    counts its calls.
+    """Restore what a forward changes: parameters, buffers, random generators.
+
+    BatchNorm, for example, counts its calls.
     """
     tensors = [*module.parameters(), *module.buffers()] if module is not None else []
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors]

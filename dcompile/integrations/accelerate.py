@@ -126,11 +126,10 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def _to_kwargs(original: Callable[..., Any], plugin: Any) -> Any:
-    """Make arguments for Accelerate's own plugin with this backend. torch refuses `mode` with `options`: it becomes an
-    option.
+    """Make arguments for Accelerate's own plugin with this backend.
 
-    `accelerate launch` sets ACCELERATE_DYNAMO_USE_DYNAMIC to False if the user requests nothing. That value is left
-    out.
+    torch refuses `mode` with `options`, so the mode becomes an option. `accelerate launch` sets
+    ACCELERATE_DYNAMO_USE_DYNAMIC to False if the user requests nothing. That value is left out.
     """
     if getattr(plugin.backend, "value", "") != BACKEND.upper():
         return original(plugin)

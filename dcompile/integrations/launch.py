@@ -26,9 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def through_script(parsed: Any) -> Any:
-    """Change arguments of `accelerate launch` so that each process registers the name before it runs the
-    user's script.
-    """
+    """Change arguments of `accelerate launch` so that each process registers the name before the user's script runs."""
     if not parsed.no_python:  # without Python, the started program registers the name itself
         kind = ["-m"] if parsed.module else []
         parsed.training_script_args = [*kind, parsed.training_script, *parsed.training_script_args]

@@ -39,8 +39,9 @@ MANUAL = "training_step runs eagerly: automatic_optimization is False, so it cal
 
 @dataclass
 class _CompiledSteps:
-    """A LightningModule whose steps are compiled, and its former attributes. The receipt lives as long as
-    this object.
+    """A LightningModule whose steps are compiled, and its former attributes.
+
+    The receipt lives as long as this object.
     """
 
     module: Any

@@ -69,9 +69,7 @@ def operands(value: Value) -> tuple[Ref, ...]:
 
 
 def turning_point(place: Value, number: Value) -> tuple[str, int] | None:
-    """(variable, its value) where a position, which is a variable plus a constant, equals `number`; None for other
-    positions.
-    """
+    """(variable, its value) where a position, a variable plus a constant, equals `number`; None for other positions."""
     if not (isinstance(place, IndexOf) and isinstance(number, Const) and len(place.index.variables) == 1):
         return None
     (name,) = place.index.variables
@@ -128,8 +126,7 @@ def passes(loop: Loop) -> tuple[int, ...]:
 
 
 def can_overwrite(loop: Loop, source: str, target: str, *, combining: bool = False) -> bool:
-    """Whether `target`, which the loop stores, may reuse the memory of `source`, which the loop reads for the last
-    time.
+    """Whether `target`, which the loop stores, may reuse the memory of `source`, which it reads for the last time.
 
     Each element of `source` must be read only by the iteration that overwrites it. The read must come in no later pass
     over the row than the store, since emitters may load again instead of keeping a value. The caller compares sizes and

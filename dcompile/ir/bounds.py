@@ -188,9 +188,7 @@ def _divided_end(end: Index, divisor: Size) -> Index | None:
 
 
 def _never_negative(index: Index) -> bool:
-    """Whether a polynomial of size symbols has no negative coefficient, with each symbol written as its smallest value
-    plus a rest.
-    """
+    """Whether a polynomial of size symbols has no negative coefficient once symbols are counted from their minimum."""
     shifted = ZERO
     for monomial, coefficient in index.terms:
         term = as_index(coefficient)

@@ -11,11 +11,10 @@ from dcompile.ir.nodes import ITEMSIZE, View
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Geometry of a GEMM: out (m x n) = a (m x k) times b (k x n), in column-major order: the transpose of torch's
-    operands.
+    """Geometry of a GEMM: out (m x n) = a (m x k) times b (k x n), in column-major order.
 
-    `turned_a`: a is stored as its transpose. `lead_a`: leading dimension, in elements from one stored column to the
-    next.
+    It is the transpose of torch's row-major operands. `turned_a`: a is stored as its transpose. `lead_a`: leading
+    dimension, in elements from one stored column to the next.
     """
 
     dtype: str

@@ -149,9 +149,7 @@ def _common_factor(index: Index, by: Size, ranges: Ranges) -> tuple[Size, Index,
 
 
 def _factors(index: Index, by: Size) -> Iterator[Size]:
-    """Common factors of `by` and the first terms of `index`, adding one term after another, the largest
-    factor first.
-    """
+    """Common factors of `by` and the first terms of `index`, for more and more terms, so the largest factor first."""
     product = as_index(by)
     if len(product.terms) != 1:
         return

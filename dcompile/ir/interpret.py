@@ -359,8 +359,9 @@ class _Space:
         return number.reshape(self.ones) if number.ndim == 0 else number
 
     def reduce(self, op: str, values: Array, dtype: str) -> Array:
-        """Reduce over the whole inner space, one result for each row. The order of summation depends on the space
-        alone.
+        """Reduce over the whole inner space, one result for each row.
+
+        The order of summation depends on the space alone.
         """
         flat, reduction = self._rows(values), REDUCTIONS[op]
         rows = flat.shape[:-1]

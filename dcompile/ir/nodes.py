@@ -289,8 +289,9 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """End of the collective on `bucket`. Before it, no step may touch its buffers, nor write to those that it has
-    `sent`.
+    """End of the collective on `bucket`.
+
+    Before it, no step may touch its buffers, nor write to those that it has `sent`.
     """
 
     bucket: str

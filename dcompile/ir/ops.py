@@ -33,9 +33,7 @@ where).
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """Scalar operation: name, number of arguments, dtype rule, allowed kinds of argument, reference semantics on NumPy
-    arrays.
-    """
+    """Scalar operation: name, number of arguments, dtype rule, kinds of argument, reference semantics in NumPy."""
 
     name: str
     arity: int

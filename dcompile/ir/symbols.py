@@ -57,9 +57,7 @@ def sources(program: Program) -> dict[str, SymbolSource]:
 
 
 def _facts(program: Program) -> Iterator[tuple[Index, str, What, int]]:
-    """(expression, input, attribute, dimension) of all sizes that the inputs determine; those that are read directly
-    come first.
-    """
+    """(expression, input, attribute, dimension) of all sizes that the inputs determine, simple ones first."""
     table = program.table
     tensors = [table[name] for name in program.inputs if name in table]
     values = dict(program.sizes)

@@ -201,9 +201,7 @@ def _all_values(index: Index, known: Known, names: Iterable[str] | None = None) 
 
 
 def _check_coverage(loop: Loop, table: Mapping[str, Buffer], known: Known, inputs: frozenset[str]) -> None:
-    """Check rule 4 for each buffer over all `set` stores to it, where sizes are static and the space is
-    small enough.
-    """
+    """Check rule 4 for each buffer over all `set` stores to it, if sizes are static and the space is small enough."""
     groups: dict[str, list[Store]] = defaultdict(list)
     for store in loop.stores:
         groups[store.buffer].append(store)

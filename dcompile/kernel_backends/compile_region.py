@@ -33,10 +33,10 @@ def refusal(backend: KernelBackend, gm: Any, trains: bool) -> str | None:
 
 
 def compile_region(backend: KernelBackend, gm: Any, trains: bool) -> Compiled | str:
-    """Compile a region with a compiler that gets `gm` and fake tensors. Returns a function, or the reason for a
-    refusal.
+    """Compile a region with a compiler that gets `gm` and fake tensors.
 
-    Any exception of the compiler is a refusal: other kernels can run the region, and the receipt repeats the reason.
+    Returns a function, or the reason for a refusal. Any exception of the compiler is a refusal: other kernels can run
+    the region, and the receipt repeats the reason.
     """
     found = refusal(backend, gm, trains)
     if found is not None:

@@ -56,8 +56,9 @@ def check(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measured_as(field: str, found: Mapping[str, Any]) -> str:
-    """Field of the benchmark to compare with. For steps replayed as CUDA graphs, the measured peak leaves out their
-    pool.
+    """Field of the benchmark to compare with.
+
+    For steps replayed as CUDA graphs, the measured peak leaves out their pool.
     """
     return "reserved_mib" if field == "peak_mib" and found.get("replays") else field
 

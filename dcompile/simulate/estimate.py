@@ -112,10 +112,10 @@ def _copies(forward: Program, setup: Setup) -> bool:
 
 
 def _reduced_bytes(backward: Program, setup: Setup, parameters: float) -> np.ndarray:
-    """Bytes of gradients at each step of a backward outside of its own buffers. (A plain one has its gradients in
-    those.)
+    """Bytes of gradients at each step of a backward outside of its own buffers.
 
-    DDP's buckets exist from the beginning, reduced shards from the wait for their collective on.
+    (A plain one has its gradients in those.) DDP's buckets exist from the beginning, reduced shards from the wait for
+    their collective on.
     """
     steps = backward.steps
     if setup.spread.kind == "plain":

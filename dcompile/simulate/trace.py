@@ -115,9 +115,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _SimulatedAdapter(PlainAdapter):
-    """Adapter for parameters sharded as DDP or fully_shard would: numbered, grouped by layer, padded to
-    whole shards.
-    """
+    """Adapter of parameters sharded as by DDP or fully_shard: numbered, grouped by layer, padded to whole shards."""
 
     synchronizes = True
 

@@ -68,9 +68,7 @@ class _Reading:
 
 
 def _in_order(indices: Sequence[Any]) -> bool:
-    """Whether torch's strides are right: indices of one shape, in row-major order; or masks, which are read
-    as one row.
-    """
+    """Whether torch's strides are right: row-major indices of one shape; or masks, which are read as one row."""
     import torch
     from torch._prims_common import is_contiguous_or_false
 

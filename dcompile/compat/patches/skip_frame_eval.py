@@ -41,8 +41,9 @@ class _CompiledCode:
 
 
 class CallTarget:
-    """Target of compiled calls: a function or a module. The reference is weak if the caller's code belongs to the
-    module.
+    """Target of compiled calls: a function or a module.
+
+    The reference is weak if the caller's code belongs to the module.
     """
 
     __slots__ = ("kept", "ref")
@@ -230,9 +231,7 @@ def _innermost(graph: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _usual_stance() -> Any:
-    """Current stance of `torch.compiler.set_stance`, if it is the default and all conditions of a call can
-    be checked.
-    """
+    """Current stance of `torch.compiler.set_stance`, if it is the default and all conditions can be checked."""
     import torch
     import torch._dynamo.config as config
     from torch._dynamo import eval_frame

@@ -160,8 +160,9 @@ class KernelCache:
         return library
 
     def take(self, keys: Sequence[str], data: bytes, digest: str, kind: str) -> None:
-        """Publish a library that another process sent, after its SHA-256 was compared. Raises BuildError
-        and OSError.
+        """Publish a library that another process sent, after its SHA-256 was compared.
+
+        Raises BuildError and OSError.
         """
         folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=self.directory))
         try:

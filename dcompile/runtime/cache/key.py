@@ -176,8 +176,9 @@ def _target(target: Any) -> str:
 
 
 def _text(value: Any, numbers: dict[str, int]) -> str:
-    """Text of an argument or a result. Different values have different texts; raises NotCacheable for those without
-    one.
+    """Text of an argument or a result.
+
+    Different values have different texts; raises NotCacheable for those without one.
     """
     match value:
         case Node():
@@ -212,9 +213,7 @@ def _sizes(sizes: Any) -> str:
 
 
 def _storages(gm: GraphModule) -> Iterator[str]:
-    """Storage offset and size of inputs whose whole storage the graph addresses (`as_strided` counts from
-    its start).
-    """
+    """Storage offset and size of inputs whose whole storage the graph addresses, as `as_strided` does."""
     for node in compat.storage_offsets.looked_around(gm):
         value = node.meta["val"]
         yield f"{node.name} from {value.storage_offset()} of {value.untyped_storage().nbytes()} bytes"

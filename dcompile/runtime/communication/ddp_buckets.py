@@ -178,9 +178,7 @@ class BucketSet:
         return (*bucket.idle, *(number for number in bucket.params if number in self._absent))
 
     def _fill_idle(self, bucket: Bucket, memory: BucketMemory) -> None:
-        """Fill the places of idle parameters with their .grad, or with zeros, and set the presence flags of all
-        parameters.
-        """
+        """Fill places of idle parameters with their .grad, or with zeros, and set the presence flags of the bucket."""
         early = bucket.scaled if self._exact else ()
         views, gradients, empty = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         for number in self._idle(bucket):
@@ -201,9 +199,7 @@ class BucketSet:
             self._mark(bucket, memory, bucket.params)
 
     def _mark(self, bucket: Bucket, memory: BucketMemory, known: Collection[int]) -> None:
-        """Write presence flags: which of the `known` parameters have a gradient on this rank, except those absent in
-        this call.
-        """
+        """Write presence flags: which of the `known` parameters have a gradient on this rank and in this call."""
         marks = memory.flat[-bucket.marks :]
         if bucket.name not in self._marks:  # made once, as a recording cannot copy from the host
             ones = [number in bucket.params for number, _ in bucket.places]
@@ -258,11 +254,11 @@ class BucketSet:
             self.wait(name, memory)
 
     def reduce_behind(self, numbers: Collection[int], before: Collection[int]) -> None:
-        """Reduce every bucket after a backward whose program did not: from .grad of `numbers`, and zeros for all
-        others.
+        """Reduce every bucket after a backward whose program did not.
 
-        `before`: parameters whose whole .grad other buckets of the same backward have reduced already. Gradients that
-        other ranks have of them in these buckets are added.
+        Its content is .grad of `numbers`, and zeros for all others. `before`: parameters whose whole .grad other
+        buckets of the same backward have reduced already. Gradients that other ranks have of them in these buckets are
+        added.
         """
         memories = {bucket.name: self.acquire(bucket.name) for bucket in self.buckets}
         for name, memory in memories.items():
@@ -359,9 +355,7 @@ def like(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 def scale_for_all_reduce(
     flat: torch.Tensor, group: Any, scale: float, wire: str = "", memory: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Scale a bucket as DDP does before it sums, and return the tensor to all-reduce: `memory` if given,
-    else `flat`.
-    """
+    """Scale a bucket as DDP does before it sums. Return the tensor to all-reduce: `memory` if given, else `flat`."""
     if not wire:
         return flat.mul_(scale)
     # DDP's own hooks cast first, and divide in the dtype that they send

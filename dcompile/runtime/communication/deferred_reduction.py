@@ -42,9 +42,7 @@ class DeferredGradients:
                 self.whole[number] = own if kept is None else kept.add_(own)
 
     def add_to(self, number: int, tensor: torch.Tensor) -> None:
-        """Add everything that is kept of a unit to a gradient before its reduction: this backward's part first, as
-        autograd does.
-        """
+        """Add all kept sums of a unit to a gradient before its reduction, this backward's first, as autograd does."""
         self.real.discard(number)
         self._with_begun(number, tensor)
         if number in self.whole:
@@ -80,8 +78,9 @@ class DeferredGradients:
             self.real &= self.whole.keys()
 
     def give_back(self) -> None:
-        """Pass all kept gradients to FSDP, and those that later backwards keep. Raises DcompileError for partly reduced
-        ones.
+        """Pass all kept gradients to FSDP, and those that later backwards keep.
+
+        Raises DcompileError for partly reduced ones.
         """
         self._given_back = True
         if self.partial:

@@ -81,8 +81,9 @@ class Shards:
         return ShardCommunication(self, named_buckets, accumulates, phase, frozenset(later), frozenset(absent))
 
     def may_lack(self, units: Iterable[int]) -> None:
-        """Note that a program may have no gradient of these units. Ranks agree at the end of the backward on those that
-        exist.
+        """Note that a program may have no gradient of these units.
+
+        Ranks agree at the end of the backward on those that exist.
         """
         self.unsure.known.update(units)
 
@@ -126,8 +127,9 @@ class Shards:
             self._unsettled.popitem()[1].settle()
 
     def reduce_behind(self, full: Mapping[int, torch.Tensor]) -> None:
-        """Reduce flat gradients of whole units that no program has reduced. Every rank passes some of the
-        same units.
+        """Reduce flat gradients of whole units that no program has reduced.
+
+        Every rank passes some of the same units.
         """
         for number, whole in sorted(full.items()):
             self._finish(
@@ -194,8 +196,9 @@ class Shards:
             self.commit(pending.shards, pending.absent)
 
     def commit(self, shards: Mapping[int, torch.Tensor], absent: Collection[int] = ()) -> None:
-        """Install reduced shards as gradients. Units that are absent on this rank wait until other ranks
-        report theirs.
+        """Install reduced shards as gradients.
+
+        Units that are absent on this rank wait until other ranks report theirs.
         """
         for number, shard in shards.items():
             if not self.unsure.hold(number, shard, number not in absent):
@@ -402,9 +405,7 @@ class ShardCommunication:
     # --- recordings ---
 
     def same_each_time(self) -> tuple[int, ...] | str:
-        """Addresses of the shards that this call reads; or why a replay at these addresses may compute
-        something else.
-        """
+        """Addresses of the shards that this call reads; or why a replay at these may compute something else."""
         read: list[int] = []
         if self.absent:
             return "no loss has used what some parameters lead to"
@@ -491,7 +492,8 @@ class RecordedShardCommunication(ShardCommunication):
         self._has_waited()
 
     def reduced(self) -> list[torch.Tensor]:
-        """This rank's shards of each reduced bucket as one flat tensor, in the program's order. Valid after
-        the call.
+        """This rank's shards of each reduced bucket as one flat tensor, in the program's order.
+
+        Valid after the call.
         """
         return [self._done[bucket.name] for bucket in self._scattered()]

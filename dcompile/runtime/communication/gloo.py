@@ -30,11 +30,10 @@ long as Gloo takes to start a collective, some 100 us.
 def start_scatter(
     group: Any, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor], op: Any, limit_s: float | None
 ) -> Any:
-    """Start reducing each flat tensor of `full` to this rank's part in `shards`. Return a torch.distributed.Work or its
-    like.
+    """Start reducing each flat tensor of `full` to this rank's part in `shards`.
 
-    `limit_s`: seconds after which it fails; None leaves that to the backend. On two ranks, sums equal Gloo's all-reduce
-    bit for bit; on more, parts are added in the order of ranks.
+    Return a torch.distributed.Work or its like. `limit_s`: seconds after which it fails; None leaves that to the
+    backend. On two ranks, sums equal Gloo's all-reduce bit for bit; on more, parts are added in the order of ranks.
     """
     if _over_gloo(group, full) and op in (ReduceOp.SUM, ReduceOp.AVG):
         return GlooReduceScatter(group, shards, full, op == ReduceOp.AVG, limit_s)
@@ -44,10 +43,9 @@ def start_scatter(
 def start_gather(
     group: Any, full: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], limit_s: float | None
 ) -> Any:
-    """Start gathering each of `shards` from every rank, end to end, into the flat tensors `full`. Return a Work or its
-    like.
+    """Start gathering each of `shards` from every rank, end to end, into the flat tensors `full`.
 
-    `limit_s`: seconds after which it fails; None leaves that to the backend.
+    Return a Work or its like. `limit_s`: seconds after which it fails; None leaves that to the backend.
     """
     if _over_gloo(group, full):
         return GlooAllGather(group, full, shards, limit_s)

@@ -19,8 +19,9 @@ from dcompile.runtime.communication.work import start_sum
 
 @dataclass(eq=False)
 class UncertainUnits:
-    """Units of one model whose gradients may be absent. Ranks agree on them at the end of each backward that reduces
-    them.
+    """Units of one model whose gradients may be absent.
+
+    Ranks agree on them at the end of each backward that reduces them.
     """
 
     units: Mapping[int, ShardUnit]

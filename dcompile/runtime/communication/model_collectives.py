@@ -61,8 +61,9 @@ class ModelCollective:
             recorded.append((group, self._pending.label))
 
     def _words(self) -> str:
-        """Words for messages, the same on every rank. Names are not: they count other nodes of the graph, which sizes
-        may change.
+        """Words for messages, the same on every rank.
+
+        Names are not: they count other nodes of the graph, which sizes may change.
         """
         return self.kind.replace("_", "-")
 
@@ -106,9 +107,7 @@ def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def recording_collectives() -> Iterator[list[tuple[Any, str]]]:
-    """Collect (process group, label) of each of the model's own collectives that starts on this thread in
-    the context.
-    """
+    """Collect (process group, label) of each of the model's own collectives that this thread starts in the context."""
     found: list[tuple[Any, str]] = []
     token = _RECORDED.set(found)
     try:

@@ -81,8 +81,9 @@ class PendingCollective:
                 self._wait_long(work, self._peers, self._limit_s)
 
     def _let_the_stream_wait(self) -> None:
-        """Make the current stream wait. The host goes on; `coordination.watchdog` notices if the collective
-        never ends.
+        """Make the current stream wait.
+
+        The host goes on; `coordination.watchdog` notices if the collective never ends.
         """
         try:
             self.work.wait()
@@ -215,8 +216,9 @@ def _give_up(work: Any) -> None:
 
 
 def _leave() -> None:
-    """End the process while collectives are stuck. The peers' collectives then fail at once instead of waiting for this
-    rank.
+    """End the process while collectives are stuck.
+
+    The peers' collectives then fail at once instead of waiting for this rank.
     """
     if any(not work.is_completed() for work in _STUCK):
         flush_streams()

@@ -45,9 +45,7 @@ def agree(group: Any, subject: str, lines: Sequence[str | Line], way_out: str = 
 
 
 def _limit_s(group: Any) -> float:
-    """Seconds to wait for other ranks: at least as long as eager ranks wait, since one may be busy with work of its
-    own.
-    """
+    """Seconds to wait for other ranks, at least as long as eager ranks wait: one may be busy with its own work."""
     return max(TIMEOUT_S, compat.groups.time_limit(group, "cuda" if compat.groups.can_abort(group) else "cpu"))
 
 

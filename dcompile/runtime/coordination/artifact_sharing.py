@@ -49,8 +49,9 @@ class ArtifactSharing:
         self._sent: set[str] = set()
 
     def claim(self, key: str) -> bool:
-        """Claim a graph. Return whether this rank was the first: then it compiles the graph, and gives it to the
-        others.
+        """Claim a graph.
+
+        Return whether this rank was the first: then it compiles the graph, and gives it to the others.
         """
         if key not in self._claims:
             mine = str(self._peers.rank)
@@ -108,10 +109,10 @@ class ArtifactSharing:
         return count
 
     def receive(self, key: str, cache: KernelCache) -> tuple[int | None, str]:
-        """Put a graph that another rank claimed and compiled into this rank's cache. Return the number of kernels
-        received.
+        """Put a graph that another rank claimed and compiled into this rank's cache.
 
-        Returns None and the reason if nothing came. Waits while the other rank captures or compiles.
+        Return the number of kernels received. Returns None and the reason if nothing came. Waits while the other rank
+        captures or compiles.
         """
         giver = self._claims[key]
         others = PeerWait(self._peers, ARRIVE_S, [giver], patience_s=self._patience_s)

@@ -239,10 +239,10 @@ class PeerCoordinator(SingleProcess):
     # --- the end ---
 
     def end(self) -> None:
-        """Stop the thread after checking that all ranks end here. Called before the process group is destroyed, and at
-        exit.
+        """Stop the thread after checking that all ranks end here.
 
-        Raises PlanMismatchError if another rank has started more collectives than this one.
+        Called before the process group is destroyed, and at exit. Raises PlanMismatchError if another rank has started
+        more collectives than this one.
         """
         if self._ended:
             return

@@ -64,8 +64,9 @@ class ProgressEvents:
 
 
 def stay_out_of_captures() -> None:
-    """Allow this thread to query events while another thread captures a CUDA graph. Otherwise that capture
-    would fail.
+    """Allow this thread to query events while another thread captures a CUDA graph.
+
+    Otherwise that capture would fail.
     """
     if not torch.cuda.is_available():
         return

@@ -30,14 +30,13 @@ class RecordedCall(Protocol):
         """Memory of gradient buckets, by name."""
 
     def run(self, once: Once) -> list[Any]:
-        """Run the call while it is recorded. Return its results, followed by values that `happened` needs of each
-        replay.
+        """Run the call while it is recorded.
+
+        Return its results, followed by values that `happened` needs of each replay.
         """
 
     def happened(self, results: list[Any]) -> None:
-        """Complete a replay: install gradients, count collectives, and remove values that are not the caller's from
-        `results`.
-        """
+        """Complete a replay: install gradients, count collectives, and remove internal values from `results`."""
 
 
 class PlainCall:
@@ -97,9 +96,7 @@ class BucketCall:
 
 
 class ShardCall:
-    """Call with sharded parameters: gathers read shards at fixed addresses, and each replay's reduced shards are
-    installed.
-    """
+    """Call with sharded parameters: gathers read fixed addresses, and each replay's reduced shards are installed."""
 
     communicates = True
 

@@ -35,8 +35,9 @@ class StableInputDetector:
         self._wrong = False
 
     def look(self, args: Sequence[Any], slots: Sequence[CopiedInput]) -> bool:
-        """Compare input addresses of one more replay. Return whether some inputs with slots are now known
-        to be stable.
+        """Compare input addresses of one more replay.
+
+        Return whether some inputs with slots are now known to be stable.
         """
         if self._left == 0:
             return False

@@ -60,8 +60,9 @@ class GraphRecorder(Protocol):
     """Recorder of a device: it records the kernels that a function launches, with memory from a pool."""
 
     def record(self, function: Callable[[], list[Any]], pool: int) -> tuple[Callable[[], None], list[Any]]:
-        """Record a function. Return (replay, the function's results), not computed yet; raise RuntimeError
-        on failure.
+        """Record a function.
+
+        Return (replay, the function's results), not computed yet; raise RuntimeError on failure.
         """
 
     def takes(self, tensor: torch.Tensor) -> bool:
@@ -100,9 +101,7 @@ class GraphTree:
         self._pairs: dict[tuple[Recording, Recording], tuple[ResultMemory, ...]] = {}
 
     def obstacle(self, recording: Recording) -> ResultMemory | None:
-        """Live memory that was not alive when `recording` was made, and so prevents its replay by the rule;
-        else None.
-        """
+        """Live memory that was not alive when `recording` was made, which prevents its replay; None if none."""
         for other in list(self._handed):
             strange = self._strange(recording, other)
             for memory in strange:
@@ -132,8 +131,9 @@ class GraphTree:
         return found
 
     def pool(self) -> int | None:
-        """Number of a pool to record from: one in which the allocator knows of all live memory. None if
-        there is none.
+        """Number of a pool to record from: one in which the allocator knows of all live memory.
+
+        None if there is none.
         """
         busy = {memory.pool for memory in self.alive() if not memory.owned}
         return next((pool for pool in range(MAX_POOLS) if pool not in busy), None)
@@ -335,8 +335,9 @@ class ReplayedExecutable:
     def _recorded_args(
         self, args: list[Any], slots: Sequence[CopiedInput], taken: dict[int, ResultMemory], pool: int
     ) -> list[Any]:
-        """Inputs to record with. Saved tensors that only `args` holds are given up, so that the recording can free
-        them.
+        """Inputs to record with.
+
+        Saved tensors that only `args` holds are given up, so that the recording can free them.
         """
         inside = list(args)
         for slot in slots:

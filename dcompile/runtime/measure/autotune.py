@@ -164,9 +164,7 @@ def _random_input(buffer: Buffer, device: torch.device) -> torch.Tensor:
 def _calls(
     contest: EpilogueContest, memory: Mapping[str, torch.Tensor], launcher: Path, device: int
 ) -> dict[Tile | None, Callable[[], object]]:
-    """Calls by tile: None for the library's matmul and the loop, and tiles of kernels that fit the GPU's
-    shared memory.
-    """
+    """Calls by tile: None for the library's matmul and the loop, and tiles of kernels that fit shared memory."""
     views = [memory[v.buffer].as_strided(v.shape, v.strides, v.offset) for v in contest.factors]  # type: ignore[arg-type]
     out = memory[contest.out].view(views[-2].shape[0], views[-1].shape[1])
     if contest.algorithm is not None:

@@ -33,8 +33,7 @@ def device_name(device: torch.device) -> str:
 
 
 def figures_for(config: Config) -> Callable[[Any, Any], Figures]:
-    """Make the function (device, process group or None) -> figures for `config.figures`; equal on all ranks of the
-    group.
+    """Make the function (device, process group or None) -> figures for `config.figures`; equal on all its ranks.
 
     It measures nothing. It raises OptionError on all ranks if measured figures are requested and rank 0 has none.
     """

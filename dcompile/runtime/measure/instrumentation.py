@@ -47,8 +47,9 @@ class InstrumentedStatement:
 
 @dataclass(eq=False, slots=True)
 class CollectiveTiming:
-    """One collective of one call. Times are timestamps until `CallRecorder.finish`, then seconds; None: not
-    measured.
+    """One collective of one call.
+
+    Times are timestamps until `CallRecorder.finish`, then seconds; None: not measured.
     """
 
     kind: str
@@ -131,9 +132,7 @@ def _value_of(node: ast.stmt) -> Any:
 
 
 def _works(node: ast.stmt) -> bool:
-    """Whether a statement computes: it calls something that `make` has prepared, and keeps, drops or tests
-    its result.
-    """
+    """Whether a statement computes: it calls an object that `make` prepared, and keeps, drops or tests the result."""
     value = _value_of(node)
     if not isinstance(node, ast.Expr | ast.Assign | ast.If) or not isinstance(value, ast.Call):
         return False
@@ -314,8 +313,9 @@ class ProgramProbe:
         call.end = self.now()
 
     def started(self, call: ProgramCallTiming, number: int, begin: Any, result: Any, sent: Any) -> None:
-        """Record a collective that a library call has started. Its end is seen by its wait, which is the next
-        statement.
+        """Record a collective that a library call has started.
+
+        Its end is seen by its wait, which is the next statement.
         """
         found = self._statements[number]
         nbytes = max(tensor.numel() * tensor.element_size() for tensor in (result, sent))

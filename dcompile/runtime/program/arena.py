@@ -29,10 +29,10 @@ class Arena:
         self._stream: torch.cuda.Stream | None = None
 
     def follow(self, raw_stream: int, device: int) -> None:
-        """Note that the next call works on this stream, the device's current one. It waits for work of the last call's
-        stream.
+        """Note that the next call works on this stream, the device's current one.
 
-        The allocator keeps freed memory until both streams are done with it.
+        It waits for work of the last call's stream. The allocator keeps freed memory until both streams are done with
+        it.
         """
         if self._stream is not None and self._stream.cuda_stream == raw_stream:
             return
@@ -130,8 +130,9 @@ def like_storage(tensor: torch.Tensor, alignment: int) -> torch.Tensor:
 
 
 def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between tensors with equal strides. Expanded dimensions (stride 0) hold one element, which is
-    copied once.
+    """Copy between tensors with equal strides.
+
+    Expanded dimensions (stride 0) hold one element, which is copied once.
     """
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1:

@@ -16,8 +16,9 @@ from dcompile.errors import BuildError
 
 
 class Address(int):
-    """Address or number known when the table is built. A plain int is the position of one that is passed in
-    each call.
+    """Address or number known when the table is built.
+
+    A plain int is the position of one that is passed in each call.
     """
 
 
@@ -38,8 +39,7 @@ class ArgumentTable(int):
 
     @classmethod
     def laid_out(cls, head: Sequence[int], given: Sequence[int], rows: Sequence[int], arguments: Sequence[int]) -> Self:
-        """Build a table: `head`, slots for `given`, `rows`, a pointer for each argument, and the known arguments, once
-        each.
+        """Build a table: `head`, slots for `given`, `rows`, a pointer per argument, and the known arguments, once each.
 
         An argument is an `Address`, or its position in `given`.
         """

@@ -21,10 +21,10 @@ METHOD = "calls_from_python"
 def calls(
     libraries: Mapping[str, Path], count: int, kernels: Sequence[tuple[str, Sequence[Address | int]]]
 ) -> Callable[..., Any]:
-    """Make a function that runs kernels, each given by its name and arguments. It takes `count` addresses and sizes per
-    call.
+    """Make a function that runs kernels, each given by its name and arguments.
 
-    The function returns the status of the first kernel that fails, and 0 if none does.
+    It takes `count` addresses and sizes per call. The function returns the status of the first kernel that fails, and 0
+    if none does.
     """
     rows = [word for name, some in kernels for word in (_entry(libraries[name], name), len(some))]
     arguments = [argument for _, some in kernels for argument in some]

@@ -169,8 +169,9 @@ class _LaunchTable(ArgumentTable):
     """Objects whose addresses the table holds."""
 
     def failed(self, where: int) -> None:
-        """Raise the driver's error. `where`: number of the kernel in the upper 32 bits, error code in the
-        lower ones.
+        """Raise the driver's error.
+
+        `where`: number of the kernel in the upper 32 bits, error code in the lower ones.
         """
         _check(where & 0xFFFFFFFF, f"starting kernel {self.names[where >> 32]}")
 
@@ -181,10 +182,10 @@ def launches(
     count: int,
     kernels: Sequence[tuple[Path, str, int | SymbolicGrid, Sequence[Argument]]],
 ) -> Callable[..., Any]:
-    """Make a function that launches kernels. It takes a stream, and `count` values that change: addresses, sizes,
-    grids.
+    """Make a function that launches kernels.
 
-    `launcher` is the library of `LAUNCHER_TEXT`.
+    It takes a stream, and `count` values that change: addresses, sizes, grids. `launcher` is the library of
+    `LAUNCHER_TEXT`.
     """
     codes = [(_function(path, name, device), read_archive(path)[name]) for path, name, _, _ in kernels]
     rows, grids, arguments = list[int](), list[int](), list[int]()

@@ -138,8 +138,8 @@ class HostProgram:
         self._workspaces.release()
 
     def measure(self, recorder: CallRecorder | None) -> None:
-        """Report each step to `recorder` from the next call on, with an instrumented text; with None, use the program's
-        own.
+        """Report each step to `recorder` from the next call on, by an instrumented text; None restores the
+        usual one.
         """
         self._workspaces.release()  # prepared calls belong to the other text
         if recorder is None:
@@ -188,8 +188,9 @@ def name_collective(error: Exception, source: str) -> None:
 
 
 def _load(source: str, name: str, **names: Any) -> dict[str, Any]:
-    """Execute a host program that may use `names`, and return its functions. Tracebacks and debuggers find
-    its lines.
+    """Execute a host program that may use `names`, and return its functions.
+
+    Tracebacks and debuggers find its lines.
     """
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     filename = f"<dcompile {name} {digest}>"

@@ -63,9 +63,7 @@ def differs(tensor: torch.Tensor, wanted: tuple[tuple[int, ...], torch.dtype], o
 
 
 def check_number(found: int, wanted: int, origin: str) -> None:
-    """Raise RuntimeError unless a tensor's element is the number that `torch._check` states, for which kernels were
-    made.
-    """
+    """Raise RuntimeError unless a tensor's element is the number that `torch._check` states, as kernels assume."""
     if found != wanted:
         raise RuntimeError(
             f"Runtime assertion failed: {origin} gave {found}, where the program says, by torch._check or a guard, "

@@ -251,8 +251,9 @@ class HostProgramServices:
         return calls(self.libraries, count, [(name, range(count))])
 
     def calls(self, count: int, kernels: list[tuple[str, tuple[int, ...]]]) -> Callable[..., Any]:
-        """Sequence of compiled kernels, each its name and arguments: known ones, or positions among `count` values of a
-        call.
+        """Sequence of compiled kernels, each given by its name and arguments.
+
+        Arguments are known addresses, or positions among `count` values of a call.
         """
         return calls(self.libraries, count, kernels)
 
@@ -270,9 +271,7 @@ class HostProgramServices:
 
     @staticmethod
     def narrow_product(op: str, entry: Callable[..., Any]) -> Callable[..., Any]:
-        """Matmul of 16-bit matrices on a CPU: `entry`, or blocked float32 where the processor has no instructions for
-        it.
-        """
+        """Matmul of 16-bit matrices on a CPU: `entry`, or blocked float32 on processors without instructions for it."""
         return half_gemm.product(op, entry)
 
     @staticmethod

@@ -33,8 +33,9 @@ class PeerMemoryAccess(Protocol):
         """Name of the machine. Processes can access each other's memory only where it is equal and not empty."""
 
     def export(self, tensor: torch.Tensor) -> tuple[str, int]:
-        """Name of a tensor's allocation, and the tensor's offset in it in bytes. Raises RuntimeError if it cannot be
-        shared.
+        """Name of a tensor's allocation, and the tensor's offset in it in bytes.
+
+        Raises RuntimeError if it cannot be shared.
         """
 
     def open(self, name: str) -> int:

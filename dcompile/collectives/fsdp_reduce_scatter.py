@@ -71,9 +71,9 @@ def products_to_hide_the_last(
 ) -> frozenset[str]:
     """Gradients to compute after the start of the last reduction, which nothing else would hide.
 
-    The last reduction is an embedding's, whose gradient is ready last. When it came after all of the first layer's, 1.0
-    of a 1B model's 106 ms on two H200 were exposed. The first layer's weights can wait: then only their own reduction
-    is exposed. Depends on parameters and program alone, as the order of reductions must.
+    The last reduction is an embedding's, whose gradient is ready last. With the first layer's right before it, 1.0 of a
+    1B model's 106 ms on two H200 were exposed. The first layer's weights can wait: then only their own reduction is
+    exposed. Depends on parameters and program alone, as the order of reductions must.
     """
     if len(buckets) < 3:  # later layers must hold more memory than is kept for these matmuls
         return frozenset()

@@ -46,7 +46,7 @@ def kind_of(step: Step) -> str:
 def flows(steps: Sequence[Step]) -> dict[tuple[int, int], list[str]]:
     """(writer, reader) -> buffers that flow from one step to the other.
 
-    A step that overwrites a buffer is ordered after that buffer's readers.
+    A step that overwrites a buffer counts as a reader of it.
     """
     found: dict[tuple[int, int], list[str]] = {}
     writer: dict[str, int] = {}

@@ -149,7 +149,7 @@ class PendingCollective:
 
 
 class _UnlimitedWork:
-    """A torch.distributed.Work that ignores limits and misreports `is_completed`: a thread waits for it."""
+    """Wrapper of a torch.distributed.Work that ignores limits and misreports `is_completed`: a thread waits for it."""
 
     def __init__(self, work: Any) -> None:
         self._work = work

@@ -138,9 +138,7 @@ class HostProgram:
         self._workspaces.release()
 
     def measure(self, recorder: CallRecorder | None) -> None:
-        """Report each step to `recorder` from the next call on, by an instrumented text; None restores the
-        usual one.
-        """
+        """Report each step to `recorder` from the next call on, by an instrumented text; None restores the usual."""
         self._workspaces.release()  # prepared calls belong to the other text
         if recorder is None:
             self.make = _load(self.source, self.name)["make"]

@@ -88,21 +88,21 @@ class Config:
         "table",
         "Source of the cost model's machine figures. table: by kind of GPU; measured: by "
         "`python -m dcompile.calibrate` on rank 0.",
-        in_key=False,  # the figures themselves are
+        in_key=False,  # the figures themselves are in the key
     )
     gathers: Literal["auto", "collective"] = setting(
         "auto",
         "How sharded parameters are gathered on GPUs. auto: copy-engine all-gathers where a group's ranks can map each "
         "other's memory, as on one machine, which takes no multiprocessors; elsewhere collectives. collective: always "
         "collectives.",
-        in_key=False,  # the ranks' agreement is
+        in_key=False,  # the ranks' agreement is in the key
     )
     shard_copies: Literal["auto", "kept", "gather"] = setting(
         "auto",
         "Memory of shards converted to the compute dtype, under mixed precision. kept: a permanent buffer, from which "
         "other ranks may copy; gather: new memory for each all-gather. auto: kept, unless it takes a sixteenth of a "
         "GPU's memory, recompute is memory, or the model checkpoints activations.",
-        in_key=False,  # the ranks' agreement is
+        in_key=False,  # the ranks' agreement is in the key
     )
     distributed: Literal["auto", "stock"] = setting("auto", "stock: communication is left to DDP and FSDP.")
     zero: Literal["off", "graph"] = setting(
@@ -119,7 +119,7 @@ class Config:
         True,
         "Capture operations with data-dependent result sizes (`nonzero`, masks), where torch.compile breaks the graph "
         "by default. Off with CUDA graphs.",
-        in_key=False,  # the graph is another
+        in_key=False,  # the graph differs
     )
     fallback_random: bool = setting(
         False, "Draw every random number as eager does, bit for bit; dropout masks are then saved for the backward."

@@ -166,8 +166,7 @@ TABLE: Mapping[str, Figures] = {
         library_us=4.0,
         links=_NVLINK4,
         network=_INFINIBAND_400,
-        # 18 reductions and 34 gathers of 116 MiB on two: kernels take 6 ms longer than alone. The collectives take 20
-        # to 22 ms with kernels, and 13.7 alone
+        # 18 reductions and 34 gathers on two: kernels take 6 ms longer than alone (docs/lab/runtime.md, R11)
         interference=0.45,
         crowding=0.5,
         copy_gbs=360.0,  # two H200, one stream, nine copies of 61 MB in all: 168 us

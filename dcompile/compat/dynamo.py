@@ -195,8 +195,8 @@ def tracing_settings(
         settings["allow_rnn"] = True
     if keeps_static_graphs():
         settings["automatic_dynamic_exclusion_guard"] = True
-    # This marks each call for profilers, even without one: 2 of 17 us and 16 of 60 Python calls of a compiled call.
-    # After a kernel that evicted the cache, the code of each of them is fetched from memory.
+    # This marks each call for profilers, even without one: 2 of 17 us of a compiled call (docs/lab/runtime.md, R3).
+    # After a kernel that evicted the cache, the code of each Python call is fetched from memory.
     if hasattr(config, "record_runtime_overhead"):
         settings["record_runtime_overhead"] = False
     with (

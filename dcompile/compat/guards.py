@@ -91,9 +91,8 @@ def like_these(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 def short_guard_of_hooks(told: bool) -> Iterator[None]:
     """Make every frame's guard on saved-tensor hooks test first whether there are any.
 
-    torch's guard takes four Python calls: 12 of the 109 us that a small kernel's call takes with cold caches (Zen 4).
-    With `told`, an argument of the frame tells whether it is traced with hooks. If there are none, there is no such
-    guard.
+    torch's guard takes 12 of the 109 us of a small kernel's call with cold caches (docs/lab/runtime.md, R4). With
+    `told`, an argument of the frame tells whether it is traced with hooks. If there are none, there is no such guard.
     """
     from torch._dynamo.guards import GuardBuilder
 

@@ -47,8 +47,8 @@ def remembering_numbers_alone(example_inputs: Sequence[Any]) -> Iterator[None]:
     """Disable the fake tensors' cache of operator results while graphs of symbolic sizes are traced.
 
     It stores results without their symbols, and inserts the symbols for each operator with equal arguments. That takes
-    more work than the result itself. Compiling a training step of one Llama layer with dynamic=True took 11.7 s of CPU
-    time, and takes 9.3 without the cache. For sizes that are numbers, the cache saves a quarter.
+    more work than the result itself: 11.7 s instead of 9.3 for a Llama layer (docs/lab/runtime.md, R7). For sizes that
+    are numbers, the cache saves a quarter.
     """
     import torch
     from torch._guards import detect_fake_mode

@@ -161,7 +161,7 @@ OPS: Mapping[str, Op] = {
         Op("logaddexp", 2, "same", _FLOAT, np.logaddexp, 30),  # log(exp(a) + exp(b))
         Op("nextafter", 2, "same", _FLOAT, np.nextafter, 4),  # from the first towards the second
         Op("mantissa", 1, "same", _FLOAT, lambda x: np.frexp(x)[0], 4),  # from 1/2 up to 1
-        Op("exponent", 1, "int32", _FLOAT, lambda x: np.frexp(x)[1], 4),  # of two, which times the mantissa is x
+        Op("exponent", 1, "int32", _FLOAT, lambda x: np.frexp(x)[1], 4),  # power of two: x is mantissa * 2**exponent
         Op("floor", 1, "same", _FLOAT, np.floor),
         Op("ceil", 1, "same", _FLOAT, np.ceil),
         Op("trunc", 1, "same", _FLOAT, np.trunc),

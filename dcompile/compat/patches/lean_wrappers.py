@@ -1,8 +1,8 @@
 """Skip AOTAutograd's wrappers around programs where a graph does not need them.
 
 They serve every kind of graph: mutated inputs, results that are views of one another, subclasses, generator states,
-saved sizes. Around a plain program, they take some forty Python calls in the forward and thirty in the backward. That
-is a fifth of a millisecond after a kernel that has evicted the caches.
+saved sizes. Around a plain program, they take a fifth of a millisecond after a kernel that has evicted the caches
+(docs/lab/runtime.md, R5).
 
 torch's class of autograd nodes stays. Unusual calls (a second derivative, a gradient of another kind) use torch's path.
 """

@@ -14,8 +14,8 @@ from typing import Any
 def no_unread_graphs() -> Iterator[None]:
     """Make AOTAutograd print joint, forward and backward graphs only where something reads the text.
 
-    Readers are its logs, torch's trace (TORCH_TRACE), and its cache. It does not check them before it prints: 0.5 of
-    12.4 s of a warm start of 32 Llama layers.
+    Readers are its logs, torch's trace (TORCH_TRACE), and its cache. It does not check them before it prints, which
+    takes 0.5 s of a warm start of 32 Llama layers (docs/lab/runtime.md, R8).
     """
     from torch._functorch._aot_autograd import graph_compile
 
@@ -36,8 +36,8 @@ def no_unread_backwards() -> Iterator[None]:
     """Generate the backward's Python text lazily while graphs are partitioned.
 
     The forward's is lazy where Dynamo compiles. The backward is reordered in a module that generates the text at once,
-    for each change, and again in AOTAutograd's copy. That takes 0.7 of 17 s of CPU time of a cold start of 32 Llama
-    layers.
+    for each change, and again in AOTAutograd's copy. That takes 0.7 s of a cold start of 32 Llama layers
+    (docs/lab/runtime.md, R8).
     """
     from torch._functorch import partitioners
     from torch.fx import GraphModule
@@ -66,8 +66,8 @@ def no_unread_backwards() -> Iterator[None]:
 def no_unread_latencies() -> Iterator[None]:
     """Make Dynamo time a frame's new guards only where the result is logged.
 
-    It evicts the processor's caches before: 27 ms of CPU time a frame, 55 on two busy cores. Everything else on the
-    machine then reads its memory again.
+    It evicts the processor's caches before, which takes 27 ms of CPU time a frame (docs/lab/runtime.md, R9). Everything
+    else on the machine then reads its memory again.
     """
     from torch._dynamo import guards
 

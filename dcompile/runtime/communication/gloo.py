@@ -1,8 +1,8 @@
 """Gathers and reduce-scatters: the backend's own, and over Gloo a version with coalesced messages.
 
 ProcessGroupGloo's reduce-scatter copies its input, all-reduces each whole tensor on every rank, and keeps a part.
-Sending each rank only its part halves the traffic on two ranks. Small tensors are packed into one message. For the
-gradients of a block (nine tensors, 4 MiB), that takes two thirds of the CPU time and a third of the time.
+Sending each rank only its part halves the traffic on two ranks. Small tensors are packed into one message, which takes
+a third of the time for a block's gradients (docs/lab/runtime.md, R10).
 
 Gloo's all-gather of several tensors in one call corrupts the heap where several are in flight. Two processes that only
 start three at a time die within some thousand rounds (torch 2.13.0, glibc 2.36). Its all-gather of one tensor is safe.

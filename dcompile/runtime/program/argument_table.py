@@ -1,9 +1,8 @@
 """Call compiled functions as Python builtins that read their arguments from a table in memory.
 
-A call through ctypes prepares itself each time: 0.26 us instead of 0.10 (two addresses; Intel, 2026-11-25). Where
-kernels have evicted the caches, it is 4 us instead of 0.7. So compiled files describe a function to Python as extension
-modules do, with a `PyMethodDef`. They declare the few functions of Python's stable interface themselves, as its headers
-may be missing. Such a function is bound to the address of its table.
+A call through ctypes prepares itself each time: 0.26 us instead of 0.10 (docs/lab/runtime.md, R2). So compiled files
+describe a function to Python as extension modules do, with a `PyMethodDef`. They declare the few functions of Python's
+stable interface themselves, as its headers may be missing. Such a function is bound to the address of its table.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """GEMMs of 16-bit matrices on processors without instructions for them: in float32, block by block.
 
-ATen multiplies such matrices by plain loops there. A product of 512 x 1024 by 1024 x 2048 took 6.7 s in bfloat16, and
-43 ms in float32 (Zen 3, AVX2, torch 2.13). With a transposed second matrix it took 0.19 s. Blocks are converted one at
-a time, so that no whole matrix exists in float32. Sums are accumulated in float32 and rounded once, like ATen's in
-bfloat16. `compat.tensors.slow_products` lists the affected dtypes.
+ATen multiplies such matrices by plain loops there: 6.7 s where float32 takes 43 ms (docs/lab/runtime.md, R1). Blocks
+are converted one at a time, so that no whole matrix exists in float32. Sums are accumulated in float32 and rounded
+once, like ATen's in bfloat16. `compat.tensors.slow_products` lists the affected dtypes.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ def tracing_settings(
     group_experts: Callable[..., Any] | None = None,
     late_sizes: bool = False,
 ) -> Iterator[None]:
-    """Dynamo's settings while one of our frames is compiled.
+    """Dynamo's settings while a frame is compiled with dcompile.
 
     They are restored afterwards, so no other backend sees them. `dynamic` as in torch.compile: sizes are symbols from
     the start, never, or once they have changed. `sync_batch_norm` is traced in place of the autograd Function of
@@ -348,7 +348,7 @@ def take_full_numbers(gm: Any, example_inputs: Sequence[Any]) -> list[Any]:
 def _quiet_metrics() -> Iterator[None]:
     """Keep Dynamo's metrics from logging an error: torch 2.11's cannot serialize functions among its settings.
 
-    Inductor's settings are always left out: it has no part in our frames, and serializing them takes a millisecond.
+    Inductor's settings are always left out: it does not compile these frames, and serializing them takes a millisecond.
     """
     import torch._dynamo.utils as utils
 

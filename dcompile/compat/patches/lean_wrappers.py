@@ -181,7 +181,7 @@ class _Plain:
 
 
 def unpack_arguments(forward: Callable[..., Any], gm: Any) -> Callable[..., Any]:
-    """Unpack the arguments of a compiled graph: returns our function inside torch's wrapper, if there is one."""
+    """Unpack the arguments of a compiled graph: returns this module's function inside torch's wrapper, if any."""
     plain = getattr(forward, "__wrapped__", None)
     own = next(gm.parameters(), None) is not None or next(gm.buffers(), None) is not None  # torch adds them
     return plain.run if isinstance(plain, _Plain) and not own else forward

@@ -101,8 +101,8 @@ class ResultMemory:
         """Return a result to the caller: a tensor over this memory, or a copy.
 
         `given` holds the bases of this call's other results in this memory. `looks`: whether the user sees the result.
-        As in a call without a recording, results in one memory share one version counter. What the user sees of a
-        shared base is a view, so that a part of `v` is affected by `v.requires_grad_()`.
+        As in a call without a recording, results in one memory share one version counter. The user gets a view of a
+        shared base, so that `v.requires_grad_()` affects parts of `v`.
         """
         base = given.get((self, copies))
         if base is None:

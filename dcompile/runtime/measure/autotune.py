@@ -1,6 +1,6 @@
 """Choose the fastest GEMM by measuring on a GPU as warm as a training step makes it.
 
-Candidates are cuBLASLt's algorithms. Where a loop follows, they are own kernels with the loop as an epilogue.
+Candidates are cuBLASLt's algorithms. Where a loop follows, they are dcompile's kernels with the loop as an epilogue.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ _MODULES: Mapping[str, Any] = {"operator": operator, "math": math, "builtins": b
 
 
 def function(op: str) -> Callable[..., Any]:
-    """Function for an op outside of `torch.ops`: one of ours, or a function of Python or torch on numbers."""
+    """Function for an op outside of `torch.ops`: one of this module's, or a function of Python or torch on numbers."""
     if op in _OWN:
         return _OWN[op]
     module, name = op.split(".", 1)

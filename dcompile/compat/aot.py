@@ -219,8 +219,8 @@ def min_cut_partition(
 def _cutting(minimum_cut: Callable[..., Any] | None) -> contextlib.AbstractContextManager[Any]:
     """Replace networkx's minimum cut, which the partitioner looks up at each use."""
     try:
-        import networkx  # the partitioner reports that itself
-    except ImportError:  # the partitioner says so itself
+        import networkx  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:  # the partitioner reports that itself
         return contextlib.nullcontext()
     if minimum_cut is None:
         return contextlib.nullcontext()

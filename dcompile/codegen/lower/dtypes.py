@@ -29,8 +29,7 @@ FLOAT64_BY_ATEN = frozenset(
     for name in ("tan", "asin", "acos", "atan", "sinh", "cosh", "atanh", "log2", "log10")
 )
 """Functions of float64 for which CPU loops would call libm, one element at a time. ATen's vector code takes 0.28 to
-0.67 of that time. For erfc, asinh, acosh, atan2 and hypot, which stay in loops, it takes 0.9 to 1.1 (one core of an AMD
-EPYC)."""
+0.67 of that time (docs/lab/constants.md, K13)."""
 
 
 def fits_a_loop(target: Any, value: Any, args: list[Any], device: str) -> bool:

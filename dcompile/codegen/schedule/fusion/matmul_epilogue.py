@@ -1,7 +1,7 @@
 """Epilogue fusion: a matmul and the pointwise loop after it become one kernel.
 
-Tiles and kernels are measured against the library's matmul and the separate loop before the passes run (`driver.py`).
-This file finds the candidates and rewrites the chosen ones.
+Kernels and tiles are measured on the program before this pass (`autotune.py`), against the library's matmul and a
+separate loop. This file finds the candidates and rewrites the chosen ones.
 """
 
 from __future__ import annotations

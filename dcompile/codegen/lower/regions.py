@@ -100,7 +100,7 @@ class RegionPlan:
             members[number[orders[node]]].append(node)
         return [self._region(n, nodes) for n, nodes in enumerate(members)]
 
-    # --- what a node is ---
+    # --- kinds of nodes ---
 
     def _kind(self, node: Node, takes: Callable[[Node], bool]) -> Kind:
         match node.op:

@@ -45,7 +45,7 @@ VECTOR_ARITHMETIC = VECTOR_FUNCTIONS | ROUNDING | {
 COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "isnan", "signbit"))
 LOGIC = frozenset(("and", "or", "xor", "not"))
 RANDOM_BITS = frozenset(("cast", "lt", "and", "shr"))
-"""Ops on an int32 and a constant: random bits and their comparisons."""
+"""Ops on an int32 and a constant, as random numbers need them."""
 SLOW = frozenset(("div", "sqrt", "rsqrt", "reciprocal"))
 """Ops that delay later loads: a few of them fill the processor's reorder buffer."""
 FLOATS = frozenset(("float32", "bfloat16", "float16"))

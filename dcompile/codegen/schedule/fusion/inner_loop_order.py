@@ -21,9 +21,9 @@ from dcompile.ir.ops import REDUCTIONS
 def order_inner_loops(program: Program) -> Program:
     """Sort the inner axes of each GPU loop that reduces by stride, the largest first.
 
-    Strides are those of the reductions' loads; stores break ties. A long row is split later, and its stores get a loop
-    of their own. Only the order of summation changes. Loops with scans, or with reductions that depend on positions,
-    keep their order.
+    Strides are those of the reductions' loads; other accesses break ties. A long row is split later, and its stores get
+    a loop of their own. Only the order of summation changes. Loops with scans, or with reductions that depend on
+    positions, keep their order.
     """
     # float8 training also stores a transposed scaled matrix: its maximum took 230 us in that order, 35 us by rows
     table = program.table

@@ -215,7 +215,7 @@ def _heirs(
     lives: Mapping[str, Life],
     hosts: Mapping[int, Sequence[DonorBuffer]],
 ) -> frozenset[str]:
-    """Return the donors, by edge, that exchange memory in place with this group's first buffer or its last."""
+    """Return the donors, by edge, whose memory passes in place to this group's first buffer or from its last."""
     spans = [lives.get(buffer.name, (0, 0)) for buffer in group]
     first, last = min(first for first, _ in spans), max(last for _, last in spans)
     head = next(b for b, (begin, _) in zip(group, spans, strict=True) if begin == first)

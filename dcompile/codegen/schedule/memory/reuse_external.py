@@ -158,10 +158,10 @@ def lodge(
 ) -> Placement:
     """Place blocks in the arena or in donors (`hosts`), such that arena and `held` together have a low peak.
 
-    `heirs` maps a block to the donors that exchange memory with it in place. Blocks of `bound` stay in the arena, which
-    is kept between calls, so its size counts at every step. Several arena sizes are tried. A block that does not fit
-    goes to the donor whose life it extends least. At first this is allowed only where the peak of `held` stays as it
-    is. Remaining blocks get separate allocations if that saves enough.
+    `heirs` maps a block to the donors whose memory passes to it or from it in place. Blocks of `bound` stay in the
+    arena, which is kept between calls, so its size counts at every step. Several arena sizes are tried. A block that
+    does not fit goes to the donor whose life it extends least. At first this is allowed only where the peak of `held`
+    stays as it is. Remaining blocks get separate allocations if that saves enough.
     `beside`: bytes held while the other program of a training step runs. The arena exists then, too, and that program
     is assumed to need as much as this one would in an arena alone.
     """

@@ -154,7 +154,7 @@ def _move_large(sides: _Sides) -> None:
 
 
 def _move_crowding(sides: _Sides) -> None:
-    """Move out blocks at the arena's fullest step, whatever their size, while that lowers the peak."""
+    """Move out up to `MAX_SMALL_BLOCKS` blocks at the arena's fullest step, if that lowers the peak enough."""
     best = sides.peak
     price, kept = max(best // BYTES_PER_ALLOCATION, MIN_SMALL_BLOCK_BYTES), len(sides.apart)
     for count in range(1, MAX_SMALL_BLOCKS + 1):

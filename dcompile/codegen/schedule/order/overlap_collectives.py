@@ -338,7 +338,7 @@ def _place(
     for at, exchange in enumerate(order):
         until |= {other: min(until[other], caps[at]) for other in exchange.before}
     load = given.base.copy()
-    times = given.times.copy()  # moves on with what is held up
+    times = given.times.copy()  # advances with waits
     free: dict[str, float] = {}
     starts, waits = dict[int, int](), dict[int, int]()
     previous = 0

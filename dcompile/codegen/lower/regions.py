@@ -2,8 +2,8 @@
 
 A region is as large as collectives allow. Its operations wait for the same all-gathers, follow the same library calls
 outside regions, and lead to the same gradient reduction. Library calls outside are the model's own collectives, random
-numbers, and in-place changes of inputs. Each of these three numbers only grows along an edge of the graph, so a region
-depends only on earlier ones. Views are not operations: each region makes its own views of its inputs.
+numbers, and in-place changes of inputs. Numbered in order, each of the three only grows along an edge of the graph, so
+a region depends only on earlier ones. Views are not operations: each region makes its own views of its inputs.
 
 An operation runs as early as possible, since early computation hides collectives. There are two exceptions. An
 operation that waits for nothing runs with its first user; otherwise a backward would start with all its recomputation.

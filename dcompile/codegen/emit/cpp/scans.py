@@ -63,7 +63,7 @@ def _scan_rounds(plan: NestPlan, number: int) -> ScanRounds:
 
 
 def _is_serial(plan: NestPlan, needed: Iterable[Ref], scans: Iterable[Ref]) -> bool:
-    """Is there so little work besides the scans that it may wait for them? Float sums take too long themselves."""
+    """Is there so little work besides the scans that it may wait for them? Float sums alone take too long."""
     cost = sum(OPS[value.op].cost for ref in needed if isinstance(value := plan.nest.body[ref], Apply))
     slow = all(plan.scan(ref).op not in ("max", "min") and "float" in plan.scan(ref).dtype for ref in scans)
     return cost <= MAX_SERIAL_COST and not slow

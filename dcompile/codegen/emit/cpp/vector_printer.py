@@ -285,8 +285,8 @@ def _accumulate_in_turn(steps: VectorStep, number: int, at: str, high: str) -> N
     """Print the loop that fills the accumulators in turn, one vector each; remaining vectors go to the first.
 
     The lambda captures addresses by value, since g++ would reload them after each store of later passes: RMSNorm took
-    0.88 to 0.98 of the time (docs/lab/constants.md, K12). It does not where a later pass prefetches two tensors, which
-    took 1.2.
+    0.88 to 0.98 of the time (docs/lab/constants.md, K12). Where a later pass prefetches two tensors, captures by value
+    took 1.2 and are not used.
     """
     p, name, width = steps.printer, steps.printer.nest.elements[-1].name, steps.width
     few, count = len(p.plan.next_row) < 2, p.plan.vectors[number].accumulators

@@ -373,7 +373,7 @@ class HostProgramWriter:
     # --- library calls ---
 
     def _in_chosen(self) -> set[str]:
-        """Return inputs of matmuls with a chosen algorithm: as kernels, it relies on strides and 16-byte alignment."""
+        """Return inputs of matmuls with a chosen algorithm, which needs known strides and 16-byte alignment."""
         if not self.chosen:
             return set()
         steps = [step for step in self.program.steps if isinstance(step, Extern)]

@@ -219,7 +219,7 @@ def append_value(body: list[Value], known: dict[Value, Ref], value: Value | Ref)
     if isinstance(value, int):
         return value
     if isinstance(value, Const):
-        # 0 and False, 0.0 and -0.0 compare equal: the text keeps them apart
+        # 0 and False, 0.0 and -0.0 compare equal: the text distinguishes them
         key: Value = replace(value, value=0, dtype=f"{value.dtype}:{value.value!r}")
     else:
         key = value

@@ -17,7 +17,7 @@ from dcompile.codegen.schedule.memory.offsets import Block, align_size, best_gap
 from dcompile.ir.nodes import Buffer, Collective, Extern, Program, Step, View, Wait, holder_of
 
 SMALLEST_HOST, SMALLEST_GUEST = 1 << 12, 1 << 8
-"""Bytes: an address that each call works out anew costs more than less memory gains."""
+"""Bytes: below these, computing an address in each call costs more than the saved memory gains."""
 STEPS_OF_CAP = 8
 MIN_SAVED_BYTES = 1 << 16
 """Bytes that placements must save at least."""

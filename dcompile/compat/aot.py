@@ -371,8 +371,8 @@ def constant_results() -> tuple[int, ...]:
 def take_views() -> tuple[int, ...]:
     """Positions of views that the caller must return as separate tensors. Inside the compiler of a forward.
 
-    It removes them from AOTAutograd's metadata, which would otherwise detach them. Empty if this torch has no such
-    list.
+    It removes them from AOTAutograd's metadata, so that AOTAutograd does not separate them, too. Empty if this torch
+    has no such list.
     """
     metadata = _metadata()
     views = getattr(metadata, "unsafe_view_out_indices", ())

@@ -35,6 +35,7 @@ from dcompile.capture.passes.joint.absent_gradients import (
 )
 from dcompile.capture.services import GradientBuckets, Line
 from dcompile.collectives.contract import Executable, Foreseen, ParamInfo, Request
+from dcompile.ir.functional_collectives import NAMESPACE, is_wait
 from dcompile.machine_model import GroupSize
 from dcompile.passes import OutputStep
 
@@ -441,7 +442,7 @@ def own_collectives(gm: Any) -> Iterator[tuple[str, str]]:
     """
     for node in gm.graph.nodes:
         op = str(node.target)
-        if node.op == "call_function" and op.startswith("_c10d_functional.") and "wait_tensor" not in op:
+        if node.op == "call_function" and op.startswith(NAMESPACE) and not is_wait(op):
             texts = [arg for arg in node.args if isinstance(arg, str)]
             if texts:  # else its group is an object, and lowering says so
                 *how, group = texts

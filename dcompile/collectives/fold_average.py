@@ -38,7 +38,7 @@ def fold_average(program: Program, devices: Collection[str] = ("cuda",)) -> Prog
 
 def _is_scaled(bucket: Bucket) -> bool:
     """Whether gradients are multiplied in the bucket's own dtype, as DDP does without a hook."""
-    return bucket.kind == "all_reduce" and not bucket.wire and bucket.dtype in DTYPES
+    return not bucket.carries_units and not bucket.wire and bucket.dtype in DTYPES
 
 
 def _is_product(step: Step) -> bool:

@@ -16,6 +16,7 @@ from dcompile.compat.optimizers import optimizers_whole
 from dcompile.compat.patches.index_strides import strides_of_indices
 from dcompile.compat.patches.quiet_dumps import no_unread_latencies, no_unread_names
 from dcompile.compat.patches.symbolic_views import views_as_asked
+from dcompile.compat.patches.traced_gathers import reordered_gathers_traced
 from dcompile.compat.shapes import of_context
 from dcompile.compat.sizes import simplifying_once
 
@@ -214,6 +215,7 @@ def tracing_settings(
         _writes_to_scalars_kept(),
         _packed_sequences_apart(),
         optimizers_whole(),
+        reordered_gathers_traced(),
     ):
         yield
 

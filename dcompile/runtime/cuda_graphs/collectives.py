@@ -118,7 +118,7 @@ def call_of(buckets: Sequence[Bucket], source: AnySource | None, sync: bool) -> 
     """What surrounds this call; or why it runs without a recording, since it does not do the same each time."""
     if source is None:
         return PlainCall(sync)
-    if any(bucket.kind != "all_reduce" for bucket in buckets):
+    if any(bucket.carries_units for bucket in buckets):
         shards: Any = source
         key = shards.same_each_time()
         return key if isinstance(key, str) else ShardCall(shards, key, sync)

@@ -30,6 +30,7 @@ from dcompile.codegen.emit.host.buffer_uses import all_views, last_uses
 from dcompile.codegen.emit.host.expressions import HostExpressions
 from dcompile.codegen.emit.host.gemm_geometry import factors_of, geometry
 from dcompile.codegen.emit.target import Kernels, KernelSource, LibraryReplacement
+from dcompile.ir.collective_kinds import bucket_traits
 from dcompile.ir.gemm import Chosen
 from dcompile.ir.index import Index, Size, as_index, var
 from dcompile.ir.nodes import (
@@ -59,10 +60,6 @@ _IMPORTS = (
     "from dcompile.runtime.program.fast_aten import empty_cpu, empty_cuda, entry, look",
 )
 _QUICK = {"cpu": "empty_cpu", "cuda": "empty_cuda"}
-
-
-_STARTS = {"all_gather": "start_gather", "reduce_scatter": "start_scatter"}
-_WAITS = {"all_gather": "wait_gather", "reduce_scatter": "wait_scatter"}
 
 
 def emit(
@@ -177,7 +174,7 @@ class HostProgramWriter:
     def _call(self) -> None:
         self._inputs()
         for bucket in self.program.buckets:
-            if bucket.kind == "all_reduce":
+            if not bucket.carries_units:
                 self.lines.append(f"{self.text.memory(bucket.name)} = buckets.acquire({bucket.name!r})")
         if any(bucket.scaled for bucket in self.program.buckets):
             self.lines.append(f"{SCALE.text} = buckets.scale(sync)")
@@ -267,23 +264,30 @@ class HostProgramWriter:
                 self._extern(step)
             case Collective(call=Extern() as call):
                 self._own_exchange(step, call)
-            case Collective("all_reduce"):
-                memory = self.text.memory(step.bucket)
-                self.lines += ["if sync:", f"    buckets.start({step.bucket!r}, {memory})"]
-            case Collective(kind):
-                self._exchange(kind, self.exchanged[step.bucket])
+            case Collective():
+                self._start(step)
             case Wait() if step.bucket in self.exchanged:
                 self._wait(step.bucket)
             case Wait():
                 self.lines.append(f"{self.started[step.bucket]}.wait()")
 
-    def _exchange(self, kind: str, bucket: Bucket) -> None:
+    def _start(self, step: Collective) -> None:
+        """Start one of dcompile's own, by the method that the table of kinds names."""
+        traits = bucket_traits(step.kind)
+        match traits.carries:
+            case "gradients":
+                memory = self.text.memory(step.bucket)
+                self.lines += ["if sync:", f"    buckets.{traits.start}({step.bucket!r}, {memory})"]
+            case "units":
+                self._start_units(traits.start, self.exchanged[step.bucket])
+
+    def _start_units(self, method: str, bucket: Bucket) -> None:
         """Start gathering or reducing units, each as one flat tensor."""
         for name in bucket.holders:
             self._ensure(name)
         whole = [View(name, (size,), (1,)) for name, size in zip(bucket.holders, bucket.sizes, strict=True)]
         tensors = ", ".join(map(self.text.view, whole))
-        self.lines.append(f"buckets.{_STARTS[kind]}({bucket.name!r}, [{tensors}])")
+        self.lines.append(f"buckets.{method}({bucket.name!r}, [{tensors}])")
 
     def _own_exchange(self, step: Collective, call: Extern) -> None:
         """Start one of the model's own: on tensors that it sends, and on others that it fills, or in place."""
@@ -300,11 +304,12 @@ class HostProgramWriter:
         self.lines.append(f"{exchange}([{', '.join(sent)}], [{', '.join(filled)}], {', '.join(rest)})")
 
     def _wait(self, name: str) -> None:
-        kind = self.exchanged[name].kind
-        if kind == "all_reduce":
-            self.lines += ["if sync:", f"    buckets.wait({name!r}, {self.text.memory(name)})"]
-        else:
-            self.lines.append(f"buckets.{_WAITS[kind]}({name!r})")
+        traits = self.exchanged[name].traits
+        match traits.carries:
+            case "gradients":
+                self.lines += ["if sync:", f"    buckets.{traits.wait}({name!r}, {self.text.memory(name)})"]
+            case "units":
+                self.lines.append(f"buckets.{traits.wait}({name!r})")
 
     # --- memory ---
 

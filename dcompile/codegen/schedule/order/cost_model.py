@@ -12,6 +12,7 @@ from math import prod
 from dcompile.codegen.schedule.order.simulate import is_copied_gather
 from dcompile.ir import functional_collectives
 from dcompile.ir.analysis import operands, row_values, sizes
+from dcompile.ir.collective_kinds import COLLECTIVES
 from dcompile.ir.index import Index, Size, typical
 from dcompile.ir.nodes import (
     ITEMSIZE,
@@ -69,10 +70,11 @@ def _among_replicas(
 ) -> float:
     """What a wait does itself: sum up the shards of a reduction among replicas."""
     group = groups.get(step.group, GroupSize())
-    if step.kind != "reduce_scatter" or group.replicas == 1:
+    traits = COLLECTIVES[step.kind].bucket
+    if traits is None or traits.among_replicas is None or group.replicas == 1:
         return 0.0
     shard = collective_bytes(step, table) // group.ranks
-    return collective_seconds(figures, "all_reduce", shard, group.replicas, stride=group.ranks)
+    return collective_seconds(figures, traits.among_replicas, shard, group.replicas, stride=group.ranks)
 
 
 def step_seconds(

@@ -17,7 +17,7 @@ from dcompile.codegen.lower.rules import scalar_ops
 from dcompile.codegen.lower.symbolic.strides import Shape
 from dcompile.ir.float8 import FLOAT8
 from dcompile.ir.nodes import Ref
-from dcompile.ir.ops import DTYPES
+from dcompile.ir.ops import DTYPES, OPS
 
 Promotion = Literal["result", "common", "bool"]
 """Operands become the result's dtype, their own common dtype, or truth values, before the operation."""
@@ -73,13 +73,13 @@ def to_dtype(body: Body, ref: Ref, dtype: str) -> Ref:
     return body.cast(saturate(body, ref) if dtype == "float8_e4m3fn" else ref, dtype)
 
 
-_UNARY = {
-    "neg": False, "abs": False, "reciprocal": True, "sqrt": True, "rsqrt": True, "exp": True,
-    "exp2": True, "expm1": True, "log": True, "log1p": True, "log2": True, "log10": True, "sin": True, "cos": True,
-    "tan": True, "tanh": True, "sigmoid": True, "erf": True,
-    "erfc": True, "lgamma": True, "asin": True, "acos": True, "sinh": True, "cosh": True, "asinh": True, "acosh": True,
-    "atanh": True,
-}  # fmt: skip
+_UNARY = (
+    "neg", "abs", "reciprocal", "sqrt", "rsqrt", "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "sin", "cos",
+    "tan", "tanh", "sigmoid", "erf", "erfc", "lgamma", "asin", "acos", "sinh", "cosh", "asinh", "acosh", "atanh",
+)  # fmt: skip
+"""Ops that compute what the ATen operation of the same name does."""
+MIN_HEAVY_COST = 4
+"""Divisions and what costs more: whole rows of a reader that repeats them should not compute them again."""
 _PRIMS = (
     "neg", "abs", "sqrt", "exp", "log", "sin", "cos", "tanh", "floor", "ceil", "erfc", "lgamma", "asin", "acos", "sinh",
     "cosh", "asinh", "acosh", "atanh", "signbit",
@@ -91,7 +91,8 @@ _BOTH = ("Tensor", "Scalar")
 
 def _table() -> dict[str, Pointwise]:
     table: dict[str, Pointwise] = {}
-    for name, heavy in _UNARY.items():
+    for name in _UNARY:
+        heavy = OPS[name].cost >= MIN_HEAVY_COST
         table[f"aten.{name}.default"] = Pointwise(scalar_ops.simple(name), 1, heavy=heavy)
     for name in ("floor", "ceil", "trunc", "round"):
         table[f"aten.{name}.default"] = Pointwise(scalar_ops.round_to_integer(name), 1)

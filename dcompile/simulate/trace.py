@@ -159,7 +159,7 @@ def _groups(model: torch.nn.Module) -> dict[int, int]:
 class _SimulatedGraph(DynamoGraph):
     """A graph whose backward is planned with its forward, for ranks that the adapter makes up."""
 
-    gpu = "cpu"  # which stands for one here
+    planned_for = "cuda"
     needs_data = False
 
     placeholders: dict[str, int]

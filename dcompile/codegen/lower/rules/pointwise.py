@@ -185,9 +185,9 @@ def _frexp(low: Lowering, values: Sequence[torch.Tensor], /, x: LazyTensor) -> t
 
 
 def _div(low: Lowering, value: torch.Tensor, /, a: Any, b: Any) -> LazyTensor:
-    on_gpu = low.device != "cpu" and low.is_number(b) and not low.is_number(a)
-    meaning = scalar_ops.div_by_number if on_gpu else scalar_ops.div
-    return Pointwise(meaning, 2, heavy=not on_gpu, exact_numbers=True)(low, value, a, b)
+    multiplies = low.traits.aten.divides_by_reciprocal and low.is_number(b) and not low.is_number(a)
+    meaning = scalar_ops.div_by_number if multiplies else scalar_ops.div
+    return Pointwise(meaning, 2, heavy=not multiplies, exact_numbers=True)(low, value, a, b)
 
 
 def _hardtanh(low: Lowering, value: torch.Tensor, /, x: LazyTensor, a: float = -1.0, b: float = 1.0) -> LazyTensor:
@@ -196,8 +196,7 @@ def _hardtanh(low: Lowering, value: torch.Tensor, /, x: LazyTensor, a: float = -
 
 def _power(low: Lowering, value: torch.Tensor, /, base: Any, exponent: Any) -> Result:
     cheap = not isinstance(exponent, LazyTensor) and exponent in (0, 1, 2, 3)
-    # ATen's CPU kernel takes no roots of float16 numbers
-    has_roots = value.dtype is not torch.float16 or low.device != "cpu"
+    has_roots = value.dtype is not torch.float16 or low.traits.aten.has_half_roots
     return Pointwise(scalar_ops.pow, 2, heavy=not cheap, ops=2)(low, value, base, exponent, has_roots=has_roots)
 
 

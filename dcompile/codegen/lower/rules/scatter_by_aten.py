@@ -35,7 +35,11 @@ def by_library(low: Lowering, x: LazyTensor, op: str, *given: Any) -> LazyTensor
 
 def scatters_by_library(low: Lowering, x: LazyTensor, index: LazyTensor, *, adds: bool) -> bool:
     """Is a scatter on a CPU the library's? One that adds, where there is little to add to what is no zero."""
-    if low.device != "cpu" or 0 in (*index.shape, *x.shape) or typical(x.numel) < MAX_SMALL_ELEMENTS:
+    if (
+        not low.traits.aten.puts_few_values_fast
+        or 0 in (*index.shape, *x.shape)
+        or typical(x.numel) < MAX_SMALL_ELEMENTS
+    ):
         return False
     return not adds or (typical(index.numel) * MIN_ELEMENTS_PER_PUT <= typical(x.numel) and constant_of(x) != 0)
 
@@ -43,7 +47,9 @@ def scatters_by_library(low: Lowering, x: LazyTensor, index: LazyTensor, *, adds
 def puts_by_library(low: Lowering, x: LazyTensor, places: Shape, values: Shape, *, adds: bool) -> bool:
     """Is an index_put on a CPU the library's? `places` is how many there are to be looked up, `values` what is put."""
     count, most, numel = (size_product(shape) for shape in (values, places, x.shape))
-    if low.device != "cpu" or not (isinstance(count, int) and isinstance(most, int) and isinstance(numel, int)):
+    if not low.traits.aten.puts_few_values_fast or not (
+        isinstance(count, int) and isinstance(most, int) and isinstance(numel, int)
+    ):
         return False
     if numel < MAX_SMALL_ELEMENTS or count >= ONE_THREAD or count * MIN_ELEMENTS_PER_PUT > numel:
         return False

@@ -182,7 +182,7 @@ def _joined(line: Line) -> Line:
 def read_from(low: Lowering, value: torch.Tensor, x: LazyTensor, lines: tuple[Line, ...]) -> LazyTensor:
     """Along the last dimension a CPU is told the stretches apart, along others one place is looked up (`pads.py`)."""
     shape, dtype, last = shape_of(value), dtype_name(value.dtype), len(lines) - 1
-    apart = last if low.device == "cpu" else None
+    apart = last if low.traits.splits_loops else None
     x = x if x.is_cheap else low.memory(x)
 
     def at(body: Body, coords: Coords) -> Ref:

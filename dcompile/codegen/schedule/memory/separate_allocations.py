@@ -17,6 +17,7 @@ import numpy as np
 
 from dcompile.codegen.schedule.memory.offsets import Block
 from dcompile.codegen.schedule.memory.reuse_external import in_flight
+from dcompile.device_traits import traits_of
 from dcompile.ir.analysis import takes_over
 from dcompile.ir.nodes import Buffer, Program
 
@@ -42,7 +43,7 @@ class SeparateAllocations:
 
 def fits(buffer: Buffer) -> bool:
     """Whether it is memory of a GPU of a size known now."""
-    return buffer.device != "cpu" and isinstance(buffer.extent, int) and buffer.is_tensor
+    return traits_of(buffer.device).has_caching_allocator and isinstance(buffer.extent, int) and buffer.is_tensor
 
 
 def movable(program: Program, groups: Sequence[Sequence[Buffer]]) -> frozenset[int]:

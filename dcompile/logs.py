@@ -14,7 +14,8 @@ import os
 import sys
 from typing import TextIO
 
-from dcompile.config import CHANNELS, Config, parse_log
+from dcompile.config import Config
+from dcompile.log_setting import CHANNELS, parse_log
 
 DEFAULT_LEVEL = logging.INFO
 """Of the logger `dcompile`, unless its level was set: the receipt is to be seen."""

@@ -16,7 +16,7 @@ class Watch:
 
     def __init__(self, storages: Mapping[int, int], touched: Callable[[int, str], None]) -> None:
         """`storages`: `tensors.storage_key` -> a number, which `touched` is told with the operation; it may raise."""
-        _watch_texts()
+        watch_tensor_texts()
         self._mode = _mode_class()(storages, touched)
 
     def begin(self) -> None:
@@ -49,7 +49,7 @@ STANDS_IN = "_dcompile_stands_in"
 """The mark of tensors without memory, in whose place a compiled graph gathers parameters."""
 
 
-def _watch_texts() -> None:
+def watch_tensor_texts() -> None:
     """Have a mode see who prints a tensor that bears the mark: torch switches modes off for that."""
     from torch import _tensor_str
 

@@ -23,13 +23,13 @@ def before_groups_end(callback: Callable[[], None]) -> None:
     NCCL waits, when a communicator ends, for every CUDA graph that has collectives of it.
     """
     _HOLDERS.append(weakref.WeakMethod(callback))
-    _hear_of_ends()
+    hear_of_destroyed_groups()
 
 
 def on_destroy(watcher: Callable[[Any], None]) -> None:
     """Call `watcher` with a process group (None: all of them) whenever one is about to be destroyed."""
     _WATCHERS.append(watcher)
-    _hear_of_ends()
+    hear_of_destroyed_groups()
 
 
 def let_go() -> None:
@@ -40,7 +40,7 @@ def let_go() -> None:
             alive()
 
 
-def _hear_of_ends() -> None:
+def hear_of_destroyed_groups() -> None:
     """Put a function of our own before torch.distributed.destroy_process_group, if it is not there."""
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d

@@ -60,7 +60,7 @@ def test_threads_wait_before_they_write_what_others_read(a, b, meet):
 
 
 def test_every_op_has_a_spelling():
-    assert triton_kernel.EMITTER.spelling.keys() == OPS.keys()
+    assert triton_kernel.TARGET.spelling.keys() == OPS.keys()
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

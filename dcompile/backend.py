@@ -76,4 +76,4 @@ def _module_of(fn: Any) -> Module | None:
     return wrapped if isinstance(wrapped, Module) else None
 
 
-compat.dynamo.intercept_compile(handle_compile)
+compat.compile_call.intercept_compile(handle_compile)

@@ -14,9 +14,10 @@ from dcompile import compat
 from dcompile.collectives.contract import Executable, Foreseen, ProgramReport, Request
 from dcompile.compat import storage_offsets, torch_logs
 from dcompile.compat.sizes import guard_count, known_facts, reads_values
-from dcompile.config import Config, parse_log
+from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.gc_pause import without_collecting
+from dcompile.log_setting import parse_log
 from dcompile.logs import log
 from dcompile.passes import GraphPasses, select_rows
 from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, OUTPUT_STEPS

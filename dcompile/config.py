@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
-import logging
 import os
-import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from dcompile.errors import OptionError
 from dcompile.inductor_options import REASON_OF
 from dcompile.kernel_backends.names import REPLAYED, KernelBackend, find_backend
-
-CHANNELS = ("passes", "overlap", "kernels", "memory")
-"""Channels of option `log`: the loggers `dcompile.passes` and so on. `all` is also accepted: log on every rank."""
-
-LEVELS: Mapping[str, int] = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
-"""Levels of a channel in `log`."""
+from dcompile.log_setting import parse_log
+from dcompile.settings import check_type, idle_text, option_name, setting, suggestion, variable_name
 
 TRACE_DIRECTORY = "dcompile_trace"
 """Directory of trace.enabled, relative to the working directory."""
@@ -34,14 +27,6 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "max-autotune-no-cudagraphs": {"max_autotune": True},
 }
 """Modes of torch.compile, and the options that each sets."""
-
-
-def setting(default: Any, text: str, *, in_key: bool = True, option: str = "", idle: str = "") -> Any:
-    """Define a field of `Config`: default, help, whether kernels depend on it, and its option name if that has a dot.
-
-    `idle`: why an option that torch.compile knows has no effect here. The docs and the receipt repeat it.
-    """
-    return dataclasses.field(default=default, metadata={"help": text, "in_key": in_key, "option": option, "idle": idle})
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +261,7 @@ class Config:
         mode = chosen.pop("mode", mode) or "default"
         if mode not in MODES:
             raise OptionError(
-                f"dcompile: unknown mode {mode!r}{_nearest(str(mode), MODES)}; valid modes: {', '.join(MODES)}"
+                f"dcompile: unknown mode {mode!r}{suggestion(str(mode), MODES)}; valid modes: {', '.join(MODES)}"
             )
         values = {**_from_environment(), **{_field_of(name): value for name, value in MODES[mode].items()}, **chosen}
         config = cls(**{name: _checked(name, value) for name, value in values.items()}, ignored=ignored)
@@ -301,15 +286,15 @@ class Config:
     def idle(self) -> tuple[str, ...]:
         """A line for each changed option without effect, with the reason, and for misspelt environment variables."""
         options = (
-            f"option {_option_of(f)}={getattr(self, name)} has no effect: {f.metadata['idle']}"
+            f"option {option_name(f)}={getattr(self, name)} has no effect: {f.metadata['idle']}"
             for name, f in _fields().items()
             if f.metadata["idle"] and getattr(self, name) != f.default
         )
         ignored = (f"option {name}={value} has no effect: {REASON_OF[name]}" for name, value in self.ignored)
-        ours = [_variable(name) for name in _fields()]
+        ours = [variable_name(name) for name in _fields()]
         others = sorted(set(os.environ).difference(ours))
         variables = (
-            f"environment variable {name} has no effect: there is no such setting{_nearest(name, ours)}"
+            f"environment variable {name} has no effect: there is no such setting{suggestion(name, ours)}"
             for name in others
             if name.startswith("DCOMPILE_")
         )
@@ -330,60 +315,29 @@ def _types() -> dict[str, Any]:
     return typing.get_type_hints(Config)
 
 
-def _variable(name: str) -> str:
-    """Environment variable of a field."""
-    return f"DCOMPILE_{name.upper()}"
-
-
-def _option_of(f: dataclasses.Field[Any]) -> str:
-    """Name of a field in options={...}; some of torch's have a dot."""
-    return f.metadata["option"] or f.name
-
-
 def _field_of(option: Any) -> str:
     """Field of an option, with dashes read as underscores, as torch does. Raises OptionError."""
-    names = {_option_of(f): name for name, f in _fields().items()} | {"mode": "mode"}
+    names = {option_name(f): name for name, f in _fields().items()} | {"mode": "mode"}
     spelt = str(option).replace("-", "_")
     if spelt in names:
         return names[spelt]
     raise OptionError(
-        f"dcompile: unknown option {option!r}{_nearest(spelt, names)}; valid options: {', '.join(option_names())}"
+        f"dcompile: unknown option {option!r}{suggestion(spelt, names)}; valid options: {', '.join(option_names())}"
     )
 
 
-def _nearest(name: str, valid: Iterable[str]) -> str:
-    """`, did you mean 'dump'?`, or an empty string if no name is similar."""
-    near = difflib.get_close_matches(name, list(valid), n=1)
-    return f", did you mean {near[0]!r}?" if near else ""
-
-
 def _from_environment() -> dict[str, str]:
-    names = {_variable(name): name for name in _fields()}
+    names = {variable_name(name): name for name in _fields()}
     return {names[variable]: value for variable, value in os.environ.items() if variable in names}
 
 
 def _checked(name: str, value: Any) -> Any:
-    """`value` converted to the field's type; strings are parsed as from the environment."""
+    """`value` as the type that the field declares, and what the field demands beyond that."""
     if name == "kernels":
         return find_backend(value)
-    hint = _types()[name]
-    if typing.get_origin(hint) in (Literal, types.UnionType):
-        if value not in typing.get_args(hint):
-            valid = ", ".join(map(str, typing.get_args(hint)))
-            raise OptionError(f"dcompile: {name}={value!r} is not one of: {valid}")
-        return value
-    if hint is bool and isinstance(value, str):
-        if value.lower() not in ("0", "1", "false", "true", ""):
-            raise OptionError(f"dcompile: {name}={value!r} is not a truth value (use 0 or 1)")
-        return value.lower() in ("1", "true")
-    if hint is float:
-        return _fraction(name, value)
-    if hint is int and isinstance(value, str) and value.lstrip("-").isdigit():
-        value = int(value)
-    if name == "chunked_loss" and (isinstance(value, bool) or not isinstance(value, int) or value < 0 or value == 1):
-        raise OptionError(f"dcompile: {name}={value!r} should be a number of parts, at least 2, or 0 for none")
-    if not isinstance(value, hint):
-        raise OptionError(f"dcompile: {name}={value!r} should be {hint.__name__}, not {type(value).__name__}")
+    if name == "chunked_loss":
+        return _parts(value)
+    value = check_type(name, _types()[name], value)
     if name == "cache_size_gib" and value < 0:
         raise OptionError(f"dcompile: {name}={value!r} should be a number of GiB, or 0 for no limit")
     if name == "log":
@@ -391,60 +345,26 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class LogSetting:
-    """Parsed option `log`: the level of each named channel, and whether every rank logs."""
-
-    levels: Mapping[str, int]
-    every_rank: bool
-
-
-@functools.cache
-def parse_log(text: str) -> LogSetting:
-    """Parse `passes=INFO,overlap,all`. Raises OptionError, which lists the valid channels or levels."""
-    levels: dict[str, int] = {}
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    for word in words:
-        channel, has_level, level = (part.strip() for part in word.partition("="))
-        if channel not in CHANNELS and word != "all":
-            known = (*CHANNELS, "all")
-            raise OptionError(
-                f"dcompile: unknown log channel {word!r}{_nearest(channel, known)}; channels: {', '.join(known)}"
-            )
-        if has_level and level.upper() not in LEVELS:
-            raise OptionError(f"dcompile: unknown log level {level!r} in {word!r}; levels: {', '.join(LEVELS)}")
-        if word != "all":
-            levels[channel] = LEVELS[level.upper()] if has_level else logging.DEBUG
-    return LogSetting(levels, "all" in words)
-
-
-def _fraction(name: str, value: Any) -> float:
-    try:
-        found = float(value)
-    except (TypeError, ValueError):
-        found = -1.0
-    if isinstance(value, bool) or not 0 <= found <= 1:
-        raise OptionError(f"dcompile: {name}={value!r} should be a number from 0 to 1")
-    return found
+def _parts(value: Any) -> int:
+    number = int(value) if isinstance(value, str) and value.isdigit() else value
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0 or number == 1:
+        raise OptionError(f"dcompile: chunked_loss={number!r} should be a number of parts, at least 2, or 0 for none")
+    return number
 
 
 def option_types() -> dict[str, tuple[str, Any, str]]:
     """Field of `Config` -> its name in options={...}, its type, and its help, for front ends."""
-    return {name: (_option_of(f), _types()[name], f.metadata["help"]) for name, f in _fields().items()}
+    return {name: (option_name(f), _types()[name], f.metadata["help"]) for name, f in _fields().items()}
 
 
 def option_names() -> list[str]:
     """Names accepted in options={...}."""
-    return ["mode", *map(_option_of, _fields().values())]
+    return ["mode", *map(option_name, _fields().values())]
 
 
 def describe() -> list[tuple[str, str, str, str]]:
     """(option, environment variable, default, help) of every setting, for the docs' table."""
     return [
-        (_option_of(f), _variable(name), repr(f.default), f.metadata["help"] + _idle_text(f))
+        (option_name(f), variable_name(name), repr(f.default), f.metadata["help"] + idle_text(f))
         for name, f in _fields().items()
     ]
-
-
-def _idle_text(f: dataclasses.Field[Any]) -> str:
-    return f" Accepted without effect: {f.metadata['idle']}." if f.metadata["idle"] else ""

@@ -14,13 +14,10 @@ import torch
 
 from dcompile.artifacts import dump
 from dcompile.autotune import Tuner
-from dcompile.codegen.emit import select_target
-from dcompile.codegen.emit.cpp import compile as cpp_compile
-from dcompile.codegen.emit.cpp import sgemm
-from dcompile.codegen.emit.cpp.compile import Built
+from dcompile.codegen.emit.build import KernelCompilers, PendingBuild
 from dcompile.codegen.emit.host import program as host_program
-from dcompile.codegen.emit.target import Kernels, KernelSource
-from dcompile.codegen.emit.triton import compile as triton_compile
+from dcompile.codegen.emit.select_target import architecture, emit_all, why_no_kernels
+from dcompile.codegen.emit.target import Built, Kernels, KernelSource
 from dcompile.codegen.lower.lower import Lowered, lower
 from dcompile.codegen.lower.symbolic.shapes import traced_sizes
 from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
@@ -29,6 +26,7 @@ from dcompile.collectives.fsdp_reduce_scatter import copied_bytes
 from dcompile.compat import torch_logs
 from dcompile.compute_regions import RegionCompiler, RegionResult
 from dcompile.config import Config
+from dcompile.device_traits import main_device, traits_of
 from dcompile.ir.diagram import dot, render
 from dcompile.ir.functional_collectives import is_own_collective
 from dcompile.ir.gemm import Chosen
@@ -43,7 +41,7 @@ from dcompile.plan_log import log_build, log_plan
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program import cuda_launch
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
-from dcompile.toolchain import own_products, products_key, triton_version
+from dcompile.toolchain import own_products
 
 Result = TypeVar("Result")
 EPILOGUES = "fuse_matmul_epilogues"
@@ -86,7 +84,7 @@ class PendingGraph:
     plan: ProgramPlan
     source: str
     """Its host program."""
-    building: triton_compile.PendingBuild
+    building: PendingBuild
 
     @property
     def waits(self) -> bool:
@@ -107,9 +105,8 @@ class Pipeline:
         self._passes = select_rows(config, loop_passes(), earlier=(DYNAMO_PASSES, JOINT_PASSES))
         self._decisions = tuple(row.run for row in select_rows(config, nest_passes(), earlier=earlier))
         self._numbers = {row.name: number for number, row in enumerate(loop_passes(), 1)}
-        self._compilers = cpp_compile.Compilers(config)
-        self._crews: dict[int, triton_compile.WorkerPool] = {}
-        """Worker pools that compile GPU kernels, by compute capability, for all graphs."""
+        launcher = KernelSource(cuda_launch.LAUNCHER, cuda_launch.LAUNCHER_TEXT, (), 1, False)
+        self._compilers = KernelCompilers(config, launcher)
         self._tuner = Tuner()
 
     def plan(self, gm: Any, request: Request, measure: Measure | None = None) -> ProgramPlan:
@@ -151,17 +148,17 @@ class Pipeline:
 
     def emit(self, program: Program, request: Request) -> Kernels:
         """Emit the kernels of a program."""
-        return select_target.emit_all(program, request.kind, self._decisions, own_products=self._own_products())
+        return emit_all(program, request.kind, self._decisions, own_products=self._own_products())
 
     def begin(self, gm: Any, request: Request, cache: KernelCache) -> PendingGraph:
         """Lower, schedule and emit one FX graph, and start building its kernels."""
         arch = self._arch(gm)
         if arch is not None:
-            self._crew(arch, cache).ready()  # imports Triton while the program is planned
+            self._compilers.prepare(arch, cache)
         notes: list[str] = []
         plan = self.plan(gm, request, None if arch is None else self._endings(gm, request, arch, cache, notes))
         plan.report.notes += notes
-        building = self._begin(plan.kernels, arch, cache)
+        building = self._compilers.begin(plan.kernels, arch, cache)
         recycle = request.kind == "inference"
         measures = self.config.max_autotune and arch is not None
         if self.config.max_autotune and not measures:
@@ -176,7 +173,7 @@ class Pipeline:
         return PendingGraph(plan, source, building)
 
     def _why_not_tuned(self, gm: Any) -> str:
-        if _devices(gm) <= {torch.device("cpu")}:
+        if all(traits_of(device.type).is_host for device in _devices(gm)):
             return "it measures products on GPUs, and this graph runs on the CPU"
         return "it measures products beside kernels of ours, and this graph runs on ATen's"
 
@@ -196,7 +193,7 @@ class Pipeline:
             return None
 
         def build(sources: Sequence[KernelSource]) -> Mapping[str, Path]:
-            return self._begin(Kernels(tuple(sources)), arch, cache).result().libraries
+            return self._compilers.begin(Kernels(tuple(sources)), arch, cache).result().libraries
 
         def measure(program: Program) -> Mapping[Loop, Tile]:
             found = self._timed(request, "endings", lambda: self._tuner.endings(program, _gpu(gm), arch, build))
@@ -218,7 +215,7 @@ class Pipeline:
         arena_bytes = program.arena_bytes if isinstance(program.arena_bytes, int) else 0  # else the source computes it
         written = frozenset().union(*(step.writes for step in program.steps))
         mutated = tuple(position for position, name in enumerate(program.inputs) if name in written)
-        device = next((buffer.device for buffer in program.buffers if buffer.device != "cpu"), "cpu")
+        device = main_device(buffer.device for buffer in program.buffers)
         late = len(valued_symbols(program))
         graph = CompiledGraph(
             source,
@@ -235,36 +232,12 @@ class Pipeline:
         return Loadable(graph, built.libraries, constants), built
 
     def _arch(self, gm: Any) -> int | None:
-        """Compute capability of this graph's kernels, as 90 for 9.0; None if it has none on a GPU."""
-        gpus = _devices(gm) - {torch.device("cpu")}
-        if not gpus or self._why_aten(gm) is not None:
-            return None
-        major, minor = torch.cuda.get_device_capability(next(iter(gpus)))
-        return 10 * major + minor
-
-    def _crew(self, arch: int, cache: KernelCache) -> triton_compile.WorkerPool:
-        return self._crews.setdefault(arch, triton_compile.WorkerPool(arch, cache.directory))
-
-    def _begin(self, kernels: Kernels, arch: int | None, cache: KernelCache) -> triton_compile.PendingBuild:
-        """Start compiling all kernels."""
-        sources = [source for source in kernels.sources if not source.launches]
-        others = [source for source in kernels.sources if source.launches]
-        if not others:
-            return triton_compile.PendingBuild(self._compiled(sources, cache), None)
-        assert arch is not None, "a graph with kernels for a GPU is on one"
-        theirs = triton_compile.TritonBuild(others, arch, self.config, cache, self._crew(arch, cache))
-        launcher = KernelSource(cuda_launch.LAUNCHER, cuda_launch.LAUNCHER_TEXT, (), 1, False)
-        return triton_compile.PendingBuild(self._compiled([*sources, launcher], cache), theirs)
-
-    def _compiled(
-        self, sources: list[KernelSource], cache: KernelCache, *, early: bool = False
-    ) -> cpp_compile.Building:
-        return self._compilers.begin(sources, cache, early=early, aliases={sgemm.source().name: products_key()})
+        """The compute capability that this graph's kernels are for, if it is to have any on a GPU."""
+        return None if self._why_aten(gm) is not None else architecture(_devices(gm))
 
     def begin_products(self, cache: KernelCache) -> None:
-        """Start compiling the GEMM kernel. Its first user waits for it, and gets its error."""
-        if cpp_compile.workers() > 1:  # with one core, it would take as long later
-            self._compiled([sgemm.source()], cache, early=True)
+        """Have the kernel of matrix products compiled, while a graph that needs it is traced."""
+        self._compilers.begin_matmul(cache)
 
     def _lower(self, gm: Any, request: Request, *, aten: bool) -> Lowered:
         return lower(
@@ -312,7 +285,7 @@ class Pipeline:
         """Why this graph is left to ATen as a whole; None if it is not."""
         if self.config.kernels == "aten":
             return 'options={"kernels": "aten"}'
-        return _why_not_gpu(_devices(gm) - {torch.device("cpu")})
+        return why_no_kernels(_devices(gm))
 
     def _schedule(
         self, program: Program, request: Request, sizes: Mapping[str, int], measure: Measure | None
@@ -363,8 +336,8 @@ def _commented_kernels(kernels: Kernels) -> Iterator[tuple[str, str]]:
 
 def _gpu(gm: Any) -> torch.device:
     """GPU of a graph with dcompile's kernels."""
-    (device,) = _devices(gm) - {torch.device("cpu")}
-    return device
+    (found,) = (device for device in _devices(gm) if not traits_of(device.type).is_host)
+    return found
 
 
 def _devices(gm: Any) -> set[torch.device]:
@@ -376,19 +349,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (tuple, list)):
         return [tensor for item in value for tensor in _tensors(item)]
     return [value] if isinstance(value, torch.Tensor) else []
-
-
-def _why_not_gpu(devices: set[torch.device]) -> str | None:
-    """Why a graph on these devices, besides the CPU, cannot have dcompile's kernels; None if it can."""
-    if not devices:
-        return None
-    if len(devices) > 1 or next(iter(devices)).type != "cuda":
-        return f"it is on {', '.join(sorted(map(str, devices)))}; kernels are made for one CUDA GPU"
-    if torch.version.hip is not None or torch.cuda.get_device_capability(next(iter(devices))) < (8, 0):
-        return "its GPU is none of NVIDIA's from compute capability 8.0 on"
-    if triton_version() is None:
-        return "it is on a GPU, and Triton, which compiles kernels for it, is not installed"
-    return None
 
 
 def _report(program: Program, kernels: Kernels) -> ProgramReport:

@@ -14,7 +14,8 @@ import os
 import sys
 from typing import TextIO
 
-from dcompile.config import CHANNELS, Config, parse_log
+from dcompile.config import Config
+from dcompile.log_setting import CHANNELS, parse_log
 
 DEFAULT_LEVEL = logging.INFO
 """Default level of the logger `dcompile`, so that the receipt is visible."""

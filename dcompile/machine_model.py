@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from dcompile.ir.collective_kinds import COLLECTIVES, CollectiveKind
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -85,15 +87,6 @@ class GroupSize:
     copies: bool = False
 
 
-RING_FACTOR: Mapping[str, int] = {
-    "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1,
-}  # fmt: skip
-"""Number of times that a ring of n ranks moves (n-1)/n of the whole buffer past each rank. An all-reduce is a
-reduce-scatter and an all-gather. Thakur, Rabenseifner, Gropp, "Optimization of Collective Communication Operations in
-MPICH", IJHPCA 19 (2005).
-"""
-
-
 LEAST_COPIED = 32 << 20
 """Average bytes of a model's gathers below which one kernel is faster than a copy for each parameter and rank (two
 H200: 13.5 MiB for each layer of a model of 160 M).
@@ -102,7 +95,7 @@ COPY_US = 15.0
 """Fixed time of one gather's copies, without their bytes (two H200: nine of 2 KiB to 17 MiB)."""
 
 
-def collective_seconds(figures: Figures, kind: str, nbytes: int, ranks: int, stride: int = 1) -> float:
+def collective_seconds(figures: Figures, kind: CollectiveKind, nbytes: int, ranks: int, stride: int = 1) -> float:
     """Time of one collective on a whole buffer of `nbytes` (what a gather writes, a reduction reads).
 
     It is the ring's latency plus its traffic over the slowest link; for an all-reduce, the latency of a tree if that is
@@ -116,12 +109,13 @@ def collective_seconds(figures: Figures, kind: str, nbytes: int, ranks: int, str
     inside = max(1, min(ranks, node // stride)) if network else ranks
     link = figures.link(inside)
     nodes = -(-ranks // inside)
-    rounds = RING_FACTOR[kind]
+    traits = COLLECTIVES[kind]
+    rounds = traits.ring_passes
     latency, gbs = link.latency_us + rounds * (ranks - nodes) * link.hop_us, link.gbs
     if network is not None:
         gbs = min(network.gbs * inside, link.gbs if inside > 1 else network.gbs)
         latency = network.latency_us + rounds * ((ranks - nodes) * link.hop_us + (nodes - 1) * network.hop_us)
-        if kind == "all_reduce":
+        if traits.has_tree:
             deep = 2 * ((inside - 1) * link.hop_us + 2 * math.ceil(math.log2(nodes)) * network.hop_us)
             latency = min(latency, network.latency_us + deep)
     return latency * 1e-6 + rounds * nbytes * (ranks - 1) / ranks / (gbs * 1e9)

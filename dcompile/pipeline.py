@@ -69,7 +69,7 @@ DYNAMO_PASSES: tuple[GraphPass, ...] = (
     GraphPass(recognize_causal_masks, when=with_own_kernels),
     GraphPass(decompose_decode_attention, when=with_own_kernels),
     # after masks: attention with a mask is left unchanged
-    GraphPass(use_grouped_query_attention, lambda request: (request.device_kind,), when=with_own_kernels),
+    GraphPass(use_grouped_query_attention, lambda request: (request.planned_for,), when=with_own_kernels),
     GraphPass(
         chunk_losses,
         lambda request: (request.config.chunked_loss,),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from logging import DEBUG, INFO
 
-from dcompile.codegen.emit.cpp.compile import Built
+from dcompile.codegen.emit.target import Built
 from dcompile.codegen.schedule.memory.memory_summary import memory_headline, memory_lines
 from dcompile.codegen.schedule.order.overlap_summary import overlap_lines
 from dcompile.collectives.contract import Request

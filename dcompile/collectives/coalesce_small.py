@@ -42,10 +42,10 @@ def units_to_pack(bucket: Bucket, figures: Figures, ranks: int, exposed: bool) -
     `exposed`: nothing is computed during the collective. Otherwise, a shorter collective saves time only because it
     slows concurrent kernels for less long, while copies are kernels themselves.
     """
-    if bucket.kind == "all_reduce" or ranks == 1:
+    if not bucket.carries_units or ranks == 1:
         return ()
     share = 1.0 if exposed else figures.interference
-    gather = bucket.kind == "all_gather"
+    gather = bucket.traits.gathers
     smallest = sorted(range(len(bucket.sizes)), key=lambda place: (bucket.sizes[place], place))
     best, found, copied = 0.0, 0, 0
     for count, place in enumerate(smallest, 1):

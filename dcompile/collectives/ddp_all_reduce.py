@@ -9,9 +9,11 @@ from typing import TypeAlias
 
 from dcompile.collectives.bucket import assign, lay_out
 from dcompile.collectives.contract import BucketRule, ParamInfo
+from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
 from dcompile.ir.index import Index, as_index, contiguous_strides
 from dcompile.ir.nodes import ITEMSIZE, Bucket, Buffer, Collective, Extern, Loop, Program, Step, View, Wait
 
+KIND: PlannedKind = "all_reduce"
 Output: TypeAlias = View | Index | int | float | bool | None
 
 
@@ -68,7 +70,7 @@ def lay_out_all(
     for number, members in enumerate(assign(params, rule)):
         marks = rule.every or any(param.number in rule.unsure for param in members)
         known = [buffers.get(param.number) for param in members]
-        buckets.append(lay_out(members, f"bucket{number}", known, rule.wire, marks))
+        buckets.append(lay_out(members, f"{bucket_traits(KIND).bucket_prefix}{number}", known, rule.wire, marks))
     late = behind_the_last(buckets, {param.number: param for param in params}, rule)
     return [*(bucket for bucket in buckets if bucket not in late), *late], late
 
@@ -233,7 +235,7 @@ def _steps(program: Program, gradients: list[_BucketGradient], buckets: list[Buc
     earliest = -1
     for bucket in buckets:
         earliest = max([earliest, *(ready[name] for name in bucket.buffers)])
-        starts.setdefault(earliest, []).append(Collective("all_reduce", bucket.name, bucket.group, bucket.buffers))
+        starts.setdefault(earliest, []).append(Collective(KIND, bucket.name, bucket.group, bucket.buffers))
         waits.append(Wait(bucket.name, bucket.buffers))
     steps: list[Step] = [*copies.get(-1, ()), *starts.get(-1, ())]
     for position, step in enumerate(program.steps):

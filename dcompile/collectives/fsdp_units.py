@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Literal, TypeAlias
 
 from dcompile.collectives.contract import ParamInfo, Shard
+from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
 from dcompile.ir.nodes import ITEMSIZE, Bucket
 
-Kind: TypeAlias = Literal["all_gather", "reduce_scatter"]
 Together = tuple[int, str, str]
 """Key of units that share a collective: number of the group, dtype on the wire, device."""
 
@@ -60,7 +59,7 @@ def cut_apart(
 
 
 def unit_buckets(
-    kind: Kind,
+    kind: PlannedKind,
     params: Sequence[ParamInfo],
     places: Mapping[int, int],
     buffer_of: Mapping[int, str],
@@ -70,32 +69,33 @@ def unit_buckets(
     `places`: the step at which each unit is needed or ready. A gather is placed at the first of its units, a reduction
     at the last. `buffer_of`: parameter number -> the buffer that the collective touches.
     """
-    gathers = kind == "all_gather"
+    traits = bucket_traits(kind)
     members: dict[Together, list[ParamInfo]] = {}
     nbytes: dict[int, int] = {}
     for param in params:
         shard = shard_of(param)
-        dtype = param.dtype if gathers else shard.reduce_dtype
+        dtype = param.dtype if traits.gathers else shard.reduce_dtype
         members.setdefault((shard.together, dtype, param.device), []).append(param)
         nbytes[shard.unit] = shard.numel * ITEMSIZE[dtype]
     of_group = {key: by_unit(group) for key, group in members.items()}
     spread = {key: {unit: places[unit] for unit in units} for key, units in of_group.items()}
     found: list[tuple[int, Together, Bucket]] = []
     for key, part in cut_apart(spread, nbytes):
-        at = (min if gathers else max)(places[unit] for unit in part)
+        at = (min if traits.gathers else max)(places[unit] for unit in part)
         found.append((at, key, _bucket(kind, {unit: of_group[key][unit] for unit in part}, buffer_of, key[1])))
     found.sort(key=lambda entry: entry[:2])
-    name = "gather" if gathers else "scatter"
-    return [(at, replace(bucket, name=f"{name}{number}")) for number, (at, _, bucket) in enumerate(found)]
+    return [
+        (at, replace(bucket, name=f"{traits.bucket_prefix}{number}")) for number, (at, _, bucket) in enumerate(found)
+    ]
 
 
-def holder_of_unit(kind: Kind, unit: int) -> str:
+def holder_of_unit(kind: PlannedKind, unit: int) -> str:
     """Name of the buffer that a unit is gathered into, or that holds its gradients."""
-    return f"full{unit}" if kind == "all_gather" else f"grads{unit}"
+    return f"{bucket_traits(kind).holder_prefix}{unit}"
 
 
 def _bucket(
-    kind: Kind,
+    kind: PlannedKind,
     units: Mapping[int, Sequence[ParamInfo]],
     buffer_of: Mapping[int, str],
     dtype: str,
@@ -122,7 +122,7 @@ def _bucket(
         units=tuple(units),
         holders=tuple(holder_of_unit(kind, unit) for unit in units),
         sizes=tuple(sizes),
-        gaps=tuple(_gaps(list(units.values()))) if kind == "reduce_scatter" else (),
+        gaps=tuple(_gaps(list(units.values()))) if not bucket_traits(kind).gathers else (),
     )
 
 

@@ -26,11 +26,12 @@ from dcompile.compat import (
     versions,
     zero,
 )
-from dcompile.compat.patches import cse, index_strides, lean_wrappers, skip_frame_eval, symbolic_views
+from dcompile.compat.patches import compile_call, cse, index_strides, lean_wrappers, skip_frame_eval, symbolic_views
 
 __all__ = [
     "alone",
     "aot",
+    "compile_call",
     "composable",
     "cse",
     "ddp",

@@ -11,6 +11,9 @@ import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from dcompile.ir.collective_kinds import COLLECTIVES, CollectiveKind
+from dcompile.ir.functional_collectives import KINDS
+
 if TYPE_CHECKING:
     import torch
 
@@ -160,7 +163,7 @@ def run_alone(gm: Any, values: list[Any]) -> Any:
 
 
 def _functional(target: Any) -> str:
-    """Name of a functional collective; empty for all other operators."""
+    """The name of a functional collective, or of a wait; empty for all other operators."""
     return target._schema.name.partition("::")[2] if getattr(target, "namespace", "") == FUNCTIONAL else ""
 
 
@@ -168,13 +171,20 @@ def _answer(name: str, args: Any, kwargs: Any) -> Any:
     """Local result of a functional collective on a tensor or a list of tensors."""
     if isinstance(args[0], list | tuple):
         return [_answer(name, (value, *args[1:]), kwargs) for value in args[0]]
-    value, out, made = args[0], kwargs.get("out"), args[0]
-    if name.startswith("all_gather"):
-        made = value.repeat(args[1], *[1] * (value.dim() - 1))
-    elif name.startswith("reduce_scatter"):
-        made = value[: value.shape[0] // args[2]].clone()
-    elif name == "all_to_all_single":
-        made = _repeat_part(value.reshape(-1), sum(args[1]) * value[:1].numel()).view(sum(args[1]), *value.shape[1:])
-    elif not name.endswith("_") and name != "wait_tensor":
-        made = value.clone()
+    value, out = args[0], kwargs.get("out")
+    kind = KINDS.get(name.removesuffix("_out"))
+    made = value if kind is None else _made(kind, value, args)  # waits, and those in place, return what they are given
     return made if out is None else out.copy_(made)
+
+
+def _made(kind: CollectiveKind, value: torch.Tensor, args: Any) -> torch.Tensor:
+    match COLLECTIVES[kind].result:
+        case "same":
+            return value.clone()
+        case "gathered":
+            return value.repeat(args[1], *[1] * (value.dim() - 1))
+        case "part":
+            return value[: value.shape[0] // args[2]].clone()
+        case "splits":
+            rows = sum(args[1])
+            return _repeat_part(value.reshape(-1), rows * value[:1].numel()).view(rows, *value.shape[1:])

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcompile.compat.patches.batch_norm_statistics import unseen_statistics
-from dcompile.compat.patches.cse import regions_without_inductor
-from dcompile.compat.patches.index_strides import strides_of_indices
-from dcompile.compat.patches.lean_wrappers import lean_runtime, unpack_arguments
-from dcompile.compat.patches.mutated_input_order import results_in_their_places
-from dcompile.compat.patches.quiet_dumps import no_unread_backwards, no_unread_graphs
+from dcompile.compat.patches.lean_wrappers import unpack_arguments
+from dcompile.compat.patches.registry import patched
 from dcompile.compat.patches.rng_under_checkpoint import is_drawn_again as is_drawn_again
-from dcompile.compat.patches.rng_under_checkpoint import no_unread_counters, states_of_what_draws
-from dcompile.compat.patches.symbolic_tangents import tangents_of_any_size
-from dcompile.compat.patches.symbolic_views import views_as_asked
-from dcompile.compat.sizes import remembering_numbers_alone, simplifying_once
+from dcompile.compat.patches.torch_patch import PatchRequest
 
 if TYPE_CHECKING:
     import torch
@@ -45,22 +36,7 @@ def aot_compile(
     if hasattr(config, "graphsafe_rng_functionalization"):
         settings["graphsafe_rng_functionalization"] = False
     known = config.patch(settings)  # type: ignore[no-untyped-call, unused-ignore]
-    remembering = remembering_numbers_alone(example_inputs)
-    lean = lean_runtime(example_inputs)
-    with (
-        known,
-        tangents_as_results(),
-        simplifying_once(),
-        views_as_asked(),
-        strides_of_indices(),
-        remembering,
-        no_unread_graphs(),
-        no_unread_counters(),
-        results_in_their_places(),
-        unseen_statistics(),
-        tangents_of_any_size(),
-        lean,
-    ):
+    with known, patched("graph", PatchRequest(example_inputs=example_inputs)):
         compiled = aot_module_simplified(
             gm,  # type: ignore[arg-type, unused-ignore]
             example_inputs,
@@ -72,36 +48,6 @@ def aot_compile(
             keep_inference_input_mutations=True,
         )
         return unpack_arguments(compiled, gm)
-
-
-@contextlib.contextmanager
-def tangents_as_results() -> Iterator[None]:
-    """Expect a result's gradient to have the result's strides instead of row-major ones. Needed before torch 2.13.
-
-    A gradient with other strides than expected is copied, which took two thirds of rotary embedding's backward. Strides
-    of results that overlap themselves (from expand) say nothing about their gradients; the setting alone would copy
-    those wrongly.
-    """
-    import torch
-    import torch._functorch.config as config
-    from torch._functorch._aot_autograd import schemas
-
-    name, kind = "guess_tangent_strides_as_outputs", getattr(schemas, "MemoryFormatMeta", None)
-    if kind is None or getattr(config, name, True):
-        yield
-        return
-    own = kind.from_tensor
-
-    def from_tensor(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        apart = torch._debug_has_internal_overlap(tensor) == 0
-        with config.patch({name: apart}):  # type: ignore[no-untyped-call, unused-ignore]
-            return own(tensor, *args, **kwargs)
-
-    kind.from_tensor = staticmethod(from_tensor)
-    try:
-        yield
-    finally:
-        kind.from_tensor = staticmethod(own)
 
 
 def backward_at_once() -> contextlib.AbstractContextManager[Any]:
@@ -210,55 +156,9 @@ def min_cut_partition(
         changes["ban_recompute_materialized_backward"] = False
     if hasattr(config, "recompute_views") and hasattr(partitioners, "get_default_op_list"):
         changes["recompute_views"] = True
-    ops, cutting = _more_ops(partitioners, fusible, recomputable), _cutting(minimum_cut)
-    unread = no_unread_backwards()
-    with ops, cutting, unread, regions_without_inductor(), states_of_what_draws(), config.patch(changes):
+    request = PatchRequest(fusible=fusible, recomputable=recomputable, minimum_cut=minimum_cut)
+    with patched("partition", request), config.patch(changes):
         return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
-
-
-def _cutting(minimum_cut: Callable[..., Any] | None) -> contextlib.AbstractContextManager[Any]:
-    """Replace networkx's minimum cut, which the partitioner looks up at each use."""
-    try:
-        import networkx  # type: ignore[import-untyped, unused-ignore]
-    except ImportError:  # the partitioner reports that itself
-        return contextlib.nullcontext()
-    if minimum_cut is None:
-        return contextlib.nullcontext()
-    own = networkx.minimum_cut
-
-    def cut(graph: Any, source: Any, sink: Any) -> Any:
-        return minimum_cut(graph, source, sink, own)
-
-    return unittest.mock.patch.object(networkx, "minimum_cut", cut)  # type: ignore[no-any-return, unused-ignore]
-
-
-@contextlib.contextmanager
-def _more_ops(partitioners: Any, fusible: frozenset[Any], recomputable: frozenset[Any]) -> Iterator[None]:
-    own = getattr(partitioners, "get_default_op_list", None)
-    if own is None:
-        yield
-        return
-    parts = _parts()
-
-    def op_list() -> Any:
-        found = own()
-        return dataclasses.replace(
-            found,
-            fusible_ops=found.fusible_ops | fusible,
-            recomputable_ops=found.recomputable_ops | recomputable,
-            view_ops=found.view_ops - parts,
-        )
-
-    with unittest.mock.patch.object(partitioners, "get_default_op_list", op_list):
-        yield
-
-
-def _parts() -> frozenset[Any]:
-    """Views of a part of a tensor: saving the whole instead may take more memory."""
-    import torch
-
-    aten = torch.ops.aten
-    return frozenset((aten.slice, aten.select, aten.split, aten.as_strided))
 
 
 def primal_index(node: Any) -> int | None:

@@ -19,7 +19,7 @@ class Watch:
 
         `touched` is called with the number and the operation; it may raise.
         """
-        _watch_texts()
+        watch_tensor_texts()
         self._mode = _mode_class()(storages, touched)
 
     def begin(self) -> None:
@@ -52,7 +52,7 @@ STANDS_IN = "_dcompile_stands_in"
 """Attribute that marks tensors without memory, in whose place a compiled graph gathers parameters."""
 
 
-def _watch_texts() -> None:
+def watch_tensor_texts() -> None:
     """Make a mode see when a marked tensor is printed: torch switches modes off for that."""
     from torch import _tensor_str
 

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import sys
-import unittest.mock
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dcompile.compat.guards import guard_methods, short_guard_of_hooks
-from dcompile.compat.optimizers import optimizers_whole
-from dcompile.compat.patches.index_strides import strides_of_indices
-from dcompile.compat.patches.quiet_dumps import no_unread_latencies, no_unread_names
-from dcompile.compat.patches.symbolic_views import views_as_asked
+from dcompile.compat.patches.registry import patched
+from dcompile.compat.patches.torch_patch import PatchRequest
 from dcompile.compat.shapes import of_context
-from dcompile.compat.sizes import simplifying_once
 
 
 def optimize(
@@ -199,44 +192,9 @@ def tracing_settings(
     # After a kernel that evicted the cache, the code of each Python call is fetched from memory.
     if hasattr(config, "record_runtime_overhead"):
         settings["record_runtime_overhead"] = False
-    with (
-        config.patch(settings),  # type: ignore[no-untyped-call, unused-ignore]
-        _quiet_metrics(),
-        _traced_instead(sync_batch_norm),
-        _experts_grouped(group_experts),
-        simplifying_once(),
-        views_as_asked(),
-        strides_of_indices(),
-        no_unread_latencies(),
-        no_unread_names(),
-        short_guard_of_hooks(told_of_hooks),
-        guard_methods(),
-        _writes_to_scalars_kept(),
-        _packed_sequences_apart(),
-        optimizers_whole(),
-    ):
+    request = PatchRequest(sync_batch_norm=sync_batch_norm, told_of_hooks=told_of_hooks, group_experts=group_experts)
+    with config.patch(settings), patched("frame", request):  # type: ignore[no-untyped-call, unused-ignore]
         yield
-
-
-@contextlib.contextmanager
-def _packed_sequences_apart() -> Iterator[None]:
-    """Break the graph where a packed sequence is padded: torch 2.11 fails to trace that; later ones break, too."""
-    import torch
-    from torch._dynamo import disallow_in_graph, trace_rules
-
-    padded = getattr(torch._VF, "_pad_packed_sequence", None)
-    if padded is None or not torch.__version__.startswith("2.11."):
-        yield
-        return
-    known = id(padded) in trace_rules._disallowed_callable_ids
-    disallow_in_graph(padded)
-    try:
-        with warnings.catch_warnings():  # torch warns that it cannot trace the function
-            warnings.filterwarnings("ignore", message="(?s).*_pad_packed_sequence")
-            yield
-    finally:
-        if not known:
-            trace_rules._disallowed_callable_ids.remove(id(padded))
 
 
 def keeps_static_graphs() -> bool:
@@ -248,76 +206,6 @@ def keeps_static_graphs() -> bool:
     import torch._dynamo.config as config
 
     return hasattr(config, "automatic_dynamic_exclusion_guard")
-
-
-@contextlib.contextmanager
-def _traced_instead(sync_batch_norm: Callable[..., Any] | None) -> Iterator[None]:
-    """Trace another function where Dynamo meets `apply` of SyncBatchNorm's autograd Function."""
-    from torch._dynamo.variables.functions import UserFunctionVariable
-    from torch._dynamo.variables.misc import AutogradFunctionVariable
-    from torch.nn.modules._functions import SyncBatchNorm
-
-    original = AutogradFunctionVariable.call_apply
-
-    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if sync_batch_norm is None or self.fn_cls is not SyncBatchNorm:
-            return original(self, tx, args, kwargs)
-        return UserFunctionVariable(sync_batch_norm).call_function(tx, args, kwargs)  # type: ignore[arg-type, unused-ignore]
-
-    with unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", call_apply):
-        yield
-
-
-@contextlib.contextmanager
-def _experts_grouped(group_experts: Callable[..., Any] | None) -> Iterator[None]:
-    """Trace `group_experts(loop, grouped)` where transformers chooses its loop over experts ("eager").
-
-    The loop runs once per used expert, on as many rows as the expert has. TorchDynamo captures neither number.
-    """
-    experts = sys.modules.get("transformers.integrations.moe")
-    choose = getattr(getattr(experts, "ExpertsInterface", None), "get_interface", None)
-    grouped = getattr(experts, "grouped_mm_experts_forward", None)
-    if group_experts is None or choose is None or grouped is None:
-        yield
-        return
-    from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
-
-    original = UserMethodVariable.call_function
-
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.fn is not choose or len(args) != 2 or not args[0].is_python_constant():
-            return original(self, tx, args, kwargs)
-        if args[0].as_python_constant() != "eager":
-            return original(self, tx, args, kwargs)
-        return UserFunctionVariable(group_experts).call_function(  # type: ignore[arg-type, unused-ignore]
-            tx, [args[1], UserFunctionVariable(grouped)], {}
-        )
-
-    with unittest.mock.patch.object(UserMethodVariable, "call_function", call_function):
-        yield
-
-
-def _writes_to_scalars_kept() -> contextlib.AbstractContextManager[Any]:
-    """Keep in-place writes to float64 CPU tensors without dimensions in Dynamo's graph.
-
-    Dynamo removes inputs that only `item()` reads. It also takes such a write (`buffer.add_(1)`), whose result is
-    unused, for one of them, so that the buffer stays unchanged with any backend. This patch shows it inputs only.
-    """
-    from torch._dynamo.output_graph import OutputGraph
-
-    name = "remove_tensorify_specialized_graphargs"
-    original = getattr(OutputGraph, name, None)
-    if original is None:
-        return contextlib.nullcontext()
-
-    def inputs_alone(self: Any) -> None:
-        others = [node for node in self.graph.nodes if node.op != "placeholder" and not node.users]
-        hidden = [(node, node.meta.pop("example_value")) for node in others if "example_value" in node.meta]
-        original(self)
-        for node, value in hidden:
-            node.meta["example_value"] = value
-
-    return unittest.mock.patch.object(OutputGraph, name, inputs_alone)
 
 
 def take_full_numbers(gm: Any, example_inputs: Sequence[Any]) -> list[Any]:
@@ -342,32 +230,6 @@ def take_full_numbers(gm: Any, example_inputs: Sequence[Any]) -> list[Any]:
         node.meta["example_value"] = inputs[place]
         gm.recompile()
     return inputs
-
-
-@contextlib.contextmanager
-def _quiet_metrics() -> Iterator[None]:
-    """Keep Dynamo's metrics from logging an error: torch 2.11's cannot serialize functions among its settings.
-
-    Inductor's settings are always left out: it does not compile these frames, and serializing them takes a millisecond.
-    """
-    import torch._dynamo.utils as utils
-
-    names = ["_scrubbed_inductor_config_for_logging"]
-    if not _can_log_functions():
-        names.append("_get_dynamo_config_for_logging")
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            if hasattr(utils, name):
-                stack.enter_context(unittest.mock.patch.object(utils, name, lambda: None))
-        yield
-
-
-@functools.cache
-def _can_log_functions() -> bool:
-    import torch._dynamo.utils as utils
-
-    own = getattr(utils, "_get_dynamo_config_for_logging", None)
-    return own is None or "ignore_logging_functions" in inspect.getsource(own)
 
 
 def _transformers_logging() -> set[Any]:
@@ -483,23 +345,6 @@ def context_settings(context: Any) -> tuple[bool, bool | None, Callable[..., Any
     """fullgraph, dynamic and guard_filter_fn of a torch.compile call."""
     hooks = getattr(context, "_hooks", None)
     return bool(context.fullgraph), context._dynamic, getattr(hooks, "guard_filter_fn", None)
-
-
-def intercept_compile(handle: Callable[[Any, Any], Any]) -> None:
-    """Pass every torch.compile call to `handle(context, fn)`. If it returns NotImplemented, torch proceeds as usual."""
-    from torch._dynamo.eval_frame import _TorchDynamoContext
-
-    original = _TorchDynamoContext.__call__
-    if hasattr(original, "_dcompile"):
-        return
-
-    @functools.wraps(original)
-    def __call__(self: Any, fn: Any) -> Any:
-        result = handle(self, fn)
-        return original(self, fn) if result is NotImplemented else result
-
-    __call__._dcompile = True  # type: ignore[attr-defined]
-    _TorchDynamoContext.__call__ = __call__  # type: ignore[method-assign]
 
 
 def graph_module_of(function: Any) -> Any:

@@ -23,13 +23,13 @@ def before_groups_end(callback: Callable[[], None]) -> None:
     When a communicator ends, NCCL waits for every CUDA graph that contains its collectives.
     """
     _HOLDERS.append(weakref.WeakMethod(callback))
-    _hear_of_ends()
+    hear_of_destroyed_groups()
 
 
 def on_destroy(watcher: Callable[[Any], None]) -> None:
     """Call `watcher` with a process group (None: all of them) before it is destroyed."""
     _WATCHERS.append(watcher)
-    _hear_of_ends()
+    hear_of_destroyed_groups()
 
 
 def let_go() -> None:
@@ -40,7 +40,7 @@ def let_go() -> None:
             alive()
 
 
-def _hear_of_ends() -> None:
+def hear_of_destroyed_groups() -> None:
     """Wrap torch.distributed.destroy_process_group, once."""
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d

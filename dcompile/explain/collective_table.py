@@ -104,7 +104,7 @@ def _foreseen(schedule: Sequence[Predicted]) -> Iterator[tuple[str, tuple[float,
 def _producer(program: Program, position: int) -> str:
     start = program.steps[position]
     assert isinstance(start, Collective)
-    if start.kind == "all_gather" and start.call is None:
+    if start.gathers_parameters:
         return "nothing: shards are there from the start"
     return _writer(program, position, start.reads)
 

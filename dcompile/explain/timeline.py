@@ -6,11 +6,15 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
+
+from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
 
 Arrived: TypeAlias = "tuple[float, int] | None"
 """Time of the last rank's arrival at a collective, and that rank; None where it is not known."""
 Lane = Literal["compute", "optimizer", "wait", "communication"]
+MIN_BANDWIDTH_BOUND_BYTES = 1 << 20
+"""A collective of fewer bytes takes its latency."""
 MAX_HIDDEN_SHARE = 0.005
 """Part of the step below which an exposed collective needs no advice."""
 OWN = "the model's own plan leaves nothing to hide it behind: fewer parallel ranks, or layouts that change less often"
@@ -245,28 +249,44 @@ def advise(found: MeasuredCollective, step: float) -> str:
         return f"rank {found.latest_rank} comes later: its work or its data loading; no setting of the compiler"
     if found.own:
         return OWN
-    small, ddp = found.nbytes < 1 << 20, found.kind == "all_reduce"
     if found.queued > found.seconds:
         return (
             "stands behind others: fewer bytes (a bf16 compression hook, bf16 in MixedPrecisionPolicy), or rarer ones"
         )
-    if small:
-        fewer = "a larger bucket_cap_mb" if ddp else "one fully_shard over several of these modules"
-        return f"mostly a fixed cost per collective: {fewer} makes them fewer"
-    if ddp:
-        return (
-            "nothing is left to hide it behind: a smaller bucket_cap_mb leaves less for the end, no_sync makes it rarer"
-        )
-    if found.kind == "reduce_scatter":
-        return (
-            "nothing is left to hide it behind: fully_shard on parts of these modules leaves less for the end, "
-            "set_requires_gradient_sync(False) over micro-batches makes it rarer"
-        )
-    if found.program.startswith("backward"):
-        return "gathered too late to be hidden: reshard_after_forward=False keeps what the forward has gathered"
-    return (
-        "too little runs before it to hide it: fully_shard on parts of these modules, so that the first gather is small"
-    )
+    kind = next(kind for kind in get_args(PlannedKind) if kind == found.kind)
+    if found.nbytes < MIN_BANDWIDTH_BOUND_BYTES:
+        return f"mostly a fixed cost per collective: {_how_to_make_fewer(kind)} makes them fewer"
+    return _how_to_hide(kind, found.program.startswith("backward"))
+
+
+def _how_to_make_fewer(kind: PlannedKind) -> str:
+    match kind:
+        case "all_reduce":
+            return "a larger bucket_cap_mb"
+        case "all_gather" | "reduce_scatter":
+            return "one fully_shard over several of these modules"
+
+
+def _how_to_hide(kind: PlannedKind, in_backward: bool) -> str:
+    """What shortens the part of a collective that nothing hides."""
+    match kind:
+        case "all_reduce":
+            return (
+                "nothing is left to hide it behind: a smaller bucket_cap_mb leaves less for the end, "
+                "no_sync makes it rarer"
+            )
+        case "reduce_scatter":
+            return (
+                "nothing is left to hide it behind: fully_shard on parts of these modules leaves less for the end, "
+                "set_requires_gradient_sync(False) over micro-batches makes it rarer"
+            )
+        case "all_gather" if in_backward:
+            return "gathered too late to be hidden: reshard_after_forward=False keeps what the forward has gathered"
+        case "all_gather":
+            return (
+                "too little runs before it to hide it: fully_shard on parts of these modules, "
+                "so that the first gather is small"
+            )
 
 
 # --- from what was recorded -------------------------------------------------------------------------------------------
@@ -367,7 +387,7 @@ def _exchanges(
 def _producer(call: Any, found: Any) -> str:
     """Last step before the start that touches the bucket."""
     bucket = found.bucket.replace(".", "_")
-    if found.kind == "all_gather" and not found.group:
+    if not found.group and bucket_traits(found.kind).gathers:
         return "nothing: shards are there from the start"
     order = [number for number, *_ in call.spans]
     upto = order[: order.index(found.after) + 1] if found.after >= 0 else []

@@ -10,28 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from dcompile.ir.collective_kinds import COLLECTIVES, CollectiveKind
 from dcompile.ir.index import typical
-from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, CollectiveKind, Extern, Step, views_of
+from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Extern, Step, views_of
 
 NAMESPACE = "_c10d_functional."
-KINDS: Mapping[str, CollectiveKind] = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce_coalesced": "all_reduce",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-}
+KINDS: Mapping[str, CollectiveKind] = {op: row.kind for row in COLLECTIVES.values() for op in row.ops}
 """Name of an operation -> its kind."""
-IN_PLACE = frozenset(("all_reduce", "broadcast"))
-"""Kinds whose result has the size of the operand: a program runs them in place, in one buffer."""
+WAITS = ("wait_tensor", "wait_tensors")
+"""The second waits for all results of one that returns several, since torch 2.15."""
 
 
 def kind_of(op: str) -> CollectiveKind | None:
     """Kind of the collective that an operation starts; None for other operations."""
-    return KINDS.get(op.removeprefix(NAMESPACE).partition(".")[0]) if op.startswith(NAMESPACE) else None
+    return KINDS.get(_name(op))
 
 
 def is_own_collective(step: Step) -> bool:
@@ -43,7 +35,12 @@ def is_own_collective(step: Step) -> bool:
 
 def is_wait(op: str) -> bool:
     """Whether an operation waits for a functional collective."""
-    return op.startswith(f"{NAMESPACE}wait_tensor.")
+    return _name(op) in WAITS
+
+
+def _name(op: str) -> str:
+    """An operation's name in torch's namespace of functional collectives; empty for those of other namespaces."""
+    return op.removeprefix(NAMESPACE).partition(".")[0] if op.startswith(NAMESPACE) else ""
 
 
 def group_of(step: Extern) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from dcompile.ir.collective_kinds import COLLECTIVES, BucketTraits, CollectiveKind, PlannedKind, bucket_traits
 from dcompile.ir.float8 import BYTES
 from dcompile.ir.index import Index, Size, as_index, as_size
 
@@ -243,10 +244,6 @@ class Extern:
         return frozenset(name for name in self.outs if name is not None)
 
 
-CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
-"""Kinds of collectives. dcompile itself uses the first three; the others come from the model's code only."""
-
-
 @dataclass(frozen=True, slots=True)
 class Collective:
     """Start of a collective on a bucket; a later Wait ends it. Every rank starts the same ones in the same order.
@@ -270,11 +267,21 @@ class Collective:
     def reads(self) -> frozenset[str]:
         if self.call is not None:
             return self.call.reads
-        return frozenset() if self.kind == "all_gather" else frozenset(self.buffers)
+        return frozenset() if self.gathers_parameters else frozenset(self.buffers)
 
     @property
     def writes(self) -> frozenset[str]:
         return frozenset(self.buffers)
+
+    @property
+    def gathers_parameters(self) -> bool:
+        """Whether it is one of dcompile's own that fill buffers from shards; the model's own send results."""
+        return self.call is None and bucket_traits(self.kind).gathers
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it has its results where it reads what it sends, so that it holds no memory of its own."""
+        return COLLECTIVES[self.kind].in_place
 
     @property
     def sent(self) -> tuple[str, ...]:
@@ -417,7 +424,7 @@ class Bucket:
     numel: int
     wire: str = ""
     """Dtype in which gradients are reduced, if a hook sets it: they are cast before, and cast back afterwards."""
-    kind: Literal["all_reduce", "all_gather", "reduce_scatter"] = "all_reduce"
+    kind: PlannedKind = "all_reduce"
     units: tuple[int, ...] = ()
     """Number of each unit."""
     holders: tuple[str, ...] = ()
@@ -439,6 +446,16 @@ class Bucket:
     """Number of presence flags at the end, one for each parameter in the order of places: whether a rank has its
     gradient. 0 where every rank has the same gradients.
     """
+
+    @property
+    def traits(self) -> BucketTraits:
+        """What the table of kinds says of its collective."""
+        return bucket_traits(self.kind)
+
+    @property
+    def carries_units(self) -> bool:
+        """Whether it exchanges units of sharded parameters, and not gradients in a storage of its own."""
+        return self.traits.carries == "units"
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:

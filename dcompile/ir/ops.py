@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -30,6 +30,9 @@ DtypeRule = Literal["same", "bool", "int32", "given"]
 where).
 """
 
+VectorForm = Literal["function", "arithmetic", "comparison", "logic"]
+"""function: faster on explicit vectors than in those that a C++ compiler makes; logic: of truth values."""
+
 
 @dataclass(frozen=True, slots=True)
 class Op:
@@ -42,6 +45,19 @@ class Op:
     meaning: Callable[..., Any]
     cost: int = 1
     """Rough arithmetic cost, in additions, for decisions about recomputing."""
+    _: KW_ONLY
+    vector: VectorForm | None = None
+    """How it is computed on vectors of float32; None: element by element."""
+    keeps_nan: bool = False
+    """Whether a NaN that it returns is an argument's or the processor's own: no other bits are set."""
+    keeps_bits: bool = False
+    """Whether a result has no more significant bits than its arguments have (integer parts: one carry at most)."""
+    stalls: bool = False
+    """Whether it delays the loads after it: few of its kind fill what a processor has in flight."""
+    on_random_bits: bool = False
+    """Whether it has a vector form for an int32 and a number: random bits, and their shares."""
+    fails: Callable[..., bool] | None = None
+    """Which integers it fails at when it runs; None: at none."""
 
 
 _ANY = frozenset(("float", "int", "bool"))
@@ -108,6 +124,14 @@ def _within(x: Any, low: Any, high: Any) -> Any:
     return x
 
 
+def _is_outside(x: int, low: int, high: int) -> bool:
+    return not low <= x < high
+
+
+def _divides_by_zero(_: int, divisor: int) -> bool:
+    return divisor == 0
+
+
 def _sigmoid(x: Any) -> Any:
     return 1 / (1 + np.exp(-x))
 
@@ -115,78 +139,81 @@ def _sigmoid(x: Any) -> Any:
 OPS: Mapping[str, Op] = {
     op.name: op
     for op in (
-        Op("add", 2, "same", _NUMBER, np.add),
-        Op("sub", 2, "same", _NUMBER, np.subtract),
-        Op("mul", 2, "same", _NUMBER, np.multiply),
-        Op("div", 2, "same", _FLOAT, np.divide, 4),
-        Op("floordiv", 2, "same", _NUMBER, np.floor_divide, 8),  # towards -inf
-        Op("truncdiv", 2, "same", frozenset(("int",)), _trunc_div, 8),  # towards 0
-        Op("mod", 2, "same", _NUMBER, np.remainder, 8),  # sign of the divisor, as Python
-        Op("fmod", 2, "same", _NUMBER, np.fmod, 8),  # sign of the dividend, as C
-        Op("min", 2, "same", _ANY, np.minimum),  # NaN wins
-        Op("max", 2, "same", _ANY, np.maximum),  # NaN wins
-        Op("pow", 2, "same", _NUMBER, _pow, 20),  # integers wrap around; to a negative power they are 1, -1 or 0
-        Op("atan2", 2, "same", _FLOAT, np.arctan2, 20),
-        Op("neg", 1, "same", _NUMBER, np.negative),
-        Op("abs", 1, "same", _NUMBER, np.abs),
-        Op("sign", 1, "same", _NUMBER, _sign),
-        Op("reciprocal", 1, "same", _FLOAT, np.reciprocal, 4),
-        Op("sqrt", 1, "same", _FLOAT, np.sqrt, 4),
-        Op("rsqrt", 1, "same", _FLOAT, lambda x: 1 / np.sqrt(x), 8),
-        Op("exp", 1, "same", _FLOAT, np.exp, 10),
-        Op("exp2", 1, "same", _FLOAT, np.exp2, 10),
-        Op("expm1", 1, "same", _FLOAT, np.expm1, 15),
-        Op("log", 1, "same", _FLOAT, np.log, 10),
-        Op("log1p", 1, "same", _FLOAT, np.log1p, 15),
-        Op("log2", 1, "same", _FLOAT, np.log2, 10),
-        Op("log10", 1, "same", _FLOAT, np.log10, 10),
-        Op("sin", 1, "same", _FLOAT, np.sin, 15),
-        Op("cos", 1, "same", _FLOAT, np.cos, 15),
-        Op("tan", 1, "same", _FLOAT, np.tan, 20),
-        Op("tanh", 1, "same", _FLOAT, np.tanh, 15),
-        Op("sigmoid", 1, "same", _FLOAT, _sigmoid, 15),
-        Op("erf", 1, "same", _FLOAT, _erf, 15),
-        Op("one_plus_erf", 1, "same", _FLOAT, lambda x: 1 + _erf(x), 14),
-        Op("erfc", 1, "same", _FLOAT, _erfc, 20),
+        Op("add", 2, "same", _NUMBER, np.add, vector="arithmetic", keeps_nan=True),
+        Op("sub", 2, "same", _NUMBER, np.subtract, vector="arithmetic", keeps_nan=True),
+        Op("mul", 2, "same", _NUMBER, np.multiply, vector="arithmetic", keeps_nan=True),
+        Op("div", 2, "same", _FLOAT, np.divide, 4, vector="arithmetic", keeps_nan=True, stalls=True),
+        Op("floordiv", 2, "same", _NUMBER, np.floor_divide, 8, fails=_divides_by_zero),  # towards -inf
+        Op("truncdiv", 2, "same", frozenset(("int",)), _trunc_div, 8, fails=_divides_by_zero),  # towards 0
+        # the sign of the divisor, as Python; the sign of the dividend, as C
+        Op("mod", 2, "same", _NUMBER, np.remainder, 8, vector="function", fails=_divides_by_zero),
+        Op("fmod", 2, "same", _NUMBER, np.fmod, 8, vector="function", fails=_divides_by_zero),
+        Op("min", 2, "same", _ANY, np.minimum, vector="arithmetic", keeps_nan=True, keeps_bits=True),  # NaN wins
+        Op("max", 2, "same", _ANY, np.maximum, vector="arithmetic", keeps_nan=True, keeps_bits=True),  # NaN wins
+        # integers wrap around; to a negative power they are 1, -1 or 0
+        Op("pow", 2, "same", _NUMBER, _pow, 20, vector="function"),
+        Op("atan2", 2, "same", _FLOAT, np.arctan2, 20, vector="function"),
+        Op("neg", 1, "same", _NUMBER, np.negative, vector="arithmetic", keeps_nan=True, keeps_bits=True),
+        Op("abs", 1, "same", _NUMBER, np.abs, vector="arithmetic", keeps_nan=True, keeps_bits=True),
+        Op("sign", 1, "same", _NUMBER, _sign, keeps_nan=True, keeps_bits=True),
+        Op("reciprocal", 1, "same", _FLOAT, np.reciprocal, 4, vector="arithmetic", keeps_nan=True, stalls=True),
+        Op("sqrt", 1, "same", _FLOAT, np.sqrt, 4, vector="arithmetic", keeps_nan=True, stalls=True),
+        Op("rsqrt", 1, "same", _FLOAT, lambda x: 1 / np.sqrt(x), 8, vector="arithmetic", keeps_nan=True, stalls=True),
+        Op("exp", 1, "same", _FLOAT, np.exp, 10, vector="function", keeps_nan=True),
+        Op("exp2", 1, "same", _FLOAT, np.exp2, 10, vector="function", keeps_nan=True),
+        Op("expm1", 1, "same", _FLOAT, np.expm1, 15, vector="function", keeps_nan=True),
+        Op("log", 1, "same", _FLOAT, np.log, 10, vector="function", keeps_nan=True),
+        Op("log1p", 1, "same", _FLOAT, np.log1p, 15, vector="function", keeps_nan=True),
+        Op("log2", 1, "same", _FLOAT, np.log2, 10, vector="function"),
+        Op("log10", 1, "same", _FLOAT, np.log10, 10, vector="function"),
+        Op("sin", 1, "same", _FLOAT, np.sin, 15, vector="function"),
+        Op("cos", 1, "same", _FLOAT, np.cos, 15, vector="function"),
+        Op("tan", 1, "same", _FLOAT, np.tan, 20, vector="function"),
+        Op("tanh", 1, "same", _FLOAT, np.tanh, 15, vector="function", keeps_nan=True),
+        Op("sigmoid", 1, "same", _FLOAT, _sigmoid, 15, vector="function", keeps_nan=True),
+        Op("erf", 1, "same", _FLOAT, _erf, 15, vector="function", keeps_nan=True),
+        Op("one_plus_erf", 1, "same", _FLOAT, lambda x: 1 + _erf(x), 14, vector="function", keeps_nan=True),
+        Op("erfc", 1, "same", _FLOAT, _erfc, 20, vector="function"),
         Op("lgamma", 1, "same", _FLOAT, _lgamma, 40),
-        Op("asin", 1, "same", _FLOAT, np.arcsin, 20),
-        Op("acos", 1, "same", _FLOAT, np.arccos, 20),
-        Op("sinh", 1, "same", _FLOAT, np.sinh, 20),
-        Op("cosh", 1, "same", _FLOAT, np.cosh, 20),
-        Op("asinh", 1, "same", _FLOAT, np.arcsinh, 20),
-        Op("acosh", 1, "same", _FLOAT, np.arccosh, 20),
-        Op("atanh", 1, "same", _FLOAT, np.arctanh, 20),
+        Op("asin", 1, "same", _FLOAT, np.arcsin, 20, vector="function"),
+        Op("acos", 1, "same", _FLOAT, np.arccos, 20, vector="function"),
+        Op("sinh", 1, "same", _FLOAT, np.sinh, 20, vector="function"),
+        Op("cosh", 1, "same", _FLOAT, np.cosh, 20, vector="function"),
+        Op("asinh", 1, "same", _FLOAT, np.arcsinh, 20, vector="function"),
+        Op("acosh", 1, "same", _FLOAT, np.arccosh, 20, vector="function"),
+        Op("atanh", 1, "same", _FLOAT, np.arctanh, 20, vector="function"),
         Op("gcd", 2, "same", frozenset(("int",)), _gcd, 40),
         Op("hypot", 2, "same", _FLOAT, np.hypot, 10),
         Op("logaddexp", 2, "same", _FLOAT, np.logaddexp, 30),  # log(exp(a) + exp(b))
         Op("nextafter", 2, "same", _FLOAT, np.nextafter, 4),  # from the first towards the second
         Op("mantissa", 1, "same", _FLOAT, lambda x: np.frexp(x)[0], 4),  # from 1/2 up to 1
         Op("exponent", 1, "int32", _FLOAT, lambda x: np.frexp(x)[1], 4),  # power of two: x is mantissa * 2**exponent
-        Op("floor", 1, "same", _FLOAT, np.floor),
-        Op("ceil", 1, "same", _FLOAT, np.ceil),
-        Op("trunc", 1, "same", _FLOAT, np.trunc),
-        Op("round", 1, "same", _FLOAT, np.rint),  # half to even
-        Op("isnan", 1, "bool", _FLOAT, np.isnan),
+        Op("floor", 1, "same", _FLOAT, np.floor, vector="arithmetic", keeps_nan=True, keeps_bits=True),
+        Op("ceil", 1, "same", _FLOAT, np.ceil, vector="arithmetic", keeps_nan=True, keeps_bits=True),
+        Op("trunc", 1, "same", _FLOAT, np.trunc, vector="arithmetic", keeps_nan=True, keeps_bits=True),
+        Op("round", 1, "same", _FLOAT, np.rint, vector="arithmetic", keeps_nan=True, keeps_bits=True),  # half to even
+        Op("isnan", 1, "bool", _FLOAT, np.isnan, vector="comparison"),
         Op("isinf", 1, "bool", _FLOAT, np.isinf),
-        Op("signbit", 1, "bool", _FLOAT, np.signbit),  # true for -0.0 and NaN with a sign
-        Op("eq", 2, "bool", _ANY, np.equal),
-        Op("ne", 2, "bool", _ANY, np.not_equal),
-        Op("lt", 2, "bool", _ANY, np.less),
-        Op("le", 2, "bool", _ANY, np.less_equal),
-        Op("gt", 2, "bool", _ANY, np.greater),
-        Op("ge", 2, "bool", _ANY, np.greater_equal),
-        Op("and", 2, "same", _INTEGER, np.bitwise_and),
-        Op("or", 2, "same", _INTEGER, np.bitwise_or),
-        Op("xor", 2, "same", _INTEGER, np.bitwise_xor),
-        Op("not", 1, "same", _INTEGER, np.invert),
+        Op("signbit", 1, "bool", _FLOAT, np.signbit, vector="comparison"),  # true for -0.0 and NaN with a sign
+        Op("eq", 2, "bool", _ANY, np.equal, vector="comparison"),
+        Op("ne", 2, "bool", _ANY, np.not_equal, vector="comparison"),
+        Op("lt", 2, "bool", _ANY, np.less, vector="comparison", on_random_bits=True),
+        Op("le", 2, "bool", _ANY, np.less_equal, vector="comparison"),
+        Op("gt", 2, "bool", _ANY, np.greater, vector="comparison"),
+        Op("ge", 2, "bool", _ANY, np.greater_equal, vector="comparison"),
+        Op("and", 2, "same", _INTEGER, np.bitwise_and, vector="logic", on_random_bits=True),
+        Op("or", 2, "same", _INTEGER, np.bitwise_or, vector="logic"),
+        Op("xor", 2, "same", _INTEGER, np.bitwise_xor, vector="logic"),
+        Op("not", 1, "same", _INTEGER, np.invert, vector="logic"),
         Op("shl", 2, "same", frozenset(("int",)), np.left_shift),
-        Op("shr", 2, "same", frozenset(("int",)), np.right_shift),
+        Op("shr", 2, "same", frozenset(("int",)), np.right_shift, on_random_bits=True),
         # (key, position, draw): 32 random bits, see ir/philox.py; int64 arguments
-        Op("philox", 3, "int32", frozenset(("int",)), philox, 40),
+        Op("philox", 3, "int32", frozenset(("int",)), philox, 40, vector="function"),
         # (position, low, high): the position, on CPUs; the program fails unless low <= position < high
-        Op("within", 3, "same", frozenset(("int",)), _within, 2),
-        Op("where", 3, "given", _ANY, np.where),  # (bool, a, b): a and b of the result's dtype
-        Op("cast", 1, "given", _ANY, lambda x: x),  # rounds to nearest even; float to int truncates; x != 0 for bool
+        Op("within", 3, "same", frozenset(("int",)), _within, 2, fails=_is_outside),
+        Op("where", 3, "given", _ANY, np.where, keeps_nan=True),  # (bool, a, b): a and b of the result's dtype
+        # rounds to nearest even; float to int truncates; x != 0 for bool
+        Op("cast", 1, "given", _ANY, lambda x: x, keeps_nan=True, on_random_bits=True),
     )
 }
 

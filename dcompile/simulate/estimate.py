@@ -106,7 +106,7 @@ def _copies(forward: Program, setup: Setup) -> bool:
     figures, spread = setup.figures, setup.spread
     if spread.kind != "fsdp" or not figures.copy_gbs or not 1 < spread.shard <= figures.links[-1].ranks:
         return False
-    gathers = [step for step in forward.steps if isinstance(step, Collective) and step.kind == "all_gather"]
+    gathers = [step for step in forward.steps if isinstance(step, Collective) and step.gathers_parameters]
     gathered = sum(collective_bytes(step, forward.table) for step in gathers)
     return bool(gathers) and gathered >= setup.least_copied * len(gathers)
 
@@ -123,7 +123,7 @@ def _reduced_bytes(backward: Program, setup: Setup, parameters: float) -> np.nda
     if setup.spread.kind == "ddp":
         return np.full(len(steps) + 1, parameters)
     arrived, table = np.zeros(len(steps) + 1), backward.table
-    scattered = {s.bucket for s in steps if isinstance(s, Collective) and s.kind == "reduce_scatter"}
+    scattered = {s.bucket for s in steps if isinstance(s, Collective) and s.call is None and not s.gathers_parameters}
     for place, step in enumerate(steps):
         if isinstance(step, Wait) and step.bucket in scattered:
             arrived[place] = sum(_nbytes(table[name]) for name in step.reads)

@@ -159,7 +159,7 @@ def _groups(model: torch.nn.Module) -> dict[int, int]:
 class _SimulatedGraph(DynamoGraph):
     """A graph whose backward is planned with its forward, for the adapter's simulated ranks."""
 
-    gpu = "cpu"  # the CPU represents a GPU here
+    planned_for = "cuda"
     needs_data = False
 
     placeholders: dict[str, int]

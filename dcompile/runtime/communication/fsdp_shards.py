@@ -303,7 +303,7 @@ class ShardCommunication:
     def _pulls_from(self, near: PeerShardGroup) -> CopyGathers:
         found = self._pulls.get(near)
         if found is None:
-            neighbours, gathers = self.shards.neighbours, [b for b in self.buckets.values() if b.kind == "all_gather"]
+            neighbours, gathers = self.shards.neighbours, [b for b in self.buckets.values() if b.traits.gathers]
             copied = [bucket for bucket in gathers if neighbours.of(bucket.group) is near]
             numbers = list(dict.fromkeys(number for bucket in copied for number in bucket.units))
             beside = any(self.shards.converted.memory(number) is not None for number in numbers)
@@ -334,7 +334,7 @@ class ShardCommunication:
     def _convert(self, numbers: Iterable[int]) -> None:
         """Convert the shards of these units, unless this call has already."""
         if self._due is None:
-            gathers = (bucket for bucket in self.buckets.values() if bucket.kind == "all_gather")
+            gathers = (bucket for bucket in self.buckets.values() if bucket.traits.gathers)
             units = (number for bucket in gathers for number in bucket.units)
             self._due = {number: None for number in units if self.shards.converted.memory(number) is not None}
         now = [number for number in numbers if number in self._due]
@@ -412,7 +412,7 @@ class ShardCommunication:
         for bucket in self.buckets.values():
             if any(self.shards.units[number].offloaded for number in bucket.units):
                 return "parameters are kept in CPU memory"
-            if bucket.kind == "all_gather":
+            if bucket.traits.gathers:
                 read += [self.shards.units[number].address() for number in bucket.units]
             elif not self.accumulates:
                 return "torch.autograd.grad was called, which adds to no gradient"
@@ -450,7 +450,7 @@ class ShardCommunication:
         return len(self._scattered())
 
     def _scattered(self) -> list[Bucket]:
-        return [bucket for bucket in self.buckets.values() if bucket.kind == "reduce_scatter"]
+        return [bucket for bucket in self.buckets.values() if not bucket.traits.gathers]
 
     def _named(self, kind: str, bucket: Bucket, group: Any) -> contextlib.AbstractContextManager[None]:
         return named_error(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)

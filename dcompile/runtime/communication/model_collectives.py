@@ -18,8 +18,8 @@ from dcompile.compat.collectives import (
     start_reduce_scatter,
 )
 from dcompile.errors import DcompileError
+from dcompile.ir.collective_kinds import CollectiveKind
 from dcompile.ir.functional_collectives import kind_of
-from dcompile.ir.nodes import CollectiveKind
 from dcompile.runtime.communication.gloo import start_gather
 from dcompile.runtime.communication.work import PendingCollective
 

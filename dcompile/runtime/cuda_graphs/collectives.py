@@ -121,7 +121,7 @@ def call_of(buckets: Sequence[Bucket], source: AnySource | None, sync: bool) -> 
     """Make the preparation of this call. If the call may differ from others, return why it cannot be recorded."""
     if source is None:
         return PlainCall(sync)
-    if any(bucket.kind != "all_reduce" for bucket in buckets):
+    if any(bucket.carries_units for bucket in buckets):
         shards: Any = source
         key = shards.same_each_time()
         return key if isinstance(key, str) else ShardCall(shards, key, sync)

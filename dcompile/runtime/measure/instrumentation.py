@@ -12,13 +12,15 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import torch
 
 from dcompile.collectives.contract import ProgramReport
+from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
 from dcompile.ir.functional_collectives import is_wait, kind_of
 from dcompile.ir.nodes import Bucket
 
@@ -26,6 +28,9 @@ _WORK = re.compile(r"_(k|op|launch|fn|exchange)\d+(?:\.wait)?")
 """Names that a host program gives to callables that compute: kernels, library calls, launch tables."""
 POLL_S = 2e-4
 """Seconds between two checks of collectives that do not notify when they end."""
+_STARTS: Mapping[str, PlannedKind] = {bucket_traits(kind).start: kind for kind in get_args(PlannedKind)}
+_WAITS = frozenset(bucket_traits(kind).wait for kind in _STARTS.values())
+"""Methods of sources that host programs call -> kinds, and those that wait."""
 _MEMORY = re.compile(r"(?:_p)?_bucket_(\w+)")
 
 
@@ -349,6 +354,12 @@ def _last_statement(call: ProgramCallTiming) -> int:
     return call.spans[-1][0] if call.spans else -1
 
 
+def _sent_gradients(memory: Any) -> Any:
+    """What a bucket of gradients sends: its storage, or a copy in the dtype that a hook asks for."""
+    wire = getattr(memory, "wire", None)
+    return memory.flat if wire is None else wire
+
+
 class _Measured:
     """Wrapper of a `BucketSource` or `ShardSource` that records its collectives."""
 
@@ -357,28 +368,12 @@ class _Measured:
         self._open: dict[str, CollectiveTiming] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        if name in _STARTS:
+            return partial(self._start, name, _STARTS[name])
+        return partial(self._wait, name) if name in _WAITS else getattr(self._inner, name)
 
-    def start(self, bucket: str, memory: Any) -> None:
-        sent = getattr(memory, "wire", None)
-        self._start("start", "all_reduce", bucket, memory, [memory.flat if sent is None else sent])
-
-    def start_gather(self, bucket: str, full: list[Any]) -> None:
-        self._start("start_gather", "all_gather", bucket, full, full)
-
-    def start_scatter(self, bucket: str, full: list[Any]) -> None:
-        self._start("start_scatter", "reduce_scatter", bucket, full, full)
-
-    def wait(self, bucket: str, memory: Any) -> None:
-        self._wait("wait", bucket, memory)
-
-    def wait_gather(self, bucket: str) -> None:
-        self._wait("wait_gather", bucket)
-
-    def wait_scatter(self, bucket: str) -> None:
-        self._wait("wait_scatter", bucket)
-
-    def _start(self, method: str, kind: str, bucket: str, given: Any, sent: list[Any]) -> None:
+    def _start(self, method: str, kind: PlannedKind, bucket: str, given: Any) -> None:
+        sent = given if bucket_traits(kind).carries == "units" else [_sent_gradients(given)]
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in sent)
         exchange = CollectiveTiming(kind, bucket, nbytes, _last_statement(self._call), self._recorder.now())
         self._open[bucket] = exchange

@@ -36,3 +36,7 @@ class ExportError(DcompileError):
 
 class VerifyError(DcompileError):
     """A program breaks a rule of `ir.verify`: always a bug of ours; the message shows the step and its neighbours."""
+
+
+class ParseError(DcompileError, ValueError):
+    """Text is not a program; the message shows line and column, what was found there, and what was expected."""

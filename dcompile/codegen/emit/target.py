@@ -1,4 +1,4 @@
-"""What a target supplies: a language, a spelling for each operation, and one function from a loop to its source."""
+"""The interface of a target: a language, a spelling for each operation, and a function from a loop to its source."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dcompile.ir.nodes import View
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a GPU runs one function of a kernel's text: `grid` programs of `warps` times 32 threads.
+    """One GPU launch of a function in a kernel's text: `grid` programs of `warps` times 32 threads.
 
-    `arguments` are positions in the kernel's list of buffers and, behind those, its size symbols; `types` are their
-    types, as the language spells them.
+    `arguments` are positions in the kernel's list of buffers followed by its size symbols; `types` are their types in
+    the target's language.
     """
 
     function: str
@@ -26,12 +26,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class KernelSource:
-    """One kernel. Loops that differ only in names have equal text, and so one name: they share one compiled function.
+    """One kernel. Loops that differ only in names have equal text and name, and share one compiled function.
 
-    `arguments` are the buffers to pass, in order, and after them the size symbols in `sizes`, as 64-bit integers.
-    A GPU kernel has the integers `numbers` behind those.
-    `checked` kernels return non-zero after an integer division by zero, or where a position lay outside.
-    `launches` is what runs it on a GPU, in order; a C++ kernel is called and has none.
+    `arguments` are the buffers to pass, in order, followed by the size symbols in `sizes` as 64-bit integers. A GPU
+    kernel then takes the integers in `numbers`.
+    `checked` kernels return non-zero after an integer division by zero or a position out of range.
+    `launches` are its launches on a GPU, in order; a C++ kernel is called and has none.
     """
 
     name: str
@@ -45,17 +45,17 @@ class KernelSource:
     launches: tuple[Launch, ...] = ()
     numbers: tuple[int, ...] = field(default=(), compare=False)
     plan: tuple[str, ...] = field(default=(), compare=False)
-    """What was decided about its loops, a line each, for people."""
+    """Decisions about its loops, one line each, for people."""
     kind: str = ""
-    """How a kernel for GPUs goes through its loop: `gpu_tiling.Kind`."""
+    """Tiling of a GPU kernel: `gpu_tiling.Kind`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryReplacement:
-    """A library call that a kernel of ours does instead: a matrix product, or on a GPU what no loop says.
+    """A kernel that replaces a library call: a matmul, or on a GPU an operation without a loop form.
 
-    `views` of a product are left, right, result and what is added (or None), `sizes` what it is told beside addresses.
-    A GPU's kernel names its buffers itself, as those of loops do.
+    `views` of a matmul are left, right, result and addend (or None); `sizes` are its arguments besides addresses. A GPU
+    kernel lists its buffers itself, as those of loops do.
     """
 
     kernel: KernelSource
@@ -65,11 +65,11 @@ class LibraryReplacement:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """All kernels of a program: one for each of its loops, in order, and each different one once."""
+    """All kernels of a program: one for each of its loops, in order, and each distinct one once."""
 
     calls: tuple[KernelSource, ...]
     products: Mapping[int, LibraryReplacement] = field(default_factory=dict)
-    """Library calls, by their position among the steps, that a kernel of ours does instead."""
+    """Library calls replaced by a kernel, by their position among the steps."""
 
     @property
     def sources(self) -> tuple[KernelSource, ...]:

@@ -1,4 +1,4 @@
-"""What lowering and scheduling may ask about the device that a loop runs on, without knowing its target."""
+"""Facts about a loop's device that lowering and scheduling may ask for without knowing its target."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Mapping
 from dcompile.ir.nodes import Buffer, Loop
 
 MAX_INT32_ELEMENTS = 2**31 - 2**20
-"""Elements that GPU kernels count in 32 bits: a tile may reach a little beyond its loop."""
+"""Elements that GPU kernels index in 32 bits: a tile may reach a little beyond its loop."""
 
 ATOMIC: Mapping[str, frozenset[str]] = {
     "sum": frozenset(("int32", "int64", "float32", "float64")),
     "max": frozenset(("int32", "int64", "float32")),
     "min": frozenset(("int32", "int64", "float32")),
 }
-"""What numbers in memory are combined by without losing some, of those that take part at the same time."""
+"""Dtypes that concurrent stores can combine in memory without losing values, by mode."""
 
 
 def has_atomic(mode: str, dtype: str) -> bool:
-    """Can a store combine numbers in memory?"""
+    """Can concurrent stores combine values in memory?"""
     return dtype in ATOMIC.get(mode, ())
 
 

@@ -1,12 +1,12 @@
-"""The host program: readable Python that calls kernels and the library in order, and knows every address beforehand.
+"""The host program: readable Python that calls kernels and the library in order, with every address known in advance.
 
 The text defines `make(run)`, which prepares kernels and arena memory through `run` (runtime/program/executable.py) and
-returns `call(args, buckets, sync)`. Names that begin with an underscore are ours, the others are buffers.
+returns `call(args, buckets, sync)`. Names with a leading underscore are the compiler's, the others are buffers.
 
-Where sizes are symbols, `sizes(args)` reads them off the arguments, `arena_bytes(*sizes)` says how much memory is
-needed, and `make(run, *sizes)` prepares a call for these sizes: calls with the same sizes find all of it prepared.
-Sizes that only a library call tells, `late` ones, are not among them: kernels are given those as they are given
-addresses, and GPU kernels how many programs they have.
+Where sizes are symbols, `sizes(args)` reads them from the arguments, and `arena_bytes(*sizes)` returns the memory
+needed. `make(run, *sizes)` then prepares a call for these sizes, and later calls with the same sizes reuse it. `late`
+sizes, known only after a library call, are not among them. Kernels receive those as arguments, as they do addresses,
+and GPU launches their grids.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ from dcompile.ir.nodes import (
 from dcompile.ir.symbols import SymbolSource, late_symbols, sources, symbols_of
 
 RECYCLE_BYTES = 1 << 18
-"""Results from this size on are written to memory that an earlier call's result has left: fresh pages of a large
-allocation cost up to three times what a memory-bound kernel does."""
+"""Bytes from which a result reuses the memory of an earlier call's result. Fresh pages of a large allocation cost up to
+three times as much as a memory-bound kernel."""
 
 
 _IMPORTS = (
@@ -73,12 +73,12 @@ def emit(
     chosen: Chosen | None = None,
     saved: frozenset[str] = frozenset(),
 ) -> str:
-    """The text of the host program. `chosen`: algorithms for matrix products that are not to be ATen's.
+    """Return the text of the host program. `chosen`: algorithms for matmuls that replace ATen's.
 
-    `saved`: inputs of a backward that may lie otherwise than in the forward by now.
+    `saved`: inputs of a backward whose layout may differ from the forward's by now.
 
-    With `recycle`, results' memory is kept for the next call. That is for programs whose results nobody keeps for long:
-    in training, what the forward saves goes while gradients come, and holding both would be the step's largest memory.
+    With `recycle`, results' memory is kept for the next call, for programs whose results are short-lived. In training,
+    the forward's saved tensors are freed while gradients arrive, and holding both would set the step's peak.
     """
     return HostProgramWriter(program, kernels, recycle, chosen or {}, saved).print()
 
@@ -94,9 +94,9 @@ class HostProgramWriter:
         loops = [step for step in program.steps if isinstance(step, Loop)]
         late = late_symbols(program)
         self.sources = sources(program)
-        """Where sizes come from for which calls are prepared."""
+        """Sources of the sizes that calls are prepared for."""
         self.early: dict[str, SymbolSource] = {}
-        """Sizes that the call itself reads off its arguments: where nothing is worth preparing for them."""
+        """Sizes that the call itself reads from its arguments, where preparation would gain nothing."""
         if not loops and not isinstance(program.arena_bytes, Index):
             self.early, self.sources, late = self.sources, {}, symbols_of(program)
         self.text = HostExpressions(program, late)
@@ -110,16 +110,16 @@ class HostProgramWriter:
         self.in_kernels |= self._in_chosen()
         self.exchanged = {bucket.name: bucket for bucket in program.buckets}
         self.started: dict[str, str] = {}
-        """Name of one of the model's own collectives -> what it is started and waited for by."""
+        """Name of one of the model's own collectives -> the object that starts it and waits for it."""
         self.looks: dict[str, list[View]] = {}
-        """Every way in which library calls and outputs look at a buffer."""
+        """All views of each buffer in library calls and outputs."""
         for view in all_views(program):
             self.looks.setdefault(view.buffer, []).append(view)
 
     # --- text ---
 
     def print(self) -> str:
-        """The whole text."""
+        """Return the whole text."""
         self._call()
         loops = sum(isinstance(step, Loop) for step in self.program.steps)
         externs = sum(isinstance(step, Extern) for step in self.program.steps)
@@ -135,15 +135,15 @@ class HostProgramWriter:
         return "\n".join(lines)
 
     def _is_quiet(self) -> bool:
-        """Whether all of it is kernels and memory for what they write: nothing that autograd would see."""
+        """Return whether the program is only kernels and allocations for them: autograd sees nothing of it."""
         steps = enumerate(self.program.steps)
         kernels = all(isinstance(step, Loop) or place in self.products for place, step in steps)
         return kernels and not any("as_strided(" in line for line in self.lines)
 
     def _on_host(self) -> str:
-        """What a program for a GPU computes on the CPU, if anything: what a replay would leave out.
+        """Return the CPU computation of a GPU program, if any: a CUDA graph's replay would skip it.
 
-        Constants are the same each time: loops that read nothing.
+        Loops that read nothing are constants, the same at each call.
         """
         if not any(buffer.device != "cpu" for buffer in self.program.buffers):
             return ""
@@ -153,7 +153,7 @@ class HostProgramWriter:
         return "" if found is None else ", ".join(getattr(found, "origin", ())) or "a step of it"
 
     def _sizes(self) -> list[str]:
-        """Functions that read the sizes off the arguments, and tell the memory needed."""
+        """Return functions that read the sizes from the arguments and compute the arena's size."""
         if not self.sources:
             return []
         names = ", ".join(map(self.text.name, self.sources))
@@ -165,7 +165,7 @@ class HostProgramWriter:
         return [*lines, f"    return {self.text.index(self.program.arena_bytes)}", "", ""]
 
     def _value(self, source: SymbolSource, given: str) -> str:
-        """What a size is worth, `given` being its input."""
+        """Return the value of a size, `given` being its input."""
         text = {"value": given, "shape": f"{given}.shape[{source.dim}]", "stride": f"{given}.stride({source.dim})"}
         value = text[source.what]
         if source.rest != as_index(0):
@@ -218,9 +218,9 @@ class HostProgramWriter:
         self.batch.drop([name for name in self.program.inputs if name in self.table and name not in self.last])
 
     def _check_saved(self) -> None:
-        """Kernels, and looks at a tensor in another shape, count on where tracing has seen what the forward saves.
+        """Check the layout of saved tensors that kernels, or views of another shape, rely on as traced.
 
-        Replayed as a CUDA graph, a program has these lines recorded for what they found (`runtime.recording`).
+        A CUDA graph's recording keeps the result of these lines (`runtime.cuda_graphs.recording`).
         """
         written = {name for step in self.program.steps for name in step.writes} - {*self.program.donated}
         names, layouts, sizes = list[str](), list[str](), list[Size]()
@@ -240,13 +240,13 @@ class HostProgramWriter:
             self.lines += [f"if not {saved}.check({given}):", f"    [{given}] = {saved}.fit({given})"]
 
     def _relies_on(self, name: str) -> bool:
-        """Whether the program knows by itself where the elements of an input lie."""
+        """Return whether the program itself relies on the layout of an input."""
         buffer = self.table[name]
         whole = View(name, buffer.shape, buffer.strides)
         return name in self.in_kernels or any(view != whole for view in self.looks.get(name, ()))
 
     def _check_alignment(self) -> None:
-        """GPU kernels were made for addresses of whole 16 bytes; the caller's tensors may be slices that are not."""
+        """Check that addresses are multiples of 16 bytes, as GPU kernels expect; a caller's slices may not be."""
         used = [name for name in self.program.inputs if name in self.in_kernels and self.table[name].device != "cpu"]
         pointers = [self.text.pointer(name) for name in used]
         if pointers:
@@ -286,7 +286,7 @@ class HostProgramWriter:
         self.lines.append(f"buckets.{_STARTS[kind]}({bucket.name!r}, [{tensors}])")
 
     def _own_exchange(self, step: Collective, call: Extern) -> None:
-        """Start one of the model's own: on tensors that it sends, and on others that it fills, or in place."""
+        """Start one of the model's own collectives: on tensors that it sends and others that it fills, or in place."""
         for name in step.buffers:
             self._ensure(name)
         sent = [self.text.view(view) for view in views_of(call.args[0])]
@@ -339,7 +339,7 @@ class HostProgramWriter:
         self.lines.append(f"{self.text.name(name)} = {made}")
 
     def _inherit(self, host: str) -> None:
-        """See that others may lie in a buffer's memory from now on, or where somebody else can see it, in as much."""
+        """Make a donor's memory available from now on, or as much new memory if somebody else refers to it."""
         if self.table[host].storage == "out":
             self._ensure(host)
         elif host not in self.text.inherited:
@@ -355,7 +355,7 @@ class HostProgramWriter:
             self.batch.call_kernel(kernel)
 
     def _product(self, step: Step, product: LibraryReplacement) -> None:
-        """A call that a kernel of ours does; a matrix product takes sizes and strides as numbers in memory."""
+        """Call a kernel that replaces a library call; a matmul takes sizes and strides as numbers in memory."""
         for name in sorted(step.writes):
             self._ensure(name)
         if product.kernel.launches:
@@ -373,7 +373,7 @@ class HostProgramWriter:
     # --- library calls ---
 
     def _in_chosen(self) -> set[str]:
-        """What products by a chosen algorithm read: as kernels do, they rely on strides, and on whole 16 bytes."""
+        """Return inputs of matmuls with a chosen algorithm, which needs known strides and 16-byte alignment."""
         if not self.chosen:
             return set()
         steps = [step for step in self.program.steps if isinstance(step, Extern)]
@@ -381,7 +381,7 @@ class HostProgramWriter:
         return {view.buffer for step in found for view in factors_of(step) or ()}
 
     def _chosen(self, step: Extern) -> bool:
-        """A matrix product by an algorithm that was chosen for it, if one was."""
+        """Call a matmul by its chosen algorithm, if there is one; return whether there is."""
         shape = geometry(step, self.table) if self.chosen else None
         if shape is None or shape not in self.chosen:
             return False
@@ -426,7 +426,7 @@ class HostProgramWriter:
             self._take_results(step, call)
 
     def _take_results(self, step: Extern, call: str) -> None:
-        """Name what a call allocates, and see that it is as tracing has said."""
+        """Name the results of a call, and check that they are as traced."""
         targets = [self.text.name(out) if out is not None else "_" for out in step.outs]
         single = len(targets) == 1 and returns_one_tensor(step.op)
         self.lines.append(f"{targets[0] if single else '(' + ', '.join(targets) + ',)'} = {call}")
@@ -441,9 +441,9 @@ class HostProgramWriter:
                 self.batch.drop([out])
 
     def _region(self, step: Extern, dying: Sequence[str]) -> list[str]:
-        """A region by another compiler. It alone holds inputs that nobody needs later, and frees them on its way.
+        """Call a region of another compiler, which holds its dying inputs alone and frees them during its run.
 
-        Returns what is still to be dropped behind it.
+        Returns the buffers still to be released after it.
         """
         made, *inputs = step.args
         assert isinstance(made, View), "a region is called by its name among the constants"
@@ -457,11 +457,11 @@ class HostProgramWriter:
         return [name for name in dying if name not in handed]
 
     def _is_narrow(self, name: str) -> bool:
-        """Whether a product's result has 16 bits, and is computed on a CPU, which may have no instructions for it."""
+        """Return whether a matmul's result has 16 bits and is on a CPU, which may lack instructions for it."""
         return self.table[name].device == "cpu" and self.table[name].dtype in ("bfloat16", "float16")
 
     def _learn(self, name: str) -> None:
-        """Sizes that a library result tells."""
+        """Read sizes from a library result that defines them."""
         for dim, size in enumerate(self.table[name].shape):
             found = [symbol for symbol in as_index(size).variables if symbol in self.text.late - self.learnt]
             if len(found) == 1 and as_index(size) == var(found[0]):
@@ -469,7 +469,7 @@ class HostProgramWriter:
                 self.lines.append(f"{self.text.name(found[0])} = {self.text.name(name)}.shape[{dim}]")
 
     def _check(self, name: str, step: Extern) -> None:
-        """Kernels would read beyond a result that is smaller than a custom operator's fake implementation says."""
+        """Check a result's shape: kernels would read beyond one that is smaller than a custom operator's fake says."""
         buffer, result = self.table[name], self.text.name(name)
         if is_custom(step.op) and buffer.is_tensor and self._told(buffer.shape):
             wanted = f"({self.text.tuple_of(buffer.shape)}, torch.{buffer.dtype})"
@@ -477,21 +477,21 @@ class HostProgramWriter:
             self.lines.append(f"if ({result}.shape, {result}.dtype) != {wanted}:")
             self.lines.append(f"    run.differs({result}, {wanted}, {origin!r})")
         elif not step.tells and has_late_shape(step.op) and buffer.is_tensor and self._told(buffer.shape):
-            # torch._check says what the size is, and tracing has believed it
+            # torch._check fixes the size, and tracing trusts it
             wanted, origin = self.text.tuple_of(buffer.shape), ", ".join(step.origin) or step.op
             self.lines.append(f"if {result}.shape != {wanted}:")
             self.lines.append(f"    run.unlike({result}, {wanted}, {origin!r})")
 
     def _told(self, sizes: tuple[Size, ...]) -> bool:
-        """Whether all symbols in `sizes` have values by now."""
+        """Return whether all symbols in `sizes` are defined by now."""
         symbols = {symbol for size in sizes for symbol in as_index(size).variables}
         return not any(symbol.startswith("?") or symbol in self.text.late - self.learnt for symbol in symbols)
 
     def _fit(self, name: str, copied: bool) -> None:
-        """Kernels rely on the strides that tracing gave a library result; bring it to these should it differ.
+        """Convert a library result whose strides differ from the traced ones that kernels rely on.
 
-        So do kernels of the backward, which may get it if it is returned: what is `copied` where the model had a view
-        has other strides than the view. Of other results those that are returned are eager's.
+        Kernels of the backward rely on them, too, if the result is returned. A copy (`copied`) in place of the model's
+        view has other strides than the view. Other returned results are eager's.
         """
         buffer = self.table[name]
         whole = View(name, buffer.shape, buffer.strides)
@@ -505,7 +505,7 @@ class HostProgramWriter:
 
 
 def _looked_around(step: Step) -> list[View]:
-    """Arguments that a call sees by an offset from where their storage begins."""
+    """Return arguments that a call reads by an offset from the start of their storage."""
     if not isinstance(step, Extern) or step.op not in compat.storage_offsets.FROM_STORAGE:
         return []
     return [arg for arg in step.args[:1] if isinstance(arg, View)]

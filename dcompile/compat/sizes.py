@@ -87,6 +87,20 @@ def multiply_pairwise(gm: Any) -> PassReport:
     return PassReport(count)
 
 
+def is_symbolic_number(value: Any) -> bool:
+    """Whether a traced value is a number that depends on sizes of inputs."""
+    import torch
+
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def adding_no_guards(gm: Any) -> contextlib.AbstractContextManager[Any]:
+    """Sizes of a traced graph are asked about without guards meanwhile: the answers are those for its example."""
+    for environment in size_symbols(gm).values():
+        return environment.suppress_guards()  # type: ignore[no-any-return]
+    return contextlib.nullcontext()
+
+
 def guard_count(gm: Any) -> int:
     """How many guards on symbolic sizes there are so far: whoever asks for a size's value adds one."""
     import torch

@@ -72,6 +72,14 @@ class Counting(Block):
         return x + self.up(x) * shared
 
 
+class Folded(Block):
+    """Computes on rows of half the length, of which there are twice as many as sequences in the batch."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        rows = torch.tanh(x.reshape(2 * x.shape[0], 4)) / x.shape[0]
+        return super().forward(x + rows.reshape(x.shape), mask, shared)
+
+
 def stack(count: int = 8, **how: Any) -> Stack:
     """Blocks of one kind."""
     return Stack([Block(**how) for _ in range(count)])
@@ -108,7 +116,7 @@ def text(gm: Any) -> Iterator[str]:
 
 
 def traced(
-    make: Callable[[], nn.Module], once: bool, training: bool, kernels: str = "aten"
+    make: Callable[[], nn.Module], once: bool, training: bool, kernels: str = "aten", symbolic: bool = False
 ) -> tuple[list[str], list[RepeatedLayers], Any, list[Any]]:
     """(the graph, where it repeats, the model's result, its gradients). ATen's kernels compile in half the time."""
     torch.manual_seed(0)
@@ -130,7 +138,10 @@ def traced(
         torch.set_grad_enabled(training),
     ):
         compiled = dcompile.compile(model, options={"layers_once": once, "receipt": False, "kernels": kernels})
-        result = compiled(torch.randn(2, 4))
+        x = torch.randn(2, 4)
+        if symbolic:
+            torch._dynamo.mark_dynamic(x, 0)
+        result = compiled(x)
         if training:
             (result[0] if isinstance(result, tuple) else result).backward()
     note = [note for note in dcompile.receipt(compiled).notes if "layers that repeat" in note]
@@ -206,8 +217,11 @@ def test_layers_that_change_a_buffer_of_theirs_are_traced_each() -> None:
     torch.testing.assert_close((result, gradients), (other, theirs), rtol=0, atol=0)
 
 
-def test_layers_of_symbolic_sizes_are_not_looked_for() -> None:
-    fixed = looked_for(stack(7))
-    assert fixed is not None and fixed.count == 7
-    torch._dynamo.reset()
-    assert looked_for(stack(7), dynamic=True) is None
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_layers_of_symbolic_sizes_are_traced_once(training: bool) -> None:
+    """Sizes that a layer computes from the batch's are nodes that all layers share."""
+    graph, found, result, gradients = traced(lambda: Stack([Folded() for _ in range(8)]), True, training, symbolic=True)
+    whole, _, other, theirs = traced(lambda: Stack([Folded() for _ in range(8)]), False, training, symbolic=True)
+    assert [layers.count for layers in found] == [8]
+    assert graph == whole
+    torch.testing.assert_close((result, gradients), (other, theirs), rtol=0, atol=0)

@@ -16,6 +16,7 @@ from dcompile.compat.patches.mutated_input_order import results_in_their_places
 from dcompile.compat.patches.quiet_dumps import no_unread_backwards, no_unread_graphs
 from dcompile.compat.patches.rng_under_checkpoint import is_drawn_again as is_drawn_again
 from dcompile.compat.patches.rng_under_checkpoint import no_unread_counters, states_of_what_draws
+from dcompile.compat.patches.symbolic_arithmetic import remembered_arithmetic
 from dcompile.compat.patches.symbolic_tangents import tangents_of_any_size
 from dcompile.compat.patches.symbolic_views import views_as_asked
 from dcompile.compat.sizes import remembering_numbers_alone, simplifying_once
@@ -51,6 +52,7 @@ def aot_compile(
         known,
         tangents_as_results(),
         simplifying_once(),
+        remembered_arithmetic(),
         views_as_asked(),
         strides_of_indices(),
         remembering,

@@ -15,6 +15,7 @@ from dcompile.compat.guards import guard_methods, short_guard_of_hooks
 from dcompile.compat.optimizers import optimizers_whole
 from dcompile.compat.patches.index_strides import strides_of_indices
 from dcompile.compat.patches.quiet_dumps import no_unread_latencies, no_unread_names
+from dcompile.compat.patches.symbolic_arithmetic import remembered_arithmetic
 from dcompile.compat.patches.symbolic_views import views_as_asked
 from dcompile.compat.shapes import of_context
 from dcompile.compat.sizes import simplifying_once
@@ -205,6 +206,7 @@ def tracing_settings(
         _traced_instead(sync_batch_norm),
         _experts_grouped(group_experts),
         simplifying_once(),
+        remembered_arithmetic(),
         views_as_asked(),
         strides_of_indices(),
         no_unread_latencies(),

@@ -206,10 +206,18 @@ def _are_the_same(gm: GraphModule, body: list[Node], layer: dict[Node, int], lay
         return [
             *(_looks(placeholders[p].meta.get("example_value")) for p in layers.inputs[number]),
             *(spell_arguments(node, name) for node in body[begin : begin + layers.length]),
+            *_region_changes(body[begin - 1 : begin + layers.length]),
         ]
 
     first = texts(1)
     return all(texts(number) == first for number in range(2, layers.count))
+
+
+def _region_changes(nodes: Sequence[Node]) -> list[str]:
+    """Between which of these operations a checkpointed region begins or ends, or one becomes the next."""
+    regions = [compat.aot.checkpoint_region(node) for node in nodes]
+    changes = [(place, one, other) for place, (one, other) in enumerate(pairwise(regions)) if one != other]
+    return [f"{place} {one is None} {other is None}" for place, one, other in changes]
 
 
 def shorten(gm: GraphModule, layers: RepeatedLayers) -> GraphModule:

@@ -269,6 +269,7 @@ class _Copies:
                 for node in self.found.stretches[stretch][layer]:
                     self._turn(node, layer, neighbour)
         self._return_gradients()
+        self._number_regions()
 
     def _argument(self, argument: Node, layer: int) -> Node:
         """What stands in a layer's copy where the third traced layer has `argument`."""
@@ -309,6 +310,18 @@ class _Copies:
         node.args, node.kwargs = replace_nodes(node.args, other), replace_nodes(node.kwargs, other)
         if "val" in node.meta:
             node.meta["val"] = self.values.of(node.meta["val"], number, self.found.where[node][1], like=layer)
+
+    def _number_regions(self) -> None:
+        """Number checkpointed regions in their order: those of copies have the number of the layer they were made of.
+
+        The partitioner saves what one region takes from another of a lower number.
+        """
+        layers = {node: layer for (layer, _), node in self.nodes.items()}
+        known: dict[tuple[int | None, int], int] = {}
+        for node in self.traced.graph.nodes:
+            if (region := compat.aot.checkpoint_region(node)) is not None:
+                number = known.setdefault((layers.get(node), region), len(known) + 1)
+                compat.aot.number_region(node, number)
 
     def _return_gradients(self) -> None:
         output: Any = self.traced.graph.output_node()

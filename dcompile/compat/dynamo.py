@@ -153,6 +153,7 @@ def tracing_settings(
     told_of_hooks: bool = False,
     group_experts: Callable[..., Any] | None = None,
     late_sizes: bool = False,
+    sizes_alone: bool = False,
 ) -> Iterator[None]:
     """Settings of Dynamo while one of our frames is compiled; restored afterwards, so no other backend sees them.
 
@@ -161,6 +162,7 @@ def tracing_settings(
     `told_of_hooks`: an argument of the frame says whether hooks for saved tensors are to be traced with it.
     `group_experts(loop, grouped)` gives what is traced in place of a loop over transformers' experts.
     `late_sizes`: operations whose results' sizes depend on values (nonzero, masks) break no graph.
+    `sizes_alone`: of what may vary, floats of modules and arguments are constants.
     """
     import logging
 
@@ -177,6 +179,8 @@ def tracing_settings(
         settings["capture_dynamic_output_shape_ops"] = True
     if dynamic is not None:
         settings["assume_static_by_default"] = not dynamic
+    if sizes_alone and hasattr(config, "specialize_float"):
+        settings["specialize_float"] = True
     if dynamic:
         settings["fake_tensor_cache_enabled"] = False  # see sizes.remembering_numbers_alone
     if dynamic is False:

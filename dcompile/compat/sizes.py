@@ -193,6 +193,16 @@ def reads_values(gm: Any) -> bool:
     )
 
 
+def size_inputs(gm: Any) -> tuple[int, ...]:
+    """Positions of a traced graph's inputs that are sizes; those alone that others follow from, if there are such."""
+    import torch
+
+    places = enumerate(gm.graph.find_nodes(op="placeholder"))
+    sizes = [(place, value) for place, node in places if isinstance(value := node.meta.get("val"), torch.SymInt)]
+    symbols = tuple(place for place, value in sizes if value.node.expr.is_symbol)
+    return symbols or tuple(place for place, _ in sizes)
+
+
 def size_symbols(gm: Any) -> dict[Any, Any]:
     """Size symbols of a graph -> their shape environment."""
     import torch

@@ -68,7 +68,7 @@ def test_a_dimension_that_torch_may_not_ask_about(compiled_anew):
 
 @pytest.mark.parametrize("given", [[512, 1], "512,many", [True], [], 0, [2.5]])
 def test_classes_that_are_no_sizes(given):
-    with pytest.raises(OptionError, match="size_classes=.* should be sizes of at least 2, such as"):
+    with pytest.raises(OptionError, match=r"size_classes=.* should be sizes of at least 2, such as"):
         dcompile.compile(nn.Linear(2, 2), options={"size_classes": given})
 
 
@@ -79,7 +79,9 @@ def test_classes_of_sizes_that_never_vary():
 
 def test_how_classes_are_written():
     make = dcompile.config.Config.make
-    assert make(None, {"size_classes": (1024, 512)}).size_bounds == make(None, {"size_classes": " 512, 1024"}).size_bounds
+    assert (
+        make(None, {"size_classes": (1024, 512)}).size_bounds == make(None, {"size_classes": " 512, 1024"}).size_bounds
+    )
     assert make(None, {"size_classes": "auto"}).size_bounds == ()
     assert make(None, {"size_classes": None}).size_bounds is make().size_bounds is None
 

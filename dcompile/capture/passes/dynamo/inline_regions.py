@@ -82,7 +82,7 @@ def _inline(call: BodyCall, again: bool = False) -> list[Node]:
     (body,), graph = call.bodies, call.graph.graph
     results: Any = body.graph.output_node().args[0]
     copies: dict[Node, Any] = {node: call.operand(place) for place, node in enumerate(placeholders(body))}
-    parts = [(part, results[part.args[1]]) for part in call.node.users]  # type: ignore[index]
+    parts = [(part, results[part.args[1]]) for part in call.node.users]
     memory = _Memory([*copies.items(), *((result, part) for part, result in parts)], again)
     made = []
     with graph.inserting_before(call.node):

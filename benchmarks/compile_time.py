@@ -62,7 +62,7 @@ def make(name: str) -> tuple[Any, Mapping[str, Any]]:
     torch.manual_seed(0)
     if name in MODELS:
         return MODELS[name].make(), MODELS[name].batch()
-    return llama(int(name.removeprefix("llama_"))), tokens(1, 64)()
+    return llama(int(name.rpartition("_")[2])), tokens(1, 64)()
 
 
 # --- child process ----------------------------------------------------------------------------------------------------

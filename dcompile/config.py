@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -76,7 +76,7 @@ class Tuner:
             except BuildError as error:
                 self._tiles |= dict.fromkeys(new)
                 reason = str(error).strip().splitlines()[0]
-                notes.append(f"max_autotune: no product ends in a loop, since kernels to measure failed: {reason}")
+                notes.append(f"max_autotune: no epilogue is fused, since kernels to measure failed: {reason}")
         chosen = {kind: tile for kind in kinds if (tile := self._tiles[kind]) is not None}
         return chosen, [*notes, *receipt_notes(kinds, chosen)]
 

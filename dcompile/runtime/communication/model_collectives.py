@@ -49,7 +49,7 @@ class ModelCollective:
         if group is None:
             raise DcompileError(
                 f"dcompile: process group {group_name}, of the model's own {self._words()} {self.name}, was destroyed; "
-                "make the mesh and the model anew, and compile that"
+                "make a new mesh and a new model, and compile that"
             )
         self.nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (sent, filled))
 

@@ -52,7 +52,7 @@ MAX_RECORDINGS = 8
 """Most recordings of one program. Each shape has a program of its own. More recordings mean a caller who keeps every
 result, for whom no number would suffice.
 """
-AROUND = "they look at what lies around an input (as_strided), of which a recording has a copy"
+AROUND = "they read memory outside an input (as_strided), and a recording has a copy of the input only"
 OTHER_SIZES = "some calls run without a CUDA graph: another size of their class has it, or they are in no class"
 MAX_POOLS = 3
 """Most pools of one model. The second and third serve recordings made while unowned memory of the first is in use."""

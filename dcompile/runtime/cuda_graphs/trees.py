@@ -52,7 +52,7 @@ MAX_RECORDINGS = 8
 """Most recordings of one program. Each shape has a program of its own. More recordings mean a caller who keeps every
 result, for whom no number would suffice.
 """
-AROUND = "they read memory outside an input (as_strided), and a recording has a copy of the input only"
+AROUND = "they look at what lies around an input (as_strided), of which a recording has a copy"
 OTHER_SIZES = "some calls run without a CUDA graph: another size of their class has it, or they are in no class"
 MAX_POOLS = 3
 """Most pools of one model. The second and third serve recordings made while unowned memory of the first is in use."""
@@ -179,7 +179,7 @@ class ReplayedExecutable:
     `results`: number of leading results that the user sees; the others are saved tensors or gradients. `saved`: whether
     the program is a backward, with saved tensors of a forward as inputs. `whole`: positions of inputs whose whole
     storage it addresses. A recording reads a copy of such an input, so calls with parts of larger storages run without
-    a graph. `classes`: the sizes that may be recorded, where sizes vary; None: each that comes twice. `sizes`:
+    a graph. `classes`: sizes that may be recorded, where sizes vary; None: each size that comes twice. `sizes`:
     positions of inputs that are such sizes.
     """
 

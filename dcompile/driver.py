@@ -1,4 +1,4 @@
-"""From an FX graph to a program that is built: lower, run the loop passes of `pipeline.py`, emit, build."""
+"""Compile an FX graph to a built program: lower, run the loop passes of `pipeline.py`, emit, build."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ from dcompile.toolchain import own_products
 
 Result = TypeVar("Result")
 EPILOGUES = "fuse_matmul_epilogues"
-"""The pass whose choices are measured: on the program as it is in front of it."""
+"""Pass whose choices are measured, on the program right before it."""
 Measure: TypeAlias = Callable[[Program], Mapping[Loop, Tile]]
-"""Which products shall end in loops: `Request.endings` for the program as it is before."""
+"""Function that measures which loops to fuse as epilogues: `Request.endings` for the program before that pass."""
 
 
 REPRO = '''"""The graph as it came from lowering: run this file to schedule it and see every kernel's loop."""
@@ -67,19 +67,19 @@ print(show(fuse(interchange_reductions(program))))
 
 @dataclass(frozen=True, slots=True)
 class ProgramPlan:
-    """What is known of a graph before anything is built."""
+    """Plan of a graph, before anything is built."""
 
     lowered: Lowered
     program: Program
     kernels: Kernels
     report: ProgramReport
     handed: RegionResult | None = None
-    """What another compiler has made of it."""
+    """Regions that another compiler has compiled."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingGraph:
-    """A graph that is planned, and whose kernels are being compiled."""
+    """A planned graph whose kernels are being built."""
 
     plan: ProgramPlan
     source: str
@@ -88,12 +88,12 @@ class PendingGraph:
 
     @property
     def waits(self) -> bool:
-        """Whether others are at work for it."""
+        """Whether its kernels are still being built."""
         return self.building.waits
 
 
 class Pipeline:
-    """Compiles one graph after another: a function of settings and graph. `compiler.py` asks the cache before."""
+    """Compiler of single graphs, as a function of settings and graph. `compiler.py` looks in the cache first."""
 
     def __init__(self, config: Config, regions: RegionCompiler | None = None) -> None:
         self.config = config
@@ -110,7 +110,7 @@ class Pipeline:
         self._tuner = Tuner()
 
     def plan(self, gm: Any, request: Request, measure: Measure | None = None) -> ProgramPlan:
-        """Lower, schedule and emit one FX graph: all but building. `measure` says which products end in loops."""
+        """Lower, schedule and emit one FX graph, without building. `measure` selects epilogues."""
         began = time.perf_counter()
         reason = self._why_aten(gm)
         handed = self._handed_over(gm, request)
@@ -137,21 +137,21 @@ class Pipeline:
         return ProgramPlan(lowered, program, kernels, report, handed)
 
     def _handed_over(self, gm: Any, request: Request) -> RegionResult | None:
-        """The graph with its regions handed to another compiler, if option `kernels` names one."""
+        """Compile the graph's regions with another compiler, if option `kernels` names one."""
         regions = self._regions
         return None if regions is None else self._timed(request, "regions", lambda: regions.compile(gm, request))
 
     def _refused(self, handed: RegionResult) -> dict[str, int]:
-        """Lines of the receipt for regions that run on kernels of ours instead."""
+        """Lines of the receipt for regions that run on dcompile's kernels instead."""
         name = "" if self.config.backend is None else self.config.backend.name
         return {f"region left by {name}: {reason}": count for reason, count in handed.refused.items()}
 
     def emit(self, program: Program, request: Request) -> Kernels:
-        """The kernels of a program."""
+        """Emit the kernels of a program."""
         return emit_all(program, request.kind, self._decisions, own_products=self._own_products())
 
     def begin(self, gm: Any, request: Request, cache: KernelCache) -> PendingGraph:
-        """Compile one FX graph as far as that takes no waiting: lower, schedule, emit."""
+        """Lower, schedule and emit one FX graph, and start building its kernels."""
         arch = self._arch(gm)
         if arch is not None:
             self._compilers.prepare(arch, cache)
@@ -178,7 +178,7 @@ class Pipeline:
         return "it measures products beside kernels of ours, and this graph runs on ATen's"
 
     def _chosen(self, plan: ProgramPlan, gm: Any) -> Chosen:
-        """By measuring: algorithms for large matrix products. The receipt says what it came to."""
+        """Choose algorithms for large GEMMs by measuring, and note the result for the receipt."""
         if torch.are_deterministic_algorithms_enabled():
             plan.report.notes.append("max_autotune: nothing is measured, for another run might choose otherwise")
             return {}
@@ -187,7 +187,7 @@ class Pipeline:
         return chosen
 
     def _endings(self, gm: Any, request: Request, arch: int, cache: KernelCache, notes: list[str]) -> Measure | None:
-        """Measures which products shall end in loops, if that is wanted. What is to be said of it comes to `notes`."""
+        """Function that measures epilogues, or None if that is not requested. Lines for the receipt go to `notes`."""
         config = self.config
         if not (config.max_autotune and config.epilogue_fusion) or torch.are_deterministic_algorithms_enabled():
             return None
@@ -203,7 +203,7 @@ class Pipeline:
         return measure
 
     def finish(self, begun: PendingGraph, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
-        """The rest: build."""
+        """Wait for the kernels, and make the graph loadable."""
         plan, source, building = begun.plan, begun.source, begun.building
         lowered, program, kernels = plan.lowered, plan.program, plan.kernels
         began = time.perf_counter()
@@ -212,7 +212,7 @@ class Pipeline:
         constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
         self._show_code(lowered.program, kernels, source)
         self._dump_graph(gm, program)
-        arena_bytes = program.arena_bytes if isinstance(program.arena_bytes, int) else 0  # else the source works it out
+        arena_bytes = program.arena_bytes if isinstance(program.arena_bytes, int) else 0  # else the source computes it
         written = frozenset().union(*(step.writes for step in program.steps))
         mutated = tuple(position for position, name in enumerate(program.inputs) if name in written)
         device = main_device(buffer.device for buffer in program.buffers)
@@ -258,7 +258,7 @@ class Pipeline:
         return result
 
     def _show_code(self, lowered: Program, kernels: Kernels, source: str) -> None:
-        """Write generated code to the dump, and to the log if torch's settings ask for it."""
+        """Write generated code to the dump, and to the log if torch's settings request it."""
         if self.config.dump:
             dump(self.config, f"{lowered.name}/host.py", source)
             dump(self.config, f"{lowered.name}/repro.py", REPRO.format(program=lowered))
@@ -282,7 +282,7 @@ class Pipeline:
         return own_products(self.config.matmul)
 
     def _why_aten(self, gm: Any) -> str | None:
-        """Why this graph is left to ATen altogether, if it is."""
+        """Why this graph is left to ATen as a whole; None if it is not."""
         if self.config.kernels == "aten":
             return 'options={"kernels": "aten"}'
         return why_no_kernels(_devices(gm))
@@ -290,7 +290,7 @@ class Pipeline:
     def _schedule(
         self, program: Program, request: Request, sizes: Mapping[str, int], measure: Measure | None
     ) -> Program:
-        """Run the loop passes; what epilogues are worth is measured in front of the pass that needs it."""
+        """Run the loop passes. Epilogues are measured right before the pass that uses them."""
         has_loops = any(isinstance(step, Loop) for step in program.steps)
         rows = [row for row in self._passes if has_loops or not row.needs_loops]
         names = [row.name for row in rows]
@@ -325,7 +325,7 @@ class Pipeline:
 
 
 def _commented_kernels(kernels: Kernels) -> Iterator[tuple[str, str]]:
-    """Name and text of each kernel, under comments that say which modules call it and what was decided about it."""
+    """Name and text of each kernel, with comments for the modules that call it and the decisions about it."""
     origins: dict[str, dict[str, None]] = {}
     used = (*kernels.calls, *(product.kernel for product in kernels.products.values()))
     for call in used:  # equal layers share a kernel: name all of them
@@ -335,7 +335,7 @@ def _commented_kernels(kernels: Kernels) -> Iterator[tuple[str, str]]:
 
 
 def _gpu(gm: Any) -> torch.device:
-    """The one GPU of a graph that has kernels of ours."""
+    """GPU of a graph with dcompile's kernels."""
     (found,) = (device for device in _devices(gm) if not traits_of(device.type).is_host)
     return found
 

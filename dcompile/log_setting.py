@@ -11,7 +11,7 @@ from dcompile.errors import OptionError
 from dcompile.settings import suggestion
 
 CHANNELS = ("passes", "overlap", "kernels", "memory")
-"""What `log` may name, the loggers `dcompile.passes` and so on; beside them `all`: log on every rank."""
+"""Channels of option `log`: the loggers `dcompile.passes` and so on. `all` is also accepted: log on every rank."""
 
 LEVELS: Mapping[str, int] = {name: getattr(logging, name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
 """Levels of a channel in `log`."""
@@ -19,7 +19,7 @@ LEVELS: Mapping[str, int] = {name: getattr(logging, name) for name in ("DEBUG", 
 
 @dataclass(frozen=True, slots=True)
 class LogSetting:
-    """Option `log`, parsed: the level of each channel that it names, and whether every rank logs."""
+    """Parsed option `log`: the level of each named channel, and whether every rank logs."""
 
     levels: Mapping[str, int]
     every_rank: bool

@@ -13,25 +13,25 @@ from dcompile.errors import OptionError
 
 
 def setting(default: Any, text: str, *, in_key: bool = True, option: str = "", idle: str = "") -> Any:
-    """A field of `Config`: default, help, whether kernels depend on it, its name as an option if that has a dot.
+    """Define a field of `Config`: default, help, whether kernels depend on it, and its option name if that has a dot.
 
-    `idle` says why an option that torch.compile knows changes nothing here: the docs and the receipt repeat it.
+    `idle`: why an option that torch.compile knows has no effect here. The docs and the receipt repeat it.
     """
     return dataclasses.field(default=default, metadata={"help": text, "in_key": in_key, "option": option, "idle": idle})
 
 
 def variable_name(name: str) -> str:
-    """The environment variable of a field."""
+    """Environment variable of a field."""
     return f"DCOMPILE_{name.upper()}"
 
 
 def option_name(f: dataclasses.Field[Any]) -> str:
-    """The name of a field in options={...}: torch writes some with a dot."""
+    """Name of a field in options={...}; some of torch's have a dot."""
     return str(f.metadata["option"] or f.name)
 
 
 def suggestion(name: str, valid: Iterable[str]) -> str:
-    """`, did you mean 'dump'?`, if anything comes near."""
+    """`, did you mean 'dump'?`, or an empty string if no name is similar."""
     near = difflib.get_close_matches(name, list(valid), n=1)
     return f", did you mean {near[0]!r}?" if near else ""
 

@@ -1,6 +1,6 @@
-"""Every private torch name, by area. A function imports what it needs when it is called: runtime/ loads no compiler.
+"""Private torch names, by area. Functions import them at their first call, so that runtime/ loads no compiler.
 
-Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and its caller a way to go on without it.
+Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and its caller works without it.
 """
 
 from dcompile.compat import (

@@ -1,8 +1,7 @@
-"""The op table: every operation a loop body may apply, with its reference meaning.
+"""Table of ops: every operation that a loop body may apply, with its reference semantics.
 
-Folding, the interpreter, lowering and every emitter read this table; facts about an op live in its columns. Arithmetic
-is never done in 8 or 16 bits: bodies cast to float32 after a load and back before a store, so `cast` is where
-rounding happens.
+Folding, the interpreter, lowering and every emitter read this table; facts about an op are its columns. Arithmetic is
+never done in 8 or 16 bits. Bodies cast to float32 after a load and back before a store, so rounding happens in `cast`.
 """
 
 from __future__ import annotations
@@ -22,12 +21,14 @@ DTYPES: Mapping[str, str] = {
     "float16": "float", "bfloat16": "float", "float32": "float", "float64": "float",
     **dict.fromkeys(FLOAT8, "float"), **dict.fromkeys(OPAQUE, "opaque"),
 }  # fmt: skip
-"""Data types a loop may load and store, and their kind."""
+"""Dtypes that a loop may load and store, and their kind."""
 
 COMPUTE_DTYPES = frozenset(DTYPES) - {"float16", "bfloat16"} - BYTES
 
 DtypeRule = Literal["same", "bool", "int32", "given"]
-"""same: arguments and result share one dtype; bool, int32: the result's; given: the node says (casts, where)."""
+"""same: arguments and result share one dtype; bool, int32: dtype of the result; given: the node states it (casts,
+where).
+"""
 
 VectorForm = Literal["function", "arithmetic", "comparison", "logic"]
 """function: faster on explicit vectors than in those that a C++ compiler makes; logic: of truth values."""
@@ -35,7 +36,7 @@ VectorForm = Literal["function", "arithmetic", "comparison", "logic"]
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """name; number of arguments; dtype rule; kinds of argument allowed; reference meaning on NumPy arrays."""
+    """Scalar operation: name, number of arguments, dtype rule, kinds of argument, reference semantics in NumPy."""
 
     name: str
     arity: int
@@ -43,7 +44,7 @@ class Op:
     kinds: frozenset[str]
     meaning: Callable[..., Any]
     cost: int = 1
-    """Rough arithmetic cost, in additions: what recomputing it would cost."""
+    """Rough arithmetic cost, in additions, for decisions about recomputing."""
     _: KW_ONLY
     vector: VectorForm | None = None
     """How it is computed on vectors of float32; None: element by element."""
@@ -78,7 +79,7 @@ def _lgamma(x: Any) -> Any:
 
 
 def _lgamma_of(x: float) -> float:
-    """Infinite at the poles and where it overflows, for which Python raises."""
+    """Log-gamma; infinite at the poles and on overflow, where Python raises."""
     try:
         return math.inf if math.isinf(x) else math.lgamma(x)
     except (OverflowError, ValueError):
@@ -91,7 +92,7 @@ def _trunc_div(a: Any, b: Any) -> Any:
 
 
 def _pow(a: Any, b: Any) -> Any:
-    """NumPy's power, which refuses negative powers of integers, with torch's answer for those."""
+    """NumPy's power, with torch's results for negative powers of integers, which NumPy refuses."""
     a, b = np.asarray(a), np.asarray(b)
     if a.dtype.kind == "f":
         return np.power(a, b)
@@ -100,7 +101,10 @@ def _pow(a: Any, b: Any) -> Any:
 
 
 def _gcd(a: Any, b: Any) -> Any:
-    """Euclid's in the dtype itself, as torch: the least number's absolute value wraps, and the sign of what follows."""
+    """Greatest common divisor in the dtype itself, as torch computes it.
+
+    The absolute value of the smallest integer wraps, and so may the sign of the result.
+    """
     with np.errstate(over="ignore", divide="ignore"):
         a, b = np.abs(np.asarray(a)), np.abs(np.asarray(b))
         while np.any(b):
@@ -109,12 +113,12 @@ def _gcd(a: Any, b: Any) -> Any:
 
 
 def _sign(x: Any) -> Any:
-    """-1, 0 or 1; 0 for NaN, as torch."""
+    """Sign: -1, 0 or 1; 0 for NaN, as torch."""
     return np.greater(x, 0).astype(x.dtype) - np.less(x, 0).astype(x.dtype)
 
 
 def _within(x: Any, low: Any, high: Any) -> Any:
-    """A position as it is, if it is one."""
+    """Return a position unchanged. Raises IndexError unless low <= x < high."""
     if np.any((np.asarray(x) < low) | (np.asarray(x) >= high)):
         raise IndexError(f"positions from {np.min(x)} to {np.max(x)}, outside of {np.min(low)} to {np.max(high) - 1}")
     return x
@@ -183,7 +187,7 @@ OPS: Mapping[str, Op] = {
         Op("logaddexp", 2, "same", _FLOAT, np.logaddexp, 30),  # log(exp(a) + exp(b))
         Op("nextafter", 2, "same", _FLOAT, np.nextafter, 4),  # from the first towards the second
         Op("mantissa", 1, "same", _FLOAT, lambda x: np.frexp(x)[0], 4),  # from 1/2 up to 1
-        Op("exponent", 1, "int32", _FLOAT, lambda x: np.frexp(x)[1], 4),  # of two, which times the mantissa is x
+        Op("exponent", 1, "int32", _FLOAT, lambda x: np.frexp(x)[1], 4),  # power of two: x is mantissa * 2**exponent
         Op("floor", 1, "same", _FLOAT, np.floor, vector="arithmetic", keeps_nan=True, keeps_bits=True),
         Op("ceil", 1, "same", _FLOAT, np.ceil, vector="arithmetic", keeps_nan=True, keeps_bits=True),
         Op("trunc", 1, "same", _FLOAT, np.trunc, vector="arithmetic", keeps_nan=True, keeps_bits=True),
@@ -216,9 +220,9 @@ OPS: Mapping[str, Op] = {
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """A way to combine many values: identity, by kind of dtype, and reference meaning over an axis.
+    """Reduction: its identity, by dtype, and reference semantics over an axis.
 
-    `combine` is the op of the table that joins two partial results, for those that have one.
+    `combine` is the op that joins two partial results; None if there is none.
     """
 
     name: str
@@ -233,8 +237,8 @@ def _lowest(dtype: str) -> float | int | bool:
 
 
 def _sum_exp(values: Any, axis: int = -1) -> Any:
-    """Sum of the exponentials of what a row's elements are below its largest: the divisor of a softmax."""
-    with np.errstate(invalid="ignore"):  # a row of infinities: NaN, as from eager
+    """Sum of the exponentials of differences to a row's maximum: the divisor of a softmax."""
+    with np.errstate(invalid="ignore"):  # NaN for a row of infinities, as from eager
         return np.exp(values - np.max(values, axis=axis, keepdims=True)).sum(axis=axis)
 
 
@@ -271,4 +275,4 @@ SCANS: Mapping[str, Reduction] = {
         Reduction("logsumexp", "logaddexp", np.logaddexp.accumulate, _lowest),
     )
 }
-"""Ways to combine all values up to each: `meaning` over an axis gives as many as there are."""
+"""Inclusive scans: `meaning` over an axis gives one result per element."""

@@ -14,7 +14,7 @@ from dcompile.toolchain import products_key
 
 @dataclass(frozen=True, slots=True)
 class PendingBuild:
-    """The kernels of a graph, which compilers of two kinds work on at the same time."""
+    """The kernels of a graph, compiled by g++ and Triton at the same time."""
 
     cpu: cpp_compile.Building
     gpu: triton_compile.TritonBuild | None
@@ -24,7 +24,7 @@ class PendingBuild:
         return self.cpu.waits or (self.gpu is not None and self.gpu.waits)
 
     def result(self) -> Built:
-        """All of them, once they are there. Raises BuildError."""
+        """Wait for all kernels. Raises BuildError."""
         cpu = self.cpu.result()
         if self.gpu is None:
             return cpu
@@ -57,7 +57,7 @@ class KernelCompilers:
         return PendingBuild(self._begin_cpp([*sources, self._launcher], cache), theirs)
 
     def begin_matmul(self, cache: Cache) -> None:
-        """Have the kernel of matrix products compiled. Who needs it waits for it, and learns what is wrong with it."""
+        """Start compiling the GEMM kernel. Its first user waits for it, and gets its error."""
         if cpp_compile.workers() > 1:  # with one core, it would take as long later
             self._begin_cpp([sgemm.source()], cache, early=True)
 

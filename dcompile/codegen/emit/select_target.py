@@ -44,15 +44,15 @@ def architecture(devices: Collection[torch.device]) -> int | None:
 
 
 def emit_all(program: Program, kind: str, decisions: Sequence[NestDecision], *, own_products: bool) -> Kernels:
-    """The kernel of each loop, for the device whose memory it writes; on the CPU also of matrix products, if wanted.
+    """Emit the kernel of each loop for the device whose memory it writes; on CPUs also matmuls, if `own_products`.
 
-    `decisions`: what plans the nests of C++ kernels (`NEST_PASSES`).
+    `decisions`: the rows of `NEST_PASSES`, which plan C++ kernels.
     """
     table = program.table
     loops = [step for step in program.steps if isinstance(step, Loop)]
     if traits_of(main_device(buffer.device for buffer in program.buffers)).is_host:
         return cpp_kernel.emit_all(program, decisions, training=kind == "forward", own_products=own_products)
-    constant = constants(program) if kind == "inference" else None  # in training, kernels are not as brief
+    constant = constants(program) if kind == "inference" else None  # training kernels run longer than their launch
     nothing = None if constant is None else frozenset[str]()
     single = [_kernel(loop, table, EmitRequest(decisions, nothing)) for loop in loops]
     calls = fuse_launches(program, single)

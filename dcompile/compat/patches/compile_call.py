@@ -8,7 +8,7 @@ from typing import Any
 
 
 def intercept_compile(handle: Callable[[Any, Any], Any]) -> None:
-    """Let `handle(context, fn)` see every torch.compile; where it returns NotImplemented, torch goes on as always."""
+    """Pass every torch.compile call to `handle(context, fn)`. If it returns NotImplemented, torch proceeds as usual."""
     from torch._dynamo.eval_frame import _TorchDynamoContext
 
     original = _TorchDynamoContext.__call__

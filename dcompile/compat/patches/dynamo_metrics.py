@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet_metrics() -> Iterator[None]:
-    """Keep Dynamo's metrics from logging an error: those of torch 2.11 cannot write functions among its settings.
+    """Keep Dynamo's metrics from logging an error: torch 2.11's cannot serialize functions among its settings.
 
-    Inductor's settings are left out everywhere: it has no part in our frames, and to write them takes a millisecond.
+    Inductor's settings are always left out: it does not compile these frames, and serializing them takes a millisecond.
     """
     import torch._dynamo.utils as utils
 

@@ -11,9 +11,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def experts_grouped(group_experts: Callable[..., Any] | None) -> Iterator[None]:
-    """Where transformers chooses its loop over experts ("eager"), trace `group_experts(loop, grouped)`.
+    """Trace `group_experts(loop, grouped)` where transformers chooses its loop over experts ("eager").
 
-    The loop runs as often as experts are hit, and on as many rows as each has: TorchDynamo captures neither.
+    The loop runs once per used expert, on as many rows as the expert has. TorchDynamo captures neither number.
     """
     experts = sys.modules.get("transformers.integrations.moe")
     choose = getattr(getattr(experts, "ExpertsInterface", None), "get_interface", None)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def packed_sequences_apart() -> Iterator[None]:
-    """Break the graph where a packed sequence is padded again: torch 2.11 fails to trace that, and later ones break."""
+    """Break the graph where a packed sequence is padded: torch 2.11 fails to trace that; later ones break, too."""
     import torch
     from torch._dynamo import disallow_in_graph, trace_rules
 
@@ -20,7 +20,7 @@ def packed_sequences_apart() -> Iterator[None]:
     known = id(padded) in trace_rules._disallowed_callable_ids
     disallow_in_graph(padded)
     try:
-        with warnings.catch_warnings():  # it says that nobody knows how to trace it
+        with warnings.catch_warnings():  # torch warns that it cannot trace the function
             warnings.filterwarnings("ignore", message="(?s).*_pad_packed_sequence")
             yield
     finally:

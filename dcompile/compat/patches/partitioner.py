@@ -13,7 +13,7 @@ def minimum_cut_by(minimum_cut: Callable[..., Any] | None) -> contextlib.Abstrac
     """While graphs are partitioned, have `minimum_cut` answer in networkx's place, which it is given as well."""
     try:
         import networkx  # type: ignore[import-untyped, unused-ignore]
-    except ImportError:  # the partitioner says so itself
+    except ImportError:  # the partitioner reports that itself
         return contextlib.nullcontext()
     if minimum_cut is None:
         return contextlib.nullcontext()
@@ -50,7 +50,7 @@ def more_fusible_ops(fusible: frozenset[Any], recomputable: frozenset[Any]) -> I
 
 
 def _parts() -> frozenset[Any]:
-    """Views that show a part of a tensor: saving the whole in their place may take more memory."""
+    """Views of a part of a tensor: saving the whole instead may take more memory."""
     import torch
 
     aten = torch.ops.aten

@@ -8,10 +8,10 @@ from typing import Any
 
 
 def writes_to_scalars_kept() -> contextlib.AbstractContextManager[Any]:
-    """Keep in-place writes to float64 tensors without dimensions on the CPU in Dynamo's graph.
+    """Keep in-place writes to float64 CPU tensors without dimensions in Dynamo's graph.
 
-    Dynamo takes out inputs that are read by `item()` alone, and takes such a write (`buffer.add_(1)`), whose
-    result nobody reads, for one of them, so that the buffer stays as it was with any backend. Here it sees inputs only.
+    Dynamo removes inputs that only `item()` reads. It also takes such a write (`buffer.add_(1)`), whose result is
+    unused, for one of them, so that the buffer stays unchanged with any backend. This patch shows it inputs only.
     """
     from torch._dynamo.output_graph import OutputGraph
 

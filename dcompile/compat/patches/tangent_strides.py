@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def tangents_as_results() -> Iterator[None]:
-    """Expect a result's gradient to lie as the result does, and not in row-major order, before torch 2.13 does so.
+    """Expect a result's gradient to have the result's strides instead of row-major ones. Needed before torch 2.13.
 
-    A gradient that lies otherwise than expected is copied, which was two thirds of rotary embedding's backward. Results
-    that overlap themselves (from expand) say nothing about their gradients, which the setting alone would copy wrong.
+    A gradient with other strides than expected is copied, which took two thirds of rotary embedding's backward. Strides
+    of results that overlap themselves (from expand) say nothing about their gradients; the setting alone would copy
+    those wrongly.
     """
     import torch
     import torch._functorch.config as config

@@ -1,4 +1,4 @@
-"""How C++ spells operations, types and constants, and which reductions OpenMP knows."""
+"""C++ spellings of operations, types and constants, and the reductions that OpenMP supports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPELLING: Mapping[str, str] = {
 }  # fmt: skip
 
 FLOATS = frozenset(("float32", "bfloat16", "float16"))
-"""Dtypes that vectors of floats are read from and written to."""
+"""Dtypes that vectors of floats are loaded from and stored to."""
 
 MEMORY = {"bool": "uint8", "bfloat16": "u16", "float16": "u16"}
 COMPOUND = {"sum": "+", "prod": "*", "any": "|", "all": "&"}
@@ -48,7 +48,7 @@ def c_type(dtype: str) -> str:
 
 
 def literal(value: bool | int | float, dtype: str) -> str:
-    """A constant as C++ text that reads back as exactly this value."""
+    """Return a constant as C++ text that reads back as exactly this value."""
     kind = DTYPES[dtype]
     if kind == "bool":
         return "true" if value else "false"
@@ -66,7 +66,7 @@ def literal(value: bool | int | float, dtype: str) -> str:
 
 
 def clause(reduce: Reduce) -> str:
-    """The operator of an OpenMP reduction."""
+    """Return the operator of an OpenMP reduction."""
     if reduce.dtype == "bool" and reduce.op in ("max", "min"):
         return {"max": "|", "min": "&"}[reduce.op]
     return COMPOUND.get(reduce.op, reduce.op)

@@ -10,8 +10,8 @@ from dcompile.ir.index import as_index
 from dcompile.ir.nodes import Buffer
 
 MIN_RECYCLED_BYTES = 1 << 18
-"""Results from this size on are written to memory that an earlier call's result has left: fresh pages of a large
-allocation cost up to three times what a memory-bound kernel does."""
+"""Bytes from which a result reuses the memory of an earlier call's result. Fresh pages of a large allocation cost up to
+three times as much as a memory-bound kernel."""
 _QUICK = {"cpu": "empty_cpu", "cuda": "empty_cuda"}
 
 
@@ -53,7 +53,7 @@ class HostBuffers:
         self.lines.append(f"{self.text.name(name)} = {made}")
 
     def _inherit(self, host: str) -> None:
-        """See that others may lie in a buffer's memory from now on, or where somebody else can see it, in as much."""
+        """Make a donor's memory available from now on, or as much new memory if somebody else refers to it."""
         if self.table[host].storage == "out":
             self.ensure(host)
         elif host not in self.text.inherited:

@@ -18,7 +18,7 @@ class CollectiveCalls:
         self.text, self.lines, self.buffers = text, text.lines, buffers
         self.exchanged = {bucket.name: bucket for bucket in program.buckets}
         self.started: dict[str, str] = {}
-        """Name of one of the model's own collectives -> what it is started and waited for by."""
+        """Name of one of the model's own collectives -> the object that starts it and waits for it."""
 
     def start(self, step: Collective) -> None:
         """Start one."""
@@ -53,7 +53,7 @@ class CollectiveCalls:
         self.lines.append(f"buckets.{method}({bucket.name!r}, [{tensors}])")
 
     def _start_own(self, step: Collective, call: Extern) -> None:
-        """Start one of the model's own: on tensors that it sends, and on others that it fills, or in place."""
+        """Start one of the model's own collectives: on tensors that it sends and others that it fills, or in place."""
         for name in step.buffers:
             self.buffers.ensure(name)
         sent = [self.text.view(view) for view in views_of(call.args[0])]

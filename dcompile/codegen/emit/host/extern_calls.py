@@ -51,7 +51,7 @@ class ExternCalls:
             self._extern(step)
 
     def _chosen(self, step: Extern) -> bool:
-        """A matrix product by an algorithm that was chosen for it, if one was."""
+        """Call a matmul by its chosen algorithm, if there is one; return whether there is."""
         shape = geometry(step, self.table) if self.chosen else None
         if shape is None or shape not in self.chosen:
             return False
@@ -94,7 +94,7 @@ class ExternCalls:
             self._take_results(step, call)
 
     def _take_results(self, step: Extern, call: str) -> None:
-        """Name what a call allocates, and see that it is as tracing has said."""
+        """Name the results of a call, and check that they are as traced."""
         targets = [self.text.name(out) if out is not None else "_" for out in step.outs]
         single = len(targets) == 1 and returns_one_tensor(step.op)
         self.lines.append(f"{targets[0] if single else '(' + ', '.join(targets) + ',)'} = {call}")
@@ -109,9 +109,9 @@ class ExternCalls:
                 self.batch.drop([out])
 
     def call_region(self, step: Extern, dying: Sequence[str]) -> list[str]:
-        """A region by another compiler. It alone holds inputs that nobody needs later, and frees them on its way.
+        """Call a region of another compiler, which holds its dying inputs alone and frees them during its run.
 
-        Returns what is still to be dropped behind it.
+        Returns the buffers still to be released after it.
         """
         made, *inputs = step.args
         assert isinstance(made, View), "a region is called by its name among the constants"
@@ -125,11 +125,11 @@ class ExternCalls:
         return [name for name in dying if name not in handed]
 
     def _is_narrow(self, name: str) -> bool:
-        """Whether a product's result has 16 bits, and is computed on a CPU, which may have no instructions for it."""
+        """Return whether a matmul's result has 16 bits and is on a CPU, which may lack instructions for it."""
         return self.table[name].device == "cpu" and self.table[name].dtype in ("bfloat16", "float16")
 
     def _learn(self, name: str) -> None:
-        """Sizes that a library result tells."""
+        """Read sizes from a library result that defines them."""
         for dim, size in enumerate(self.table[name].shape):
             found = [symbol for symbol in as_index(size).variables if symbol in self.text.late - self.learnt]
             if len(found) == 1 and as_index(size) == var(found[0]):
@@ -137,7 +137,7 @@ class ExternCalls:
                 self.lines.append(f"{self.text.name(found[0])} = {self.text.name(name)}.shape[{dim}]")
 
     def _check(self, name: str, step: Extern) -> None:
-        """Kernels would read beyond a result that is smaller than a custom operator's fake implementation says."""
+        """Check a result's shape: kernels would read beyond one that is smaller than a custom operator's fake says."""
         buffer, result = self.table[name], self.text.name(name)
         if is_custom(step.op) and buffer.is_tensor and self._told(buffer.shape):
             wanted = f"({self.text.tuple_of(buffer.shape)}, torch.{buffer.dtype})"
@@ -145,21 +145,21 @@ class ExternCalls:
             self.lines.append(f"if ({result}.shape, {result}.dtype) != {wanted}:")
             self.lines.append(f"    run.differs({result}, {wanted}, {origin!r})")
         elif not step.tells and has_late_shape(step.op) and buffer.is_tensor and self._told(buffer.shape):
-            # torch._check says what the size is, and tracing has believed it
+            # torch._check fixes the size, and tracing trusts it
             wanted, origin = self.text.tuple_of(buffer.shape), ", ".join(step.origin) or step.op
             self.lines.append(f"if {result}.shape != {wanted}:")
             self.lines.append(f"    run.unlike({result}, {wanted}, {origin!r})")
 
     def _told(self, sizes: tuple[Size, ...]) -> bool:
-        """Whether all symbols in `sizes` have values by now."""
+        """Return whether all symbols in `sizes` are defined by now."""
         symbols = {symbol for size in sizes for symbol in as_index(size).variables}
         return not any(symbol.startswith("?") or symbol in self.text.late - self.learnt for symbol in symbols)
 
     def _fit(self, name: str, copied: bool) -> None:
-        """Kernels rely on the strides that tracing gave a library result; bring it to these should it differ.
+        """Convert a library result whose strides differ from the traced ones that kernels rely on.
 
-        So do kernels of the backward, which may get it if it is returned: what is `copied` where the model had a view
-        has other strides than the view. Of other results those that are returned are eager's.
+        Kernels of the backward rely on them, too, if the result is returned. A copy (`copied`) in place of the model's
+        view has other strides than the view. Other returned results are eager's.
         """
         buffer = self.table[name]
         whole = View(name, buffer.shape, buffer.strides)

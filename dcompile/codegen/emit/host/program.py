@@ -1,12 +1,12 @@
-"""The host program: readable Python that calls kernels and the library in order, and knows every address beforehand.
+"""The host program: readable Python that calls kernels and the library in order, with every address known in advance.
 
 The text defines `make(run)`, which prepares kernels and arena memory through `run` (runtime/program/executable.py) and
-returns `call(args, buckets, sync)`. Names that begin with an underscore are ours, the others are buffers.
+returns `call(args, buckets, sync)`. Names with a leading underscore are the compiler's, the others are buffers.
 
-Where sizes are symbols, `sizes(args)` reads them off the arguments, `arena_bytes(*sizes)` says how much memory is
-needed, and `make(run, *sizes)` prepares a call for these sizes: calls with the same sizes find all of it prepared.
-Sizes that only a library call tells, `late` ones, are not among them: kernels are given those as they are given
-addresses, and GPU kernels how many programs they have.
+Where sizes are symbols, `sizes(args)` reads them from the arguments, and `arena_bytes(*sizes)` returns the memory
+needed. `make(run, *sizes)` then prepares a call for these sizes, and later calls with the same sizes reuse it. `late`
+sizes, known only after a library call, are not among them. Kernels receive those as arguments, as they do addresses,
+and GPU launches their grids.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def emit(
     chosen: Chosen | None = None,
     saved: frozenset[str] = frozenset(),
 ) -> str:
-    """The text of the host program. `chosen`: algorithms for matrix products that are not to be ATen's.
+    """Return the text of the host program. `chosen`: algorithms for matmuls that replace ATen's.
 
-    `saved`: inputs of a backward that may lie otherwise than in the forward by now.
+    `saved`: inputs of a backward whose layout may differ from the forward's by now.
 
-    With `recycle`, results' memory is kept for the next call. That is for programs whose results nobody keeps for long:
-    in training, what the forward saves goes while gradients come, and holding both would be the step's largest memory.
+    With `recycle`, results' memory is kept for the next call, for programs whose results are short-lived. In training,
+    the forward's saved tensors are freed while gradients arrive, and holding both would set the step's peak.
     """
     return HostProgramWriter(program, kernels, recycle, chosen or {}, saved).print()
 
@@ -73,9 +73,9 @@ class HostProgramWriter:
         loops = [step for step in program.steps if isinstance(step, Loop)]
         late = late_symbols(program)
         self.sources = sources(program)
-        """Where sizes come from for which calls are prepared."""
+        """Sources of the sizes that calls are prepared for."""
         self.early: dict[str, SymbolSource] = {}
-        """Sizes that the call itself reads off its arguments: where nothing is worth preparing for them."""
+        """Sizes that the call itself reads from its arguments, where preparation would gain nothing."""
         if not loops and not isinstance(program.arena_bytes, Index):
             self.early, self.sources, late = self.sources, {}, symbols_of(program)
         self.text = HostExpressions(program, late)
@@ -87,7 +87,7 @@ class HostProgramWriter:
         self.in_kernels |= {name for product in self.products.values() for name in product.kernel.arguments}
         self.in_kernels |= read_by_chosen(program, chosen)
         self.looks: dict[str, list[View]] = {}
-        """Every way in which library calls and outputs look at a buffer."""
+        """All views of each buffer in library calls and outputs."""
         for view in all_views(program):
             self.looks.setdefault(view.buffer, []).append(view)
         self.buffers = HostBuffers(self.table, self.text, self.batch, recycle)
@@ -99,7 +99,7 @@ class HostProgramWriter:
     # --- text ---
 
     def print(self) -> str:
-        """The whole text."""
+        """Return the whole text."""
         self._call()
         loops = sum(isinstance(step, Loop) for step in self.program.steps)
         externs = sum(isinstance(step, Extern) for step in self.program.steps)
@@ -115,15 +115,15 @@ class HostProgramWriter:
         return "\n".join(lines)
 
     def _is_quiet(self) -> bool:
-        """Whether all of it is kernels and memory for what they write: nothing that autograd would see."""
+        """Return whether the program is only kernels and allocations for them: autograd sees nothing of it."""
         steps = enumerate(self.program.steps)
         kernels = all(isinstance(step, Loop) or place in self.products for place, step in steps)
         return kernels and not any("as_strided(" in line for line in self.lines)
 
     def _on_host(self) -> str:
-        """What a program for a GPU computes on the CPU, if anything: what a replay would leave out.
+        """Return the CPU computation of a GPU program, if any: a CUDA graph's replay would skip it.
 
-        Constants are the same each time: loops that read nothing.
+        Loops that read nothing are constants, the same at each call.
         """
         if not any(buffer.device != "cpu" for buffer in self.program.buffers):
             return ""
@@ -133,7 +133,7 @@ class HostProgramWriter:
         return "" if found is None else ", ".join(getattr(found, "origin", ())) or "a step of it"
 
     def _sizes(self) -> list[str]:
-        """Functions that read the sizes off the arguments, and tell the memory needed."""
+        """Return functions that read the sizes from the arguments and compute the arena's size."""
         if not self.sources:
             return []
         names = ", ".join(map(self.text.name, self.sources))
@@ -145,7 +145,7 @@ class HostProgramWriter:
         return [*lines, f"    return {self.text.index(self.program.arena_bytes)}", "", ""]
 
     def _value(self, source: SymbolSource, given: str) -> str:
-        """What a size is worth, `given` being its input."""
+        """Return the value of a size, `given` being its input."""
         text = {"value": given, "shape": f"{given}.shape[{source.dim}]", "stride": f"{given}.stride({source.dim})"}
         value = text[source.what]
         if source.rest != as_index(0):
@@ -198,9 +198,9 @@ class HostProgramWriter:
         self.batch.drop([name for name in self.program.inputs if name in self.table and name not in self.last])
 
     def _check_saved(self) -> None:
-        """Kernels, and looks at a tensor in another shape, count on where tracing has seen what the forward saves.
+        """Check the layout of saved tensors that kernels, or views of another shape, rely on as traced.
 
-        Replayed as a CUDA graph, a program has these lines recorded for what they found (`runtime.recording`).
+        A CUDA graph's recording keeps the result of these lines (`runtime.cuda_graphs.recording`).
         """
         written = {name for step in self.program.steps for name in step.writes} - {*self.program.donated}
         names, layouts, sizes = list[str](), list[str](), list[Size]()
@@ -220,13 +220,13 @@ class HostProgramWriter:
             self.lines += [f"if not {saved}.check({given}):", f"    [{given}] = {saved}.fit({given})"]
 
     def _relies_on(self, name: str) -> bool:
-        """Whether the program knows by itself where the elements of an input lie."""
+        """Return whether the program itself relies on the layout of an input."""
         buffer = self.table[name]
         whole = View(name, buffer.shape, buffer.strides)
         return name in self.in_kernels or any(view != whole for view in self.looks.get(name, ()))
 
     def _check_alignment(self) -> None:
-        """GPU kernels were made for addresses of whole 16 bytes; the caller's tensors may be slices that are not."""
+        """Check that addresses are multiples of 16 bytes, as GPU kernels expect; a caller's slices may not be."""
         used = [name for name in self.program.inputs if name in self.in_kernels and self.table[name].device != "cpu"]
         pointers = [self.text.pointer(name) for name in used]
         if pointers:
@@ -259,7 +259,7 @@ class HostProgramWriter:
             self.batch.call_kernel(kernel)
 
     def _product(self, step: Step, product: LibraryReplacement) -> None:
-        """A call that a kernel of ours does; a matrix product takes sizes and strides as numbers in memory."""
+        """Call a kernel that replaces a library call; a matmul takes sizes and strides as numbers in memory."""
         for name in sorted(step.writes):
             self.buffers.ensure(name)
         if product.kernel.launches:
@@ -276,7 +276,7 @@ class HostProgramWriter:
 
 
 def _looked_around(step: Step) -> list[View]:
-    """Arguments that a call sees by an offset from where their storage begins."""
+    """Return arguments that a call reads by an offset from the start of their storage."""
     if not isinstance(step, Extern) or step.op not in compat.storage_offsets.FROM_STORAGE:
         return []
     return [arg for arg in step.args[:1] if isinstance(arg, View)]

@@ -129,19 +129,17 @@ def test_op_pass_and_collective_by_their_howtos(tmp_path: Path) -> None:
     assert found["steps"][-2:] == ["Collective", "Wait"] and "Extern" not in found["steps"]
 
 
-@pytest.mark.full
 def test_mypy_names_what_a_new_collective_kind_lacks(tmp_path: Path) -> None:
+    """Of the files that know the kinds: other modules count as untyped, which leaves torch out."""
     copy = PackageCopy(tmp_path)
     take_collective_out(copy)
     add_collective_row(copy)
     assert copy.touched == {KINDS}
-    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
-    command = (sys.executable, "-m", "mypy", "-p", "dcompile")
-    first = subprocess.run(command, capture_output=True, text=True, timeout=290, cwd=tmp_path)
-    assert set(re.findall(r"^dcompile/(\S+?\.py):\d+: error", first.stdout, re.M)) == {START}, first.stdout
-    add_collective_code(copy)
-    second = subprocess.run(command, capture_output=True, text=True, timeout=290, cwd=tmp_path)
-    assert second.returncode == 0, second.stdout
+    files = [path for path in sorted((tmp_path / "dcompile").rglob("*.py")) if "collective_kinds" in path.read_text()]
+    files.append(tmp_path / "dcompile" / KINDS)
+    command = (sys.executable, "-m", "mypy", "--follow-imports=skip", *map(str, files))
+    found = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path)
+    assert set(re.findall(r"^dcompile/(\S+?\.py):\d+: error", found.stdout, re.M)) == {START}, found.stdout
 
 
 def test_a_target_is_a_row_of_traits_and_an_emitter(monkeypatch: pytest.MonkeyPatch) -> None:

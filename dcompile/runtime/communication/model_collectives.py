@@ -87,7 +87,8 @@ def _start(
     filled: Sequence[torch.Tensor],
     how: Sequence[Any],
     limit_s: float | None,
-) -> Any:
+) -> object:
+    """Start one, and return its torch.distributed.Work. Not `Any`: mypy would miss no case."""
     match kind:
         case "all_reduce":
             return start_all_reduce(group, sent, reduce_op(how[0]), limit_s)

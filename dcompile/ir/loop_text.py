@@ -151,5 +151,5 @@ def _suffix(value: Value, implied: str | None) -> str:
 
 
 def _word(words: list[str], ref: Ref) -> str:
-    """The text of an earlier value; a broken program must print too, so that its error can be read."""
+    """Text of an earlier value. A broken program must print, too, so that its error can be read."""
     return words[ref] if 0 <= ref < len(words) else f"v{ref}?"

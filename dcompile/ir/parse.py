@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
+from dcompile.ir.collective_kinds import COLLECTIVES, CollectiveKind
 from dcompile.ir.cursor import TextCursor
 from dcompile.ir.index import Index, contiguous_strides
 from dcompile.ir.index_text import parse_index, parse_size, parse_sizes
 from dcompile.ir.names import NAME
-from dcompile.ir.nodes import Bucket, Buffer, Collective, CollectiveKind, Loop, Matmul, Program, Step, Tile, Wait
+from dcompile.ir.nodes import Bucket, Buffer, Collective, Loop, Matmul, Program, Step, Tile, Wait
 from dcompile.ir.parse_call import parse_args, parse_call, parse_origin
 from dcompile.ir.parse_loop import BodyParser
 
@@ -145,7 +146,7 @@ class _ProgramParser:
         return items
 
     def _kind(self) -> CollectiveKind:
-        kinds: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+        kinds = tuple(COLLECTIVES)
         word = self.cursor.expect(rf"(?:{'|'.join(kinds)})\b", f"one of {', '.join(kinds)}")
         return next(kind for kind in kinds if kind == word)
 

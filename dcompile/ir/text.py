@@ -36,12 +36,12 @@ BUCKET_HEAD = ("name", "kind", "dtype", "numel", "device", "group")
 
 
 def digest(program: Program) -> str:
-    """sha256 of the program's repr: equal on every rank and in every process for equal programs."""
+    """SHA-256 of the program's repr: equal on every rank and in every process for equal programs."""
     return hashlib.sha256(repr(program).encode()).hexdigest()
 
 
 def show(program: Program) -> str:
-    """The whole program: its face, its buffers, its steps."""
+    """Print a program: its signature, its buffers, its steps."""
     lines = [f"program {show_name(program.name)}({_names(program.inputs)})"]
     lines += [f"  {line}" for line in _show_facts(program)]
     lines += [f"  {show_buffer(buffer)}" for buffer in program.buffers]
@@ -82,7 +82,7 @@ def _show_bucket(bucket: Bucket) -> str:
 
 
 def show_buffer(buffer: Buffer) -> str:
-    """`y: float32[4, 8] @ arena+64`, with strides only where they are not row-major."""
+    """Print a buffer: `y: float32[4, 8] @ arena+64`, with strides only where they are not row-major."""
     strides = "" if buffer.strides == contiguous_strides(buffer.shape) else f" strides {_sizes(buffer.strides)}"
     device = "" if buffer.device == "cpu" else f" on {show_name(buffer.device)}"
     place = "" if buffer.storage is None else f" @ {show_name(buffer.storage)}+{buffer.offset}"
@@ -90,7 +90,7 @@ def show_buffer(buffer: Buffer) -> str:
 
 
 def show_step(step: Step, dtypes: Mapping[str, str] | None = None) -> str:
-    """One step; a loop takes several lines. With `dtypes` of buffers, loads of other dtypes say so."""
+    """Print a step; a loop takes several lines. With `dtypes` of buffers, loads of other dtypes are marked."""
     match step:
         case Loop():
             return show_loop(step, dtypes)
@@ -107,7 +107,7 @@ def show_step(step: Step, dtypes: Mapping[str, str] | None = None) -> str:
 
 
 def show_loop(loop: Loop, dtypes: Mapping[str, str] | None = None) -> str:
-    """A line for each value and store; see `show_values` for what stands inside lines."""
+    """Print a loop, with a line for each value and store; see `show_values` for the values inside lines."""
     lines = [f"loop {show_name(loop.name)} {_sizes(loop.outer)} x {_sizes(loop.inner)}{_origin(loop.origin)}"]
     if loop.product is not None:
         lines.append(f"  {_show_product(loop.product)}")
@@ -144,7 +144,7 @@ def _show_call(step: Extern) -> str:
 
 
 def show_arg(arg: Arg) -> str:
-    """An argument of a library call, or an output of the program."""
+    """Print an argument of a library call, or an output of the program."""
     match arg:
         case View(buffer, shape, strides, offset):
             layout = "" if strides == contiguous_strides(shape) else f" strides {_sizes(strides)}"

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcompile.errors import ParseError
+from dcompile.ir.collective_kinds import COLLECTIVES
 from dcompile.ir.index import as_size, extreme, floordiv, modulo, var
 from dcompile.ir.nodes import (
     Apply,
     Bucket,
     Buffer,
     Collective,
-    CollectiveKind,
     Const,
     Extern,
     IndexOf,
@@ -112,7 +111,7 @@ CALLS = st.builds(
     tells=st.lists(NAMES, max_size=2).map(tuple),
     cost_us=st.one_of(st.just(0.0), st.floats(1e-3, 1e9)),
 )
-KINDS = st.sampled_from(get_args(CollectiveKind))
+KINDS = st.sampled_from(list(COLLECTIVES))
 SOME_NAMES = st.lists(NAMES, min_size=1, max_size=3).map(tuple)
 TILES = st.builds(
     Tile,

@@ -36,6 +36,7 @@ from dcompile.runtime.program.kernel_library import kernel, library
 from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.harness import store
 from tests.ir.fuzz import random_program
+from tests.traits import change_cpu
 
 
 def load(program: Program, constants=None) -> HostProgram:
@@ -408,7 +409,7 @@ def test_gradients_are_written_into_buckets_and_handed_out_as_fresh_views():
     assert storage_use_count(source.memory.flat) == 1 + len(source.memory.tensors)
 
 
-def test_a_product_writes_its_gradient_scaled_where_it_is_going_to_be_reduced():
+def test_a_product_writes_its_gradient_scaled_where_it_is_going_to_be_reduced(monkeypatch):
     program = parse("""
         program backward(x)
           gradients: output 0 of parameter 0
@@ -420,7 +421,8 @@ def test_a_product_writes_its_gradient_scaled_where_it_is_going_to_be_reduced():
         wait b0: g
         return (g)
     """)
-    executable = load(fold_average(program, devices=("cpu",)))
+    change_cpu(monkeypatch, scales_matmul=True)
+    executable = load(fold_average(program))
     assert executable.buckets[0].scaled == (0,)
     given, source = torch.randn(2, 3), Source(Memory(torch.full((16,), torch.nan)))
     product = given.t() @ given

@@ -94,7 +94,7 @@ class FlatParameter:
         return "all" if compat.fsdp1.syncs(self.instance) else "nothing"
 
     def reduction(self, dtype: torch.dtype) -> GradientReduction:
-        """Return FSDP1's averaging: it divides by about the root of the world size before the sum, by the rest after."""
+        """Return FSDP1's averaging: divide by about the root of the world size before the sum, by the rest after it."""
         del dtype
         before, after = compat.fsdp1.divisors(self.instance)
         return GradientReduction(before, after, ReduceOp.SUM, ReduceOp.SUM)

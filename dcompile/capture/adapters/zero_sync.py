@@ -70,7 +70,7 @@ def _refuse_coalescing(engine: Any) -> None:
 
 
 class ZeroReplicatedSync(GradientSync):
-    """Strategy of stage 0: the backward that ends a step all-reduces buckets, with what earlier ones left in `.grad`."""
+    """Strategy of stage 0: the backward that ends a step all-reduces buckets, to which it adds what `.grad` holds."""
 
     def __init__(self, adapter: ZeroReplicatedAdapter) -> None:
         super().__init__(adapter)
@@ -192,7 +192,7 @@ class ZeroSync(ShardedSync):
 
 
 class ZeroPartitionSync(ZeroSync):
-    """Strategy of stages 1 and 2: forwards use whole parameters, backwards reduce to this rank's part of flat groups."""
+    """Strategy of stages 1 and 2: forwards use whole parameters, backwards reduce to this rank's part of each group."""
 
     def __init__(self, adapter: ZeroPartitionAdapter) -> None:
         super().__init__(adapter)

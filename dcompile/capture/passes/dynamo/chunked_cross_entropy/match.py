@@ -85,7 +85,7 @@ def chunk_losses(gm: GraphModule, chunks: int) -> PassReport:
 
 
 def _logits(head: OutputLayer, parts: list[tuple[int, int]]) -> str:
-    """Describe the logits: `4 parts of at most 0.3 MB are there ... in place of the logits (float32[5, 32], 1.2 MB)`."""
+    """Describe the logits: `4 parts of at most 0.3 MB are there ... in place of the logits (float32[5, 32], 1 MB)`."""
     value = head.layer.meta["example_value"]
     sizes = ", ".join(map(str, value.shape))
     size, most = "", ""

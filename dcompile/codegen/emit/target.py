@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
+from dcompile.device_traits import DeviceTraits
 from dcompile.ir.index import Size
 from dcompile.ir.nodes import View
 
@@ -77,9 +80,51 @@ class Kernels:
         return tuple({kernel.name: kernel for kernel in used}.values())
 
 
+class Cache(Protocol):
+    """Storage of compiled kernels."""
+
+    @property
+    def directory(self) -> Path:
+        """Directory for the compilers' output, so that publishing it is a rename."""
+
+    def find(self, key: str) -> Path | None:
+        """Return the verified library that holds a kernel; None if it must be built."""
+
+    def put(self, keys: Sequence[str], built: Path) -> Path:
+        """Take over a library that holds these kernels; return its new path."""
+
+
 @dataclass(frozen=True, slots=True)
-class Emitter:
-    """One target. `spelling` maps each op to a format string over {0}, {1}, {2} and {dtype}, the result's."""
+class Built:
+    """The library of each kernel, by name; the kernels compiled now; their keys."""
+
+    libraries: Mapping[str, Path]
+    compiled: frozenset[str]
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def built(self) -> int:
+        """Number of kernels compiled now."""
+        return len(self.compiled)
+
+    @property
+    def cached(self) -> frozenset[str]:
+        """Names of the kernels found in the cache."""
+        return frozenset(self.libraries) - self.compiled
+
+    @property
+    def cache_hits(self) -> int:
+        """Number of kernels found in the cache."""
+        return len(self.cached)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What makes kernels for one type of device, which `traits` describe to all other stages.
+
+    `spelling` maps each op to a format string over {0}, {1}, {2} and {dtype}, the result's.
+    """
 
     language: str
     spelling: Mapping[str, str]
+    traits: DeviceTraits

@@ -23,6 +23,7 @@ from dcompile.codegen.lower.library_calls import (
 )
 from dcompile.codegen.lower.provenance import origin_of
 from dcompile.codegen.lower.symbolic.shapes import opaque_shape
+from dcompile.device_traits import HOST
 from dcompile.ir.index import Size
 from dcompile.ir.nodes import NUMBER, OBJECT, REGION, Arg, Buffer, Extern, Program, Verbatim, View
 
@@ -67,7 +68,7 @@ class _AtenWalk:
 
     def _buffer(self, name: str, value: Any) -> View:
         """Add a buffer for a value of the graph; return a view of all of it."""
-        dtype, device = OBJECT, "cpu"
+        dtype, device = OBJECT, HOST
         shape: tuple[Size, ...] = ()
         strides: tuple[Size, ...] = ()
         if isinstance(value, torch.Tensor):

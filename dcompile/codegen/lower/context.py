@@ -17,6 +17,7 @@ from dcompile.codegen.lower.symbolic.shapes import opaque_shape, variables_of
 from dcompile.codegen.lower.symbolic.shapes import shape_of as shape_of
 from dcompile.codegen.lower.symbolic.shapes import strides_of as strides_of
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous, is_dense, is_distinct, ranges_of, variables
+from dcompile.device_traits import HOST, DeviceTraits, traits_of
 from dcompile.ir.float8 import OPAQUE
 from dcompile.ir.index import Index, Size, flatten, var
 from dcompile.ir.nodes import NUMBER, Arg, Buffer, Collective, Extern, Loop, Ref, Step, Store, Verbatim, View
@@ -35,7 +36,7 @@ class Lowering:
         """Whether matmuls of one row may become loops (GEMV)."""
         self.deterministic = False
         """Whether sums need a fixed order where eager's have one."""
-        self.device = "cpu"
+        self.device = HOST
         self.buffers: dict[str, Buffer] = {}
         self.steps: list[Step] = []
         self.node = ""
@@ -139,16 +140,21 @@ class Lowering:
             to = {"device": Verbatim(f"torch.device({device!r})"), "memory_format": torch.contiguous_format}
             self.extern("aten._to_copy.default", [stored.view], [copy.buffer], kwargs=to)
             self._brought[key] = from_view(copy, stored.dtype)
-            if tensor.shape == () and here == "cpu":
+            if tensor.shape == () and traits_of(here).is_host:
                 self._from_cpu.add(copy.buffer)
         return replace(self._brought[key], strides=tensor.strides)
+
+    @property
+    def traits(self) -> DeviceTraits:
+        """Of the device that the node's results are on."""
+        return traits_of(self.device)
 
     def is_number(self, arg: Any) -> bool:
         """Return whether an operand is a number, or is treated as one on a GPU."""
         if not isinstance(arg, LazyTensor):
             return True
         read = arg.view is not None and arg.view.buffer in self._from_cpu
-        return arg.shape == () and (read or (not arg.reads and arg.device == "cpu"))
+        return arg.shape == () and (read or (not arg.reads and arg.device == HOST))
 
     def memory(self, tensor: LazyTensor, anew: bool = True) -> LazyTensor:
         """Return `tensor` in memory, with any strides: itself, a view of its stored base, or a copy.

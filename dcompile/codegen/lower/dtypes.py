@@ -12,6 +12,7 @@ from dcompile.codegen.lower.context import dtype_name
 from dcompile.codegen.lower.lazy_tensor import LazyTensor
 from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rules.views import RULES as VIEWS
+from dcompile.device_traits import traits_of
 from dcompile.ir.float8 import BYTES, MAX_E4M3FN, OPAQUE
 from dcompile.ir.nodes import Apply, Const, Ref, Value, View
 from dcompile.ir.ops import DTYPES
@@ -39,7 +40,11 @@ def fits_a_loop(target: Any, value: Any, args: list[Any], device: str) -> bool:
     """
     if not all(map(_is_held, (value, *args))):
         return False
-    if str(target) in FLOAT64_BY_ATEN and device == "cpu" and value.dtype is torch.float64:
+    if (
+        str(target) in FLOAT64_BY_ATEN
+        and value.dtype is torch.float64
+        and traits_of(device).has_scalar_float64_functions
+    ):
         return False
     dtypes = {dtype for item in (value, *args) for dtype in _dtypes_of(item)}
     if not dtypes & BYTES:

@@ -286,10 +286,9 @@ class Body:
         return self.index(index)
 
     def _fold_constants(self, op: str, values: list[Const], result: str) -> Ref | None:
-        if op in ("floordiv", "truncdiv", "mod", "fmod") and values[1].value == 0 and DTYPES[values[1].dtype] == "int":
-            return None
-        if op == "within" and not values[1].value <= values[0].value < values[2].value:
-            return None  # fails at run time
+        fails = OPS[op].fails
+        if fails is not None and DTYPES[values[0].dtype] == "int" and fails(*(value.value for value in values)):
+            return None  # it has to fail when it runs, as in eager mode
         arrays = [np.asarray(value.value, dtype=value.dtype) for value in values]
         with np.errstate(all="ignore"):
             return self.const(OPS[op].meaning(*arrays).item(), result)

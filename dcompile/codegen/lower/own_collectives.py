@@ -19,7 +19,8 @@ from dcompile.codegen.lower.context import Lowering, dtype_name
 from dcompile.codegen.lower.lazy_tensor import LazyTensor, from_view
 from dcompile.codegen.lower.symbolic.shapes import opaque_shape
 from dcompile.codegen.lower.symbolic.strides import contiguous
-from dcompile.ir.functional_collectives import IN_PLACE, is_wait, kind_of
+from dcompile.ir.collective_kinds import COLLECTIVES
+from dcompile.ir.functional_collectives import is_wait, kind_of
 from dcompile.ir.index import Index
 from dcompile.ir.nodes import Arg, Collective, Extern, View, Wait
 from dcompile.ir.ops import DTYPES
@@ -43,15 +44,15 @@ def lower_collective(low: Lowering, node: Node, args: Sequence[Any]) -> Any:
     value: Any = node.meta["val"]
     values = value if isinstance(value, (tuple, list)) else [value]
     views = [_buffer(low, fake, node.name if len(values) == 1 else f"{node.name}_{n}") for n, fake in enumerate(values)]
-    sent = views
-    if kind in IN_PLACE:
+    sent, in_place = views, COLLECTIVES[kind].in_place
+    if in_place:
         for tensor, view in zip(tensors, views, strict=True):
             low.store_into(tensor, view)
     else:
         sent = [low.exact(replace(tensor, strides=contiguous(tensor.shape))) for tensor in tensors]
     given: Arg = sent[0] if isinstance(value, torch.Tensor) else tuple(sent)
     buffers = tuple(view.buffer for view in views)
-    mode: Literal["mutate", "out"] = "mutate" if kind in IN_PLACE else "out"
+    mode: Literal["mutate", "out"] = "mutate" if in_place else "out"
     call = Extern(op, (given, *map(low.argument, args[1:])), (), buffers, mode, origin=low.origin)
     start = Collective(kind, buffers[0], low.groups.get(args[-1], args[-1]), buffers, call)
     low.steps.append(start)
@@ -106,21 +107,28 @@ def _buffer(low: Lowering, fake: torch.Tensor, name: str) -> View:
     return low.buffer(opaque_shape(fake)[0], dtype_name(fake.dtype), name=name, device=fake.device.type)
 
 
-def _wait(low: Lowering, tensor: Any) -> Any:
+def _wait(low: Lowering, given: Any) -> Any:
     """Return the result of a wait; the first wait of a collective adds its step, and other tensors pass unchanged.
 
-    None where a library call, or the caller, made the tensor: it may be in flight.
+    `given` is a tensor or a list of them. None where a library call has made one of them, or the caller: that may be
+    in flight.
     """
+    tensors = given if isinstance(given, list) else [given]
+    for tensor in tensors:
+        view = tensor.view if isinstance(tensor, LazyTensor) else None
+        if view is not None and view.buffer in low.in_flight:
+            _land(low, low.in_flight[view.buffer])
+    return given if all(_is_computed_here(low, tensor) for tensor in tensors) else None
+
+
+def _is_computed_here(low: Lowering, tensor: Any) -> bool:
+    """Whether a tensor is the result of a loop or of a collective that is a step."""
     if not isinstance(tensor, LazyTensor):
-        return None
-    if tensor.view is not None:
-        name = tensor.view.buffer
-        called = (step for step in low.steps if isinstance(step, Extern) and step.mode != "out")
-        if name in low.inputs or any(name in step.writes for step in called):
-            return None
-        if (start := low.in_flight.get(name)) is not None:
-            _land(low, start)
-    return tensor
+        return False
+    if tensor.view is None:
+        return True
+    called = (step for step in low.steps if isinstance(step, Extern) and step.mode != "out")
+    return tensor.view.buffer not in low.inputs and not any(tensor.view.buffer in step.writes for step in called)
 
 
 def _land(low: Lowering, start: Collective) -> None:

@@ -19,13 +19,12 @@ import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from dcompile.codegen.emit.cpp.library.base import PRELUDE
 from dcompile.codegen.emit.cpp.library.prune import prune_prelude
-from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.emit.target import Built, Cache, KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.logs import report
@@ -55,44 +54,6 @@ ADVICE = 'set CXX to a C++ compiler (g++ 9 or later), or run without one: option
 
 
 NONE: Mapping[str, str] = {}
-
-
-class Cache(Protocol):
-    """Storage of compiled kernels."""
-
-    @property
-    def directory(self) -> Path:
-        """Directory for the compilers' output, so that publishing it is a rename."""
-
-    def find(self, key: str) -> Path | None:
-        """Return the verified library that holds a kernel; None if it must be built."""
-
-    def put(self, keys: Sequence[str], built: Path) -> Path:
-        """Take over a library that holds these kernels; return its new path."""
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """The library of each kernel, by name; the kernels compiled now; their keys."""
-
-    libraries: Mapping[str, Path]
-    compiled: frozenset[str]
-    keys: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def built(self) -> int:
-        """Number of kernels compiled now."""
-        return len(self.compiled)
-
-    @property
-    def cached(self) -> frozenset[str]:
-        """Names of the kernels found in the cache."""
-        return frozenset(self.libraries) - self.compiled
-
-    @property
-    def cache_hits(self) -> int:
-        """Number of kernels found in the cache."""
-        return len(self.cached)
 
 
 def build(sources: Iterable[KernelSource], config: Config, cache: Cache) -> Built:

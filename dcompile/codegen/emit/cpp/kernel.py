@@ -26,8 +26,9 @@ from dcompile.codegen.emit.cpp.software_pipeline import open_late_row
 from dcompile.codegen.emit.cpp.stream_stores import may_stream
 from dcompile.codegen.emit.cpp.vector_printer import NO_SUMS
 from dcompile.codegen.emit.kernel_name import describe_loop, kernel_name
-from dcompile.codegen.emit.target import Emitter, Kernels, KernelSource
+from dcompile.codegen.emit.target import Kernels, KernelSource, Target
 from dcompile.codegen.nest.loop_nest import make_nest, may_exceed
+from dcompile.device_traits import CPU
 from dcompile.ir.canonical_names import Nameless, nameless
 from dcompile.ir.index import size_product
 from dcompile.ir.nodes import Buffer, Loop, Program
@@ -98,7 +99,7 @@ def _numbered(buffer: Buffer, number: str) -> Buffer:
     return Buffer(number, buffer.dtype, buffer.shape, buffer.strides)
 
 
-EMITTER = Emitter("c++", SPELLING)
+TARGET = Target("c++", SPELLING, CPU)
 
 
 # --- the function ----------------------------------------------------------------------------------------------------

@@ -32,22 +32,6 @@ SPELLING: Mapping[str, str] = {
     "where": "{0} ? {1} : {2}", "cast": "to_{dtype}({0})",
 }  # fmt: skip
 
-VECTOR_FUNCTIONS = frozenset((
-    "exp", "exp2", "tanh", "sigmoid", "erf", "one_plus_erf", "sin", "cos", "pow", "fmod", "mod", "tan", "asin", "acos",
-    "atan2", "sinh",
-    "cosh", "erfc", "log", "log1p", "log2", "log10", "expm1", "asinh", "acosh", "atanh", "philox",
-))  # fmt: skip
-"""Ops that are faster on explicit vectors, as are rounding to bfloat16 and conversions of float16."""
-ROUNDING = frozenset(("floor", "ceil", "trunc", "round"))
-VECTOR_ARITHMETIC = VECTOR_FUNCTIONS | ROUNDING | {
-    "add", "sub", "mul", "div", "neg", "abs", "min", "max", "sqrt", "rsqrt", "reciprocal",
-}  # fmt: skip
-COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "isnan", "signbit"))
-LOGIC = frozenset(("and", "or", "xor", "not"))
-RANDOM_BITS = frozenset(("cast", "lt", "and", "shr"))
-"""Ops on an int32 and a constant, as random numbers need them."""
-SLOW = frozenset(("div", "sqrt", "rsqrt", "reciprocal"))
-"""Ops that delay later loads: a few of them fill the processor's reorder buffer."""
 FLOATS = frozenset(("float32", "bfloat16", "float16"))
 """Dtypes that vectors of floats are loaded from and stored to."""
 

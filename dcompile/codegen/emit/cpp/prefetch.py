@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dcompile.codegen.emit.cpp.ops import SLOW, VECTOR_FUNCTIONS
 from dcompile.codegen.emit.cpp.plan import NestPlan
 from dcompile.codegen.nest.loop_nest import Axis, stride
 from dcompile.ir.analysis import runtime_refs
 from dcompile.ir.index import substitute, var
 from dcompile.ir.nodes import ITEMSIZE, Apply, Load
+from dcompile.ir.ops import OPS
 
 MIN_PREFETCH_BYTES = 1 << 20
 """Size from which the next row of a tensor is prefetched: caches hold smaller tensors."""
@@ -89,7 +89,7 @@ def updates_slowly(plan: NestPlan, number: int, name: str) -> bool:
     tensors of 1 MB, and three of their kind; Intel's servers).
     """
     values = [plan.nest.body[ref] for ref in plan.vector_values(number)]
-    slow = any(isinstance(value, Apply) and value.op in SLOW and value.dtype == "float32" for value in values)
+    slow = any(isinstance(value, Apply) and OPS[value.op].stalls and value.dtype == "float32" for value in values)
     if not slow:
         return False
     written = {store.buffer for store in plan.nest.stores}
@@ -141,6 +141,6 @@ def step_prefetches(plan: NestPlan, number: int, stores: Sequence[int], name: st
         return [("ask", load) for load in plan.next_row]
     loads = far_loads(plan, number, name)
     values = [plan.nest.body[ref] for ref in plan.new_vector_values(number)]
-    functions = any(isinstance(value, Apply) and value.op in VECTOR_FUNCTIONS for value in values)
+    functions = any(isinstance(value, Apply) and OPS[value.op].vector == "function" for value in values)
     soon = len(loads) == 1 and functions and any(n in plan.streamed for n in stores)
     return [("ask_soon" if soon else "ask_far", load) for load in loads]

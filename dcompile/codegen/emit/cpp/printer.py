@@ -15,7 +15,7 @@ from dcompile.codegen.nest.loop_nest import Axis, Nest
 from dcompile.ir.analysis import runtime_refs
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, is_symbol, size_product
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Value
-from dcompile.ir.ops import DTYPES, REDUCTIONS
+from dcompile.ir.ops import DTYPES, OPS, REDUCTIONS
 
 
 class Printer:
@@ -197,7 +197,7 @@ class Printer:
             ):
                 return f"picked({self.name(mask)}, {', '.join(map(self.name, args))})"
             case Apply(op, args, dtype):
-                if DTYPES[body[args[0]].dtype] == "int" and op in ("floordiv", "truncdiv", "mod", "fmod", "within"):
+                if DTYPES[body[args[0]].dtype] == "int" and OPS[op].fails is not None:
                     self.checked = True
                 text = self.spelling(value).format(*map(self.name, args), dtype=dtype)
                 return f"{dtype}({text})" if dtype in ("int8", "int16", "uint8") else text

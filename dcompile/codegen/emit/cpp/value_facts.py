@@ -10,14 +10,7 @@ import numpy as np
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import var
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Store, Value
-from dcompile.ir.ops import DTYPES
-
-_KEEPING = frozenset(
-    ("add", "sub", "mul", "div", "neg", "abs", "min", "max", "where", "reciprocal", "sqrt", "rsqrt", "exp", "exp2",
-     "expm1", "log", "log1p", "tanh", "sigmoid", "erf", "one_plus_erf", "floor", "ceil", "trunc", "round", "sign",
-     "cast"),
-)  # fmt: skip
-"""Operations whose NaN is an argument's or the processor's own: arithmetic, and functions of the prelude."""
+from dcompile.ir.ops import DTYPES, OPS
 
 
 def short_nans(body: tuple[Value, ...], made: frozenset[Ref] = frozenset()) -> frozenset[Ref]:
@@ -34,7 +27,7 @@ def short_nans(body: tuple[Value, ...], made: frozenset[Ref] = frozenset()) -> f
             case Apply("cast", (arg,), dtype):
                 known = arg in short or dtype == "bfloat16" or DTYPES[body[arg].dtype] != "float"
             case Apply(op, args, _):
-                known = op in _KEEPING and all(arg in short for arg in args)
+                known = OPS[op].keeps_nan and all(arg in short for arg in args)
             case Reduce(_, arg, _) | Scan(_, arg, _):
                 known = arg in short
             case Const() | IndexOf():
@@ -64,10 +57,6 @@ def to_shorten(body: tuple[Value, ...], element: tuple[bool, ...], stores: Itera
     return read if any(arg in gained for arg in rounded) else frozenset()
 
 
-_CHOOSING = frozenset(("neg", "abs", "min", "max", "floor", "ceil", "trunc", "round", "sign"))
-"""Operations whose result has no more significant bits than their arguments (integer parts: one carry at most)."""
-
-
 def round_values(body: tuple[Value, ...], narrow: str) -> frozenset[Ref]:
     """Return float values that bfloat16 or float16 represents exactly: rounding to it changes nothing.
 
@@ -88,7 +77,7 @@ def round_values(body: tuple[Value, ...], narrow: str) -> frozenset[Ref]:
             case Apply("where", (_, one, other), _):
                 known = one in found and other in found
             case Apply(op, args, _):
-                known = op in _CHOOSING and all(arg in found for arg in args)
+                known = OPS[op].keeps_bits and all(arg in found for arg in args)
             case Reduce("max" | "min", arg, _):
                 known = arg in found
             case _:

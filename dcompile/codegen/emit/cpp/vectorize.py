@@ -18,18 +18,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dcompile.codegen.emit.cpp.ops import (
-    COMPARISONS,
-    FLOATS,
-    LOGIC,
-    RANDOM_BITS,
-    VECTOR_ARITHMETIC,
-    VECTOR_FUNCTIONS,
-)
+from dcompile.codegen.emit.cpp.ops import FLOATS
 from dcompile.codegen.emit.cpp.plan import NO_SCANS, NestPlan, VectorLoop
 from dcompile.codegen.emit.cpp.prefetch import updates_slowly
 from dcompile.codegen.nest.loop_nest import may_exceed
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Ref
+from dcompile.ir.ops import OPS
 
 WIDTH = 16
 """Elements of the widest vectors; narrower ones divide it."""
@@ -121,7 +115,7 @@ def _guard(plan: NestPlan, number: int, gains: bool) -> str:
 def _has_functions(plan: NestPlan, number: int) -> bool:
     """Does a pass compute functions that are faster on vectors?"""
     values = (plan.nest.body[ref] for ref in plan.new_vector_values(number))
-    return any(isinstance(value, Apply) and value.op in VECTOR_FUNCTIONS for value in values)
+    return any(isinstance(value, Apply) and OPS[value.op].vector == "function" for value in values)
 
 
 def _is_paired(plan: NestPlan, number: int) -> bool:
@@ -201,7 +195,7 @@ def gains_from_vectors(plan: NestPlan, ref: Ref) -> bool:
         case Apply("cast"):
             return _converts_half(plan, ref)
         case Apply(op, _, _):
-            return op in VECTOR_FUNCTIONS
+            return OPS[op].vector == "function"
     return False
 
 
@@ -243,18 +237,21 @@ def _has_result_vector(plan: NestPlan, value: Apply) -> bool:
     body, element = plan.nest.body, plan.levels.element
     match value:
         case Apply(op, (first, *others), _) if body[first].dtype == "int32":
-            return op in RANDOM_BITS and element[first] and all(isinstance(body[ref], Const) for ref in others)
+            return OPS[op].on_random_bits and element[first] and all(isinstance(body[ref], Const) for ref in others)
         case Apply("cast", (arg,), dtype):
             source = body[arg].dtype
             return (source, dtype) == ("bool", "float32") or {source, dtype} <= FLOATS
         case Apply("where", _, dtype):
             return dtype in FLOATS
-        case Apply(op, args, dtype) if op in LOGIC:
-            return dtype == "bool" and all(element[arg] for arg in args)
-        case Apply(op, args, _) if op in COMPARISONS:
-            return all(body[arg].dtype == "float32" for arg in args)
-        case Apply(op, _, dtype):
-            return op in VECTOR_ARITHMETIC and dtype == "float32"
+    match OPS[value.op].vector:
+        case "logic":
+            return value.dtype == "bool" and all(element[arg] for arg in value.args)
+        case "comparison":
+            return all(body[arg].dtype == "float32" for arg in value.args)
+        case "arithmetic" | "function":
+            return value.dtype == "float32"
+        case None:
+            return False
 
 
 def random_stride(plan: NestPlan, position: Ref, name: str) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from dcompile.ir.gemm import TENSOR_CORE_DTYPES, Geometry, gemm_layout
+from dcompile.ir.gemm import TENSOR_CORE_DTYPES, Chosen, Geometry, gemm_layout
 from dcompile.ir.nodes import SCALED, Buffer, Extern, Program, View
 
 MIN_FLOP_SHARE = 0.02
@@ -48,3 +48,12 @@ def measurable_geometries(program: Program) -> dict[Geometry, int]:
     counts = Counter(g for g in found if g is not None)
     total = sum(g.flops * count for g, count in counts.items())
     return {g: count for g, count in counts.items() if g.flops * count >= MIN_FLOP_SHARE * total}
+
+
+def read_by_chosen(program: Program, chosen: Chosen) -> set[str]:
+    """Return inputs of matmuls with a chosen algorithm, which needs known strides and 16-byte alignment."""
+    if not chosen:
+        return set()
+    table = program.table
+    found = (step for step in program.steps if isinstance(step, Extern) and geometry(step, table) in chosen)
+    return {view.buffer for step in found for view in factors_of(step) or ()}

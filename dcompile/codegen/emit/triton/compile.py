@@ -21,13 +21,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from dcompile.codegen.emit.cpp import compile as cpp_compile
-from dcompile.codegen.emit.cpp.compile import Built, Cache, end_process, failure, tail, workers
-from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.emit.cpp.compile import end_process, failure, tail, workers
+from dcompile.codegen.emit.target import Built, Cache, KernelSource
 from dcompile.codegen.emit.triton import worker as worker_module
 from dcompile.config import Config
 from dcompile.errors import BuildError
@@ -81,27 +79,6 @@ class TritonBuild:
         for name, file in files.items():  # another program may have compiled and stored the same kernel
             self._archives[name] = self._cache.find(self._keys[name]) or self._cache.put([self._keys[name]], file)
         return Built(self._archives, frozenset(files), self._keys)
-
-
-@dataclass(frozen=True, slots=True)
-class PendingBuild:
-    """The kernels of a graph, compiled by g++ and Triton at the same time."""
-
-    cpu: cpp_compile.Building
-    gpu: TritonBuild | None
-
-    @property
-    def waits(self) -> bool:
-        return self.cpu.waits or (self.gpu is not None and self.gpu.waits)
-
-    def result(self) -> Built:
-        """Wait for all kernels. Raises BuildError."""
-        cpu = self.cpu.result()
-        if self.gpu is None:
-            return cpu
-        gpu = self.gpu.result()
-        libraries, keys = {**cpu.libraries, **gpu.libraries}, {**cpu.keys, **gpu.keys}
-        return Built(libraries, cpu.compiled | gpu.compiled, keys)
 
 
 class WorkerPool:

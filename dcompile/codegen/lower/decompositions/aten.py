@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dcompile import compat
+from dcompile.device_traits import traits_of
 
 aten = torch.ops.aten
 
@@ -70,7 +71,8 @@ def channel_shuffle(x: Tensor, groups: int) -> Tensor:
 
 
 def _layout(x: Tensor) -> torch.memory_format:
-    return compat.aot.suggest_memory_format(x) if x.device.type == "cpu" else torch.contiguous_format
+    keeps = traits_of(x.device.type).aten.keeps_image_layout
+    return compat.aot.suggest_memory_format(x) if keeps else torch.contiguous_format
 
 
 def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
@@ -100,7 +102,7 @@ def pixel_shuffle(x: Tensor, factor: int) -> Tensor:
 
 def pixel_unshuffle(x: Tensor, factor: int) -> Tensor:
     """Turn every `factor` x `factor` square into channels; an empty tensor keeps its shape, as in eager on the CPU."""
-    if compat.sizes.is_known_empty(x) and x.device.type == "cpu":
+    if compat.sizes.is_known_empty(x) and traits_of(x.device.type).aten.keeps_empty_shape:
         return x.clone()
     *lead, channels, height, width = x.shape
     n = len(lead)
@@ -141,9 +143,7 @@ def laid_out_as_input(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def laid_out(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         result = rule(x, *args, **kwargs)
-        if x.device.type != "cpu":
-            return result.contiguous()
-        return result.contiguous(memory_format=compat.aot.suggest_memory_format(x))
+        return result.contiguous(memory_format=_layout(x))
 
     return laid_out
 
@@ -155,7 +155,7 @@ def replication_pad(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
 
     def padded(x: Tensor, padding: Sequence[int]) -> Tensor:
-        if x.device.type != "cpu" or compat.sizes.is_known_empty(x):
+        if not traits_of(x.device.type).aten.keeps_image_layout or compat.sizes.is_known_empty(x):
             return rule(x, padding)
         layout = compat.aot.suggest_memory_format(x)
         rows = layout == torch.contiguous_format
@@ -194,7 +194,8 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
     wide = v.to(compute_dtype(v))
     others = [d for d in range(v.dim()) if d != dim % v.dim()]
     norms = torch.linalg.vector_norm(wide, 2, others, keepdim=True) if others else wide.abs()
-    kept = norms if v.dtype == torch.bfloat16 or v.device.type != "cpu" else norms.to(g.dtype)
+    rounds = v.dtype != torch.bfloat16 and traits_of(v.device.type).aten.rounds_norms
+    kept = norms.to(g.dtype) if rounds else norms
     return (wide * (g.to(wide.dtype) / norms)).to(v.dtype), kept
 
 

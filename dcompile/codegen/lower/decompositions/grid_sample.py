@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dcompile.codegen.lower.decompositions.aten import compute_dtype
+from dcompile.device_traits import traits_of
 
 aten = torch.ops.aten
 
@@ -63,8 +64,8 @@ def grid_sampler_2d_backward(
 
 
 def _is_ours(x: Tensor, mode: int, padding: int) -> bool:
-    """Return whether to decompose; on GPUs the library's atomic additions suit gradients that share a pixel better."""
-    return (mode, padding, x.device.type) == (_BILINEAR, _ZEROS, "cpu")
+    """Where stores have no order, gradients that meet in a pixel are better left to the library's atomic additions."""
+    return (mode, padding) == (_BILINEAR, _ZEROS) and traits_of(x.device.type).ordered_stores
 
 
 def _channels_last(x: Tensor) -> Tensor:

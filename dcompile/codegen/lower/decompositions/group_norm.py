@@ -14,6 +14,7 @@ import torch
 
 from dcompile import compat
 from dcompile.codegen.lower.decompositions.aten import compute_dtype
+from dcompile.device_traits import traits_of
 
 Tensor = torch.Tensor
 MAX_PART, MIN_PART = 32, 8
@@ -44,7 +45,11 @@ def by_parts(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 def part_of(x: Tensor, inner: int, channels: int) -> int:
     """Return the number of elements of a channel in a part; 0 where groups are better read as rows."""
-    if x.device.type == "cpu" or not compat.sizes.is_fixed(x) or inner * channels <= MAX_PERSISTENT_ELEMENTS:
+    if (
+        not traits_of(x.device.type).many_threads
+        or not compat.sizes.is_fixed(x)
+        or inner * channels <= MAX_PERSISTENT_ELEMENTS
+    ):
         return 0
     return next((size for size in range(MAX_PART, MIN_PART - 1, -1) if inner % size == 0), 0)
 

@@ -10,12 +10,15 @@ import torch
 
 from dcompile import random_ops
 from dcompile.codegen.lower.decompositions import aten as decompositions_aten
+from dcompile.device_traits import HOST, traits_of
 
 ours = torch.ops.dcompile_random
 aten = torch.ops.aten
 
-DEVICES = ("cpu", "cuda")
-"""Device types whose emitter implements Philox; on others random numbers stay ATen's."""
+
+def _is_ours(device: torch.device) -> bool:
+    """Whether a target spells Philox: elsewhere random numbers stay ATen's."""
+    return traits_of(device.type).is_compiled
 
 
 def _float(dtype: torch.dtype | None) -> torch.dtype | None:
@@ -25,9 +28,9 @@ def _float(dtype: torch.dtype | None) -> torch.dtype | None:
 
 
 def _made(op: Any, size: Any, dtype: torch.dtype | None, device: Any, layout: Any = None, generator: Any = None) -> Any:
-    device = torch.device("cpu" if device is None else device)
+    device = torch.device(HOST if device is None else device)
     dtype = _float(dtype)
-    if dtype is None or generator is not None or device.type not in DEVICES or layout not in (None, torch.strided):
+    if dtype is None or generator is not None or not _is_ours(device) or layout not in (None, torch.strided):
         return NotImplemented
     return op(size, dtype, device)
 
@@ -101,7 +104,7 @@ def _log_normal(z: Any, mean: float = 1.0, std: float = 2.0) -> Any:
 
 
 def _bernoulli_p(x: Any, p: float = 0.5, generator: Any = None) -> Any:
-    if generator is not None or x.device.type not in DEVICES:
+    if generator is not None or not _is_ours(x.device):
         return NotImplemented
     return _as(ours.less(x.shape, p, x.device).to(x.dtype), x)
 
@@ -119,7 +122,7 @@ def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:
         return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
-    if x.device.type not in DEVICES:
+    if not _is_ours(x.device):
         return NotImplemented
     mask = ours.less(x.shape, 1 - p, x.device)
     return x * mask * (1 / (1 - p)), mask
@@ -139,9 +142,9 @@ def _rrelu(
 
 
 def _integers(low: int, high: int, size: Any, dtype: Any, device: Any) -> Any:
-    device = torch.device("cpu" if device is None else device)
+    device = torch.device(HOST if device is None else device)
     span = high - low
-    if device.type not in DEVICES or not 0 < span < 2**62:
+    if not _is_ours(device) or not 0 < span < 2**62:
         return NotImplemented
     # multiply and shift where that needs no division: as even as eager's remainder
     share = aten.bitwise_right_shift.Tensor_Scalar

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from dcompile.device_traits import traits_of
+
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """Dtypes in which eager computes such an operation before it rounds once."""
 
@@ -43,7 +45,7 @@ def sub(x: Any, y: Any, *, alpha: Any = 1) -> Any:
 
 def _with_factor(op: Callable[[Any, Any], Any], x: Any, y: Any, alpha: Any) -> Any:
     """On CPUs eager rounds the factor, and only the factor, to the 16-bit dtype."""
-    low = isinstance(x, torch.Tensor) and x.dtype in _WIDER and x.device.type == "cpu"
+    low = isinstance(x, torch.Tensor) and x.dtype in _WIDER and traits_of(x.device.type).aten.rounds_factors
     if isinstance(alpha, torch.SymFloat):
         given = _filled(torch.ones((), dtype=x.dtype, device=x.device), alpha) if low else alpha
         return _in_parts(lambda x, y: op(x, y * given), alpha, x, y)

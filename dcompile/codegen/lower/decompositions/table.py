@@ -18,6 +18,7 @@ from dcompile.codegen.lower.decompositions import (
     random,
     symbolic_scalars,
 )
+from dcompile.device_traits import traits_of
 
 _ALSO = (
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
@@ -130,7 +131,7 @@ def _unless_empty(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> Any:
     """Add the bias separately on GPUs, where cuDNN's caller would launch a kernel for it: here it fuses."""
-    if bias is None or x.device.type == "cpu":
+    if bias is None or not traits_of(x.device.type).aten.adds_bias_apart:
         return NotImplemented
     found = torch.ops.aten.convolution.default(x, weight, None, *how)
     return found + bias.view(-1, *[1] * (x.dim() - 2))
@@ -146,7 +147,7 @@ def convolution_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tens
     groups = more[-1]
     large = weight.shape[0] == groups and weight.shape[1] == 1 and weight.numel() > 9 * groups
     apart = mask[0] and mask[1] and large
-    if grad.device.type != "cpu" or not (mask[2] or apart):
+    if not traits_of(grad.device.type).aten.sums_bias_gradient_apart or not (mask[2] or apart):
         return NotImplemented
 
     def gradients(*wanted: bool) -> Any:
@@ -170,7 +171,7 @@ def native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:
         return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
-    if x.device.type != "cpu" or not compat.sizes.is_known_contiguous(x):
+    if not traits_of(x.device.type).aten.draws_dropout_masks or not compat.sizes.is_known_contiguous(x):
         return NotImplemented
     mask = torch.ops.aten.bernoulli.p(torch.empty_like(x, dtype=torch.bool), 1 - p)
     return x * mask * (1 / (1 - p)), mask

@@ -116,7 +116,7 @@ def _pad(low: Lowering, value: torch.Tensor, /, x: LazyTensor, pad: Sequence[Siz
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     rank = len(shape)
     before = {rank - 1 - n: pad[2 * n] for n in range(len(pad) // 2)}
-    if low.device != "cpu" and x.view is None and not x.reads <= low.inputs.keys():
+    if not low.traits.fuses_padding and x.view is None and not x.reads <= low.inputs.keys():
         x = low.memory(x)  # a loop over more elements than x would not fuse with the loop that computes x
 
     def at(body: Body, coords: Coords) -> Ref:

@@ -18,7 +18,7 @@ from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.rules.scatter import collect, collected_by_rows, few_rows, meets, needs_order
 from dcompile.codegen.lower.rules.views import reshape
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous
-from dcompile.codegen.nest.device_traits import MAX_INT32_ELEMENTS
+from dcompile.device_traits import MAX_INT32_ELEMENTS
 from dcompile.ir.index import Index, Size, as_index, as_size, size_product
 from dcompile.ir.nodes import Ref, View
 
@@ -76,7 +76,7 @@ def are_grouped(low: Lowering, shape: Shape, index: LazyTensor) -> bool:
     order. A sort takes a dozen kernels.
     """
     count, (rows, width) = size_product(index.shape), shape
-    if low.device == "cpu" or not (isinstance(count, int) and isinstance(rows, int) and isinstance(width, int)):
+    if low.traits.ordered_stores or not (isinstance(count, int) and isinstance(rows, int) and isinstance(width, int)):
         return False
     return count <= MAX_COMPARED_ROWS and max(rows, count * width) <= MAX_INT32_ELEMENTS
 

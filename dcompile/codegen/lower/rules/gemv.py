@@ -19,8 +19,6 @@ from dcompile.codegen.lower.symbolic.strides import ranges_of, variables
 from dcompile.ir.index import as_index, flatten
 from dcompile.ir.nodes import Store
 
-DEVICES = ("cuda",)
-"""Device types on which a GEMV depends on memory bandwidth alone."""
 DTYPES = ("bfloat16", "float16", "float32")
 MIN_MATRIX_ELEMENTS = 1 << 16
 """Elements of a matrix from which a loop is used: smaller ones take almost no time, and cuBLAS has kernels for them."""
@@ -30,7 +28,7 @@ MIN_ROW_ELEMENTS = 256
 
 def is_by_rows(low: Lowering, left: LazyTensor, right: LazyTensor) -> bool:
     """Is it one row times a column-major matrix, such as a transposed weight, of static size on a GPU?"""
-    if not low.own_rows or low.device not in DEVICES or right.view is None or left.dtype not in DTYPES:
+    if not low.own_rows or not low.traits.has_row_matmul or right.view is None or left.dtype not in DTYPES:
         return False
     sizes = (*left.shape, *right.shape, *right.view.strides)
     if not all(isinstance(size, int) for size in sizes) or left.dtype != right.dtype:

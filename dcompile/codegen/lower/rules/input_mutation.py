@@ -21,8 +21,6 @@ from dcompile.ir.nodes import Load, Store
 from dcompile.ir.ops import DTYPES
 
 OVERWRITES = frozenset(("aten.copy_.default",))
-DEVICES = ("cuda",)
-"""Device types whose library checks positions while it writes. A CPU's raises an error after part is written."""
 PUTS = frozenset(("aten.index_put.default", "aten._unsafe_index_put.default"))
 
 
@@ -63,12 +61,7 @@ def put_in_place(low: Lowering, node: Node, args: Sequence[Any]) -> LazyTensor |
     CPUs few values are the library's, with positions checked before anything is written. None where something else
     needs the old values.
     """
-    if (
-        low.device not in (*DEVICES, "cpu")
-        or str(node.target) not in PUTS
-        or len(args) < 3
-        or (len(args) > 3 and args[3])
-    ):
+    if not low.traits.is_compiled or str(node.target) not in PUTS or len(args) < 3 or (len(args) > 3 and args[3]):
         return None
     target, indices, values = args[:3]
     start: Any = node.args[0]
@@ -87,7 +80,7 @@ def put_in_place(low: Lowering, node: Node, args: Sequence[Any]) -> LazyTensor |
         return None
     if any(view.buffer in step.writes for step in low.steps):
         return None
-    if low.device not in DEVICES:
+    if not low.traits.aten.checks_while_writing:
         return _put_few(low, target, indices, values)
     low.keep_before_overwrite(view.buffer, low.position)
     if all(index is None or index.numel == 1 for index in indices) and 0 not in (*target.shape, *values.shape):

@@ -65,7 +65,7 @@ def _pad(
     if 0 in shape:
         return constant(0, shape, dtype)
     first = {last - n: padding[2 * n] for n in range(len(padding) // 2)}
-    looked_up = [dim for dim in first if dim != last or low.device != "cpu"]
+    looked_up = [dim for dim in first if dim != last or not low.traits.splits_loops]
     x = x if x.is_cheap else low.memory(x)
 
     def at(body: Body, coords: Coords) -> Ref:

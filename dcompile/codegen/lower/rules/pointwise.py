@@ -17,7 +17,7 @@ from dcompile.codegen.lower.rules import scalar_ops
 from dcompile.codegen.lower.symbolic.strides import Shape
 from dcompile.ir.float8 import FLOAT8
 from dcompile.ir.nodes import Ref
-from dcompile.ir.ops import DTYPES
+from dcompile.ir.ops import DTYPES, OPS
 
 Promotion = Literal["result", "common", "bool"]
 """Dtype of operands before the operation: the result's, their common one, or bool."""
@@ -73,13 +73,13 @@ def to_dtype(body: Body, ref: Ref, dtype: str) -> Ref:
     return body.cast(saturate(body, ref) if dtype == "float8_e4m3fn" else ref, dtype)
 
 
-_UNARY = {
-    "neg": False, "abs": False, "reciprocal": True, "sqrt": True, "rsqrt": True, "exp": True,
-    "exp2": True, "expm1": True, "log": True, "log1p": True, "log2": True, "log10": True, "sin": True, "cos": True,
-    "tan": True, "tanh": True, "sigmoid": True, "erf": True,
-    "erfc": True, "lgamma": True, "asin": True, "acos": True, "sinh": True, "cosh": True, "asinh": True, "acosh": True,
-    "atanh": True,
-}  # fmt: skip
+_UNARY = (
+    "neg", "abs", "reciprocal", "sqrt", "rsqrt", "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "sin", "cos",
+    "tan", "tanh", "sigmoid", "erf", "erfc", "lgamma", "asin", "acos", "sinh", "cosh", "asinh", "acosh", "atanh",
+)  # fmt: skip
+"""Ops that compute what the ATen operation of the same name does."""
+MIN_HEAVY_COST = 4
+"""Divisions and what costs more: whole rows of a reader that repeats them should not compute them again."""
 _PRIMS = (
     "neg", "abs", "sqrt", "exp", "log", "sin", "cos", "tanh", "floor", "ceil", "erfc", "lgamma", "asin", "acos", "sinh",
     "cosh", "asinh", "acosh", "atanh", "signbit",
@@ -91,7 +91,8 @@ _BOTH = ("Tensor", "Scalar")
 
 def _table() -> dict[str, Pointwise]:
     table: dict[str, Pointwise] = {}
-    for name, heavy in _UNARY.items():
+    for name in _UNARY:
+        heavy = OPS[name].cost >= MIN_HEAVY_COST
         table[f"aten.{name}.default"] = Pointwise(scalar_ops.simple(name), 1, heavy=heavy)
     for name in ("floor", "ceil", "trunc", "round"):
         table[f"aten.{name}.default"] = Pointwise(scalar_ops.round_to_integer(name), 1)
@@ -184,9 +185,9 @@ def _frexp(low: Lowering, values: Sequence[torch.Tensor], /, x: LazyTensor) -> t
 
 
 def _div(low: Lowering, value: torch.Tensor, /, a: Any, b: Any) -> LazyTensor:
-    on_gpu = low.device != "cpu" and low.is_number(b) and not low.is_number(a)
-    meaning = scalar_ops.div_by_number if on_gpu else scalar_ops.div
-    return Pointwise(meaning, 2, heavy=not on_gpu, exact_numbers=True)(low, value, a, b)
+    multiplies = low.traits.aten.divides_by_reciprocal and low.is_number(b) and not low.is_number(a)
+    meaning = scalar_ops.div_by_number if multiplies else scalar_ops.div
+    return Pointwise(meaning, 2, heavy=not multiplies, exact_numbers=True)(low, value, a, b)
 
 
 def _hardtanh(low: Lowering, value: torch.Tensor, /, x: LazyTensor, a: float = -1.0, b: float = 1.0) -> LazyTensor:
@@ -195,8 +196,7 @@ def _hardtanh(low: Lowering, value: torch.Tensor, /, x: LazyTensor, a: float = -
 
 def _power(low: Lowering, value: torch.Tensor, /, base: Any, exponent: Any) -> Result:
     cheap = not isinstance(exponent, LazyTensor) and exponent in (0, 1, 2, 3)
-    # ATen's CPU kernel uses no square roots for float16
-    has_roots = value.dtype is not torch.float16 or low.device != "cpu"
+    has_roots = value.dtype is not torch.float16 or low.traits.aten.has_half_roots
     return Pointwise(scalar_ops.pow, 2, heavy=not cheap, ops=2)(low, value, base, exponent, has_roots=has_roots)
 
 

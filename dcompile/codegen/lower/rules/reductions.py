@@ -162,7 +162,10 @@ def _std(
     low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any = None, *, correction: Any = None, keepdim: Any = 0
 ) -> LazyTensor:
     # the variance of numbers beyond 1e19 overflows float32, its root does not: ATen's CPU kernel computes in double
-    compute, by = "float64" if low.device == "cpu" else opmath(x.dtype), 1 if correction is None else correction
+    compute, by = (
+        "float64" if low.traits.aten.sums_in_float64 else opmath(x.dtype),
+        1 if correction is None else correction,
+    )
 
     def build(body: Body, ref: Ref, count: Size) -> Ref:
         return body.apply("sqrt", moments(body, ref, count, by, compute)[0])

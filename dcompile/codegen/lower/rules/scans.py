@@ -16,6 +16,7 @@ from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rule import Rule
 from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.rules.views import reshape
+from dcompile.device_traits import traits_of
 from dcompile.ir.index import Index, flatten
 from dcompile.ir.nodes import Ref, Store
 from dcompile.ir.ops import DTYPES
@@ -28,7 +29,11 @@ def accumulator(dtype: str, device: str) -> str:
     """Return the dtype in which ATen accumulates `dtype`."""
     if DTYPES[dtype] != "float":
         return "int64"
-    return "float64" if dtype == "float64" or (dtype == "float32" and device == "cpu") else "float32"
+    return (
+        "float64"
+        if dtype == "float64" or (dtype == "float32" and traits_of(device).aten.sums_in_float64)
+        else "float32"
+    )
 
 
 def _scan_dim(

@@ -30,7 +30,6 @@ from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.rules.scatter_by_aten import by_library, puts_by_library, scatters_by_library
 from dcompile.codegen.lower.rules.views import reshape
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous, ranges_of, variables
-from dcompile.codegen.nest.device_traits import has_atomic
 from dcompile.ir.index import Index, flatten, size_product, typical, unflatten
 from dcompile.ir.nodes import Ref, Store
 from dcompile.ir.ops import DTYPES
@@ -55,7 +54,7 @@ REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "sum", "prod": "prod", "multip
 
 def needs_order(low: Lowering) -> bool:
     """Are values at one position combined in a fixed order?"""
-    return low.device == "cpu"
+    return low.traits.ordered_stores
 
 
 def meets(low: Lowering, dtype: str, how: str, shape: Shape, values: Shape) -> bool:
@@ -73,7 +72,7 @@ def meets(low: Lowering, dtype: str, how: str, shape: Shape, values: Shape) -> b
         return not low.deterministic and places <= max(
             MIN_EMPTY_SHARE * typical(size_product(values)), MAX_SMALL_ELEMENTS
         )
-    return has_atomic(mode, compute)
+    return low.traits.has_atomic(mode, compute)
 
 
 def collect(low: Lowering, shape: Shape, dtype: str, mode: str, space: IndexedSpace, value: Value) -> LazyTensor:

@@ -34,7 +34,11 @@ def by_library(low: Lowering, x: LazyTensor, op: str, *given: Any) -> LazyTensor
 
 def scatters_by_library(low: Lowering, x: LazyTensor, index: LazyTensor, *, adds: bool) -> bool:
     """Is a scatter on a CPU the library's? One that adds is, if it adds few values to a tensor other than zero."""
-    if low.device != "cpu" or 0 in (*index.shape, *x.shape) or typical(x.numel) < MAX_SMALL_ELEMENTS:
+    if (
+        not low.traits.aten.puts_few_values_fast
+        or 0 in (*index.shape, *x.shape)
+        or typical(x.numel) < MAX_SMALL_ELEMENTS
+    ):
         return False
     return not adds or (typical(index.numel) * MIN_ELEMENTS_PER_PUT <= typical(x.numel) and constant_of(x) != 0)
 
@@ -42,7 +46,9 @@ def scatters_by_library(low: Lowering, x: LazyTensor, index: LazyTensor, *, adds
 def puts_by_library(low: Lowering, x: LazyTensor, places: Shape, values: Shape, *, adds: bool) -> bool:
     """Is an index_put on a CPU the library's? `places` is the shape of the positions, `values` that of the values."""
     count, most, numel = (size_product(shape) for shape in (values, places, x.shape))
-    if low.device != "cpu" or not (isinstance(count, int) and isinstance(most, int) and isinstance(numel, int)):
+    if not low.traits.aten.puts_few_values_fast or not (
+        isinstance(count, int) and isinstance(most, int) and isinstance(numel, int)
+    ):
         return False
     if numel < MAX_SMALL_ELEMENTS or count >= ONE_THREAD or count * MIN_ELEMENTS_PER_PUT > numel:
         return False

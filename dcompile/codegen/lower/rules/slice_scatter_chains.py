@@ -188,7 +188,7 @@ def read_from(low: Lowering, value: torch.Tensor, x: LazyTensor, lines: tuple[Li
     See `padding.py`.
     """
     shape, dtype, last = shape_of(value), dtype_name(value.dtype), len(lines) - 1
-    apart = last if low.device == "cpu" else None
+    apart = last if low.traits.splits_loops else None
     x = x if x.is_cheap else low.memory(x)
 
     def at(body: Body, coords: Coords) -> Ref:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from dcompile.codegen.schedule.fusion.iteration_space import canonical
 from dcompile.codegen.schedule.fusion.merge import LoopMerger, without
 from dcompile.codegen.schedule.order.dependences import edges
+from dcompile.device_traits import traits_of
 from dcompile.ir.analysis import takes_over
 from dcompile.ir.index import typical
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, Step, View
@@ -146,8 +147,8 @@ class _StepGraph:
     def _is_brief(self, number: int) -> bool:
         """Whether starting the loop takes longer than running it."""
         names = self.reads[number] | self.writes[number]
-        on_gpu = all(self.devices[name] != "cpu" for name in self.writes[number])
-        return on_gpu and sum(self.nbytes[name] for name in names) <= BRIEF_BYTES
+        started = all(traits_of(self.devices[name]).many_threads for name in self.writes[number])
+        return started and sum(self.nbytes[name] for name in names) <= BRIEF_BYTES
 
     def small_between(self, a: int, b: int) -> list[int]:
         """Return the steps between two loops that share much, in order, if all of them can become one loop.

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dcompile.codegen.nest.device_traits import on_gpu
 from dcompile.codegen.nest.gpu_tiling import distance, reach
 from dcompile.codegen.schedule.fusion.iteration_space import respace
+from dcompile.device_traits import loop_traits
 from dcompile.ir.analysis import ancestors, inner_names
 from dcompile.ir.index import var
 from dcompile.ir.nodes import Loop, Program, Reduce, Ref, Scan, Step
@@ -29,7 +29,7 @@ def order_inner_loops(program: Program) -> Program:
     table = program.table
 
     def ordered(step: Step) -> Step:
-        return _reorder_inner(step) if isinstance(step, Loop) and on_gpu(step, table) else step
+        return _reorder_inner(step) if isinstance(step, Loop) and loop_traits(step, table).many_threads else step
 
     return replace(program, steps=tuple(map(ordered, program.steps)))
 

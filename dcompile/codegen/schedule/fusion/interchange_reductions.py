@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from dcompile.codegen.schedule.fusion.iteration_space import canonical, respace
 from dcompile.codegen.schedule.fusion.merge import without
+from dcompile.device_traits import loop_traits
 from dcompile.ir.analysis import ancestors, is_row_store
 from dcompile.ir.index import contiguous_strides, flatten, size_product, var
 from dcompile.ir.nodes import Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
@@ -27,7 +28,7 @@ def interchange_reductions(program: Program) -> Program:
     steps: list[Step] = []
     for step in program.steps:
         if isinstance(step, Loop) and step.inner:
-            deep = any(table[store.buffer].device != "cpu" for store in step.stores)
+            deep = loop_traits(step, table).many_threads
             loop = canonical(step)
             if wants_rows(loop, deep=deep):
                 steps += _split_by_depth(loop, table)

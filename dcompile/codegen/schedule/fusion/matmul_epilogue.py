@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
-from dcompile.codegen.nest.device_traits import MAX_INT32_ELEMENTS
 from dcompile.codegen.nest.loop_nest import stride
 from dcompile.codegen.schedule.order.dependences import edges
+from dcompile.device_traits import MAX_INT32_ELEMENTS, traits_of
 from dcompile.ir.analysis import is_row_store, runtime_refs, sizes
 from dcompile.ir.canonical_names import buffers_in, rename_buffers
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES, gemm_layout
@@ -132,7 +132,7 @@ def _result(step: Step, table: Mapping[str, Buffer]) -> Buffer | None:
     result = View(out, buffer.shape, buffer.strides)
     if (
         buffer.dtype not in TENSOR_CORE_DTYPES
-        or not buffer.device.startswith("cuda")
+        or not traits_of(buffer.device).has_matmul_epilogues
         or buffer.extent != _elements(result)
     ):
         return None
@@ -194,7 +194,7 @@ def _is_pointwise(loop: Loop, table: Mapping[str, Buffer]) -> bool:
         and not runtime_refs(store.index)
         and names <= store.index.variables
         and not (loop.inner and is_row_store(loop, store))
-        and table[store.buffer].device.startswith("cuda")
+        and traits_of(table[store.buffer].device).has_matmul_epilogues
         for store in loop.stores
     )
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dcompile.codegen.nest.device_traits import on_gpu
 from dcompile.codegen.nest.gpu_tiling import MAX_PERSISTENT_ELEMENTS, MULTIPROCESSORS
 from dcompile.codegen.schedule.fusion.iteration_space import canonical
 from dcompile.codegen.schedule.fusion.merge import merge, without
+from dcompile.device_traits import loop_traits
 from dcompile.ir.index import size_product, typical
 from dcompile.ir.nodes import Apply, Buffer, Loop, Program, Reduce, Ref, Step, Value
 
@@ -47,7 +47,7 @@ def use_online_softmax(program: Program) -> Program:
 
 def _is_long(loop: Loop, table: dict[str, Buffer]) -> bool:
     """Does one program read the row in several blocks?"""
-    if not on_gpu(loop, table) or any(store.mode != "set" for store in loop.stores):
+    if not loop_traits(loop, table).many_threads or any(store.mode != "set" for store in loop.stores):
         return False
     return (
         typical(size_product(loop.inner)) > MAX_PERSISTENT_ELEMENTS

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dcompile.codegen.nest.device_traits import on_gpu
 from dcompile.codegen.schedule.fusion.fuse import drop_internal
 from dcompile.codegen.schedule.fusion.iteration_space import divisions, solve
 from dcompile.codegen.schedule.fusion.merge import MAX_BUFFERS, MAX_VALUES, append_value, mask_value, move_value
+from dcompile.device_traits import loop_traits
 from dcompile.ir.analysis import ancestors, ranges, runtime_refs, turning_point
 from dcompile.ir.index import Index, Ranges, substitute, typical, var
 from dcompile.ir.nodes import (
@@ -52,7 +52,7 @@ def rematerialize(program: Program) -> Program:
     Relies on: every buffer has one writer, except inputs that are updated in place.
     """
     table = program.table
-    if not any(isinstance(step, Loop) and on_gpu(step, table) for step in program.steps):
+    if not any(isinstance(step, Loop) and loop_traits(step, table).many_threads for step in program.steps):
         return program
     work = _Work(program)
     for number in range(len(work.steps)):
@@ -89,7 +89,7 @@ class _Work:
     def offers(self, number: int) -> Iterator[_RecomputableStore]:
         """Yield the stores of this step that readers could recompute."""
         loop = self.steps[number]
-        if not isinstance(loop, Loop) or not on_gpu(loop, self.table):
+        if not isinstance(loop, Loop) or not loop_traits(loop, self.table).many_threads:
             return
         for store in loop.stores:
             users = self.readers.get(store.buffer, set())

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
 
-from dcompile.codegen.nest.device_traits import has_atomic, on_gpu
 from dcompile.codegen.nest.gpu_tiling import (
     COLUMN_ROWS,
     COLUMNS,
@@ -29,6 +28,7 @@ from dcompile.codegen.nest.loop_nest import Axis, Nest, expand, may_exceed, renu
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.codegen.schedule.fusion.iteration_space import coordinates, position, radix, respace
 from dcompile.codegen.schedule.fusion.merge import without
+from dcompile.device_traits import loop_traits
 from dcompile.ir.analysis import (
     ancestors,
     inner_names,
@@ -63,7 +63,7 @@ def split_column_reductions(program: Program) -> Program:
     table = dict(program.table)
     steps: list[Step] = []
     for step in program.steps:
-        if isinstance(step, Loop) and on_gpu(step, table) and 0 not in (*step.outer, *step.inner):
+        if isinstance(step, Loop) and loop_traits(step, table).many_threads and 0 not in (*step.outer, *step.inner):
             for loop in _detach_combining_stores(step, table):
                 steps += _in_parts(loop, table)
         else:
@@ -79,7 +79,7 @@ def split_row_reductions(program: Program) -> Program:
     table = dict(program.table)
     steps: list[Step] = []
     for step in program.steps:
-        parts = row_parts(step) if isinstance(step, Loop) and on_gpu(step, table) else 1
+        parts = row_parts(step) if isinstance(step, Loop) and loop_traits(step, table).many_threads else 1
         steps += _split_reductions(step, parts, table) if isinstance(step, Loop) and parts > 1 else [step]
     return replace(program, steps=tuple(steps), buffers=tuple(table.values()))
 
@@ -88,7 +88,7 @@ def refuse_after_split(program: Program) -> Program:
     """Fuse second stages with the loops that use their results. As `fuse`, for GPUs."""
     table = program.table
     loops = [step for step in program.steps if isinstance(step, Loop)]
-    return fuse(program) if any(on_gpu(loop, table) for loop in loops) else program
+    return fuse(program) if any(loop_traits(loop, table).many_threads for loop in loops) else program
 
 
 # --- column reductions ------------------------------------------------------------------------------------------------
@@ -185,7 +185,8 @@ def _uncollectable_stores(loop: Loop, table: Mapping[str, Buffer]) -> list[int]:
     able = [n for n in combining if _has_own_loop(loop, loop.stores[n], table)]
     if set(wrong) <= set(able):
         return wrong
-    return [n for n in able if not has_atomic(loop.stores[n].mode, table[loop.stores[n].buffer].dtype)]
+    traits = loop_traits(loop, table)
+    return [n for n in able if not traits.has_atomic(loop.stores[n].mode, table[loop.stores[n].buffer].dtype)]
 
 
 def _has_own_loop(loop: Loop, store: Store, table: Mapping[str, Buffer]) -> bool:

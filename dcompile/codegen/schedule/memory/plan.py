@@ -17,6 +17,7 @@ from dcompile.codegen.schedule.memory.reuse_external import (
     lodge,
 )
 from dcompile.codegen.schedule.memory.separate_allocations import fits, heirs_of, movable, set_apart
+from dcompile.device_traits import main_device, traits_of
 from dcompile.ir.analysis import takes_over
 from dcompile.ir.index import Size, as_index, as_size
 from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, Buffer, Extern, Loop, Program, View, holder_of
@@ -62,7 +63,11 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
         ending[host.edge].append(host)
     heirs = {k: _heirs(program, table, groups[n], lives, ending) for k, n in enumerate(fixed)}
     flying = in_flight(program)
-    bound = {k for k, n in enumerate(fixed) if any(b.name in flying or b.device != "cpu" for b in groups[n])}
+    bound = {
+        k
+        for k, n in enumerate(fixed)
+        if any(b.name in flying or traits_of(b.device).has_caching_allocator for b in groups[n])
+    }
     held = held_bytes(program, storages, lives, is_known, kept)
     beside = int(held[-1:].sum()) if saves else int(held[:1].sum()) if program.donated else None
     lodging = lodge([blocks[n] for n in fixed], hosts, heirs, held, bound, beside)
@@ -167,7 +172,7 @@ def _storages(program: Program, escapes: frozenset[str]) -> dict[str, str]:
         if name is not None
     }
     late = late_symbols(program)
-    device = next((buffer.device for buffer in program.buffers if buffer.device != "cpu"), "cpu")
+    device = main_device(buffer.device for buffer in program.buffers)
     storages: dict[str, str] = {}
     for buffer in program.buffers:
         if buffer.storage is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dcompile.codegen.schedule.memory.offsets import Block, align_size, best_gap, place
+from dcompile.device_traits import traits_of
 from dcompile.ir.nodes import Buffer, Collective, Extern, Program, Step, View, Wait, holder_of
 
 SMALLEST_HOST, SMALLEST_GUEST = 1 << 12, 1 << 8
@@ -96,7 +97,7 @@ def in_flight(program: Program) -> frozenset[str]:
 
 def is_known(buffer: Buffer) -> bool:
     """Return whether a buffer is CPU memory of static size, large enough to share."""
-    if buffer.device != "cpu" or not buffer.is_tensor or not isinstance(buffer.extent, int):
+    if traits_of(buffer.device).has_caching_allocator or not buffer.is_tensor or not isinstance(buffer.extent, int):
         return False
     return buffer.nbytes >= SMALLEST_HOST
 
@@ -112,7 +113,7 @@ def workspace_bytes(step: Step, table: Mapping[str, Buffer]) -> int:
         return 0
     filters = step.args[2]
     buffer = table[filters.buffer] if isinstance(filters, View) else None
-    if buffer is None or buffer.device != "cpu" or not isinstance(buffer.extent, int):
+    if buffer is None or not traits_of(buffer.device).aten.converts_filters or not isinstance(buffer.extent, int):
         return 0
     depthwise = len(buffer.shape) == 4 and buffer.shape[0] == step.args[9] and buffer.shape[1] == 1
     return buffer.nbytes * (259 if depthwise and buffer.extent > 9 * int(step.args[9]) else 3)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ import numpy as np
 
 from dcompile.codegen.schedule.memory.offsets import Block
 from dcompile.codegen.schedule.memory.reuse_external import in_flight
+from dcompile.device_traits import traits_of
 from dcompile.ir.analysis import takes_over
 from dcompile.ir.nodes import Buffer, Program
 
@@ -43,7 +44,7 @@ class SeparateAllocations:
 
 def fits(buffer: Buffer) -> bool:
     """Return whether a buffer is GPU memory of static size."""
-    return buffer.device != "cpu" and isinstance(buffer.extent, int) and buffer.is_tensor
+    return traits_of(buffer.device).has_caching_allocator and isinstance(buffer.extent, int) and buffer.is_tensor
 
 
 def movable(program: Program, groups: Sequence[Sequence[Buffer]]) -> frozenset[int]:

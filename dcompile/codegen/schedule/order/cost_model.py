@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
 from dcompile.codegen.schedule.order.simulate import is_copied_gather
+from dcompile.device_traits import main_device, traits_of
 from dcompile.ir import functional_collectives
 from dcompile.ir.analysis import operands, row_values, sizes
+from dcompile.ir.collective_kinds import COLLECTIVES
 from dcompile.ir.index import Index, Size, typical
 from dcompile.ir.nodes import (
     ITEMSIZE,
@@ -34,9 +36,6 @@ from dcompile.ir.nodes import (
 from dcompile.ir.ops import OPS
 from dcompile.machine_model import Figures, GroupSize, collective_seconds, copying_seconds
 
-TILE = 128
-"""Rows and columns of a tile: GPU matmuls compute whole tiles of about this size."""
-
 
 def durations(program: Program, figures: Figures, groups: Mapping[str, GroupSize]) -> list[float]:
     """Return the seconds of each step on its resource; waits take time only for groups with replicas.
@@ -45,14 +44,14 @@ def durations(program: Program, figures: Figures, groups: Mapping[str, GroupSize
     """
     table = program.table
     started = {step.bucket: step for step in program.steps if isinstance(step, Collective)}
-    on_gpu = any(buffer.device != "cpu" for buffer in program.buffers)
+    tile = traits_of(main_device(buffer.device for buffer in program.buffers)).matmul_tile
     buckets = {bucket.name: bucket for bucket in program.buckets}
     found = []
     for step in program.steps:
         if isinstance(step, Wait):
             found.append(_among_replicas(started[step.bucket], table, figures, groups))
             continue
-        seconds = step_seconds(step, table, figures, groups, on_gpu)
+        seconds = step_seconds(step, table, figures, groups, tile)
         if isinstance(step, Collective) and step.bucket in buckets and not is_copied_gather(step, groups):
             seconds += members(buckets[step.bucket]) * figures.member_us * 1e-6
         found.append(seconds)
@@ -70,21 +69,22 @@ def _among_replicas(
 ) -> float:
     """Return the seconds of a wait's own work: an all-reduce of a reduce-scatter's shards among replicas (HSDP)."""
     group = groups.get(step.group, GroupSize())
-    if step.kind != "reduce_scatter" or group.replicas == 1:
+    traits = COLLECTIVES[step.kind].bucket
+    if traits is None or traits.among_replicas is None or group.replicas == 1:
         return 0.0
     shard = collective_bytes(step, table) // group.ranks
-    return collective_seconds(figures, "all_reduce", shard, group.replicas, stride=group.ranks)
+    return collective_seconds(figures, traits.among_replicas, shard, group.replicas, stride=group.ranks)
 
 
 def step_seconds(
-    step: Step, table: Mapping[str, Buffer], figures: Figures, groups: Mapping[str, GroupSize], on_gpu: bool = False
+    step: Step, table: Mapping[str, Buffer], figures: Figures, groups: Mapping[str, GroupSize], tile: int = 1
 ) -> float:
     """Return the seconds of one step."""
     match step:
         case Loop():
             moved = loop_bytes(step, table) / (figures.memory_gbs * 1e9)
             done = loop_operations(step) / (figures.arithmetic_gops * 1e9)
-            product = 0.0 if step.product is None else extern_seconds(step.product.call, table, figures, on_gpu)
+            product = 0.0 if step.product is None else extern_seconds(step.product.call, table, figures, tile)
             return max(moved, done) + product + figures.kernel_us * 1e-6
         case Extern() if (kind := functional_collectives.kind_of(step.op)) is not None:
             ranks = (
@@ -93,7 +93,7 @@ def step_seconds(
             )
             return collective_seconds(figures, kind, functional_collectives.whole_bytes(step, table), ranks)
         case Extern():
-            return extern_seconds(step, table, figures, on_gpu)
+            return extern_seconds(step, table, figures, tile)
         case Collective():
             group, nbytes = groups.get(step.group, GroupSize()), collective_bytes(step, table)
             if is_copied_gather(step, groups) and figures.copy_gbs:
@@ -153,7 +153,7 @@ def loop_operations(loop: Loop) -> int:
 # --- library calls ----------------------------------------------------------------------------------------------------
 
 
-def extern_seconds(step: Extern, table: Mapping[str, Buffer], figures: Figures, on_gpu: bool = False) -> float:
+def extern_seconds(step: Extern, table: Mapping[str, Buffer], figures: Figures, tile: int = 1) -> float:
     """Return the seconds of a library call, from its FLOPs where they are known and from its bytes otherwise."""
     if step.cost_us:
         return step.cost_us * 1e-6
@@ -162,7 +162,7 @@ def extern_seconds(step: Extern, table: Mapping[str, Buffer], figures: Figures, 
     moved += sum(typical(table[name].extent) * ITEMSIZE[table[name].dtype] for name in step.writes if name in table)
     if _is_view(step) or functional_collectives.is_wait(step.op):
         return 0.0
-    flops = extern_flops(step, table, padded=on_gpu)
+    flops = extern_flops(step, table, tile=tile)
     if not flops:
         return moved / (figures.memory_gbs * 1e9) + figures.library_us * 1e-6
     dtype = next((table[view.buffer].dtype for view in views if view.buffer in table), "float32")
@@ -177,19 +177,22 @@ def fused_seconds(program: Program, figures: Figures) -> float:
     bytes.
     """
     table = program.table
-    on_gpu = any(buffer.device != "cpu" for buffer in program.buffers)
+    tile = traits_of(main_device(buffer.device for buffer in program.buffers)).matmul_tile
     calls = [step for step in program.steps if isinstance(step, Extern)]
-    heavy = sum(extern_seconds(call, table, figures, on_gpu) for call in calls if extern_flops(call, table))
+    heavy = sum(extern_seconds(call, table, figures, tile) for call in calls if extern_flops(call, table))
     outside = {view.buffer for view in program.outputs if isinstance(view, View)} | {*program.inputs} & table.keys()
     moved = sum(typical(table[name].extent) * ITEMSIZE[table[name].dtype] for name in outside)
     return heavy + moved / (figures.memory_gbs * 1e9) + figures.library_us * 1e-6
 
 
-def extern_flops(step: Extern, table: Mapping[str, Buffer], *, padded: bool = False) -> int:
-    """Return a library call's floating point operations, in whole tiles if `padded`; 0 if only its bytes are known."""
+def extern_flops(step: Extern, table: Mapping[str, Buffer], *, tile: int = 1) -> int:
+    """Floating point operations of a library call; 0 where only its bytes are known.
+
+    `tile`: products work on whole tiles of this many rows and columns.
+    """
     count = _FLOPS.get(_name(step))
     shapes = [_shape(view) for view in _arguments(step)]
-    return count(step, shapes, table, padded) if count is not None else 0
+    return count(step, shapes, table, tile) if count is not None else 0
 
 
 def _arguments(step: Extern) -> Iterable[View]:
@@ -224,25 +227,25 @@ _VIEWS = frozenset(
 )  # fmt: skip
 
 _Shapes = list[tuple[int, ...]]
-_Count = Callable[[Extern, _Shapes, Mapping[str, Buffer], bool], int]
+_Count = Callable[[Extern, _Shapes, Mapping[str, Buffer], int], int]
 
 
-def _tiles(size: int, padded: bool) -> int:
-    return -(-size // TILE) * TILE if padded else size
+def _tiles(size: int, tile: int) -> int:
+    return -(-size // tile) * tile
 
 
-def _product(rows: int, inner: int, columns: int, padded: bool) -> int:
-    return 2 * _tiles(rows, padded) * inner * _tiles(columns, padded)
+def _product(rows: int, inner: int, columns: int, tile: int) -> int:
+    return 2 * _tiles(rows, tile) * inner * _tiles(columns, tile)
 
 
-def _mm(_step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], padded: bool) -> int:
+def _mm(_step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], tile: int) -> int:
     """Count the FLOPs of multiplying the last two tensors; a bias or an initial value comes before them."""
     left, right = [shape for shape in shapes if len(shape) in (2, 3)][-2:]
     batch = left[0] if len(left) == 3 else 1
-    return batch * _product(left[-2], left[-1], right[-1], padded)
+    return batch * _product(left[-2], left[-1], right[-1], tile)
 
 
-def _attention(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _padded: bool) -> int:
+def _attention(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _tile: int) -> int:
     """Count two matmuls of queries by keys; five in the backward, whose first tensor is the result's gradient."""
     kind = _name(step).removeprefix("_scaled_dot_product_")
     backward = kind.endswith("_backward")
@@ -267,7 +270,7 @@ _CAUSAL: Mapping[str, int] = {
 """Position of the argument `is_causal` of each attention operator."""
 
 
-def _convolution(step: Extern, shapes: _Shapes, table: Mapping[str, Buffer], _padded: bool) -> int:
+def _convolution(step: Extern, shapes: _Shapes, table: Mapping[str, Buffer], _tile: int) -> int:
     """Count the FLOPs of a convolution: each element of the result is a sum over one output channel's filter."""
     weight = shapes[1]
     out = next((table[name] for name in step.outs if name is not None), None)
@@ -276,7 +279,7 @@ def _convolution(step: Extern, shapes: _Shapes, table: Mapping[str, Buffer], _pa
     return 2 * prod(map(typical, out.shape)) * prod(weight[1:])
 
 
-def _convolution_backward(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _padded: bool) -> int:
+def _convolution_backward(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _tile: int) -> int:
     """Count the forward's FLOPs once for each requested gradient, of input and of weight."""
     gradient, _, weight = shapes[:3]
     wanted = sum(out is not None for out in step.outs[:2])

@@ -11,7 +11,9 @@ from dcompile.ir.nodes import Collective, Program, Step, Wait
 def start_early_wait_late(program: Program) -> Program:
     """Start each all-reduce right after the last step that touches its buffers, and wait just before the next.
 
-    All-gathers and reduce-scatters stay in place: with an early start and a late wait they would hold memory longer.
+    So does any kind that works in place: it holds no memory of its own.
+
+    The others stay where they are: starting early and waiting late holds their memory longer.
 
     Guarantees: the same steps; all but starts and waits in their old order; bitwise-equal values. Collectives start in
     their old order, which is the same on every rank.
@@ -28,9 +30,9 @@ def _wait_late(steps: list[Step], touched: dict[int, frozenset[str]]) -> list[St
     """Delay each wait until just before a step that touches the buffers it guards."""
     result: list[Step] = []
     pending: list[Wait] = []
-    reduces = {step.bucket for step in steps if isinstance(step, Collective) and step.kind == "all_reduce"}
+    in_place = {step.bucket for step in steps if isinstance(step, Collective) and step.in_place}
     for step in steps:
-        if isinstance(step, Wait) and step.bucket in reduces:
+        if isinstance(step, Wait) and step.bucket in in_place:
             pending.append(step)
             continue
         due = [wait for wait in pending if touched[id(step)].intersection(wait.buffers) or communicates(step)]
@@ -44,7 +46,7 @@ def _start_early(steps: list[Step], touched: dict[int, frozenset[str]]) -> list[
     result: list[Step] = []
     for step in steps:
         place = len(result)
-        if isinstance(step, Collective) and step.kind == "all_reduce":
+        if isinstance(step, Collective) and step.in_place:
             while place and not isinstance(result[place - 1], Collective):
                 if communicates(result[place - 1]) or touched[id(result[place - 1])].intersection(step.buffers):
                     break

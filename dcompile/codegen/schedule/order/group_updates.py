@@ -12,8 +12,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from dcompile.codegen.nest.device_traits import on_gpu
 from dcompile.codegen.schedule.order.dependences import edges
+from dcompile.device_traits import loop_traits
 from dcompile.ir.canonical_names import nameless
 from dcompile.ir.nodes import Buffer, Loop, Program, Step, holder_of
 
@@ -38,7 +38,7 @@ def group_updates(program: Program) -> Program:
 
 
 def _is_update(step: Step, table: dict[str, Buffer], inputs: frozenset[str]) -> bool:
-    if not isinstance(step, Loop) or not on_gpu(step, table):
+    if not isinstance(step, Loop) or not loop_traits(step, table).many_threads:
         return False
     return all((holder_of(table[name]) or name) in inputs or _is_small(table[name]) for name in step.writes)
 

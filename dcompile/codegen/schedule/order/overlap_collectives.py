@@ -113,7 +113,7 @@ class CollectiveTask:
     @property
     def is_gather(self) -> bool:
         """Whether it gathers parameters, and so may start as early as memory allows; the model's own gather results."""
-        return self.start.kind == "all_gather" and self.start.call is None
+        return self.start.gathers_parameters
 
     @property
     def fills(self) -> bool:
@@ -167,7 +167,7 @@ class OverlapProblem:
             held = start.writes - start.reads if start.call is not None else start.reads | start.writes
             roots = {self.root[name] for name in held if name in self.root}
             nbytes = sum(self.sizes.get(name, 0) for name in roots)
-            if start.kind == "all_gather" and start.call is None:
+            if start.gathers_parameters:
                 nbytes = min(nbytes, collective_bytes(start, table))
             yield CollectiveTask(
                 numbers[n], start, n, waits[bucket], low[n], high[waits[bucket]], nbytes, frozenset(behind[n])

@@ -104,4 +104,4 @@ def lane_of(step: Collective, groups: Mapping[str, GroupSize]) -> str:
 
 def is_copied_gather(step: Collective, groups: Mapping[str, GroupSize]) -> bool:
     """Return whether a collective is a gather that copies from the other ranks' memory."""
-    return step.kind == "all_gather" and step.group in groups and groups[step.group].copies
+    return step.gathers_parameters and step.group in groups and groups[step.group].copies

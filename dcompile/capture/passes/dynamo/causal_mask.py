@@ -41,7 +41,7 @@ INSTEAD = {
     "causal": "the kernel's own causal masking takes its place",
     "full": "it hides nothing, so they run without one",
 }
-"""What a rewritten call does without its mask, by the mask's kind, for the receipt."""
+"""Kind of a mask -> text for the receipt on the call without it."""
 
 
 def recognize_causal_masks(gm: GraphModule) -> PassReport:
@@ -138,7 +138,7 @@ class _Changed:
 
     def __init__(self, nest: NestedGraphs) -> None:
         self._memory = {key for node in nest.nodes() if changes(node) for key in self._keys(node)}
-        for body in reversed(nest.graphs):  # what is changed inside is changed outside
+        for body in reversed(nest.graphs):  # a change of a body's input changes the operand
             for position, node in enumerate(placeholders(body)):
                 if not self._memory.isdisjoint(_storages(node)):
                     for call in nest.calls_of(body):

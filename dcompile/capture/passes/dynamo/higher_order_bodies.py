@@ -224,7 +224,7 @@ class NestedGraphs:
     def _tied_to(self, body: GraphModule) -> tuple[list[BodyCall], list[GraphModule]]:
         """Return all calls and bodies that must have the same operands as this body."""
         bodies, calls = [body], list[BodyCall]()
-        for other in bodies:  # grows meanwhile
+        for other in bodies:  # the loop appends to it
             for call in self.calls_of(other):
                 if not any(call is known for known in calls):
                     calls.append(call)

@@ -281,7 +281,7 @@ class DdpSync(GradientSync):
     def awaited(self, grads: Iterable[tuple[int, int]], unsure: Collection[int]) -> frozenset[int]:
         """Return gradients that must exist: all for DDP's reducer, unless it accepts unused parameters.
 
-        If dcompile reduces, gradients of `unsure` parameters may be absent: buckets say which ranks have them.
+        If dcompile reduces, gradients of `unsure` parameters may be absent: buckets contain which ranks have them.
         """
         adapter = self._adapter
         if adapter.every or (adapter.uneven and not adapter.eligible):

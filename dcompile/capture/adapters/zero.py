@@ -122,7 +122,7 @@ class ZeroReplicatedAdapter(PlainAdapter):
         return self._infos[number].fqn
 
 
-# --- what stages 1 to 3 share -----------------------------------------------------------------------------------------
+# --- shared code of stages 1 to 3 -------------------------------------------------------------------------------------
 
 
 class ZeroGroup:

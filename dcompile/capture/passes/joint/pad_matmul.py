@@ -129,7 +129,7 @@ class _Padding:
                 user.replace_input_with(node, copy)
             elif target in LOOKS:
                 old = user.meta["val"]
-                with self.mode, contextlib.suppress(RuntimeError):  # otherwise lowering copies, to keep the traced strides
+                with self.mode, contextlib.suppress(RuntimeError):  # otherwise lowering copies, for the traced strides
                     user.meta["val"] = target(node.meta["val"], *user.args[1:])
                 self._follow(user, old)
 

@@ -27,7 +27,7 @@ FULL = frozenset((aten.full.default, aten.full_like.default, aten.new_full.defau
 
 
 def gather_permutation_gradients(joint: GraphModule) -> PassReport:
-    """Rewrite such scatter-adds of a joint graph in place."""
+    """Replace scatter-adds to permuted positions in a joint graph by gathers, in place."""
     count = 0
     for node in joint.graph.find_nodes(op="call_function", target=aten.index_put.default):
         if _adds_rows_to_zeros(node) and (found := _permuted_sum(node)) is not None:

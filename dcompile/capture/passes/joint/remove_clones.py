@@ -20,7 +20,7 @@ COPIES = {aten.clone.default, aten.detach.default, aten.alias.default}
 
 
 def remove_clones(joint: GraphModule) -> PassReport:
-    """Replace copies by their sources."""
+    """Replace copies of unchanged values by their sources, in place."""
     if any(_writes(node) for node in joint.graph.nodes):
         return PassReport()
     found = [node for node in joint.graph.nodes if node.op == "call_function" and node.target in COPIES]

@@ -30,7 +30,7 @@ COPIES = frozenset(("aten._to_copy.default", "aten.clone.default", "prims.conver
 
 
 def copy_changed_inputs(joint: Any) -> PassReport:
-    """Copy, in the forward, inputs that it changes or frees and whose old values the backward needs.
+    """Copy inputs that the forward changes or frees and whose old values the backward needs.
 
     torch's partitioners save such an input itself, so the backward reads the changed values. In torch 2.11 to 2.13, a
     counter in a buffer (`self.n += 1; return x * self.n`) has gradients off by one step, with aot_eager and inductor.

@@ -48,7 +48,7 @@ class Result:
 
     @property
     def measured(self) -> frozenset[tuple[str, str]]:
-        """(line, peer) of each figure."""
+        """Pairs (line, peer) of all figures."""
         return frozenset((line, peer) for line, peers in lines_of(self.data) for peer in peers)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import types
 import typing
 from collections.abc import Iterable
 from typing import Any, Literal

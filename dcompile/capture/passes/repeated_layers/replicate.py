@@ -2,8 +2,8 @@
 
 In the traced graph each layer has a stretch of the forward and, in training, one of the backward, in opposite order.
 The second and the third are compared, node by node: the same operations on the same kinds of values, taken from the
-same places, counted from the layer itself. As tracing knows nothing of a layer but what it is and what it gets, each
-one that was left out would have come out the same, too: it is a copy with the inputs of its own layer.
+same places, counted from the layer itself. Tracing depends only on a layer's operations and inputs. A layer that was
+left out would therefore give the same graph: it becomes a copy with the inputs of its own layer.
 
 Symbolic sizes belong to no layer: tracing computes each expression once, where it first needs it. Layers share those
 nodes, which are before the copies because the two layers that are compared use the same ones.

@@ -229,7 +229,7 @@ class CompiledModel:
         """Fall back to FSDP's own hooks, on every rank; if ranks disagree, all raise."""
         for number, group in enumerate(adapter.process_groups()):
             subject = f"use of FSDP's own hooks, group {number}"
-            self.services.agree(group, subject, ["parameters and gradients are given back to FSDP"])
+            self.services.agree(group, subject, ["falls back to stock FSDP for parameters and gradients"])
         if self.shards is not None:
             self.shards.give_back()
         adapter.restore(reason)

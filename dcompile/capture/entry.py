@@ -214,7 +214,7 @@ class Entry:
         if compat.dynamo.is_off() or adapter.shown_by_another():
             return self.target(*args, **kwargs)
         if compat.dynamo.is_watched():
-            adapter.note_eager("a mode that looks at operations is on, such as CommDebugMode")
+            adapter.note_eager("a mode that observes operations is on, such as CommDebugMode")
             return self._call_eager(args, kwargs)
         args, kwargs = adapter.prepare(args, kwargs)
         between = self.model.between

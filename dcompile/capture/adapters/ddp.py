@@ -18,7 +18,7 @@ from dcompile.capture.adapters.plain import PlainAdapter, known_number, new_subj
 from dcompile.collectives.contract import BucketRule, ParamInfo
 
 PARAMETERS_ANEW = (
-    "DDP with device_mesh makes the parameters of tensor parallelism anew in each forward, which cannot be traced; "
+    "DDP with device_mesh makes new parameters for tensor parallelism in each forward, which cannot be traced; "
     "fully_shard(model, mesh=mesh['dp']) on the same mesh is taken over"
 )
 
@@ -232,7 +232,7 @@ class DdpAdapter(PlainAdapter):
         """Fall back to DDP's reducer: from this step on if DDP's forward is running, else from the next."""
         compat.ddp.rebuild_reducer(self.ddp, inside_forward)
         self.state, self.reasons = "stock", (reason,)
-        self.notes = (*self.notes, f"gradient reduction was given back to DDP: {reason}")
+        self.notes = (*self.notes, f"DDP reduces the gradients again: {reason}")
 
     def leave(self, reason: str) -> None:
         """Inside DDP.forward, before the module runs: give back all, so that another adapter can take over."""
@@ -253,7 +253,7 @@ class DdpAdapter(PlainAdapter):
     def has_synced(self) -> None:
         """Record that a backward has reduced gradients, with a note if stock DDP would not have."""
         note = (
-            "several backwards behind forwards that synchronise: each one's gradients are averaged, where stock DDP "
+            "several backwards of forwards that synchronise: each one's gradients are averaged, where stock DDP "
             "averages the first one's alone, and ranks drift apart"
         )
         if not self._expects and note not in self.notes:

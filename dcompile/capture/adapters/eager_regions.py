@@ -193,9 +193,9 @@ class EagerRegionMonitor:
         """Before a graph, and at the end of a call: refuse cases where gathers in graphs differ from FSDP's."""
         if self._adapter.gathers_under_way() != call.gathers:
             self._adapter.shard_again()
-            self.refuse("the model gathers parameters in its forward (unshard), behind a graph break")
+            self.refuse("the model gathers parameters in its forward (unshard), after a graph break")
         if at_the_end and any(compat.tensors.has_hooks(tensor) for _, tensor in self._stand_ins):
-            self.refuse("a hook was registered on a parameter in the forward, behind a graph break")
+            self.refuse("a hook was registered on a parameter in the forward, after a graph break")
         if not takes_parameters:
             return
         if call.gradients and not torch.is_grad_enabled():

@@ -161,7 +161,7 @@ class ShardedAdapter(PlainAdapter):
     def restore(self, reason: str) -> None:
         """Fall back to FSDP's own hooks from now on."""
         self.reasons = (reason,)
-        self.notes = (*self.notes, f"parameters and gradients were given back to FSDP: {reason}")
+        self.notes = (*self.notes, f"falls back to stock FSDP for parameters and gradients: {reason}")
         self._numbers = {}
 
     def subject_of(self, plan: tuple[str, ...]) -> str | None:

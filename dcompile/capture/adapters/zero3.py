@@ -121,7 +121,7 @@ class Zero3Adapter(ZeroAdapter):
     def restore(self, reason: str) -> None:
         """Fall back to DeepSpeed's own hooks from now on."""
         super().restore(reason)
-        self.notes = tuple(note.replace("given back to FSDP", "given back to DeepSpeed") for note in self.notes)
+        self.notes = tuple(note.replace("stock FSDP", "DeepSpeed") for note in self.notes)
         compat.deepspeed.give_back_reduction(self.engine)
         compat.zero.unsilence(self.engine)
         compat.zero.hide_hooks(self.engine, hidden)

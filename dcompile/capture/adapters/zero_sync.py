@@ -51,7 +51,7 @@ def _weakly(method: Callable[[], None]) -> Callable[[], None]:
         found = reference()
         if found is None:
             raise DcompileError(
-                "dcompile: the compiled model of this DeepSpeed engine is gone; compile the engine anew"
+                "dcompile: the compiled model of this DeepSpeed engine is gone; compile the engine again"
             )
         found()
 
@@ -62,7 +62,7 @@ def _refuse_coalescing(engine: Any) -> None:
     if compat.deepspeed.is_coalescing(engine):
         raise DcompileError(
             "dcompile: engine.coalesce_grad_reduction() has DeepSpeed reduce gradients itself; compile the engine with "
-            "options={'zero': 'off'}, or leave it out: gradients are reduced beside the backward anyway"
+            "options={'zero': 'off'}, or leave it out: gradients are reduced during the backward anyway"
         )
 
 

@@ -73,7 +73,7 @@ def chunk_losses(gm: GraphModule, chunks: int) -> PassReport:
             whole += 1
             continue
         parts = list(spans(shape_of(head.weight)[0], chunks))
-        notes.append(f"chunked_loss: {_logits(head, parts)} of {where}; the backward computes them again")
+        notes.append(f"chunked_loss: {_logits(head, parts)} of {where}; the backward recomputes them")
         _replace(loss, head, hidden, {"chunks": chunks, "begun": begun})
         begun += len(parts)
     if losses:

@@ -73,7 +73,7 @@ OTHER_LENGTHS = "other_lengths_"
 
 
 def measure_other_length(layers: int, peer: str) -> dict[str, Any]:
-    """Seconds of the first batch of a length, and of the first one of another length, whose sizes are symbols."""
+    """Return the seconds of the first batch of a length, and of the first one of another length (symbolic sizes)."""
     import torch
 
     from benchmarks.models import tokens
@@ -91,7 +91,7 @@ def measure_other_length(layers: int, peer: str) -> dict[str, Any]:
 
 
 def line_of_lengths(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Another length with dcompile and with inductor, each with caches of its own that a process before has filled."""
+    """Measure another length with dcompile and with inductor, each with its own caches, filled by a process before."""
     layers = name.removeprefix(OTHER_LENGTHS)
     peers = ("dcompile", *(("inductor",) if "inductor" in arguments.peers else ()))
     found: dict[str, list[dict[str, Any]]] = {peer: [] for peer in peers}
@@ -112,7 +112,7 @@ def line_of_lengths(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(name: str, peer: str) -> dict[str, Any]:
-    """Seconds of the first use of a compiler, then of one model's first step; of dcompile also where they went."""
+    """Measure the first use of a compiler, then one model's first step; for dcompile, also its stages, in seconds."""
     import torch
 
     if name.startswith(OTHER_LENGTHS):

@@ -22,7 +22,7 @@ class Invocation:
     token: torch.Tensor | None = None
     """Token that the graphs of this call save for their backwards; None means 0.
 
-    1: reduce gradients in programs. 2: reduce gradients as they arrive. 0 and -2: the same, but only if the user has
+    1: reduce gradients in programs. 2: reduce gradients as they arrive. 0 and -2: as 1 and 2, but only if the user has
     prepared DDP's reducer.
     """
     graphs: list[int] = field(default_factory=list)

@@ -213,7 +213,7 @@ class DdpSync(GradientSync):
         return call.run(call.args) if buckets is None else call.run(call.args, buckets=buckets, sync=reduces)
 
     def reduces_in_program(self, graph: CapturedGraph) -> bool:
-        """Reduce in the program, unless a call ran its graph with other graphs and ranks may run different ones."""
+        """Reduce in the program, unless gradients of its calls are reduced as they arrive."""
         return not self._arrivals.has(graph.number)
 
     def arriving(self, graphs: Iterable[int]) -> tuple[Bucket, ...]:

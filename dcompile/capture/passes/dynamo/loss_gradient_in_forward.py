@@ -56,7 +56,7 @@ def compute_loss_gradient_in_forward(gm: GraphModule) -> PassReport:
 
 
 def _differentiates(node: Node) -> bool:
-    """Is a node a functorch transform, which an autograd.Function lacks rules for, or a possible double backward?"""
+    """Is a node a functorch transform, for which `_Loss` has no rules, or a call that may differentiate twice?"""
     return node.target is torch.autograd.grad or "functorch" in str(getattr(node.target, "__module__", ""))
 
 

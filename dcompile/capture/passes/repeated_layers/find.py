@@ -69,7 +69,7 @@ def operations(gm: GraphModule) -> list[Node]:
 
 
 def repeated_layers(gm: GraphModule) -> RepeatedLayers | None:
-    """The longest stretch of a graph that repeats, if it has MIN_LAYERS layers."""
+    """Return the longest repetition in a graph that has at least `MIN_LAYERS` layers, or None."""
     body = operations(gm)
     if any(_is_special(node) for node in gm.graph.nodes):
         return None
@@ -83,7 +83,7 @@ def repeated_layers(gm: GraphModule) -> RepeatedLayers | None:
 
 
 def _is_special(node: Node) -> bool:
-    """What is not known to be the same each time: subclasses, memory that is not dense, operations that hold graphs."""
+    """May equal nodes have different traces? Tensor subclasses, other layouts and operators with subgraphs may."""
     if node.op == "call_module" or compat.dynamo.holds_graphs(node.target):
         return True
     value = node.meta.get("example_value")
@@ -99,7 +99,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _looks(value: Any) -> str:
-    """All that tracing sees of a value. Symbolic sizes read as their expressions, which adds no guard."""
+    """Return a text of all properties of a value that tracing sees. Symbolic sizes appear as expressions: no guards."""
     if isinstance(value, tuple | list):
         return f"{type(value).__name__}({', '.join(map(_looks, value))})"
     if not isinstance(value, torch.Tensor):
@@ -223,7 +223,7 @@ def _are_the_same(gm: GraphModule, body: list[Node], layer: dict[Node, int], lay
 
 
 def _region_changes(nodes: Sequence[Node]) -> list[str]:
-    """Between which of these operations a checkpointed region begins or ends, or one becomes the next."""
+    """Return the places among these operations where a checkpointed region begins or ends, or the next one follows."""
     regions = [compat.aot.checkpoint_region(node) for node in nodes]
     changes = [(place, one, other) for place, (one, other) in enumerate(pairwise(regions)) if one != other]
     return [f"{place} {one is None} {other is None}" for place, one, other in changes]

@@ -1,12 +1,12 @@
 """Insert the layers that `find.py` left out of tracing into the traced graph.
 
-In the traced graph each layer has a stretch of the forward and, in training, one of the backward, in opposite order.
-The second and the third are compared, node by node: the same operations on the same kinds of values, taken from the
-same places, counted from the layer itself. Tracing depends only on a layer's operations and inputs. A layer that was
-left out would therefore give the same graph: it becomes a copy with the inputs of its own layer.
+In the traced graph each layer has a range of the forward and, in training, one of the backward, in opposite order. The
+second and the third layer are compared node by node. They must have the same operations on the same kinds of values,
+from the same places relative to the layer. A layer's trace depends only on its operations and inputs. So each layer
+that was left out would have the same trace: it is a copy with its own inputs.
 
-Symbolic sizes belong to no layer: tracing computes each expression once, where it first needs it. Layers share those
-nodes, which are before the copies because the two layers that are compared use the same ones.
+Symbolic sizes belong to no layer: tracing computes each expression once, at its first use. Layers share these nodes.
+They precede the copies, because the two compared layers use the same ones.
 """
 
 from __future__ import annotations
@@ -312,9 +312,9 @@ class _Copies:
             node.meta["val"] = self.values.of(node.meta["val"], number, self.found.where[node][1], like=layer)
 
     def _number_regions(self) -> None:
-        """Number checkpointed regions in their order: those of copies have the number of the layer they were made of.
+        """Renumber checkpointed regions in their order, since copies have the numbers of the copied layer.
 
-        The partitioner saves what one region takes from another of a lower number.
+        The partitioner saves values that a region reads from another one with a lower number.
         """
         layers = {node: layer for (layer, _), node in self.nodes.items()}
         known: dict[tuple[int | None, int], int] = {}

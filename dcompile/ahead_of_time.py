@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.export.graph_signature import InputKind, OutputKind
 
+from dcompile import compat
 from dcompile.capture.graph_pass import GraphRequest, run_passes
 from dcompile.capture.output_steps import OutputRequest, plan_outputs
 from dcompile.collectives.contract import Request
@@ -67,11 +68,17 @@ def export(
         program = torch.export.export(
             model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
         )
-        program = program.run_decompositions(compiler.decompositions(False))
+        program = program.run_decompositions(_decompositions(compiler))
     target = Path(path)
     with tempfile.TemporaryDirectory(prefix="dcompile-export-") as folder:
         _Export(program, compiler, config, Path(folder), list(kwargs or {})).write()
         _publish(Path(folder), target)
+
+
+def _decompositions(compiler: CachingCompiler) -> dict[Any, Any]:
+    """The table that a captured frame is decomposed with, and what AOTAutograd takes apart without one."""
+    own = compiler.decompositions(False)
+    return compat.aot.composite_decompositions() | own if own else own
 
 
 def _publish(folder: Path, target: Path) -> None:
@@ -101,6 +108,7 @@ class _Export:
 
     def write(self) -> None:
         gm = self.program.graph_module
+        _remove_metadata_checks(gm)
         inputs, arguments = self._inputs(gm)
         results, changed = self._results()
         run_passes(self.compiler.graph_passes().joint, gm, GraphRequest(self.config, NAME), "inference")
@@ -227,6 +235,13 @@ class _Export:
         for path, name in files.items():
             shutil.copyfile(path, self.folder / name)
         return {kernel: files[path] for kernel, path in made.libraries.items()}
+
+
+def _remove_metadata_checks(gm: Any) -> None:
+    """Leave out what torch.export checks of values that the program computes itself: tracing has seen that they hold."""
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        gm.graph.erase_node(node)
+    gm.recompile()
 
 
 def _structure(spec: Any, what: str) -> str:

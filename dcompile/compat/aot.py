@@ -474,6 +474,18 @@ def fake_input(tensor: torch.Tensor) -> Any:
     return context.fake_mode.from_tensor(tensor, static_shapes=True)
 
 
+def composite_decompositions() -> dict[Any, Any]:
+    """ATen's composite operators taken apart as AOTAutograd takes them apart: torch.export keeps them whole."""
+    import torch
+
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return {
+        op: function
+        for op, function in torch.export.default_decompositions().items()
+        if isinstance(op, torch._ops.OpOverload) and op.has_kernel_for_dispatch_key(composite)
+    }
+
+
 def decompositions(also: Sequence[Any]) -> dict[Any, Any]:
     """torch's core decompositions of ops that autograd sees whole, and those of the ops in `also`."""
     import torch._decomp as decomp

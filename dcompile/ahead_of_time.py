@@ -20,6 +20,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from dcompile import compat
 from dcompile.capture.graph_pass import GraphRequest, run_passes
 from dcompile.capture.output_steps import OutputRequest, plan_outputs
+from dcompile.codegen.emit.host.step_list import list_steps
 from dcompile.collectives.contract import Request
 from dcompile.compat import pytree
 from dcompile.compiler import CachingCompiler
@@ -33,6 +34,7 @@ from dcompile.runtime.program.exported import (
     FORMAT,
     MANIFEST,
     PROGRAM,
+    STEPS,
     TENSORS,
     machine,
     torch_range,
@@ -109,12 +111,13 @@ class _Export:
     def write(self) -> None:
         gm = self.program.graph_module
         _remove_metadata_checks(gm)
+        _remove_tokens(gm, self.program.graph_signature)
         inputs, arguments = self._inputs(gm)
         results, changed = self._results()
         run_passes(self.compiler.graph_passes().joint, gm, GraphRequest(self.config, NAME), "inference")
         count = len(gm.graph.output_node().args[0])
         separate = self._separate(gm, count)
-        made = self._compile(gm, count)
+        made, steps = self._compile(gm, count)
         objects = [name for name, value in made.constants.items() if not isinstance(value, torch.Tensor)]
         if objects:
             raise ExportError(f"dcompile: {', '.join(objects)} cannot be written: a call with graphs as arguments")
@@ -140,6 +143,7 @@ class _Export:
             "separate": separate,
         }
         (self.folder / PROGRAM).write_text(made.graph.source)
+        (self.folder / STEPS).write_text(json.dumps(steps))
         manifest["files"] = {file.name: _digest(file) for file in sorted(self.folder.iterdir())}
         text = json.dumps(manifest)
         outer = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "manifest": text}
@@ -152,7 +156,7 @@ class _Export:
         """
         inputs: list[tuple[str, Any]] = []
         arguments: list[dict[str, Any]] = []
-        specs = self.program.graph_signature.input_specs
+        specs = [spec for spec in self.program.graph_signature.input_specs if spec.kind != InputKind.TOKEN]
         for node, spec in zip(gm.graph.find_nodes(op="placeholder"), specs, strict=True):
             value = node.meta.get("val")
             if spec.kind != InputKind.USER_INPUT:
@@ -197,7 +201,8 @@ class _Export:
         """("result", place) or ("constant", value) of each leaf that is returned; (place, tensor) that it changes."""
         results: list[tuple[str, Any]] = []
         changed: list[tuple[int, str]] = []
-        for place, spec in enumerate(self.program.graph_signature.output_specs):
+        specs = self.program.graph_signature.output_specs
+        for place, spec in enumerate(spec for spec in specs if spec.kind != OutputKind.TOKEN):
             if spec.kind == OutputKind.BUFFER_MUTATION:
                 changed.append((place, spec.target))
             elif spec.kind != OutputKind.USER_OUTPUT:
@@ -216,13 +221,19 @@ class _Export:
             raise ExportError("dcompile: the model returns a view of a result as another dtype; return a copy")
         return [(place, earlier) for place, earlier, _ in plans.get("separate_results", ())]
 
-    def _compile(self, gm: Any, count: int) -> Loadable:
+    def _compile(self, gm: Any, count: int) -> tuple[Loadable, dict[str, Any]]:
+        """The compiled program, and its steps for the C++ runner, or why it has none."""
         cache, request = KernelCache.open(self.config), Request(NAME, "inference", results=count)
         pipeline = Pipeline(self.config)
-        made, _ = pipeline.finish(pipeline.begin(gm, request, cache), gm, request, cache)
+        begun = pipeline.begin(gm, request, cache)
+        made, _ = pipeline.finish(begun, gm, request, cache)
         if made.graph.device != "cpu":
             raise ExportError(f"dcompile: the model computes on {made.graph.device}; models are exported for the CPU")
-        return made
+        try:
+            steps = list_steps(begun.plan.program, begun.plan.kernels)
+        except ExportError as error:
+            steps = {"refused": str(error)}
+        return made, steps
 
     def _state(self, target: str) -> torch.Tensor:
         found = self.program.state_dict.get(target)
@@ -238,9 +249,34 @@ class _Export:
 
 
 def _remove_metadata_checks(gm: Any) -> None:
-    """Leave out what torch.export checks of values that the program computes itself: tracing has seen that they hold."""
-    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+    """Leave out what torch.export checks of values that the program computes: tracing has seen that they hold."""
+    for node in [*gm.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default)]:
         gm.graph.erase_node(node)
+    gm.recompile()
+
+
+def _remove_tokens(gm: Any, signature: Any) -> None:
+    """Calls with effects as plain ones: lowering keeps their order, and torch's tokens are no values of the program."""
+    for node in [*gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects)]:
+        token, op, *args = node.args
+        with gm.graph.inserting_before(node):
+            call = gm.graph.call_function(op, tuple(args), dict(node.kwargs))
+        single = len(op._schema.returns) == 1
+        call.meta = {**node.meta, "val": node.meta["val"][1] if single else node.meta["val"][1:]}
+        for user in [*node.users]:
+            place = user.args[1]
+            if place and not single:
+                user.args = (call, place - 1)
+                continue
+            user.replace_all_uses_with(call if place else token)
+            gm.graph.erase_node(user)
+        gm.graph.erase_node(node)
+    output = gm.graph.output_node()
+    kept = zip(output.args[0], signature.output_specs, strict=True)
+    output.args = (tuple(value for value, spec in kept if spec.kind != OutputKind.TOKEN),)
+    for node, spec in zip([*gm.graph.find_nodes(op="placeholder")], signature.input_specs, strict=True):
+        if spec.kind == InputKind.TOKEN:
+            gm.graph.erase_node(node)
     gm.recompile()
 
 

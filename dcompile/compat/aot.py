@@ -479,9 +479,10 @@ def composite_decompositions() -> dict[Any, Any]:
     import torch
 
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    table: Any = torch.export.default_decompositions()
     return {
         op: function
-        for op, function in torch.export.default_decompositions().items()
+        for op, function in table.items()
         if isinstance(op, torch._ops.OpOverload) and op.has_kernel_for_dispatch_key(composite)
     }
 

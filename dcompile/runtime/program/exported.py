@@ -24,9 +24,9 @@ from dcompile.runtime.program.artifact import Loadable, from_record
 from dcompile.runtime.program.executable import HostProgram
 from dcompile.toolchain import cpu_flags
 
-FORMAT = 1
-"""Raised whenever what is written changes its meaning."""
-MANIFEST, PROGRAM, TENSORS = "manifest.json", "program.py", "tensors.bin"
+FORMAT = 2
+"""Raised whenever what is written changes its meaning; `include/dcompile/runner.h` knows it, too."""
+MANIFEST, PROGRAM, STEPS, TENSORS = "manifest.json", "program.py", "steps.json", "tensors.bin"
 ALIGN_BYTES = 64
 """Each tensor starts on a cache line."""
 

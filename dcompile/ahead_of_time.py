@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -17,31 +15,11 @@ from typing import Any
 import torch
 from torch.export.graph_signature import InputKind, OutputKind
 
-from dcompile import compat
-from dcompile.capture.graph_pass import GraphRequest, run_passes
-from dcompile.capture.output_steps import OutputRequest, plan_outputs
-from dcompile.codegen.emit.host.step_list import list_steps
-from dcompile.collectives.contract import Request
 from dcompile.compat import pytree
 from dcompile.compiler import CachingCompiler
-from dcompile.config import Config
-from dcompile.driver import Pipeline
 from dcompile.errors import ExportError
-from dcompile.runtime.cache.disk import KernelCache
-from dcompile.runtime.program.artifact import Loadable, to_record
-from dcompile.runtime.program.exported import (
-    ALIGN_BYTES,
-    FORMAT,
-    MANIFEST,
-    PROGRAM,
-    STEPS,
-    TENSORS,
-    machine,
-    torch_range,
-)
-from dcompile.toolchain import own_version
-
-NAME = "exported"
+from dcompile.export_files import compile_inference, decompositions, own_config, remove_tokens, write_files
+from dcompile.runtime.program.exported import MANIFEST
 
 
 def export(
@@ -59,28 +37,17 @@ def export(
     parameters are written with it. `dcompile.load(path)` needs no compiler. Raises ExportError for what cannot be
     written, and whatever torch.export raises for what it cannot capture.
     """
-    config = Config.make(None, options)
-    if config.backend is not None:
-        raise ExportError(
-            f"dcompile: kernels by {config.backend.name} cannot be exported; use kernels='auto' or 'aten'"
-        )
-    compiler = CachingCompiler(config)
+    compiler = CachingCompiler(own_config(options))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch's about names of its own
         program = torch.export.export(
             model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
         )
-        program = program.run_decompositions(_decompositions(compiler))
+        program = program.run_decompositions(decompositions(compiler))
     target = Path(path)
     with tempfile.TemporaryDirectory(prefix="dcompile-export-") as folder:
-        _Export(program, compiler, config, Path(folder), list(kwargs or {})).write()
+        _Export(program, compiler, Path(folder), list(kwargs or {})).write()
         _publish(Path(folder), target)
-
-
-def _decompositions(compiler: CachingCompiler) -> dict[Any, Any]:
-    """The table that a captured frame is decomposed with, and what AOTAutograd takes apart without one."""
-    own = compiler.decompositions(False)
-    return compat.aot.composite_decompositions() | own if own else own
 
 
 def _publish(folder: Path, target: Path) -> None:
@@ -103,36 +70,18 @@ class _Export:
 
     program: Any
     compiler: CachingCompiler
-    config: Config
     folder: Path
     keywords: list[str]
     """Names of the keyword arguments, in order."""
 
     def write(self) -> None:
         gm = self.program.graph_module
-        _remove_metadata_checks(gm)
-        _remove_tokens(gm, self.program.graph_signature)
+        specs = self.program.graph_signature.input_specs
+        remove_tokens(gm, sum(spec.kind == InputKind.TOKEN for spec in specs))
         inputs, arguments = self._inputs(gm)
         results, changed = self._results()
-        run_passes(self.compiler.graph_passes().joint, gm, GraphRequest(self.config, NAME), "inference")
-        count = len(gm.graph.output_node().args[0])
-        separate = self._separate(gm, count)
-        made, steps = self._compile(gm, count)
-        objects = [name for name, value in made.constants.items() if not isinstance(value, torch.Tensor)]
-        if objects:
-            raise ExportError(f"dcompile: {', '.join(objects)} cannot be written: a call with graphs as arguments")
         tensors = {what: self._state(what) for kind, what in inputs if kind == "tensor"}
-        constants = {name: f"constant.{name}" for name in made.graph.constants}
-        tensors |= {constants[name]: made.constants[name] for name in constants}
-        manifest = {
-            "format": FORMAT,
-            "dcompile": own_version(),
-            "torch": torch_range(),
-            "machine": machine(),
-            "graph": to_record(made.graph) | {"source": ""},
-            "libraries": self._libraries(made),
-            "constants": constants,
-            "tensors": _write_tensors(tensors, self.folder / TENSORS),
+        call = {
             "inputs": inputs,
             "arguments": arguments,
             "keywords": self.keywords,
@@ -140,14 +89,8 @@ class _Export:
             "results": results,
             "returned": _structure(self.program.call_spec.out_spec, "results"),
             "changed": changed,
-            "separate": separate,
         }
-        (self.folder / PROGRAM).write_text(made.graph.source)
-        (self.folder / STEPS).write_text(json.dumps(steps))
-        manifest["files"] = {file.name: _digest(file) for file in sorted(self.folder.iterdir())}
-        text = json.dumps(manifest)
-        outer = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "manifest": text}
-        (self.folder / MANIFEST).write_text(json.dumps(outer))
+        write_files(self.folder, compile_inference(self.compiler, gm), tensors, call)
 
     def _inputs(self, gm: Any) -> tuple[list[tuple[str, Any]], list[dict[str, Any]]]:
         """What the program is given, in order: ("tensor", name) or ("argument", place); and what arguments must be.
@@ -213,71 +156,10 @@ class _Export:
                 results.append(("result", place))
         return results, changed
 
-    def _separate(self, gm: Any, count: int) -> list[tuple[int, int]]:
-        """Pairs of results that are two tensors, and may be one in a program."""
-        steps = plan_outputs(self.compiler.graph_passes().outputs, gm, OutputRequest(count), "inference")
-        plans = {run.__name__: plan for run, plan in steps}
-        if "view_as_dtypes" in plans:
-            raise ExportError("dcompile: the model returns a view of a result as another dtype; return a copy")
-        return [(place, earlier) for place, earlier, _ in plans.get("separate_results", ())]
-
-    def _compile(self, gm: Any, count: int) -> tuple[Loadable, dict[str, Any]]:
-        """The compiled program, and its steps for the C++ runner, or why it has none."""
-        cache, request = KernelCache.open(self.config), Request(NAME, "inference", results=count)
-        pipeline = Pipeline(self.config)
-        begun = pipeline.begin(gm, request, cache)
-        made, _ = pipeline.finish(begun, gm, request, cache)
-        if made.graph.device != "cpu":
-            raise ExportError(f"dcompile: the model computes on {made.graph.device}; models are exported for the CPU")
-        try:
-            steps = list_steps(begun.plan.program, begun.plan.kernels)
-        except ExportError as error:
-            steps = {"refused": str(error)}
-        return made, steps
-
     def _state(self, target: str) -> torch.Tensor:
         found = self.program.state_dict.get(target)
         tensor = self.program.constants[target] if found is None else found
         return tensor.detach()  # type: ignore[no-any-return]
-
-    def _libraries(self, made: Loadable) -> dict[str, str]:
-        """Copy compiled kernels; kernel name -> file."""
-        files = {path: f"kernels{n}{path.suffix}" for n, path in enumerate(dict.fromkeys(made.libraries.values()))}
-        for path, name in files.items():
-            shutil.copyfile(path, self.folder / name)
-        return {kernel: files[path] for kernel, path in made.libraries.items()}
-
-
-def _remove_metadata_checks(gm: Any) -> None:
-    """Leave out what torch.export checks of values that the program computes: tracing has seen that they hold."""
-    for node in [*gm.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default)]:
-        gm.graph.erase_node(node)
-    gm.recompile()
-
-
-def _remove_tokens(gm: Any, signature: Any) -> None:
-    """Calls with effects as plain ones: lowering keeps their order, and torch's tokens are no values of the program."""
-    for node in [*gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.with_effects)]:
-        token, op, *args = node.args
-        with gm.graph.inserting_before(node):
-            call = gm.graph.call_function(op, tuple(args), dict(node.kwargs))
-        single = len(op._schema.returns) == 1
-        call.meta = {**node.meta, "val": node.meta["val"][1] if single else node.meta["val"][1:]}
-        for user in [*node.users]:
-            place = user.args[1]
-            if place and not single:
-                user.args = (call, place - 1)
-                continue
-            user.replace_all_uses_with(call if place else token)
-            gm.graph.erase_node(user)
-        gm.graph.erase_node(node)
-    output = gm.graph.output_node()
-    kept = zip(output.args[0], signature.output_specs, strict=True)
-    output.args = (tuple(value for value, spec in kept if spec.kind != OutputKind.TOKEN),)
-    for node, spec in zip([*gm.graph.find_nodes(op="placeholder")], signature.input_specs, strict=True):
-        if spec.kind == InputKind.TOKEN:
-            gm.graph.erase_node(node)
-    gm.recompile()
 
 
 def _structure(spec: Any, what: str) -> str:
@@ -285,25 +167,3 @@ def _structure(spec: Any, what: str) -> str:
         return pytree.to_text(spec)
     except NotImplementedError as error:
         raise ExportError(f"dcompile: {what} of this model hold a class that has no name as text: {error}") from error
-
-
-def _write_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, dict[str, Any]]:
-    """Write tensors one after the other, each on a cache line; where each lies."""
-    entries: dict[str, dict[str, Any]] = {}
-    with file.open("wb") as stream:
-        for name, tensor in tensors.items():
-            stream.write(b"\0" * (-stream.tell() % ALIGN_BYTES))
-            offset = stream.tell()
-            strides = list(tensor.stride())
-            last = sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
-            room = torch.zeros(1 + last if tensor.numel() else 0, dtype=tensor.dtype, device="cpu")
-            room.as_strided(tensor.shape, strides).copy_(tensor)
-            stream.write(room.view(torch.uint8).numpy().tobytes())
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entries[name] = {"dtype": dtype, "shape": [*tensor.shape], "strides": strides, "offset": offset}
-    return entries
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -50,9 +50,28 @@ def handle_compile(context: Any, fn: Any) -> Any:
     if module is not None and compat.shapes.argument() not in limits:  # Module.compile() gives torch no module
         limits = dict(compat.shapes.with_attached(module, limits))
     settings = Settings(config, *compat.dynamo.context_settings(context), limits)
+    compiled: Any
     if module is not None:
-        return compiled_call(module, settings, make_services(config))
-    return compile_function(fn, settings, make_services(config))
+        compiled = compiled_call(module, settings, make_services(config))
+    else:
+        compiled = compile_function(fn, settings, make_services(config))
+    compiled.aot_compile = _ahead_of_time(context, fn, config)
+    return compiled
+
+
+def _ahead_of_time(context: Any, fn: Any, config: Config) -> Callable[..., Any]:
+    """`aot_compile` of what torch.compile returns."""
+
+    def aot_compile(example_inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Compile `fn` for inference, for arguments like these: something to call, and to save.
+
+        Raises ExportError for what has no form as files, and whatever Dynamo raises for what it cannot capture.
+        """
+        from dcompile.aot_function import AheadOfTimeBackend  # late: few programs are compiled so
+
+        return compat.dynamo.aot_compile(context, fn, example_inputs, AheadOfTimeBackend(config))
+
+    return aot_compile
 
 
 def _in_place(module: Module, config: Config, context: Any) -> Module:

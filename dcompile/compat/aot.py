@@ -474,6 +474,20 @@ def fake_input(tensor: torch.Tensor) -> Any:
     return context.fake_mode.from_tensor(tensor, static_shapes=True)
 
 
+def export_graph(gm: Any, example_inputs: Sequence[Any], decompositions: Mapping[Any, Any]) -> tuple[Any, Any]:
+    """A Dynamo graph as a functional one for inference, and its signature: inputs that it changes come first."""
+    from torch._functorch.aot_autograd import aot_export_module
+
+    return aot_export_module(gm, [*example_inputs], trace_joint=False, decompositions={**decompositions})
+
+
+def metadata_checks(graph: Any) -> list[Any]:
+    """Calls by which torch.export checks what the program computes itself: that a result has the traced dtype, say."""
+    import torch
+
+    return [*graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default)]
+
+
 def composite_decompositions() -> dict[Any, Any]:
     """ATen's composite operators taken apart as AOTAutograd takes them apart: torch.export keeps them whole."""
     import torch

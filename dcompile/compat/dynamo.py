@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import sys
@@ -499,6 +500,28 @@ def intercept_compile(handle: Callable[[Any, Any], Any]) -> None:
 
     __call__._dcompile = True  # type: ignore[attr-defined]
     _TorchDynamoContext.__call__ = __call__  # type: ignore[method-assign]
+
+
+def aot_compile(
+    context: Any, fn: Any, example_inputs: tuple[tuple[Any, ...], dict[str, Any]], backend: Callable[..., Any]
+) -> Any:
+    """What torch's own `aot_compile` of a compiled function does, with this backend. Raises RuntimeError as it does."""
+    from torch._dynamo.aot_compile import aot_compile_fullgraph
+    from torch._dynamo.eval_frame import innermost_fn
+
+    if not context.fullgraph:
+        raise RuntimeError("Graph breaks are not supported with aot compile. Please use torch.compile(fullgraph=True).")
+    hooks = copy.copy(context._hooks)  # torch sets a filter of guards in them
+    return aot_compile_fullgraph(
+        innermost_fn(fn), example_inputs, hooks=hooks, backend=backend, dynamic=context._dynamic
+    )
+
+
+def serializable_callable() -> Any:
+    """The base of what a backend returns to be saved by torch's container."""
+    from torch._dynamo.aot_compile_types import SerializableCallable
+
+    return SerializableCallable
 
 
 def graph_module_of(function: Any) -> Any:

@@ -10,7 +10,9 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import tempfile
+import weakref
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,15 +43,22 @@ def machine() -> dict[str, Any]:
     return {"system": platform.system(), "machine": platform.machine(), "flags": sorted(cpu_flags())}
 
 
-class ExportedModel:
-    """A loaded program: call it as the model was. It computes without gradients.
+class LoadedFiles:
+    """An exported program and the tensors that it holds, checked and mapped into memory.
 
-    Raises ExportError for arguments of another structure, shape or dtype than the model was exported with.
+    Raises ExportError for files that are damaged or missing, of another format or version of torch, or for another kind
+    of machine; FileNotFoundError where there is nothing.
     """
 
-    def __init__(self, folder: Path, manifest: Mapping[str, Any], held: Any = None) -> None:
-        self._held = held
-        """What keeps the folder there, if anything has to."""
+    def __init__(self, path: Path) -> None:
+        folder = path
+        if path.is_file():
+            folder = Path(tempfile.mkdtemp(prefix="dcompile-exported-"))
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            _extract(path, folder)
+        self.manifest = manifest = _manifest(folder)
+        _check_versions(path, manifest)
+        _check_files(folder, manifest)
         graph = from_record(manifest["graph"] | {"source": (folder / PROGRAM).read_text()})
         self.tensors = _tensors(folder / TENSORS, manifest["tensors"])
         """Parameters, buffers and constants of the model, by name."""
@@ -57,30 +66,45 @@ class ExportedModel:
         constants = {name: self.tensors[tensor] for name, tensor in manifest["constants"].items()}
         self._program = HostProgram("exported", Loadable(graph, libraries, constants))
         self._inputs: list[tuple[str, Any]] = [tuple(entry) for entry in manifest["inputs"]]
+        self._separate: list[tuple[int, int]] = [tuple(entry) for entry in manifest["separate"]]
+
+    def run(self, given: Sequence[Any]) -> list[Any]:
+        """The program's results for these arguments, which were checked."""
+        results = self._program(
+            [self.tensors[what] if kind == "tensor" else given[what] for kind, what in self._inputs]
+        )
+        for place, earlier in self._separate:
+            if results[place] is results[earlier]:
+                results[place] = results[place].detach()
+        return results
+
+
+class ExportedModel:
+    """A loaded program: call it as the model was. It computes without gradients.
+
+    Raises ExportError for arguments of another structure, shape or dtype than the model was exported with.
+    """
+
+    def __init__(self, files: LoadedFiles) -> None:
+        self._files, manifest = files, files.manifest
+        self.tensors = files.tensors
+        """Parameters, buffers and constants of the model, by name."""
         self._arguments: list[dict[str, Any]] = manifest["arguments"]
         self._given = pytree.from_text(manifest["given"])
         self._keywords: list[str] = manifest["keywords"]
         self._returned = pytree.from_text(manifest["returned"])
         self._results: list[tuple[str, Any]] = [tuple(entry) for entry in manifest["results"]]
         self._changed: list[tuple[int, str]] = [tuple(entry) for entry in manifest["changed"]]
-        self._separate: list[tuple[int, int]] = [tuple(entry) for entry in manifest["separate"]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         known = {name: kwargs[name] for name in self._keywords if name in kwargs}
         flat, structure = pytree.flatten((args, known | kwargs))
         if structure != self._given:
             raise ExportError(f"dcompile: called with {structure}, but exported with {self._given}")
-        symbols: dict[str, int] = {}
-        pairs = enumerate(zip(flat, self._arguments, strict=True))
-        given = [_checked(value, said, n, symbols) for n, (value, said) in pairs]
-        inputs = [self.tensors[what] if kind == "tensor" else given[what] for kind, what in self._inputs]
-        results = self._program(inputs)
+        results = self._files.run(checked(flat, self._arguments))
         with torch.no_grad():
             for place, name in self._changed:
                 self.tensors[name].copy_(results[place])
-            for place, earlier in self._separate:
-                if results[place] is results[earlier]:
-                    results[place] = results[place].detach()
         leaves = [results[what] if kind == "result" else what for kind, what in self._results]
         return pytree.unflatten(leaves, self._returned)
 
@@ -91,15 +115,7 @@ def load(path: str | os.PathLike[str]) -> ExportedModel:
     Needs neither a C++ compiler nor Triton. Raises ExportError for files that are damaged or missing, of another format
     or version of torch, or for another kind of machine; FileNotFoundError where there is nothing.
     """
-    place, held = Path(path), None
-    if place.is_file():
-        held = tempfile.TemporaryDirectory(prefix="dcompile-exported-")
-        _extract(place, Path(held.name))
-        place = Path(held.name)
-    manifest = _manifest(place)
-    _check_versions(place, manifest)
-    _check_files(place, manifest)
-    return ExportedModel(place, manifest, held)
+    return ExportedModel(LoadedFiles(Path(path)))
 
 
 def _extract(archive: Path, folder: Path) -> None:
@@ -174,12 +190,23 @@ def _tensor(storage: Any, entry: Mapping[str, Any]) -> torch.Tensor:
     return made.set_(storage, start, entry["shape"], entry["strides"])  # type: ignore[call-overload, no-any-return, unused-ignore]
 
 
+def checked(given: Sequence[Any], arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Arguments as the program needs them. Raises ExportError for what does not fit."""
+    symbols: dict[str, int] = {}
+    pairs = enumerate(zip(given, arguments, strict=True))
+    return [_checked(value, said, n, symbols) for n, (value, said) in pairs]
+
+
 def _checked(value: Any, said: Mapping[str, Any], number: int, symbols: dict[str, int]) -> Any:
     """An argument as the program needs it: with its strides, its sizes compared."""
     if "constant" in said:
         if value != said["constant"]:
             raise ExportError(f"dcompile: argument {number} is {value!r}, but the model was exported with "
                               f"{said['constant']!r}")  # fmt: skip
+        return value
+    if "number" in said:
+        if not isinstance(value, (int, float)):
+            raise ExportError(f"dcompile: argument {number} is a {type(value).__name__}, not a number")
         return value
     wanted = f"{said['dtype']} of shape {_shown(said['shape'])} on the CPU"
     if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or len(value.shape) != len(said["shape"]):

@@ -168,6 +168,20 @@ class KernelCache:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def link(self, key: str, file: str) -> bool:
+        """Have a kernel found in a library that is here already. Whether that is so, and it is undamaged.
+
+        Raises OSError where the entry cannot be written.
+        """
+        library = self.directory / file
+        try:
+            self._check(library, library.stem)
+        except _Damaged:
+            return False
+        record = {"key": key, "sha256": library.stem, "kind": library.suffix}
+        self._write(self.directory / f"{key}.json", json.dumps(record))
+        return True
+
     def put_graph(self, key: str, graph: CompiledGraph) -> None:
         """Keep a compiled graph. It works without: if that cannot be, one line says so."""
         record = to_record(graph)

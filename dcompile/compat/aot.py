@@ -488,16 +488,27 @@ def metadata_checks(graph: Any) -> list[Any]:
     return [*graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default)]
 
 
+CHECKED = frozenset(f"aten::linalg_{name}" for name in ("cholesky", "inv", "ldl_factor", "lu_factor", "solve"))
+"""Composite operators that end in a check without a result."""
+
+
 def composite_decompositions() -> dict[Any, Any]:
-    """ATen's composite operators taken apart as AOTAutograd takes them apart: torch.export keeps them whole."""
+    """ATen's composite operators taken apart as AOTAutograd takes them apart: torch.export keeps them whole.
+
+    An older torch does not know that `_linalg_check_errors` has an effect, and loses it: what calls it stays whole.
+    """
     import torch
+    from torch._higher_order_ops.effects import has_effects
 
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    whole = frozenset() if has_effects(torch.ops.aten._linalg_check_errors.default) else CHECKED
     table: Any = torch.export.default_decompositions()
     return {
         op: function
         for op, function in table.items()
-        if isinstance(op, torch._ops.OpOverload) and op.has_kernel_for_dispatch_key(composite)
+        if isinstance(op, torch._ops.OpOverload)
+        and op.has_kernel_for_dispatch_key(composite)
+        and op._schema.name not in whole
     }
 
 

@@ -31,15 +31,15 @@ def export(
     path: str | os.PathLike[str],
     options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Compile a model for inference on CPUs, and write it to `path`: a folder, or a zip file if the name ends so.
+    """Compile a model for inference on CPUs, and write it to `path`: a folder, or a zip file for the suffix .zip.
 
-    `args`, `kwargs` and `dynamic_shapes` mean what they mean in torch.export.export, whose program is compiled; the
-    parameters are written with it. `dcompile.load(path)` needs no compiler. Raises ExportError for what cannot be
-    written, and whatever torch.export raises for what it cannot capture.
+    `args`, `kwargs` and `dynamic_shapes` are those of torch.export.export, whose program is compiled. The parameters
+    are written with it. `dcompile.load(path)` needs no compiler. Raises ExportError for models that cannot be written,
+    and torch.export's errors for models that it cannot capture.
     """
     compiler = CachingCompiler(own_config(options))
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of torch's about names of its own
+        warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about its own names
         program = torch.export.export(
             model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
         )
@@ -51,7 +51,7 @@ def export(
 
 
 def _publish(folder: Path, target: Path) -> None:
-    """Put the files where they belong."""
+    """Copy the written files to the target."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix == ".zip":
         with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as file:
@@ -66,7 +66,7 @@ def _publish(folder: Path, target: Path) -> None:
 
 @dataclass
 class _Export:
-    """One program on its way to a folder."""
+    """One program that is being written to a folder."""
 
     program: Any
     compiler: CachingCompiler
@@ -93,9 +93,9 @@ class _Export:
         write_files(self.folder, compile_inference(self.compiler, gm), tensors, call)
 
     def _inputs(self, gm: Any) -> tuple[list[tuple[str, Any]], list[dict[str, Any]]]:
-        """What the program is given, in order: ("tensor", name) or ("argument", place); and what arguments must be.
+        """Inputs of the program, in order: ("tensor", name) or ("argument", place); and requirements for arguments.
 
-        Arguments that are no tensors are part of the program, and leave the graph.
+        Arguments that are not tensors become constants of the program, and leave the graph.
         """
         inputs: list[tuple[str, Any]] = []
         arguments: list[dict[str, Any]] = []
@@ -130,7 +130,7 @@ class _Export:
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": shape, "strides": strides}
 
     def _size(self, size: Any, number: int) -> int | tuple[str, int, int | None]:
-        """A size that is fixed, or a symbol with its range."""
+        """Describe a size: an int, or a symbol with its range."""
         if isinstance(size, int):
             return size
         symbol = size.node.expr
@@ -141,7 +141,7 @@ class _Export:
         return str(symbol), int(found.lower), high
 
     def _results(self) -> tuple[list[tuple[str, Any]], list[tuple[int, str]]]:
-        """("result", place) or ("constant", value) of each leaf that is returned; (place, tensor) that it changes."""
+        """("result", place) or ("constant", value) of each returned leaf; (place, tensor) of each changed buffer."""
         results: list[tuple[str, Any]] = []
         changed: list[tuple[int, str]] = []
         specs = self.program.graph_signature.output_specs

@@ -1,4 +1,4 @@
-"""torch.compile(f, backend="dcompile", fullgraph=True).aot_compile(...): a graph of Dynamo's, compiled into bytes."""
+"""Compile one Dynamo graph into bytes, for torch.compile(f, backend="dcompile", fullgraph=True).aot_compile(...)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dcompile.runtime.program.aot_callable import AheadOfTimeProgram
 
 
 class AheadOfTimeBackend:
-    """A backend as torch's `aot_compile` calls it: with one graph, for something that it can save."""
+    """Backend for torch's `aot_compile`, which calls it with one graph and saves the result."""
 
     compiler_name = "dcompile"
 
@@ -29,7 +29,7 @@ class AheadOfTimeBackend:
         self._compiler = CachingCompiler(config)
 
     def __call__(self, gm: Any, example_inputs: Sequence[Any]) -> AheadOfTimeProgram:
-        """Compile a graph for inference on CPUs. Raises ExportError for training, and for what has no form as files."""
+        """Compile a graph for inference on CPUs. Raises ExportError for training and unwritable programs."""
         if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in example_inputs):
             raise ExportError("dcompile: aot_compile compiles for inference; call it under torch.no_grad()")
         compiler = self._compiler
@@ -52,7 +52,7 @@ def _archive(folder: Path) -> bytes:
 
 
 def _call_of(gm: Any, graph: Any, signature: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """How the program is called, and the tensors that the graph's module holds."""
+    """Describe the program's call, and return the tensors that the graph's module holds."""
     held = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     state = {**dict(gm.named_parameters()), **dict(gm.named_buffers())}
     inputs: list[tuple[str, Any]] = []
@@ -73,7 +73,7 @@ def _call_of(gm: Any, graph: Any, signature: Any) -> tuple[dict[str, Any], dict[
 
 
 def _argument(value: Any, number: int) -> dict[str, Any]:
-    """What an argument must be. Dynamo's guards compare the rest: these may be switched off, and kernels trust this."""
+    """Describe the requirements for an argument. Kernels rely on these, and users can disable Dynamo's guards."""
     if not isinstance(value, torch.Tensor):
         return {"number": True}
     if value.device.type != "cpu" or value.layout != torch.strided:

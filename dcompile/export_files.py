@@ -1,4 +1,4 @@
-"""What is written of a compiled inference program: host program, steps, kernels, tensors, and a manifest.
+"""Compile a graph for inference, and write it: host program, steps, kernels, tensors, and a manifest.
 
 `export` and `aot_compile` share it; `runtime/program/exported.py` reads it.
 """
@@ -43,17 +43,17 @@ NAME = "exported"
 
 @dataclass(frozen=True)
 class InferenceProgram:
-    """A graph that is compiled for inference on CPUs."""
+    """A graph that was compiled for inference on CPUs."""
 
     made: Loadable
     steps: Mapping[str, Any]
-    """For the C++ runner; or why it has none."""
+    """Steps for the C++ runner, or the reason why there are none."""
     separate: list[tuple[int, int]]
-    """Pairs of results that are two tensors, and may be one in a program."""
+    """Pairs of results that must be two tensors, though a program may return one for both."""
 
 
 def own_config(options: Mapping[str, Any] | None, mode: str | None = None) -> Config:
-    """The settings. Raises ExportError where another compiler's kernels are asked for, which are not files of ours."""
+    """Settings for an export. Raises ExportError for kernels by another compiler, which cannot be written."""
     config = Config.make(mode, options)
     if config.backend is not None:
         raise ExportError(
@@ -63,13 +63,13 @@ def own_config(options: Mapping[str, Any] | None, mode: str | None = None) -> Co
 
 
 def decompositions(compiler: CachingCompiler) -> dict[Any, Any]:
-    """The table that a captured frame is decomposed with, and what AOTAutograd takes apart without one."""
+    """Decompositions of a captured frame, and those that AOTAutograd applies without a table."""
     own = compiler.decompositions(False)
     return compat.aot.composite_decompositions() | own if own else own
 
 
 def compile_inference(compiler: CachingCompiler, gm: Any) -> InferenceProgram:
-    """Compile a functional graph. Raises ExportError for what has no form as files, or is not on the CPU."""
+    """Compile a functional graph. Raises ExportError for graphs that cannot be written, or are not on the CPU."""
     config = compiler.config
     run_passes(compiler.graph_passes().joint, gm, GraphRequest(config, NAME), "inference")
     count = len(gm.graph.output_node().args[0])
@@ -101,7 +101,7 @@ def _separate(compiler: CachingCompiler, gm: Any, count: int) -> list[tuple[int,
 def write_files(
     folder: Path, program: InferenceProgram, tensors: Mapping[str, torch.Tensor], call: Mapping[str, Any]
 ) -> None:
-    """Write a program to an empty folder. `tensors` are those that the model holds, `call` is how it is called."""
+    """Write a program to an empty folder, with the model's own `tensors` and a description of its `call`."""
     made = program.made
     constants = {name: f"constant.{name}" for name in made.graph.constants}
     written = {**tensors, **{constants[name]: made.constants[name] for name in constants}}
@@ -126,7 +126,7 @@ def write_files(
 
 
 def _copy_libraries(made: Loadable, folder: Path) -> dict[str, str]:
-    """Copy compiled kernels; kernel name -> file."""
+    """Copy compiled kernels. Return the file of each kernel by name."""
     files = {path: f"kernels{n}{path.suffix}" for n, path in enumerate(dict.fromkeys(made.libraries.values()))}
     for path, name in files.items():
         shutil.copyfile(path, folder / name)
@@ -134,9 +134,9 @@ def _copy_libraries(made: Loadable, folder: Path) -> dict[str, str]:
 
 
 def remove_tokens(gm: Any, count: int) -> None:
-    """Calls with effects as plain ones: lowering keeps their order, and torch's tokens are no values of the program.
+    """Replace calls with effects by plain ones: lowering keeps their order without torch's tokens.
 
-    `count` tokens are the graph's first inputs and results. Checks of what tracing has seen are left out, too.
+    The graph's first `count` inputs and results are tokens. torch.export's checks of metadata are removed, too.
     """
     for node in compat.aot.metadata_checks(gm.graph):
         gm.graph.erase_node(node)

@@ -20,8 +20,9 @@ from tqdm import tqdm
 
 import dcompile
 from dcompile import logs
-from dcompile.config import CHANNELS, Config, LogSetting, parse_log
+from dcompile.config import Config
 from dcompile.errors import OptionError
+from dcompile.log_setting import CHANNELS, LogSetting, parse_log
 from dcompile.runtime.communication import work
 from dcompile.runtime.coordination import heartbeat
 from tests.subject import ROOT

@@ -1,4 +1,4 @@
-"""torch.compiler.save_cache_artifacts() and load_cache_artifacts(), for a cache that is not torch's."""
+"""Entries of our cache in torch.compiler.save_cache_artifacts() and load_cache_artifacts()."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 def register(kind: str, populate: Callable[[str, bytes], None]) -> None:
-    """Have torch hand entries of this kind, that it loads, to `populate(name, content)`. Once in a process."""
+    """Register a kind of entries with torch: it passes loaded ones to `populate(name, content)`."""
     from torch.compiler._cache import CacheArtifact, CacheArtifactFactory
 
     if kind in CacheArtifactFactory._artifact_types:
         return
 
     class LazyCacheArtifact(CacheArtifact):
-        """An entry whose content is read when artifacts are saved: most processes never do that."""
+        """An entry whose content is read when artifacts are saved, which most processes never do."""
 
         def __init__(self, key: str, content: bytes | Callable[[], bytes]) -> None:
             object.__setattr__(self, "key", key)
@@ -47,7 +47,7 @@ def register(kind: str, populate: Callable[[str, bytes], None]) -> None:
 
 
 def record(kind: str, name: str, read: Callable[[], bytes]) -> None:
-    """Have save_cache_artifacts() carry an entry, once for each name. `read` is called when artifacts are saved."""
+    """Record an entry, once for each name. `read` is called when artifacts are saved."""
     from torch.compiler._cache import CacheArtifactManager
 
     CacheArtifactManager.record_artifact(kind, name, read)

@@ -1,4 +1,4 @@
-"""Programs as text: `show` is for people, `digest` names a program's meaning; `repr` rebuilds it with `eval`."""
+"""Programs as text: `show` is for people, `digest` identifies a program; `repr` rebuilds it with `eval`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from dcompile.ir.nodes import (
 
 
 def digest(program: Program) -> str:
-    """sha256 of the program's repr: equal on every rank and in every process for equal programs."""
+    """SHA-256 of the program's repr: equal on every rank and in every process for equal programs."""
     return hashlib.sha256(repr(program).encode()).hexdigest()
 
 
 def show(program: Program) -> str:
-    """The whole program: its face, its buffers, its steps."""
+    """Print a program: its signature, its buffers, its steps."""
     lines = [f"program {program.name}({', '.join(program.inputs)})"]
     lines += [f"  donated: {', '.join(program.donated)}"] if program.donated else []
     lines += [f"  parts: {', '.join(f'{name} {number}' for name, number in program.parts)}"] if program.parts else []
@@ -48,7 +48,7 @@ def show(program: Program) -> str:
 
 
 def show_buffer(buffer: Buffer) -> str:
-    """`y: float32[4, 8] @ arena+64`, with strides only where they are not row-major."""
+    """Print a buffer: `y: float32[4, 8] @ arena+64`, with strides only where they are not row-major."""
     strides = "" if buffer.strides == contiguous_strides(buffer.shape) else f" strides {_sizes(buffer.strides)}"
     device = "" if buffer.device == "cpu" else f" on {buffer.device}"
     place = "" if buffer.storage is None else f" @ {buffer.storage}+{buffer.offset}"
@@ -56,7 +56,7 @@ def show_buffer(buffer: Buffer) -> str:
 
 
 def show_step(step: Step) -> str:
-    """One step; a loop takes several lines."""
+    """Print a step; a loop takes several lines."""
     match step:
         case Loop():
             return show_loop(step)
@@ -72,8 +72,10 @@ def show_step(step: Step) -> str:
 
 
 def show_loop(loop: Loop) -> str:
-    """A line for each value and store. What is used once stands where it is used, if it is a load or a constant, or
-    is all that a store writes."""
+    """Print a loop, with a line for each value and store.
+
+    A value that is used once is printed inside its use if it is a load or a constant, or if a store writes it.
+    """
     uses = Counter(ref for value in loop.body for ref in operands(value))
     uses.update(ref for store in loop.stores for ref in store_operands(store))
     stored = {store.value for store in loop.stores}
@@ -115,7 +117,7 @@ def _show_value(value: Value, words: list[str]) -> str:
 
 
 def _word(words: list[str], ref: Ref) -> str:
-    """The text of an earlier value; a broken program must print too, so that its error can be read."""
+    """Text of an earlier value. A broken program must print, too, so that its error can be read."""
     return words[ref] if 0 <= ref < len(words) else f"v{ref}?"
 
 
@@ -127,7 +129,7 @@ def _show_extern(step: Extern) -> str:
 
 
 def show_arg(arg: Arg) -> str:
-    """An argument of a library call, or an output of the program."""
+    """Print an argument of a library call, or an output of the program."""
     match arg:
         case View(buffer, shape, strides, offset):
             layout = "" if strides == contiguous_strides(shape) else f" strides {_sizes(strides)}"

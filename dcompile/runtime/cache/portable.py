@@ -1,8 +1,8 @@
-"""Cache entries on their way to another machine: what torch.compiler.save_cache_artifacts() carries of ours.
+"""Cache entries for torch.compiler.save_cache_artifacts() and load_cache_artifacts().
 
-Each library is an entry by itself, named by its SHA-256; a graph is one that names its libraries. What arrives is
-compared with its checksum and with this process's versions and processor before it comes into the cache. Nothing is
-unpickled. An entry that does not fit is reported in one line, and left out: its graph is compiled again.
+Each library is one entry, named by its SHA-256. Each graph is one entry, which names its libraries. Before entries come
+into the cache, their checksums, versions and processor are compared. Nothing is unpickled.
+An entry that does not fit is refused with one line in the log, and its graph is compiled again.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ _NAME = re.compile(r"([0-9a-f]{64})\.(graph|so|gpu)")
 
 
 class RefusedArtifact(Exception):
-    """An entry that is damaged, or of another dcompile, torch or machine; says what."""
+    """Raised for an entry that is damaged, or made by another dcompile, torch or processor."""
 
 
 def register() -> None:
-    """Have torch load entries of ours."""
+    """Register our kind of entries with torch."""
     compat.cache_artifacts.register(KIND, populate)
 
 
 def record(key: str, cache: KernelCache, libraries: Mapping[str, Path]) -> None:
-    """Have a graph of this process saved with torch's artifacts. `libraries`: key of each kernel -> where it is."""
+    """Record a graph for torch's artifacts, with the library of each kernel by the kernel's key."""
     register()
     for path in dict.fromkeys(libraries.values()):
         compat.cache_artifacts.record(KIND, path.name, functools.partial(_library, path))
@@ -50,7 +50,7 @@ def record(key: str, cache: KernelCache, libraries: Mapping[str, Path]) -> None:
 
 
 def _library(path: Path) -> bytes:
-    """A library as it is now; nothing where it has been evicted meanwhile."""
+    """Content of a library, or nothing after its eviction."""
     return path.read_bytes() if path.is_file() else b""
 
 
@@ -63,7 +63,7 @@ def _graph(cache: KernelCache, key: str, files: Mapping[str, str]) -> bytes:
 
 
 def _here() -> dict[str, Any]:
-    """What an entry depends on, and what it says about that."""
+    """Format, versions and processor that an entry depends on."""
     return {
         "format": _FORMAT,
         "dcompile": f"{own_version()} {own_source()[:16]}",
@@ -73,7 +73,7 @@ def _here() -> dict[str, Any]:
 
 
 def populate(name: str, content: bytes) -> None:
-    """Put an entry that torch has loaded into the cache that DCOMPILE_CACHE_DIR names, or the usual one."""
+    """Put an entry that torch has loaded into the cache directory of the settings."""
     if not content:
         return
     try:

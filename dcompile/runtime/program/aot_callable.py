@@ -1,7 +1,7 @@
-"""A graph that `aot_compile` has compiled, as torch's container saves and loads it.
+"""Callable for a graph that `aot_compile` has compiled, in the form that torch's container saves and loads.
 
-The container is torch's, and pickles. What it holds of ours is bytes: an archive as `dcompile.export` writes it, which
-is checked and loaded without pickle, and without a C++ compiler.
+torch's container pickles. Our part in it is bytes: an archive as `dcompile.export` writes it. It is checked and loaded
+without pickle, and without a C++ compiler.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _Base: Any = compat.dynamo.serializable_callable()
 
 
 class AheadOfTimeProgram(_Base):  # type: ignore[misc]
-    """What Dynamo's code calls: flat arguments in, flat results out. It computes without gradients."""
+    """A program called by Dynamo's code with flat arguments, returning flat results. It computes without gradients."""
 
     def __init__(self, archive: bytes) -> None:
         self._archive = archive
@@ -32,7 +32,7 @@ class AheadOfTimeProgram(_Base):  # type: ignore[misc]
         self._arguments: list[dict[str, Any]] = manifest["arguments"]
         self._changed: list[tuple[int, int]] = [tuple(entry) for entry in manifest["changed"]]
         self._results: int = manifest["results"]
-        """How many results belong to what is changed, and come first."""
+        """Number of results that are new values of changed arguments. They come first."""
 
     def __call__(self, *args: Any) -> list[Any]:
         if torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
@@ -45,10 +45,10 @@ class AheadOfTimeProgram(_Base):  # type: ignore[misc]
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: AheadOfTimeProgram) -> bytes:
-        """The archive."""
+        """Return the archive."""
         return fn._archive
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> AheadOfTimeProgram:
-        """The program in an archive. Raises ExportError where it is damaged, or for another torch or machine."""
+        """Load the program of an archive. Raises ExportError if it is damaged, or for another torch or machine."""
         return cls(data)

@@ -36,6 +36,7 @@ from dcompile.runtime.program.kernel_library import kernel, library
 from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.harness import store
 from tests.ir.fuzz import random_program
+from tests.traits import change_cpu
 
 
 def load(program: Program, constants=None) -> HostProgram:
@@ -394,7 +395,7 @@ def test_gradients_are_written_into_buckets_and_handed_out_as_fresh_views():
     assert storage_use_count(source.memory.flat) == 1 + len(source.memory.tensors)
 
 
-def test_a_product_writes_its_gradient_scaled_where_it_is_going_to_be_reduced():
+def test_a_product_writes_its_gradient_scaled_where_it_is_going_to_be_reduced(monkeypatch):
     x = Buffer("x", "float32", (2, 3), (3, 1), storage="input")
     g = Buffer("g", "float32", (3, 3), (3, 1), storage="bucket:b0", offset=0)
     bucket = Bucket("b0", "float32", "cpu", "ddp", (0,), ("g",), (0,), 16)
@@ -404,7 +405,8 @@ def test_a_product_writes_its_gradient_scaled_where_it_is_going_to_be_reduced():
         Wait("b0", ("g",)),
     )
     program = Program("backward", ("x",), (whole(g),), (x, g), steps, grads=((0, 0),), buckets=(bucket,))
-    executable = load(fold_average(program, devices=("cpu",)))
+    change_cpu(monkeypatch, scales_matmul=True)
+    executable = load(fold_average(program))
     assert executable.buckets[0].scaled == (0,)
     given, source = torch.randn(2, 3), Source(Memory(torch.full((16,), torch.nan)))
     product = given.t() @ given

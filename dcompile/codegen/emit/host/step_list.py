@@ -1,8 +1,7 @@
-"""A program's steps as data, for the C++ runner (`include/dcompile/runner.h`), which reads no Python.
+"""List a program's steps as data, for the C++ runner (`include/dcompile/runner.h`), which reads no Python.
 
-What the host program's text says in Python is here a list of calls: kernels with the buffers they are given, and
-operators of ATen's with every argument of their schema. Sizes are numbers, or sums in reverse Polish notation over size
-symbols: `s0 12 * 3 +`.
+The list holds calls of kernels with their buffers, and of ATen's operators with every argument of their schema. Sizes
+are numbers, or sums over size symbols in reverse Polish notation: `s0 12 * 3 +`.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from dcompile.ir.nodes import IN_DONOR, WITHIN, Arg, Extern, Loop, Program, Step
 from dcompile.ir.symbols import late_symbols, sources
 
 SHIMS = {"aten.addmm.out": "aoti_torch_cpu_addmm_out", "aten.baddbmm.out": "aoti_torch_cpu_baddbmm_out"}
-"""Operators with numbers of any type among their arguments, and what torch's stable interface has for each: a function
-of (out, added, left, right, beta, alpha)."""
+"""Functions of torch's stable interface for operators that take numbers of any type, with the arguments
+(out, added, left, right, beta, alpha)."""
 _PLACES = ("arena", "out", "input", "library")
 _NAMED = {"ScalarType": "dtype", "Layout": "layout", "MemoryFormat": "memory_format"}
 
 
 def list_steps(program: Program, kernels: Kernels) -> dict[str, Any]:
-    """The program as JSON can say it. Raises ExportError, which names the step that the C++ runner cannot do."""
+    """Describe the program in types of JSON. Raises ExportError with the name of a step that the C++ runner lacks."""
     if late_symbols(program):
         raise ExportError(f"sizes that depend on values: {', '.join(sorted(late_symbols(program)))}")
     table = program.table
@@ -46,7 +45,7 @@ def list_steps(program: Program, kernels: Kernels) -> dict[str, Any]:
 
 
 def size_text(size: Size) -> int | str:
-    """A number, or a sum in reverse Polish notation."""
+    """Write a size: a number, or a sum in reverse Polish notation."""
     if isinstance(size, int):
         return size
     if (known := size.constant) is not None:
@@ -84,7 +83,7 @@ def _all(sizes: Sequence[Size]) -> list[int | str]:
 
 
 def _buffer(program: Program, name: str) -> dict[str, Any]:
-    """Where a buffer lies: in a place of its own, or in another one's memory, `offset` bytes from where that begins."""
+    """Describe a buffer, and its place: its own, or `offset` bytes into another buffer's memory."""
     buffer = program.table[name]
     storage = buffer.storage or ""
     holder = next((storage.removeprefix(before) for before in (WITHIN, IN_DONOR) if storage.startswith(before)), None)
@@ -130,7 +129,7 @@ def _step(program: Program, step: Step, kernel: KernelSource | None) -> dict[str
 
 
 def _product(product: LibraryReplacement) -> dict[str, Any]:
-    """A matrix product by a kernel of ours: it takes sizes and strides as numbers in memory."""
+    """Describe a matrix product by our kernel, which takes sizes and strides as numbers in memory."""
     views = [None if view is None else _view(view) for view in product.views]
     return {"product": product.kernel.name, "views": views, "sizes": _all(product.sizes)}
 
@@ -141,7 +140,7 @@ def _view(view: View) -> dict[str, Any]:
 
 
 def _output(output: View | Index | float | None) -> dict[str, Any] | None:
-    """A result. Numbers that are known are the manifest's."""
+    """Describe a result. The manifest holds results that are constants."""
     if isinstance(output, Index):
         raise ExportError(f"a result that is a number, {output}")
     return _view(output) if isinstance(output, View) else None
@@ -151,7 +150,7 @@ def _output(output: View | Index | float | None) -> dict[str, Any] | None:
 
 
 def _call(program: Program, step: Extern) -> dict[str, Any]:
-    """An operator with all arguments of its schema, in order."""
+    """Describe a call of an operator, with all arguments of its schema in order."""
     if not in_torch(step.op) or step.op.startswith("dcompile"):
         raise ExportError(f"the call {step.op}, which is Python's")
     if any(name is not None and not program.table[name].is_tensor for name in step.outs):
@@ -197,7 +196,7 @@ def _shim(op: str, values: dict[str, Arg]) -> dict[str, Any]:
 
 
 def _results(op: str, returns: Sequence[Any], outs: Sequence[str | None]) -> list[list[Any]]:
-    """What becomes of each result: a tensor is named or dropped, a list of tensors likewise, a number is nobody's."""
+    """Name or drop each tensor among the results, and skip numbers."""
     if len(returns) == 1 and str(returns[0].type) == "List[Tensor]":
         return [["list", [*outs]]]
     names = [*outs, *[None] * len(returns)][: len(returns)]  # what returns nothing has one that is None
@@ -210,7 +209,7 @@ def _results(op: str, returns: Sequence[Any], outs: Sequence[str | None]) -> lis
 
 
 def _argument(program: Program, op: str, kind: str, value: Arg) -> list[Any]:
-    """One argument, with the type that its schema says."""
+    """Describe an argument with the type of its schema."""
     if (inner := _inside(kind, "Optional")) is not None:
         return ["none"] if value is None else ["some", _argument(program, op, inner, value)]
     if (inner := _inside(kind, "List")) is not None:
@@ -235,5 +234,5 @@ def _argument(program: Program, op: str, kind: str, value: Arg) -> list[Any]:
 
 
 def _inside(kind: str, outer: str) -> str | None:
-    """The type inside of `Optional[...]` or `List[...]`."""
+    """Type inside of `Optional[...]` or `List[...]`, or None for other types."""
     return kind[len(outer) + 1 : -1] if kind.startswith(f"{outer}[") and kind.endswith("]") else None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import tempfile
 import warnings
@@ -15,11 +17,13 @@ from typing import Any
 import torch
 from torch.export.graph_signature import InputKind, OutputKind
 
+from dcompile import compat
 from dcompile.compat import pytree
 from dcompile.compiler import CachingCompiler
 from dcompile.errors import ExportError
 from dcompile.export_files import compile_inference, decompositions, own_config, remove_tokens, write_files
 from dcompile.runtime.program.exported import MANIFEST
+from dcompile.toolchain import triton_version
 
 
 def export(
@@ -30,24 +34,41 @@ def export(
     dynamic_shapes: Any = None,
     path: str | os.PathLike[str],
     options: Mapping[str, Any] | None = None,
+    gpu: str | None = None,
 ) -> None:
-    """Compile a model for inference on CPUs, and write it to `path`: a folder, or a zip file for the suffix .zip.
+    """Compile a model for inference, and write it to `path`: a folder, or a zip file for the suffix .zip.
 
     `args`, `kwargs` and `dynamic_shapes` are those of torch.export.export, whose program is compiled. The parameters
     are written with it. `dcompile.load(path)` needs no compiler. Raises ExportError for models that cannot be written,
     and torch.export's errors for models that it cannot capture.
+
+    The model and its arguments are on the CPU, and so is the program. With `gpu`, "sm_90" for compute capability
+    9.0 say, the program is for such a GPU, which need not be in this machine.
     """
     compiler = CachingCompiler(own_config(options))
-    with torch.no_grad(), warnings.catch_warnings():
+    target = None if gpu is None else _gpu(gpu, compiler)
+    with torch.no_grad(), warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="dcompile-export-") as folder:
         warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about its own names
         program = torch.export.export(
             model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
         )
-        program = program.run_decompositions(decompositions(compiler))
-    target = Path(path)
-    with tempfile.TemporaryDirectory(prefix="dcompile-export-") as folder:
-        _Export(program, compiler, Path(folder), list(kwargs or {})).write()
-        _publish(Path(folder), target)
+        program = program.run_decompositions(decompositions(compiler, for_gpu=target is not None))
+        exported = _Export(program, compiler, Path(folder), list(kwargs or {}), target)
+        with contextlib.nullcontext() if target is None else compat.gpu_capability.gpu_capability_as(target):
+            exported.write()
+        _publish(Path(folder), Path(path))
+
+
+def _gpu(name: str, compiler: CachingCompiler) -> tuple[int, int]:
+    """Compute capability by the name that NVIDIA's compilers use. Raises ExportError for one that has no kernels."""
+    found = re.fullmatch(r"sm_(\d{1,2})(\d)", name)
+    if found is None or int(found[1]) < 8:
+        raise ExportError(f"dcompile: gpu={name!r} is no NVIDIA GPU from compute capability 8.0 on, such as 'sm_90'")
+    if compiler.config.own_kernels and triton_version() is None:
+        raise ExportError("dcompile: Triton compiles kernels for GPUs, and is not installed: pip install triton")
+    if compiler.config.max_autotune:
+        raise ExportError("dcompile: max_autotune measures on a GPU; leave it out where gpu= names one")
+    return int(found[1]), int(found[2])
 
 
 def _publish(folder: Path, target: Path) -> None:
@@ -73,12 +94,21 @@ class _Export:
     folder: Path
     keywords: list[str]
     """Names of the keyword arguments, in order."""
+    gpu: tuple[int, int] | None = None
+    """Compute capability of the GPU that it is compiled for, or None for the CPU."""
+
+    @property
+    def device(self) -> str:
+        """Type of the device that it runs on."""
+        return "cpu" if self.gpu is None else "cuda"
 
     def write(self) -> None:
         gm = self.program.graph_module
         specs = self.program.graph_signature.input_specs
         remove_tokens(gm, sum(spec.kind == InputKind.TOKEN for spec in specs))
         inputs, arguments = self._inputs(gm)
+        if self.gpu is not None:
+            compat.fake_tensors.move_graph_to_gpu(gm)
         results, changed = self._results()
         tensors = {what: self._state(what) for kind, what in inputs if kind == "tensor"}
         call = {
@@ -89,8 +119,9 @@ class _Export:
             "results": results,
             "returned": _structure(self.program.call_spec.out_spec, "results"),
             "changed": changed,
+            "gpu": self.gpu,
         }
-        write_files(self.folder, compile_inference(self.compiler, gm), tensors, call)
+        write_files(self.folder, compile_inference(self.compiler, gm, self.device), tensors, call)
 
     def _inputs(self, gm: Any) -> tuple[list[tuple[str, Any]], list[dict[str, Any]]]:
         """Inputs of the program, in order: ("tensor", name) or ("argument", place); and requirements for arguments.
@@ -121,7 +152,7 @@ class _Export:
 
     def _argument(self, value: torch.Tensor, number: int) -> dict[str, Any]:
         if value.device.type != "cpu" or value.layout != torch.strided:
-            raise ExportError(f"dcompile: argument {number} is on {value.device}; models are exported for the CPU")
+            raise ExportError(f"dcompile: argument {number} is on {value.device}; models are exported from the CPU")
         shape = [self._size(size, number) for size in value.shape]
         fixed = all(isinstance(stride, int) for stride in value.stride())
         if not fixed and not value.is_contiguous():

@@ -62,14 +62,20 @@ def own_config(options: Mapping[str, Any] | None, mode: str | None = None) -> Co
     return config
 
 
-def decompositions(compiler: CachingCompiler) -> dict[Any, Any]:
-    """Decompositions of a captured frame, and those that AOTAutograd applies without a table."""
+def decompositions(compiler: CachingCompiler, *, for_gpu: bool = False) -> dict[Any, Any]:
+    """Decompositions of a captured frame, and those that AOTAutograd applies without a table.
+
+    For a GPU that may be absent, attention stays whole: ATen chooses its kernel when the program runs.
+    """
     own = compiler.decompositions(False)
-    return compat.aot.composite_decompositions() | own if own else own
+    found = compat.aot.composite_decompositions() | own if own else own
+    if for_gpu:
+        found.pop(torch.ops.aten.scaled_dot_product_attention.default, None)
+    return found
 
 
-def compile_inference(compiler: CachingCompiler, gm: Any) -> InferenceProgram:
-    """Compile a functional graph. Raises ExportError for graphs that cannot be written, or are not on the CPU."""
+def compile_inference(compiler: CachingCompiler, gm: Any, device: str = "cpu") -> InferenceProgram:
+    """Compile a functional graph. Raises ExportError for graphs that cannot be written, or are on another device."""
     config = compiler.config
     run_passes(compiler.graph_passes().joint, gm, GraphRequest(config, NAME), "inference")
     count = len(gm.graph.output_node().args[0])
@@ -78,8 +84,10 @@ def compile_inference(compiler: CachingCompiler, gm: Any) -> InferenceProgram:
     pipeline = Pipeline(config)
     begun = pipeline.begin(gm, request, cache)
     made, _ = pipeline.finish(begun, gm, request, cache)
-    if made.graph.device != "cpu":
-        raise ExportError(f"dcompile: the model computes on {made.graph.device}; models are exported for the CPU")
+    if made.graph.device not in ("cpu", device):
+        raise ExportError(f"dcompile: the model computes on {made.graph.device}, but is exported for {device}")
+    if device != "cpu" and not made.libraries and compiler.config.own_kernels:
+        raise ExportError(f"dcompile: no kernel was compiled for {device}: {'; '.join(made.graph.report.notes)}")
     objects = [name for name, value in made.constants.items() if not isinstance(value, torch.Tensor)]
     if objects:
         raise ExportError(f"dcompile: {', '.join(objects)} cannot be written: a call with graphs as arguments")
@@ -110,6 +118,7 @@ def write_files(
         "dcompile": own_version(),
         "torch": torch_range(),
         "machine": machine(),
+        "gpu": None,
         "graph": to_record(made.graph) | {"source": ""},
         "libraries": _copy_libraries(made, folder),
         "constants": constants,

@@ -264,6 +264,33 @@ print("equal")
 """
 
 
+@pytest.mark.full
+def test_an_export_for_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cubins and a manifest are written without a GPU; a machine without one, or with another one, is refused."""
+    pytest.importorskip("triton")
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).eval()
+    dcompile.export(model, (torch.randn(4, 8),), path=tmp_path / "gpu", gpu="sm_90")
+    assert model[0].weight.device.type == "cpu", "the model stays as it is"
+    kernels = [path.read_bytes() for path in (tmp_path / "gpu").glob("*.gpu")]
+    assert kernels and all(b"\x7fELF" in data for data in kernels)
+    assert manifest(tmp_path / "gpu")["gpu"] == [9, 0] and "empty_cuda" in (tmp_path / "gpu/program.py").read_text()
+    stored = torch.from_file(str(tmp_path / "gpu/tensors.bin"), size=8 * 16, dtype=torch.float32).view(16, 8)
+    torch.testing.assert_close(stored, model[0].weight.detach())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ExportError, match=r"for a GPU of compute capability 9.0, and torch finds no GPU here"):
+        dcompile.load(tmp_path / "gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    with pytest.raises(ExportError, match=r"9.0, this machine's has 8.0; export it with gpu='sm_80'"):
+        dcompile.load(tmp_path / "gpu")
+
+
+def test_names_of_gpus_are_checked(tmp_path: Path) -> None:
+    for name in ("sm_75", "h100"):
+        with pytest.raises(ExportError, match="is no NVIDIA GPU from compute capability"):
+            dcompile.export(nn.Linear(2, 2), (torch.randn(3, 2),), path=tmp_path / "none", gpu=name)
+
+
 def bare_environment(folder: Path) -> Path:
     """The interpreter of a virtual environment that has torch, what torch needs, and NumPy."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
@@ -282,20 +309,26 @@ def bare_environment(folder: Path) -> Path:
     return folder / "bin/python"
 
 
-def test_gpt2_runs_where_there_is_no_compiler(runner: Path, tmp_path: Path) -> None:
-    """In a bare environment, from a zip file, without the model's own code; and in C++, by libtorch."""
+def gpt2(layers: int) -> nn.Module:
+    """A tiny GPT-2 that returns logits."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     class Logits(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=32))
+            config = GPT2Config(n_layer=layers, n_embd=32, n_head=2, vocab_size=64, n_positions=32)
+            self.gpt2 = GPT2LMHeadModel(config)
 
         def forward(self, tokens):
             return self.gpt2(tokens, use_cache=False).logits
 
     torch.manual_seed(0)
-    model, tokens = Logits().eval(), torch.randint(64, (2, 12))
+    return Logits().eval()
+
+
+def test_gpt2_runs_where_there_is_no_compiler(runner: Path, tmp_path: Path) -> None:
+    """In a bare environment, from a zip file, without the model's own code; and in C++, by libtorch."""
+    model, tokens = gpt2(1), torch.randint(64, (2, 12))
     dcompile.export(model, (tokens,), path=tmp_path / "gpt2.zip")
     with torch.no_grad():
         torch.save((tokens, model(tokens)), tmp_path / "values.pt")
@@ -316,3 +349,25 @@ def test_gpt2_runs_where_there_is_no_compiler(runner: Path, tmp_path: Path) -> N
     assert status == 0, text
     expected = dcompile.load(folder)(tokens)
     assert torch.equal(result(tmp_path, 0, expected), expected)
+
+
+LOADING = """
+import sys, time
+sys.path.insert(0, {root!r})
+import torch
+began = time.process_time()
+import dcompile
+model = dcompile.load({path!r})
+print(time.process_time() - began)
+"""
+
+
+@pytest.mark.full
+def test_sixteen_layers_load_within_a_second(tmp_path: Path) -> None:
+    """In seconds of one processor, behind `import torch`: checksums, mapping, and the import of dcompile."""
+    path, script = tmp_path / "gpt2", tmp_path / "loading.py"
+    dcompile.export(gpt2(16), (torch.randint(64, (2, 12)),), path=path)
+    script.write_text(LOADING.format(root=str(ROOT), path=str(path)))
+    status, text = run([sys.executable, str(script)], tmp_path)
+    assert status == 0, text
+    assert float(text) < 1, text

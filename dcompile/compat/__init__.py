@@ -13,6 +13,7 @@ from dcompile.compat import (
     dispatch_watch,
     dtensor,
     dynamo,
+    fake_tensors,
     fsdp1,
     fsdp2,
     groups,
@@ -27,7 +28,15 @@ from dcompile.compat import (
     versions,
     zero,
 )
-from dcompile.compat.patches import compile_call, cse, index_strides, lean_wrappers, skip_frame_eval, symbolic_views
+from dcompile.compat.patches import (
+    compile_call,
+    cse,
+    gpu_capability,
+    index_strides,
+    lean_wrappers,
+    skip_frame_eval,
+    symbolic_views,
+)
 
 __all__ = [
     "alone",
@@ -41,8 +50,10 @@ __all__ = [
     "dispatch_watch",
     "dtensor",
     "dynamo",
+    "fake_tensors",
     "fsdp1",
     "fsdp2",
+    "gpu_capability",
     "groups",
     "guards",
     "hooks",

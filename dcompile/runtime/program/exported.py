@@ -58,9 +58,12 @@ class LoadedFiles:
             _extract(path, folder)
         self.manifest = manifest = _manifest(folder)
         _check_versions(path, manifest)
+        _check_gpu(path, manifest["gpu"])
         _check_files(folder, manifest)
         graph = from_record(manifest["graph"] | {"source": (folder / PROGRAM).read_text()})
-        self.tensors = _tensors(folder / TENSORS, manifest["tensors"])
+        self.device = "cpu" if manifest["gpu"] is None else "cuda"
+        """Type of the device that the program runs on."""
+        self.tensors = _tensors(folder / TENSORS, manifest["tensors"], self.device)
         """Parameters, buffers and constants of the model, by name."""
         libraries = {name: folder / file for name, file in manifest["libraries"].items()}
         constants = {name: self.tensors[tensor] for name, tensor in manifest["constants"].items()}
@@ -101,7 +104,7 @@ class ExportedModel:
         flat, structure = pytree.flatten((args, known | kwargs))
         if structure != self._given:
             raise ExportError(f"dcompile: called with {structure}, but exported with {self._given}")
-        results = self._files.run(checked(flat, self._arguments))
+        results = self._files.run(checked(flat, self._arguments, self._files.device))
         with torch.no_grad():
             for place, name in self._changed:
                 self.tensors[name].copy_(results[place])
@@ -163,6 +166,23 @@ def _check_versions(folder: Path, manifest: Mapping[str, Any]) -> None:
         )
 
 
+def _check_gpu(folder: Path, wanted: Sequence[int] | None) -> None:
+    """Raise ExportError unless the current GPU is of the kind that kernels were compiled for."""
+    if wanted is None:
+        return
+    kind = f"a GPU of compute capability {wanted[0]}.{wanted[1]}"
+    if not torch.cuda.is_available():
+        raise ExportError(
+            f"dcompile: {folder} is for {kind}, and torch finds no GPU here; export the model for the CPU"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) != tuple(wanted):
+        raise ExportError(
+            f"dcompile: {folder} is for {kind}, this machine's has {major}.{minor}; "
+            f"export it with gpu='sm_{major}{minor}'"
+        )
+
+
 def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
     for name, digest in manifest["files"].items():
         file = folder / name
@@ -174,11 +194,22 @@ def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
             raise ExportError(f"dcompile: {file} is damaged: its checksum differs; export the model again")
 
 
-def _tensors(file: Path, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Map tensors of a file, whose pages are read at their first use. Changes stay in this process."""
+def _tensors(file: Path, entries: Mapping[str, Mapping[str, Any]], device: str) -> dict[str, torch.Tensor]:
+    """Map tensors of a file, whose pages are read at their first use. Changes stay in this process.
+
+    For a GPU they are copied to it.
+    """
     nbytes = file.stat().st_size
     storage: Any = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=nbytes) if nbytes else None
-    return {name: _tensor(storage, entry) for name, entry in entries.items()}
+    found = {name: _tensor(storage, entry) for name, entry in entries.items()}
+    return found if device == "cpu" else {name: _with_place(x, device) for name, x in found.items()}
+
+
+def _with_place(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Copy a tensor, and the memory between its elements, to a device."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    span = tensor.as_strided((extent if tensor.numel() else 0,), (1,)).to(device)
+    return span.as_strided(tensor.shape, tensor.stride())
 
 
 def _tensor(storage: Any, entry: Mapping[str, Any]) -> torch.Tensor:
@@ -190,14 +221,14 @@ def _tensor(storage: Any, entry: Mapping[str, Any]) -> torch.Tensor:
     return made.set_(storage, start, entry["shape"], entry["strides"])  # type: ignore[call-overload, no-any-return, unused-ignore]
 
 
-def checked(given: Sequence[Any], arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
+def checked(given: Sequence[Any], arguments: Sequence[Mapping[str, Any]], device: str = "cpu") -> list[Any]:
     """Check arguments, and return them with the strides that the program needs. Raises ExportError."""
     symbols: dict[str, int] = {}
     pairs = enumerate(zip(given, arguments, strict=True))
-    return [_checked(value, said, n, symbols) for n, (value, said) in pairs]
+    return [_checked(value, said, n, symbols, device) for n, (value, said) in pairs]
 
 
-def _checked(value: Any, said: Mapping[str, Any], number: int, symbols: dict[str, int]) -> Any:
+def _checked(value: Any, said: Mapping[str, Any], number: int, symbols: dict[str, int], device: str) -> Any:
     """Check an argument's dtype and sizes, and return it with the strides that the program needs."""
     if "constant" in said:
         if value != said["constant"]:
@@ -208,8 +239,8 @@ def _checked(value: Any, said: Mapping[str, Any], number: int, symbols: dict[str
         if not isinstance(value, (int, float)):
             raise ExportError(f"dcompile: argument {number} is a {type(value).__name__}, not a number")
         return value
-    wanted = f"{said['dtype']} of shape {_shown(said['shape'])} on the CPU"
-    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or len(value.shape) != len(said["shape"]):
+    wanted = f"{said['dtype']} of shape {_shown(said['shape'])} on {'the CPU' if device == 'cpu' else 'a GPU'}"
+    if not isinstance(value, torch.Tensor) or value.device.type != device or len(value.shape) != len(said["shape"]):
         raise ExportError(f"dcompile: argument {number} should be {wanted}")
     fits = str(value.dtype) == f"torch.{said['dtype']}"
     for size, allowed in zip(value.shape, said["shape"], strict=True):

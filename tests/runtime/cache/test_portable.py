@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from dcompile.config import Config
 from dcompile.runtime.cache import portable
 from dcompile.runtime.cache.disk import KernelCache
 from tests.job import run
+from tests.nursery import python
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_a_fresh_cache_builds_nothing_after_artifacts_were_loaded(saved: tuple[b
     path, script = tmp_path / "artifacts", tmp_path / "loaded.py"
     path.write_bytes(data)
     script.write_text(LOADED.format(path=str(path)))
-    status, text = run([sys.executable, str(script)], tmp_path, DCOMPILE_CACHE_DIR=str(tmp_path / "cache"))
+    status, text = run([python(), str(script)], tmp_path, DCOMPILE_CACHE_DIR=str(tmp_path / "cache"))
     assert status == 0, text
     built, cached, found = text.strip().splitlines()[-1].split()
     assert (built, cached) == ("0", "2"), text

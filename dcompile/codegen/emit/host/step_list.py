@@ -29,6 +29,8 @@ def list_steps(program: Program, kernels: Kernels) -> dict[str, Any]:
     if late_symbols(program):
         raise ExportError(f"sizes that depend on values: {', '.join(sorted(late_symbols(program)))}")
     table = program.table
+    if any(buffer.device != "cpu" for buffer in program.buffers):
+        raise ExportError("kernels for a GPU")
     if others := [name for name in program.inputs if name not in table or not table[name].is_tensor]:
         raise ExportError(f"inputs that are no tensors: {', '.join(others)}")
     return {

@@ -39,6 +39,7 @@ from dcompile.runtime.cache.key import (
 )
 from dcompile.runtime.coordination.artifact_sharing import ArtifactSharing
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, SingleProcess, peers_of
+from dcompile.runtime.cuda_graphs.size_classes import SizeClasses
 from dcompile.runtime.cuda_graphs.trees import GraphTree, ReplayedExecutable
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 from dcompile.runtime.program.executable import HostProgram
@@ -192,9 +193,15 @@ class CachingCompiler:
             from dcompile.runtime.cuda_graphs.recorder import CudaRecorder
 
             self._trees[device] = GraphTree(CudaRecorder(torch.device(device)))
-        whole = storage_offsets.looked_beyond(gm)
+        bounds = self.config.size_bounds
         return ReplayedExecutable(
-            program, self._trees[device], results=request.results, saved=bool(request.saved), whole=whole
+            program,
+            self._trees[device],
+            results=request.results,
+            saved=bool(request.saved),
+            whole=storage_offsets.looked_beyond(gm),
+            classes=None if bounds is None else SizeClasses(bounds),
+            sizes=compat.sizes.size_inputs(gm),
         )
 
     def _key(self, gm: Any, request: Request) -> tuple[str | None, str]:

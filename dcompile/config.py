@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -105,6 +105,12 @@ class Config:
         "Capture operations with data-dependent result sizes (`nonzero`, masks), where torch.compile breaks the graph "
         "by default. Off with CUDA graphs.",
         in_key=False,  # the graph differs
+    )
+    size_classes: str = setting(
+        "",
+        "For batches of many lengths: the largest size of each class, as a list or `'512,1024,2048'`, or `auto` for "
+        "powers of two. Sizes of inputs are then symbols from the first call on, so that no other size compiles, on "
+        "any rank; and with `triton.cudagraphs` each class has one CUDA graph.",
     )
     fallback_random: bool = setting(
         False, "Draw every random number as eager does, bit for bit; dropout masks are then saved for the backward."
@@ -283,6 +289,13 @@ class Config:
         """Other compiler for regions, or None."""
         return self.kernels if isinstance(self.kernels, KernelBackend) else None
 
+    @property
+    def size_bounds(self) -> tuple[int, ...] | None:
+        """The largest size of each class, ascending; none for powers of two; None without classes."""
+        if not self.size_classes:
+            return None
+        return () if self.size_classes == "auto" else tuple(map(int, self.size_classes.split(",")))
+
     def idle(self) -> tuple[str, ...]:
         """A line for each changed option without effect, with the reason, and for misspelt environment variables."""
         options = (
@@ -335,6 +348,8 @@ def _checked(name: str, value: Any) -> Any:
     """`value` as the type that the field declares, and what the field demands beyond that."""
     if name == "kernels":
         return find_backend(value)
+    if name == "size_classes":
+        return _checked_classes(value)
     if name == "chunked_loss":
         return _parts(value)
     value = check_type(name, _types()[name], value)
@@ -343,6 +358,19 @@ def _checked(name: str, value: Any) -> Any:
     if name == "log":
         parse_log(value)
     return value
+
+
+def _checked_classes(value: Any) -> str:
+    """Bounds of size classes, as text in one form. Raises OptionError if they are no sizes."""
+    if value is None or value in ("", "auto"):
+        return value or ""
+    words = value.split(",") if isinstance(value, str) else value
+    words = list(words) if isinstance(words, Iterable) else [words]
+    if any(isinstance(word, bool) or not str(word).strip().isdigit() or int(word) < 2 for word in words) or not words:
+        raise OptionError(
+            f"dcompile: size_classes={value!r} should be sizes of at least 2, such as [512, 1024, 2048], or 'auto'"
+        )
+    return ",".join(map(str, sorted({int(word) for word in words})))
 
 
 def _parts(value: Any) -> int:

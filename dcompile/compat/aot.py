@@ -342,6 +342,25 @@ def always_recompute(node: Any) -> None:
     node.meta["ac_graph_id"] = 1 << 30
 
 
+def prefer_recompute(node: Any, region: int) -> None:
+    """Have the partitioner compute this node of a checkpointed region again, as `torch.utils.checkpoint` asks it to."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    node.meta["ac_graph_id"] = region
+
+
+def checkpoint_region(node: Any) -> int | None:
+    """The number of the checkpointed region that a node is in, if it is in one."""
+    number: int | None = node.meta.get("ac_graph_id")
+    return number
+
+
+def number_region(node: Any, region: int) -> None:
+    """Say which checkpointed region a node is in."""
+    node.meta["ac_graph_id"] = region
+
+
 def never_recompute(node: Any) -> None:
     """Force the partitioner to save this node where the backward needs it, or tensors computed from it."""
     from torch.utils.checkpoint import CheckpointPolicy

@@ -146,6 +146,7 @@ def tracing_settings(
     told_of_hooks: bool = False,
     group_experts: Callable[..., Any] | None = None,
     late_sizes: bool = False,
+    sizes_alone: bool = False,
 ) -> Iterator[None]:
     """Dynamo's settings while a frame is compiled with dcompile.
 
@@ -153,7 +154,8 @@ def tracing_settings(
     the start, never, or once they have changed. `sync_batch_norm` is traced in place of the autograd Function of
     torch.nn.SyncBatchNorm. `told_of_hooks`: an argument of the frame tells whether hooks for saved tensors are traced
     with it. `group_experts(loop, grouped)` returns the function to trace in place of transformers' loop over experts.
-    `late_sizes`: operations with data-dependent result sizes (nonzero, masks) break no graph.
+    `late_sizes`: operations with data-dependent result sizes (nonzero, masks) break no graph. `sizes_alone`: with
+    `dynamic`, floats of modules and arguments stay constants.
     """
     import logging
 
@@ -170,6 +172,8 @@ def tracing_settings(
         settings["capture_dynamic_output_shape_ops"] = True
     if dynamic is not None:
         settings["assume_static_by_default"] = not dynamic
+    if sizes_alone and hasattr(config, "specialize_float"):
+        settings["specialize_float"] = True
     if dynamic:
         settings["fake_tensor_cache_enabled"] = False  # see sizes.remembering_numbers_alone
     if dynamic is False:

@@ -26,6 +26,7 @@ from dcompile.compat.patches import (
     quiet_dumps,
     rng_under_checkpoint,
     scalar_writes,
+    symbolic_arithmetic,
     symbolic_tangents,
     symbolic_views,
     sync_batch_norm,
@@ -132,6 +133,13 @@ PATCHES: tuple[TorchPatch, ...] = (
         ("sympy.simplify",),
         "speed",
         "simplifying a division simplifies what is inside anew at each level",
+        BOTH,
+    ),
+    TorchPatch(
+        symbolic_arithmetic.remembered_arithmetic,
+        tuple(f"torch.fx.experimental.sym_node.SymNode.{name}" for name in symbolic_arithmetic.METHODS),
+        "speed",
+        "each fake tensor of symbolic sizes computes the same sums and products of them anew",
         BOTH,
     ),
     TorchPatch(

@@ -37,7 +37,8 @@ LEVELS = (
     ("pipeline",),
     ("driver",),
     ("compiler",),
-    ("dry_run",),
+    ("dry_run", "export_files"),
+    ("aot_function",),
     ("ahead_of_time", "api", "backend", "calibrate", "doctor", "explain", "simulate", "__init__", "__main__"),
     ("integrations",),
 )

@@ -6,12 +6,14 @@ Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and 
 from dcompile.compat import (
     alone,
     aot,
+    cache_artifacts,
     composable,
     ddp,
     deepspeed,
     dispatch_watch,
     dtensor,
     dynamo,
+    fake_tensors,
     fsdp1,
     fsdp2,
     groups,
@@ -26,11 +28,20 @@ from dcompile.compat import (
     versions,
     zero,
 )
-from dcompile.compat.patches import compile_call, cse, index_strides, lean_wrappers, skip_frame_eval, symbolic_views
+from dcompile.compat.patches import (
+    compile_call,
+    cse,
+    gpu_capability,
+    index_strides,
+    lean_wrappers,
+    skip_frame_eval,
+    symbolic_views,
+)
 
 __all__ = [
     "alone",
     "aot",
+    "cache_artifacts",
     "compile_call",
     "composable",
     "cse",
@@ -39,8 +50,10 @@ __all__ = [
     "dispatch_watch",
     "dtensor",
     "dynamo",
+    "fake_tensors",
     "fsdp1",
     "fsdp2",
+    "gpu_capability",
     "groups",
     "guards",
     "hooks",

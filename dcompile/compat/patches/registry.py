@@ -15,6 +15,7 @@ from dcompile.compat.patches import (
     compile_call,
     cse,
     dynamo_metrics,
+    gpu_capability,
     grouped_experts,
     index_strides,
     lean_wrappers,
@@ -301,6 +302,13 @@ PATCHES: tuple[TorchPatch, ...] = (
         "correctness",
         "CUDA graphs hold communicators, which must not be destroyed before them",
         undone="never; it calls torch's own",
+    ),
+    TorchPatch(
+        gpu_capability.gpu_capability_as,
+        ("torch.cuda.get_device_capability",),
+        "takeover",
+        "an export for a GPU that is not in this machine compiles for its compute capability",
+        undone="when the export ends",
     ),
     TorchPatch(
         dispatch_watch.watch_tensor_texts,

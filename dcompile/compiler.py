@@ -33,6 +33,7 @@ from dcompile.runtime.cache.key import (
     without_groups,
     without_numbers,
 )
+from dcompile.runtime.cache.precompiled import reason_for_miss
 from dcompile.runtime.coordination.artifact_sharing import ArtifactSharing
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, SingleProcess, peers_of
 from dcompile.runtime.cuda_graphs.trees import GraphTree, ReplayedExecutable
@@ -285,6 +286,9 @@ class CachingCompiler:
         elif key is None:
             executable.report.graphs_uncacheable = 1
             executable.report.notes.append(f"a graph ({request.kind}) is compiled anew at each start: {objection}")
+        if self.config.precompiled and key is not None and not self._compiles_anew():
+            why = reason_for_miss(self.config)
+            executable.report.notes.append(f"a graph ({request.kind}) was not precompiled: {why}")
         if request.name in self._reasons:
             executable.report.notes.append(self._reasons.pop(request.name))
         executable.report.built, executable.report.cache_hits = built.built, built.cache_hits

@@ -161,6 +161,12 @@ class Config:
         "Size in GiB above which the kernel cache gives up what was used longest ago, once a day. 0: no limit.",
         in_key=False,
     )
+    precompiled: str = setting(
+        "",
+        "Folder that `dcompile.precompile` has filled: looked into where the kernel cache lacks something, never written "
+        "to. It may be shared by all ranks, and belong to root.",
+        in_key=False,
+    )
     share_artifacts: bool = setting(
         True,
         "The first rank to come to a graph compiles it and sends the code to the others of its process group through "

@@ -34,5 +34,9 @@ class ExportError(DcompileError):
     """A model cannot be exported, or an exported one cannot be loaded or called here; the message says why."""
 
 
+class PrecompileError(DcompileError):
+    """A job cannot be compiled where its ranks are not; the message says what of it needs them, or needs values."""
+
+
 class VerifyError(DcompileError):
     """A program breaks a rule of `ir.verify`: always a bug of ours; the message shows the step and its neighbours."""

@@ -173,3 +173,5 @@ class Services:
     """The same services once more, for a module inside that is compiled by itself."""
     all_idle: Callable[[Sequence[ParamInfo], BucketRule], tuple[Bucket, ...]] = _no_layout
     """(parameters, rule) -> the buckets of a program that has no gradient of any."""
+    needs_data: bool = True
+    """Whether programs read memory, which fake tensors lack: what is called with such is then left to eager."""

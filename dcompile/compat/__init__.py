@@ -4,6 +4,7 @@ Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and 
 """
 
 from dcompile.compat import (
+    absent_ranks,
     alone,
     aot,
     composable,
@@ -29,6 +30,7 @@ from dcompile.compat import (
 from dcompile.compat.patches import cse, index_strides, lean_wrappers, skip_frame_eval, symbolic_views
 
 __all__ = [
+    "absent_ranks",
     "alone",
     "aot",
     "composable",

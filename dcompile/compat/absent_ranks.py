@@ -1,0 +1,165 @@
+"""Ranks that are not there: a process group of one process, and what of torch needs help where tensors have no memory."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import unittest.mock
+from collections.abc import Callable, Iterator
+from typing import Any
+
+BACKEND = "fake"
+"""torch's own backend for this: collectives return at once, with values of this rank in the place of others'."""
+_MESHES = ("__init__", "__getitem__", "_flatten", "_unflatten")
+_MESHES_STATIC = ("from_group", "_concatenate")
+_OBJECTS = (
+    "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "recv_object_list",
+    "send_object_list",
+)  # fmt: skip
+"""Collectives of Python objects: what they give is another rank's."""
+_QUIET = ("barrier", "monitored_barrier")
+
+
+@contextlib.contextmanager
+def process_group(rank: int, world_size: int) -> Iterator[None]:
+    """A default process group of `world_size` ranks, of which this process is `rank` and no other exists."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
+
+    hook = sys.excepthook  # torch puts its own there, which says the rank, and leaves it there
+    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        sys.excepthook = hook
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def is_of_absent_ranks(group: Any) -> bool:
+    """Whether a process group's other ranks are not there."""
+    import torch.distributed as dist
+
+    return bool(dist.get_backend(group) == BACKEND)
+
+
+@contextlib.contextmanager
+def for_all_groups(refuse: Callable[[str], Any]) -> Iterator[None]:
+    """Meanwhile, whoever starts process groups gets such ones, and whoever asks other ranks for objects is refused.
+
+    `refuse` is called with the name of what was called, and raises.
+    """
+    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
+
+    new_group, broadcast = dist.new_group, dist.broadcast_object_list
+
+    def start(*_: Any, **__: Any) -> None:
+        """There is one already."""
+
+    @functools.wraps(new_group)
+    def group(*args: Any, **keywords: Any) -> Any:
+        given = list(args)
+        given[2:3] = [None] if len(given) > 2 else []
+        return new_group(*given, **keywords | ({"backend": None} if "backend" in keywords else {}))
+
+    def refused(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **keywords: Any) -> Any:
+            del args, keywords
+            return refuse(name)
+
+        return call
+
+    def own_broadcast(object_list: Any, src: Any = None, *args: Any, **keywords: Any) -> Any:
+        """Of this rank's own objects, all others would get them."""
+        own = src == dist.get_rank() if keywords.get("group_src") is None else False
+        return None if own else refuse("broadcast_object_list")
+
+    answers: dict[str, Any] = {name: refused(name) for name in _OBJECTS}
+    answers |= {name: start for name in _QUIET} | {"broadcast_object_list": own_broadcast}
+    answers |= {"init_process_group": start, "new_group": group}
+    with contextlib.ExitStack() as patches:
+        for name, answer in answers.items():
+            own = getattr(c10d, name)
+            for module in _modules_with(name, own):
+                patches.enter_context(unittest.mock.patch.object(module, name, answer))
+        yield
+
+
+def _modules_with(name: str, function: Any) -> list[Any]:
+    """Modules of torch that have a function under its name."""
+    loaded = [module for key, module in sys.modules.items() if key.partition(".")[0] == "torch"]
+    return [module for module in loaded if vars(module).get(name) is function]
+
+
+@contextlib.contextmanager
+def without_data() -> Iterator[None]:
+    """Meanwhile, tensors have shapes and no memory; wrappers of modules and optimizers can do without.
+
+    Raises what torch raises where a value is read (`is_value_read`).
+    """
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    from dcompile.compat.tensors import fake_mode
+
+    with contextlib.ExitStack() as patches:
+        for module in _modules_with("init_device_mesh", init_device_mesh):
+            made = _with_memory(init_device_mesh)
+            patches.enter_context(unittest.mock.patch.object(module, "init_device_mesh", made))
+        for name in (*_MESHES, *_MESHES_STATIC):
+            own = vars(DeviceMesh).get(name)
+            if own is not None:
+                real: Any = _with_memory(getattr(own, "__func__", own))
+                kept = staticmethod(real) if isinstance(own, staticmethod) else real
+                patches.enter_context(unittest.mock.patch.object(DeviceMesh, name, kept))
+        for module, name, answer in _answers():
+            patches.enter_context(unittest.mock.patch.object(module, name, answer))
+        patches.enter_context(fake_mode())
+        yield
+
+
+def _with_memory(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which computes with numbers of ranks, by tensors that have them."""
+    from dcompile.compat.tensors import real_tensors
+
+    @functools.wraps(function)
+    def call(*args: Any, **keywords: Any) -> Any:
+        with real_tensors():
+            return function(*args, **keywords)
+
+    return call
+
+
+def _answers() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Functions of torch in C++ that read memory, or read a value that is known: (module, name, what is called)."""
+    import torch.nn.parallel.distributed as ddp
+
+    for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
+        if hasattr(ddp, name):
+            yield ddp, name, lambda *_, **__: None
+    for key, module in list(sys.modules.items()):
+        own = vars(module).get("_get_value") if key.startswith("torch.optim.") else None
+        if own is not None:
+            yield module, "_get_value", _first_step(own)
+
+
+def _first_step(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """An optimizer's count of steps as a number: the first one's, where it is kept in a tensor."""
+    import torch
+
+    def value(x: Any) -> Any:
+        if torch.compiler.is_compiling() or not isinstance(x, torch.Tensor):
+            return own(x)
+        return 1.0
+
+    return value
+
+
+def is_value_read(error: BaseException) -> bool:
+    """Whether this was raised where somebody has read the value of a tensor without memory, or a size made of one."""
+    from torch._subclasses import fake_tensor as fakes
+
+    kinds = ("DataDependentOutputException", "DynamicOutputShapeException")
+    known = tuple(kind for name in kinds if (kind := getattr(fakes, name, None)) is not None)
+    return isinstance(error, known)

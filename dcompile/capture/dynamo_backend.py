@@ -242,7 +242,7 @@ class Backend:
             graph.notes.append(COPIED)
             graph.fallbacks[COPIES_IN] = len(relabelled.copies)
         compiled = relabelled.around(border.around(graph.compile(gm, inputs), graph.fallbacks), graph.fallbacks)
-        watched = watched_inputs(captured, flat_inputs, graph.changed)
+        watched = watched_inputs(captured, flat_inputs, graph.changed) if needs_data else None  # compares addresses
         exchanges = model.adapter.synchronizes
         compiled = flat.around(as_traced(compiled, captured, watched, graph.fallbacks, exchanges))
         return compiled if model.between is None else model.between.around(compiled, example_inputs)

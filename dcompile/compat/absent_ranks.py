@@ -52,8 +52,9 @@ def for_all_groups(refuse: Callable[[str], Any]) -> Iterator[None]:
     """
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
+    from torch.nn.parallel import DistributedDataParallel
 
-    new_group, broadcast = dist.new_group, dist.broadcast_object_list
+    new_group = dist.new_group
 
     def start(*_: Any, **__: Any) -> None:
         """There is one already."""
@@ -84,6 +85,9 @@ def for_all_groups(refuse: Callable[[str], Any]) -> Iterator[None]:
             own = getattr(c10d, name)
             for module in _modules_with(name, own):
                 patches.enter_context(unittest.mock.patch.object(module, name, answer))
+        if hasattr(DistributedDataParallel, "_ddp_init_helper"):
+            idle = _without_hooks(DistributedDataParallel._ddp_init_helper)
+            patches.enter_context(unittest.mock.patch.object(DistributedDataParallel, "_ddp_init_helper", idle))
         yield
 
 
@@ -127,6 +131,18 @@ def _with_memory(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **keywords: Any) -> Any:
         with real_tensors():
             return function(*args, **keywords)
+
+    return call
+
+
+def _without_hooks(init_helper: Callable[..., Any]) -> Callable[..., Any]:
+    """DDP's making of a reducer, which is to reduce nothing: it reads memory, and takes no answers of this backend."""
+
+    @functools.wraps(init_helper)
+    def call(ddp: Any, *args: Any, **keywords: Any) -> Any:
+        made = init_helper(ddp, *args, **keywords)
+        ddp._remove_autograd_hooks()
+        return made
 
     return call
 

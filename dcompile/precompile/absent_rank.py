@@ -40,7 +40,6 @@ def rank_of_job(world_size: int, rank: int, *, fake: bool, path: str | None) -> 
         except Exception as error:
             _explain(error)
             raise
-        log.note_models()
     log.seconds = time.perf_counter() - began
 
 

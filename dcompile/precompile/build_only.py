@@ -44,20 +44,13 @@ class BuildLog:
     """Of the caches that they filled."""
     settings: dict[str, None] = field(default_factory=dict)
     """`Config.key()` of what was compiled."""
-    models: list[Any] = field(default_factory=list)
-    """Compiled models that have run a step."""
-    receipts: list[Receipt] = field(default_factory=list)
+    receipts: dict[Any, Receipt] = field(default_factory=dict)
+    """Compiled model -> what its newest first step, for inference or for training, came to."""
     seconds: float = 0.0
 
     def note_model(self, model: Any) -> None:
-        """A model has run its first step, for inference or for training."""
-        if model not in self.models:
-            self.models.append(model)
-
-    def note_models(self) -> None:
-        """Keep what the models have come to, and forget them."""
-        self.receipts += map(make_receipt, self.models)
-        self.models.clear()
+        """A model has run its first step of a kind. Its receipt is made now: the model may be gone soon."""
+        self.receipts[model] = make_receipt(model)
 
 
 class PrecompilingCompiler(CachingCompiler):
@@ -76,6 +69,10 @@ class PrecompilingCompiler(CachingCompiler):
         program = super().compile_graph(gm, request, foreseen)
         self._note(gm, request, program.report)
         return program if shapes is None else UnrunProgram(shapes, program)
+
+    def _compiles_anew(self) -> bool:
+        """Whatever else is wanted, programs are for the cache."""
+        return False
 
     def meet(self, group: Any) -> SingleProcess:
         """See `CachingCompiler`. Raises PrecompileError for a process group whose ranks are somewhere."""

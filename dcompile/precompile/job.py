@@ -12,9 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torch.nn.parallel import DistributedDataParallel
 
-from dcompile import compat
 from dcompile.api import compile
 from dcompile.capture.agreement.parameter_use import tensors_in
 from dcompile.capture.callables import unwrap_module
@@ -148,9 +146,11 @@ def _name_of(model: Any) -> str:
     if not isinstance(model, torch.nn.Module):
         return str(getattr(model, "__qualname__", type(model).__name__))
     inner = unwrap_module(model)
-    inner = unwrap_module(inner.module) if isinstance(inner, DistributedDataParallel) else inner
-    name = type(inner).__name__
-    return name.removeprefix("FSDP") if compat.fsdp2.state_of(inner) is not None else name
+    while isinstance(getattr(inner, "module", None), torch.nn.Module):  # DDP's, FSDP1's
+        inner = unwrap_module(inner.module)
+    kind, *bases = type(inner).__mro__  # fully_shard and replicate make a class of the module's own
+    own = next((base for base in bases if kind.__name__ in (f"FSDP{base.__name__}", f"DDP{base.__name__}")), kind)
+    return own.__name__
 
 
 def _is_compiled(model: Any) -> bool:
@@ -188,8 +188,8 @@ def make_report(
 
 
 def _rank_report(world_size: int, rank: int, log: BuildLog) -> RankReport:
-    notes = [reason for receipt in log.receipts for reason in (*receipt.reasons, *receipt.notes)]
-    adapters = dict.fromkeys(receipt.adapter for receipt in log.receipts)
+    notes = [reason for receipt in log.receipts.values() for reason in (*receipt.reasons, *receipt.notes)]
+    adapters = dict.fromkeys(receipt.adapter for receipt in log.receipts.values())
     return RankReport(
         world_size, rank, tuple(log.programs), tuple(adapters), tuple(dict.fromkeys(notes)), log.seconds
     )

@@ -20,6 +20,12 @@ from dcompile.explain.sources import source_of_frames
 from dcompile.precompile.build_only import BuildLog, services
 
 
+NEEDS_GPU = (
+    "programs for GPUs depend on the GPU that they run on (its operators, its memory, the build of torch): precompile "
+    "them on a host with one GPU of the job's kind"
+)
+
+
 @contextlib.contextmanager
 def rank_of_job(world_size: int, rank: int, *, fake: bool, path: str | None) -> Iterator[BuildLog]:
     """Meanwhile this process is `rank` of a job of `world_size` ranks, and what is compiled fills the cache, or `path`.
@@ -80,16 +86,19 @@ def _refuse_objects(name: str) -> NoReturn:
 
 
 def _explain(error: BaseException) -> None:
-    """Raise PrecompileError in the place of torch's word for a value that is not there."""
+    """Raise PrecompileError in the place of torch's word for a value, or a GPU, that is not there."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
         chain.append(cause)
         cause = cause.__cause__ or cause.__context__
-    if isinstance(error, PrecompileError) or not any(map(absent_ranks.is_value_read, chain)):
+    if isinstance(error, PrecompileError):
         return
     where = source_of_frames(traceback.extract_tb(error.__traceback__))
-    raise PrecompileError(
-        f"dcompile: {where} reads the value of a tensor, or makes a size of one, and tensors have no memory here; "
-        "leave it out of the step that is precompiled, or give fake=False, which runs the step"
-    ) from error
+    if any(map(absent_ranks.is_value_read, chain)):
+        raise PrecompileError(
+            f"dcompile: {where} reads the value of a tensor, or makes a size of one, and tensors have no memory here; "
+            "leave it out of the step that is precompiled, or give fake=False (no --fake), which runs the step"
+        ) from error
+    if any(map(absent_ranks.is_gpu_missing, chain)):
+        raise PrecompileError(f"dcompile: {where} uses a GPU; {NEEDS_GPU}") from error

@@ -163,8 +163,8 @@ class Config:
     )
     precompiled: str = setting(
         "",
-        "Folder that `dcompile.precompile` has filled: looked into where the kernel cache lacks something, never written "
-        "to. It may be shared by all ranks, and belong to root.",
+        "Folder that `dcompile.precompile` has filled: read where the kernel cache lacks something, never written to. "
+        "All ranks may share it, and it may belong to root.",
         in_key=False,
     )
     share_artifacts: bool = setting(

@@ -35,7 +35,18 @@ LEVELS = (
     ("driver",),
     ("compiler",),
     ("dry_run",),
-    ("ahead_of_time", "api", "backend", "calibrate", "doctor", "explain", "precompile", "simulate", "__init__", "__main__"),
+    (
+        "ahead_of_time",
+        "api",
+        "backend",
+        "calibrate",
+        "doctor",
+        "explain",
+        "precompile",
+        "simulate",
+        "__init__",
+        "__main__",
+    ),
     ("integrations",),
 )
 """Top-level parts of dcompile, lowest first."""

@@ -1,9 +1,10 @@
-"""Ranks that are not there: a process group of one process, and what of torch needs help where tensors have no memory."""
+"""Ranks that are not there: a process group of one process; and help for torch where tensors have no memory."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import sys
 import types
 import unittest.mock
@@ -29,7 +30,8 @@ def process_group(rank: int, world_size: int) -> Iterator[None]:
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
     hook = sys.excepthook  # torch puts its own there, which says the rank, and leaves it there
-    dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=world_size)
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
     try:
         yield
     finally:
@@ -52,7 +54,6 @@ def for_all_groups(refuse: Callable[[str], Any]) -> Iterator[None]:
     `refuse` is called with the name of what was called, and raises.
     """
     import torch.distributed as dist
-    import torch.distributed.distributed_c10d as c10d
     from torch.nn.parallel import DistributedDataParallel
 
     new_group = dist.new_group
@@ -78,18 +79,39 @@ def for_all_groups(refuse: Callable[[str], Any]) -> Iterator[None]:
         own = src == dist.get_rank() if keywords.get("group_src") is None else False
         return None if own else refuse("broadcast_object_list")
 
+    def meet(*_: Any, **__: Any) -> Iterator[Any]:
+        """Ranks are met at once."""
+        yield _store_class()(), dist.get_rank(), dist.get_world_size()
+
     answers: dict[str, Any] = {name: refused(name) for name in _OBJECTS}
-    answers |= {name: start for name in _QUIET} | {"broadcast_object_list": own_broadcast}
-    answers |= {"init_process_group": start, "new_group": group}
+    answers |= dict.fromkeys(_QUIET, start) | {"broadcast_object_list": own_broadcast}
+    answers |= {"init_process_group": start, "new_group": group, "rendezvous": meet, "TCPStore": _store_class()}
     with contextlib.ExitStack() as patches:
         for name, answer in answers.items():
-            own = getattr(c10d, name)
+            own = getattr(dist, name)
             for module in _modules_with(name, own):
                 patches.enter_context(unittest.mock.patch.object(module, name, answer))
         if hasattr(DistributedDataParallel, "_ddp_init_helper"):
             idle = _without_hooks(DistributedDataParallel._ddp_init_helper)
             patches.enter_context(unittest.mock.patch.object(DistributedDataParallel, "_ddp_init_helper", idle))
         yield
+
+
+@functools.cache
+def _store_class() -> Any:
+    """In the place of a store over TCP, which would wait for other ranks."""
+    import torch.distributed as dist
+
+    base: Any = dist.HashStore  # type: ignore[attr-defined]
+
+    class LocalStore(base):  # type: ignore[misc]
+        """This rank's own."""
+
+        def __init__(self, host_name: str = "127.0.0.1", port: int = 0, *_: Any, **__: Any) -> None:
+            super().__init__()
+            self.host, self.port = host_name, port
+
+    return LocalStore
 
 
 def _modules_with(name: str, function: Any) -> list[Any]:
@@ -150,18 +172,36 @@ def _without_hooks(init_helper: Callable[..., Any]) -> Callable[..., Any]:
 
 def _answers() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Functions of torch that read memory or a value that is known, or take long: (module, name, what is called)."""
+    import torch
     import torch.nn.parallel.distributed as ddp
 
     for name in ("_verify_param_shape_across_processes", "_sync_module_states"):
         if hasattr(ddp, name):
             yield ddp, name, lambda *_, **__: None
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
-    if hasattr(fsdp, "_chunk_with_empty"):
-        yield fsdp, "_chunk_with_empty", _Chunks
+    if hasattr(torch.utils, "swap_tensors"):
+        yield torch.utils, "swap_tensors", _taken_over(torch.utils.swap_tensors)
+    with contextlib.suppress(ImportError):  # a torch that has it elsewhere: it only takes longer
+        fsdp = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+        if hasattr(fsdp, "_chunk_with_empty"):
+            yield fsdp, "_chunk_with_empty", _Chunks
     for key, module in list(sys.modules.items()):
         own = vars(module).get("_get_value") if key.startswith("torch.optim.") else None
         if own is not None:
             yield module, "_get_value", _first_step(own)
+
+
+def _taken_over(swap_tensors: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """What `Module.to` puts a converted parameter in its place by; torch's own way refuses what others refer to."""
+    from torch._subclasses import FakeTensor
+
+    def swap(parameter: Any, converted: Any) -> None:
+        both = isinstance(parameter, FakeTensor) and isinstance(converted, FakeTensor)
+        if both and parameter.device == converted.device:
+            parameter.data = converted.detach()
+        else:
+            swap_tensors(parameter, converted)
+
+    return swap
 
 
 class _Chunks:

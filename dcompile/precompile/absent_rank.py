@@ -19,20 +19,31 @@ from dcompile.errors import PrecompileError
 from dcompile.explain.sources import source_of_frames
 from dcompile.precompile.build_only import BuildLog, services
 
-
 NEEDS_GPU = (
     "programs for GPUs depend on the GPU that they run on (its operators, its memory, the build of torch): precompile "
     "them on a host with one GPU of the job's kind"
 )
 
 
+class ValueReadError(PrecompileError):
+    """Something reads the value of a tensor that has no memory."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"dcompile: {where} reads the value of a tensor, or makes a size of one, and tensors have no memory here; "
+            "leave it out of the step that is precompiled, or give fake=False (no --fake), which runs the step"
+        )
+        self.where = where
+
+
 @contextlib.contextmanager
-def rank_of_job(world_size: int, rank: int, *, fake: bool, path: str | None) -> Iterator[BuildLog]:
+def rank_of_job(world_size: int, rank: int, *, fake: bool, path: str | None, log: BuildLog) -> Iterator[None]:
     """Meanwhile this process is `rank` of a job of `world_size` ranks, and what is compiled fills the cache, or `path`.
 
-    With `fake`, tensors have no memory. Raises PrecompileError where something needs values or another rank.
+    With `fake`, tensors have no memory. `log` says what was built. Raises PrecompileError where something needs values
+    or another rank.
     """
-    log, began = BuildLog(), time.perf_counter()
+    began = time.perf_counter()
     with contextlib.ExitStack() as stack:
         stack.callback(_forget)
         stack.enter_context(_environment(world_size, rank))
@@ -42,11 +53,12 @@ def rank_of_job(world_size: int, rank: int, *, fake: bool, path: str | None) -> 
             stack.enter_context(absent_ranks.without_data())
         stack.callback(SERVICES.reset, SERVICES.set(functools.partial(services, log, not fake, path)))
         try:
-            yield log
+            yield
         except Exception as error:
             _explain(error)
             raise
-    log.seconds = time.perf_counter() - began
+        finally:
+            log.seconds = time.perf_counter() - began
 
 
 def _forget() -> None:
@@ -96,9 +108,6 @@ def _explain(error: BaseException) -> None:
         return
     where = source_of_frames(traceback.extract_tb(error.__traceback__))
     if any(map(absent_ranks.is_value_read, chain)):
-        raise PrecompileError(
-            f"dcompile: {where} reads the value of a tensor, or makes a size of one, and tensors have no memory here; "
-            "leave it out of the step that is precompiled, or give fake=False (no --fake), which runs the step"
-        ) from error
+        raise ValueReadError(str(where)) from error
     if any(map(absent_ranks.is_gpu_missing, chain)):
         raise PrecompileError(f"dcompile: {where} uses a GPU; {NEEDS_GPU}") from error

@@ -46,6 +46,8 @@ class BuildLog:
     """`Config.key()` of what was compiled."""
     receipts: dict[Any, Receipt] = field(default_factory=dict)
     """Compiled model -> what its newest first step, for inference or for training, came to."""
+    notes: list[str] = field(default_factory=list)
+    """What else is to be said."""
     seconds: float = 0.0
 
     def note_model(self, model: Any) -> None:
@@ -194,8 +196,6 @@ class LocalShards(NoExchange):
 class NoBuckets:
     """Implements `capture.services.GradientBuckets` where nothing is reduced: gradients stay with autograd."""
 
-    def __init__(self, *_: Any) -> None: ...
-
     def begin(self, used: Any = (), task: object = None, first: bool = True, absent: Any = ()) -> None: ...
 
     def mark_used(self, numbers: Iterable[int]) -> None: ...
@@ -224,7 +224,15 @@ def services(log: BuildLog, runs: bool, path: str | None, config: Config) -> Ser
     given = replace(given, first_step=log.note_model)
     if runs:
         return given
-    return replace(given, make_buckets=NoBuckets, average=_do_nothing, make_shards=LocalShards, needs_data=False)
+    return replace(given, make_buckets=_no_buckets, average=_do_nothing, make_shards=_local_shards, needs_data=False)
+
+
+def _no_buckets(*_: Any) -> Any:
+    return NoBuckets()
+
+
+def _local_shards(units: Mapping[int, ShardUnit], groups: Mapping[str, ShardGroup]) -> Any:
+    return LocalShards(units, groups)
 
 
 def _do_nothing(*_: Any) -> None:

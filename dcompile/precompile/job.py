@@ -1,4 +1,4 @@
-"""precompile(): take the first step of a job whose other ranks are not there, so that its ranks find all of it built."""
+"""precompile(): take the first step of a job whose other ranks are not there, so that its ranks find it built."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 
 from dcompile.api import compile
 from dcompile.capture.agreement.parameter_use import tensors_in
@@ -41,15 +40,15 @@ def precompile(
 ) -> PrecompileReport:
     """Fill the kernel cache for a job of `world_size` ranks, in one process on a CPU, by taking its first step.
 
-    `build()` makes the model, wraps it as the job does, and returns it, or (model, args) or (model, args, kwargs) with a
-    sample batch of one rank. With `mesh`, {name of a dimension: ranks}, in which one may be -1, it is `build(mesh)`.
-    `step(model, *args, **kwargs)` is a training step; without it the model is called, and a backward runs from its loss
-    or from all of its results. What `build` and `step` have compiled keeps its settings; a model that is not compiled
-    is compiled with `mode`, `options`, `fullgraph` and `dynamic`. Several world sizes are precompiled one after another.
+    `build()` makes the model, wraps it as the job does, and returns it, or (model, args) or (model, args, kwargs) with
+    a sample batch of one rank. With `mesh`, {name of a dimension: ranks}, one of which may be -1, it is `build(mesh)`.
+    `step(model, *args, **kwargs)` is a training step. Without it the model is called, and a backward runs from its loss
+    or from all of its results. A model that `build` has not compiled is compiled with `mode`, `options`, `fullgraph`
+    and `dynamic`. Several world sizes, and `ranks` of each, are precompiled one after another.
 
     With `fake`, tensors have no memory and nothing is computed; otherwise the step runs, without other ranks' values.
-    `path` is the folder to fill in place of the cache, for option `precompiled`. Raises PrecompileError for what needs
-    values or other ranks, and OptionError for bad arguments. Compiled code of this process is forgotten.
+    `path` is the folder to fill in place of the cache, for option `precompiled`. Compiled code of this process is
+    forgotten. Raises PrecompileError for what needs values or other ranks, and OptionError for bad arguments.
     """
     sizes = [world_size] if isinstance(world_size, int) else list(world_size)
     compiled_with = {"mode": mode, "options": options, "fullgraph": fullgraph, "dynamic": dynamic}
@@ -103,7 +102,8 @@ class _Job:
 
     def run(self, world_size: int, rank: int) -> BuildLog:
         """The first step of one rank."""
-        with rank_of_job(world_size, rank, fake=self.fake, path=self.path) as log:
+        log = BuildLog()
+        with rank_of_job(world_size, rank, fake=self.fake, path=self.path, log=log):
             self._take_step(world_size)
         return log
 
@@ -189,7 +189,6 @@ def make_report(
 
 def _rank_report(world_size: int, rank: int, log: BuildLog) -> RankReport:
     notes = [reason for receipt in log.receipts.values() for reason in (*receipt.reasons, *receipt.notes)]
+    notes += log.notes
     adapters = dict.fromkeys(receipt.adapter for receipt in log.receipts.values())
-    return RankReport(
-        world_size, rank, tuple(log.programs), tuple(adapters), tuple(dict.fromkeys(notes)), log.seconds
-    )
+    return RankReport(world_size, rank, tuple(log.programs), tuple(adapters), tuple(dict.fromkeys(notes)), log.seconds)

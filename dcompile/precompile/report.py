@@ -90,7 +90,8 @@ class PrecompileReport:
             new = sum(not program.report.graphs_cached for rank in ranks for program in rank.programs)
             programs = len({key for rank in ranks for key in rank.keys})
             built = sum(program.report.built for rank in ranks for program in rank.programs)
-            yield f"  {world_size} ranks: {_counted(programs, 'program')}, {new} planned; {_counted(built, 'kernel')} built"
+            counts = f"{_counted(programs, 'program')}, {new} planned; {_counted(built, 'kernel')} built"
+            yield f"  {world_size} ranks: {counts}"
         for name in self.left:
             yield f"left: {name} is compiled by each rank at each start: no cache can keep it"
         for world_size, one, other in self.differing():

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from dcompile.precompile.absent_rank import rank_of_job
+from dcompile.precompile.absent_rank import ValueReadError, rank_of_job
 from dcompile.precompile.build_only import BuildLog
 
 
@@ -23,8 +23,10 @@ def run_script(
 ) -> BuildLog:
     """Run a script as Python does, until its optimizers have stepped `steps` times, or it ends by itself.
 
-    Raises PrecompileError for what needs values or other ranks, and what the script itself raises.
+    With `fake`, a script that reads a value is left there, if it has run a backward. Raises PrecompileError where it
+    has not, and for what needs other ranks; and what the script itself raises.
     """
+    log = BuildLog()
     taken = 0
 
     def count(*_: Any) -> None:
@@ -37,7 +39,7 @@ def run_script(
     hook = register_optimizer_step_post_hook(count)
     try:
         sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
-        with rank_of_job(world_size, rank, fake=fake, path=path) as log:
+        with rank_of_job(world_size, rank, fake=fake, path=path, log=log):
             try:
                 runpy.run_path(script, run_name="__main__")
             except StepsDone:
@@ -45,7 +47,11 @@ def run_script(
             except SystemExit as end:
                 if end.code not in (None, 0):
                     raise
-        return log
+    except ValueReadError as error:
+        if not any("backward" in program.name for program in log.programs):
+            raise
+        log.notes.append(f"the script was left where it reads a value: {error.where}")
     finally:
         hook.remove()
         sys.argv, sys.path[0] = argv, folder
+    return log

@@ -20,4 +20,4 @@ def test_ranks_build_nothing_and_train_as_stock_does(ranks, tmp_path, name):
         assert receipt.eligible and (receipt.built, receipt.graphs_cached) == (0, 2) and not receipt.notes
         assert found["worst"] <= 1e-6 * max(found["largest"], 1) and found["seen"] == 2 * 13
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before, "nobody writes to it"
-    assert not [path for path in cache.glob("*/*.graph")]
+    assert not list(cache.glob("*/*.graph"))

@@ -129,7 +129,7 @@ def step(model: Any, x: torch.Tensor) -> None:
 
 
 def trained(name: str, folder: str, cache: str) -> dict[str, Any]:
-    """Two steps of a job of `JOBS` under stock PyTorch and from a precompiled folder: differences, and what was built."""
+    """Two steps of a job under stock PyTorch and from a precompiled folder: differences, and what was built."""
     build, _ = JOBS[name]
     how = {"precompiled": folder, "cache_dir": f"{cache}/{dist.get_rank()}", "verify": False}
     found: dict[bool, list[torch.Tensor]] = {}

@@ -142,7 +142,10 @@ def test_a_job_in_which_nothing_is_compiled_is_refused():
     def build():
         return dcompile.compile(torch.nn.Linear(4, 4)), ()
 
-    assert refused(build, step=lambda model: None) == "dcompile: nothing of Linear was compiled: no compiled model was called"
+    assert (
+        refused(build, step=lambda model: None)
+        == "dcompile: nothing of Linear was compiled: no compiled model was called"
+    )
 
 
 def test_a_gpu_that_is_not_there_is_named():

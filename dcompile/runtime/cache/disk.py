@@ -53,9 +53,7 @@ class _Damaged(Exception):
 class KernelCache:
     """One directory, readable and writable by its owner only; and one to read from what that lacks."""
 
-    def __init__(
-        self, directory: Path, precompiled: KernelCache | None = None, *, read_only: bool = False
-    ) -> None:
+    def __init__(self, directory: Path, precompiled: KernelCache | None = None, *, read_only: bool = False) -> None:
         self.directory = directory
         self._precompiled = precompiled
         self._read_only = read_only

@@ -49,8 +49,8 @@ def llama(layers: int) -> Any:
     return Language(transformers.LlamaForCausalLM(config))
 
 
-CASES = ("llama_block", "llama_4", "llama_32", "gpt2", "bert", "resnet")
-"""llama_N: N layers, narrow; the others are those of cpu_models."""
+CASES = ("llama_block", "llama_4", "llama_32", "gpt2", "bert", "resnet", "other_lengths_16")
+"""llama_N: N layers, narrow; other_lengths_N: see `OTHER_LENGTHS`; the others are those of cpu_models."""
 
 
 def make(name: str) -> tuple[Any, Mapping[str, Any]]:
@@ -62,16 +62,61 @@ def make(name: str) -> tuple[Any, Mapping[str, Any]]:
     torch.manual_seed(0)
     if name in MODELS:
         return MODELS[name].make(), MODELS[name].batch()
-    return llama(int(name.removeprefix("llama_"))), tokens(1, 64)()
+    return llama(int(name.rpartition("_")[2])), tokens(1, 64)()
 
 
 # --- child process ----------------------------------------------------------------------------------------------------
+
+
+OTHER_LENGTHS = "other_lengths_"
+"""other_lengths_N: the first batch of another length of a Llama of N layers, caches filled by a process before."""
+
+
+def measure_other_length(layers: int, peer: str) -> dict[str, Any]:
+    """Seconds of the first batch of a length, and of the first one of another length, whose sizes are symbols."""
+    import torch
+
+    from benchmarks.models import tokens
+
+    model, batches = llama(layers), [tokens(1, length)() for length in (64, 96)]
+    options = {"options": {"receipt": False}} if peer == "dcompile" else {}
+    call: Any = torch.compile(model, backend=peer, fullgraph=True, **options)
+    began, cpu = time.perf_counter(), sum(os.times()[:4])
+    times = []
+    for batch in batches:
+        call(**batch).backward()
+        times.append((time.perf_counter(), sum(os.times()[:4])))
+    (first, first_cpu), (other, other_cpu) = times
+    return {"first": first - began, "other": other - first, "cpu": [first_cpu - cpu, other_cpu - first_cpu]}
+
+
+def line_of_lengths(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Another length with dcompile and with inductor, each with caches of its own that a process before has filled."""
+    layers = name.removeprefix(OTHER_LENGTHS)
+    peers = ("dcompile", *(("inductor",) if "inductor" in arguments.peers else ()))
+    found: dict[str, list[dict[str, Any]]] = {peer: [] for peer in peers}
+    with tempfile.TemporaryDirectory(prefix="dcompile-bench-") as folder:
+        caches = {"DCOMPILE_CACHE_DIR": f"{folder}/ours", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        for turn in range(arguments.rounds + 1):
+            for peer in peers[:: 1 if turn % 2 else -1]:
+                given = ["--child", peer, "--only", OTHER_LENGTHS + layers]
+                run = common.in_fresh_process(MODULE, given, arguments.threads, TIMEOUT, caches)
+                found[peer] += [run] if turn or "error" in run else []
+    errors = {peer: run["error"] for peer, runs in found.items() for run in runs if "error" in run}
+    if errors:
+        return {"name": name, "errors": errors}
+    seconds = {peer: statistics.median(run["other"] for run in runs) for peer, runs in found.items()}
+    cpu = {peer: statistics.median(run["cpu"][1] for run in runs) for peer, runs in found.items()}
+    ratio = {"other_over_inductor": seconds["dcompile"] / seconds["inductor"]} if "inductor" in seconds else {}
+    return {"name": name, "errors": {}, "other_seconds": seconds, "other_cpu": cpu, **ratio}
 
 
 def measure(name: str, peer: str) -> dict[str, Any]:
     """Seconds of the first use of a compiler, then of one model's first step; of dcompile also where they went."""
     import torch
 
+    if name.startswith(OTHER_LENGTHS):
+        return measure_other_length(int(name.removeprefix(OTHER_LENGTHS)), peer)
     model, batch = make(name)
     began, cpu = time.perf_counter(), sum(os.times()[:4])
     log: list[str] = []
@@ -150,6 +195,8 @@ def stages(log: Sequence[str], clock: Mapping[str, float], step: float, run: flo
 
 def line_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """One model: rounds of dcompile cold and warm, inductor cold, and aot_eager."""
+    if name.startswith(OTHER_LENGTHS):
+        return line_of_lengths(name, arguments)
 
     def child(peer: str, cache: str | None = None) -> dict[str, Any]:
         # inductor's directory is always empty; its caches stay on, as users have them: it reuses within one start
@@ -206,7 +253,8 @@ def summary(lines: Sequence[Mapping[str, Any]], threads: int) -> dict[str, Any]:
         "worst_total_over_inductor": max(_all(named, "total_over_inductor"), default=None),
         "worst_warm_beyond_aot_eager": max(_all(named, "warm_beyond_aot_eager"), default=None),
         "worst_cpu_beyond_aot_eager": max(_all(named, "cpu_beyond_aot_eager"), default=None),
-        "warm_compiled_nothing": not any(line["warm_worked"] for line in named.values()),
+        "worst_other_length_over_inductor": max(_all(named, "other_over_inductor"), default=None),
+        "warm_compiled_nothing": not any(line.get("warm_worked") for line in named.values()),
         "kernels_32_over_4": kernels["llama_32"] / kernels["llama_4"] if len(kernels) == 2 else None,
         "environment": common.environment(threads),
         "lines": list(lines),
@@ -219,7 +267,8 @@ def _all(lines: Mapping[str, Mapping[str, Any]], figure: str) -> list[float]:
 
 def page(result: Mapping[str, Any]) -> str:
     """For people: two tables, and what is aimed at."""
-    good = [line for line in result["lines"] if not line["errors"]]
+    good = [line for line in result["lines"] if not line["errors"] and "counts" in line]
+    lengths = [line for line in result["lines"] if "other_seconds" in line]
     rows = [
         [
             line["name"],
@@ -257,6 +306,7 @@ def page(result: Mapping[str, Any]) -> str:
             "",
             common.table(("seconds of dcompile", *STAGES), times),
             "",
+            *(f"{line['name']}: seconds {line['other_seconds']}, of CPU time {line['other_cpu']}" for line in lengths),
             *(f"{key}: {value}" for key, value in result.items() if isinstance(value, bool | int | float)),
             *failed,
         ]

@@ -141,7 +141,8 @@ def start_table(results: Sequence[Result]) -> list[str]:
     newest: dict[str, Mapping[str, float]] = {}
     for result in results:
         for line in result.data["lines"]:
-            newest.setdefault(line["name"], line["total"])
+            if "total" in line:
+                newest.setdefault(line["name"], line["total"])
     kinds = ("inductor", "cold", "warm", "aot_eager")
     rows = [
         (name, *(f"{total[kind]:.1f}" for kind in kinds), _ratio(total["cold"] / total["inductor"]))

@@ -23,6 +23,7 @@ from dcompile.capture.passes.dynamo.grouped_experts import group_loop
 from dcompile.capture.passes.dynamo.sync_batch_norm import sync_batch_norm
 from dcompile.capture.services import Peers, Services, ShardedParameters
 from dcompile.config import Config
+from dcompile.errors import OptionError
 from dcompile.gc_pause import without_collecting
 
 
@@ -36,6 +37,10 @@ class Settings:
     guard_filter_fn: Callable[..., Any] | None = None
     limits: Mapping[str, Any] = field(default_factory=dict)
     """What else torch.compile was asked for that Dynamo alone looks at; see `compat.dynamo.limits`."""
+
+    def __post_init__(self) -> None:
+        if self.dynamic is False and self.config.size_classes:
+            raise OptionError("dcompile: size_classes is about sizes that vary; leave it out, or dynamic=False")
 
 
 class CompiledModel:
@@ -114,8 +119,14 @@ class CompiledModel:
         known = len(compat.dynamo.graph_breaks())
         try:
             grouping = group_loop if self.settings.config.own_kernels else None
+            classes = bool(self.settings.config.size_classes)
             settings = compat.dynamo.tracing_settings(
-                self.settings.dynamic, sync_batch_norm, code is entry, grouping, late_sizes
+                True if classes else self.settings.dynamic,
+                sync_batch_norm,
+                code is entry,
+                grouping,
+                late_sizes,
+                sizes_alone=classes,
             )
             looking = contextlib.nullcontext() if self.between is None else self.between.resting()
             busy, one = self.peers.busy("capturing"), self._guard_on_module_identity(code is entry)

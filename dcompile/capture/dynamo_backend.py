@@ -30,8 +30,8 @@ from dcompile.passes import GraphPass
 class DynamoGraph(GraphPrograms):
     """One Dynamo graph of a compiled model."""
 
-    gpu = "cuda"
-    """The kind of device whose kernels decide what is rewritten for GPUs."""
+    planned_for: str | None = None
+    """Type of the device that programs are for, where graphs are captured on another."""
 
     needs_data = True
     """Whether programs read memory, which fake tensors lack."""
@@ -67,7 +67,7 @@ class DynamoGraph(GraphPrograms):
             self.captured = captured_calls(self.model, gm, self.params)
 
     def _run_passes(self, passes: Sequence[GraphPass], gm: Any, stage: str) -> None:
-        request = GraphRequest(self.model.settings.config, f"graph{self.number}", self.gpu, self._find_shards)
+        request = GraphRequest(self.model.settings.config, f"graph{self.number}", self.planned_for, self._find_shards)
         report = run_passes(passes, gm, request, stage)
         self.notes += report.notes
         self.fallbacks.update(report.fallbacks)

@@ -66,7 +66,7 @@ def operations(gm: GraphModule) -> list[Node]:
 
 
 def repeated_layers(gm: GraphModule) -> RepeatedLayers | None:
-    """The longest stretch of a graph that repeats, if it has LEAST layers; None where sizes are symbols."""
+    """The longest stretch of a graph that repeats, if it has MIN_LAYERS layers."""
     body = operations(gm)
     if any(_is_special(node) for node in gm.graph.nodes):
         return None
@@ -80,7 +80,7 @@ def repeated_layers(gm: GraphModule) -> RepeatedLayers | None:
 
 
 def _is_special(node: Node) -> bool:
-    """What is not known to be the same each time: symbolic sizes, subclasses, operations that hold graphs."""
+    """What is not known to be the same each time: subclasses, memory that is not dense, operations that hold graphs."""
     if node.op == "call_module" or compat.dynamo.holds_graphs(node.target):
         return True
     value = node.meta.get("example_value")
@@ -90,12 +90,13 @@ def _is_special(node: Node) -> bool:
 
 def _is_plain(value: Any) -> bool:
     if not isinstance(value, torch.Tensor):
-        return value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device)
-    return not compat.tensors.is_wrapper(value) and value.layout == torch.strided and compat.sizes.is_fixed(value)
+        plain = (bool, int, float, str, torch.dtype, torch.device, torch.SymInt, torch.SymBool)
+        return value is None or isinstance(value, plain)
+    return not compat.tensors.is_wrapper(value) and value.layout == torch.strided
 
 
 def _looks(value: Any) -> str:
-    """All that tracing sees of a value."""
+    """All that tracing sees of a value. Symbolic sizes read as their expressions, which adds no guard."""
     if isinstance(value, tuple | list):
         return f"{type(value).__name__}({', '.join(map(_looks, value))})"
     if not isinstance(value, torch.Tensor):
@@ -205,10 +206,18 @@ def _are_the_same(gm: GraphModule, body: list[Node], layer: dict[Node, int], lay
         return [
             *(_looks(placeholders[p].meta.get("example_value")) for p in layers.inputs[number]),
             *(spell_arguments(node, name) for node in body[begin : begin + layers.length]),
+            *_region_changes(body[begin - 1 : begin + layers.length]),
         ]
 
     first = texts(1)
     return all(texts(number) == first for number in range(2, layers.count))
+
+
+def _region_changes(nodes: Sequence[Node]) -> list[str]:
+    """Between which of these operations a checkpointed region begins or ends, or one becomes the next."""
+    regions = [compat.aot.checkpoint_region(node) for node in nodes]
+    changes = [(place, one, other) for place, (one, other) in enumerate(pairwise(regions)) if one != other]
+    return [f"{place} {one is None} {other is None}" for place, one, other in changes]
 
 
 def shorten(gm: GraphModule, layers: RepeatedLayers) -> GraphModule:

@@ -4,6 +4,9 @@ In the traced graph each layer has a stretch of the forward and, in training, on
 The second and the third are compared, node by node: the same operations on the same kinds of values, taken from the
 same places, counted from the layer itself. As tracing knows nothing of a layer but what it is and what it gets, each
 one that was left out would have come out the same, too: it is a copy with the inputs of its own layer.
+
+Symbolic sizes belong to no layer: tracing computes each expression once, where it first needs it. Layers share those
+nodes, which are before the copies because the two layers that are compared use the same ones.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ def unfold(traced: GraphModule, gm: GraphModule, layers: RepeatedLayers) -> None
     """
     found = _find(traced, layers)
     _compare(found)
-    with compat.tensors.real_tensors():
+    with compat.tensors.real_tensors(), compat.sizes.adding_no_guards(traced):
         _Copies(traced, gm, layers, found).make()
     for node in traced.graph.nodes:
         _drop_tag(node)
@@ -103,7 +106,8 @@ class _Found:
 def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
     stretches: dict[str, list[list[Node]]] = {name: [[] for _ in range(TRACED_LAYERS)] for name in STRETCHES}
     for stretch, layer, node in _in_order(traced):
-        stretches[stretch][layer].append(node)
+        if not compat.sizes.is_symbolic_number(node.meta.get("val")):
+            stretches[stretch][layer].append(node)
     where: dict[Node, tuple[int, Place]] = {}
     for stretch, rows in stretches.items():
         for layer, row in enumerate(rows):
@@ -209,8 +213,8 @@ def _kind(value: Any) -> object:
     if type(value) in (tuple, list):
         return tuple(map(_kind, value))
     if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or not compat.sizes.is_fixed(value):
-            raise LayersDiffer("sizes are symbols, or memory is not dense")
+        if value.layout != torch.strided:
+            raise LayersDiffer("memory is not dense")
         return value.dtype, value.device, value.shape, value.stride(), value.storage_offset()
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
@@ -265,6 +269,7 @@ class _Copies:
                 for node in self.found.stretches[stretch][layer]:
                     self._turn(node, layer, neighbour)
         self._return_gradients()
+        self._number_regions()
 
     def _argument(self, argument: Node, layer: int) -> Node:
         """What stands in a layer's copy where the third traced layer has `argument`."""
@@ -305,6 +310,18 @@ class _Copies:
         node.args, node.kwargs = replace_nodes(node.args, other), replace_nodes(node.kwargs, other)
         if "val" in node.meta:
             node.meta["val"] = self.values.of(node.meta["val"], number, self.found.where[node][1], like=layer)
+
+    def _number_regions(self) -> None:
+        """Number checkpointed regions in their order: those of copies have the number of the layer they were made of.
+
+        The partitioner saves what one region takes from another of a lower number.
+        """
+        layers = {node: layer for (layer, _), node in self.nodes.items()}
+        known: dict[tuple[int | None, int], int] = {}
+        for node in self.traced.graph.nodes:
+            if (region := compat.aot.checkpoint_region(node)) is not None:
+                number = known.setdefault((layers.get(node), region), len(known) + 1)
+                compat.aot.number_region(node, number)
 
     def _return_gradients(self) -> None:
         output: Any = self.traced.graph.output_node()

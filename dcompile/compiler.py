@@ -37,6 +37,7 @@ from dcompile.runtime.cache.key import (
     without_groups,
     without_numbers,
 )
+from dcompile.runtime.cache.precompiled import reason_for_miss
 from dcompile.runtime.coordination.artifact_sharing import ArtifactSharing
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, SingleProcess, peers_of
 from dcompile.runtime.cuda_graphs.size_classes import SizeClasses
@@ -306,6 +307,9 @@ class CachingCompiler:
         elif key is None:
             executable.report.graphs_uncacheable = 1
             executable.report.notes.append(f"a graph ({request.kind}) is compiled at each start: {objection}")
+        if self.config.precompiled and key is not None and not self._compiles_anew():
+            why = reason_for_miss(self.config)
+            executable.report.notes.append(f"a graph ({request.kind}) was not precompiled: {why}")
         if request.name in self._reasons:
             executable.report.notes.append(self._reasons.pop(request.name))
         executable.report.built, executable.report.cache_hits = built.built, built.cache_hits

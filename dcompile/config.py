@@ -152,6 +152,12 @@ class Config:
         "Size in GiB above which the kernel cache evicts its least recently used files, once a day. 0: no limit.",
         in_key=False,
     )
+    precompiled: str = setting(
+        "",
+        "Folder that `dcompile.precompile` has filled: read where the kernel cache lacks something, never written to. "
+        "All ranks may share it, and it may belong to root.",
+        in_key=False,
+    )
     share_artifacts: bool = setting(
         True,
         "Compile each graph on the first rank that reaches it, and send the code to its process group through the "

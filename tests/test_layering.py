@@ -39,7 +39,18 @@ LEVELS = (
     ("compiler",),
     ("dry_run", "export_files"),
     ("aot_function",),
-    ("ahead_of_time", "api", "backend", "calibrate", "doctor", "explain", "simulate", "__init__", "__main__"),
+    (
+        "ahead_of_time",
+        "api",
+        "backend",
+        "calibrate",
+        "doctor",
+        "explain",
+        "precompile",
+        "simulate",
+        "__init__",
+        "__main__",
+    ),
     ("integrations",),
 )
 """Top-level parts of dcompile, lowest first."""

@@ -234,7 +234,8 @@ class Backend:
     def __call__(self, gm: Any, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         model = self._model()
         assert model is not None, "a compiled model was collected while Dynamo compiled for it"
-        if self._graph.needs_data and compat.dynamo.have_no_data(example_inputs):
+        needs_data = self._graph.needs_data and model.services.needs_data
+        if needs_data and compat.dynamo.have_no_data(example_inputs):
             return gm  # type: ignore[no-any-return]
         captured, flat_inputs, flat = with_flat_inputs(gm, example_inputs)
         inputs, relabelled = with_plain_tensors(captured, flat_inputs)
@@ -244,7 +245,7 @@ class Backend:
             graph.notes.append(COPIED)
             graph.fallbacks[COPIES_IN] = len(relabelled.copies)
         compiled = relabelled.around(border.around(graph.compile(gm, inputs), graph.fallbacks), graph.fallbacks)
-        watched = watched_inputs(captured, flat_inputs, graph.changed)
+        watched = watched_inputs(captured, flat_inputs, graph.changed) if needs_data else None  # compares addresses
         exchanges = model.adapter.synchronizes
         compiled = flat.around(as_traced(compiled, captured, watched, graph.fallbacks, exchanges))
         return compiled if model.between is None else model.between.around(compiled, example_inputs)

@@ -116,7 +116,7 @@ class Entry:
         return thing
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if self._graph.needs_data and compat.dynamo.is_traced_by_another():
+        if self._graph.needs_data and self.model.services.needs_data and compat.dynamo.is_traced_by_another():
             return self.target(*args, **kwargs)
         state = compat.ddp.replicate_state(self.root)
         if state is not None and not torch.compiler.is_compiling():

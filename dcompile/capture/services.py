@@ -175,3 +175,5 @@ class Services:
     """Function that makes the same services again, for a module inside that is compiled by itself."""
     all_idle: Callable[[Sequence[ParamInfo], BucketRule], tuple[Bucket, ...]] = _no_layout
     """(parameters, rule) -> the buckets of a program that has no gradient of any."""
+    needs_data: bool = True
+    """Whether programs read memory, which fake tensors lack: what is called with such is then left to eager."""

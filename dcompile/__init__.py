@@ -13,9 +13,21 @@ if TYPE_CHECKING:
     from dcompile.api import compile, list_mode_options, list_options, receipt
     from dcompile.explain.plan_only import explain
     from dcompile.explain.profile import profile
+    from dcompile.precompile.job import precompile
     from dcompile.runtime.program.exported import load
 
-__all__ = ["Config", "compile", "explain", "export", "list_mode_options", "list_options", "load", "profile", "receipt"]
+__all__ = [
+    "Config",
+    "compile",
+    "explain",
+    "export",
+    "list_mode_options",
+    "list_options",
+    "load",
+    "precompile",
+    "profile",
+    "receipt",
+]
 
 _check_torch()
 
@@ -39,8 +51,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Load public names lazily: `import dcompile.ir` and the option table need no torch."""
-    if name == "explain":
-        return importlib.import_module("dcompile.explain")  # a package that can be called
+    if name in ("explain", "precompile"):
+        return importlib.import_module(f"dcompile.{name}")  # a package that can be called
     if name == "export":
         return importlib.import_module("dcompile.ahead_of_time").export
     if name == "load":  # without the compiler

@@ -37,6 +37,7 @@ from dcompile.runtime.cache.key import (
     without_groups,
     without_numbers,
 )
+from dcompile.runtime.cache.precompiled import reason_for_miss
 from dcompile.runtime.coordination.artifact_sharing import ArtifactSharing
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, SingleProcess, peers_of
 from dcompile.runtime.cuda_graphs.size_classes import SizeClasses
@@ -176,15 +177,15 @@ class CachingCompiler:
         elif program.late_sizes:
             why = f"{program.late_sizes} of its sizes depend on values"
         elif reads_values(gm):
-            why = "it reads numbers out of tensors, to compare them with what is said of them"
+            why = "it reads values of tensors on the CPU, to check them"
         elif program.on_host:
-            why = f"it computes on the CPU, too ({program.on_host}), which a recording would not do again"
+            why = f"it computes on the CPU, too ({program.on_host}), which a replay would not repeat"
         elif storage_offsets.gives_data(gm):
-            why = "it gives a tensor other memory (.data = ...), which a recording would not do again"
+            why = "it gives a tensor other memory (.data = ...), which a replay would not repeat"
         elif program.report.regions and self.config.backend is not None and not self.config.backend.row.records:
             why = f"{self.config.backend.name} runs parts of it, which cannot be recorded"
         elif any(storage_offsets.resizes(node.target) for node in gm.graph.nodes):
-            why = "it frees or makes an input's memory (.resize_), which a recording would not do again"
+            why = "it frees or makes an input's memory (.resize_), which a replay would not repeat"
         if why is not None:
             program.report.notes.append(f"a graph ({request.kind}) runs without a CUDA graph: {why}")
             return program
@@ -305,7 +306,10 @@ class CachingCompiler:
             self._record(cache, key, made.graph, made.libraries)
         elif key is None:
             executable.report.graphs_uncacheable = 1
-            executable.report.notes.append(f"a graph ({request.kind}) is compiled anew at each start: {objection}")
+            executable.report.notes.append(f"a graph ({request.kind}) is compiled at each start: {objection}")
+        if self.config.precompiled and key is not None and not self._compiles_anew():
+            why = reason_for_miss(self.config)
+            executable.report.notes.append(f"a graph ({request.kind}) was not precompiled: {why}")
         if request.name in self._reasons:
             executable.report.notes.append(self._reasons.pop(request.name))
         executable.report.built, executable.report.cache_hits = built.built, built.cache_hits

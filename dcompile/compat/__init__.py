@@ -4,6 +4,7 @@ Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and 
 """
 
 from dcompile.compat import (
+    absent_ranks,
     alone,
     aot,
     cache_artifacts,
@@ -39,6 +40,7 @@ from dcompile.compat.patches import (
 )
 
 __all__ = [
+    "absent_ranks",
     "alone",
     "aot",
     "cache_artifacts",

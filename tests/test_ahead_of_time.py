@@ -236,13 +236,15 @@ def test_a_program_that_the_cpp_runner_cannot_run_says_why(runner: Path, tmp_pat
     """Sizes that depend on values: Python runs it, C++ names what it cannot do. A call with an effect is exported."""
 
     class Late(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x.nonzero() * 2, torch.linalg.inv(x)
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.return_types.topk]:
+            return x.nonzero() * 2, torch.linalg.inv(x), torch.topk(x, 1)
 
     x = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
     dcompile.export(Late(), (x,), path=tmp_path / "late")
     loaded = dcompile.load(tmp_path / "late")
-    torch.testing.assert_close(loaded(x), (torch.tensor([[0, 2], [2, 0]]), torch.linalg.inv(x)))
+    places, inverse, largest = loaded(x)
+    torch.testing.assert_close((places, inverse), (torch.tensor([[0, 2], [2, 0]]), torch.linalg.inv(x)))
+    assert isinstance(largest, torch.return_types.topk) and torch.equal(largest.values, x.amax(1, keepdim=True))
     with pytest.raises(RuntimeError, match="singular"):
         loaded(torch.ones(2, 2))
     status, text = run_cpp(runner, tmp_path / "late", x, at=tmp_path)

@@ -11,7 +11,7 @@ nodes, which are before the copies because the two layers that are compared use 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.capture.passes.repeated_layers.find import (
+    STAND_IN,
     TAG,
     TRACED_LAYERS,
     LayerArgument,
@@ -30,7 +31,7 @@ from dcompile.capture.passes.repeated_layers.find import (
 )
 
 Place = tuple[str, int]
-"""Where in a layer: ("forward" | "backward" | "input", which one of them)."""
+"""Where in a layer: ("forward" | "backward" | "input" | "tangent", which one of them)."""
 STRETCHES = ("forward", "backward")
 TEMPLATE_LAYER = 2
 """The traced layer that is copied."""
@@ -55,13 +56,17 @@ def unfold(traced: GraphModule, gm: GraphModule, layers: RepeatedLayers) -> None
 
 
 def check_inputs(layers: RepeatedLayers) -> None:
-    """Inside a compiler of AOTAutograd: raise NotTheSame if layers change inputs of theirs, even if only their shapes.
+    """Inside a compiler of AOTAutograd: raise LayersDiffer if layers change inputs of theirs, or return views.
 
     AOTAutograd does that outside the graph, and has seen it of the traced layers alone.
     """
     changed = compat.aot.not_only_read()
     if any(not changed.isdisjoint(layers.inputs[layer]) for layer in layers.traced[1:3]):
         raise LayersDiffer("a layer changes or returns an input")
+    kinds = compat.aot.result_kinds()
+    positions = [[position for _, position in layers.shown[layer]] for layer in (layers.traced[2], *layers.left_out)]
+    if any([kinds[p] for p in row] != [kinds[p] for p in positions[0]] for row in positions[1:]):
+        raise LayersDiffer("a layer returns a view, or what has no gradient")
 
 
 @dataclass(frozen=True)
@@ -88,6 +93,10 @@ class _Found:
     """For each of the KEPT layers: number of its input -> its gradient, as seen from the layer."""
     positions: dict[int, int]
     """Position among the Dynamo graph's inputs -> of its gradient among the traced graph's outputs."""
+    shown: tuple[tuple[Place | None, ...], ...]
+    """For each of the KEPT layers: where in it each value is that it returns to the caller."""
+    results: dict[int, int]
+    """Position among the Dynamo graph's results -> among the traced graph's outputs."""
     owners: dict[int, _Owner | None]
     """Memory -> the first of the layers' values that lies there; None for what is outside."""
 
@@ -104,8 +113,9 @@ class _Found:
 
 
 def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
+    tangents = _tangents(traced, layers)
     stretches: dict[str, list[list[Node]]] = {name: [[] for _ in range(TRACED_LAYERS)] for name in STRETCHES}
-    for stretch, layer, node in _in_order(traced):
+    for stretch, layer, node in _in_order(traced, {node: layer for node, (layer, _) in tangents.items()}):
         if not compat.sizes.is_symbolic_number(node.meta.get("val")):
             stretches[stretch][layer].append(node)
     where: dict[Node, tuple[int, Place]] = {}
@@ -118,7 +128,12 @@ def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
         if position in numbers:
             layer, number = numbers[position]
             where[node] = (layer, ("input", number))
-    found = _Found(stretches, where, tuple({} for _ in range(TRACED_LAYERS)), {}, {})
+    where |= tangents
+    results = _results(traced)
+    shown = tuple(
+        _shown_places(traced, layers.shown[layer], results, where, k) for k, layer in enumerate(layers.traced)
+    )
+    found = _Found(stretches, where, tuple({} for _ in range(TRACED_LAYERS)), {}, shown, results, {})
     for node in traced.graph.nodes:
         for number, tensor in enumerate(_tensors(node.meta.get("val"))):
             owner = _Owner(*where[node], number, tensor.dtype) if node in where else None
@@ -135,10 +150,43 @@ def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
     return found
 
 
-def _in_order(traced: GraphModule) -> Iterator[tuple[str, int, Node]]:
+def _results(traced: GraphModule) -> dict[int, int]:
+    descriptions = traced.graph.output_node().meta.get("desc", ())
+    found = {compat.aot.plain_result(description): place for place, description in enumerate(descriptions)}
+    return {position: place for position, place in found.items() if position is not None}
+
+
+def _shown_places(
+    traced: GraphModule,
+    shown: Sequence[tuple[int, int]],
+    results: dict[int, int],
+    where: dict[Node, tuple[int, Place]],
+    layer: int,
+) -> tuple[Place | None, ...]:
+    """Where in a traced layer the values are that it returns; None for one that is elsewhere."""
+    outputs: Any = traced.graph.output_node().args[0]
+    nodes = [outputs[results[position]] if position in results else None for _, position in shown]
+    found = [where.get(node, (-1, None)) if isinstance(node, Node) else (-1, None) for node in nodes]
+    return tuple(place if there == layer else None for there, place in found)
+
+
+def _tangents(traced: GraphModule, layers: RepeatedLayers) -> dict[Node, tuple[int, Place]]:
+    """Gradients, given by the caller, of what the traced layers return."""
+    places = {p: (k, s) for k, layer in enumerate(layers.traced) for s, (_, p) in enumerate(layers.shown[layer])}
+    found = dict[Node, tuple[int, Place]]()
+    for node in filter(compat.aot.is_tangent, traced.graph.find_nodes(op="placeholder")):
+        position = compat.aot.result_index(node)
+        if position in places:
+            layer, number = places[position]
+            found[node] = (layer, ("tangent", number))
+    return found
+
+
+def _in_order(traced: GraphModule, tangents: Mapping[Node, int]) -> Iterator[tuple[str, int, Node]]:
     """(stretch, layer, node) of what lies in the traced layers.
 
-    A node without a tag, as where gradients are added up, belongs where the one before it does.
+    A node without a tag, as where gradients are added up, belongs where the one before it does. Where it adds to the
+    gradient that the caller has given of a layer's result, it is the first of the next layer's backward.
     """
     layer, last = -1, "forward"
     for node in operations(traced):
@@ -149,9 +197,23 @@ def _in_order(traced: GraphModule) -> Iterator[tuple[str, int, Node]]:
             before, layer = layer, min(max(tag[0], -1), TRACED_LAYERS)
             if (stretch, last) == STRETCHES or (layer < before if stretch == "forward" else layer > before):
                 raise LayersDiffer(f"{node.name} is not in the order of layers")
+        elif stretch == "backward":
+            layer = _layer_of_sum(node, layer, tangents)
         last = stretch
         if 0 <= layer < TRACED_LAYERS:
             yield stretch, layer, node
+
+
+def _layer_of_sum(node: Node, layer: int, tangents: Mapping[Node, int]) -> int:
+    """The layer of an operation of a backward that has no tag, behind one of `layer`."""
+    given = [tangents[argument] for argument in node.all_input_nodes if argument in tangents]
+    if given:
+        return min(layer, max(given) + 1)
+    # what layer 0 is given may be returned, too: its gradient is added to before anything else of that layer
+    outside = layer == 1 and any(
+        argument.op == "placeholder" and compat.aot.is_tangent(argument) for argument in node.all_input_nodes
+    )
+    return 0 if outside else layer
 
 
 def _tag(node: Node) -> tuple[int, int] | None:
@@ -172,6 +234,8 @@ def _compare(found: _Found) -> None:
     inside = all(isinstance(step, LayerArgument) for step in found.gradients[2].values())
     if found.gradients[1] != found.gradients[2] or not inside:
         raise LayersDiffer("gradients come from other places")
+    if found.shown[1] != found.shown[2] or None in found.shown[2]:
+        raise LayersDiffer("what they return is computed in other places")
     for node, (layer, _) in found.where.items():
         if layer in (1, 2):
             _check_users(node, layer, found)
@@ -183,7 +247,7 @@ def _check_users(node: Node, layer: int, found: _Found) -> None:
         if user.op == "output":
             results: Any = user.args[0]
             returned = {place for place, result in enumerate(results) if result is node}
-            known = returned <= set(found.positions.values())
+            known = returned <= {*found.positions.values(), *found.results.values()}
         else:
             known = user in found.where and abs(found.where[user][0] - layer) <= 1
         if not known:
@@ -244,7 +308,7 @@ class _Copies:
         self.layers = layers
         self.found = found
         self.body = operations(gm)
-        self.left_out = range(2, layers.traced[2])
+        self.left_out = layers.left_out
         self.nodes: dict[tuple[int, Place], Node] = {}
         """(layer of the whole model, place) -> node."""
         for node, (layer, place) in found.where.items():
@@ -254,6 +318,12 @@ class _Copies:
             for layer, row in enumerate(layers.inputs):
                 if position in row:
                     self.nodes[layer, ("input", row.index(position))] = node
+        for node in filter(compat.aot.is_tangent, traced.graph.find_nodes(op="placeholder")):
+            position = compat.aot.result_index(node)
+            for layer, shown in enumerate(layers.shown):
+                for number, (_, its) in enumerate(shown):
+                    if position == its:
+                        self.nodes[layer, ("tangent", number)] = node
         self.values = _Values(self)
 
     def make(self) -> None:
@@ -268,7 +338,7 @@ class _Copies:
             for stretch in STRETCHES:
                 for node in self.found.stretches[stretch][layer]:
                     self._turn(node, layer, neighbour)
-        self._return_gradients()
+        self._return_results()
         self._number_regions()
 
     def _argument(self, argument: Node, layer: int) -> Node:
@@ -323,7 +393,8 @@ class _Copies:
                 number = known.setdefault((layers.get(node), region), len(known) + 1)
                 compat.aot.number_region(node, number)
 
-    def _return_gradients(self) -> None:
+    def _return_results(self) -> None:
+        """Return gradients and shown values of copies, and none of what stood for them."""
         output: Any = self.traced.graph.output_node()
         results = list(output.args[0])
         for layer in self.left_out:
@@ -331,7 +402,13 @@ class _Copies:
                 assert isinstance(step, LayerArgument), "gradients of inputs of a layer are computed in layers"
                 position = self.found.positions[self.layers.inputs[layer][number]]
                 results[position] = self.nodes[layer + step.layers, step.place]
+            for (_, position), shown in zip(self.layers.shown[layer], self.found.shown[TEMPLATE_LAYER], strict=True):
+                assert shown is not None, "compared before"
+                results[self.found.results[position]] = self.nodes[layer, shown]
         output.args = (type(output.args[0])(results),)
+        for node in reversed(list(self.traced.graph.nodes)):
+            if STAND_IN in (node.meta.get("custom") or {}) and not node.users:
+                self.traced.graph.erase_node(node)
 
 
 class _Values:

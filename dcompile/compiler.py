@@ -165,15 +165,15 @@ class CachingCompiler:
         elif program.late_sizes:
             why = f"{program.late_sizes} of its sizes depend on values"
         elif reads_values(gm):
-            why = "it reads numbers out of tensors, to compare them with what is said of them"
+            why = "it reads values of tensors on the CPU, to check them"
         elif program.on_host:
-            why = f"it computes on the CPU, too ({program.on_host}), which a recording would not do again"
+            why = f"it computes on the CPU, too ({program.on_host}), which a replay would not repeat"
         elif storage_offsets.gives_data(gm):
-            why = "it gives a tensor other memory (.data = ...), which a recording would not do again"
+            why = "it gives a tensor other memory (.data = ...), which a replay would not repeat"
         elif program.report.regions and self.config.backend is not None and not self.config.backend.row.records:
             why = f"{self.config.backend.name} runs parts of it, which cannot be recorded"
         elif any(storage_offsets.resizes(node.target) for node in gm.graph.nodes):
-            why = "it frees or makes an input's memory (.resize_), which a recording would not do again"
+            why = "it frees or makes an input's memory (.resize_), which a replay would not repeat"
         if why is not None:
             program.report.notes.append(f"a graph ({request.kind}) runs without a CUDA graph: {why}")
             return program
@@ -292,7 +292,7 @@ class CachingCompiler:
             cache.put_graph(key, replace(made.graph, source=source))
         elif key is None:
             executable.report.graphs_uncacheable = 1
-            executable.report.notes.append(f"a graph ({request.kind}) is compiled anew at each start: {objection}")
+            executable.report.notes.append(f"a graph ({request.kind}) is compiled at each start: {objection}")
         if request.name in self._reasons:
             executable.report.notes.append(self._reasons.pop(request.name))
         executable.report.built, executable.report.cache_hits = built.built, built.cache_hits

@@ -39,3 +39,7 @@ class VerifyError(DcompileError):
 
     The message shows the step and its neighbours.
     """
+
+
+class ParseError(DcompileError, ValueError):
+    """Text is not a program; the message shows line and column, what was found there, and what was expected."""

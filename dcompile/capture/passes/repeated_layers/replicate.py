@@ -1,17 +1,17 @@
-"""Puts layers that were left out before tracing back into what AOTAutograd has made of the others (see `layers`).
+"""Insert the layers that `find.py` left out of tracing into the traced graph.
 
-In the traced graph each layer has a stretch of the forward and, in training, one of the backward, in opposite order.
-The second and the third are compared, node by node: the same operations on the same kinds of values, taken from the
-same places, counted from the layer itself. As tracing knows nothing of a layer but what it is and what it gets, each
-one that was left out would have come out the same, too: it is a copy with the inputs of its own layer.
+In the traced graph each layer has a range of the forward and, in training, one of the backward, in opposite order. The
+second and the third layer are compared node by node. They must have the same operations on the same kinds of values,
+from the same places relative to the layer. A layer's trace depends only on its operations and inputs. So each layer
+that was left out would have the same trace: it is a copy with its own inputs.
 
-Symbolic sizes belong to no layer: tracing computes each expression once, where it first needs it. Layers share those
-nodes, which are before the copies because the two layers that are compared use the same ones.
+Symbolic sizes belong to no layer: tracing computes each expression once, at its first use. Layers share these nodes.
+They precede the copies, because the two compared layers use the same ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,22 +29,27 @@ from dcompile.capture.passes.repeated_layers.find import (
     replace_nodes,
     spell_arguments,
 )
+from dcompile.capture.passes.repeated_layers.shown_results import (
+    Place,
+    layer_of_sum,
+    layer_tangents,
+    result_outputs,
+    shown_places,
+)
 
-Place = tuple[str, int]
-"""Where in a layer: ("forward" | "backward" | "input" | "tangent", which one of them)."""
 STRETCHES = ("forward", "backward")
 TEMPLATE_LAYER = 2
-"""The traced layer that is copied."""
+"""Index of the traced layer that is copied."""
 
 
 class LayersDiffer(Exception):
-    """Layers that looked the same were not traced to the same."""
+    """Equal layers of the captured graph differ in the traced one."""
 
 
 def unfold(traced: GraphModule, gm: GraphModule, layers: RepeatedLayers) -> None:
-    """Complete what was traced of `shortened(gm, layers)`, in place. Raises NotTheSame before it has changed anything.
+    """Complete the trace of `shorten(gm, layers)`, in place. Raises LayersDiffer before it has changed anything.
 
-    Guarantees: the graph that tracing `gm` gives, but for names. Relies on: nothing has changed it since it was traced.
+    Guarantees: the graph that tracing `gm` gives, except for names. Relies on: no pass has changed the trace yet.
     """
     found = _find(traced, layers)
     _compare(found)
@@ -56,9 +61,9 @@ def unfold(traced: GraphModule, gm: GraphModule, layers: RepeatedLayers) -> None
 
 
 def check_inputs(layers: RepeatedLayers) -> None:
-    """Inside a compiler of AOTAutograd: raise LayersDiffer if layers change inputs of theirs, or return views.
+    """Raise LayersDiffer, inside a compiler of AOTAutograd, if layers return their inputs or views, or change inputs.
 
-    AOTAutograd does that outside the graph, and has seen it of the traced layers alone.
+    A change of shape counts, too. AOTAutograd handles such inputs outside the graph, and knows only the traced layers.
     """
     changed = compat.aot.not_only_read()
     if any(not changed.isdisjoint(layers.inputs[layer]) for layer in layers.traced[1:3]):
@@ -71,13 +76,13 @@ def check_inputs(layers: RepeatedLayers) -> None:
 
 @dataclass(frozen=True)
 class _Owner:
-    """A value of a layer."""
+    """A value of a layer, which owns memory."""
 
     layer: int
-    """Among the KEPT."""
+    """Index among the traced layers."""
     place: Place
     number: int
-    """Among several results of one operation."""
+    """Position among several results of one operation."""
     dtype: torch.dtype
 
 
@@ -86,22 +91,22 @@ class _Found:
     """The layers of a traced graph."""
 
     stretches: dict[str, list[list[Node]]]
-    """Name of a stretch -> nodes of each of the KEPT layers."""
+    """Phase ("forward" or "backward") -> nodes of each traced layer."""
     where: dict[Node, tuple[int, Place]]
-    """Node or placeholder -> (layer among the KEPT, place there)."""
+    """Node or placeholder -> (traced layer, place there)."""
     gradients: tuple[dict[int, object], ...]
-    """For each of the KEPT layers: number of its input -> its gradient, as seen from the layer."""
+    """For each traced layer: number of its input -> its gradient, relative to the layer."""
     positions: dict[int, int]
     """Position among the Dynamo graph's inputs -> of its gradient among the traced graph's outputs."""
     shown: tuple[tuple[Place | None, ...], ...]
-    """For each of the KEPT layers: where in it each value is that it returns to the caller."""
+    """For each traced layer: place of each value that the graph returns."""
     results: dict[int, int]
     """Position among the Dynamo graph's results -> among the traced graph's outputs."""
     owners: dict[int, _Owner | None]
-    """Memory -> the first of the layers' values that lies there; None for what is outside."""
+    """Memory -> the first of the layers' values that is stored there; None for values outside of layers."""
 
     def seen_from(self, layer: int) -> Callable[[Node], object]:
-        """How a layer's arguments are called."""
+        """Return the function that names arguments relative to a layer."""
 
         def name(argument: Node) -> object:
             if argument not in self.where:
@@ -113,7 +118,7 @@ class _Found:
 
 
 def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
-    tangents = _tangents(traced, layers)
+    tangents = layer_tangents(traced, layers)
     stretches: dict[str, list[list[Node]]] = {name: [[] for _ in range(TRACED_LAYERS)] for name in STRETCHES}
     for stretch, layer, node in _in_order(traced, {node: layer for node, (layer, _) in tangents.items()}):
         if not compat.sizes.is_symbolic_number(node.meta.get("val")):
@@ -129,10 +134,8 @@ def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
             layer, number = numbers[position]
             where[node] = (layer, ("input", number))
     where |= tangents
-    results = _results(traced)
-    shown = tuple(
-        _shown_places(traced, layers.shown[layer], results, where, k) for k, layer in enumerate(layers.traced)
-    )
+    results = result_outputs(traced)
+    shown = tuple(shown_places(traced, layers.shown[layer], results, where, k) for k, layer in enumerate(layers.traced))
     found = _Found(stretches, where, tuple({} for _ in range(TRACED_LAYERS)), {}, shown, results, {})
     for node in traced.graph.nodes:
         for number, tensor in enumerate(_tensors(node.meta.get("val"))):
@@ -150,43 +153,11 @@ def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
     return found
 
 
-def _results(traced: GraphModule) -> dict[int, int]:
-    descriptions = traced.graph.output_node().meta.get("desc", ())
-    found = {compat.aot.plain_result(description): place for place, description in enumerate(descriptions)}
-    return {position: place for position, place in found.items() if position is not None}
-
-
-def _shown_places(
-    traced: GraphModule,
-    shown: Sequence[tuple[int, int]],
-    results: dict[int, int],
-    where: dict[Node, tuple[int, Place]],
-    layer: int,
-) -> tuple[Place | None, ...]:
-    """Where in a traced layer the values are that it returns; None for one that is elsewhere."""
-    outputs: Any = traced.graph.output_node().args[0]
-    nodes = [outputs[results[position]] if position in results else None for _, position in shown]
-    found = [where.get(node, (-1, None)) if isinstance(node, Node) else (-1, None) for node in nodes]
-    return tuple(place if there == layer else None for there, place in found)
-
-
-def _tangents(traced: GraphModule, layers: RepeatedLayers) -> dict[Node, tuple[int, Place]]:
-    """Gradients, given by the caller, of what the traced layers return."""
-    places = {p: (k, s) for k, layer in enumerate(layers.traced) for s, (_, p) in enumerate(layers.shown[layer])}
-    found = dict[Node, tuple[int, Place]]()
-    for node in filter(compat.aot.is_tangent, traced.graph.find_nodes(op="placeholder")):
-        position = compat.aot.result_index(node)
-        if position in places:
-            layer, number = places[position]
-            found[node] = (layer, ("tangent", number))
-    return found
-
-
 def _in_order(traced: GraphModule, tangents: Mapping[Node, int]) -> Iterator[tuple[str, int, Node]]:
-    """(stretch, layer, node) of what lies in the traced layers.
+    """Yield ("forward" or "backward", layer, node) for the nodes of the traced layers.
 
-    A node without a tag, as where gradients are added up, belongs where the one before it does. Where it adds to the
-    gradient that the caller has given of a layer's result, it is the first of the next layer's backward.
+    A node without a tag, such as a sum of gradients, belongs to the layer of the node before it. A sum with
+    the caller's gradient of a layer's result is the first node of the next layer's backward.
     """
     layer, last = -1, "forward"
     for node in operations(traced):
@@ -198,22 +169,10 @@ def _in_order(traced: GraphModule, tangents: Mapping[Node, int]) -> Iterator[tup
             if (stretch, last) == STRETCHES or (layer < before if stretch == "forward" else layer > before):
                 raise LayersDiffer(f"{node.name} is not in the order of layers")
         elif stretch == "backward":
-            layer = _layer_of_sum(node, layer, tangents)
+            layer = layer_of_sum(node, layer, tangents)
         last = stretch
         if 0 <= layer < TRACED_LAYERS:
             yield stretch, layer, node
-
-
-def _layer_of_sum(node: Node, layer: int, tangents: Mapping[Node, int]) -> int:
-    """The layer of an operation of a backward that has no tag, behind one of `layer`."""
-    given = [tangents[argument] for argument in node.all_input_nodes if argument in tangents]
-    if given:
-        return min(layer, max(given) + 1)
-    # what layer 0 is given may be returned, too: its gradient is added to before anything else of that layer
-    outside = layer == 1 and any(
-        argument.op == "placeholder" and compat.aot.is_tangent(argument) for argument in node.all_input_nodes
-    )
-    return 0 if outside else layer
 
 
 def _tag(node: Node) -> tuple[int, int] | None:
@@ -222,7 +181,7 @@ def _tag(node: Node) -> tuple[int, int] | None:
 
 
 def _compare(found: _Found) -> None:
-    """See that the second and the third layer were traced to the same, and that nobody else looks into them."""
+    """Check that the second and third layer have equal traces that only neighbours read. Raises LayersDiffer."""
     for stretch, rows in found.stretches.items():
         if len(rows[1]) != len(rows[2]):
             raise LayersDiffer(f"{stretch}s of {len(rows[1])} and {len(rows[2])} operations")
@@ -242,7 +201,7 @@ def _compare(found: _Found) -> None:
 
 
 def _check_users(node: Node, layer: int, found: _Found) -> None:
-    """Such a layer is looked into by itself and by those beside it; its inputs' gradients are returned."""
+    """Check that a node is read only by its layer and neighbours, and returned only as an input's gradient."""
     for user in node.users:
         if user.op == "output":
             results: Any = user.args[0]
@@ -255,7 +214,7 @@ def _check_users(node: Node, layer: int, found: _Found) -> None:
 
 
 def _text(node: Node, layer: int, found: _Found) -> str:
-    """All that has to be the same of an operation in two layers."""
+    """Return a text of all properties of an operation that must be equal in two layers."""
     tag, value = _tag(node), node.meta.get("val")
     memory = [_memory(tensor, layer, found) for tensor in _tensors(value)]
     shown = (node.target, tag and (tag[0] - layer, tag[1]), _kind(value), memory, node.meta.get("recompute"))
@@ -263,7 +222,7 @@ def _text(node: Node, layer: int, found: _Found) -> str:
 
 
 def _memory(tensor: torch.Tensor, layer: int, found: _Found) -> object:
-    """Whose memory a value lies in, as seen from its layer."""
+    """Return the value that owns a tensor's memory, relative to its layer."""
     key = compat.tensors.storage_key(tensor)
     owner = found.owners[key]
     if owner is None:
@@ -301,7 +260,7 @@ def _drop_tag(node: Node) -> None:
 
 
 class _Copies:
-    """Copies of the third traced layer, for those that were left out."""
+    """Copies of the third traced layer for the layers that were left out."""
 
     def __init__(self, traced: GraphModule, gm: GraphModule, layers: RepeatedLayers, found: _Found) -> None:
         self.traced = traced
@@ -310,7 +269,7 @@ class _Copies:
         self.body = operations(gm)
         self.left_out = layers.left_out
         self.nodes: dict[tuple[int, Place], Node] = {}
-        """(layer of the whole model, place) -> node."""
+        """(layer of the whole model, place in it) -> node."""
         for node, (layer, place) in found.where.items():
             self.nodes[layers.traced[layer], place] = node
         for node in traced.graph.find_nodes(op="placeholder"):
@@ -334,7 +293,7 @@ class _Copies:
                 with self.traced.graph.inserting_before(before[0]):
                     for number, node in enumerate(rows[TEMPLATE_LAYER]):
                         self._copy(node, layer, (stretch, number))
-        for layer, neighbour in ((1, 2), (2, 1)):  # they were traced side by side
+        for layer, neighbour in ((1, 2), (2, 1)):  # in the trace they are neighbours
             for stretch in STRETCHES:
                 for node in self.found.stretches[stretch][layer]:
                     self._turn(node, layer, neighbour)
@@ -342,7 +301,7 @@ class _Copies:
         self._number_regions()
 
     def _argument(self, argument: Node, layer: int) -> Node:
-        """What stands in a layer's copy where the third traced layer has `argument`."""
+        """Return the argument of a layer's copy in place of the third traced layer's `argument`."""
         if argument not in self.found.where:
             return argument
         there, place = self.found.where[argument]
@@ -358,7 +317,7 @@ class _Copies:
             made.meta["val"] = self.values.of(node.meta["val"], layer, place, like=TEMPLATE_LAYER)
 
     def _origin(self, node: Node, layer: int) -> dict[str, Any]:
-        """The lines of the model and the path of the module that this comes from."""
+        """Return the metadata of a copy's origin: the model's source lines and the path of the module."""
         tag = _tag(node)
         if tag is None:
             return {}
@@ -370,7 +329,7 @@ class _Copies:
         return found
 
     def _turn(self, node: Node, layer: int, neighbour: int) -> None:
-        """Take from the neighbour that was left out what a layer took from the one it was traced beside."""
+        """Replace a node's arguments from the neighbour in the trace by those of its inserted neighbour."""
         number = self.layers.traced[layer]
 
         def other(argument: Node) -> Node:
@@ -382,9 +341,9 @@ class _Copies:
             node.meta["val"] = self.values.of(node.meta["val"], number, self.found.where[node][1], like=layer)
 
     def _number_regions(self) -> None:
-        """Number checkpointed regions in their order: those of copies have the number of the layer they were made of.
+        """Renumber checkpointed regions in their order, since copies have the numbers of the copied layer.
 
-        The partitioner saves what one region takes from another of a lower number.
+        The partitioner saves values that a region reads from another one with a lower number.
         """
         layers = {node: layer for (layer, _), node in self.nodes.items()}
         known: dict[tuple[int | None, int], int] = {}
@@ -394,7 +353,7 @@ class _Copies:
                 compat.aot.number_region(node, number)
 
     def _return_results(self) -> None:
-        """Return gradients and shown values of copies, and none of what stood for them."""
+        """Return gradients and values of the copies, and erase `stand_in`."""
         output: Any = self.traced.graph.output_node()
         results = list(output.args[0])
         for layer in self.left_out:
@@ -412,15 +371,15 @@ class _Copies:
 
 
 class _Values:
-    """Values of copied nodes: fake tensors that share memory among each other as those of the traced layer do."""
+    """Fake values of copied nodes, which share memory with each other as those of the traced layer do."""
 
     def __init__(self, copies: _Copies) -> None:
         self.copies = copies
         self.new: dict[tuple[int, Place, int], Any] = {}
-        """(layer, place, number among several results) -> memory that was made for it."""
+        """(layer, place, position among several results) -> its new memory."""
 
     def of(self, value: Any, layer: int, place: Place, like: int) -> Any:
-        """What the value at this place of a traced layer is in some layer."""
+        """Return the value in `layer` that corresponds to the value at this place of the traced layer `like`."""
         if isinstance(value, tuple | list):
             items = [self._tensor(item, layer, place, like, number) for number, item in enumerate(value)]
             return items if isinstance(value, list) else tuple(items)
@@ -434,7 +393,7 @@ class _Values:
             return tensor
         there = layer + owner.layer - like
         if self.copies.layers.traced[owner.layer] == there:
-            return tensor  # it lies there already
+            return tensor  # it has the right memory already
         if (there, owner.place, owner.number) == (layer, place, number):
             memory = self.new[layer, place, number] = compat.tensors.fake_memory(tensor.untyped_storage().nbytes())
         else:

@@ -283,6 +283,20 @@ def take_views() -> tuple[int, ...]:
     return tuple(changed + place for place in views)
 
 
+def plain_result(description: Any) -> int | None:
+    """Position among the Dynamo graph's results of an output that is described so, or None."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+
+    return description.idx if isinstance(description, PlainAOTOutput) else None
+
+
+def result_kinds() -> dict[int, tuple[str, bool]]:
+    """Inside a compiler of AOTAutograd: for each result by its position, whether it is a view, and has a gradient."""
+    metadata = _metadata()
+    shown = () if metadata is None else _shown_results(metadata)
+    return {place: (info.output_type.name, info.requires_grad) for place, info in enumerate(shown)}
+
+
 def result_index(tangent: Any) -> int | None:
     """Position among a graph's results of the one whose gradient this placeholder of a backward is, or None."""
     from torch._functorch._aot_autograd.descriptors import PlainAOTOutput

@@ -31,6 +31,8 @@ MIN_LAYERS = 7
 """Minimum number of layers for which it saves time."""
 TAG = "dcompile_layer"
 """Key of each operation's annotation, which tracing preserves: (layer among the traced ones, position in the layer)."""
+STAND_IN = "dcompile_stand_in"
+"""Key of the annotation of operations of `stand_in`."""
 PERIODS = (1, 2, 3, 4, 6)
 """Numbers of layers to try as one, since layers of several kinds may alternate."""
 
@@ -44,11 +46,18 @@ class RepeatedLayers:
     count: int
     inputs: tuple[tuple[int, ...], ...]
     """For each layer the positions of the graph's inputs that only it uses, in the order of use."""
+    shown: tuple[tuple[tuple[int, int], ...], ...] = ()
+    """For each layer the values that the graph returns: (position in the layer, position among the graph's results)."""
 
     @property
     def traced(self) -> tuple[int, ...]:
         """Numbers of the `TRACED_LAYERS` layers that are traced."""
         return 0, 1, self.count - 3, self.count - 2, self.count - 1
+
+    @property
+    def left_out(self) -> range:
+        """Numbers of the layers that are not traced."""
+        return range(2, self.count - 3)
 
     def layer_of(self, place: int) -> int:
         """Return the layer of an operation, by its position; below 0 before the first layer, `count` after the last."""
@@ -174,16 +183,69 @@ def _check_layers(gm: GraphModule, body: list[Node], begin: int, length: int, co
         found = RepeatedLayers(begin, length, fewer, ())
         layer = {node: found.layer_of(place) for place, node in enumerate(body)}
         if _only_the_last_is_used(layer, fewer):
-            inputs = _own_inputs(gm, layer, fewer)
-            found = RepeatedLayers(begin, length, fewer, tuple(map(tuple, inputs)))
-            return found if _are_the_same(gm, body, layer, found) else None
+            inputs, shown = _own_inputs(gm, layer, fewer), _shown_values(gm, body, layer, found)
+            found = RepeatedLayers(begin, length, fewer, tuple(map(tuple, inputs)), shown)
+            if _are_the_same(gm, body, layer, found) and _have_leaves(gm, body, found):
+                return found
     return None
 
 
+def _shown_values(
+    gm: GraphModule, body: list[Node], layer: dict[Node, int], layers: RepeatedLayers
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return the values of each layer that the graph returns."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(layers.count)]
+    place = {node: (number - layers.begin) % layers.length for number, node in enumerate(body)}
+    for position, result in enumerate(_results(gm)):
+        if isinstance(result, Node) and 0 <= layer.get(result, -1) < layers.count:
+            found[layer[result]].append((place[result], position))
+    return tuple(map(tuple, found))
+
+
+def _results(gm: GraphModule) -> Sequence[Any]:
+    results: Any = gm.graph.output_node().args[0]
+    return results if isinstance(results, tuple | list) else (results,)
+
+
+def _leaf(gm: GraphModule, layers: RepeatedLayers, layer: int) -> Node | None:
+    """Return an input that only this layer uses and that needs a gradient, if there is one."""
+    inputs = [gm.graph.find_nodes(op="placeholder")[position] for position in layers.inputs[layer]]
+    return next((node for node in inputs if _learns(node)), None)
+
+
+def _learns(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _have_leaves(gm: GraphModule, body: list[Node], layers: RepeatedLayers) -> bool:
+    """Can `stand_in` replace each returned value? One that needs a gradient needs an input that does."""
+    for layer, row in enumerate(layers.shown):
+        nodes = [body[layers.begin + layer * layers.length + place] for place, _ in row]
+        if len({*nodes}) < len(nodes) or not all(isinstance(n.meta.get("example_value"), torch.Tensor) for n in nodes):
+            return False
+        if any(map(_learns, nodes)) and _leaf(gm, layers, layer) is None:
+            return False
+    return True
+
+
+def stand_in(like: torch.Tensor, leaf: torch.Tensor | None) -> torch.Tensor:
+    """Return a tensor like `like`, in place of the result of a layer that is not traced.
+
+    AOTAutograd then plans for as many results, and for a gradient of each. `leaf` connects it to autograd.
+    """
+    made = like.detach().clone()
+    return made if leaf is None else made + leaf.sum().to(device=made.device, dtype=made.dtype)
+
+
 def _only_the_last_is_used(layer: dict[Node, int], count: int) -> bool:
-    """Are the values of each layer but the last read only by itself and the next layer?"""
+    """Are the values of each layer but the last read only by itself, the next layer and the caller?"""
     inside = ((node, number) for node, number in layer.items() if 0 <= number < count - 1)
-    return all(layer.get(user, count) in (number, number + 1) for node, number in inside for user in node.users)
+    return all(
+        user.op == "output" or layer.get(user, count) in (number, number + 1)
+        for node, number in inside
+        for user in node.users
+    )
 
 
 def _own_inputs(gm: GraphModule, layer: dict[Node, int], count: int) -> list[list[int]]:
@@ -216,6 +278,7 @@ def _are_the_same(gm: GraphModule, body: list[Node], layer: dict[Node, int], lay
             *(_looks(placeholders[p].meta.get("example_value")) for p in layers.inputs[number]),
             *(spell_arguments(node, name) for node in body[begin : begin + layers.length]),
             *_region_changes(body[begin - 1 : begin + layers.length]),
+            *(f"shown {place}" for place, _ in layers.shown[number]),
         ]
 
     first = texts(1)
@@ -227,6 +290,22 @@ def _region_changes(nodes: Sequence[Node]) -> list[str]:
     regions = [compat.aot.checkpoint_region(node) for node in nodes]
     changes = [(place, one, other) for place, (one, other) in enumerate(pairwise(regions)) if one != other]
     return [f"{place} {one is None} {other is None}" for place, one, other in changes]
+
+
+def _stand_ins(
+    gm: GraphModule, body: list[Node], layers: RepeatedLayers, graph: Graph, copies: dict[Node, Node]
+) -> dict[Node, Node]:
+    """Add `stand_in` for each returned value of the layers that are not traced."""
+    found = {}
+    for layer in layers.left_out:
+        for place, _ in layers.shown[layer]:
+            shown = body[layers.begin + layer * layers.length + place]
+            like = copies[body[layers.begin + (layers.count - 1) * layers.length + place]]
+            leaf = _leaf(gm, layers, layer) if _learns(shown) else None
+            made = graph.call_function(stand_in, (like, None if leaf is None else copies[leaf]))
+            made.meta["custom"] = {TAG: (TRACED_LAYERS, 0), STAND_IN: True}
+            found[shown] = made
+    return found
 
 
 def shorten(gm: GraphModule, layers: RepeatedLayers) -> GraphModule:
@@ -243,6 +322,10 @@ def shorten(gm: GraphModule, layers: RepeatedLayers) -> GraphModule:
 
     for node in gm.graph.nodes:
         if node in left_out:
+            continue
+        if node.op == "output":
+            copies |= _stand_ins(gm, body, layers, graph, copies)
+            graph.node_copy(node, copies.__getitem__ if any(layers.shown) else source)
             continue
         copies[node] = made = graph.node_copy(node, source)
         if node in place:

@@ -11,7 +11,7 @@ They precede the copies, because the two compared layers use the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.capture.passes.repeated_layers.find import (
+    STAND_IN,
     TAG,
     TRACED_LAYERS,
     LayerArgument,
@@ -28,9 +29,14 @@ from dcompile.capture.passes.repeated_layers.find import (
     replace_nodes,
     spell_arguments,
 )
+from dcompile.capture.passes.repeated_layers.shown_results import (
+    Place,
+    layer_of_sum,
+    layer_tangents,
+    result_outputs,
+    shown_places,
+)
 
-Place = tuple[str, int]
-"""Place in a layer: ("forward" | "backward" | "input", position there)."""
 STRETCHES = ("forward", "backward")
 TEMPLATE_LAYER = 2
 """Index of the traced layer that is copied."""
@@ -55,13 +61,17 @@ def unfold(traced: GraphModule, gm: GraphModule, layers: RepeatedLayers) -> None
 
 
 def check_inputs(layers: RepeatedLayers) -> None:
-    """Raise LayersDiffer, inside a compiler of AOTAutograd, if layers return their inputs or change them.
+    """Raise LayersDiffer, inside a compiler of AOTAutograd, if layers return their inputs or views, or change inputs.
 
     A change of shape counts, too. AOTAutograd handles such inputs outside the graph, and knows only the traced layers.
     """
     changed = compat.aot.not_only_read()
     if any(not changed.isdisjoint(layers.inputs[layer]) for layer in layers.traced[1:3]):
         raise LayersDiffer("a layer changes or returns an input")
+    kinds = compat.aot.result_kinds()
+    positions = [[position for _, position in layers.shown[layer]] for layer in (layers.traced[2], *layers.left_out)]
+    if any([kinds[p] for p in row] != [kinds[p] for p in positions[0]] for row in positions[1:]):
+        raise LayersDiffer("a layer returns a view, or what has no gradient")
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,10 @@ class _Found:
     """For each traced layer: number of its input -> its gradient, relative to the layer."""
     positions: dict[int, int]
     """Position among the Dynamo graph's inputs -> of its gradient among the traced graph's outputs."""
+    shown: tuple[tuple[Place | None, ...], ...]
+    """For each traced layer: place of each value that the graph returns."""
+    results: dict[int, int]
+    """Position among the Dynamo graph's results -> among the traced graph's outputs."""
     owners: dict[int, _Owner | None]
     """Memory -> the first of the layers' values that is stored there; None for values outside of layers."""
 
@@ -104,8 +118,9 @@ class _Found:
 
 
 def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
+    tangents = layer_tangents(traced, layers)
     stretches: dict[str, list[list[Node]]] = {name: [[] for _ in range(TRACED_LAYERS)] for name in STRETCHES}
-    for stretch, layer, node in _in_order(traced):
+    for stretch, layer, node in _in_order(traced, {node: layer for node, (layer, _) in tangents.items()}):
         if not compat.sizes.is_symbolic_number(node.meta.get("val")):
             stretches[stretch][layer].append(node)
     where: dict[Node, tuple[int, Place]] = {}
@@ -118,7 +133,10 @@ def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
         if position in numbers:
             layer, number = numbers[position]
             where[node] = (layer, ("input", number))
-    found = _Found(stretches, where, tuple({} for _ in range(TRACED_LAYERS)), {}, {})
+    where |= tangents
+    results = result_outputs(traced)
+    shown = tuple(shown_places(traced, layers.shown[layer], results, where, k) for k, layer in enumerate(layers.traced))
+    found = _Found(stretches, where, tuple({} for _ in range(TRACED_LAYERS)), {}, shown, results, {})
     for node in traced.graph.nodes:
         for number, tensor in enumerate(_tensors(node.meta.get("val"))):
             owner = _Owner(*where[node], number, tensor.dtype) if node in where else None
@@ -135,10 +153,11 @@ def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
     return found
 
 
-def _in_order(traced: GraphModule) -> Iterator[tuple[str, int, Node]]:
+def _in_order(traced: GraphModule, tangents: Mapping[Node, int]) -> Iterator[tuple[str, int, Node]]:
     """Yield ("forward" or "backward", layer, node) for the nodes of the traced layers.
 
-    A node without a tag, such as a sum of gradients, belongs to the layer of the node before it.
+    A node without a tag, such as a sum of gradients, belongs to the layer of the node before it. A sum with
+    the caller's gradient of a layer's result is the first node of the next layer's backward.
     """
     layer, last = -1, "forward"
     for node in operations(traced):
@@ -149,6 +168,8 @@ def _in_order(traced: GraphModule) -> Iterator[tuple[str, int, Node]]:
             before, layer = layer, min(max(tag[0], -1), TRACED_LAYERS)
             if (stretch, last) == STRETCHES or (layer < before if stretch == "forward" else layer > before):
                 raise LayersDiffer(f"{node.name} is not in the order of layers")
+        elif stretch == "backward":
+            layer = layer_of_sum(node, layer, tangents)
         last = stretch
         if 0 <= layer < TRACED_LAYERS:
             yield stretch, layer, node
@@ -172,6 +193,8 @@ def _compare(found: _Found) -> None:
     inside = all(isinstance(step, LayerArgument) for step in found.gradients[2].values())
     if found.gradients[1] != found.gradients[2] or not inside:
         raise LayersDiffer("gradients come from other places")
+    if found.shown[1] != found.shown[2] or None in found.shown[2]:
+        raise LayersDiffer("what they return is computed in other places")
     for node, (layer, _) in found.where.items():
         if layer in (1, 2):
             _check_users(node, layer, found)
@@ -183,7 +206,7 @@ def _check_users(node: Node, layer: int, found: _Found) -> None:
         if user.op == "output":
             results: Any = user.args[0]
             returned = {place for place, result in enumerate(results) if result is node}
-            known = returned <= set(found.positions.values())
+            known = returned <= {*found.positions.values(), *found.results.values()}
         else:
             known = user in found.where and abs(found.where[user][0] - layer) <= 1
         if not known:
@@ -244,7 +267,7 @@ class _Copies:
         self.layers = layers
         self.found = found
         self.body = operations(gm)
-        self.left_out = range(2, layers.traced[2])
+        self.left_out = layers.left_out
         self.nodes: dict[tuple[int, Place], Node] = {}
         """(layer of the whole model, place in it) -> node."""
         for node, (layer, place) in found.where.items():
@@ -254,6 +277,12 @@ class _Copies:
             for layer, row in enumerate(layers.inputs):
                 if position in row:
                     self.nodes[layer, ("input", row.index(position))] = node
+        for node in filter(compat.aot.is_tangent, traced.graph.find_nodes(op="placeholder")):
+            position = compat.aot.result_index(node)
+            for layer, shown in enumerate(layers.shown):
+                for number, (_, its) in enumerate(shown):
+                    if position == its:
+                        self.nodes[layer, ("tangent", number)] = node
         self.values = _Values(self)
 
     def make(self) -> None:
@@ -268,7 +297,7 @@ class _Copies:
             for stretch in STRETCHES:
                 for node in self.found.stretches[stretch][layer]:
                     self._turn(node, layer, neighbour)
-        self._return_gradients()
+        self._return_results()
         self._number_regions()
 
     def _argument(self, argument: Node, layer: int) -> Node:
@@ -323,7 +352,8 @@ class _Copies:
                 number = known.setdefault((layers.get(node), region), len(known) + 1)
                 compat.aot.number_region(node, number)
 
-    def _return_gradients(self) -> None:
+    def _return_results(self) -> None:
+        """Return gradients and values of the copies, and erase `stand_in`."""
         output: Any = self.traced.graph.output_node()
         results = list(output.args[0])
         for layer in self.left_out:
@@ -331,7 +361,13 @@ class _Copies:
                 assert isinstance(step, LayerArgument), "gradients of inputs of a layer are computed in layers"
                 position = self.found.positions[self.layers.inputs[layer][number]]
                 results[position] = self.nodes[layer + step.layers, step.place]
+            for (_, position), shown in zip(self.layers.shown[layer], self.found.shown[TEMPLATE_LAYER], strict=True):
+                assert shown is not None, "compared before"
+                results[self.found.results[position]] = self.nodes[layer, shown]
         output.args = (type(output.args[0])(results),)
+        for node in reversed(list(self.traced.graph.nodes)):
+            if STAND_IN in (node.meta.get("custom") or {}) and not node.users:
+                self.traced.graph.erase_node(node)
 
 
 class _Values:

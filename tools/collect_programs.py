@@ -230,7 +230,7 @@ class TextNormaliser:
         text = re.sub(r"([\w./-]*/\w+\.py)(?::\d+|(\", line )\d+)?", self._hide_file, text)
         text = re.sub(r"(?<![\w.])dcompile(\.\w+)+", self._hide_module, text)
         text = re.sub(r"\b(dcompile_[a-z]+)_\w*?[0-9a-f]{8}\b", r"\1", text)  # functions in Triton
-        text = re.sub(r"\bdcompile_entry_\d+", "dcompile_entry", text)
+        text = re.sub(r"\b(\w+_)?dcompile_entry_\d+", "dcompile_entry", text)
         return re.sub(r"\bat 0x[0-9a-f]{6,}", "at 0x*", text)
 
     def _hide_file(self, found: re.Match[str]) -> str:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import types
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from dcompile import compat
 
 _SERIAL = itertools.count()
 
 
-def fresh_function(of_module: bool, method: Callable[..., Any] | None = None) -> types.FunctionType:
+def fresh_function(of_module: bool, method: Callable[..., Any] | None = None, label: str = "") -> types.FunctionType:
     """Return a function with its own code object that calls its second argument; the first one, `hooked`, names hooks.
 
     Dynamo keeps compiled code, the recompilation limit and dynamic shapes for each code object. A plain function is
     traced as a whole, with the module's hooks. A bound `_call_impl`, which Module.compile() uses, is not, and for bare
-    torch.nn classes it would not be traced at all.
+    torch.nn classes it would not be traced at all. `label` begins the function's name in Dynamo's recompile warnings.
     """
 
     # Dynamo guards on `hooked`. Of hooks themselves, it guards on each that it has traced, never on there being none.
@@ -39,9 +42,23 @@ def fresh_function(of_module: bool, method: Callable[..., Any] | None = None) ->
         return method(target, *args, **kwargs)  # type: ignore[misc]
 
     entry = call_method if method is not None else call_module if of_module else call
-    name = f"dcompile_entry_{next(_SERIAL)}"
+    name = f"{label}_dcompile_entry_{next(_SERIAL)}" if label else f"dcompile_entry_{next(_SERIAL)}"
     code = entry.__code__.replace(co_name=name)
     return types.FunctionType(code, entry.__globals__, name, None, entry.__closure__)
+
+
+def label_of(thing: Any, method: Callable[..., Any] | None = None) -> str:
+    """Return the name of a compiled module, its `method` or a function as an identifier: `Llama`, `Llama_loss`, `step`.
+
+    `fully_shard` and `replicate` give the module a class of its own; its base is the user's class.
+    """
+    if not isinstance(thing, torch.nn.Module):
+        name = str(getattr(thing, "__qualname__", type(thing).__name__)).rpartition("<locals>.")[2]
+    else:
+        kind, *bases = type(thing).__mro__
+        own = next((base for base in bases if kind.__name__ in (f"FSDP{base.__name__}", f"DDP{base.__name__}")), kind)
+        name = own.__name__ if method is None else f"{own.__name__}_{method.__name__}"
+    return re.sub(r"\W+", "_", name)
 
 
 def unwrap_module(module: Any) -> Any:

@@ -22,7 +22,7 @@ from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
 from dcompile.capture.adapters.sharded_sync import ShardedSync
 from dcompile.capture.adapters.zero_sync import sync_for
-from dcompile.capture.callables import fresh_function, original_function, twin_of, unwrap_module, with_owner
+from dcompile.capture.callables import fresh_function, label_of, original_function, twin_of, unwrap_module, with_owner
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import Backend, DynamoGraph
 from dcompile.capture.services import Services
@@ -325,7 +325,7 @@ class Entry:
             guard_filter_fn=settings.guard_filter_fn,
             limits=settings.limits,
         )
-        function = fresh_function(self._is_module, self._method)
+        function = fresh_function(self._is_module, self._method, label_of(self._thing(), self._method))
         model, own, made = self.model, function.__code__, self._made
         made.codes.append(own)
         made.backends.append(backend)

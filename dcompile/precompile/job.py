@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dcompile.api import compile
 from dcompile.capture.agreement.parameter_use import tensors_in
-from dcompile.capture.callables import unwrap_module
+from dcompile.capture.callables import label_of, unwrap_module
 from dcompile.capture.entry import find_model
 from dcompile.config import Config
 from dcompile.errors import OptionError, PrecompileError
@@ -143,14 +143,10 @@ def _parts(made: Any) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
 
 def _name_of(model: Any) -> str:
     """The class of what was wrapped; of a function its name."""
-    if not isinstance(model, torch.nn.Module):
-        return str(getattr(model, "__qualname__", type(model).__name__))
     inner = unwrap_module(model)
     while isinstance(getattr(inner, "module", None), torch.nn.Module):  # DDP's, FSDP1's
         inner = unwrap_module(inner.module)
-    kind, *bases = type(inner).__mro__  # fully_shard and replicate make a class of the module's own
-    own = next((base for base in bases if kind.__name__ in (f"FSDP{base.__name__}", f"DDP{base.__name__}")), kind)
-    return own.__name__
+    return label_of(inner)
 
 
 def _is_compiled(model: Any) -> bool:

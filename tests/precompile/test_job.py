@@ -13,6 +13,8 @@ from dcompile.errors import OptionError, PrecompileError
 from dcompile.precompile.job import mesh_shape
 from tests.precompile import jobs
 
+# Dynamo itself looks at .grad of a non-leaf when it goes on after a graph break
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 ATEN = {"options": {"kernels": "aten"}}
 """No kernels to build: for what is asked about plans and refusals alone."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from dcompile.compat import alone, dispatch_watch, groups, guards, sizes, zero
+from dcompile.compat import absent_ranks, alone, dispatch_watch, groups, guards, sizes, zero
 from dcompile.compat.patches import (
     batch_norm_statistics,
     compile_call,
@@ -274,6 +274,37 @@ PATCHES: tuple[TorchPatch, ...] = (
         "takeover",
         "a model that is explained alone finds nobody to answer its collectives",
         undone="when explaining ends",
+    ),
+    TorchPatch(
+        absent_ranks.for_all_groups,
+        (
+            "torch.distributed.init_process_group",
+            "torch.distributed.new_group",
+            "torch.distributed.rendezvous",
+            "torch.distributed.TCPStore",
+            "torch.distributed.all_gather_object",
+            "torch.distributed.broadcast_object_list",
+            "torch.distributed.barrier",
+            "torch.nn.parallel.DistributedDataParallel._ddp_init_helper",
+        ),
+        "takeover",
+        "a job that is precompiled finds no other ranks to meet, and none that could tell it something",
+        undone="when precompiling ends",
+    ),
+    TorchPatch(
+        absent_ranks.without_data,
+        (
+            "torch.distributed.device_mesh.init_device_mesh",
+            "torch.distributed.device_mesh.DeviceMesh.__init__",
+            "torch.nn.parallel.distributed._verify_param_shape_across_processes",
+            "torch.nn.parallel.distributed._sync_module_states",
+            "torch.optim.adam._get_value",
+            "torch.utils.swap_tensors",
+            "torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty",
+        ),
+        "correctness",
+        "wrappers, meshes and optimizers read memory, which tensors of a precompiled job do not have",
+        undone="when precompiling ends",
     ),
     TorchPatch(
         zero.stock_linear,

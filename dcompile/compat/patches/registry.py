@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from dcompile.compat import alone, dispatch_watch, groups, guards, sizes, zero
+from dcompile.compat import absent_ranks, alone, dispatch_watch, groups, guards, sizes, zero
 from dcompile.compat.patches import (
     batch_norm_statistics,
     compile_call,
@@ -274,6 +274,25 @@ PATCHES: tuple[TorchPatch, ...] = (
         "takeover",
         "a model that is explained alone finds nobody to answer its collectives",
         undone="when explaining ends",
+    ),
+    TorchPatch(
+        absent_ranks.for_all_groups,
+        (
+            "torch.distributed.init_process_group",
+            "torch.distributed.new_group",
+            "torch.distributed.broadcast_object_list",
+            "torch.nn.parallel.DistributedDataParallel._ddp_init_helper",
+        ),
+        "takeover",
+        "a script that is precompiled starts process groups of ranks that are not there",
+        undone="when precompiling ends",
+    ),
+    TorchPatch(
+        absent_ranks.without_data,
+        ("torch.distributed.device_mesh.init_device_mesh", "torch.utils.swap_tensors"),
+        "takeover",
+        "wrappers of modules and optimizers read memory, which precompiling has none of",
+        undone="when precompiling ends",
     ),
     TorchPatch(
         zero.stock_linear,

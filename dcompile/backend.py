@@ -7,6 +7,7 @@ those for this backend, and passes all others through unchanged.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,12 +56,13 @@ def handle_compile(context: Any, fn: Any) -> Any:
         compiled = compiled_call(module, settings, make_services(config))
     else:
         compiled = compile_function(fn, settings, make_services(config))
-    compiled.aot_compile = _ahead_of_time(context, fn, config)
+    # a module compiled in place holds its compiled call, which must not hold the module in turn
+    compiled.aot_compile = _ahead_of_time(context, fn if module is None else weakref.WeakMethod(fn), config)
     return compiled
 
 
 def _ahead_of_time(context: Any, fn: Any, config: Config) -> Callable[..., Any]:
-    """Method `aot_compile` for the result of torch.compile."""
+    """Method `aot_compile` for the result of torch.compile. `fn` may be a weak reference to a module's method."""
 
     def aot_compile(example_inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Compile `fn` for inference with arguments like these. Return an object that can be called and saved.
@@ -69,7 +71,10 @@ def _ahead_of_time(context: Any, fn: Any, config: Config) -> Callable[..., Any]:
         """
         from dcompile.aot_function import AheadOfTimeBackend  # late: few programs are compiled so
 
-        return compat.dynamo.aot_compile(context, fn, example_inputs, AheadOfTimeBackend(config))
+        called = fn() if isinstance(fn, weakref.WeakMethod) else fn
+        if called is None:
+            raise ReferenceError("dcompile: the module of this compiled call is gone; keep it, and compile it again")
+        return compat.dynamo.aot_compile(context, called, example_inputs, AheadOfTimeBackend(config))
 
     return aot_compile
 

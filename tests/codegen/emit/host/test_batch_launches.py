@@ -10,9 +10,23 @@ import torch
 
 from dcompile.codegen.emit.host import batch_launches
 from dcompile.codegen.emit.host import program as host_program
-from dcompile.ir.nodes import Buffer, Loop, Program, Store
+from dcompile.ir.nodes import Buffer, Loop, Program, Store, View
 from tests.codegen.emit import cpp_kernel, loops
-from tests.runtime.program.test_executable import load, scale, vector, whole
+from tests.runtime.program.test_executable import load
+
+
+def scale(name: str, source: str, target: str, n: int, factor: float) -> Loop:
+    body = loops.Body()
+    y = body.op("mul", body.load(source, loops.I0), body.const(factor))
+    return Loop(name, (n,), (), tuple(body.values), (Store(target, loops.I0, y),), (f"model.{name}",))
+
+
+def vector(name: str, n: int, storage: str | None = None, offset: int = 0) -> Buffer:
+    return Buffer(name, "float32", (n,), (1,), storage=storage, offset=offset)
+
+
+def whole(buffer: Buffer) -> View:
+    return View(buffer.name, buffer.shape, buffer.strides)
 
 
 def text(program: Program) -> str:

@@ -1,13 +1,13 @@
-"""How long until the first training step is through: cold against inductor, warm against aot_eager, and where it goes.
+"""Benchmark of the time to the first training step: cold against inductor, warm against aot_eager, and its stages.
 
 python -m benchmarks.compile_time [--threads N] [--only llama_block,gpt2] [--peers aot_eager,inductor]
                                   [--rounds 3] [--keep FILE] [--json] [--save]
 
-Every figure is of a fresh process: from the first use of the compiler (its imports included) to the end of the first
-forward and backward. Cold: empty caches, dcompile's or inductor's. Warm: a cache that one process before has filled.
-Rounds interleave all four, and medians are compared: wall time, and CPU time for machines that others use too. Against
-inductor it is told for the whole (`total_over_inductor`) and for the model's own seconds (`cold_over_inductor`), less
-what a peer does once per process, such as inductor's imports and its precompiled header. Sources must not change while
+Each figure is from a fresh process. It is the time from the compiler's first use, including imports, to the end of the
+first forward and backward. Cold: empty caches, dcompile's or inductor's. Warm: a cache filled by one process before.
+Rounds interleave all four, and medians are compared: wall time, and CPU time for shared machines. There are two ratios
+to inductor: of the whole (`total_over_inductor`) and of the model's own seconds (`cold_over_inductor`). The latter
+excludes costs of each process, such as inductor's imports and precompiled header. Sources must not change while
 this runs: dcompile's cache notices, and warm starts compile.
 """
 
@@ -31,13 +31,13 @@ from benchmarks import common
 MODULE = "benchmarks.compile_time"
 TIMEOUT = 900.0
 STAGES = ("dynamo", "aot", "lower", "schedule", "emit", "build", "load", "run")
-"""Where the time of a cold start goes. `load`: keys, libraries, the host program; `run`: a second step's time."""
+"""Stages of a cold start. `load`: keys, libraries, the host program; `run`: a second step's time."""
 PARTS = {"lower": "lower", "emit": "emit", "host": "emit", "build": "build"}
-"""Stages as the pass log names them; all its other lines are passes of the schedule."""
+"""Name in the log of passes -> stage; all other lines of the log are passes of the schedule."""
 
 
 def llama(layers: int) -> Any:
-    """A narrow Llama: what grows with depth is compiling, not running."""
+    """Make a narrow Llama, so that compile time, not run time, grows with depth."""
     import transformers
 
     from benchmarks.models import VOCABULARY, Language
@@ -73,7 +73,7 @@ OTHER_LENGTHS = "other_lengths_"
 
 
 def measure_other_length(layers: int, peer: str) -> dict[str, Any]:
-    """Seconds of the first batch of a length, and of the first one of another length, whose sizes are symbols."""
+    """Return the seconds of the first batch of a length, and of the first one of another length (symbolic sizes)."""
     import torch
 
     from benchmarks.models import tokens
@@ -91,7 +91,7 @@ def measure_other_length(layers: int, peer: str) -> dict[str, Any]:
 
 
 def line_of_lengths(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Another length with dcompile and with inductor, each with caches of its own that a process before has filled."""
+    """Measure another length with dcompile and with inductor, each with its own caches, filled by a process before."""
     layers = name.removeprefix(OTHER_LENGTHS)
     peers = ("dcompile", *(("inductor",) if "inductor" in arguments.peers else ()))
     found: dict[str, list[dict[str, Any]]] = {peer: [] for peer in peers}
@@ -112,7 +112,7 @@ def line_of_lengths(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure(name: str, peer: str) -> dict[str, Any]:
-    """Seconds of the first use of a compiler, then of one model's first step; of dcompile also where they went."""
+    """Measure the first use of a compiler, then one model's first step; for dcompile, also its stages, in seconds."""
     import torch
 
     if name.startswith(OTHER_LENGTHS):
@@ -136,7 +136,7 @@ def measure(name: str, peer: str) -> dict[str, Any]:
     clock |= {"aot": 0.0, "compile": 0.0}
     call = compiled(model)
     step = _timed(lambda: call(**batch).backward())
-    cpu = sum(os.times()[:4]) - cpu  # with that of compilers that were waited for
+    cpu = sum(os.times()[:4]) - cpu  # includes finished child processes, such as compilers
     run = min(_timed(lambda: call(**batch).backward()) for _ in range(2))
     result = {"first_use": first_use, "seconds": step, "total": first_use + step, "cpu": cpu}
     if peer == "dcompile":
@@ -155,7 +155,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def _watch(log: list[str], clock: dict[str, float]) -> None:
-    """Keep dcompile's log, and time AOTAutograd (which calls our compiler for the forward) and our compiler."""
+    """Collect dcompile's log; time AOTAutograd, which calls dcompile's compiler for the forward, and that compiler."""
     from dcompile import compat
     from dcompile.compiler import CachingCompiler
 
@@ -180,7 +180,7 @@ def _watch(log: list[str], clock: dict[str, float]) -> None:
 
 
 def stages(log: Sequence[str], clock: Mapping[str, float], step: float, run: float) -> dict[str, float]:
-    """Seconds of each stage. What is neither logged nor AOTAutograd nor running is Dynamo."""
+    """Return the seconds of each stage. The remainder, after logged stages, AOTAutograd and the run, is Dynamo."""
     found = dict.fromkeys(STAGES, 0.0)
     for line in log:
         if match := re.search(r"^\w+ (\w+): ([0-9.]+) ms", line):
@@ -194,12 +194,12 @@ def stages(log: Sequence[str], clock: Mapping[str, float], step: float, run: flo
 
 
 def line_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One model: rounds of dcompile cold and warm, inductor cold, and aot_eager."""
+    """Measure one model: rounds of dcompile cold and warm, inductor cold, and aot_eager."""
     if name.startswith(OTHER_LENGTHS):
         return line_of_lengths(name, arguments)
 
     def child(peer: str, cache: str | None = None) -> dict[str, Any]:
-        # inductor's directory is always empty; its caches stay on, as users have them: it reuses within one start
+        # inductor's directory is always empty; its caches stay on, as for users, for reuse within one start
         settings = {"DCOMPILE_CACHE_DIR": cache} if cache else {}
         return common.in_fresh_process(MODULE, ["--child", peer, "--only", name], arguments.threads, TIMEOUT, settings)
 
@@ -215,7 +215,7 @@ def line_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def compared(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Medians, and the figures that are aimed at."""
+    """Return medians, and the figures with targets."""
     totals = {peer: statistics.median(run["total"] for run in runs) for peer, runs in found.items()}
     seconds = {peer: statistics.median(run["seconds"] for run in runs) for peer, runs in found.items()}
     cpu = {peer: statistics.median(run["cpu"] for run in runs) for peer, runs in found.items()}
@@ -237,12 +237,12 @@ def compared(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]
 
 
 def _usual(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The run whose seconds are the median, the longer one of two."""
+    """Return the run with the median of seconds, the longer one of two."""
     return sorted(runs, key=lambda run: float(run["seconds"]))[len(runs) // 2]
 
 
 def summary(lines: Sequence[Mapping[str, Any]], threads: int) -> dict[str, Any]:
-    """What --json prints and --save keeps."""
+    """Return the result that --json prints and --save writes."""
     named = {line["name"]: line for line in lines if not line["errors"]}
     kernels = {name: named[name]["counts"]["kernels"] for name in ("llama_4", "llama_32") if name in named}
     return {
@@ -266,7 +266,7 @@ def _all(lines: Mapping[str, Mapping[str, Any]], figure: str) -> list[float]:
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """For people: two tables, and what is aimed at."""
+    """Return two tables and the targets as text."""
     good = [line for line in result["lines"] if not line["errors"] and "counts" in line]
     lengths = [line for line in result["lines"] if "other_seconds" in line]
     rows = [

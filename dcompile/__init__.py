@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import sys
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.versions import check_torch as _check_torch
@@ -29,6 +30,18 @@ __all__ = [
 ]
 
 _check_torch()
+
+
+def _populate_cache(name: str, content: bytes) -> None:
+    from dcompile.runtime.cache import portable  # late: few programs load artifacts
+
+    portable.populate(name, content)
+
+
+if "torch" in sys.modules:  # from here on, torch.compiler.load_cache_artifacts() knows entries of ours
+    from dcompile.compat import cache_artifacts as _cache_artifacts
+
+    _cache_artifacts.register("dcompile", _populate_cache)
 
 
 def __dir__() -> list[str]:

@@ -354,10 +354,10 @@ def _checked(name: str, value: Any) -> Any:
     """`value` as the type that the field declares, and what the field demands beyond that."""
     if name == "kernels":
         return find_backend(value)
-    if name == "size_classes":
-        return _checked_classes(value)
     if name == "chunked_loss":
         return _parts(value)
+    if name == "size_classes":
+        return _bounds(value)
     value = check_type(name, _types()[name], value)
     if name == "cache_size_gib" and value < 0:
         raise OptionError(f"dcompile: {name}={value!r} should be a number of GiB, or 0 for no limit")
@@ -366,8 +366,15 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
-def _checked_classes(value: Any) -> str:
-    """Bounds of size classes, as text in one form. Raises OptionError if they are no sizes."""
+def _parts(value: Any) -> int:
+    number = int(value) if isinstance(value, str) and value.isdigit() else value
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0 or number == 1:
+        raise OptionError(f"dcompile: chunked_loss={number!r} should be a number of parts, at least 2, or 0 for none")
+    return number
+
+
+def _bounds(value: Any) -> str:
+    """Bounds of size classes, as text in one form. Raises OptionError unless they are sizes."""
     if value is None or value in ("", "auto"):
         return value or ""
     words = value.split(",") if isinstance(value, str) else value
@@ -377,13 +384,6 @@ def _checked_classes(value: Any) -> str:
             f"dcompile: size_classes={value!r} should be sizes of at least 2, such as [512, 1024, 2048], or 'auto'"
         )
     return ",".join(map(str, sorted({int(word) for word in words})))
-
-
-def _parts(value: Any) -> int:
-    number = int(value) if isinstance(value, str) and value.isdigit() else value
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0 or number == 1:
-        raise OptionError(f"dcompile: chunked_loss={number!r} should be a number of parts, at least 2, or 0 for none")
-    return number
 
 
 def option_types() -> dict[str, tuple[str, Any, str]]:

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 BOTH = ("joint", "inference")
 
 DYNAMO_PASSES: tuple[GraphPass, ...] = (
-    # first: to all others these regions are a part of the graph
+    # first: other passes treat inlined regions as part of the graph
     GraphPass(inline_nested_regions, required=True),
     GraphPass(group_experts, lambda request: (request.config.autocast_experts,), required=True),
     GraphPass(keep_recurrent_layers_whole, required=True),
@@ -81,7 +81,7 @@ DYNAMO_PASSES: tuple[GraphPass, ...] = (
     ),
     # after chunks: those losses have no logits left
     GraphPass(compute_loss_gradient_in_forward, when=with_own_kernels),
-    # last: others ask what is checkpointed
+    # last: other passes recognize checkpointed operations by their regions
     GraphPass(inline_checkpoints, when=lambda config: config.layers_once),
 )
 """Rewrites of the graph that TorchDynamo captured, before autograd traces it."""

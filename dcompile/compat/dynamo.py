@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -349,6 +350,28 @@ def context_settings(context: Any) -> tuple[bool, bool | None, Callable[..., Any
     """fullgraph, dynamic and guard_filter_fn of a torch.compile call."""
     hooks = getattr(context, "_hooks", None)
     return bool(context.fullgraph), context._dynamic, getattr(hooks, "guard_filter_fn", None)
+
+
+def aot_compile(
+    context: Any, fn: Any, example_inputs: tuple[tuple[Any, ...], dict[str, Any]], backend: Callable[..., Any]
+) -> Any:
+    """Run torch's `aot_compile` of a compiled function with another backend. Raises RuntimeError without fullgraph."""
+    from torch._dynamo.aot_compile import aot_compile_fullgraph
+    from torch._dynamo.eval_frame import innermost_fn
+
+    if not context.fullgraph:
+        raise RuntimeError("Graph breaks are not supported with aot compile. Please use torch.compile(fullgraph=True).")
+    hooks = copy.copy(context._hooks)  # torch sets a filter of guards in them
+    return aot_compile_fullgraph(
+        innermost_fn(fn), example_inputs, hooks=hooks, backend=backend, dynamic=context._dynamic
+    )
+
+
+def serializable_callable() -> Any:
+    """Base class of backends' results that torch's container can save."""
+    from torch._dynamo.aot_compile_types import SerializableCallable
+
+    return SerializableCallable
 
 
 def graph_module_of(function: Any) -> Any:

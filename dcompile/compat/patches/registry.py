@@ -15,6 +15,7 @@ from dcompile.compat.patches import (
     compile_call,
     cse,
     dynamo_metrics,
+    gpu_capability,
     grouped_experts,
     index_strides,
     lean_wrappers,
@@ -136,9 +137,9 @@ PATCHES: tuple[TorchPatch, ...] = (
     ),
     TorchPatch(
         symbolic_arithmetic.remembered_arithmetic,
-        tuple(f"torch.fx.experimental.sym_node.SymNode.{name}" for name in symbolic_arithmetic.METHODS),
+        ("torch.fx.experimental.sym_node.SymNode._mul",),
         "speed",
-        "each fake tensor of symbolic sizes computes the same sums and products of them anew",
+        "each fake tensor works out anew what its symbolic sizes come to, a quarter of the time that tracing takes",
         BOTH,
     ),
     TorchPatch(
@@ -332,6 +333,13 @@ PATCHES: tuple[TorchPatch, ...] = (
         "correctness",
         "CUDA graphs hold communicators, which must not be destroyed before them",
         undone="never; it calls torch's own",
+    ),
+    TorchPatch(
+        gpu_capability.gpu_capability_as,
+        ("torch.cuda.get_device_capability",),
+        "takeover",
+        "an export for a GPU that is not in this machine compiles for its compute capability",
+        undone="when the export ends",
     ),
     TorchPatch(
         dispatch_watch.watch_tensor_texts,

@@ -200,6 +200,20 @@ class KernelCache:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
+    def link(self, key: str, file: str) -> bool:
+        """Publish an entry for a kernel in a library of this directory. Return False if that is missing or damaged.
+
+        Raises OSError where the entry cannot be written.
+        """
+        library = self.directory / file
+        try:
+            self._check(library, library.stem)
+        except _Damaged:
+            return False
+        record = {"key": key, "sha256": library.stem, "kind": library.suffix}
+        self._write(self.directory / f"{key}.json", json.dumps(record))
+        return True
+
     def put_graph(self, key: str, graph: CompiledGraph) -> None:
         """Store a compiled graph. A failure to write is logged as a warning and costs a recompilation only."""
         record = to_record(graph)

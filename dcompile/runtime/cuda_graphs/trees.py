@@ -179,7 +179,7 @@ class ReplayedExecutable:
     `results`: number of leading results that the user sees; the others are saved tensors or gradients. `saved`: whether
     the program is a backward, with saved tensors of a forward as inputs. `whole`: positions of inputs whose whole
     storage it addresses. A recording reads a copy of such an input, so calls with parts of larger storages run without
-    a graph. `classes`: the sizes that may be recorded, where sizes vary; None: each that comes twice. `sizes`:
+    a graph. `classes`: sizes that may be recorded, where sizes vary; None: each size that comes twice. `sizes`:
     positions of inputs that are such sizes.
     """
 

@@ -1,11 +1,11 @@
-"""Put regions where they are called: those of `torch.compiler.nested_compile_region`, and checkpointed ones.
+"""Inline regions at their calls: those of `torch.compiler.nested_compile_region`, and checkpointed ones.
 
-TorchDynamo traces a nested region once, however often it is called, and calls its body by an operator. In place of the
-operator, the body is a part of the graph as if Dynamo had traced it there: it is optimized with what surrounds it, and
-a body that many layers call is a layer that repeats.
+TorchDynamo traces a nested region once for any number of calls, and calls its body by an operator. Inlined, the body is
+part of the graph as if Dynamo had traced it there. So it is optimized with the operations around it, and a body that
+many layers call becomes a repeated layer.
 
-A checkpointed region is a body, too, for AOTAutograd to mark what it traces of it as computed again in the backward.
-These marks are put on the operations here: AOTAutograd then copies them, as it copies where operations come from.
+A checkpointed region is a body, too, so that AOTAutograd marks its traced operations for recomputation in the backward.
+This pass puts these marks on the operations. AOTAutograd then copies them, as other metadata, to traced operations.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ CHECKPOINT = "tag_activation_checkpoint"
 
 
 def inline_nested_regions(gm: GraphModule) -> PassReport:
-    """Inline what `torch.compiler.nested_compile_region` has made regions of, in a graph and in bodies that it holds.
+    """Inline regions of `torch.compiler.nested_compile_region` in a graph and its subgraphs, in place.
 
-    Guarantees: the graph that Dynamo captures without the decorator, but for names.
+    Guarantees: the graph that Dynamo captures without the decorator, except for names.
     """
     count, inlined = 0, set[int]()
     while calls := [call for call in NestedGraphs(gm).calls if _is_of(call, NESTED) and _can_inline(call)]:
@@ -42,10 +42,10 @@ def inline_nested_regions(gm: GraphModule) -> PassReport:
 
 
 def inline_checkpoints(gm: GraphModule) -> PassReport:
-    """Inline the checkpointed regions of a captured graph, with marks for the partitioner.
+    """Inline the checkpointed regions of a captured graph, in place, with marks for the partitioner.
 
-    It is all of them or none: where one is inside another body, or has a `context_fn` that decides operation by
-    operation, AOTAutograd numbers them, and the partitioner compares numbers.
+    All regions are inlined, or none. None are if one is inside another body, or has a `context_fn`, which decides for
+    each operation. AOTAutograd numbers such regions itself, and the partitioner compares numbers of all.
     """
     calls = [call for call in NestedGraphs(gm).calls if _is_of(call, CHECKPOINT)]
     if not all(call.graph is gm and _can_inline(call) and not _is_selective(call) for call in calls):
@@ -67,7 +67,7 @@ def _is_selective(call: BodyCall) -> bool:
 
 
 def _can_inline(call: BodyCall) -> bool:
-    """Whether the body's operands are known, and its results are nodes that are taken out one by one."""
+    """Are the body's operands known, and are its results nodes, each read through getitem?"""
     if len(call.bodies) != 1 or call.places() is None:
         return False
     results: Any = call.bodies[0].graph.output_node().args[0]
@@ -78,7 +78,10 @@ def _can_inline(call: BodyCall) -> bool:
 
 
 def _inline(call: BodyCall, again: bool = False) -> list[Node]:
-    """Replace a call by the operations of its body, which are returned. `again`: another copy has the body's values."""
+    """Replace a call by copies of its body's operations; return these.
+
+    `again`: whether the body was inlined before, so that its fake values belong to the other copy.
+    """
     (body,), graph = call.bodies, call.graph.graph
     results: Any = body.graph.output_node().args[0]
     copies: dict[Node, Any] = {node: call.operand(place) for place, node in enumerate(placeholders(body))}
@@ -107,7 +110,7 @@ def _inline(call: BodyCall, again: bool = False) -> list[Node]:
 
 
 def _adopt(graph: GraphModule, value: Any, name: str) -> str:
-    """Where a graph has an attribute of a body that becomes a part of it."""
+    """Set a body's attribute on the graph, under a free name if need be; return the name."""
     candidates = itertools.chain((name,), (f"{name}_{number}" for number in itertools.count(1)))
     found = next(known for known in candidates if getattr(graph, known, value) is value)
     setattr(graph, found, value)
@@ -115,11 +118,11 @@ def _adopt(graph: GraphModule, value: Any, name: str) -> str:
 
 
 class _Memory:
-    """Memory of a body's values where it becomes a part of a graph: views share theirs with what is outside."""
+    """Memory of the fake values of an inlined body: views share memory with values outside."""
 
     def __init__(self, pairs: Iterable[tuple[Node, Any]], again: bool) -> None:
         self._known: dict[int, Any] = {}
-        """Memory of a value in the body -> in the graph."""
+        """Key of memory in the body -> memory in the graph."""
         self._stays = not again
         for node, other in pairs:
             inside = node.meta.get("example_value")
@@ -130,7 +133,7 @@ class _Memory:
                 self._stays &= key == compat.tensors.storage_key(outside)
 
     def of(self, value: Any) -> Any:
-        """What stands for a value of the body."""
+        """Return the fake value in the graph that corresponds to a value of the body."""
         if self._stays:
             return value
         if type(value) in (tuple, list):

@@ -294,6 +294,7 @@ def _empty(param: Any, size: Any) -> torch.nn.Parameter:
     tensor = torch.empty(size, dtype=compute_dtype(param), device=param.device)
     tensor.untyped_storage().resize_(0)
     made = torch.nn.Parameter(tensor, requires_grad=param.sharded_param.requires_grad)
+    made.untyped_storage().resize_(0)  # of a fake tensor it is another storage
     setattr(made, STANDS_IN, True)
     return made
 

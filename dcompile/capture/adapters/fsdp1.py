@@ -177,6 +177,7 @@ class Fsdp1Adapter(ShardedAdapter):
             tensor.untyped_storage().resize_(0)
             original = originals[index]
             virtual = torch.nn.Parameter(tensor, requires_grad=original.requires_grad)
+            virtual.untyped_storage().resize_(0)  # of a fake tensor it is another storage
             where_shown = [(weakref.ref(module), name) for module, name in places[index]]
             self._originals.append(OriginalParameter(virtual, weakref.ref(original), where_shown))
             shard = Shard(unit, unit, offsets[index], numel, reduce_dtype, reshard, flat=True)

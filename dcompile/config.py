@@ -115,6 +115,12 @@ class Config:
         "Trace a few of the layers that repeat, and copy what comes of them for the others. Off, each is traced.",
         in_key=False,  # the graph is the same
     )
+    trace_cache: bool = setting(
+        True,
+        "Keep what AOTAutograd traces in the kernel cache, so that a later start runs Dynamo alone. Off, each start "
+        "traces anew.",
+        in_key=False,
+    )
     late_sizes: bool = setting(
         True,
         "Capture operations whose results' sizes depend on values (`nonzero`, masks), where torch.compile breaks the "

@@ -323,6 +323,16 @@ Foreseen: TypeAlias = Callable[[], "tuple[Any, Request] | None"]
 """The graph that will most likely be compiled next, if one can be told."""
 
 
+class TraceStore(Protocol):
+    """Keeps traces of AOTAutograd from one start to the next, by name."""
+
+    def find_trace(self, key: str) -> str | None:
+        """What was kept under this name; None if there is nothing, or nothing that is whole."""
+
+    def put_trace(self, key: str, text: str) -> None:
+        """Keep a trace. It works without: where that cannot be, a line says so."""
+
+
 class Compiler(Protocol):
     """The compiler as capture/ sees it; `compiler` implements it, so that capture/ need not import upwards."""
 
@@ -337,6 +347,9 @@ class Compiler(Protocol):
 
     def expect_products(self) -> None:
         """A graph that multiplies matrices on the CPU is about to be traced."""
+
+    def traces(self) -> TraceStore | None:
+        """Where traces are kept; None where each is made anew, to be looked at or because nothing comes of it."""
 
     def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> Executable:
         """Compile one torch.fx.GraphModule with fake tensors in meta["val"].

@@ -6,6 +6,7 @@ Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and 
 from dcompile.compat import (
     alone,
     aot,
+    aot_trace,
     composable,
     ddp,
     deepspeed,
@@ -31,6 +32,7 @@ from dcompile.compat.patches import cse, index_strides, lean_wrappers, skip_fram
 __all__ = [
     "alone",
     "aot",
+    "aot_trace",
     "composable",
     "cse",
     "ddp",

@@ -33,8 +33,12 @@ def aot_compile(
     inference: Callable[[Any, Any], Any],
     partition: Callable[..., Any],
     decompositions: dict[Any, Any],
+    around: contextlib.AbstractContextManager[None],
 ) -> Callable[..., Any]:
-    """Trace forward and backward of a Dynamo graph, cut them apart, and compile each with what is given."""
+    """Trace forward and backward of a Dynamo graph, cut them apart, and compile each with what is given.
+
+    `around` is entered meanwhile: see `aot_trace`.
+    """
     import torch._functorch.config as config
     from torch._functorch.aot_autograd import aot_module_simplified
 
@@ -60,6 +64,7 @@ def aot_compile(
         unseen_statistics(),
         tangents_of_any_size(),
         lean,
+        around,
     ):
         compiled = aot_module_simplified(
             gm,  # type: ignore[arg-type, unused-ignore]

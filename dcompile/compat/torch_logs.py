@@ -13,6 +13,9 @@ from typing import Any
 CODE_ARTIFACTS = ("output_code", "kernel_code")
 """Names that stand for generated code: of whole programs with their kernels, and of kernels alone."""
 
+TRACE_ARTIFACTS = ("aot_graphs", "aot_joint_graph")
+"""Names that stand for what AOTAutograd traces."""
+
 
 def is_artifact_enabled(*names: str) -> bool:
     """Whether TORCH_LOGS or `set_logs` names one of these artifacts; False where torch cannot say."""

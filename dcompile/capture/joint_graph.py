@@ -12,6 +12,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.aliasing.memory import memory_of
+from dcompile.capture.graph_pass import DONATED
 from dcompile.capture.passes.dynamo.loss_gradient_in_forward import AHEAD
 from dcompile.capture.passes.joint.min_cut import minimum_cut
 from dcompile.capture.passes.joint.saved_values import COPIES, VIEWS
@@ -23,9 +24,6 @@ Whether gradients are reduced is decided when the forward runs (no_sync), and fo
 the answer must travel with the saved tensors. The compiled programs do not see it: the forward's caller puts a constant
 among the saved tensors, the backward's caller takes it out again.
 """
-
-DONATED = "dcompile_donated"
-"""The mark of a backward's inputs that its program may overwrite."""
 
 
 @dataclass(frozen=True)

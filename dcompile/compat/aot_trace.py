@@ -17,6 +17,8 @@ import torch
 
 from dcompile.compat.trace_records import NotKeepable, Record, RecordReader, RecordWriter
 
+_COLLECTS = "run_functionalized_fw_and_collect_metadata"
+"""The function that finds out what a graph changes and looks at."""
 _TRACERS = {"aot_dispatch_autograd_graph": True, "aot_dispatch_base_graph": False}
 """Functions that trace -> whether forward and backward in one."""
 
@@ -60,9 +62,7 @@ def recording_metadata(found: TracedMetadata) -> Iterator[None]:
         return trace
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            unittest.mock.patch.object(graph_compile, "_create_wrappers_for_dispatch", create_wrappers)
-        )
+        stack.enter_context(unittest.mock.patch.object(graph_compile, "_create_wrappers_for_dispatch", create_wrappers))
         for name in _TRACERS:
             own = getattr(graph_compile, name)
             stack.enter_context(unittest.mock.patch.object(graph_compile, name, recording(own)))
@@ -101,7 +101,7 @@ def replayed(metadata: Any, inference: torch.fx.GraphModule | None) -> Iterator[
     from torch._functorch._aot_autograd import graph_compile
 
     replaced = False
-    collect = aot_autograd.run_functionalized_fw_and_collect_metadata
+    collect = getattr(aot_autograd, _COLLECTS)
 
     def collected(*args: Any, **kwargs: Any) -> Any:
         return collect(*args, **kwargs) if replaced else lambda *_: metadata
@@ -122,9 +122,7 @@ def replayed(metadata: Any, inference: torch.fx.GraphModule | None) -> Iterator[
         return trace
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(
-            unittest.mock.patch.object(aot_autograd, "run_functionalized_fw_and_collect_metadata", collected)
-        )
+        stack.enter_context(unittest.mock.patch.object(aot_autograd, _COLLECTS, collected))
         for name, joint in _TRACERS.items():
             own = getattr(graph_compile, name)
             stack.enter_context(unittest.mock.patch.object(graph_compile, name, replaying(own, joint)))
@@ -143,7 +141,7 @@ def can_replay() -> bool:
     from torch._functorch import aot_autograd
     from torch._functorch._aot_autograd import graph_compile
 
-    return hasattr(aot_autograd, "run_functionalized_fw_and_collect_metadata") and all(
+    return hasattr(aot_autograd, _COLLECTS) and all(
         hasattr(graph_compile, name) for name in (*_TRACERS, "_create_wrappers_for_dispatch")
     )
 

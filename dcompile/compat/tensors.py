@@ -349,10 +349,15 @@ def fake_like(fake: Any, storage: Any) -> Any:
 def fake_tensor(
     mode: Any, dtype: torch.dtype, device: Any, storage: Any, offset: int, shape: Sequence[int], strides: Sequence[int]
 ) -> Any:
-    """A fake tensor of a mode, in memory of `fake_memory`. Not inside a mode of fake tensors."""
+    """A fake tensor of a mode, in memory of `fake_memory`, or of its own where `storage` is None.
+
+    Not inside a mode of fake tensors.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
+    if storage is None:
+        return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
     made = torch.empty_strided((0,), (1,), dtype=dtype, device="meta")
     with in_kernel_invocation_manager(mode):
         made.set_(storage, offset, shape, strides)  # type: ignore[call-overload, unused-ignore]

@@ -10,7 +10,8 @@ import dataclasses
 import enum
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -146,6 +147,8 @@ class RecordWriter:
             return {"type": value.__name__}
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise NotKeepable("its sizes are symbolic")
+        if type(value).__name__ == "ViewMetaSequence":
+            raise NotKeepable("a result is a view that is made anew")
         if _described().get(type(value).__name__) is type(value):
             return self._description(value)
         raise NotKeepable(f"it holds a {type(value).__name__}")
@@ -184,6 +187,7 @@ class RecordReader:
         self._rows = tables["tensors"]
         self._texts = tables["texts"]
         self._sizes = tables["storages"]
+        self._holders = Counter(row[0] for row in self._rows)
         self._storages: dict[int, Any] = {}
         self._tensors: dict[int, Any] = {}
         self.nodes: list[torch.fx.Node] = []
@@ -228,12 +232,24 @@ class RecordReader:
     def tensor(self, number: int) -> Any:
         """A fake tensor; the same one for each mention of its number."""
         if number not in self._tensors:
-            storage, dtype, device, shape, strides, offset = self._rows[number]
-            if storage not in self._storages:
+            storage, name, device, shape, strides, offset = self._rows[number]
+            dtype = _by_name("dtype", name)
+            lonely = self._holders[storage] == 1 and self._sizes[storage] == _span(shape, strides, dtype) and not offset
+            if not lonely and storage not in self._storages:
                 self._storages[storage] = fake_memory(self._sizes[storage])
-            where = (self._storages[storage], offset, shape, strides)
-            self._tensors[number] = fake_tensor(self._fake_mode, _by_name("dtype", dtype), torch.device(device), *where)
+            memory = None if lonely else self._storages[storage]  # half the time, where nothing shares it
+            self._tensors[number] = fake_tensor(
+                self._fake_mode, dtype, torch.device(device), memory, offset, shape, strides
+            )
         return self._tensors[number]
+
+
+def _span(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes from the first element of a tensor to behind its last."""
+    if 0 in shape:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return (last + 1) * dtype.itemsize
 
 
 def _by_name(kind: str, name: str) -> Any:
@@ -312,5 +328,5 @@ def constant_of(record: Mapping[str, Any]) -> torch.Tensor:
     dtype, numbers = _by_name("dtype", record["dtype"]), base64.b64decode(record["numbers"], validate=True)
     with real_tensors():
         if not numbers:
-            return torch.empty(record["shape"], dtype=dtype)
-        return torch.tensor(list(numbers), dtype=torch.uint8).view(dtype).reshape(record["shape"])
+            return torch.empty(record["shape"], dtype=dtype, device="cpu")
+        return torch.tensor(list(numbers), dtype=torch.uint8, device="cpu").view(dtype).reshape(record["shape"])

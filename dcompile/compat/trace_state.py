@@ -36,7 +36,7 @@ def global_state() -> Iterator[str]:
         if torch.is_autocast_enabled(kind):
             yield f"autocast {kind} {torch.get_autocast_dtype(kind)} {torch.is_autocast_cache_enabled()}"
     deterministic = torch.are_deterministic_algorithms_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    fills = getattr(torch.utils.deterministic, "fill_uninitialized_memory", None)
     yield f"deterministic {deterministic} {torch.is_deterministic_algorithms_warn_only_enabled()} {fills}"
     yield f"defaults {torch.get_default_dtype()} {torch.get_default_device()} {torch.get_float32_matmul_precision()}"
     yield from _library_switches()
@@ -112,7 +112,7 @@ def callable_text(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return op_name(target)
     if isinstance(target, torch._ops.HigherOrderOperator):
-        name = target.name()
+        name = str(target.name())  # type: ignore[no-untyped-call, unused-ignore]
         if name not in _TRACED_BODIES:
             raise NotKeepable(f"it has {name}, an operator on functions")
         return name

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from dcompile.capture.graph_pass import DONATED
+from dcompile.compat.aot import lazy_graph_module
 from dcompile.compat.trace_records import (
     NotKeepable,
     Record,
@@ -22,7 +24,6 @@ from dcompile.compat.trace_records import (
     target_name,
     target_of,
 )
-from dcompile.capture.joint_graph import DONATED
 
 _OPS = ("placeholder", "get_attr", "call_function", "output")
 _VALUES = ("val", "desc", "custom", DONATED, "partitioner_tag", "saved_tensor_with_no_vc_check")
@@ -70,7 +71,8 @@ def graph_of(record: Mapping[str, Any], fake_mode: Any) -> GraphModule:
     root = torch.nn.Module()
     for name, constant in record["constants"].items():
         root.register_buffer(name, constant_of(constant), persistent=False)
-    return GraphModule(root, graph)
+    made: GraphModule = lazy_graph_module(root, graph)
+    return made
 
 
 def _notes(notes: Mapping[str, Record], reader: RecordReader) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 python -m benchmarks.compile_time [--threads N] [--only llama_block,gpt2] [--peers aot_eager,inductor]
                                   [--rounds 3] [--keep FILE] [--json] [--save]
+python -m benchmarks.compile_time --warm [--only llama_16,llama_16_length] [--rounds 3]
 
 Every figure is of a fresh process: from the first use of the compiler (its imports included) to the end of the first
 forward and backward. Cold: empty caches, dcompile's or inductor's. Warm: a cache that one process before has filled.
@@ -9,6 +10,9 @@ Rounds interleave all four, and medians are compared: wall time, and CPU time fo
 inductor it is told for the whole (`total_over_inductor`) and for the model's own seconds (`cold_over_inductor`), less
 what a peer does once per process, such as inductor's imports and its precompiled header. Sources must not change while
 this runs: dcompile's cache notices, and warm starts compile.
+
+With --warm (`benchmarks/warm_starts.py`), warm starts of dcompile beside those of inductor, by depth, and the first
+batch of another length: each compiler has a cache that one start before has filled.
 """
 
 from __future__ import annotations
@@ -51,6 +55,8 @@ def llama(layers: int) -> Any:
 
 CASES = ("llama_block", "llama_4", "llama_32", "gpt2", "bert", "resnet")
 """llama_N: N layers, narrow; the others are those of cpu_models."""
+LENGTH = "_length"
+"""What ends the name of a line that measures the first batch of another length."""
 
 
 def make(name: str) -> tuple[Any, Mapping[str, Any]]:
@@ -62,7 +68,7 @@ def make(name: str) -> tuple[Any, Mapping[str, Any]]:
     torch.manual_seed(0)
     if name in MODELS:
         return MODELS[name].make(), MODELS[name].batch()
-    return llama(int(name.removeprefix("llama_"))), tokens(1, 64)()
+    return llama(int(name.removesuffix(LENGTH).removeprefix("llama_"))), tokens(1, 64)()
 
 
 # --- child process ----------------------------------------------------------------------------------------------------
@@ -81,15 +87,22 @@ def measure(name: str, peer: str) -> dict[str, Any]:
         options["options"] = {"receipt": False, "log": "passes"}
         _watch(log, clock)
 
+    dynamic = None if name.endswith(LENGTH) else False
+
     def compiled(target: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(target, backend=peer, fullgraph=True, dynamic=False, **options)
+        return torch.compile(target, backend=peer, fullgraph=True, dynamic=dynamic, **options)
 
     with torch.no_grad():
         compiled(lambda x: x.exp() + 1)(torch.zeros(64))
     first_use = time.perf_counter() - began
+    call = compiled(model)
+    if dynamic is None:
+        from benchmarks.models import tokens
+
+        call(**batch).backward()
+        first_use, batch = 0.0, tokens(1, 96)()
     log.clear()
     clock |= {"aot": 0.0, "compile": 0.0}
-    call = compiled(model)
     step = _timed(lambda: call(**batch).backward())
     cpu = sum(os.times()[:4]) - cpu  # with that of compilers that were waited for
     run = min(_timed(lambda: call(**batch).backward()) for _ in range(2))
@@ -270,6 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="starts of each peer")
     parser.add_argument("--peers", default="aot_eager,inductor", help="what dcompile is compared with")
     parser.add_argument("--keep", default="", help="file of finished lines: a later run goes on where this one stopped")
+    parser.add_argument("--warm", action="store_true", help="warm starts beside inductor's, by depth, another length")
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
@@ -278,6 +292,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.child:
         common.hand_back(measure(names[0], arguments.child))
         return 0
+    if arguments.warm:
+        from benchmarks import warm_starts
+
+        return warm_starts.main(arguments)
     lines = common.resumed(
         names, lambda name: line_of(name, arguments), Path(arguments.keep) if arguments.keep else None
     )

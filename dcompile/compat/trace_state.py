@@ -26,6 +26,8 @@ _TRACED_BODIES = frozenset(
 """Higher-order operators of torch's that do nothing but call graphs that the captured graph holds."""
 _BACKENDS = frozenset(("CPU", "CUDA", "MPS", "XPU", "HIP", "MTIA", "HPU", "Meta", "MkldnnCPU", "QuantizedCPU"))
 """Dispatch keys of kernels, which run, and leave alone what is traced; `Meta` are shapes, torch's own registrations."""
+_TORCHS = frozenset(("aten/to_dense/FuncTorchDynamicLayerFrontMode", "aten/to_dense/PythonTLSSnapshot"))
+"""Others that torch 2.15 registers itself."""
 _PLAIN_MODULES = (builtins, operator, math)
 
 
@@ -72,7 +74,7 @@ def _registrations() -> Iterator[str]:
 
     aten = sorted(name for name in torch.library._impls if name.startswith("aten/"))
     for name in aten:
-        if name.rpartition("/")[2] not in _BACKENDS:
+        if name.rpartition("/")[2] not in _BACKENDS and name not in _TORCHS:
             raise NotKeepable(f"an operator of torch's has an implementation of its own here, {name}")
     yield f"aten {','.join(aten)}"
     tables = getattr(sys.modules.get("torch._decomp"), "global_decomposition_table", {})

@@ -117,7 +117,7 @@ def replayed(metadata: Any, inference: torch.fx.GraphModule | None) -> Iterator[
             if not joint:
                 return inference, inputs, descriptions, None
             tangents, described = metadata.traced_tangents, metadata.traced_tangents_descs
-            return _nothing(), (inputs, tangents), (descriptions, described), None
+            return _untraced(len(inputs), len(tangents)), (inputs, tangents), (descriptions, described), None
 
         return trace
 
@@ -129,9 +129,12 @@ def replayed(metadata: Any, inference: torch.fx.GraphModule | None) -> Iterator[
         yield
 
 
-def _nothing() -> torch.fx.GraphModule:
-    """A graph that stands for one that was not traced."""
+def _untraced(inputs: int, tangents: int) -> torch.fx.GraphModule:
+    """A joint graph that was not traced: its inputs, by the names that AOTAutograd knows them by, and no results."""
     graph = torch.fx.Graph()
+    for kind, count in (("primals", inputs), ("tangents", tangents)):
+        for number in range(1, count + 1):
+            graph.placeholder(f"{kind}_{number}")
     graph.output(())
     return torch.fx.GraphModule(torch.nn.Module(), graph)
 

@@ -122,7 +122,8 @@ def callable_text(target: Any) -> str:
     if name is not None and (_is_builtin(target) or _is_plain_function(target) or _is_plain_class(target)):
         owner = getattr(target, "__self__", None)
         of = f" of {owner.__name__}" if isinstance(owner, type | types.ModuleType) else ""
-        return f"{getattr(target, '__module__', None)}.{name}{of}"
+        held = [_cell_text(cell.cell_contents) for cell in getattr(target, "__closure__", None) or ()]
+        return " ".join((f"{getattr(target, '__module__', None)}.{name}{of}", *held))
     where = f"{getattr(target, '__module__', '')}.{name}" if name else type(target).__name__
     raise NotKeepable(f"it calls {where}, whose code is not in the graph")
 
@@ -141,16 +142,21 @@ def _is_builtin(target: Any) -> bool:
     return isinstance(owner, type) and owner.__module__.startswith(("torch", "builtins"))
 
 
+def _cell_text(value: Any) -> str:
+    """What a function was made with, such as the two that `max_pool2d` chooses from."""
+    if value is None or type(value) in (bool, int, float, str):
+        return repr(value)
+    return callable_text(value)
+
+
 def _is_plain_function(target: Any) -> bool:
-    """Whether a function is torch's or ours, as its module has it or without anything that it is bound to."""
+    """Whether a function is torch's or ours, by its module and by the file that its code is in."""
     if not isinstance(target, types.FunctionType):
         return False
     module = target.__module__ or ""
     if not module.startswith(("torch.", "dcompile.")) and module != "torch":
         return False
-    if not target.__code__.co_filename.startswith(_roots()):
-        return False
-    return target.__closure__ is None or getattr(sys.modules.get(module), target.__qualname__, None) is target
+    return target.__code__.co_filename.startswith(_roots())
 
 
 def _is_plain_class(target: Any) -> bool:

@@ -9,6 +9,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dcompile.capture.trace_cache.trace_key import trace_key
@@ -178,6 +179,12 @@ def test_bodies_of_checkpointed_layers_are_part_of_the_name():
 
     keys = [run(torch.sin), run(torch.cos), run(lambda x: x.sin() * 2)]
     assert len(set(keys)) == 3 and all(map(is_key, keys))
+
+
+def test_functions_that_choose_among_torchs_own_have_names():
+    pools = (lambda x: F.max_pool2d(x, 2), lambda x: F.adaptive_max_pool2d(x, 2), lambda x: F.max_pool2d(x, 3))
+    keys = {key_of(pool, torch.ones(1, 2, 6, 6)) for pool in pools}
+    assert len(keys) == 3 and all(map(is_key, keys)), keys
 
 
 def _told(x):

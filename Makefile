@@ -11,9 +11,12 @@ MODEL ?= out/train/hf
 PROMPT ?=
 TP ?= 1
 TESTS ?=
-QUICK ?= tests/ir tests/collectives tests/codegen/nest tests/codegen/schedule tests/codegen/test_golden.py \
+QUICK ?= tests/ir tests/collectives tests/test_pass_texts.py \
+	tests/codegen/nest tests/codegen/schedule tests/codegen/test_golden.py \
+	$(addprefix tests/codegen/lower/,test_lower.py test_loop_builder.py test_fusible_ops.py test_own_collectives.py symbolic) \
 	tests/codegen/emit/test_emitters.py tests/codegen/emit/cpp/test_decisions.py \
-	tests/capture/adapters tests/capture/test_joint_graph.py tests/test_layering.py tests/test_vocabulary.py
+	tests/capture/adapters tests/capture/test_joint_graph.py tests/capture/test_compiled_model.py \
+	tests/capture/test_graph_runner.py tests/test_layering.py tests/test_vocabulary.py
 SECONDS ?= 600
 # A file's tests stay in one worker: two-rank tests keep one pair of processes for all cases of a file. One worker more
 # than CI's machine has cores: a fifth of the time, each waits, for a rank's time limit, a compiler, or a process to end.
@@ -43,7 +46,8 @@ test quick test-backends test-doors test-deepspeed test-full models dist-matrix:
 test: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
 
-# What an edit of the compiler breaks first, in about a minute: IR, loops, schedules, text of kernels, adapters, style of names.
+# What an edit of the compiler breaks first, in about a minute: IR, text of each pass, lowering, schedules, text of kernels,
+# capture without compiling, style of names.
 quick: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m pytest -n $(WORKERS) --dist loadfile $(QUICK)
 

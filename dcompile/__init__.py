@@ -1,4 +1,4 @@
-"""dcompile: a compiler for distributed training in PyTorch. The public face, loaded when first used."""
+"""dcompile: a compiler for distributed training in PyTorch. Its public names are loaded at first use."""
 
 import importlib
 import importlib.metadata
@@ -20,12 +20,12 @@ _check_torch()
 
 
 def __dir__() -> list[str]:
-    """What has not been loaded yet as well: for completion in notebooks."""
+    """List names that are not loaded yet, too, for completion in notebooks."""
     return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:
-    """Load the compiler's doors late: `import dcompile.ir` and the option table need no torch."""
+    """Load public names lazily: `import dcompile.ir` and the option table need no torch."""
     if name == "explain":
         return importlib.import_module("dcompile.explain")  # a package that can be called
     if name == "export":

@@ -1,4 +1,4 @@
-"""`python -m dcompile`: what a compilation finds on this machine."""
+"""`python -m dcompile`: report this machine's tools and devices for compilation."""
 
 from dcompile.doctor import main
 

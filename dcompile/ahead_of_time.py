@@ -50,11 +50,11 @@ def export(
     path: str | os.PathLike[str],
     options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Compile a model for inference on CPUs, and write it to `path`: a folder, or a zip file if the name ends so.
+    """Compile a model for inference on CPUs, and write it to `path`: a folder, or a zip file for the suffix .zip.
 
-    `args`, `kwargs` and `dynamic_shapes` mean what they mean in torch.export.export, whose program is compiled; the
-    parameters are written with it. `dcompile.load(path)` needs no compiler. Raises ExportError for what cannot be
-    written, and whatever torch.export raises for what it cannot capture.
+    `args`, `kwargs` and `dynamic_shapes` are those of torch.export.export, whose program is compiled. The parameters
+    are written with it. `dcompile.load(path)` needs no compiler. Raises ExportError for models that cannot be written,
+    and torch.export's errors for models that it cannot capture.
     """
     config = Config.make(None, options)
     if config.backend is not None:
@@ -63,7 +63,7 @@ def export(
         )
     compiler = CachingCompiler(config)
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of torch's about names of its own
+        warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about its own names
         program = torch.export.export(
             model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
         )
@@ -75,7 +75,7 @@ def export(
 
 
 def _publish(folder: Path, target: Path) -> None:
-    """Put the files where they belong."""
+    """Copy the written files to the target."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix == ".zip":
         with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as file:
@@ -90,7 +90,7 @@ def _publish(folder: Path, target: Path) -> None:
 
 @dataclass
 class _Export:
-    """One program on its way to a folder."""
+    """One program that is being written to a folder."""
 
     program: Any
     compiler: CachingCompiler
@@ -138,9 +138,9 @@ class _Export:
         (self.folder / MANIFEST).write_text(json.dumps(outer))
 
     def _inputs(self, gm: Any) -> tuple[list[tuple[str, Any]], list[dict[str, Any]]]:
-        """What the program is given, in order: ("tensor", name) or ("argument", place); and what arguments must be.
+        """Inputs of the program, in order: ("tensor", name) or ("argument", place); and requirements for arguments.
 
-        Arguments that are no tensors are part of the program, and leave the graph.
+        Arguments that are not tensors become constants of the program, and leave the graph.
         """
         inputs: list[tuple[str, Any]] = []
         arguments: list[dict[str, Any]] = []
@@ -175,7 +175,7 @@ class _Export:
         return {"dtype": str(value.dtype).removeprefix("torch."), "shape": shape, "strides": strides}
 
     def _size(self, size: Any, number: int) -> int | tuple[str, int, int | None]:
-        """A size that is fixed, or a symbol with its range."""
+        """Describe a size: an int, or a symbol with its range."""
         if isinstance(size, int):
             return size
         symbol = size.node.expr
@@ -186,7 +186,7 @@ class _Export:
         return str(symbol), int(found.lower), high
 
     def _results(self) -> tuple[list[tuple[str, Any]], list[tuple[int, str]]]:
-        """("result", place) or ("constant", value) of each leaf that is returned; (place, tensor) that it changes."""
+        """("result", place) or ("constant", value) of each returned leaf; (place, tensor) of each changed buffer."""
         results: list[tuple[str, Any]] = []
         changed: list[tuple[int, str]] = []
         for place, spec in enumerate(self.program.graph_signature.output_specs):
@@ -201,7 +201,7 @@ class _Export:
         return results, changed
 
     def _separate(self, gm: Any, count: int) -> list[tuple[int, int]]:
-        """Pairs of results that are two tensors, and may be one in a program."""
+        """Pairs of results that must be two tensors, though a program may return one for both."""
         steps = plan_outputs(self.compiler.graph_passes().outputs, gm, OutputRequest(count), "inference")
         plans = {run.__name__: plan for run, plan in steps}
         if "view_as_dtypes" in plans:
@@ -237,7 +237,7 @@ def _structure(spec: Any, what: str) -> str:
 
 
 def _write_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, dict[str, Any]]:
-    """Write tensors one after the other, each on a cache line; where each lies."""
+    """Write tensors one after the other, each aligned to a cache line. Return their dtypes, layouts and offsets."""
     entries: dict[str, dict[str, Any]] = {}
     with file.open("wb") as stream:
         for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""compile(): the user's call, its receipt, and the lists of modes and options."""
+"""compile(): the user's entry point, the receipt, and the lists of modes and options."""
 
 from __future__ import annotations
 
@@ -73,11 +73,13 @@ def compile(
 ) -> Any:
     """Compile a module in place (DDP-wrapped or not) and return the same object; for a function, return a wrapper.
 
-    The arguments mean what they mean in torch.compile. Without a model this is a decorator. Calling it again replaces
-    the earlier setting. A bad mode or option raises OptionError (a ValueError, and a RuntimeError as in torch), naming
-    the valid ones, at the call. Each call's recompiles are counted apart anyway, `isolate_recompiles` or not, and
-    nothing here shows `name`; `recompile_limit` and `dynamic_shapes` raise TypeError with a torch that lacks them.
-    `shapes_spec` is what torch called `dynamic_shapes` before 2.15; either name works with any torch that has one.
+    The arguments are those of torch.compile. Without a model, this is a decorator. Calling it again replaces the
+    earlier settings. A bad mode or option raises OptionError (a ValueError, and a RuntimeError as in torch) at the
+    call, with the valid ones.
+
+    Each call's recompilations are counted separately, whatever `isolate_recompiles` says, and `name` is not shown
+    anywhere. `recompile_limit` and `dynamic_shapes` raise TypeError if torch lacks them. torch called `dynamic_shapes`
+    `shapes_spec` before 2.15; either name works with any torch that has one.
     """
     if mode is not None and options is not None:
         raise RuntimeError("Either mode or options can be specified, but both can't be specified at the same time.")
@@ -112,7 +114,7 @@ def compile(
 
 
 def make_services(config: Config) -> Services:
-    """Everything that capture needs of the other stages."""
+    """Services that capture needs from the other stages."""
     compiler = CachingCompiler(config)
     saves_memory = "option recompute is memory" if config.recompute == "memory" else ""
     shards = functools.partial(
@@ -134,13 +136,13 @@ def make_services(config: Config) -> Services:
 
 
 def _all_idle(params: Sequence[ParamInfo], rule: BucketRule) -> tuple[Bucket, ...]:
-    from dcompile.collectives.ddp_all_reduce import all_idle  # late: few models come to it
+    from dcompile.collectives.ddp_all_reduce import all_idle  # late: few models need it
 
     return all_idle(params, rule)
 
 
 def print_receipt(model: CompiledModel) -> None:
-    """Report on rank 0, after the first step, what became of the model."""
+    """Print the receipt on rank 0 after the first step."""
     runs_eagerly = not model.graphs and not model.adapter.eager and not model.inside
     made = None if runs_eagerly else make_receipt(model)
     text, details = (nothing_compiled(model), "") if made is None else (str(made), made.details())
@@ -153,16 +155,16 @@ def print_receipt(model: CompiledModel) -> None:
 
 
 def receipt(compiled: Any) -> Receipt:
-    """What compiling came to. Takes what compile or torch.compile returned, the module inside it, or its DDP wrapper.
+    """Receipt of a compiled model: the result of compile or torch.compile, the module inside it, or its DDP wrapper.
 
-    Raises NotCompiledError before the first step. Of a step of which nothing was compiled it has no graphs, but the
-    reason.
+    Raises NotCompiledError before the first step. If a step ran without any compiled code, the receipt has no graphs,
+    and the reason.
     """
     return make_receipt(find_model(compiled))
 
 
 def list_mode_options(mode: str | None = None, dynamic: bool | None = None) -> dict[str, Any]:
-    """The options that a mode stands for; of all modes without an argument. `dynamic` makes no difference."""
+    """Options of a mode; without an argument, of all modes. `dynamic` makes no difference."""
     if mode is None:
         return {name: dict(options) for name, options in MODES.items()}
     Config.make(mode)  # raises for an unknown one

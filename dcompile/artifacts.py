@@ -1,6 +1,6 @@
-"""The dump directory: programs, kernels and the receipt as files.
+"""Dump directory: programs, kernels and the receipt as files.
 
-Reporting never breaks what is reported on: the disk may be full, or the directory not writable.
+An error in reporting never breaks the run: the disk may be full, or the directory not writable.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dcompile.config import Config
 from dcompile.logs import rank, report
 
 _DUMPS: Counter[str] = Counter()
-"""Models that this process dumps, by directory: for folder names alone."""
+"""Number of models that this process dumps, by directory, for names of folders."""
 
 
 _UNWRITABLE: set[str] = set()
-"""Dump directories of which it was said that something could not be written: a model has some fifty files."""
+"""Dump directories for which a write error was reported: a model has some fifty files."""
 
 
 def own_dump(config: Config) -> Config:
-    """The settings for one more model: from the second on that dumps into a directory, it has a folder of its own."""
+    """Settings for one more model: from the second one on that dumps into a directory, it gets its own folder."""
     if not config.dump:
         return config
     _DUMPS[config.dump] += 1
@@ -31,7 +31,10 @@ def own_dump(config: Config) -> Config:
 
 
 def dump(config: Config, name: str, text: str) -> None:
-    """Write `text` to `rankN/name` in the dump directory, if one is set. A disk that is full is reported once."""
+    """Write `text` to `rankN/name` in the dump directory, if one is set.
+
+    A write error is reported once per directory.
+    """
     if not config.dump:
         return
     path = Path(config.dump) / f"rank{rank()}" / name

@@ -1,4 +1,4 @@
-"""max_autotune: what is measured for a program, and once for each model. Choices enter plans as values."""
+"""max_autotune: measure candidates for a program, once for each model. The choices enter plans as values."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from dcompile.runtime.measure import autotune
 from dcompile.runtime.program import cuda_launch
 
 DESCRIPTORS = 90
-"""Compute capability from which on GPUs read tiles by descriptors."""
+"""Compute capability from which GPUs read tiles through descriptors (TMA)."""
 MIN_FLOP_SHARE = 0.02
-"""Of a program's multiplications: kinds of endings whose products are less of them are not worth measuring."""
+"""Part of a program's multiplications below which a kind of epilogue is not worth measuring."""
 Build: TypeAlias = Callable[[Sequence[KernelSource]], Mapping[str, Path]]
-"""Has kernels compiled: name -> archive, that of the launcher among them."""
+"""Function that compiles kernels: returns name -> archive, including the launcher."""
 
 
 def tiles(arch: int, processors: int) -> tuple[Tile, ...]:
-    """What is tried: the first is the best one for most large products on an H200 (docs/lab/tried-gpu.md)."""
+    """Candidate tiles. The first is the best one for most large GEMMs on an H200 (docs/lab/tried-gpu.md)."""
     if arch < DESCRIPTORS:
         return Tile(128, 128, 32, 4, 3, parts=2), Tile(128, 128, 64, 8, 3), Tile(64, 128, 32, 4, 4)
     return (
@@ -41,16 +41,16 @@ def tiles(arch: int, processors: int) -> tuple[Tile, ...]:
 
 
 class Tuner:
-    """What one model's programs have had measured."""
+    """Measured choices for one model's programs."""
 
     def __init__(self) -> None:
         self._algorithms: dict[Geometry, Algorithm | None] = {}
-        """None: nothing faster than ATen's."""
+        """None: nothing is faster than ATen's."""
         self._tiles: dict[Loop, Tile | None] = {}
-        """By kind of ending. None: the library's product and the loop behind it are as fast."""
+        """Tile by kind of epilogue. None: the library's GEMM and a separate loop are as fast."""
 
     def algorithms(self, program: Program, device: torch.device) -> tuple[Chosen, str]:
-        """Algorithms for large matrix products, and what to say of them in the receipt."""
+        """Choose algorithms for large GEMMs. Return them with a line for the receipt."""
         counts = measurable_geometries(program)
         self._measure(counts, device)
         chosen = {g: algorithm for g in counts if (algorithm := self._algorithms[g]) is not None}
@@ -65,7 +65,7 @@ class Tuner:
     def endings(
         self, program: Program, device: torch.device, arch: int, build: Build
     ) -> tuple[dict[Loop, Tile], list[str]]:
-        """The tile for each kind of loop that products are to end in, and what to say of them in the receipt."""
+        """Choose the tile for each kind of loop to fuse as an epilogue. Return them with lines for the receipt."""
         kinds = worth_ending(program)
         notes: list[str] = []
         new = {kind: found[0] for kind, found in kinds.items() if kind not in self._tiles}
@@ -89,7 +89,7 @@ class Tuner:
         build: Build,
         notes: list[str],
     ) -> dict[Loop, Tile | None]:
-        """Have all candidates compiled, then run those of each kind in turn with what runs otherwise."""
+        """Compile all candidates, then run those of each kind alternately with the library's GEMM and separate loop."""
         properties, table = torch.cuda.get_device_properties(device), program.table
         tried = tiles(arch, properties.multi_processor_count)
         loops = {kind: _separate(program, ending) for kind, ending in new.items()}
@@ -121,7 +121,7 @@ class Tuner:
 
 
 def worth_ending(program: Program) -> dict[Loop, list[EpilogueCandidate]]:
-    """The endings of a program, by kind: those whose products are much of its multiplications."""
+    """Epilogue candidates of a program by kind, without kinds that have a small part of its multiplications."""
     kinds: dict[Loop, list[EpilogueCandidate]] = {}
     for ending in endings(program):
         kinds.setdefault(ending.kind, []).append(ending)
@@ -131,7 +131,7 @@ def worth_ending(program: Program) -> dict[Loop, list[EpilogueCandidate]]:
 
 
 def forecast_notes(program: Program) -> list[str]:
-    """For a report on a program that is only planned."""
+    """Lines for a report on a program that is only planned."""
     kinds = worth_ending(program)
     which = [f"{len(found)} of {_shape(kind)} in {_operations(found[0])}" for kind, found in kinds.items()]
     count = sum(map(len, kinds.values()))
@@ -140,7 +140,7 @@ def forecast_notes(program: Program) -> list[str]:
 
 
 def receipt_notes(kinds: Mapping[Loop, Sequence[EpilogueCandidate]], chosen: Mapping[Loop, Tile]) -> list[str]:
-    """For the receipt: how many products could end in loops, and which do."""
+    """Lines for the receipt: the number of GEMMs that could have epilogues, and those that have."""
     if not kinds:
         return []
     counts = Counter({kind: len(found) for kind, found in kinds.items()})
@@ -154,14 +154,14 @@ def receipt_notes(kinds: Mapping[Loop, Sequence[EpilogueCandidate]], chosen: Map
 
 
 def _shape(kind: Loop) -> str:
-    """rows x columns x depth."""
+    """Text of a GEMM's size: rows x columns x depth."""
     assert kind.product is not None, "an ending has a product"
     *_, left, right = (view for view in kind.product.call.args if isinstance(view, View))
     return f"{left.shape[0]}x{right.shape[1]}x{left.shape[1]}"
 
 
 def _operations(ending: EpilogueCandidate) -> str:
-    """What the loop does, by the names of operations where the user's were traced."""
+    """Names of the loop's operations, as the user's code was traced."""
     found = (name for text in ending.joint.origin for name in re.findall(r"\baten\.(\w+)", text))
     assert ending.joint.product is not None, "an ending has a product"
     product = ending.joint.product.call.op.split(".")[1]
@@ -175,14 +175,14 @@ def _geometry(program: Program, ending: EpilogueCandidate) -> Geometry | None:
 
 
 def _separate(program: Program, ending: EpilogueCandidate) -> KernelSource:
-    """The kernel of the loop alone."""
+    """Kernel of the loop alone."""
     loop = program.steps[ending.position]
     assert isinstance(loop, Loop), "products end in loops"
     return kernel.emit(loop, program.table)
 
 
 def _candidate_launch(source: KernelSource, archives: Mapping[str, Path]) -> tuple[autotune.CandidateLaunch, ...]:
-    """How a kernel is started by itself."""
+    """Launches of a kernel by itself."""
     given: tuple[str | int, ...] = (*source.arguments, *source.numbers)
     found = []
     for launch in source.launches:

@@ -1,7 +1,7 @@
-"""The torch.compile entry point: a thin door to the same preparation as dcompile.compile.
+"""torch.compile's entry point for backend="dcompile", which prepares like dcompile.compile.
 
-Loaded by torch.compile(..., backend="dcompile") itself. From then on it sees every torch.compile call, and acts on
-those for this backend alone; all others pass through untouched.
+torch.compile(..., backend="dcompile") loads this module. From then on it sees every torch.compile call. It handles
+those for this backend, and passes all others through unchanged.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _MODULE_CALLS = ("_wrapped_call_impl", "_call_impl")
 def dcompile_backend(
     gm: Any, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """Compile one graph on its own, as any TorchDynamo backend: for callers that go past the interception."""
+    """Compile one graph alone, as any TorchDynamo backend, for callers that bypass the interception."""
     config = own_dump(Config.make(mode, options))
     model = CompiledModel(Settings(config), make_services(config))
     return DynamoGraph(model, example_inputs).compile(gm, example_inputs)
 
 
 def handle_compile(context: Any, fn: Any) -> Any:
-    """torch.compile(fn) with this backend: the compiled callable. NotImplemented for all other backends."""
+    """Handle torch.compile(fn): return the compiled callable, or NotImplemented for other backends."""
     if not compat.dynamo.is_compile_context(context):
         return NotImplemented
     backend = compat.dynamo.innermost_backend(context)
@@ -44,10 +44,10 @@ def handle_compile(context: Any, fn: Any) -> Any:
     if isinstance(fn, Module) and config.in_place:
         return _in_place(fn, config, context)
     if isinstance(fn, Module) or inspect.isclass(fn):
-        return NotImplemented  # torch makes its OptimizedModule, and comes back with what that is to call
+        return NotImplemented  # torch creates its OptimizedModule, and calls again with that module's call
     config = own_dump(config)
     module, limits = _module_of(fn), compat.dynamo.context_limits(context)
-    if module is not None and compat.shapes.argument() not in limits:  # Module.compile() gives torch no module
+    if module is not None and compat.shapes.argument() not in limits:  # Module.compile() passes no module to torch
         limits = dict(compat.shapes.with_attached(module, limits))
     settings = Settings(config, *compat.dynamo.context_settings(context), limits)
     if module is not None:
@@ -56,7 +56,7 @@ def handle_compile(context: Any, fn: Any) -> Any:
 
 
 def _in_place(module: Module, config: Config, context: Any) -> Module:
-    """torch.compile(module) that returns the module itself, which is compiled from then on."""
+    """Handle torch.compile(module) with option in_place: compile the module in place, and return it."""
     config = own_dump(config)
     limits = compat.shapes.with_attached(module, compat.dynamo.context_limits(context))
     settings = Settings(config, *compat.dynamo.context_settings(context), limits)
@@ -65,7 +65,7 @@ def _in_place(module: Module, config: Config, context: Any) -> Module:
 
 
 def _module_of(fn: Any) -> Module | None:
-    """The module that `fn` calls, if it is the way torch calls modules."""
+    """Module that `fn` calls, if it is one of torch's ways to call modules."""
     owner = getattr(fn, "__self__", None)
     if isinstance(owner, Module) and fn.__func__.__name__ in _MODULE_CALLS:
         return owner
@@ -76,4 +76,4 @@ def _module_of(fn: Any) -> Module | None:
     return wrapped if isinstance(wrapped, Module) else None
 
 
-compat.dynamo.intercept_compile(handle_compile)
+compat.compile_call.intercept_compile(handle_compile)

@@ -1,6 +1,6 @@
 """Measure this machine for the cost model, once: `torchrun --nproc-per-node N -m dcompile.calibrate`.
 
-Rank 0 keeps what was found in the cache directory; option `figures="measured"` uses it.
+Rank 0 stores the figures in the cache directory; option `figures="measured"` uses them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.measure.calibration import device_name, keep, measure
 
 RELEASE_SECONDS = 0.2
-"""Before the group ends: Gloo's threads ask for the interpreter's lock to release the last collective's tensors, and a
-group that ends meanwhile waits for them for ever."""
+"""Seconds to wait before the group ends. Gloo's threads acquire the interpreter's lock to release tensors of the last
+collective. A group that ends meanwhile waits for them forever.
+"""
 
 
 def main() -> int:
-    """Measure, keep, and print."""
+    """Measure, store and print the figures."""
     local, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", local) if gpu else torch.device("cpu")

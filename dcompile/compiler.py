@@ -1,4 +1,4 @@
-"""The compiler as capture/ sees it: what was compiled before is loaded; for a new graph the pipeline is imported."""
+"""Compiler as capture/ sees it: it loads graphs from the cache, and imports the pipeline for new ones."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from dcompile import compat
 from dcompile.collectives.contract import Executable, Foreseen, ProgramReport, Request
 from dcompile.compat import storage_offsets, torch_logs
 from dcompile.compat.sizes import guard_count, known_facts, reads_values
-from dcompile.config import Config, parse_log
+from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.gc_pause import without_collecting
+from dcompile.log_setting import parse_log
 from dcompile.logs import log
 from dcompile.passes import GraphPasses, select_rows
 from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, OUTPUT_STEPS
@@ -47,25 +48,25 @@ if TYPE_CHECKING:
 
 
 class CachingCompiler:
-    """Implements `collectives.params.Compiler`: a look into the cache before each graph, an entry after."""
+    """Implementation of `collectives.contract.Compiler`: a cache lookup before each graph, and a new entry after it."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self._trees: dict[str, GraphTree] = {}
-        """One for each device that programs are replayed on."""
+        """One tree for each device on which programs are replayed."""
         self._peers = SingleProcess()
         self._sharing: ArtifactSharing | None = None
         self._reasons: dict[str, str] = {}
         """Name of a graph -> why it was compiled here, though another rank had claimed it."""
         self._begun_elsewhere = ""
-        """Key of the kernel of matrix products, where another rank has begun it."""
+        """Key of the GEMM kernel, if another rank builds it."""
         self._workspaces = Workspaces()
         self._made: Pipeline | None = None
         self._regions: RegionCompiler | None = None
         self._begun: dict[tuple[str, str | None], PendingGraph] = {}
-        """(name, key) -> a graph that was foreseen, and is planned."""
+        """(name, key) -> a predicted graph that is planned already."""
         if config.skip or config.until:
-            self._pipeline()  # says now if there is no such pass
+            self._pipeline()  # raises now if there is no such pass
 
     def _pipeline(self) -> Pipeline:
         from dcompile.driver import Pipeline  # late: a warm start needs no compiler stage, and saves their import
@@ -75,7 +76,7 @@ class CachingCompiler:
         return self._made
 
     def _region_compiler(self) -> RegionCompiler | None:
-        """Who hands regions to another compiler, if option `kernels` names one."""
+        """Compiler of regions, if option `kernels` names another compiler."""
         if self._regions is None and self.config.backend is not None:
             from dcompile.compute_regions import RegionCompiler
 
@@ -83,7 +84,7 @@ class CachingCompiler:
         return self._regions
 
     def meet(self, group: Any) -> SingleProcess:
-        """The line to the other ranks of a process group, with which graphs are shared from now on."""
+        """Coordinator of a process group's ranks, which share graphs from now on."""
         peers = peers_of(group)
         self._peers = SingleProcess() if peers is None else peers
         shares = isinstance(peers, PeerCoordinator) and self.config.share_artifacts and not self._compiles_anew()
@@ -91,7 +92,7 @@ class CachingCompiler:
         return self._peers
 
     def decompositions(self, trains: bool = True) -> dict[Any, Any]:
-        """The table AOTAutograd decomposes with; empty when ATen runs everything, so that eager's own kernels run."""
+        """AOTAutograd's decomposition table; empty if ATen runs everything, so that eager's own kernels run."""
         if self.config.kernels == "aten":
             return {}
         from dcompile.codegen.lower.decompositions import table
@@ -103,7 +104,7 @@ class CachingCompiler:
         return table.with_random(whole, fallback_random=self.config.fallback_random)
 
     def fusible(self) -> tuple[frozenset[Any], frozenset[Any]]:
-        """What the partitioner may count on; nothing where ATen runs everything."""
+        """Fusible ops for the partitioner; empty if ATen runs everything."""
         if not self.config.own_kernels:
             return frozenset(), frozenset()
         from dcompile.codegen.lower import fusible_ops
@@ -111,14 +112,14 @@ class CachingCompiler:
         return fusible_ops.table()
 
     def graph_passes(self) -> GraphPasses:
-        """The rows of `pipeline.py` for FX graphs and results, as the options skip and until leave them."""
+        """Rows of `pipeline.py` for FX graphs and results that options `skip` and `until` leave."""
         joint = select_rows(self.config, JOINT_PASSES, earlier=(DYNAMO_PASSES,))
         return GraphPasses(select_rows(self.config, DYNAMO_PASSES), joint, OUTPUT_STEPS)
 
     def expect_products(self) -> None:
-        """Have the kernel of matrix products built, if there are to be some and it is not there.
+        """Start building the GEMM kernel, if it will be needed and is not cached.
 
-        It takes g++ 0.7 s with AVX-512, once a machine: as long as a small model is traced, which is when this runs.
+        g++ takes 0.7 s for it with AVX-512, once per machine. Tracing a small model takes as long, and runs meanwhile.
         """
         if not self.config.own_kernels or not own_products(self.config.matmul):
             return
@@ -128,7 +129,7 @@ class CachingCompiler:
         if self._sharing is not None and not self._sharing.claim(key):
             self._begun_elsewhere = key
         else:
-            with contextlib.suppress(BuildError):  # what needs it says so
+            with contextlib.suppress(BuildError):  # the kernel's user reports the error
                 self._pipeline().begin_products(cache)
 
     def traces(self) -> KernelCache | None:
@@ -137,7 +138,7 @@ class CachingCompiler:
         return None if shown or not self.config.trace_cache or self._compiles_anew() else KernelCache.open(self.config)
 
     def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> Executable:
-        """A graph ready to run: from the cache, or compiled now."""
+        """Load a graph from the cache, or compile it now."""
         began = time.perf_counter()
         cache = KernelCache.open(self.config)
         key, objection = self._key(gm, request)
@@ -152,7 +153,7 @@ class CachingCompiler:
         return self._replayed(program, gm, request) if self.config.triton_cudagraphs else program
 
     def _log_summary(self, name: str, report: ProgramReport) -> None:
-        """Log what a graph came to, be it compiled now or loaded."""
+        """Log the results for a graph, whether compiled now or loaded."""
         log(self.config, "kernels", logging.INFO, f"{name}: {report}")
         times = f"{report.predicted_us:.1f} us by the cost model, {report.exposed_us:.1f} us exposed"
         found = f"{report.collectives} collectives, {times}" if report.collectives else "no collectives"
@@ -160,7 +161,7 @@ class CachingCompiler:
         log(self.config, "overlap", level, f"{name}: {found}")
 
     def _replayed(self, program: HostProgram, gm: Any, request: Request) -> Executable:
-        """The program as one that is recorded and replayed, if it runs on a GPU, the same each time."""
+        """Wrap the program for CUDA graphs, if it runs on one GPU and computes the same in each call."""
         devices = gpus(gm)
         why = None
         if len(devices) != 1:
@@ -197,14 +198,14 @@ class CachingCompiler:
             return None, str(reason)
 
     def _compiles_anew(self) -> bool:
-        """Whoever looks at the compiler's work, or has it verified, wants it done; and tests would fill the cache."""
+        """Whether to ignore the cache: for users who inspect or verify compilation; tests would fill it."""
         shows_code = torch_logs.is_artifact_enabled(*torch_logs.CODE_ARTIFACTS)
         return self.config.verify or bool(self.config.dump) or shows_code or self._shows_plan()
 
     def _shows_plan(self) -> bool:
-        """Whether option `log` asks for decisions, which are known only while a graph is planned.
+        """Whether option `log` requests decisions, which are known only while a graph is planned.
 
-        The same on every rank: rank 0, which logs, may be sent what another rank has planned.
+        It is the same on every rank: rank 0, which logs, may otherwise receive another rank's plan.
         """
         levels = parse_log(self.config.log).levels
         return any(levels.get(channel) == logging.DEBUG for channel in ("overlap", "memory"))
@@ -212,7 +213,7 @@ class CachingCompiler:
     def _compile_for_all(
         self, cache: KernelCache, key: str | None, objection: str, gm: Any, request: Request, foreseen: Foreseen | None
     ) -> HostProgram:
-        """Compile a graph; the other ranks do not wait for one that cannot be."""
+        """Compile a graph. If that fails, tell the other ranks not to wait for it."""
         try:
             return self._compile(cache, key, objection, gm, request, foreseen)
         except BaseException:
@@ -222,14 +223,14 @@ class CachingCompiler:
             raise
 
     def _found(self, cache: KernelCache, key: str | None, gm: Any, request: Request) -> HostProgram | None:
-        """The graph as it was compiled before, here or by another rank just now."""
+        """Find a graph that was compiled before, here or by another rank just now."""
         if key is None or self._compiles_anew():
             return None
         found = self._load(cache, key, gm, request)
         if self._sharing is None:
             return found
         if found is None and self._begun_elsewhere and cache.find(self._begun_elsewhere) is None:
-            self._sharing.let_pass(self._begun_elsewhere, key)  # or this rank would build products once more
+            self._sharing.let_pass(self._begun_elsewhere, key)  # otherwise this rank would build the GEMM kernel again
         if self._sharing.claim(key) or found is not None:
             return found
         kernels, reason = self._sharing.receive(key, cache)
@@ -263,7 +264,7 @@ class CachingCompiler:
         return executable
 
     def _loaded_regions(self, graph: CompiledGraph, gm: Any, request: Request) -> dict[str, Any] | None:
-        """What another compiler has made of this graph's regions, made anew; None where it refuses one of them now."""
+        """Compile this graph's regions again with the other compiler. None if it refuses one of them now."""
         regions = self._region_compiler()
         if not graph.regions or regions is None:
             return {}
@@ -296,11 +297,12 @@ class CachingCompiler:
         return executable
 
     def _begin(self, cache: KernelCache, foreseen: tuple[Any, Request] | None) -> None:
-        """Plan a graph and have its kernels compiled, while others are. It waits for the day when its key is asked for.
+        """Plan a predicted graph and start building its kernels while other kernels are built.
 
-        If that does not come, nothing is lost but what other processors did. What is wrong with it is said then, too.
+        The result waits in `_begun` until a request with the same key arrives. If none does, only idle CPU time is
+        lost. Errors surface when the graph is requested.
         """
-        if foreseen is None or known_facts(foreseen[0]):  # looking at a symbolic size could add guards to another graph
+        if foreseen is None or known_facts(foreseen[0]):  # reading a symbolic size could add guards to another graph
             return
         gm, request = foreseen
         key, _ = self._key(gm, request)

@@ -1,4 +1,4 @@
-"""Have another compiler make the compute of a graph: cut it at collectives, and put what was made in its place."""
+"""Compile computation between collectives with another compiler: split the graph there, and insert calls."""
 
 from __future__ import annotations
 
@@ -28,31 +28,33 @@ from dcompile.runtime.cache.key import NotCacheable, graph_text
 
 @dataclass(frozen=True, slots=True)
 class RegionResult:
-    """A graph with calls in place of its regions, and why other regions stay as they were."""
+    """Graph with calls in place of its regions, and refusals of other regions."""
 
     gm: Any
     calls: Mapping[int, RegionCall]
     refused: Mapping[str, int]
-    """Reason -> how many regions."""
+    """Reason -> number of regions."""
     notes: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Nodes that stand for regions, which the program gets as constants."""
+        """Nodes that represent regions; the program gets them as constants."""
         return tuple(call.__name__ for call in self.calls.values())
 
 
 class RegionCompiler:
-    """Cuts graphs and hands their regions over. Equal regions, as those of equal layers, share what is made of one."""
+    """Splits graphs into regions and compiles them. Equal regions, as those of equal layers, share one result."""
 
     def __init__(self, config: Config, backend: KernelBackend) -> None:
         self.config, self.backend = config, backend
         self._made: dict[str, Compiled | str] = {}
         self.guards = 0
-        """How many guards on sizes the compiler has added, in all: a program from the cache has it add them again."""
+        """Total number of guards on sizes that the compiler has added. A program from the cache makes it add them
+        again.
+        """
 
     def compile(self, gm: Any, request: Request) -> RegionResult:
-        """The graph with what the compiler has made of it."""
+        """Replace the graph's regions by calls of compiled code."""
         plan, regions = self._cut(gm, request)
         calls: dict[int, RegionCall] = {}
         refused: dict[str, list[Region]] = {}
@@ -70,7 +72,7 @@ class RegionCompiler:
         return RegionResult(with_calls(plan, regions, calls), calls, counts, notes)
 
     def load(self, gm: Any, request: Request, names: Collection[str]) -> dict[str, RegionCall] | None:
-        """The calls that a program from the cache has, made anew; None where the compiler refuses one by now."""
+        """Compile the regions of a program from the cache again. None if the compiler refuses one now."""
         _, regions = self._cut(gm, request)
         found: dict[str, RegionCall] = {}
         for region in regions:
@@ -89,7 +91,7 @@ class RegionCompiler:
         return plan, [region for region in plan.regions((cuts.gathers, cuts.reductions)) if region.outputs]
 
     def _made_of(self, region: Region, request: Request) -> Compiled | str:
-        """What the compiler has made of a region, or why it refuses it; asked once for all equal ones."""
+        """Compiled code of a region, or the reason for a refusal; compiled once for all equal regions."""
         text = _text_of(region.graph)
         if text is None:
             return self._ask(region, request)
@@ -103,7 +105,7 @@ class RegionCompiler:
         made = compile_region(self.backend, region.graph, request.kind != "inference")
         added = guard_count(region.graph) - before
         self.guards += added
-        if added and request.kind == "backward":  # a forward has run by now, and nobody will look at them
+        if added and request.kind == "backward":  # its forward has run already, so nothing would check them
             return "it asks for guards on symbolic sizes"
         return made
 
@@ -120,22 +122,22 @@ class RegionCompiler:
 
 
 def _estimate_us(region: Region, request: Request) -> float:
-    """What a region takes by the cost model, in microseconds."""
+    """Estimated time of a region by the cost model, in microseconds."""
     program, _ = all_aten.lower(region.graph, f"region{region.number}")
     return round(fused_seconds(program, request.figures) * 1e6, 3)
 
 
 def _layout(value: torch.Tensor) -> Layout | None:
-    """What a result has to be; None where that depends on the call."""
+    """Required layout of a result; None if it depends on the call."""
     if not compat.sizes.is_fixed(value):
         return None
     return tuple(value.shape), tuple(value.stride()), value.dtype
 
 
 def _text_of(gm: Any) -> str | None:
-    """Text that equal regions share; None where something in it has none.
+    """Text that equal regions share; None if some part of a region has no text.
 
-    None with symbolic sizes as well: what a compiler asks of those becomes guards of the one graph.
+    None with symbolic sizes, too: guards that a compiler adds for those belong to one graph only.
     """
     if compat.sizes.symbols_of(node.meta.get("val") for node in gm.graph.nodes):
         return None

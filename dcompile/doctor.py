@@ -1,4 +1,4 @@
-"""What dcompile finds on this machine, and its cache: `python -m dcompile`."""
+"""Report this machine's tools and devices for compilation, and the cache: `python -m dcompile`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dcompile.runtime.cache.eviction import clear, files_in
 from dcompile.toolchain import compilers, cpu_features, own_version, triton_version
 
 PEERS = ("transformers", "accelerate", "deepspeed", "lightning", "trl", "peft", "torchao")
-"""Packages that dcompile works with: their versions belong into a report of a fault."""
+"""Packages that dcompile integrates with, whose versions belong in a bug report."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the report, or clear the cache; 1 if something is missing that a compilation needs."""
+    """Print the report, or clear the cache. Returns 1 if something is missing that a compilation needs."""
     parser = argparse.ArgumentParser(prog="python -m dcompile", description=__doc__)
     parser.add_argument("--clear-cache", action="store_true", help="remove compiled kernels and graphs")
     chosen = parser.parse_args(arguments)
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def describe_machine(problems: list[str]) -> Iterator[str]:
-    """The report's lines. What a compilation lacks is added to `problems`."""
+    """Lines of the report. Missing requirements are appended to `problems`."""
     yield f"dcompile {own_version()}, torch {compat.versions.torch_version()} ({compat.versions.SUPPORTED} supported)"
     yield f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     yield _compiler_line(problems)

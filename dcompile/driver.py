@@ -1,4 +1,4 @@
-"""From an FX graph to a program that is built: lower, run the loop passes of `pipeline.py`, emit, build."""
+"""Compile an FX graph to a built program: lower, run the loop passes of `pipeline.py`, emit, build."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ import torch
 
 from dcompile.artifacts import dump
 from dcompile.autotune import Tuner
-from dcompile.codegen.emit import select_target
-from dcompile.codegen.emit.cpp import compile as cpp_compile
-from dcompile.codegen.emit.cpp import sgemm
-from dcompile.codegen.emit.cpp.compile import Built
+from dcompile.codegen.emit.build import KernelCompilers, PendingBuild
 from dcompile.codegen.emit.host import program as host_program
-from dcompile.codegen.emit.target import Kernels, KernelSource
-from dcompile.codegen.emit.triton import compile as triton_compile
+from dcompile.codegen.emit.select_target import architecture, emit_all, why_no_kernels
+from dcompile.codegen.emit.target import Built, Kernels, KernelSource
 from dcompile.codegen.lower.lower import Lowered, lower
 from dcompile.codegen.lower.symbolic.shapes import traced_sizes
 from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
@@ -29,6 +26,7 @@ from dcompile.collectives.fsdp_reduce_scatter import copied_bytes
 from dcompile.compat import torch_logs
 from dcompile.compute_regions import RegionCompiler, RegionResult
 from dcompile.config import Config
+from dcompile.device_traits import main_device, traits_of
 from dcompile.ir.diagram import dot, render
 from dcompile.ir.functional_collectives import is_own_collective
 from dcompile.ir.gemm import Chosen
@@ -43,13 +41,13 @@ from dcompile.plan_log import log_build, log_plan
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program import cuda_launch
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
-from dcompile.toolchain import own_products, products_key, triton_version
+from dcompile.toolchain import own_products
 
 Result = TypeVar("Result")
 EPILOGUES = "fuse_matmul_epilogues"
-"""The pass whose choices are measured: on the program as it is in front of it."""
+"""Pass whose choices are measured, on the program right before it."""
 Measure: TypeAlias = Callable[[Program], Mapping[Loop, Tile]]
-"""Which products shall end in loops: `Request.endings` for the program as it is before."""
+"""Function that measures which loops to fuse as epilogues: `Request.endings` for the program before that pass."""
 
 
 REPRO = '''"""The graph as it came from lowering: run this file to schedule it and see every kernel's loop."""
@@ -69,33 +67,33 @@ print(show(fuse(interchange_reductions(program))))
 
 @dataclass(frozen=True, slots=True)
 class ProgramPlan:
-    """What is known of a graph before anything is built."""
+    """Plan of a graph, before anything is built."""
 
     lowered: Lowered
     program: Program
     kernels: Kernels
     report: ProgramReport
     handed: RegionResult | None = None
-    """What another compiler has made of it."""
+    """Regions that another compiler has compiled."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingGraph:
-    """A graph that is planned, and whose kernels are being compiled."""
+    """A planned graph whose kernels are being built."""
 
     plan: ProgramPlan
     source: str
     """Its host program."""
-    building: triton_compile.PendingBuild
+    building: PendingBuild
 
     @property
     def waits(self) -> bool:
-        """Whether others are at work for it."""
+        """Whether its kernels are still being built."""
         return self.building.waits
 
 
 class Pipeline:
-    """Compiles one graph after another: a function of settings and graph. `compiler.py` asks the cache before."""
+    """Compiler of single graphs, as a function of settings and graph. `compiler.py` looks in the cache first."""
 
     def __init__(self, config: Config, regions: RegionCompiler | None = None) -> None:
         self.config = config
@@ -107,13 +105,12 @@ class Pipeline:
         self._passes = select_rows(config, loop_passes(), earlier=(DYNAMO_PASSES, JOINT_PASSES))
         self._decisions = tuple(row.run for row in select_rows(config, nest_passes(), earlier=earlier))
         self._numbers = {row.name: number for number, row in enumerate(loop_passes(), 1)}
-        self._compilers = cpp_compile.Compilers(config)
-        self._crews: dict[int, triton_compile.WorkerPool] = {}
-        """Those who compile kernels for GPUs of one compute capability, for all graphs."""
+        launcher = KernelSource(cuda_launch.LAUNCHER, cuda_launch.LAUNCHER_TEXT, (), 1, False)
+        self._compilers = KernelCompilers(config, launcher)
         self._tuner = Tuner()
 
     def plan(self, gm: Any, request: Request, measure: Measure | None = None) -> ProgramPlan:
-        """Lower, schedule and emit one FX graph: all but building. `measure` says which products end in loops."""
+        """Lower, schedule and emit one FX graph, without building. `measure` selects epilogues."""
         began = time.perf_counter()
         reason = self._why_aten(gm)
         handed = self._handed_over(gm, request)
@@ -140,28 +137,28 @@ class Pipeline:
         return ProgramPlan(lowered, program, kernels, report, handed)
 
     def _handed_over(self, gm: Any, request: Request) -> RegionResult | None:
-        """The graph with its regions handed to another compiler, if option `kernels` names one."""
+        """Compile the graph's regions with another compiler, if option `kernels` names one."""
         regions = self._regions
         return None if regions is None else self._timed(request, "regions", lambda: regions.compile(gm, request))
 
     def _refused(self, handed: RegionResult) -> dict[str, int]:
-        """Lines of the receipt for regions that run on kernels of ours instead."""
+        """Lines of the receipt for regions that run on dcompile's kernels instead."""
         name = "" if self.config.backend is None else self.config.backend.name
         return {f"region left by {name}: {reason}": count for reason, count in handed.refused.items()}
 
     def emit(self, program: Program, request: Request) -> Kernels:
-        """The kernels of a program."""
-        return select_target.emit_all(program, request.kind, self._decisions, own_products=self._own_products())
+        """Emit the kernels of a program."""
+        return emit_all(program, request.kind, self._decisions, own_products=self._own_products())
 
     def begin(self, gm: Any, request: Request, cache: KernelCache) -> PendingGraph:
-        """Compile one FX graph as far as that takes no waiting: lower, schedule, emit."""
+        """Lower, schedule and emit one FX graph, and start building its kernels."""
         arch = self._arch(gm)
         if arch is not None:
-            self._crew(arch, cache).ready()  # imports Triton while the program is planned
+            self._compilers.prepare(arch, cache)
         notes: list[str] = []
         plan = self.plan(gm, request, None if arch is None else self._endings(gm, request, arch, cache, notes))
         plan.report.notes += notes
-        building = self._begin(plan.kernels, arch, cache)
+        building = self._compilers.begin(plan.kernels, arch, cache)
         recycle = request.kind == "inference"
         measures = self.config.max_autotune and arch is not None
         if self.config.max_autotune and not measures:
@@ -176,12 +173,12 @@ class Pipeline:
         return PendingGraph(plan, source, building)
 
     def _why_not_tuned(self, gm: Any) -> str:
-        if _devices(gm) <= {torch.device("cpu")}:
+        if all(traits_of(device.type).is_host for device in _devices(gm)):
             return "it measures products on GPUs, and this graph runs on the CPU"
         return "it measures products beside kernels of ours, and this graph runs on ATen's"
 
     def _chosen(self, plan: ProgramPlan, gm: Any) -> Chosen:
-        """By measuring: algorithms for large matrix products. The receipt says what it came to."""
+        """Choose algorithms for large GEMMs by measuring, and note the result for the receipt."""
         if torch.are_deterministic_algorithms_enabled():
             plan.report.notes.append("max_autotune: nothing is measured, for another run might choose otherwise")
             return {}
@@ -190,13 +187,13 @@ class Pipeline:
         return chosen
 
     def _endings(self, gm: Any, request: Request, arch: int, cache: KernelCache, notes: list[str]) -> Measure | None:
-        """Measures which products shall end in loops, if that is wanted. What is to be said of it comes to `notes`."""
+        """Function that measures epilogues, or None if that is not requested. Lines for the receipt go to `notes`."""
         config = self.config
         if not (config.max_autotune and config.epilogue_fusion) or torch.are_deterministic_algorithms_enabled():
             return None
 
         def build(sources: Sequence[KernelSource]) -> Mapping[str, Path]:
-            return self._begin(Kernels(tuple(sources)), arch, cache).result().libraries
+            return self._compilers.begin(Kernels(tuple(sources)), arch, cache).result().libraries
 
         def measure(program: Program) -> Mapping[Loop, Tile]:
             found = self._timed(request, "endings", lambda: self._tuner.endings(program, _gpu(gm), arch, build))
@@ -206,7 +203,7 @@ class Pipeline:
         return measure
 
     def finish(self, begun: PendingGraph, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
-        """The rest: build."""
+        """Wait for the kernels, and make the graph loadable."""
         plan, source, building = begun.plan, begun.source, begun.building
         lowered, program, kernels = plan.lowered, plan.program, plan.kernels
         began = time.perf_counter()
@@ -215,10 +212,10 @@ class Pipeline:
         constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
         self._show_code(lowered.program, kernels, source)
         self._dump_graph(gm, program)
-        arena_bytes = program.arena_bytes if isinstance(program.arena_bytes, int) else 0  # else the source works it out
+        arena_bytes = program.arena_bytes if isinstance(program.arena_bytes, int) else 0  # else the source computes it
         written = frozenset().union(*(step.writes for step in program.steps))
         mutated = tuple(position for position, name in enumerate(program.inputs) if name in written)
-        device = next((buffer.device for buffer in program.buffers if buffer.device != "cpu"), "cpu")
+        device = main_device(buffer.device for buffer in program.buffers)
         late = len(valued_symbols(program))
         graph = CompiledGraph(
             source,
@@ -235,36 +232,12 @@ class Pipeline:
         return Loadable(graph, built.libraries, constants), built
 
     def _arch(self, gm: Any) -> int | None:
-        """The compute capability that this graph's kernels are for, as 90 for 9.0, if it is to have any on a GPU."""
-        gpus = _devices(gm) - {torch.device("cpu")}
-        if not gpus or self._why_aten(gm) is not None:
-            return None
-        major, minor = torch.cuda.get_device_capability(next(iter(gpus)))
-        return 10 * major + minor
-
-    def _crew(self, arch: int, cache: KernelCache) -> triton_compile.WorkerPool:
-        return self._crews.setdefault(arch, triton_compile.WorkerPool(arch, cache.directory))
-
-    def _begin(self, kernels: Kernels, arch: int | None, cache: KernelCache) -> triton_compile.PendingBuild:
-        """Have all kernels compiled."""
-        sources = [source for source in kernels.sources if not source.launches]
-        others = [source for source in kernels.sources if source.launches]
-        if not others:
-            return triton_compile.PendingBuild(self._compiled(sources, cache), None)
-        assert arch is not None, "a graph with kernels for a GPU is on one"
-        theirs = triton_compile.TritonBuild(others, arch, self.config, cache, self._crew(arch, cache))
-        launcher = KernelSource(cuda_launch.LAUNCHER, cuda_launch.LAUNCHER_TEXT, (), 1, False)
-        return triton_compile.PendingBuild(self._compiled([*sources, launcher], cache), theirs)
-
-    def _compiled(
-        self, sources: list[KernelSource], cache: KernelCache, *, early: bool = False
-    ) -> cpp_compile.Building:
-        return self._compilers.begin(sources, cache, early=early, aliases={sgemm.source().name: products_key()})
+        """The compute capability that this graph's kernels are for, if it is to have any on a GPU."""
+        return None if self._why_aten(gm) is not None else architecture(_devices(gm))
 
     def begin_products(self, cache: KernelCache) -> None:
-        """Have the kernel of matrix products compiled. Who needs it waits for it, and learns what is wrong with it."""
-        if cpp_compile.workers() > 1:  # with one core, it would take as long later
-            self._compiled([sgemm.source()], cache, early=True)
+        """Have the kernel of matrix products compiled, while a graph that needs it is traced."""
+        self._compilers.begin_matmul(cache)
 
     def _lower(self, gm: Any, request: Request, *, aten: bool) -> Lowered:
         return lower(
@@ -285,7 +258,7 @@ class Pipeline:
         return result
 
     def _show_code(self, lowered: Program, kernels: Kernels, source: str) -> None:
-        """Write generated code to the dump, and to the log if torch's settings ask for it."""
+        """Write generated code to the dump, and to the log if torch's settings request it."""
         if self.config.dump:
             dump(self.config, f"{lowered.name}/host.py", source)
             dump(self.config, f"{lowered.name}/repro.py", REPRO.format(program=lowered))
@@ -309,15 +282,15 @@ class Pipeline:
         return own_products(self.config.matmul)
 
     def _why_aten(self, gm: Any) -> str | None:
-        """Why this graph is left to ATen altogether, if it is."""
+        """Why this graph is left to ATen as a whole; None if it is not."""
         if self.config.kernels == "aten":
             return 'options={"kernels": "aten"}'
-        return _why_not_gpu(_devices(gm) - {torch.device("cpu")})
+        return why_no_kernels(_devices(gm))
 
     def _schedule(
         self, program: Program, request: Request, sizes: Mapping[str, int], measure: Measure | None
     ) -> Program:
-        """Run the loop passes; what epilogues are worth is measured in front of the pass that needs it."""
+        """Run the loop passes. Epilogues are measured right before the pass that uses them."""
         has_loops = any(isinstance(step, Loop) for step in program.steps)
         rows = [row for row in self._passes if has_loops or not row.needs_loops]
         names = [row.name for row in rows]
@@ -352,7 +325,7 @@ class Pipeline:
 
 
 def _commented_kernels(kernels: Kernels) -> Iterator[tuple[str, str]]:
-    """Name and text of each kernel, under comments that say which modules call it and what was decided about it."""
+    """Name and text of each kernel, with comments for the modules that call it and the decisions about it."""
     origins: dict[str, dict[str, None]] = {}
     used = (*kernels.calls, *(product.kernel for product in kernels.products.values()))
     for call in used:  # equal layers share a kernel: name all of them
@@ -362,9 +335,9 @@ def _commented_kernels(kernels: Kernels) -> Iterator[tuple[str, str]]:
 
 
 def _gpu(gm: Any) -> torch.device:
-    """The one GPU of a graph that has kernels of ours."""
-    (device,) = _devices(gm) - {torch.device("cpu")}
-    return device
+    """GPU of a graph with dcompile's kernels."""
+    (found,) = (device for device in _devices(gm) if not traits_of(device.type).is_host)
+    return found
 
 
 def _devices(gm: Any) -> set[torch.device]:
@@ -376,19 +349,6 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, (tuple, list)):
         return [tensor for item in value for tensor in _tensors(item)]
     return [value] if isinstance(value, torch.Tensor) else []
-
-
-def _why_not_gpu(devices: set[torch.device]) -> str | None:
-    """Why a graph on these devices, beside the CPU, can have no kernels of ours."""
-    if not devices:
-        return None
-    if len(devices) > 1 or next(iter(devices)).type != "cuda":
-        return f"it is on {', '.join(sorted(map(str, devices)))}; kernels are made for one CUDA GPU"
-    if torch.version.hip is not None or torch.cuda.get_device_capability(next(iter(devices))) < (8, 0):
-        return "its GPU is none of NVIDIA's from compute capability 8.0 on"
-    if triton_version() is None:
-        return "it is on a GPU, and Triton, which compiles kernels for it, is not installed"
-    return None
 
 
 def _report(program: Program, kernels: Kernels) -> ProgramReport:

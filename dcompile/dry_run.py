@@ -1,4 +1,4 @@
-"""Plan graphs as compiling would, build nothing, and let torch's own operators run them: for explain and simulate."""
+"""Plan graphs like a compilation, build nothing, and run them with torch's own operators, for explain and simulate."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dcompile.ir.nodes import Bucket, Loop, Program, Tile
 
 
 class PlanningCompiler(CachingCompiler):
-    """The compiler, but that it only plans each graph, and has torch run it by this rank alone."""
+    """Compiler that only plans each graph, and runs it with torch on this rank alone."""
 
     def record(self, gm: Any, request: Request, plan: ProgramPlan) -> None:
-        """Take note of what was planned for a graph."""
+        """Record the plan of a graph."""
         raise NotImplementedError
 
     def gathered(self, number: int) -> torch.Tensor:
-        """A sharded parameter, whole, as a graph that gathers it computes with it."""
+        """A whole sharded parameter, as a graph that gathers it computes with it."""
         raise NotImplementedError
 
     def traces(self) -> None:
@@ -35,7 +35,7 @@ class PlanningCompiler(CachingCompiler):
         notes: list[str] = []
 
         def forecast(program: Program) -> dict[Loop, Tile]:
-            """Nothing is measured here."""
+            """Choose no epilogues, since nothing is measured here."""
             notes.extend(forecast_notes(program) if self.config.max_autotune and self.config.epilogue_fusion else ())
             return {}
 
@@ -45,12 +45,12 @@ class PlanningCompiler(CachingCompiler):
         return DryRunExecutable(self, gm, plan.program.buckets, request.gathers)
 
     def services(self) -> Services:
-        """What capture/ is handed: this compiler, and nobody to exchange anything with."""
+        """Services for capture/: this compiler, and no communication."""
         return Services(self, _no_buckets, _do_nothing, _do_nothing, _do_nothing, NoExchange)
 
 
 class DryRunExecutable:
-    """Implements `collectives.contract.Executable` by torch's own operators."""
+    """Implementation of `collectives.contract.Executable` with torch's own operators."""
 
     source = ""
 
@@ -71,7 +71,7 @@ class DryRunExecutable:
 
 
 class NoExchange:
-    """Implements `capture.services.ShardedParameters` where nothing is exchanged."""
+    """Implementation of `capture.services.ShardedParameters` without communication."""
 
     def __init__(self, *_: Any) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Every exception raised on purpose. A message says what, where in the user's program, and what to do next."""
+"""Exceptions that dcompile raises on purpose. A message says what, where in the user's program, and what to do next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class DcompileError(RuntimeError):
 class OptionError(ValueError, RuntimeError):
     """An unknown or ill-typed mode, option or environment variable; the message lists the valid ones.
 
-    torch.compile raises RuntimeError for these: whoever catches that catches ours.
+    It is also a RuntimeError, which torch.compile raises for these, so that existing handlers catch it.
     """
 
 
@@ -23,16 +23,23 @@ class BuildError(DcompileError):
 
 
 class PlanMismatchError(DcompileError):
-    """Ranks disagree on what is to be run; the message shows the first difference."""
+    """Ranks disagree on what to run; the message shows the first difference."""
 
 
 class NotCompiledError(DcompileError):
-    """A receipt was asked for before the first compiled step, or of something dcompile never compiled."""
+    """A receipt was requested before the first compiled step, or of an object that dcompile never compiled."""
 
 
 class ExportError(DcompileError):
-    """A model cannot be exported, or an exported one cannot be loaded or called here; the message says why."""
+    """A model cannot be exported, or an exported one cannot be loaded or called here; the message gives the reason."""
 
 
 class VerifyError(DcompileError):
-    """A program breaks a rule of `ir.verify`: always a bug of ours; the message shows the step and its neighbours."""
+    """A program breaks a rule of `ir.verify`: always a bug of dcompile.
+
+    The message shows the step and its neighbours.
+    """
+
+
+class ParseError(DcompileError, ValueError):
+    """Text is not a program; the message shows line and column, what was found there, and what was expected."""

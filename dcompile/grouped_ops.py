@@ -1,11 +1,10 @@
-"""Grouped matmuls as torch operators: the rows of a matrix in groups, each multiplied by a matrix of its own.
+"""Grouped matmuls as torch operators: groups of a matrix's rows, each multiplied by its own matrix.
 
-`torch.ops.dcompile_grouped` has two pairs. `mm` and `outer` take the groups' offsets where they are, and call PyTorch's
-grouped GEMM: on GPUs, the host does not wait. `mm_each` and `outer_each` take them on the CPU, as `ends` copies them,
-and call one matmul for each group that has rows: for dtypes and layouts that the grouped GEMM does not take.
-
-`offsets` are running totals of the groups' sizes, as in `torch.nn.functional.grouped_mm`: group g has the rows from
-offsets[g - 1] to offsets[g].
+`torch.ops.dcompile_grouped` has two pairs. `mm` and `outer` take the groups' offsets on their device, and call
+PyTorch's grouped GEMM: on GPUs, the host does not wait. `mm_each` and `outer_each` take offsets on the CPU, as `ends`
+copies them. They call one matmul for each group with rows, for dtypes and layouts that the grouped GEMM does not
+support. `offsets` are running totals of the groups' sizes, as in `torch.nn.functional.grouped_mm`: group g has the rows
+from offsets[g - 1] to offsets[g].
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from torch.nn import functional
 
 NAMESPACE = "dcompile_grouped"
 ALIGNMENT_BYTES = 16
-"""What the grouped GEMM wants strides to be multiples of."""
+"""Bytes of which strides must be multiples for the grouped GEMM."""
 MIN_CAPABILITY = (8, 0)
-"""The least compute capability for which PyTorch has a grouped GEMM."""
+"""Lowest compute capability for which PyTorch has a grouped GEMM."""
 CPU_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 _SCHEMAS = (
@@ -34,9 +33,9 @@ _SCHEMAS = (
 
 
 def grouped_mm(input: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """(rows, out) of (rows, in) @ (groups, in, out), each row with the matrix of its group; autograd goes through.
+    """(rows, out) of (rows, in) @ (groups, in, out): each row times the matrix of its group; differentiable.
 
-    Rows behind the last group are 0, or anything where PyTorch's grouped GEMM runs, which leaves them out.
+    Rows after the last group are 0. Where PyTorch's grouped GEMM runs, which skips them, they are undefined.
     """
     if has_grouped_gemm(input, weight):
         return _ops().mm(input, weight, offsets)  # type: ignore[no-any-return]
@@ -44,7 +43,7 @@ def grouped_mm(input: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor)
 
 
 def autocast_grouped_mm(input: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """`grouped_mm` in autocast's dtype where autocast is on, as it has linear layers; eager's keeps the weight's."""
+    """`grouped_mm` in autocast's dtype where autocast is on, like linear layers; eager keeps the weight's dtype."""
     kind = weight.device.type
     if torch.is_autocast_enabled(kind) and weight.dtype == torch.float32:
         dtype = torch.get_autocast_dtype(kind)
@@ -53,7 +52,7 @@ def autocast_grouped_mm(input: torch.Tensor, weight: torch.Tensor, offsets: torc
 
 
 def has_grouped_gemm(input: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether PyTorch's grouped GEMM takes these operands, forward and backward, without waiting for the host."""
+    """Whether PyTorch's grouped GEMM supports these operands, forward and backward, without waiting for the host."""
     if input.dtype != weight.dtype or not _has_rows_or_columns(weight):
         return False
     wide = ALIGNMENT_BYTES // weight.element_size()
@@ -65,13 +64,13 @@ def has_grouped_gemm(input: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _has_rows_or_columns(weight: torch.Tensor) -> bool:
-    """Whether each group's matrix is stored by rows or by columns, without gaps."""
+    """Whether each group's matrix is row-major or column-major, without gaps."""
     _, height, width = weight.shape
     return tuple(weight.stride()[1:]) in ((width, 1), (1, height))
 
 
 def _is_capable(device: torch.device) -> bool:
-    """Where no GPU is, graphs are only planned, for those that dcompile has kernels for."""
+    """Whether a device has a grouped GEMM. Without a GPU, graphs are only planned, for GPUs that dcompile supports."""
     return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
@@ -91,7 +90,7 @@ def _outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> to
 
 
 def _by_rows(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix as the grouped GEMM takes it: gradients may be expanded, and rows start anywhere."""
+    """Make a matrix suitable for the grouped GEMM: gradients may be expanded, and rows may be unaligned."""
     step = matrix.stride(0) * matrix.element_size()
     plain = matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1] and step % ALIGNMENT_BYTES == 0
     aligned = plain and matrix.data_ptr() % ALIGNMENT_BYTES == 0
@@ -123,7 +122,7 @@ def _outer_each(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> 
 
 
 def _sizes(ends: torch.Tensor, rows: int) -> list[int]:
-    """Rows of each group, and of none."""
+    """Number of rows of each group, and of those after the last group."""
     marks = [0, *ends.tolist(), rows]
     return [end - start for start, end in pairwise(marks)]
 
@@ -148,7 +147,7 @@ def _save(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
 
 
 def _backward(mm: str, outer: str) -> Any:
-    """The backward of one pair's `mm`."""
+    """Backward of one pair's `mm`."""
 
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         input, weight, offsets = ctx.saved_tensors
@@ -156,7 +155,7 @@ def _backward(mm: str, outer: str) -> Any:
         if ctx.needs_input_grad[0]:
             by_input = getattr(_ops(), mm)(grad, weight.transpose(1, 2), offsets)
         if ctx.needs_input_grad[1]:
-            # stored as the weight is: a parameter's gradient takes its strides without a copy
+            # stored like the weight: a parameter's gradient takes its strides without a copy
             if weight.stride(1) == 1 and weight.stride(2) != 1:
                 by_weight = getattr(_ops(), outer)(grad, input, offsets).transpose(1, 2)
             else:
@@ -188,4 +187,4 @@ def _ops() -> Any:
 
 
 _LIBRARY = _register()
-"""Operators live as long as this."""
+"""Library of the operators, which exist as long as this object."""

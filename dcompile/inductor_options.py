@@ -1,7 +1,7 @@
-"""Options of TorchInductor that change nothing here, and why: an existing `torch.compile` call needs no edit.
+"""Options of TorchInductor that have no effect here, with reasons: an existing `torch.compile` call needs no change.
 
-Listed are options that are safe to ignore: they tune speed, compile time or diagnostics of another compiler. Options
-that change values, memory that a caller sees, or what is checked are unknown, and so errors.
+The listed options are safe to ignore: they tune speed, compile time or diagnostics of another compiler. Options that
+change values, memory that a caller sees, or checks are unknown, and raise errors.
 """
 
 from __future__ import annotations

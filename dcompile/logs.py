@@ -1,9 +1,9 @@
-"""The loggers `dcompile` and `dcompile.<channel>`: everything that the compiler writes for people goes through them.
+"""The loggers `dcompile` and `dcompile.<channel>`, through which the compiler writes everything for people.
 
-Records go to the user's handlers, those of these loggers or of the root logger. Where there are none, they are written
-as plain lines to the stderr of that moment, much as `logging.lastResort` would. Nothing is attached to any logger.
+Records go to the user's handlers, those of these loggers or of the root logger. Without handlers, they are written as
+plain lines to the current stderr, much as `logging.lastResort` would. Nothing is attached to any logger.
 
-Reporting never breaks what is reported on: handlers may raise, and streams may be absent, closed or full.
+An error in reporting never breaks the run: handlers may raise, and streams may be absent, closed or full.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import os
 import sys
 from typing import TextIO
 
-from dcompile.config import CHANNELS, Config, parse_log
+from dcompile.config import Config
+from dcompile.log_setting import CHANNELS, parse_log
 
 DEFAULT_LEVEL = logging.INFO
-"""Of the logger `dcompile`, unless its level was set: the receipt is to be seen."""
+"""Default level of the logger `dcompile`, so that the receipt is visible."""
 
 
 def rank() -> int:
-    """This process's rank as torchrun gives it (0 outside a job); needs no process group."""
+    """This process's rank as torchrun sets it (0 outside of a job); needs no process group."""
     value = os.environ.get("RANK", "0")
     return int(value) if value.isdigit() else 0
 
 
 def write(stream: TextIO | None, text: str) -> bool:
-    """Write `text` to a stream and flush it; whether that worked. Raises nothing: a stream may raise anything.
+    """Write `text` to a stream and flush it. Return whether that worked; never raises, whatever the stream raises.
 
     `stream` is None in a process without a console. Characters outside its encoding are written as escapes.
     """
@@ -46,7 +47,7 @@ def write(stream: TextIO | None, text: str) -> bool:
 
 
 def _above_progress_bars(stream: TextIO) -> contextlib.AbstractContextManager[None]:
-    """Take tqdm's bars off the terminal while a line is written there, and draw them again below it."""
+    """Hide tqdm's progress bars while a line is written to the terminal, and redraw them below it."""
     bars = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
     if bars is None or not stream.isatty():
         return contextlib.nullcontext()
@@ -55,24 +56,24 @@ def _above_progress_bars(stream: TextIO) -> contextlib.AbstractContextManager[No
 
 
 def flush_streams() -> None:
-    """Flush what was printed, before a process ends by `os._exit`; it must come to that whatever a stream raises."""
+    """Flush stdout and stderr before a process ends by `os._exit`, whatever a stream raises."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
 
 
 def report(level: int, text: str) -> None:
-    """Log a line on the logger `dcompile`, on any rank: the receipt, warnings, errors. Raises nothing."""
+    """Log a line on the logger `dcompile`, on any rank: the receipt, warnings, errors. Never raises."""
     logger = logging.getLogger("dcompile")
-    threshold = logger.level or DEFAULT_LEVEL  # not the root logger's: it warns only, unless the user says otherwise
+    threshold = logger.level or DEFAULT_LEVEL  # not the root logger's, which is WARNING by default
     if logger.manager.disable < level and level >= threshold:
         _emit(logger, level, text)
 
 
 def is_logged(config: Config, channel: str, level: int) -> bool:
-    """Whether a line of this level would be logged on a channel: ask before making a line that costs time.
+    """Whether a line of this level would be logged on a channel. Check it before building an expensive line.
 
-    Either option `log` or the logger's own level lets it through; on rank 0, or on each if `log` names `all`.
+    Option `log` or the logger's own level must allow it, on rank 0, or on each rank if `log` names `all`.
     """
     assert channel in CHANNELS, f"unknown log channel {channel}"
     setting = parse_log(config.log)
@@ -83,13 +84,13 @@ def is_logged(config: Config, channel: str, level: int) -> bool:
 
 
 def log(config: Config, channel: str, level: int, text: str) -> None:
-    """Log a line on a channel, if `is_logged` says so. Raises nothing."""
+    """Log a line on a channel, if `is_logged` allows it. Never raises."""
     if is_logged(config, channel, level):
         _log(config, channel, level, text)
 
 
 def log_code(config: Config, text: str) -> None:
-    """Log generated code on the channel `kernels`, whatever its level: torch's own settings ask for it."""
+    """Log generated code on the channel `kernels`, whatever its level: torch's own settings request it."""
     if rank() == 0 or parse_log(config.log).every_rank:
         _log(config, "kernels", logging.DEBUG, text)
 
@@ -100,9 +101,9 @@ def _log(config: Config, channel: str, level: int, text: str) -> None:
 
 
 def _emit(logger: logging.Logger, level: int, text: str) -> None:
-    """Hand a record to the user's handlers, or write a plain line if there are none.
+    """Pass a record to the user's handlers, or write a plain line if there are none.
 
-    The level was compared before: option `log` of one model lets through what the logger's level may not.
+    The level was checked before: option `log` of one model may allow what the logger's level does not.
     """
     with contextlib.suppress(Exception):
         frame = sys._getframe()

@@ -1,7 +1,7 @@
-"""What a machine can do, as far as the schedule of a program depends on it: immutable values, measured or from a table.
+"""Machine figures on which the schedule of a program depends: immutable values, measured or from a table.
 
-Passes get a `Figures` and ask no device, so that equal figures give equal plans. The table holds rounded figures by
-kind of device, each with its source. `runtime/measure/calibration.py` measures a machine once, rounds, and keeps it.
+Passes get a `Figures` and query no device, so that equal figures give equal plans. The table holds rounded figures by
+kind of device, each with its source. `runtime/measure/calibration.py` measures a machine once, rounds, and stores them.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from dcompile.ir.collective_kinds import COLLECTIVES, CollectiveKind
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Collectives within groups of up to `ranks` ranks.
+    """Speed of collectives within groups of up to `ranks` ranks.
 
-    `gbs` is the bus bandwidth, 10^9 bytes a second: what of a ring's traffic passes one rank
-    (nccl-tests, doc/PERFORMANCE.md); of a network, what each rank of a node adds to it. `latency_us` is what any
-    collective takes, `hop_us` what passing on from one rank to the next adds.
+    `gbs` is the bus bandwidth in 10^9 bytes a second: the ring traffic that passes one rank (nccl-tests,
+    doc/PERFORMANCE.md). For a network, it is the part that each rank of a node adds. `latency_us` is the fixed time of
+    any collective, `hop_us` the additional time for each hop from one rank to the next.
     """
 
     ranks: int
@@ -28,52 +30,55 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One device and its links. Rates are those of large work; `*_us` is the least time that a piece of work takes."""
+    """Figures of one device and its links.
+
+    Rates are those of large work; `*_us` is the least time of a unit of work.
+    """
 
     name: str
     memory_gbs: float
-    """Memory traffic, reads and writes together, 10^9 bytes a second."""
+    """Memory traffic, reads and writes together, in 10^9 bytes a second."""
     tflops: tuple[tuple[str, float], ...]
-    """(dtype, 10^12 operations a second of large matrix products); float32 stands for what is not listed."""
+    """(dtype, 10^12 operations a second of large GEMMs); float32 also applies to dtypes that are not listed."""
     attention: float
-    """Part of that rate which attention kernels reach."""
+    """Part of that rate that attention kernels reach."""
     arithmetic_gops: float
-    """Additions a second inside our own kernels, 10^9, all lanes together."""
+    """Additions inside dcompile's kernels, in 10^9 a second, over all vector lanes."""
     kernel_us: float
-    """Least time of one kernel of ours."""
+    """Least time of one kernel of dcompile's."""
     library_us: float
     """Least time of one library call."""
     links: tuple[Link, ...]
-    """Within a node, by group size, ascending; the last one's size is that of a node."""
+    """Links within a node by group size, ascending; the last one's size is that of a node."""
     network: Link | None = None
-    """Between nodes; None: all ranks are in one."""
+    """Link between nodes; None: all ranks are in one."""
     interference: float = 0.0
-    """By what part of a collective's time the work that runs beside it takes longer."""
+    """Slowdown of concurrent work, as a part of a collective's time."""
     member_us: float = 0.0
-    """What each further tensor adds to a collective on several; 0 where the backend makes one message of them."""
+    """Time of each further tensor of a collective; 0 where the backend packs them into one message."""
     crowding: float = 0.0
-    """By what part of its time a collective takes longer while something is computed."""
+    """Slowdown of a collective, as a part of its time, while something is computed."""
     copy_gbs: float = 0.0
-    """What one rank can copy from another one's memory of the same node, 10^9 bytes a second; 0: nothing."""
+    """Rate of copies from another rank's memory in the same node, in 10^9 bytes a second; 0: none."""
     sustained: float = 1.0
-    """Part of the products' rates that lasts for more than a second: at their power limit, GPUs slow their clocks."""
+    """Part of GEMM rates that lasts for more than a second: GPUs reduce their clocks at the power limit."""
 
     def rate(self, dtype: str) -> float:
-        """Operations a second of large matrix products, in training."""
+        """Operations a second of large GEMMs, in training."""
         rates = dict(self.tflops)
         return rates.get(dtype, rates["float32"]) * 1e12 * self.sustained
 
     def link(self, ranks: int) -> Link:
-        """How so many ranks of one node are connected."""
+        """Link of a group of so many ranks in one node."""
         return next((link for link in self.links if link.ranks >= ranks), self.links[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """A process group: how many ranks it has, and which communicator it is, whose collectives run one after another.
+    """A process group: its number of ranks, and its communicator, whose collectives run one after another.
 
-    `replicas`: among how many of its like what it has reduced is summed up again (HSDP). `copies`: its gathers are
-    copies from the other ranks' memory, which take no processors.
+    `replicas`: number of such groups among which reduced data is summed again (HSDP). `copies`: its gathers are copies
+    from peer memory, which take no multiprocessors.
     """
 
     ranks: int = 2
@@ -82,27 +87,20 @@ class GroupSize:
     copies: bool = False
 
 
-RING_FACTOR: Mapping[str, int] = {
-    "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1, "broadcast": 1,
-}  # fmt: skip
-"""How often a ring of n ranks moves (n-1)/n of the whole buffer past each rank: Thakur, Rabenseifner, Gropp,
-"Optimization of Collective Communication Operations in MPICH", IJHPCA 19 (2005); an all-reduce is a reduce-scatter and
-an all-gather."""
-
-
 LEAST_COPIED = 32 << 20
-"""Where a model's gathers are smaller, on average, one kernel is quicker than a copy for each parameter and rank (two
-H200: 13.5 MiB for each layer of a model of 160 M)."""
+"""Average bytes of a model's gathers below which one kernel is faster than a copy for each parameter and rank (two
+H200: 13.5 MiB for each layer of a model of 160 M).
+"""
 COPY_US = 15.0
-"""What the copies of one gather take beside their bytes (two H200: nine of 2 KiB to 17 MiB)."""
+"""Fixed time of one gather's copies, without their bytes (two H200: nine of 2 KiB to 17 MiB)."""
 
 
-def collective_seconds(figures: Figures, kind: str, nbytes: int, ranks: int, stride: int = 1) -> float:
-    """Time of one collective on a buffer of `nbytes`, the whole one (what a gather writes, a reduction reads).
+def collective_seconds(figures: Figures, kind: CollectiveKind, nbytes: int, ranks: int, stride: int = 1) -> float:
+    """Time of one collective on a whole buffer of `nbytes` (what a gather writes, a reduction reads).
 
-    Latency of a ring, or of a tree for an all-reduce if that is shorter, plus the ring's traffic over the slowest link;
-    several rings share a node's adapters (as in NCCL, src/graph/tuning.cc). Ranks of the group lie `stride` apart, and
-    ranks of a node next to one another.
+    It is the ring's latency plus its traffic over the slowest link; for an all-reduce, the latency of a tree if that is
+    shorter. Several rings share a node's adapters (as in NCCL, src/graph/tuning.cc). Global ranks of the group are
+    `stride` apart, and ranks of a node are consecutive.
     """
     if ranks <= 1:
         return figures.library_us * 1e-6
@@ -111,19 +109,20 @@ def collective_seconds(figures: Figures, kind: str, nbytes: int, ranks: int, str
     inside = max(1, min(ranks, node // stride)) if network else ranks
     link = figures.link(inside)
     nodes = -(-ranks // inside)
-    rounds = RING_FACTOR[kind]
+    traits = COLLECTIVES[kind]
+    rounds = traits.ring_passes
     latency, gbs = link.latency_us + rounds * (ranks - nodes) * link.hop_us, link.gbs
     if network is not None:
         gbs = min(network.gbs * inside, link.gbs if inside > 1 else network.gbs)
         latency = network.latency_us + rounds * ((ranks - nodes) * link.hop_us + (nodes - 1) * network.hop_us)
-        if kind == "all_reduce":
+        if traits.has_tree:
             deep = 2 * ((inside - 1) * link.hop_us + 2 * math.ceil(math.log2(nodes)) * network.hop_us)
             latency = min(latency, network.latency_us + deep)
     return latency * 1e-6 + rounds * nbytes * (ranks - 1) / ranks / (gbs * 1e9)
 
 
 def copying_seconds(figures: Figures, nbytes: int, ranks: int) -> float:
-    """Time in which a rank copies what it lacks of a gathered buffer of `nbytes` from the others' memory."""
+    """Time in which a rank copies the missing part of a gathered buffer of `nbytes` from peer memory."""
     return COPY_US * 1e-6 + nbytes * (ranks - 1) / ranks / (figures.copy_gbs * 1e9)
 
 
@@ -139,21 +138,21 @@ CPU = Figures(
     links=(Link(1 << 20, gbs=1.0, latency_us=150.0, hop_us=50.0),),
     interference=0.5,
 )
-"""One core of a server: orders of magnitude, since cores, threads and other jobs vary; measure to know better."""
+"""One core of a server: orders of magnitude, since cores, threads and other jobs vary; measure for better figures."""
 
 _NVLINK4 = (
     Link(2, gbs=260.0, latency_us=26.0, hop_us=1.9),  # two H200, NCCL: 265 GB/s from 116 to 416 MiB
     Link(8, gbs=340.0, latency_us=24.0, hop_us=1.9),  # nccl-tests on DGX H100: 340 to 370 of 450 GB/s each way
 )
 _INFINIBAND_400 = Link(1 << 20, gbs=45.0, latency_us=35.0, hop_us=4.0)
-"""DGX H100: one ConnectX-7 of 400 Gb/s for each GPU, 90 % of 50 GB/s. Hops as NCCL's tuning.cc has them (LL128)."""
+"""DGX H100: one ConnectX-7 of 400 Gb/s for each GPU, 90 % of 50 GB/s. Hops are from NCCL's tuning.cc (LL128)."""
 
 TABLE: Mapping[str, Figures] = {
     "cpu": CPU,
     "h200": Figures(
         "h200",
         memory_gbs=4100.0,  # kernels of a 1B Llama's step, 34 GB in 8.5 ms; a copy: 4270; data sheet: 4800
-        # bf16: all products of that step, 51 TFLOP in 70 ms; data sheet: 989
+        # bf16: all GEMMs of that step, 51 TFLOP in 70 ms; data sheet: 989
         tflops=(("float32", 50.0), ("bfloat16", 740.0), ("float16", 740.0), ("float64", 60.0)),
         attention=0.37,  # causal, heads of 64, forward and backward: 3.8 TFLOP of that step in 13.8 ms
         arithmetic_gops=30000.0,
@@ -161,8 +160,7 @@ TABLE: Mapping[str, Figures] = {
         library_us=4.0,
         links=_NVLINK4,
         network=_INFINIBAND_400,
-        # beside 18 reductions and 34 gathers of 116 MiB on two, kernels take 6 ms longer than alone; the collectives
-        # take 20 to 22 ms together, and alone 13.7
+        # 18 reductions and 34 gathers on two: kernels take 6 ms longer than alone (docs/lab/runtime.md, R11)
         interference=0.45,
         crowding=0.5,
         copy_gbs=360.0,  # two H200, one stream, nine copies of 61 MB in all: 168 us
@@ -200,7 +198,7 @@ TABLE: Mapping[str, Figures] = {
         member_us=2.5,
     ),
 }
-"""By kind of device. Rates of matrix products are 80 to 90 % of the data sheet's dense ones, as large ones reach."""
+"""Figures by kind of device. GEMM rates are 80 to 90 % of the data sheet's dense ones, as large GEMMs reach."""
 
 
 FABRICS: Mapping[str, Figures] = {
@@ -211,17 +209,17 @@ FABRICS: Mapping[str, Figures] = {
     "h100-eth100": replace(TABLE["h100"], name="h100-eth100", network=Link(1 << 20, 10.0 / 8, 80.0, 25.0)),
     "h200-eth100": replace(TABLE["h200"], name="h200-eth100", network=Link(1 << 20, 10.0 / 8, 80.0, 25.0)),
 }
-"""What `dcompile.simulate` compares: nodes of eight GPUs, and what is between the nodes."""
+"""Machines that `dcompile.simulate` compares: nodes of eight GPUs, and the network between them."""
 
 
 def table_figures(device: str) -> Figures:
-    """The table's line for a device, named "cpu" or as its driver names it; the nearest of it for an unknown GPU."""
+    """Table entry of a device, named "cpu" or as its driver names it; that of the H100 for an unknown GPU."""
     name = device.lower()
     return next((figures for kind, figures in TABLE.items() if kind in name), TABLE["h100"])
 
 
 def round_figures(figures: Figures) -> Figures:
-    """Every rate and time to the nearest power of the fourth root of two, so that noise seldom changes a plan."""
+    """Round every rate and time to powers of the fourth root of two, so that noise seldom changes a plan."""
     return replace(
         figures,
         memory_gbs=_round(figures.memory_gbs),
@@ -245,7 +243,7 @@ def _round(value: float) -> float:
 
 
 def to_record(figures: Figures) -> dict[str, object]:
-    """As JSON can say it."""
+    """Convert to JSON types."""
     links = [*figures.links, *filter(None, (figures.network,))]
     return {name: getattr(figures, name) for name in _PLAIN} | {
         "tflops": [list(pair) for pair in figures.tflops],
@@ -260,7 +258,7 @@ _PLAIN = ("name", *_RATES, *_PARTS)
 
 
 def from_record(record: Mapping[str, object]) -> Figures:
-    """What `to_record` was given. Raises ValueError where the record is no such thing."""
+    """Inverse of `to_record`. Raises ValueError for any other record."""
     try:
         rates = {field: _positive(record[field]) for field in _RATES}
         parts = {field: _number(record[field]) for field in _PARTS}

@@ -1,6 +1,6 @@
-"""What the rows of `pipeline.py` are: passes, when each is on, and what a pass over an FX graph reports.
+"""Rows of `pipeline.py`: passes, their conditions, and the report of a pass over an FX graph.
 
-`DCOMPILE_SKIP=name,name` leaves passes out, and `DCOMPILE_UNTIL=name` stops after one, in whichever list it is.
+`DCOMPILE_SKIP=name,name` skips passes, and `DCOMPILE_UNTIL=name` stops after one, in any list.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dcompile.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class PassReport:
-    """What a pass over an FX graph did: how much it changed, and lines for people.
+    """Result of a pass over an FX graph: the number of changes, and lines for people.
 
-    `fallbacks` counts, by reason, what it found and could not rewrite; the receipt shows them.
+    `fallbacks` counts, by reason, patterns that it found and could not rewrite; the receipt shows them.
     """
 
     changes: int = 0
@@ -26,18 +26,18 @@ class PassReport:
 
 
 def always(config: Config) -> bool:
-    """The condition of a pass that every graph needs."""
+    """Condition of a pass that every graph needs."""
     del config
     return True
 
 
 def with_own_kernels(config: Config) -> bool:
-    """The condition of a pass that serves kernels of ours."""
+    """Condition of a pass that serves dcompile's own kernels."""
     return config.own_kernels
 
 
 def nothing(request: Any) -> tuple[Any, ...]:
-    """What a pass is given that takes the graph alone."""
+    """Arguments of a pass that takes only the graph: none."""
     del request
     return ()
 
@@ -46,8 +46,8 @@ def nothing(request: Any) -> tuple[Any, ...]:
 class GraphPass:
     """A rewrite of an FX graph, in place: `run(gm, *given(request))`.
 
-    `request` is a `capture.graph_pass.GraphRequest`. `stages`: the graphs that it rewrites, "dynamo" for what
-    TorchDynamo captured, "joint" for forward and backward in one, "inference" for a forward alone.
+    `request` is a `capture.graph_pass.GraphRequest`. `stages`: the graphs that it rewrites. "dynamo" is the graph that
+    TorchDynamo captured, "joint" forward and backward in one, "inference" a forward alone.
     """
 
     run: Callable[..., PassReport]
@@ -55,37 +55,37 @@ class GraphPass:
     when: Callable[[Config], bool] = always
     stages: tuple[str, ...] = ("dynamo",)
     required: bool = False
-    """Whether it may not be left out."""
+    """Whether it cannot be skipped."""
 
     @property
     def name(self) -> str:
-        """The name in logs, dumps, and the options `skip` and `until`."""
+        """Name in logs, dumps, and the options `skip` and `until`."""
         return self.run.__name__
 
 
 @dataclass(frozen=True, slots=True)
 class OutputStep:
-    """What is done to the results of a program, call after call: `run(results, plan)`, in place.
+    """A change to the results of a program in each call: `run(results, plan)`, in place.
 
-    `plan(gm, request)` is made once, when the program is compiled. Where it is empty, there is nothing to do. `request`
-    is a `capture.output_steps.OutputRequest`. `stages`: "forward" of a training graph, or "inference".
+    `plan(gm, request)` is computed once, when the program is compiled. An empty plan means that there is nothing to do.
+    `request` is a `capture.output_steps.OutputRequest`. `stages`: "forward" of a training graph, or "inference".
     """
 
     run: Callable[[list[Any], Any], None]
     plan: Callable[[Any, Any], Any]
     stages: tuple[str, ...]
     rewrites: bool = False
-    """Whether planning changes what the graph returns: it comes behind all others then."""
+    """Whether planning changes the graph's results: it then comes after all others."""
 
     @property
     def name(self) -> str:
-        """The name in the printed list."""
+        """Name in the printed list."""
         return self.run.__name__
 
 
 @dataclass(frozen=True, slots=True)
 class GraphPasses:
-    """The rows that capturing needs, as the settings leave them."""
+    """Rows that capture needs, as selected by the settings."""
 
     dynamo: Sequence[GraphPass]
     joint: Sequence[GraphPass]
@@ -93,22 +93,22 @@ class GraphPasses:
 
 
 class Row(Protocol):
-    """A pass of any list, as selecting sees it."""
+    """A pass of any list, as needed for selection."""
 
     @property
     def name(self) -> str:
-        """Its name, unique in all lists."""
+        """Name, unique in all lists."""
 
     @property
     def required(self) -> bool:
-        """Whether it may not be left out."""
+        """Whether it cannot be skipped."""
 
 
 R = TypeVar("R", bound=Row)
 
 
 def check_names(config: Config, lists: Sequence[Sequence[Row]]) -> None:
-    """Raise OptionError if `skip` or `until` names a pass that there is not."""
+    """Raise OptionError if `skip` or `until` names an unknown pass."""
     names = [row.name for rows in lists for row in rows]
     for wanted in filter(None, (*config.skip.split(","), config.until)):
         if wanted not in names:
@@ -116,7 +116,7 @@ def check_names(config: Config, lists: Sequence[Sequence[Row]]) -> None:
 
 
 def select_rows(config: Config, rows: Sequence[R], earlier: Sequence[Sequence[Row]] = ()) -> tuple[R, ...]:
-    """The rows that `skip` and `until` leave: all required ones, and others up to where a list says to stop.
+    """Rows that `skip` and `until` leave: all required ones, and others up to the pass to stop after.
 
     `earlier` are the lists that run before this one.
     """

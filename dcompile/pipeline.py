@@ -1,9 +1,9 @@
 """Every pass of every stage, in order: the table of contents of the compiler.
 
-A row is a pass, what of the request it is given, when it is on, and what it does to sums. `driver.py` runs the loop
-passes, `capture/graph_pass.py` those over FX graphs, `codegen/emit/cpp/kernel.py` those over the nest of a kernel.
-`DCOMPILE_DUMP` writes the graph or program behind each pass, `DCOMPILE_SKIP` leaves some out, `DCOMPILE_UNTIL` stops
-after one.
+A row is a pass, its arguments from the request, its condition, and its effect on the order of sums. `driver.py` runs
+the loop passes, `capture/graph_pass.py` those over FX graphs. `codegen/emit/cpp/kernel.py` runs those over the nest of
+a kernel. `DCOMPILE_DUMP` writes the graph or program after each pass, `DCOMPILE_SKIP` skips some, and `DCOMPILE_UNTIL`
+stops after one.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ DYNAMO_PASSES: tuple[GraphPass, ...] = (
     GraphPass(view_unfold_by_slices, required=True),
     GraphPass(recognize_causal_masks, when=with_own_kernels),
     GraphPass(decompose_decode_attention, when=with_own_kernels),
-    # after masks: attention that has one of its own is left alone
-    GraphPass(use_grouped_query_attention, lambda request: (request.device_kind,), when=with_own_kernels),
+    # after masks: attention with a mask is left unchanged
+    GraphPass(use_grouped_query_attention, lambda request: (request.planned_for,), when=with_own_kernels),
     GraphPass(
         chunk_losses,
         lambda request: (request.config.chunked_loss,),
@@ -97,10 +97,10 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     GraphPass(drop_saved_pool_inputs, stages=("joint",), when=with_own_kernels),
     GraphPass(recompute_loss_chunks, stages=("joint",), required=True),
     GraphPass(save_random_values, stages=("joint",), required=True),
-    # last: what it marks must be what the partitioner sees
+    # last: the partitioner must see what it marks
     GraphPass(recompute_views, lambda request: (request.sharded_parameters,), stages=("joint",), required=True),
 )
-"""Rewrites of a joint graph before it is cut into forward and backward, and of an inference graph."""
+"""Rewrites of a joint graph before its partition into forward and backward, and of an inference graph."""
 
 
 OUTPUT_STEPS: tuple[OutputStep, ...] = (
@@ -109,7 +109,7 @@ OUTPUT_STEPS: tuple[OutputStep, ...] = (
         lambda gm, request: saved_in_same_memory(gm, request.views, request.count),
         stages=("forward",),
     ),
-    # before views as other dtypes: those are made of tensors that are told apart
+    # before views as other dtypes, which are made of the separated tensors
     OutputStep(separate_results, lambda gm, _: results_to_separate(gm), stages=("inference",)),
     OutputStep(
         view_as_dtypes,
@@ -123,7 +123,7 @@ OUTPUT_STEPS: tuple[OutputStep, ...] = (
         lambda gm, request: constant_results_to_separate(gm, request.constant),
         stages=("forward",),
     ),
-    # last: what has no gradient is detached whatever it is a view of
+    # last: results without a gradient are detached, whatever they are views of
     OutputStep(
         detach_results,
         lambda gm, request: results_to_detach(gm, request.constant, request.count),
@@ -131,14 +131,14 @@ OUTPUT_STEPS: tuple[OutputStep, ...] = (
     ),
     OutputStep(repeat_results, lambda gm, _: repeated_results(gm), stages=("inference",)),
 )
-"""What runs on the results of a program, and what each of them has to do with a graph."""
+"""Steps on the results of a program, with the plan that each makes from a graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoopPass:
     """A rewrite of the program: `run(program, *given(request))`, a new program.
 
-    Without `reorders_sums` outputs are bitwise those of before; with it, up to the order of reductions.
+    Without `reorders_sums`, outputs are bitwise equal to those before; with it, up to the order of reductions.
     """
 
     run: Callable[..., Program]
@@ -149,13 +149,13 @@ class LoopPass:
 
     @property
     def name(self) -> str:
-        """The name in logs, dumps, and the options `skip` and `until`."""
+        """Name in logs, dumps, and the options `skip` and `until`."""
         return self.run.__name__
 
 
 @functools.cache
 def loop_passes() -> tuple[LoopPass, ...]:
-    """The rows of `LOOP_PASSES`, made when first asked for: a start from the cache loads no scheduler."""
+    """Rows of `LOOP_PASSES`, created at first use: a start from the cache loads no scheduler."""
     from dcompile.codegen.schedule.fusion.accumulate_matmuls import accumulate_matmuls
     from dcompile.codegen.schedule.fusion.fuse import fuse
     from dcompile.codegen.schedule.fusion.inner_loop_order import order_inner_loops
@@ -182,23 +182,23 @@ def loop_passes() -> tuple[LoopPass, ...]:
 
     return (
         LoopPass(remove_dead_steps, needs_loops=False),
-        # before fusion, which makes one loop of sums and what reads them
+        # before fusion, which makes one loop of sums and their readers
         LoopPass(accumulate_matmuls, reorders_sums=True),
-        # before fusion: what is summed in one pass must not depend on it
+        # before fusion: the rewrite of sums must not depend on it
         LoopPass(use_online_softmax, reorders_sums=True),
         LoopPass(interchange_reductions, reorders_sums=True),
         LoopPass(fuse),
-        # after fusion, which leaves in memory what a reduction stands between
+        # after fusion, which leaves values in memory across a reduction
         LoopPass(rematerialize),
-        # after fusion, which knows loops of one space by the order of their axes
+        # after fusion, which matches loops of one space by the order of their axes
         LoopPass(order_inner_loops, reorders_sums=True),
-        # after fusion, which decides how many rows and columns a kernel has
+        # after fusion, which determines the rows and columns of a kernel
         LoopPass(split_column_reductions, reorders_sums=True),
         LoopPass(split_row_reductions, reorders_sums=True),
         LoopPass(refuse_after_split),
-        # after fusion, which computes what nobody else reads where it is sent: what is left are copies of products
+        # after fusion, which computes unshared values where they are sent: the remaining copies are of matmuls
         LoopPass(send_in_place, needs_loops=False),
-        # after fusion, so that a bucket's all-reduce starts behind the real kernel that writes its last gradient
+        # after fusion, so that a bucket's all-reduce starts after the real kernel that writes its last gradient
         LoopPass(insert_ddp_buckets, lambda request: (request.params, request.rule), needs_loops=False, required=True),
         LoopPass(fold_average, needs_loops=False),
         LoopPass(
@@ -220,9 +220,9 @@ def loop_passes() -> tuple[LoopPass, ...]:
             lambda request: (request.figures, dict(request.groups), request.early_bytes),
             needs_loops=False,
         ),
-        # behind all that moves collectives: it changes the order of neighbours alone
+        # after all passes that move collectives: it only changes the order of neighbours
         LoopPass(group_updates),
-        # behind all that asks what steps cost apart, and before memory: a matmul with an epilogue has no result
+        # after all passes that need costs of single steps, and before memory: a matmul with an epilogue has no result
         LoopPass(fuse_matmul_epilogues, lambda request: (dict(request.endings),), reorders_sums=True),
         LoopPass(plan_memory_for_peak, lambda request: (request.kind == "forward",), needs_loops=False, required=True),
     )
@@ -232,7 +232,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
 class NestPass:
     """A decision about the nest of one C++ kernel: `run(plan)`, the same plan with one more decision.
 
-    Without it results are the same, up to the order of float sums, whichever other rows are left out.
+    Without it, results are the same up to the order of float sums, whichever other rows are skipped.
     """
 
     run: NestDecision
@@ -240,13 +240,13 @@ class NestPass:
 
     @property
     def name(self) -> str:
-        """The name in logs, and the options `skip` and `until`."""
+        """Name in logs, and the options `skip` and `until`."""
         return self.run.__name__
 
 
 @functools.cache
 def nest_passes() -> tuple[NestPass, ...]:
-    """The rows of `NEST_PASSES`, made when first asked for: a start from the cache loads no emitter."""
+    """Rows of `NEST_PASSES`, created at first use: a start from the cache loads no emitter."""
     from dcompile.codegen.emit.cpp.column_sums import collect_columns
     from dcompile.codegen.emit.cpp.hoist import hoist_values
     from dcompile.codegen.emit.cpp.identity_scale import skip_identity_scale
@@ -274,7 +274,7 @@ def nest_passes() -> tuple[NestPass, ...]:
         NestPass(transpose_tiles),
         NestPass(shorten_nans),
         NestPass(hoist_values),
-        # after hoisting: what is made of hoisted values is cheap
+        # after hoisting: values computed from hoisted ones are cheap
         NestPass(keep_values),
         NestPass(share_elements),
         NestPass(block_scans, required=True),
@@ -283,10 +283,10 @@ def nest_passes() -> tuple[NestPass, ...]:
         NestPass(stream_stores),
         NestPass(prefetch_next_row),
         NestPass(prefetch_gathers),
-        # after all that says what a pass reads, writes and counts
+        # after all passes that determine what a pass over the row reads, writes and counts
         NestPass(vectorize),
         NestPass(vectorize_rows),
-        # after vectors: their steps are what runs side by side
+        # after vectors, whose steps are interleaved
         NestPass(pipeline_last_pass),
         NestPass(interleave_scans),
         NestPass(interleave_row_sums),

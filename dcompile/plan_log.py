@@ -1,6 +1,6 @@
 """Log lines about a planned and a built graph, on the channels `overlap`, `memory` and `kernels`.
 
-Lines are made only where they are logged: some of them take an analysis of the whole program.
+Lines are built only where they are logged: some of them need an analysis of the whole program.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from logging import DEBUG, INFO
 
-from dcompile.codegen.emit.cpp.compile import Built
+from dcompile.codegen.emit.target import Built
 from dcompile.codegen.schedule.memory.memory_summary import memory_headline, memory_lines
 from dcompile.codegen.schedule.order.overlap_summary import overlap_lines
 from dcompile.collectives.contract import Request
@@ -18,7 +18,7 @@ from dcompile.logs import is_logged, log
 
 
 def log_plan(config: Config, program: Program, request: Request) -> None:
-    """Log what was decided about collectives and memory."""
+    """Log decisions about collectives and memory."""
     name = program.name
     if any(isinstance(step, Collective) for step in program.steps) and is_logged(config, "overlap", DEBUG):
         _log_all(config, "overlap", name, overlap_lines(program, request.figures, dict(request.groups)))

@@ -1,11 +1,11 @@
-"""Random operations as functions of a key: torch operators, with what they mean where no kernel of ours runs them.
+"""Random operations as functions of a key: torch operators, with an implementation for where no kernel runs them.
 
-`torch.ops.dcompile_random` has `uniform`, `normal`, `less` and `bits`. Each takes a size, a `key` (one int64, drawn
-from torch's generator once a call of a graph) and `draw`, which tells the operations of a graph apart. They are pure,
-so a backward computes a mask again instead of saving it. A key of None draws one here: that is for graphs inside
-graphs, to which no key is handed.
+`torch.ops.dcompile_random` has `uniform`, `normal`, `less` and `bits`. Each takes a size, a `key` and `draw`. The key
+is one int64, drawn from torch's generator once per call of a graph; `draw` distinguishes the operations of a graph.
+They are pure, so a backward recomputes a mask instead of saving it. With key None, they draw one: for graphs inside
+graphs, which get no key.
 
-The numbers come from Philox (`ir/philox.py`); `codegen/lower/rules/random.py` says the same in loops.
+The numbers come from Philox (`ir/philox.py`); `codegen/lower/rules/random.py` has the same arithmetic in loops.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dcompile.ir.philox import INCREMENTS, MULTIPLIERS, ROUNDS
 
 NAMESPACE = "dcompile_random"
 KEY_RANGE = (-(2**63), 2**63 - 1)
-"""What a key is drawn from, as `torch.randint` takes it."""
+"""Range from which a key is drawn, as arguments of `torch.randint`."""
 DIGITS = {"float32": 24, "float64": 53, "bfloat16": 8, "float16": 11}
-"""Random bits of a uniform number: as many as the dtype has, so that no number is rounded up to 1. As eager's."""
+"""Random bits of a uniform number: the precision of the dtype, so that no number is rounded up to 1, as in eager."""
 LOW = 0xFFFFFFFF
 
 _SCHEMAS = (
@@ -34,18 +34,18 @@ _SCHEMAS = (
 
 
 def threshold(p: float) -> int | None:
-    """A word (as int32) below this is one of the share `p` of all; None if every word is."""
+    """Limit of words (as int32) for a probability `p`: words below it are true. None if every word is."""
     least = math.ceil(p * 2**32)
     return None if least >= 2**32 else max(least, 0) - 2**31
 
 
 def words(key: torch.Tensor, size: Sequence[int], draw: int, count: int) -> list[torch.Tensor]:
-    """The first `count` words of each element's block, as int64 of 32 bits."""
+    """First `count` words of each element's block, as int64 of 32 bits."""
     position = torch.arange(math.prod(size), dtype=torch.int64, device=key.device)
     a, b = position & LOW, position >> 32
     c, d = torch.full_like(a, draw & LOW), torch.full_like(a, draw >> 32)
     k0, k1 = key & LOW, key >> 32 & LOW
-    for _ in range(ROUNDS):  # products wrap around in 64 bits, and no bit is lost
+    for _ in range(ROUNDS):  # products wrap around in 64 bits without losing bits
         first, second = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c
         a, b, c, d = (second >> 32 & LOW) ^ b ^ k0, second & LOW, (first >> 32 & LOW) ^ d ^ k1, first & LOW
         k0, k1 = k0 + INCREMENTS[0] & LOW, k1 + INCREMENTS[1] & LOW
@@ -53,12 +53,12 @@ def words(key: torch.Tensor, size: Sequence[int], draw: int, count: int) -> list
 
 
 def as_signed(word: torch.Tensor) -> torch.Tensor:
-    """The same 32 bits as a signed number."""
+    """Reinterpret 32 bits as a signed number."""
     return (word ^ 2**31) - 2**31
 
 
 def draw_key(device: torch.device) -> torch.Tensor:
-    """A key from torch's generator of this device."""
+    """Key from torch's generator of this device."""
     return torch.randint(*KEY_RANGE, [1], dtype=torch.int64, device=device)
 
 
@@ -76,7 +76,7 @@ def uniform(
 def normal(
     size: Sequence[int], dtype: torch.dtype, device: torch.device, key: torch.Tensor | None = None, draw: int = 0
 ) -> torch.Tensor:
-    """Standard normal numbers, by Box and Muller from two words."""
+    """Standard normal numbers, by the Box-Muller transform of two words."""
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     first, second = words(draw_key(device) if key is None else key, size, draw, 2)
     share = ((first & 2**31 - 1).to(compute) + 0.5) * 2.0**-31  # in (0, 1]
@@ -87,7 +87,7 @@ def normal(
 def less(
     size: Sequence[int], p: float, device: torch.device, key: torch.Tensor | None = None, draw: int = 0
 ) -> torch.Tensor:
-    """True for the share `p` of all elements."""
+    """Booleans that are true with probability `p`."""
     limit = threshold(p)
     if limit is None:
         return torch.ones(tuple(size), dtype=torch.bool, device=device)
@@ -104,7 +104,7 @@ def bits(
 
 
 def _empty_of(dtype: torch.dtype | None) -> Callable[..., torch.Tensor]:
-    """The shape of a result; `dtype` None where the second argument says it."""
+    """Fake implementation: an empty result. `dtype` None: it is the second argument."""
 
     def empty(size: Any, second: Any, device: Any, key: Any = None, draw: int = 0) -> torch.Tensor:
         return torch.empty(size, dtype=second if dtype is None else dtype, device=device)
@@ -126,14 +126,14 @@ def _register() -> torch.library.Library:
 
 
 _LIBRARY = _register()
-"""Operators live as long as this."""
+"""Library of the operators, which exist as long as this object."""
 
 
 def is_random(target: Any) -> bool:
-    """Is this one of the operators above?"""
+    """Whether a target is one of these operators."""
     return getattr(target, "namespace", None) == NAMESPACE
 
 
 def operators() -> tuple[Any, ...]:
-    """Their packets."""
+    """Overload packets of these operators."""
     return tuple(getattr(torch.ops.dcompile_random, schema.partition("(")[0]) for schema in _SCHEMAS)

@@ -1,9 +1,9 @@
 """Recurrent layers (LSTM, GRU, RNN) as torch operators: one library call forward, and one backward.
 
-`torch.ops.dcompile_rnn.forward` has the arguments of torch's functions (`torch.lstm`), which name the kind, and returns
-the output, the last hidden state, the last cell state (empty but for an LSTM) and the generator's state (empty without
-dropout). AOTAutograd would take torch's functions apart, one time step after another. `backward` runs the forward again
-to differentiate it: what a library saves between the two is its own.
+`torch.ops.dcompile_rnn.forward` takes the arguments of torch's functions (`torch.lstm`), and their name as `kind`. It
+returns the output, the last hidden state, the last cell state (empty except for an LSTM) and the generator's state
+(empty without dropout). AOTAutograd would decompose torch's functions into time steps. `backward` recomputes the
+forward to differentiate it, because a library's intermediate results are private.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ARGUMENTS = (
     "bool train, bool bidirectional, bool batch_first"
 )
 _STATE_BYTES = 5056
-"""Of the CPU's generator."""
+"""Bytes of the CPU generator's state."""
 
 
 def _call(
@@ -45,7 +45,7 @@ def forward(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(output, hidden state, cell state, state of the generator before), stored as `_shapes` says."""
+    """(output, hidden state, cell state, previous state of the generator), with the layouts of `_shapes`."""
     how = has_biases, layers, dropout, train, bidirectional, batch_first
     state = torch.get_rng_state() if dropout and train else torch.empty(0, dtype=torch.uint8, device="cpu")
     output, last, *cell = _call(kind, value, hidden, weights, *how)
@@ -70,7 +70,7 @@ def _shapes(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `forward` returns, without values: in time order, whichever comes first in the shape, as eager's."""
+    """Fake implementation of `forward`: stored in time order, whichever dimension comes first, as eager's."""
     steps, batch = (value.shape[1], value.shape[0]) if batch_first else (value.shape[0], value.shape[1])
     width = hidden[0].shape[-1] * (2 if bidirectional else 1)
     output = value.new_empty((steps, batch, width))
@@ -141,4 +141,4 @@ def _register() -> torch.library.Library:
 
 
 _LIBRARY = _register()
-"""Operators live as long as this."""
+"""Library of the operators, which exist as long as this object."""

@@ -1,4 +1,4 @@
-"""What generated code depends on besides its input: processor, C++ compiler, OpenMP run time, and our own source."""
+"""Dependences of generated code besides its input: processor, C++ compiler, OpenMP run time, and dcompile's source."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 COMPILERS = (("g++",), ("c++",), ("clang++",))
-"""Tried in this order where CXX is not set."""
+"""Commands that are tried in this order if CXX is not set."""
 
 
 def compilers() -> list[tuple[str, ...]]:
-    """The commands that may be the compiler: $CXX, or the usual ones."""
+    """Commands that may be the compiler: $CXX, or the usual ones."""
     chosen = tuple(shlex.split(os.environ.get("CXX", "")))
     return [chosen] if chosen else list(COMPILERS)
 
 
 def compiler_stamp() -> str:
-    """Which compiler would be used, without starting it: command, and place, size and date of its files."""
+    """Identify the compiler without starting it: its command, and path, size and date of its files."""
     for command in compilers():
         if shutil.which(command[0]):
             files = [found for word in command if (found := shutil.which(word))]  # `ccache g++` is two
@@ -40,7 +40,7 @@ def _stamp(file: str) -> str:
 
 @functools.cache
 def cpu_features() -> str:
-    """What -march=native stands for on this machine: a kernel built elsewhere may not run here."""
+    """Processor features that -march=native selects: a kernel built elsewhere may not run here."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         wanted = ("vendor_id", "flags", "Features", "cpu family", "model\t", "CPU part")
@@ -51,7 +51,7 @@ def cpu_features() -> str:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets of this processor, as Linux names them; none where they are not known."""
+    """Instruction sets of this processor, as Linux names them; empty where they are not known."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         found = [line.split(":", 1)[1] for line in lines if line.startswith(("flags", "Features"))]
@@ -60,7 +60,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def boot() -> str:
-    """Names this boot of this machine: processes on it share one clock, and its memory. Empty where it is not known."""
+    """Identifier of this boot of this machine, whose processes share one clock and memory; empty if not known."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -68,43 +68,46 @@ def boot() -> str:
 
 
 def own_products(matmul: str) -> bool:
-    """Whether matrix products are computed by a kernel of ours under this setting (`Config.matmul`)."""
+    """Whether matmuls use dcompile's own kernel under this setting (`Config.matmul`)."""
     return matmul == "own" or (matmul == "auto" and own_products_pay())
 
 
 def caches_are_far() -> bool:
-    """Whether the third level cache takes so long that loops have to ask for what they read: Intel's servers, where
-    it lies in pieces beside all cores. (With AVX-512: its desktop processors since 2021 have none.)"""
+    """Whether the third-level cache is so slow that loops should prefetch.
+
+    That holds for Intel's servers, whose cache is distributed over the cores. AVX-512 identifies them: desktop
+    processors since 2021 lack it.
+    """
     features = cpu_features().split()
     return "avx512f" in features and "GenuineIntel" in features
 
 
 @functools.cache
 def cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """The size of the largest cache that a core reads through; 0 where it is not known."""
+    """Bytes of the largest cache that a core reads through; 0 if not known."""
     sizes = [0]
     for cache in caches.glob("index*"):
-        with contextlib.suppress(OSError):  # not every kernel tells every size
+        with contextlib.suppress(OSError):  # not every kernel reports every size
             found = re.fullmatch(r"(\d+)([KMG]?)", (cache / "size").read_text().strip())
             sizes += [int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[found[2]]] if found else []
     return max(sizes)
 
 
 def own_products_pay() -> bool:
-    """Whether matrix products of ours are faster than ATen's: MKL leaves AVX-512 idle on processors not Intel's."""
+    """Whether dcompile's matmuls are faster than ATen's: MKL does not use AVX-512 on other processors than Intel's."""
     features = cpu_features().split()
     return "avx512f" in features and "GenuineIntel" not in features
 
 
 def products_key() -> str:
-    """A key for the kernel of matrix products that is known without its text, which a warm start does not load."""
+    """Key of the GEMM kernel, known without its text, which a warm start does not load."""
     parts = ("products", own_source(), compiler_stamp(), cpu_features(), own_version(), str(openmp_library()))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 @functools.cache
 def openmp_library() -> str | None:
-    """The OpenMP run time that torch has loaded: linking the same one keeps to one thread pool and one setting."""
+    """OpenMP run time that torch has loaded. Linking the same one keeps one thread pool and one setting."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():
             path = line.split(maxsplit=5)[-1]
@@ -114,7 +117,7 @@ def openmp_library() -> str | None:
 
 
 def triton_version() -> str | None:
-    """The installed Triton, without importing it."""
+    """Version of the installed Triton, without importing it."""
     for name in ("triton", "pytorch-triton"):
         with contextlib.suppress(PackageNotFoundError):
             return version(name)
@@ -123,7 +126,7 @@ def triton_version() -> str | None:
 
 @functools.cache
 def own_version() -> str:
-    """dcompile's version."""
+    """Version of dcompile."""
     try:
         return version("dcompile")
     except PackageNotFoundError:
@@ -132,7 +135,7 @@ def own_version() -> str:
 
 @functools.cache
 def own_source() -> str:
-    """A digest of dcompile's source, so that what an older compiler made is not taken for what this one would make."""
+    """Digest of dcompile's source, so that results of another version of the compiler are not reused."""
     digest = hashlib.sha256()
     root = Path(__file__).parent
     for path in sorted(root.rglob("*.py")):

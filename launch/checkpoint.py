@@ -47,12 +47,12 @@ def save(
         pointer = folder / "LATEST.tmp"
         pointer.write_text(final.name)
         os.replace(pointer, folder / "LATEST")
-        _drop_old(folder, final)
+        drop_old(folder, final)
     dist.barrier()
     return final
 
 
-def _drop_old(folder: Path, newest: Path) -> None:
+def drop_old(folder: Path, newest: Path) -> None:
     """Keep the last few by time of writing: an earlier, longer run may have left higher step numbers here."""
     others = [path for path in folder.glob("step-*") if path != newest]
     for path in sorted(others, key=lambda p: p.stat().st_mtime, reverse=True)[KEEP - 1 :]:

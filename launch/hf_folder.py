@@ -49,8 +49,12 @@ def write_hf_folder(folder: Path, model: nn.Module, config: Any, world: World) -
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     tensors = get_model_state_dict(model, options=options)
-    if not world.is_main:
-        return
+    if world.is_main:
+        write_complete_folder(folder, tensors, config)
+
+
+def write_complete_folder(folder: Path, tensors: dict[str, torch.Tensor], config: Any) -> None:
+    """Write `folder` from whole tensors by the plain model's names, as one rank has them."""
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     aside = folder.with_name(f".{folder.name}.tmp")

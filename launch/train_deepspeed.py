@@ -6,18 +6,22 @@ import argparse
 import json
 import math
 import os
+import signal
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import CONFIGS, UserError, World, clear_errors, join_world, leave_world, load_config, parse_options, tell
+from checkpoint import drop_old, lock
+from common import CONFIGS, UserError, World, load_config, parse_options
 from data import END, Text, batch, load_text
 from flags import add_compile_flags, add_model_flags, add_training_flags
+from hf_folder import write_complete_folder
+from interruption import Interruption, run_training
 from report import Reporter
+from torch.distributed.elastic.multiprocessing.errors import record
 from train import check_finite, evaluate, is_due, learning_rate
 from transformers import LlamaForCausalLM
 
@@ -124,8 +128,34 @@ def resume(engine: Any, folder: Path, asked: str) -> int:
     return int(state["step"])
 
 
-def train(args: argparse.Namespace, world: World) -> None:
+def save(engine: Any, folder: Path, step: int, world: World) -> Path:
+    """Write DeepSpeed's checkpoint `folder/step-000030` and drop all but the newest few."""
+    final = folder / f"step-{step:06d}"
+    engine.save_checkpoint(str(folder), tag=final.name, client_state={"step": step})
+    if world.is_main:
+        drop_old(folder, final)
+    return final
+
+
+def write_model(engine: Any, folder: Path, world: World) -> None:
+    """Write the trained model as a Hugging Face folder. Every rank calls it: ZeRO 3 gathers one parameter at a time."""
+    from deepspeed.runtime.zero import GatheredParameters
+
+    tensors = {}
+    for name, parameter in engine.module.named_parameters():
+        with GatheredParameters([parameter], enabled=engine.zero_optimization_stage() == 3):
+            if world.is_main:  # a copy: ZeRO 1 and 2 keep all parameters in one storage
+                tensors[name] = parameter.detach().cpu().clone()
+    if world.is_main:
+        write_complete_folder(folder, tensors, engine.module.config)
+
+
+def train(args: argparse.Namespace, world: World, interruption: Interruption) -> int:
+    """The whole run; returns the exit status: 0, or 128 + the signal that ended the run early."""
+    if world.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
     text = load_text(args.data, args.max_data_mb, args.seq_len)
+    args.claim = lock(args.output_dir, world)  # held until the process ends
     engine = make_engine(args, world)
     folder = args.output_dir / "checkpoints"
     done = resume(engine, folder, args.resume)
@@ -137,34 +167,33 @@ def train(args: argparse.Namespace, world: World) -> None:
     seconds: list[float] = []
     losses: list[float] = []
     for step in range(done + 1, args.steps + 1):
-        started, last = time.perf_counter(), step == args.steps
+        started = time.perf_counter()
         loss, norm = training_step(engine, text, step, args, world)
         losses.append(loss)
         seconds.append(time.perf_counter() - started)
         fields = {"step": step, "loss": loss, "grad_norm": norm, "lr": learning_rate(args, step)}
         report.step({**fields, "tokens_per_s": round(per_step / seconds[-1], 1), "time": time.time()})
-        if last or is_due(step, args.eval_freq):
+        last, stopped = step == args.steps, interruption.agreed()
+        if not stopped and (last or is_due(step, args.eval_freq)):
             report.held_out(step, evaluate(engine, text, args, world))
-        if last or is_due(step, args.checkpoint_interval):
-            engine.save_checkpoint(str(folder), tag=f"step{step}", client_state={"step": step})
+        if last or stopped or is_due(step, args.checkpoint_interval):
+            saved = save(engine, folder, step, world)
+        if stopped and not last:
+            report.close()
+            report.say(f"stopped by {signal.Signals(stopped).name}: {saved} has step {step}; go on with --resume auto")
+            return 128 + stopped
     report.close()
-    if world.is_main and seconds:
-        typical = statistics.median(seconds[1:] or seconds)
-        tell(f"metrics, loss curve and checkpoints are in {args.output_dir}", sys.stdout)
-        speed = f"{per_step / typical:.0f} tokens/s after the first step"
-        tell(f"done: {len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}, {speed}", sys.stdout)
+    write_model(engine, args.output_dir / "hf", world)
+    report.say(f"metrics, loss curve and checkpoints are in {args.output_dir}, the model in {args.output_dir / 'hf'}")
+    if seconds:
+        speed = f"{per_step / statistics.median(seconds[1:] or seconds):.0f} tokens/s after the first step"
+        report.say(f"done: {len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}, {speed}")
+    return 0
 
 
+@record
 def main() -> None:
-    args = parse_arguments()
-    if args.device == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    with clear_errors():
-        world = join_world(args.device)
-        if world.device.type == "cpu":
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        train(args, world)
-    leave_world()
+    run_training(train, parse_arguments())
 
 
 if __name__ == "__main__":

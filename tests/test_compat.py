@@ -11,6 +11,7 @@ import torch
 
 import dcompile
 from dcompile import compat
+from dcompile.compat.patches.tangent_strides import tangents_as_results
 
 
 def test_settings_while_tracing_are_put_back():
@@ -165,7 +166,7 @@ def test_gradients_are_expected_to_lie_as_results_do():
     turned, expanded = torch.empty(3, 5).t(), torch.empty(1, 5).expand(3, 5)
     with config.patch(guess_tangent_strides_as_outputs=False):
         assert MemoryFormatMeta.from_tensor(turned).memory_format is torch.contiguous_format
-        with compat.aot.tangents_as_results():
+        with tangents_as_results():
             assert tuple(MemoryFormatMeta.from_tensor(turned).stride) == (1, 5)
             assert MemoryFormatMeta.from_tensor(expanded).memory_format is torch.contiguous_format
             assert not config.guess_tangent_strides_as_outputs

@@ -19,14 +19,17 @@ LEVELS = (
         "config",
         "artifacts",
         "compat",
+        "device_traits",
         "gc_pause",
         "grouped_ops",
         "kernel_backends",
+        "log_setting",
         "logs",
         "machine_model",
         "passes",
         "random_ops",
         "rnn_ops",
+        "settings",
         "toolchain",
     ),
     ("capture", "collectives", "codegen", "runtime"),
@@ -44,7 +47,7 @@ LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 SUB_LEVELS = {
     "dcompile.codegen": (("nest",), ("lower",), ("schedule",), ("emit",)),
     "dcompile.codegen.emit": (
-        ("target", "float8", "kernel_name"), ("host",), ("cpp",), ("triton",), ("select_target",),
+        ("target", "float8", "kernel_name"), ("host",), ("cpp",), ("triton",), ("select_target", "build"),
     ),
     "dcompile.capture": (
         ("graph_pass", "services"), ("trace_cache",), ("agreement", "aliasing", "call_state"), ("passes", "adapters"),
@@ -251,6 +254,52 @@ def test_only_adapters_know_their_kinds() -> None:
     assert not wrong, "\n".join(wrong)
     assert adapter_checks("isinstance(adapter, DdpAdapter | ShardedAdapter)", "dcompile.api")
     assert adapter_checks("assert isinstance(model.adapter, (fsdp2.Fsdp2Adapter,))", "dcompile.api")
+
+
+KNOW_DEVICES = ("dcompile.capture.adapters.", "dcompile.capture.services")
+"""Modules of the packages below that may compare types of devices: they are about memory and machines, not code."""
+
+
+def target_checks(source: str, module: str) -> list[str]:
+    """Places that ask which device something is on, where they should ask for a trait of it."""
+    wrong = []
+    for node in nodes_of(source):
+        asked: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            asked = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and path_of(node.func).endswith(".startswith"):
+            asked = list(node.args)
+        elif isinstance(node, ast.MatchValue):
+            asked = [node.value]
+        names = {leaf.value for part in asked for leaf in ast.walk(part) if isinstance(leaf, ast.Constant)}
+        if names & {"cpu", "cuda"}:
+            wrong.append(f"{module}:{getattr(node, 'lineno', 0)} asks for a device: device_traits.py has what differs")
+    return wrong
+
+
+def target_imports(source: str, module: str) -> list[str]:
+    """Imports of a single target outside `emit/`, which chooses among them."""
+    targets = ("dcompile.codegen.emit.cpp", "dcompile.codegen.emit.triton")
+    found = imports(nodes_of(source), module, False)
+    return [
+        f"{module}:{line} imports {name}: only emit/ knows targets" for line, name in found if name.startswith(targets)
+    ]
+
+
+def test_only_emitters_know_targets() -> None:
+    """But for rows of NEST_PASSES, which plan C++ kernels, and the tuner, which measures kernels of one target."""
+    stages = ("dcompile.codegen.lower", "dcompile.codegen.schedule", "dcompile.codegen.nest", "dcompile.capture")
+    stages = (*stages, "dcompile.collectives", "dcompile.driver", "dcompile.pipeline")
+    wrong = []
+    for path, name in modules():
+        if name.startswith(stages) and not name.startswith(KNOW_DEVICES):
+            wrong += target_checks(path.read_text(), name)
+        if not name.startswith("dcompile.codegen.emit") and name not in ("dcompile.pipeline", "dcompile.autotune"):
+            wrong += target_imports(path.read_text(), name)
+    assert not wrong, "\n".join(wrong)
+    assert target_checks('low.device not in (*DEVICES, "cpu")', "a") and target_checks('x.startswith("cuda")', "a")
+    assert not target_checks('torch.empty((), device="cpu")', "a")
+    assert target_imports("from dcompile.codegen.emit.triton import kernel", "dcompile.driver")
 
 
 def test_no_modules_import_each_other() -> None:

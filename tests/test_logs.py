@@ -20,8 +20,9 @@ from tqdm import tqdm
 
 import dcompile
 from dcompile import logs
-from dcompile.config import CHANNELS, Config, LogSetting, parse_log
+from dcompile.config import Config
 from dcompile.errors import OptionError
+from dcompile.log_setting import CHANNELS, LogSetting, parse_log
 from dcompile.runtime.communication import work
 from dcompile.runtime.coordination import heartbeat
 from tests.subject import ROOT
@@ -106,7 +107,7 @@ def level():
 
 def step(model=None, **options):
     """One training step of a small model."""
-    model = model or nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8))
+    model = model or nn.Sequential(nn.Linear(16, 8), nn.GELU())
     dcompile.compile(model, options={"receipt": False, **options})
     model(torch.ones(32, 16)).square().mean().backward()
 
@@ -163,7 +164,7 @@ def alone():
 @pytest.mark.usefixtures("alone")
 def test_overlap_is_logged_for_each_collective():
     with collected("dcompile.overlap") as records:
-        step(DistributedDataParallel(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))), log="overlap")
+        step(DistributedDataParallel(nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 8))), log="overlap")
     assert lines(records, logging.INFO)[0].startswith("backward0: 1 collectives, ")
     (line,) = [line for line in lines(records, logging.DEBUG) if "all_reduce" in line]
     for part in ("may start", ", starts ", "is waited for", "is needed", " us exposed, hidden behind "):

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -176,18 +177,32 @@ def _gpu_kernels() -> Iterator[tuple[str, Case]]:
 @contextlib.contextmanager
 def _gpu_passes_on_cpu() -> Iterator[None]:
     """Meanwhile, passes on captured graphs treat the CPU, where graphs are captured, as a GPU. Raises LookupError."""
+    with contextlib.ExitStack() as patches:
+        for patch in _gpu_traits() or _gpu_lists():
+            patches.enter_context(patch)
+        yield
+
+
+def _gpu_traits() -> list[Any]:
+    """What makes the CPU such a device by its traits; nothing for a revision without traits."""
+    try:
+        from dcompile.device_traits import CPU, DEVICE_TRAITS
+    except ImportError:
+        return []
+    gpu = replace(CPU.aten, wants_aligned_matmul=True, shares_attention_heads=True, splits_single_query=False)
+    return [mock.patch.dict(DEVICE_TRAITS, {"cpu": replace(CPU, aten=gpu)})]
+
+
+def _gpu_lists() -> list[Any]:
+    """The same for revisions whose passes have lists of devices."""
     modules = [module for name, module in sys.modules.items() if name.startswith("dcompile.capture.")]
     lists = [module for module in modules if getattr(module, "DEVICES", None) == ("cuda",)]
     classes = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
     graphs = [value for value in classes if vars(value).get("gpu") == "cuda"]
     if not lists or not graphs:
         raise LookupError("no DEVICES or no gpu in dcompile.capture: tell tools/program_cases.py what replaced them")
-    with contextlib.ExitStack() as patches:
-        for module in lists:
-            patches.enter_context(mock.patch.object(module, "DEVICES", ("cpu", "cuda")))
-        for graph in graphs:
-            patches.enter_context(mock.patch.object(graph, "gpu", "cpu"))
-        yield
+    changes = [mock.patch.object(module, "DEVICES", ("cpu", "cuda")) for module in lists]
+    return [*changes, *(mock.patch.object(graph, "gpu", "cpu") for graph in graphs)]
 
 
 def _captured_for_gpus() -> Iterator[tuple[str, Case]]:

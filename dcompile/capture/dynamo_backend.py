@@ -35,8 +35,8 @@ from dcompile.passes import GraphPass
 class DynamoGraph(GraphPrograms):
     """One Dynamo graph of a compiled model."""
 
-    gpu = "cuda"
-    """The kind of device whose kernels decide what is rewritten for GPUs."""
+    planned_for: str | None = None
+    """Type of the device that programs are for, where graphs are captured on another."""
 
     needs_data = True
     """Whether programs read memory, which fake tensors lack."""
@@ -61,7 +61,7 @@ class DynamoGraph(GraphPrograms):
         infos = self.adapter.param_infos() if self.sync.sharded is not None else ()
         sharded = [(at, infos[number].shard) for at, number in sorted(self.params.items()) if infos]
         facts = (
-            f"token {self.adapter.carries_sync} goes on {self._goes_on} on {self.gpu} {self.device}",
+            f"token {self.adapter.carries_sync} goes on {self._goes_on} on {self.planned_for} {self.device}",
             f"sharded {[(at, shard is not None and shard.reshard) for at, shard in sharded]}",
         )
         return trace_key(gm, example_inputs, self.model.settings.config, facts)
@@ -124,7 +124,7 @@ class DynamoGraph(GraphPrograms):
             self.captured = captured_calls(self.model, gm, self.params)
 
     def _run_passes(self, passes: Sequence[GraphPass], gm: Any, stage: str) -> None:
-        request = GraphRequest(self.model.settings.config, f"graph{self.number}", self.gpu, self._find_shards)
+        request = GraphRequest(self.model.settings.config, f"graph{self.number}", self.planned_for, self._find_shards)
         report = run_passes(passes, gm, request, stage)
         self.notes += report.notes
         self.fallbacks.update(report.fallbacks)

@@ -26,8 +26,8 @@ class GraphRequest:
     config: Config
     name: str
     """Of the graph, in logs and dumps."""
-    device_kind: str = "cuda"
-    """The kind of device whose kernels decide what is rewritten for GPUs: another one where a graph is only planned."""
+    planned_for: str | None = None
+    """Type of the device that a graph is planned for, where it was captured on another."""
     sharded_parameters: Callable[[Any], Iterable[Any]] = lambda gm: ()
     """Placeholders of a graph that stand for sharded parameters."""
 

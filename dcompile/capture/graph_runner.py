@@ -36,6 +36,8 @@ from dcompile.capture.passes.joint.absent_gradients import (
 from dcompile.capture.services import GradientBuckets, Line
 from dcompile.capture.trace_cache.graph_trace import GraphTrace
 from dcompile.collectives.contract import Executable, Foreseen, ParamInfo, Request
+from dcompile.device_traits import HOST, traits_of
+from dcompile.ir.functional_collectives import NAMESPACE, is_wait
 from dcompile.machine_model import GroupSize
 from dcompile.passes import OutputStep
 
@@ -68,7 +70,9 @@ class GraphPrograms:
         self.grads: tuple[tuple[int, int], ...] = ()
         """(position among the backward's outputs, parameter number)."""
         devices = {value.device for value in example_inputs if isinstance(value, torch.Tensor)}
-        self.device = min(devices, key=lambda device: (device.type == "cpu", str(device)), default=torch.device("cpu"))
+        self.device = min(
+            devices, key=lambda device: (traits_of(device.type).is_host, str(device)), default=torch.device(HOST)
+        )
         """What the graph runs on: a GPU if any input is on one."""
         self.notes: list[str] = []
         """What was done to the graph before AOTAutograd saw it, for people."""
@@ -132,7 +136,7 @@ class GraphPrograms:
             more = self._shards(gm, kind) | more
         empty = {position for position, _ in more.get("gathers", ())}  # they stand for what is gathered, without memory
         donated = tuple(p for p in donated_positions(gm) if p not in empty) if kind == "backward" else ()
-        if self.model.settings.config.triton_cudagraphs and self.device.type != "cpu":
+        if self.model.settings.config.triton_cudagraphs and not traits_of(self.device.type).is_host:
             donated = ()  # only a call sees whether anybody else has a saved tensor, and a replay is none
         return Request(
             name=f"{WHOLE_BACKWARD if whole else kind}{self.number}",
@@ -446,7 +450,7 @@ def own_collectives(gm: Any) -> Iterator[tuple[str, str]]:
     """
     for node in gm.graph.nodes:
         op = str(node.target)
-        if node.op == "call_function" and op.startswith("_c10d_functional.") and "wait_tensor" not in op:
+        if node.op == "call_function" and op.startswith(NAMESPACE) and not is_wait(op):
             texts = [arg for arg in node.args if isinstance(arg, str)]
             if texts:  # else its group is an object, and lowering says so
                 *how, group = texts

@@ -16,6 +16,7 @@ from dcompile.capture.graph_pass import DONATED
 from dcompile.capture.passes.dynamo.loss_gradient_in_forward import AHEAD
 from dcompile.capture.passes.joint.min_cut import minimum_cut
 from dcompile.capture.passes.joint.saved_values import COPIES, VIEWS
+from dcompile.device_traits import traits_of
 
 TOKEN = "dcompile_sync"
 """Name of the value that carries `sync` from a forward to its own backward.
@@ -182,7 +183,7 @@ def _may_be_lent(result: Any) -> bool:
     On GPUs what takes it over is as large. On CPUs something small may, which would cost the whole where it is held.
     """
     value = result.meta.get("val") if isinstance(result, torch.fx.Node) else None
-    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    return isinstance(value, torch.Tensor) and traits_of(value.device.type).has_caching_allocator
 
 
 def donated_positions(backward: Any) -> tuple[int, ...]:

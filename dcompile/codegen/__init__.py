@@ -1,0 +1,1 @@
+"""Code generation: lower ATen to loops, schedule them, and emit C++, Triton and the host program."""

@@ -1,4 +1,4 @@
-"""Which gradients are reduced together: DDP's rule, from parameter order alone, so that ranks and recompiles agree."""
+"""Assign gradients to buckets by DDP's rule, from parameter order alone, so that ranks and recompilations agree."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.ir.nodes import ITEMSIZE, Bucket
 
 ALIGN_BYTES = 64
-"""Each gradient starts on a cache line, as freshly allocated tensors do: kernels are fastest on aligned memory."""
+"""Alignment of each gradient, a cache line, as of freshly allocated tensors: kernels are fastest on aligned memory."""
 
 
 @dataclass
@@ -26,8 +26,8 @@ class _OpenBucket:
 def assign(params: Sequence[ParamInfo], rule: BucketRule) -> list[list[ParamInfo]]:
     """Members of each bucket, in the order in which the buckets are reduced.
 
-    The rule of torch's `compute_bucket_assignment_by_size` on the parameters in reverse: a bucket holds one dtype of
-    one device and closes once its size reaches the limit; buckets are ordered by their first member.
+    It applies torch's `compute_bucket_assignment_by_size` to the parameters in reverse. A bucket holds one dtype of one
+    device, and closes once its size reaches the limit. Buckets are ordered by their first member.
     """
     done: list[_OpenBucket] = []
     filling: dict[tuple[str, str, str], _OpenBucket] = {}
@@ -51,9 +51,9 @@ def assign(params: Sequence[ParamInfo], rule: BucketRule) -> list[list[ParamInfo
 def lay_out(
     members: Sequence[ParamInfo], name: str, buffers: Sequence[str | None], wire: str = "", marks: bool = False
 ) -> Bucket:
-    """The bucket of these parameters, its gradients one after the other, each aligned; those without a buffer idle.
+    """Lay out a bucket: aligned gradients, one after the other. Parameters without a buffer (None) are idle.
 
-    `marks`: it also says of each parameter whether there is a gradient.
+    `marks`: append presence flags, one for each parameter.
     """
     first = members[0]
     step = ALIGN_BYTES // ITEMSIZE[first.dtype]

@@ -1,4 +1,4 @@
-"""Which small units of a bucket travel as one message: copies in and out against what each further tensor costs."""
+"""Choose small units of a bucket to pack into one message: copies cost time, and so does each further tensor."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from dcompile.ir.nodes import ITEMSIZE, Bucket, Collective, Program, Wait
 from dcompile.machine_model import Figures, GroupSize
 
 SAFETY_FACTOR = 2.0
-"""Copies are to save so many times what they cost: figures of a table are easily off by that much."""
+"""Ratio by which packing must save more time than its copies cost: figures of a table may be off by that much."""
 
 
 def coalesce_small(program: Program, figures: Figures, groups: Mapping[str, GroupSize]) -> Program:
     """Choose `Bucket.packed` of gathers and reduce-scatters.
 
-    A collective on many tensors (a group of NCCL's calls) takes some time for each. Norms and biases are better copied
-    to one message, if enough of them come together; matrices are not, for a copy takes as long as they are large.
+    A collective on many tensors (a group of NCCL's calls) takes some time for each of them. Copying norms and biases
+    into one message is cheaper if there are enough of them. Matrices are not packed, since the time of a copy grows
+    with its size.
 
-    Guarantees: the same steps and values. Depends on sizes of units, figures and the order of collectives alone, so
-    ranks that exchange the same in the same order do it in the same messages.
+    Guarantees: the same steps and values. Depends on sizes of units, figures and the order of collectives alone. So
+    ranks with the same collectives in the same order use the same messages.
     Relies on: buckets in the order in which they are started.
     """
     if not figures.member_us:
@@ -36,20 +37,20 @@ def coalesce_small(program: Program, figures: Figures, groups: Mapping[str, Grou
 
 
 def units_to_pack(bucket: Bucket, figures: Figures, ranks: int, exposed: bool) -> tuple[int, ...]:
-    """Places in `bucket.units` of those that share a message, ascending: the smallest, as many as save the most time.
+    """Places in `bucket.units` of the units to pack, ascending: the smallest ones, as many as save the most time.
 
-    `exposed`: nothing is computed meanwhile. Otherwise what a shorter collective saves is that kernels beside it are
-    slowed down for less long, while copies are kernels themselves.
+    `exposed`: nothing is computed during the collective. Otherwise, a shorter collective saves time only because it
+    slows concurrent kernels for less long, while copies are kernels themselves.
     """
-    if bucket.kind == "all_reduce" or ranks == 1:
+    if not bucket.carries_units or ranks == 1:
         return ()
     share = 1.0 if exposed else figures.interference
-    gather = bucket.kind == "all_gather"
+    gather = bucket.traits.gathers
     smallest = sorted(range(len(bucket.sizes)), key=lambda place: (bucket.sizes[place], place))
     best, found, copied = 0.0, 0, 0
     for count, place in enumerate(smallest, 1):
         copied += bucket.sizes[place] * ITEMSIZE[bucket.dtype]
-        moved = 2 * (copied // ranks + copied if gather else copied)  # a gather's shards, and all of it behind
+        moved = 2 * (copied // ranks + copied if gather else copied)  # a gather packs its shards, and unpacks the whole
         calls = 2 if gather else 1
         costs = calls * figures.library_us + moved / (figures.memory_gbs * 1e3)
         saved = (count - 1) * figures.member_us * share - SAFETY_FACTOR * costs
@@ -59,7 +60,7 @@ def units_to_pack(bucket: Bucket, figures: Figures, ranks: int, exposed: bool) -
 
 
 def _exposed_collectives(program: Program) -> set[str]:
-    """Gathers before all computing, and reductions behind it: they have nothing to hide behind."""
+    """Gathers before all computation, and reductions after it: nothing can hide them."""
     computing = [n for n, step in enumerate(program.steps) if not isinstance(step, (Collective, Wait))]
     if not computing:
         return {bucket.name for bucket in program.buckets}

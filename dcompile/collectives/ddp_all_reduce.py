@@ -1,4 +1,4 @@
-"""Put the all-reduces of gradients into a backward program, each as early as its last gradient allows."""
+"""Insert the all-reduces of gradients into a backward program, each as early as its last gradient allows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import TypeAlias
 
 from dcompile.collectives.bucket import assign, lay_out
 from dcompile.collectives.contract import BucketRule, ParamInfo
+from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
 from dcompile.ir.index import Index, as_index, contiguous_strides
 from dcompile.ir.nodes import ITEMSIZE, Bucket, Buffer, Collective, Extern, Loop, Program, Step, View, Wait
 
+KIND: PlannedKind = "all_reduce"
 Output: TypeAlias = View | Index | int | float | bool | None
 
 
 @dataclass(frozen=True)
 class _BucketGradient:
-    """One gradient: where the program returns it, and the buffer that its bucket will hold."""
+    """One gradient: its position among the outputs, and its buffer in the bucket."""
 
     output: int
     param: ParamInfo
@@ -27,7 +29,7 @@ class _BucketGradient:
 
 
 def insert_ddp_buckets(program: Program, params: tuple[ParamInfo, ...], rule: BucketRule | None) -> Program:
-    """`insert_all_reduces` where DDP's gradients are reduced in the program; else forget the gradients of no shard."""
+    """Insert DDP's all-reduces if the program reduces gradients; else keep only gradients of sharded parameters."""
     if rule is None:
         sharded = {param.number for param in params if param.shard is not None}
         return replace(program, grads=tuple(grad for grad in program.grads if grad[1] in sharded))
@@ -35,10 +37,10 @@ def insert_ddp_buckets(program: Program, params: tuple[ParamInfo, ...], rule: Bu
 
 
 def insert_all_reduces(program: Program, params: tuple[ParamInfo, ...], rule: BucketRule) -> Program:
-    """Reduce the program's gradients in buckets: started right after a bucket's last gradient, waited for at the end.
+    """Reduce the program's gradients in buckets: each starts right after its last gradient, all waits are at the end.
 
-    Guarantees: the same values before the reduction; collectives start and end in an order that depends on parameter
-    order alone, hence the same on every rank; a gradient's bucket memory has one writer and no reader.
+    Guarantees: the same values before the reduction. The order of starts and waits depends on parameter order alone, so
+    it is the same on every rank. A gradient's bucket memory has one writer and no reader.
     Relies on: every buffer has one writer; no storage is planned yet.
     """
     gradients = _gradients(program, {param.number: param for param in params})
@@ -60,30 +62,30 @@ def insert_all_reduces(program: Program, params: tuple[ParamInfo, ...], rule: Bu
 def lay_out_all(
     params: Sequence[ParamInfo], rule: BucketRule, buffers: Mapping[int, str]
 ) -> tuple[list[Bucket], list[Bucket]]:
-    """The buckets of these parameters in the order in which they are reduced, and those that come behind the last one.
+    """Lay out the buckets of these parameters. Return them in the order of reduction, and the late ones among them.
 
-    `buffers`: parameter number -> the buffer with its gradient, if there is one.
+    `buffers`: parameter number -> the buffer of its gradient, if there is one.
     """
     buckets = []
     for number, members in enumerate(assign(params, rule)):
         marks = rule.every or any(param.number in rule.unsure for param in members)
         known = [buffers.get(param.number) for param in members]
-        buckets.append(lay_out(members, f"bucket{number}", known, rule.wire, marks))
+        buckets.append(lay_out(members, f"{bucket_traits(KIND).bucket_prefix}{number}", known, rule.wire, marks))
     late = behind_the_last(buckets, {param.number: param for param in params}, rule)
     return [*(bucket for bucket in buckets if bucket not in late), *late], late
 
 
 def all_idle(params: Sequence[ParamInfo], rule: BucketRule) -> tuple[Bucket, ...]:
-    """The buckets of a program that has no gradient itself: those of every other one, under `BucketRule.every`."""
+    """Buckets of a program without gradients of its own: those of every other program, under `BucketRule.every`."""
     return tuple(lay_out_all(params, rule, {})[0])
 
 
 def behind_the_last(buckets: Sequence[Bucket], params: Mapping[int, ParamInfo], rule: BucketRule) -> list[Bucket]:
-    """Buckets that are better reduced behind the last one, which nothing else would hide.
+    """Buckets to reduce after the last one, whose reduction nothing else would hide.
 
-    A model's first parameter is often its largest, an embedding. Its gradient comes last of all, and alone it fills a
-    bucket. Gradients of weights right before it can wait: smaller buckets, as many as are together no larger. Depends
-    on sizes of parameters alone.
+    A model's first parameter is often its largest, an embedding. Its gradient is ready last, and fills a bucket alone.
+    Gradients of weights right before it can wait: smaller buckets, in total no larger than the last. Depends on sizes
+    of parameters alone.
     """
     if len(buckets) < 3 or rule.wire:
         return []
@@ -106,23 +108,23 @@ def _nbytes(param: ParamInfo) -> int:
 
 
 def products_last(program: Program, buckets: Sequence[Collection[str]]) -> Program:
-    """Steps that write nothing but these buckets' gradients, which nobody reads, behind all others, bucket by bucket.
+    """Move steps that write only these buckets' gradients, without readers, to the program's end, bucket by bucket.
 
-    In their old order one small sum that came late, a norm's weight, held up a bucket until all products were through:
-    1.1 ms of a step were exposed on four H200.
+    In their old order, one small late sum (a norm's weight) delayed a bucket until all matmuls had run. That exposed
+    1.1 ms of a step on four H200.
 
-    Guarantees: the same steps and values; those of one bucket, and those that stay, in their old order.
+    Guarantees: the same steps and values. The order within a bucket, and among the other steps, stays.
     Relies on: every buffer has one writer; the gradients have no readers.
     """
     place = {name: number for number, names in enumerate(buckets) for name in names}
     moved: list[Step] = []
     kept: list[Step] = []
     changed = set[str]()
-    """What later steps write."""
+    """Buffers that later steps write."""
     for step in reversed(program.steps):
         plain = isinstance(step, Loop) or (isinstance(step, Extern) and step.mode == "out" and not step.effect)
         alone = bool(step.writes) and step.writes <= set(place) and not step.writes & step.reads
-        # whoever changes an input in place may do so through a view of it
+        # a step that changes an input in place may do so through a view of it
         if plain and alone and not changed & (step.reads | set(program.inputs)):
             moved.insert(0, step)
         else:
@@ -133,7 +135,7 @@ def products_last(program: Program, buckets: Sequence[Collection[str]]) -> Progr
 
 
 def _gradients(program: Program, params: Mapping[int, ParamInfo]) -> list[_BucketGradient]:
-    """Gradients that exist (an unused parameter has none), each with the buffer that goes into its bucket."""
+    """Gradients that exist (an unused parameter has none), each with its buffer in the bucket."""
     found = []
     for position, number in program.grads:
         view = program.outputs[position]
@@ -146,10 +148,10 @@ def _gradients(program: Program, params: Mapping[int, ParamInfo]) -> list[_Bucke
 
 
 def can_place(program: Program, output: int) -> bool:
-    """Whether the buffer behind this output may itself lie in a bucket: then the gradient is never copied.
+    """Whether this output's buffer can be placed in a bucket, so that the gradient is never copied.
 
-    The bucket is scaled and summed in place as soon as it is full, so nobody else may read the buffer; and it must be
-    memory that the compiler places, filled by one step, densely.
+    The bucket is scaled and summed in place as soon as it is full, so no other step may read the buffer. The compiler
+    must place its memory, and one step must fill it densely.
     """
     view = program.outputs[output]
     assert isinstance(view, View)
@@ -167,7 +169,7 @@ def can_place(program: Program, output: int) -> bool:
 
 
 def _is_dense(view: View) -> bool:
-    """Row-major from the start of its buffer: what AccumulateGrad takes over without a copy."""
+    """Whether a view is row-major from the start of its buffer, so that AccumulateGrad takes it without a copy."""
     strides = contiguous_strides(view.shape)
     matters = [
         (have, want) for size, have, want in zip(view.shape, view.strides, strides, strict=True) if size not in (0, 1)
@@ -197,7 +199,7 @@ def _outputs(program: Program, gradients: list[_BucketGradient]) -> tuple[Output
 
 
 def _buffers(program: Program, gradients: list[_BucketGradient], buckets: list[Bucket]) -> tuple[Buffer, ...]:
-    """All buffers, those of gradients placed in their bucket."""
+    """All buffers, with those of gradients placed in their bucket."""
     places = {
         name: (f"bucket:{bucket.name}", offset * ITEMSIZE[bucket.dtype])
         for bucket in buckets
@@ -218,7 +220,7 @@ def _buffers(program: Program, gradients: list[_BucketGradient], buckets: list[B
 
 
 def _steps(program: Program, gradients: list[_BucketGradient], buckets: list[Bucket]) -> tuple[Step, ...]:
-    """The steps, with copies into buckets after their source, starts after the last gradient, waits at the end."""
+    """Steps, with copies into buckets after their source, starts after the last gradient, and waits at the end."""
     written = {name: position for position, step in enumerate(program.steps) for name in step.writes}
     ready = {g.buffer: written.get(g.view.buffer, -1) for g in gradients}  # -1: an input of the program
     copies: dict[int, list[Step]] = {}
@@ -226,14 +228,14 @@ def _steps(program: Program, gradients: list[_BucketGradient], buckets: list[Buc
         if gradient.copied:
             copy = copy_into(gradient.buffer, gradient.view, gradient.param, "its bucket")
             copies.setdefault(ready[gradient.buffer], []).append(copy)
-    # A communicator runs collectives in the order in which they are started, and every rank must start them in the
-    # same order: bucket i+1 never starts before bucket i, even if its gradients are ready first.
+    # A communicator runs collectives in the order in which they are started, and every rank must start them in the same
+    # order. So bucket i+1 never starts before bucket i, even if its gradients are ready first.
     starts: dict[int, list[Step]] = {}
     waits: list[Step] = []
     earliest = -1
     for bucket in buckets:
         earliest = max([earliest, *(ready[name] for name in bucket.buffers)])
-        starts.setdefault(earliest, []).append(Collective("all_reduce", bucket.name, bucket.group, bucket.buffers))
+        starts.setdefault(earliest, []).append(Collective(KIND, bucket.name, bucket.group, bucket.buffers))
         waits.append(Wait(bucket.name, bucket.buffers))
     steps: list[Step] = [*copies.get(-1, ()), *starts.get(-1, ())]
     for position, step in enumerate(program.steps):
@@ -242,9 +244,9 @@ def _steps(program: Program, gradients: list[_BucketGradient], buckets: list[Buc
 
 
 def copy_into(buffer: str, view: View, param: ParamInfo, where: str) -> Extern:
-    """Copy a gradient to its place: a concatenation of one, the plain copy that has an out= overload of its own.
+    """Copy a gradient to its place with a concatenation of one tensor: the plain copy that has an out= overload.
 
-    It converts, too, if the place has another dtype.
+    It also converts, if the place has another dtype.
     """
     if not view.shape:
         view = replace(view, shape=(1,), strides=(1,))  # a scalar cannot be concatenated

@@ -1,28 +1,29 @@
-"""Gradients that come out of matrix products as DDP wants them in its buckets: divided by the number of ranks."""
+"""Fold DDP's division by the number of ranks into the GEMMs that write gradients into buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
+from dcompile.device_traits import traits_of
 from dcompile.ir.nodes import SCALED, Bucket, Extern, Program, Step, View
 
 DTYPES = ("float32", "float64", "bfloat16")
-"""A power of two changes their exponent alone. float16 has few exponents: what overflows or loses bits there does so
-before the division under DDP, and GradScaler looks for that."""
+"""Dtypes whose exponent alone changes by a power of two. float16 has few exponents: DDP divides after overflow and
+underflow have happened, and GradScaler checks for that.
+"""
 
 
-def fold_average(program: Program, devices: Collection[str] = ("cuda",)) -> Program:
-    """Matrix products multiply what they write into a bucket, where a pass over the bucket did (29 us each 41 MB).
+def fold_average(program: Program) -> Program:
+    """Scale gradients in the GEMMs that write them into a bucket, instead of in a pass over it (29 us per 41 MB).
 
-    Of a 1B model's DDP step on two H200 those passes were 1.1 of 104 ms of kernels. On the CPU products may be ours,
-    which know no factor.
+    Those passes took 1.1 of 104 ms of kernels in a 1B model's DDP step on two H200. On the CPU, dcompile's own GEMM may
+    be used, which has no factor.
 
-    Guarantees: what a bucket holds when it is reduced is the same, to the bit if the factor is a power of two (the
-    run time gives 1 in place of all others, and scales those buckets itself); the bucket names which parameters'.
+    Guarantees: the content of a bucket at its reduction is the same, bitwise if the factor is a power of two. For other
+    factors, the run time passes 1 and scales those buckets itself. The bucket lists the scaled parameters.
     Relies on: gradients' places in buckets, each with one writer.
     """
-    eligible = (b for b in program.buckets if _is_scaled(b) and b.device.partition(":")[0] in devices)
+    eligible = (b for b in program.buckets if _is_scaled(b) and traits_of(b.device).aten.scales_matmul)
     wanted = {buffer for bucket in eligible for buffer in bucket.buffers}
     products = {n: step for n, step in enumerate(program.steps) if _is_product(step) and step.writes & wanted}
     if not products:
@@ -37,12 +38,12 @@ def fold_average(program: Program, devices: Collection[str] = ("cuda",)) -> Prog
 
 
 def _is_scaled(bucket: Bucket) -> bool:
-    """Whether gradients are multiplied in the bucket's own dtype, as DDP does without a hook."""
-    return bucket.kind == "all_reduce" and not bucket.wire and bucket.dtype in DTYPES
+    """Whether gradients are scaled in the bucket's own dtype, as DDP does without a hook."""
+    return not bucket.carries_units and not bucket.wire and bucket.dtype in DTYPES
 
 
 def _is_product(step: Step) -> bool:
-    """Whether it is a plain product whose left side has an element, for `_scale_matmul`: symbolic sizes may be 0."""
+    """Whether it is a plain matmul whose left operand has an element, for `_scale_matmul`: symbolic sizes may be 0."""
     if not isinstance(step, Extern) or step.op != "aten.mm.default" or step.mode != "out" or step.kwargs:
         return False
     left = step.args[0]
@@ -50,7 +51,7 @@ def _is_product(step: Step) -> bool:
 
 
 def _scale_matmul(step: Step) -> Extern:
-    """The product with a factor. What is added is nothing, and never read: any one number in memory will do."""
+    """Add a factor to a matmul. The addend is multiplied by 0 and never read, so any one element in memory will do."""
     assert isinstance(step, Extern)
     left = step.args[0]
     assert isinstance(left, View)

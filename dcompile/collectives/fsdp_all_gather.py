@@ -1,4 +1,4 @@
-"""Put the all-gathers of sharded parameters into a program: each parameter becomes memory that an all-gather fills."""
+"""Insert all-gathers of sharded parameters into a program: each parameter becomes memory that an all-gather fills."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dcompile.ir.nodes import (
 
 @dataclass(frozen=True, slots=True)
 class _GatheredPlace:
-    """Where a gathered parameter lies: in the buffer of its unit, from `offset` elements on."""
+    """Place of a gathered parameter: the buffer of its unit, and its offset there in elements."""
 
     holder: str
     offset: int
@@ -35,20 +35,20 @@ class _GatheredPlace:
 
 Output: TypeAlias = View | Index | int | float | bool | None
 Places: TypeAlias = Mapping[str, _GatheredPlace]
-"""Of each input that stands for a sharded parameter."""
+"""Places by input, for each input that represents a sharded parameter."""
 
 
 def insert_all_gathers(
     program: Program, params: tuple[ParamInfo, ...], gathers: tuple[tuple[int, int], ...], results: int
 ) -> Program:
-    """Gather sharded parameters before their first use, units of a group that are used together with one all-gather.
+    """Gather sharded parameters before their first use, with one all-gather for units of a group with a common use.
 
     `gathers`: (position among the inputs, parameter number). These inputs stay, but hold no data: nothing reads them.
 
-    Guarantees: the same values. A unit's memory is an ordinary buffer from its gather to its last use, so memory is
-    used again once a parameter is no longer needed. One group is in flight while the one before is computed with. Of
-    the outputs behind the first `results`, which a forward saves, those that look at a parameter that is kept look at
-    the gathered one; all others stay the inputs that they were, and are gathered anew where they are needed.
+    Guarantees: the same values. A unit's memory is an ordinary buffer from its gather to its last use, so that it is
+    reused afterwards. One group is in flight while the previous one is computed with. Outputs after the first `results`
+    are saved by a forward. Those that are views of a parameter that stays gathered become views of the gathered one.
+    All others stay inputs, and are gathered again where they are needed.
     Relies on: no step writes a parameter; no storage is planned yet.
     """
     if not gathers:
@@ -74,7 +74,7 @@ def insert_all_gathers(
 
 
 def _first_uses(steps: Sequence[Step], outputs: Sequence[object]) -> dict[str, int]:
-    """The first step that touches each buffer; of outputs that no step touches, the place behind all steps."""
+    """First step that touches each buffer; the end of the program for outputs that no step touches."""
     first: dict[str, int] = {}
     for position, step in enumerate(steps):
         for name in step.reads | step.writes:
@@ -86,7 +86,7 @@ def _first_uses(steps: Sequence[Step], outputs: Sequence[object]) -> dict[str, i
 
 
 def _buckets(params: Sequence[ParamInfo], first: Mapping[str, int]) -> list[tuple[int, Bucket]]:
-    """(first use, bucket) of what is used at all, in order of that use."""
+    """(first use, bucket) of all used units, in the order of that use."""
     holder = {param.number: holder_of_unit("all_gather", shard_of(param).unit) for param in params}
     used = [param for param in params if holder[param.number] in first]
     places = {shard_of(param).unit: first[holder[param.number]] for param in used}
@@ -94,13 +94,13 @@ def _buckets(params: Sequence[ParamInfo], first: Mapping[str, int]) -> list[tupl
 
 
 def _holders(bucket: Bucket) -> list[Buffer]:
-    """The memory that the bucket's units are gathered into."""
+    """Buffers into which the bucket's units are gathered."""
     pairs = zip(bucket.holders, bucket.sizes, strict=True)
     return [Buffer(name, bucket.dtype, (size,), (1,), bucket.device) for name, size in pairs]
 
 
 def _with_gathers(steps: Sequence[Step], buckets: Sequence[tuple[int, Bucket]]) -> Iterator[Step]:
-    """The steps; each gather is waited for at its first use, and starts when the one before has arrived."""
+    """Steps with gathers: each is waited for at its first use, and starts when the previous one has arrived."""
     waiting = list(buckets)
     if waiting:
         yield _start(waiting[0][1])
@@ -122,7 +122,7 @@ def _start(bucket: Bucket) -> Collective:
 
 
 def _rebase_step(step: Step, places: Places) -> Step:
-    """The step, reading parameters where they are gathered."""
+    """Make a step read parameters where they are gathered."""
     if places.keys().isdisjoint(step.reads | step.writes):
         return step
     assert places.keys().isdisjoint(step.writes), f"a step writes a sharded parameter: {step}"
@@ -155,11 +155,11 @@ def _rebase_load(value: Value, places: Places) -> Value:
 def _moved_arg(arg: Arg, places: Places) -> Arg:
     if isinstance(arg, tuple):
         return tuple(_moved_arg(item, places) for item in arg)
-    return _rebase_view(arg, places) if isinstance(arg, View) else arg  # a look at a place is one too
+    return _rebase_view(arg, places) if isinstance(arg, View) else arg  # place of a view
 
 
 def _rebase_view(value: Output, places: Places) -> Output:
-    """A look at a parameter becomes one at the unit that it is gathered in."""
+    """Turn a view of a parameter into a view of its gathered unit."""
     if isinstance(value, View) and value.buffer in places:
         place = places[value.buffer]
         return replace(value, buffer=place.holder, offset=as_size(as_index(value.offset) + place.offset))

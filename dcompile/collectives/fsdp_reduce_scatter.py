@@ -1,4 +1,4 @@
-"""Put the reduce-scatters of sharded parameters' gradients into a backward program."""
+"""Insert the reduce-scatters of sharded parameters' gradients into a backward program."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dcompile.ir.nodes import ITEMSIZE, WITHIN, Bucket, Buffer, Collective, Exte
 
 @dataclass(frozen=True, slots=True)
 class _ShardGradient:
-    """One gradient: where the program returned it, and the buffer within its unit that holds it."""
+    """One gradient: its position among the outputs, and its buffer within its unit."""
 
     output: int
     param: ParamInfo
@@ -29,11 +29,11 @@ class _ShardGradient:
 
 
 def insert_reduce_scatters(program: Program, params: tuple[ParamInfo, ...], flying: int = 1) -> Program:
-    """Reduce gradients of sharded parameters, what of a group is ready together with one reduce-scatter.
+    """Reduce gradients of sharded parameters, with one reduce-scatter for those of a group that are ready together.
 
-    Guarantees: the same values before the reduction. Gradients are written where they are sent from, unless they have
-    another dtype or the library allocates them; the program returns None in their place. `flying` reductions are in
-    flight at most, so that the memory of full gradients is soon free again.
+    Guarantees: the same values before the reduction. Gradients are written directly into the memory that is reduced,
+    unless their dtype differs or the library allocates them. The program returns None in their place. At most `flying`
+    reductions are in flight, so that memory of full gradients is freed early.
     Relies on: every buffer has one writer; no storage is planned yet.
     """
     infos = {param.number: param for param in params if param.shard is not None}
@@ -44,7 +44,7 @@ def insert_reduce_scatters(program: Program, params: tuple[ParamInfo, ...], flyi
     if weights := products_to_hide_the_last(program, gradients, buckets):
         later = products_last(program, [weights])
         moved = _reductions(later, gradients)
-        if len(moved[1]) == len(buckets):  # else what lay between two reductions of a group no longer does
+        if len(moved[1]) == len(buckets):  # otherwise, the steps between two reductions of a group have moved
             program, (ready, buckets) = later, moved
     placed = {gradient.output for gradient in gradients}
     return replace(
@@ -60,7 +60,7 @@ def insert_reduce_scatters(program: Program, params: tuple[ParamInfo, ...], flyi
 def _reductions(
     program: Program, gradients: Sequence[_ShardGradient]
 ) -> tuple[dict[str, int], list[tuple[int, Bucket]]]:
-    """The step that each gradient is ready at, by its buffer; and what `_buckets` makes of that."""
+    """Step at which each gradient is ready, by its buffer, and the buckets that follow from that."""
     written = {name: position for position, step in enumerate(program.steps) for name in step.writes}
     ready = {g.buffer: written.get(g.view.buffer, -1) for g in gradients}  # -1: an input of the program
     return ready, _buckets(gradients, ready)
@@ -69,13 +69,13 @@ def _reductions(
 def products_to_hide_the_last(
     program: Program, gradients: Sequence[_ShardGradient], buckets: Sequence[tuple[int, Bucket]]
 ) -> frozenset[str]:
-    """Gradients that are better made behind the start of the last reduction, which nothing else would hide.
+    """Gradients to compute after the start of the last reduction, which nothing else would hide.
 
-    The last one is an embedding's, whose gradient comes last of all; with the first layer's, right before it, 1.0 of a
+    The last reduction is an embedding's, whose gradient is ready last. With the first layer's right before it, 1.0 of a
     1B model's 106 ms on two H200 were exposed. The first layer's weights can wait: then only their own reduction is
-    left over. Depends on parameters and program alone, as the order of reductions must.
+    exposed. Depends on parameters and program alone, as the order of reductions must.
     """
-    if len(buckets) < 3:  # the layers behind must hold more memory than what is kept for these products
+    if len(buckets) < 3:  # later layers must hold more memory than is kept for these matmuls
         return frozenset()
     (before, previous), (end, last) = buckets[-2:]
     hides = any(isinstance(step, Extern) and not _embeds(step) for step in program.steps[before + 1 : end + 1])
@@ -103,7 +103,7 @@ def _gradient(program: Program, output: int, param: ParamInfo) -> _ShardGradient
 
 
 def _buckets(gradients: Sequence[_ShardGradient], ready: Mapping[str, int]) -> list[tuple[int, Bucket]]:
-    """(step after which its last gradient is there, bucket), in order of that step."""
+    """(step after which its last gradient is ready, bucket), in the order of that step."""
     places: dict[int, int] = {}
     for gradient in gradients:
         unit = shard_of(gradient.param).unit
@@ -113,7 +113,7 @@ def _buckets(gradients: Sequence[_ShardGradient], ready: Mapping[str, int]) -> l
 
 
 def _buffers(program: Program, gradients: Sequence[_ShardGradient], buckets: Sequence[Bucket]) -> tuple[Buffer, ...]:
-    """All buffers, gradients as parts of their units."""
+    """All buffers, with gradients as parts of their units."""
     copies = [
         Buffer(g.buffer, shard_of(g.param).reduce_dtype, shape, contiguous_strides(shape), g.param.device)
         for g in gradients
@@ -141,7 +141,10 @@ def _steps(
     buckets: Sequence[tuple[int, Bucket]],
     most: int,
 ) -> tuple[Step, ...]:
-    """The steps, with copies behind their source; the oldest of `most` reductions is waited for before another one."""
+    """Steps, with copies after their source.
+
+    The oldest of `most` reductions is waited for before another one starts.
+    """
     after: dict[int, list[Step]] = {}
     for g in gradients:
         if g.copied:
@@ -159,7 +162,7 @@ def _steps(
 
 
 def copied_bytes(program: Program) -> int:
-    """Bytes of gradients that a call copies, or converts, only to bring them to where they are reduced."""
+    """Bytes of gradients that a call copies or converts only to move them to where they are reduced."""
     within = {
         buffer.name: prod(size for size in buffer.shape if isinstance(size, int)) * ITEMSIZE[buffer.dtype]
         for buffer in program.buffers

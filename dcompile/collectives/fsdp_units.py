@@ -1,4 +1,4 @@
-"""Units of sharded parameters: what one collective exchanges, as a bucket."""
+"""Group units of sharded parameters into buckets, each the memory of one collective."""
 
 from __future__ import annotations
 
@@ -6,24 +6,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
-from typing import Literal, TypeAlias
 
 from dcompile.collectives.contract import ParamInfo, Shard
+from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
 from dcompile.ir.nodes import ITEMSIZE, Bucket
 
-Kind: TypeAlias = Literal["all_gather", "reduce_scatter"]
 Together = tuple[int, str, str]
-"""What shares a collective: the number of the group, the dtype that is exchanged, the device."""
+"""Key of units that share a collective: number of the group, dtype on the wire, device."""
 
 
 def shard_of(param: ParamInfo) -> Shard:
-    """How a sharded parameter is spread."""
+    """Sharding of a sharded parameter."""
     assert param.shard is not None, f"{param.fqn} is not sharded"
     return param.shard
 
 
 def by_unit(params: Sequence[ParamInfo]) -> dict[int, list[ParamInfo]]:
-    """Parameters of each unit, in order of their numbers."""
+    """Parameters of each unit, in the order of their numbers."""
     found: dict[int, list[ParamInfo]] = {}
     for param in sorted(params, key=lambda p: (shard_of(p).unit, p.number)):
         found.setdefault(shard_of(param).unit, []).append(param)
@@ -31,17 +30,18 @@ def by_unit(params: Sequence[ParamInfo]) -> dict[int, list[ParamInfo]]:
 
 
 APART_BYTES = 1 << 20
-"""A collective for less than this takes its latency, some tens of microseconds, and saves no time worth speaking of."""
+"""Bytes below which a separate collective costs its latency (some tens of microseconds) and saves no relevant time."""
 
 
 def cut_apart(
     places: Mapping[Together, Mapping[int, int]], nbytes: Mapping[int, int]
 ) -> list[tuple[Together, list[int]]]:
-    """The units that share a collective: those of a group, cut where all of another group lies in between.
+    """Split a group's units into collectives, where all of another group is used between two of its units.
 
-    `places`: for each unit of a group, the step that it is needed or ready at; `nbytes`: of each unit. The root's group
-    holds the embedding and the last projection: one collective for both would hold up the first layer until the
-    projection is there, and the projection's gradient until that of the embedding is. Neither part is to be tiny.
+    `places`: for each unit of a group, the step at which it is needed or ready. `nbytes`: bytes of each unit. The
+    root's group holds the embedding and the last projection. One collective for both would delay the first layer until
+    the projection is gathered. It would also delay the projection's gradient until that of the embedding is ready. No
+    part is smaller than `APART_BYTES`.
     """
     spans = {key: (min(units.values()), max(units.values())) for key, units in places.items()}
     found: list[tuple[Together, list[int]]] = []
@@ -59,47 +59,48 @@ def cut_apart(
 
 
 def unit_buckets(
-    kind: Kind,
+    kind: PlannedKind,
     params: Sequence[ParamInfo],
     places: Mapping[int, int],
     buffer_of: Mapping[int, str],
 ) -> list[tuple[int, Bucket]]:
-    """(place, bucket) of the units of these parameters, in order of places: a group's together, unless cut apart.
+    """(place, bucket) of the units of these parameters, in the order of places: one per group unless it is split.
 
-    `places`: the step that each unit is needed or ready at. A gather is placed at the first of its units, a reduction
-    at the last. `buffer_of`: what the collective is to touch for each parameter, by number.
+    `places`: the step at which each unit is needed or ready. A gather is placed at the first of its units, a reduction
+    at the last. `buffer_of`: parameter number -> the buffer that the collective touches.
     """
-    gathers = kind == "all_gather"
+    traits = bucket_traits(kind)
     members: dict[Together, list[ParamInfo]] = {}
     nbytes: dict[int, int] = {}
     for param in params:
         shard = shard_of(param)
-        dtype = param.dtype if gathers else shard.reduce_dtype
+        dtype = param.dtype if traits.gathers else shard.reduce_dtype
         members.setdefault((shard.together, dtype, param.device), []).append(param)
         nbytes[shard.unit] = shard.numel * ITEMSIZE[dtype]
     of_group = {key: by_unit(group) for key, group in members.items()}
     spread = {key: {unit: places[unit] for unit in units} for key, units in of_group.items()}
     found: list[tuple[int, Together, Bucket]] = []
     for key, part in cut_apart(spread, nbytes):
-        at = (min if gathers else max)(places[unit] for unit in part)
+        at = (min if traits.gathers else max)(places[unit] for unit in part)
         found.append((at, key, _bucket(kind, {unit: of_group[key][unit] for unit in part}, buffer_of, key[1])))
     found.sort(key=lambda entry: entry[:2])
-    name = "gather" if gathers else "scatter"
-    return [(at, replace(bucket, name=f"{name}{number}")) for number, (at, _, bucket) in enumerate(found)]
+    return [
+        (at, replace(bucket, name=f"{traits.bucket_prefix}{number}")) for number, (at, _, bucket) in enumerate(found)
+    ]
 
 
-def holder_of_unit(kind: Kind, unit: int) -> str:
-    """Name of the buffer that a unit is gathered into, or that its gradients lie in."""
-    return f"full{unit}" if kind == "all_gather" else f"grads{unit}"
+def holder_of_unit(kind: PlannedKind, unit: int) -> str:
+    """Name of the buffer that a unit is gathered into, or that holds its gradients."""
+    return f"{bucket_traits(kind).holder_prefix}{unit}"
 
 
 def _bucket(
-    kind: Kind,
+    kind: PlannedKind,
     units: Mapping[int, Sequence[ParamInfo]],
     buffer_of: Mapping[int, str],
     dtype: str,
 ) -> Bucket:
-    """The bucket of these units; its name is still to be given."""
+    """Bucket of these units, without a name yet."""
     first = next(iter(units.values()))[0]
     sizes = [shard_of(members[0]).numel for members in units.values()]
     starts = [0, *accumulate(sizes)]
@@ -121,12 +122,12 @@ def _bucket(
         units=tuple(units),
         holders=tuple(holder_of_unit(kind, unit) for unit in units),
         sizes=tuple(sizes),
-        gaps=tuple(_gaps(list(units.values()))) if kind == "reduce_scatter" else (),
+        gaps=tuple(_gaps(list(units.values()))) if not bucket_traits(kind).gathers else (),
     )
 
 
 def _gaps(units: Sequence[Sequence[ParamInfo]]) -> Iterator[int]:
-    """See `Bucket.gaps`. A unit of one parameter has its padding alone, which nobody looks at."""
+    """Compute `Bucket.gaps`. A unit of one parameter has only its padding, which is never read."""
     for place, members in enumerate(units):
         if not shard_of(members[0]).flat:
             continue

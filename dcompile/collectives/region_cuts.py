@@ -1,4 +1,4 @@
-"""Where collectives will cut a graph's compute, known before it is lowered: which inputs and outputs each has."""
+"""Predict, before lowering, where collectives will split a graph's computation: by inputs and outputs of the graph."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from dcompile.collectives.fsdp_units import holder_of_unit, shard_of, unit_bucke
 
 @dataclass(frozen=True, slots=True)
 class RegionCuts:
-    """Collectives by number, in the order in which the graph needs them or makes them possible."""
+    """Collectives by number, in the order in which the graph needs their results or makes their operands."""
 
     gathers: Mapping[int, int] = field(default_factory=dict)
     """Position of an input -> the all-gather that it comes from, counted from 1."""
     reductions: Mapping[int, int] = field(default_factory=dict)
-    """Position of an output -> the reduction that its gradient is a part of, counted from 0."""
+    """Position of an output -> the reduction of its gradient, counted from 0."""
 
 
 def region_cuts(request: Request, first_use: Mapping[int, int], ready: Mapping[int, int]) -> RegionCuts:
-    """The collectives that the loop passes are going to insert, by inputs and outputs of the graph.
+    """Predict the collectives that the loop passes will insert, by inputs and outputs of the graph.
 
-    `first_use`: position of an input -> place of the first operation that uses it, if one does. `ready`: position of an
-    output -> place of the operation that makes it. The passes place collectives anew, behind the steps that come of the
-    regions; where their choice differs, a collective waits for more than it has to, and nothing else.
+    `first_use`: position of an input -> place of the first operation that uses it, if any. `ready`: position of an
+    output -> place of the operation that makes it. The passes place collectives again, after the steps of the regions.
+    Where their choice differs, a collective only waits longer than necessary.
     """
     infos = {info.number: info for info in request.params}
     return RegionCuts(_gathers(request, infos, first_use), _reductions(request, infos, ready))
@@ -45,8 +45,11 @@ def _gathers(request: Request, infos: Mapping[int, ParamInfo], first_use: Mappin
 
 
 def _reductions(request: Request, infos: Mapping[int, ParamInfo], ready: Mapping[int, int]) -> dict[int, int]:
-    """All-reduces keep the order of their buckets, which depends on parameters alone: each is ready no sooner than
-    the one before. Reduce-scatters come in the order in which they are ready."""
+    """Number the reductions in the order of their starts.
+
+    All-reduces keep the order of their buckets, which depends on parameters alone, so none is ready before its
+    predecessor. Reduce-scatters come in the order in which they are ready.
+    """
     output = {number: at for at, number in request.grads if at in ready and number in infos}
     placed = [*_all_reduces(request, infos, output, ready), *_reduce_scatters(infos, output, ready)]
     placed.sort(key=lambda found: found[0])
@@ -56,7 +59,7 @@ def _reductions(request: Request, infos: Mapping[int, ParamInfo], ready: Mapping
 def _all_reduces(
     request: Request, infos: Mapping[int, ParamInfo], output: Mapping[int, int], ready: Mapping[int, int]
 ) -> list[tuple[int, tuple[int, ...]]]:
-    """(place at which it can start, parameters) of each bucket of DDP's."""
+    """(place at which it can start, parameters) of each of DDP's buckets."""
     if request.rule is None or not output:
         return []
     params = request.params if request.rule.every else [infos[number] for number in output]

@@ -1,4 +1,4 @@
-"""Have steps write what one of the model's own collectives sends straight to where it works in place."""
+"""Let steps write the operands of the model's own in-place collectives directly into the collectives' buffers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dcompile.ir.nodes import Buffer, Collective, Extern, Load, Loop, Program, S
 
 
 def send_in_place(program: Program) -> Program:
-    """Leave out copies of results that nobody else reads to the buffers of the model's own collectives.
+    """Remove copies of results into buffers of the model's own collectives, if nothing else reads the results.
 
-    A functional all-reduce leaves its argument alone, so lowering copies that. Behind a product, whose result is there
-    to be summed up, the copy is of no use: tensor parallelism has one for each layer and half.
+    A functional all-reduce leaves its argument unchanged, so lowering copies it. After a matmul whose result is only to
+    be summed, the copy is useless: tensor parallelism has two per layer.
 
-    Guarantees: the same values. Relies on: every buffer has one writer but for collectives; no storage is planned yet.
+    Guarantees: the same values.
+    Relies on: every buffer has one writer but for collectives; no storage is planned yet.
     """
     copies = _copies(program)
     if not copies:
@@ -34,7 +35,7 @@ def send_in_place(program: Program) -> Program:
 
 
 def _copies(program: Program) -> dict[int, tuple[str, str]]:
-    """Copies that can go, by identity of the step: (what is copied, the collective's buffer)."""
+    """Removable copies by identity of the step: (copied buffer, the collective's buffer)."""
     own = [step for step in program.steps if isinstance(step, Collective) and step.call is not None]
     targets = frozenset(name for step in own for name in step.reads & step.writes)
     if not targets:
@@ -59,7 +60,7 @@ def _copies(program: Program) -> dict[int, tuple[str, str]]:
 
 
 def _copied(step: Step) -> tuple[str, str] | None:
-    """(what is copied, where to), of a loop that copies elements to the same places of another buffer."""
+    """(source, target) of a loop that copies elements to the same index of another buffer; None for other steps."""
     match step:
         case Loop(body=(Load(source, index, _, None),), stores=(Store(target, at, 0, "set"),), product=None):
             return (source, target) if index == at else None
@@ -73,13 +74,13 @@ def _places(step: Step) -> bool:
 
 
 def _is_alike(source: Buffer, target: Buffer) -> bool:
-    """Whether one may stand for the other: as large, of the same dtype, on the same device, and with no place yet."""
+    """Whether one buffer can replace the other: equal extent, dtype and device, and no storage yet."""
     same = (source.dtype, source.device) == (target.dtype, target.device) and source.extent == target.extent
     return same and source.storage is None and target.storage is None
 
 
 def _renamed(step: Step, place: dict[str, str]) -> Step:
-    """The step, writing to other buffers."""
+    """Make a step write to other buffers."""
     if place.keys().isdisjoint(step.writes):
         return step
     match step:

@@ -1,6 +1,6 @@
-"""Every private torch name, by area. A function imports what it needs when it is called: runtime/ loads no compiler.
+"""Private torch names, by area. Functions import them at their first call, so that runtime/ loads no compiler.
 
-Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and its caller a way to go on without it.
+Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and its caller works without it.
 """
 
 from dcompile.compat import (
@@ -27,12 +27,13 @@ from dcompile.compat import (
     versions,
     zero,
 )
-from dcompile.compat.patches import cse, index_strides, lean_wrappers, skip_frame_eval, symbolic_views
+from dcompile.compat.patches import compile_call, cse, index_strides, lean_wrappers, skip_frame_eval, symbolic_views
 
 __all__ = [
     "alone",
     "aot",
     "aot_trace",
+    "compile_call",
     "composable",
     "cse",
     "ddp",

@@ -1,7 +1,7 @@
-"""Collectives answered by this rank alone, for a model that is looked at and not trained: nobody else takes part.
+"""Replace collectives by local results, for a model that is inspected and not trained, without other ranks.
 
-Each gives what it would give if all ranks held what this one does. A gather puts this rank's part in every place, so
-that values are of the usual size; sums are of equal terms, and so only scaled: they stay as they are.
+Each gives the result that it would have if all ranks held this rank's data. A gather repeats this rank's part, so that
+values have the usual size. Sums of equal terms differ by a factor only, so they stay unscaled.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from dcompile.ir.collective_kinds import COLLECTIVES, CollectiveKind
+from dcompile.ir.functional_collectives import KINDS
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,9 +21,9 @@ FUNCTIONAL = "_c10d_functional"
 
 
 class SingleRankCollectives:
-    """Functions of torch.distributed that answer at once, in the place of torch's own, while `active`.
+    """Local replacements of torch.distributed's functions, in effect while `active`.
 
-    Not while Dynamo traces: it knows the functions that it can trace by identity.
+    They are removed while Dynamo traces, since it recognizes the functions that it can trace by identity.
     """
 
     def __init__(self) -> None:
@@ -28,7 +31,7 @@ class SingleRankCollectives:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Answer collectives that Python code starts meanwhile."""
+        """Replace collectives of Python code in this context."""
         self._begin()
         try:
             yield
@@ -37,7 +40,7 @@ class SingleRankCollectives:
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Inside `active`: torch's own functions again."""
+        """Restore torch's own functions in this context, inside `active`."""
         self._patches.close()
         try:
             yield
@@ -55,7 +58,7 @@ class SingleRankCollectives:
 
 
 class _CompletedWork:
-    """A collective that is through; as the Work of one."""
+    """Work of a completed collective."""
 
     def wait(self, *_: Any, **__: Any) -> bool:
         return True
@@ -114,7 +117,7 @@ def _return_nothing(group: Any = None, async_op: bool = False, device_ids: Any =
 
 
 _ANSWERS: dict[str, Callable[..., Any]] = {
-    "all_gather_single": _all_gather,  # since torch 2.13; the next is what it was called before
+    "all_gather_single": _all_gather,  # since torch 2.13; the next is its former name
     "all_gather_into_tensor": _all_gather,
     "all_gather": _all_gather_list,
     "reduce_scatter_single": _reduce_scatter,
@@ -128,23 +131,23 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 
 
 def _repeat_part(part: torch.Tensor, count: int) -> torch.Tensor:
-    """As many elements, of `part` over and over; of zeros, if that is empty."""
+    """Repeat `part` to `count` elements; zeros if it is empty."""
     if not part.numel():
         return part.new_zeros(count)
     return part.repeat(-(-count // part.numel()))[:count]
 
 
 def whole(shard: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """A parameter in the shape, on the device and in the dtype of `like`, made of this rank's shard alone.
+    """Make a parameter in the shape, device and dtype of `like` from this rank's shard alone.
 
-    `offset`: where it begins among all elements that are gathered together. With one rank it is the parameter.
+    `offset`: the parameter's beginning among all gathered elements. With one rank, the result is the parameter.
     """
     flat = shard.detach().reshape(-1).to(like.device, like.dtype)
     return _repeat_part(flat, offset + like.numel())[offset:].view(like.shape)
 
 
 def run_alone(gm: Any, values: list[Any]) -> Any:
-    """What a graph returns; its own collectives are answered alone. Gradients are not asked for."""
+    """Run a graph with its own collectives replaced by local results. No gradients are computed."""
     from torch.fx import Interpreter
 
     exchanges = [node for node in gm.graph.nodes if node.op == "call_function" and _functional(node.target)]
@@ -160,21 +163,28 @@ def run_alone(gm: Any, values: list[Any]) -> Any:
 
 
 def _functional(target: Any) -> str:
-    """The name of a functional collective; empty for all other operators."""
+    """The name of a functional collective, or of a wait; empty for all other operators."""
     return target._schema.name.partition("::")[2] if getattr(target, "namespace", "") == FUNCTIONAL else ""
 
 
 def _answer(name: str, args: Any, kwargs: Any) -> Any:
-    """The result of a functional collective, of a tensor or of a list of them."""
+    """Local result of a functional collective on a tensor or a list of tensors."""
     if isinstance(args[0], list | tuple):
         return [_answer(name, (value, *args[1:]), kwargs) for value in args[0]]
-    value, out, made = args[0], kwargs.get("out"), args[0]
-    if name.startswith("all_gather"):
-        made = value.repeat(args[1], *[1] * (value.dim() - 1))
-    elif name.startswith("reduce_scatter"):
-        made = value[: value.shape[0] // args[2]].clone()
-    elif name == "all_to_all_single":
-        made = _repeat_part(value.reshape(-1), sum(args[1]) * value[:1].numel()).view(sum(args[1]), *value.shape[1:])
-    elif not name.endswith("_") and name != "wait_tensor":
-        made = value.clone()
+    value, out = args[0], kwargs.get("out")
+    kind = KINDS.get(name.removesuffix("_out"))
+    made = value if kind is None else _made(kind, value, args)  # waits, and those in place, return what they are given
     return made if out is None else out.copy_(made)
+
+
+def _made(kind: CollectiveKind, value: torch.Tensor, args: Any) -> torch.Tensor:
+    match COLLECTIVES[kind].result:
+        case "same":
+            return value.clone()
+        case "gathered":
+            return value.repeat(args[1], *[1] * (value.dim() - 1))
+        case "part":
+            return value[: value.shape[0] // args[2]].clone()
+        case "splits":
+            rows = sum(args[1])
+            return _repeat_part(value.reshape(-1), rows * value[:1].numel()).view(rows, *value.shape[1:])

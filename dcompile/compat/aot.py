@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcompile.compat.patches.batch_norm_statistics import unseen_statistics
-from dcompile.compat.patches.cse import regions_without_inductor
-from dcompile.compat.patches.index_strides import strides_of_indices
-from dcompile.compat.patches.lean_wrappers import lean_runtime, unpack_arguments
-from dcompile.compat.patches.mutated_input_order import results_in_their_places
-from dcompile.compat.patches.quiet_dumps import no_unread_backwards, no_unread_graphs
+from dcompile.compat.patches.lean_wrappers import unpack_arguments
+from dcompile.compat.patches.registry import patched
 from dcompile.compat.patches.rng_under_checkpoint import is_drawn_again as is_drawn_again
-from dcompile.compat.patches.rng_under_checkpoint import no_unread_counters, states_of_what_draws
-from dcompile.compat.patches.symbolic_tangents import tangents_of_any_size
-from dcompile.compat.patches.symbolic_views import views_as_asked
-from dcompile.compat.sizes import remembering_numbers_alone, simplifying_once
+from dcompile.compat.patches.torch_patch import PatchRequest
 
 if TYPE_CHECKING:
     import torch
@@ -35,37 +26,21 @@ def aot_compile(
     decompositions: dict[Any, Any],
     around: contextlib.AbstractContextManager[None],
 ) -> Callable[..., Any]:
-    """Trace forward and backward of a Dynamo graph, cut them apart, and compile each with what is given.
+    """Trace forward and backward of a Dynamo graph, partition them, and compile each with the given functions.
 
     `around` is entered meanwhile: see `aot_trace`.
     """
     import torch._functorch.config as config
     from torch._functorch.aot_autograd import aot_module_simplified
 
-    # With donation on, AOTAutograd refuses backward(retain_graph=True). Memory planning of ours reuses what it may.
+    # With donation on, AOTAutograd refuses backward(retain_graph=True). dcompile's memory planning reuses what it may.
     settings: dict[str, Any] = {"donated_buffer": False}
-    # With this on, what draws random numbers on a GPU and is recomputed has a generator of its own, seeded in the first
-    # call: eager has no such thing.
+    # With this on, recomputed GPU random numbers come from a separate generator, which is seeded in the first call.
+    # Eager has no such generator.
     if hasattr(config, "graphsafe_rng_functionalization"):
         settings["graphsafe_rng_functionalization"] = False
     known = config.patch(settings)  # type: ignore[no-untyped-call, unused-ignore]
-    remembering = remembering_numbers_alone(example_inputs)
-    lean = lean_runtime(example_inputs)
-    with (
-        known,
-        tangents_as_results(),
-        simplifying_once(),
-        views_as_asked(),
-        strides_of_indices(),
-        remembering,
-        no_unread_graphs(),
-        no_unread_counters(),
-        results_in_their_places(),
-        unseen_statistics(),
-        tangents_of_any_size(),
-        lean,
-        around,
-    ):
+    with known, patched("graph", PatchRequest(example_inputs=example_inputs)), around:
         compiled = aot_module_simplified(
             gm,  # type: ignore[arg-type, unused-ignore]
             example_inputs,
@@ -79,37 +54,8 @@ def aot_compile(
         return unpack_arguments(compiled, gm)
 
 
-@contextlib.contextmanager
-def tangents_as_results() -> Iterator[None]:
-    """Expect a result's gradient to lie as the result does, and not in row-major order, before torch 2.13 does so.
-
-    A gradient that lies otherwise than expected is copied, which was two thirds of rotary embedding's backward. Results
-    that overlap themselves (from expand) say nothing about their gradients, which the setting alone would copy wrong.
-    """
-    import torch
-    import torch._functorch.config as config
-    from torch._functorch._aot_autograd import schemas
-
-    name, kind = "guess_tangent_strides_as_outputs", getattr(schemas, "MemoryFormatMeta", None)
-    if kind is None or getattr(config, name, True):
-        yield
-        return
-    own = kind.from_tensor
-
-    def from_tensor(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        apart = torch._debug_has_internal_overlap(tensor) == 0
-        with config.patch({name: apart}):  # type: ignore[no-untyped-call, unused-ignore]
-            return own(tensor, *args, **kwargs)
-
-    kind.from_tensor = staticmethod(from_tensor)
-    try:
-        yield
-    finally:
-        kind.from_tensor = staticmethod(own)
-
-
 def backward_at_once() -> contextlib.AbstractContextManager[Any]:
-    """Have AOTAutograd call the backward's compiler with the forward's, and not in the first backward."""
+    """Make AOTAutograd compile the backward together with the forward, instead of in the first backward."""
     import torch._functorch.config as config
 
     name = "force_non_lazy_backward_lowering"
@@ -119,7 +65,7 @@ def backward_at_once() -> contextlib.AbstractContextManager[Any]:
 
 
 def _metadata() -> Any:
-    """Inside a compiler of AOTAutograd: what it knows of the forward's inputs and results; None elsewhere."""
+    """AOTAutograd's metadata of the forward's inputs and results, inside one of its compilers; None elsewhere."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
@@ -127,16 +73,16 @@ def _metadata() -> Any:
 
 
 def no_donation() -> None:
-    """Say, from inside the backward compiler, that this graph donates no buffer (its run-time check wants a list)."""
+    """Declare, inside the backward compiler, that this graph donates no buffer: torch's run-time check needs a list."""
     metadata = _metadata()
     if metadata is not None:
         metadata.bw_donated_idxs = []
 
 
 def changed_inputs(count: int) -> frozenset[int] | None:
-    """Inside a compiler of AOTAutograd: positions of inputs, of `count`, that the graph writes to; None if unknown.
+    """Positions of inputs, of `count`, that the graph writes to. To be called inside a compiler of AOTAutograd.
 
-    It is not known where one input stands for several that share memory.
+    None if unknown: where one input represents several that share memory.
     """
     metadata = _metadata()
     if metadata is None or len(metadata.input_info) != count:
@@ -145,9 +91,9 @@ def changed_inputs(count: int) -> frozenset[int] | None:
 
 
 def not_only_read() -> frozenset[int]:
-    """Inside a compiler of AOTAutograd: positions of inputs that the graph changes, or returns as they are or as views.
+    """Positions of inputs that the graph changes, or returns as they are or as views. Inside a compiler of AOTAutograd.
 
-    It deals with these outside the graph, on the very tensors that it is called with.
+    AOTAutograd processes these outside the graph, on the tensors that the caller passes.
     """
     metadata = _metadata()
     if metadata is None:
@@ -158,10 +104,11 @@ def not_only_read() -> frozenset[int]:
 
 
 def looks_at_inputs() -> dict[int, int]:
-    """Inside the compiler of a forward or an inference graph: position of a result -> of the input it is a view of.
+    """Position of a result -> of the input that it is a view of.
 
-    AOTAutograd hands out views of the inputs there, and reads no more of the results than how they lie. Inputs that the
-    graph gives another shape are left out: their views are of what becomes of them.
+    Inside the compiler of a forward or an inference graph. AOTAutograd returns views of the inputs for them, and reads
+    only the layout of the results. Inputs whose shape the graph changes are left out: their views are of the changed
+    input.
     """
     metadata = _metadata()
     if metadata is None:
@@ -173,7 +120,7 @@ def looks_at_inputs() -> dict[int, int]:
 
 
 def returned_changes(gm: Any) -> dict[Any, Any]:
-    """Placeholders of inputs that AOTAutograd changes behind this graph -> what it returns for them."""
+    """Placeholders of inputs that AOTAutograd changes after this graph -> the results that it copies to them."""
     from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
     output = gm.graph.output_node()
@@ -192,77 +139,37 @@ def min_cut_partition(
     minimum_cut: Callable[..., Any] | None = None,
     **keywords: Any,
 ) -> tuple[Any, Any]:
-    """torch's own choice of what to save and what to recompute: (forward, backward).
+    """Partition a joint graph as torch does, by a minimum cut between saving and recomputing: (forward, backward).
 
-    `fusible` and `recomputable` are overload packets that it is to treat so beside those it knows: the list is a
-    function of its module, replaced while the cut is made. Where torch has no such function, its own list decides.
-    `memory_budget` is the part of what this would save that may be saved at most; the rest is computed again.
-    `again_for_calls` lets the backward also compute again what it then has to write for a library call.
-    Views of whole tensors are never saved, but what they look at: weighing both, torch may save a product's result and
-    the view of what was computed from it, where the latter alone would do (a ReLU between two linear layers).
-    `minimum_cut` answers in networkx's place, which gets passed on for what it cannot answer.
+    `fusible` and `recomputable` are overload packets that torch treats so besides its own. They are added through a
+    function of its module, which is replaced during the cut. If torch has no such function, only its own list counts.
+
+    `memory_budget`: part of the bytes that would be saved; the rest is recomputed. `again_for_calls`: the backward may
+    also recompute tensors that it then has to write for a library call. `minimum_cut` replaces networkx's function; it
+    gets that function as an argument, for graphs that it cannot cut.
+
+    Views of whole tensors are never saved, but their bases are. With both as candidates, torch may save a matmul's
+    result and also the view of what was computed from it. The latter alone would suffice for a ReLU between two linear
+    layers.
     """
     from torch._functorch import config, partitioners
 
-    # a budget that the user has set for torch.compile itself stands where ours says nothing
+    # a budget that the user set for torch.compile applies if there is none of ours
     changes: dict[str, Any] = {"activation_memory_budget": memory_budget} if memory_budget < 1 else {}
     if again_for_calls and hasattr(config, "ban_recompute_materialized_backward"):
         changes["ban_recompute_materialized_backward"] = False
     if hasattr(config, "recompute_views") and hasattr(partitioners, "get_default_op_list"):
         changes["recompute_views"] = True
-    ops, cutting = _more_ops(partitioners, fusible, recomputable), _cutting(minimum_cut)
-    unread = no_unread_backwards()
-    with ops, cutting, unread, regions_without_inductor(), states_of_what_draws(), config.patch(changes):
+    request = PatchRequest(fusible=fusible, recomputable=recomputable, minimum_cut=minimum_cut)
+    with patched("partition", request), config.patch(changes):
         return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
 
 
-def _cutting(minimum_cut: Callable[..., Any] | None) -> contextlib.AbstractContextManager[Any]:
-    """The partitioner looks networkx's function up when it needs it."""
-    try:
-        import networkx  # type: ignore[import-untyped, unused-ignore]
-    except ImportError:  # the partitioner says so itself
-        return contextlib.nullcontext()
-    if minimum_cut is None:
-        return contextlib.nullcontext()
-    own = networkx.minimum_cut
-
-    def cut(graph: Any, source: Any, sink: Any) -> Any:
-        return minimum_cut(graph, source, sink, own)
-
-    return unittest.mock.patch.object(networkx, "minimum_cut", cut)  # type: ignore[no-any-return, unused-ignore]
-
-
-@contextlib.contextmanager
-def _more_ops(partitioners: Any, fusible: frozenset[Any], recomputable: frozenset[Any]) -> Iterator[None]:
-    own = getattr(partitioners, "get_default_op_list", None)
-    if own is None:
-        yield
-        return
-    parts = _parts()
-
-    def op_list() -> Any:
-        found = own()
-        return dataclasses.replace(
-            found,
-            fusible_ops=found.fusible_ops | fusible,
-            recomputable_ops=found.recomputable_ops | recomputable,
-            view_ops=found.view_ops - parts,
-        )
-
-    with unittest.mock.patch.object(partitioners, "get_default_op_list", op_list):
-        yield
-
-
-def _parts() -> frozenset[Any]:
-    """Views that show a part of a tensor: saving the whole in their place may take more memory."""
-    import torch
-
-    aten = torch.ops.aten
-    return frozenset((aten.slice, aten.select, aten.split, aten.as_strided))
-
-
 def primal_index(node: Any) -> int | None:
-    """Position among the Dynamo graph's inputs that this gradient of a joint graph belongs to, or None."""
+    """Position among the Dynamo graph's inputs of the tensor whose gradient this is, or None.
+
+    `node`: output description.
+    """
     from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 
     if not isinstance(node, GradAOTOutput) or not isinstance(node.grad_of, PlainAOTInput):
@@ -271,7 +178,7 @@ def primal_index(node: Any) -> int | None:
 
 
 def changed_behind(joint: Any) -> frozenset[Any]:
-    """Placeholders of a joint graph whose tensors AOTAutograd changes, once the forward has run, to what it returns."""
+    """Placeholders of a joint graph whose tensors AOTAutograd changes to results once the forward has run."""
     from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
     described = joint.graph.output_node().meta.get("desc", ())
@@ -280,7 +187,7 @@ def changed_behind(joint: Any) -> frozenset[Any]:
 
 
 def input_index(placeholder: Any) -> int | None:
-    """Position among the Dynamo graph's inputs that a placeholder of AOTAutograd's graphs stands for, or None."""
+    """Position among the Dynamo graph's inputs that a placeholder of AOTAutograd's graphs represents, or None."""
     from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
     description = placeholder.meta.get("desc")
@@ -288,9 +195,9 @@ def input_index(placeholder: Any) -> int | None:
 
 
 def is_tangent(placeholder: Any) -> bool:
-    """Whether a placeholder of AOTAutograd's graphs stands for a gradient that autograd hands to the backward.
+    """Whether a placeholder of AOTAutograd's graphs is a gradient that autograd passes to the backward.
 
-    Or for the part of one that is taken apart, such as a DTensor's local tensor.
+    It may also be a component of such a gradient, such as a DTensor's local tensor.
     """
     from torch._functorch._aot_autograd.descriptors import TangentAOTInput
 
@@ -301,19 +208,19 @@ def is_tangent(placeholder: Any) -> bool:
 
 
 def is_part_of_subclass(placeholder: Any) -> bool:
-    """Whether a placeholder of AOTAutograd's graphs stands for a part of a tensor that it has taken apart."""
+    """Whether a placeholder of AOTAutograd's graphs is a component of a tensor subclass."""
     return type(placeholder.meta.get("desc")).__name__.startswith("Subclass")
 
 
 def is_base_of_inputs(placeholder: Any) -> bool:
-    """Whether a placeholder of AOTAutograd's graphs stands for what several inputs are views of."""
+    """Whether a placeholder of AOTAutograd's graphs is the base of which several inputs are views."""
     from torch._functorch._aot_autograd.descriptors import ViewBaseAOTInput
 
     return isinstance(placeholder.meta.get("desc"), ViewBaseAOTInput)
 
 
 def takes_absent_tangents() -> bool:
-    """Whether backwards of AOTAutograd pass on a None that autograd gives them for a gradient; if so, unchanged."""
+    """Whether AOTAutograd's backwards pass on a None that autograd gives them as a gradient."""
     from torch._functorch._aot_autograd import runtime_wrappers
 
     process = getattr(getattr(runtime_wrappers, "AOTDispatchAutograd", None), "process_runtime_tangent", None)
@@ -324,9 +231,9 @@ def takes_absent_tangents() -> bool:
 
 
 def own_results() -> tuple[int, ...]:
-    """Inside a compiler of AOTAutograd: positions of results that its node of the autograd graph has made itself.
+    """Positions of results that the graph's autograd node has made itself. Inside a compiler of AOTAutograd.
 
-    Views of what the graph computes are such, too. Behind those that share memory, which come last, is what it made.
+    Views of intermediates come last: they share memory with a tensor that the node has made.
     """
     metadata = _metadata()
     if metadata is None:
@@ -339,7 +246,7 @@ def own_results() -> tuple[int, ...]:
 
 
 def learning_results() -> frozenset[int]:
-    """Inside the compiler of a forward or an inference graph: positions of results that are to have a gradient."""
+    """Positions of results that require a gradient. Inside the compiler of a forward or an inference graph."""
     metadata = _metadata()
     if metadata is None:
         return frozenset()
@@ -347,9 +254,9 @@ def learning_results() -> frozenset[int]:
 
 
 def _shown_results(metadata: Any) -> list[Any]:
-    """What AOTAutograd knows of each result as the caller sees it: of a DTensor, of the local tensor in it.
+    """AOTAutograd's metadata of each result that the caller sees. For a DTensor it describes the local tensor.
 
-    The mesh beside that counts as a result of the traced graph.
+    A DTensor's mesh counts as a result of the traced graph, and is left out.
     """
     from torch._library.fake_class_registry import FakeScriptObject
 
@@ -357,7 +264,7 @@ def _shown_results(metadata: Any) -> list[Any]:
 
 
 def constant_results() -> tuple[int, ...]:
-    """Inside the compiler of a forward: positions of results without a gradient."""
+    """Positions of results without a gradient. Inside the compiler of a forward."""
     metadata = _metadata()
     if metadata is None:
         return ()
@@ -366,9 +273,10 @@ def constant_results() -> tuple[int, ...]:
 
 
 def take_views() -> tuple[int, ...]:
-    """Inside the compiler of a forward: positions of views that are to be handed out as tensors of their own.
+    """Positions of views that the caller must return as separate tensors. Inside the compiler of a forward.
 
-    AOTAutograd would do it; from now on it leaves that to the caller. None where a torch notes them in another way.
+    It removes them from AOTAutograd's metadata, so that AOTAutograd does not separate them, too. Empty if this torch
+    has no such list.
     """
     metadata = _metadata()
     views = getattr(metadata, "unsafe_view_out_indices", ())
@@ -380,7 +288,7 @@ def take_views() -> tuple[int, ...]:
 
 
 def result_index(tangent: Any) -> int | None:
-    """Position among a graph's results of the one that this placeholder of a backward is the gradient of, or None."""
+    """Position among a graph's results of the one whose gradient this placeholder of a backward is, or None."""
     from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 
     result = getattr(tangent.meta.get("desc"), "output", None)
@@ -388,10 +296,10 @@ def result_index(tangent: Any) -> int | None:
 
 
 def leave_absent(result: Any, shapes: Mapping[int, Any]) -> None:
-    """Have autograd hand None to the compiled backward behind this result, where it would make zeros.
+    """Make autograd pass None to the compiled backward of this result, where it would create zeros.
 
-    Functions decide this while they run forward; the node of the autograd graph is what they decide it by. It keeps
-    `shapes` for `absent_shapes`.
+    Functions set that while they run forward; the node of the autograd graph stores it. The node keeps `shapes` for
+    `absent_shapes`.
     """
     from dcompile.compat.tensors import is_compiled_backward
 
@@ -399,26 +307,26 @@ def leave_absent(result: Any, shapes: Mapping[int, Any]) -> None:
     if node is not None and result._base is not None and not is_compiled_backward(node):
         node = result._base.grad_fn
     if node is not None and is_compiled_backward(node):
-        node.materialize_grads = False  # as `set_materialize_grads` does, in one call of Python less
+        node.materialize_grads = False  # like `set_materialize_grads`, with one Python call less
         node.dcompile_shapes = shapes
 
 
 def absent_shapes() -> Mapping[int, Any]:
-    """Inside a compiled backward: what its forward gave to `leave_absent`."""
+    """Shapes that the forward passed to `leave_absent`. Inside a compiled backward."""
     import torch
 
     return getattr(torch._C._current_autograd_node(), "dcompile_shapes", {})
 
 
 def batch_test() -> Callable[[torch.Tensor], bool]:
-    """What tells a batch of `is_grads_batched=True` and `jacobian(vectorize=True)`; torch refuses those of `vmap`."""
+    """Predicate for batches of `is_grads_batched=True` and `jacobian(vectorize=True)`; torch refuses `vmap`'s."""
     import torch
 
     return torch._C._functorch.is_legacy_batchedtensor
 
 
 def hooked_leaves() -> frozenset[int]:
-    """Inside a compiled backward: positions, among the tensors its forward got, of leaves with hooks on gradients."""
+    """Positions, among the forward's inputs, of leaves with gradient hooks. Inside a compiled backward."""
     import torch
 
     edges = enumerate(torch._C._current_autograd_node().next_functions)  # type: ignore[attr-defined, unused-ignore]
@@ -427,10 +335,10 @@ def hooked_leaves() -> frozenset[int]:
 
 
 def always_recompute(node: Any) -> None:
-    """Have the partitioner compute this node again in the backward, whatever it costs to save it.
+    """Force the partitioner to recompute this node in the backward, whatever that costs.
 
-    The number orders regions of gradient checkpointing; a region that is behind another makes torch save what the two
-    share. No region is behind this one.
+    The number orders regions of gradient checkpointing. For two consecutive regions, torch saves tensors that both use.
+    No region comes after this one.
     """
     from torch.utils.checkpoint import CheckpointPolicy
 
@@ -439,7 +347,7 @@ def always_recompute(node: Any) -> None:
 
 
 def never_recompute(node: Any) -> None:
-    """Have the partitioner save this node where the backward needs it, or what the forward makes of it."""
+    """Force the partitioner to save this node where the backward needs it, or tensors computed from it."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -447,9 +355,9 @@ def never_recompute(node: Any) -> None:
 
 @contextlib.contextmanager
 def annotate_nodes(marks: dict[str, Any]) -> Iterator[None]:
-    """Note `marks` with each operation that is traced inside, as `meta["custom"]`.
+    """Store `marks` with each operation that is traced inside, as `meta["custom"]`.
 
-    torch's `annotate` adds them to the dictionary that is there, which may be that of the node being traced.
+    torch's `annotate` adds them to the existing dictionary, which may belong to the node being traced.
     """
     from torch.fx import traceback
 
@@ -472,16 +380,16 @@ def lazy_graph_module(root: Any, graph: Any) -> Any:
 
 
 def detect_fake_mode(values: Any) -> Any:
-    """The mode that fake tensors among `values` belong to."""
+    """Mode of the fake tensors among `values`."""
     from torch._guards import detect_fake_mode as detect
 
     return detect(values)
 
 
 def fake_input(tensor: torch.Tensor) -> Any:
-    """Inside Dynamo's backend: the fake tensor that AOTAutograd will trace with for an input that Dynamo did not see.
+    """Fake tensor with which AOTAutograd will trace an input that Dynamo did not see. Inside Dynamo's backend.
 
-    Its sizes are numbers. Left to itself, AOTAutograd would make symbols of them; it asks the mode's memory first.
+    Its sizes are numbers. Otherwise AOTAutograd would create symbols for them; it looks for a known fake tensor first.
     """
     from torch._guards import TracingContext
 
@@ -499,14 +407,14 @@ def decompositions(also: Sequence[Any]) -> dict[Any, Any]:
 
 
 def dimensions_by_stride(x: torch.Tensor) -> list[int]:
-    """The dimensions of a tensor, outermost in memory first, in the order that eager's elementwise kernels see."""
+    """Dimensions of a tensor from outermost to innermost in memory, as eager's elementwise kernels order them."""
     import torch._prims_common as prims
 
     return list(prims.compute_elementwise_output_logical_to_physical_perm(x)[0])
 
 
 def suggest_memory_format(x: torch.Tensor) -> torch.memory_format:
-    """The layout that eager's kernels give to results of `x`: channels last if its strides look so."""
+    """Memory format that eager's kernels give to results of `x`: channels last if its strides have that order."""
     import torch._prims_common as prims
 
     return prims.suggest_memory_format(x)

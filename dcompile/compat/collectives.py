@@ -1,6 +1,6 @@
-"""Collectives of a process group as its backend has them: each starts one, and returns a torch.distributed.Work.
+"""Collectives of a process group's backend. Each function starts one and returns a torch.distributed.Work.
 
-`limit_s`: seconds after which it fails; None where that is the backend's affair. `op` is a torch.distributed.ReduceOp.
+`limit_s`: seconds after which it fails; None leaves that to the backend. `op` is a torch.distributed.ReduceOp.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dcompile.compat.groups import limit
 
 
 def reduce_op(name: str) -> Any:
-    """The operation that functional collectives call by this name: "sum", "avg", ..."""
+    """Reduction by its name in functional collectives: "sum", "avg", ..."""
     import torch.distributed as dist
 
     return getattr(dist.ReduceOp, name.upper())
@@ -52,7 +52,7 @@ def start_all_to_all(
     sent_rows: Sequence[int],
     limit_s: float | None,
 ) -> Any:
-    """Send each rank so many rows of a tensor, and receive so many from it; equally many where none are given."""
+    """Exchange rows with each rank: `sent_rows` to each, `received_rows` from each; equal numbers if they are empty."""
     options = _options("AllToAllOptions", limit_s)
     return group.alltoall_base(received, sent, list(received_rows), list(sent_rows), options)
 

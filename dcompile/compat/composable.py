@@ -1,8 +1,9 @@
-"""torch.distributed._composable.checkpoint: layers that are run again in the backward, by two hooks of each module.
+"""torch.distributed._composable.checkpoint: layers that the backward recomputes, by two hooks of each module.
 
-TorchDynamo cannot trace these hooks, and compiles what lies between them in pieces, but what is run again in the
-backward runs eagerly: it saves other tensors than the pieces did. In compiled calls, the same region is a call of
-`torch.utils.checkpoint.checkpoint` in the module's forward, which becomes a part of the graph, or runs eagerly whole.
+TorchDynamo cannot trace these hooks. It compiles the code between them in pieces, but the recomputation runs eagerly,
+and so saves other tensors than the pieces did. In compiled calls, each region is therefore a call of
+`torch.utils.checkpoint.checkpoint` in the module's forward. The call becomes part of the graph, or runs eagerly as a
+whole.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _TABLES = ("_forward_pre_hooks", "_forward_hooks")
 
 @dataclass(frozen=True, eq=False)
 class _Region:
-    """One such module: where its two hooks are, and its forward as one region."""
+    """One checkpointed module: the places of its two hooks, and its forward as one region."""
 
     module: Any
     places: tuple[tuple[dict[int, Any], int], ...]
@@ -31,18 +32,18 @@ class _Region:
 
 
 class CheckpointedLayers:
-    """The modules below one root that have such hooks, looked for again once a hook was registered somewhere."""
+    """Modules below one root that have such hooks. The search is repeated after any registration of a hook."""
 
     def __init__(self, root: Module) -> None:
         from torch.utils.hooks import RemovableHandle
 
-        self._root = weakref.ref(root)  # what is compiled in place belongs to the module, and must not keep it
+        self._root = weakref.ref(root)  # compiled code belongs to the module, and must not keep it alive
         self._counter = RemovableHandle
         self._counted = -1
         self._found: list[_Region] = []
 
     def as_regions(self) -> contextlib.AbstractContextManager[None]:
-        """While a compiled call runs: regions in place of the hooks."""
+        """Context of a compiled call: regions replace the hooks."""
         if self._counter.next_id != self._counted:
             self._counted = self._counter.next_id
             root = self._root()
@@ -84,7 +85,7 @@ def _hooks_in(table: dict[int, Any]) -> Iterator[tuple[dict[int, Any], int]]:
 
 
 def _settings(hook: Any) -> dict[str, Any]:
-    """What `checkpoint` was called with; what is as usual is left out."""
+    """Arguments with which `checkpoint` was called, without defaults."""
     known = {
         name: cell.cell_contents
         for name, cell in zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True)
@@ -112,8 +113,8 @@ def _region_of(module: Any, settings: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _before(module: Any, args: Any, kwargs: Any) -> None:
-    """In place of a hook before a forward."""
+    """Replacement of a forward pre-hook."""
 
 
 def _behind(module: Any, args: Any, output: Any) -> None:
-    """In place of a hook behind a forward."""
+    """Replacement of a forward hook."""

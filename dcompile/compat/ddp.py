@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def active_ddp() -> DistributedDataParallel | None:
-    """The DDP module whose forward is running."""
+    """DDP module whose forward is running, or None."""
 
     module = sys.modules.get("torch.nn.parallel.distributed")
     return module.DistributedDataParallel._active_ddp_module if module else None
 
 
 def reduces_any(tensors: Iterable[Any]) -> bool:
-    """Whether a DDP module's forward is running whose reducer waits for the gradient of one of these tensors."""
+    """Whether a DDP module's forward is running, and its reducer waits for the gradient of one of these tensors."""
     ddp = active_ddp()
     if ddp is None:
         return False
@@ -32,7 +32,7 @@ def reduces_any(tensors: Iterable[Any]) -> bool:
 
 
 def missing_names(ddp: Any) -> list[str]:
-    """Private names that taking over needs and this torch lacks."""
+    """Private names that a takeover needs and this torch lacks."""
     import torch
 
     names = (
@@ -46,13 +46,13 @@ def missing_names(ddp: Any) -> list[str]:
 
 
 def parameters(ddp: Any, module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """Names (within `module`, which it keeps in step) and parameters of this DDP, in its order."""
+    """Names (within `module`) and parameters that this DDP synchronizes, in its order."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [(names[id(parameter)], parameter) for parameter in ddp._module_parameters if id(parameter) in names]
 
 
 def objections(ddp: Any, module: torch.nn.Module) -> list[str]:
-    """What this DDP, of `module`, was asked for that only its own reducer does."""
+    """Features in use by this DDP, of `module`, that only its own reducer supports."""
     import torch
 
     found = {
@@ -72,18 +72,18 @@ def objections(ddp: Any, module: torch.nn.Module) -> list[str]:
 
 
 def makes_parameters_anew(module: torch.nn.Module) -> bool:
-    """Whether DDP has taken DTensor parameters apart: each forward makes them anew, and takes them apart again.
+    """Whether DDP has replaced DTensor parameters by local tensors, which each forward converts again.
 
-    `DistributedDataParallel(model, device_mesh=...)` does so. Behind the first forward, Dynamo finds tensors where it
-    has traced parameters; with any backend the second backward raises, in torch 2.13.
+    `DistributedDataParallel(model, device_mesh=...)` does that. After the first forward, Dynamo finds tensors where it
+    has traced parameters. In torch 2.13, the second backward raises with any backend.
     """
     return any(hasattr(parameter, "_st_info") for parameter in module.parameters())
 
 
 def wire(ddp: Any) -> str | None:
-    """What this DDP module's communication hook sends gradients as: a dtype's name, or "own" if it casts nothing.
+    """Dtype in which this DDP module's communication hook sends gradients; "own" if it casts nothing.
 
-    "" without a hook; None if only the reducer can call it: a hook of the user's, several, another group than DDP's.
+    "" without a hook. None if only the reducer can call it: a user's hook, several hooks, or another group than DDP's.
     """
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -96,7 +96,7 @@ def wire(ddp: Any) -> str | None:
         (default_hooks.fp16_compress_hook, "float16"),
         (default_hooks.bf16_compress_hook, "bfloat16"),
     )
-    # without a state, these hooks take the default group, whichever DDP was given
+    # without a state, these hooks use the default group, whichever DDP has
     same_group = (dist.group.WORLD if state is None else state) is ddp.process_group
     return next((dtype for ours, dtype in known if ours is hook), None) if same_group and not others else None
 
@@ -107,7 +107,7 @@ def allows_unused(ddp: Any) -> bool:
 
 
 def bucket_bytes(ddp: Any) -> tuple[int, ...]:
-    """Sizes at which DDP closes its buckets, in the order of reduction: two or more; the last holds for all others."""
+    """Bytes at which DDP closes its buckets, in the order of reduction: two or more; the last is for all others."""
     from torch._C._distributed_c10d import _DEFAULT_FIRST_BUCKET_BYTES
 
     cap = int(ddp.bucket_bytes_cap)
@@ -118,7 +118,7 @@ def bucket_bytes(ddp: Any) -> tuple[int, ...]:
 
 
 def hold_static_graph(ddp: Any) -> bool:
-    """Keep a static_graph DDP from queueing its one big reduction; True if it would have queued it."""
+    """Keep a static_graph DDP from queueing its single large reduction. Return whether it would have queued it."""
     if not ddp.static_graph or ddp._static_graph_delay_allreduce_enqueued:
         return False
     ddp._static_graph_delay_allreduce_enqueued = True
@@ -131,19 +131,19 @@ def let_go_static_graph(ddp: Any) -> None:
 
 
 def release_static_graph(ddp: Any) -> None:
-    """Queue the reduction that `hold_static_graph` kept back; call inside the backward."""
+    """Queue the reduction that `hold_static_graph` prevented; call inside the backward."""
     at_end_of_backward(ddp.reducer._delay_all_reduce)
 
 
 def is_joining(ddp: Any) -> bool:
-    """Whether the Join context manager is on: on all ranks, of which some may have no input at all."""
+    """Whether the Join context manager is on: on all ranks, some of which may have no input."""
     return bool(ddp._join_config.enable)
 
 
 class _Logger:
-    """DDP's logger, which also tells when a Join context manager is made of the module, or a hook is registered.
+    """DDP's logger, which also reports when a Join context manager enters the module, or a hook is registered.
 
-    Nothing else of DDP's hears of it before its reducer is counted on: by ranks that are out of inputs, by the hook.
+    DDP notifies nothing else of that before it relies on its reducer, for ranks without inputs and for hooks.
     """
 
     def __init__(self, logger: Any, wanted: Callable[[str], None]) -> None:
@@ -163,9 +163,9 @@ class _Logger:
 
 
 class _Reducer:
-    """DDP's reducer, which also tells when somebody prepares it for a backward: DDP's own forward does so as well.
+    """DDP's reducer, which also reports when the user prepares it for a backward. DDP's own forward does that, too.
 
-    By hand, after a forward under no_sync, that asks for its backward to reduce (Accelerate, Lightning).
+    Accelerate and Lightning call it after a forward under no_sync, to request a reduction in its backward.
     """
 
     def __init__(self, reducer: Any, prepared: Callable[[], None]) -> None:
@@ -181,10 +181,10 @@ class _Reducer:
 
 
 class _SilentReducer(_Reducer):
-    """The same, with nothing to reduce any more.
+    """Reducer that reduces nothing.
 
-    It ends backwards that the user ends by hand (`require_manual_backward_finalization`, since torch 2.15): gradients
-    are reduced once a backward returns.
+    It ends backwards that the user ends by hand (`require_manual_backward_finalization`, since torch 2.15). Gradients
+    are reduced once a backward has returned.
     """
 
     def __init__(self, ddp: Any, watched: _Reducer) -> None:
@@ -192,7 +192,7 @@ class _SilentReducer(_Reducer):
         self._ddp = weakref.ref(ddp)
 
     def _set_manual_finalization_required(self, required: bool) -> None:
-        """DDP keeps the answer, too; a reducer that takes over again is told then (`rebuild_reducer`)."""
+        """Ignore the setting. DDP stores it, too, and passes it to a rebuilt reducer (`rebuild_reducer`)."""
 
     def _should_finalize_after_backward(self) -> bool:
         return True
@@ -211,9 +211,9 @@ class _SilentReducer(_Reducer):
 
 
 def watch_reducer(ddp: Any, wanted: Callable[[str], None], prepared: Callable[[], None]) -> None:
-    """Have `wanted` called, with the reason, before something is done that needs the reducer itself.
+    """Call `wanted`, with the reason, before something needs the reducer itself.
 
-    And `prepared` when the user, not DDP, has prepared it for a backward.
+    `prepared` is called when the user, rather than DDP, has prepared it for a backward.
     """
     if not isinstance(ddp.logger, _Logger):
         ddp.logger = _Logger(ddp.logger, wanted)
@@ -230,7 +230,7 @@ def leave_reducer(ddp: Any) -> None:
 
 
 def silence_reducer(ddp: Any) -> None:
-    """Take DDP's reduction off its parameters: its forward, no_sync and buffer broadcast stay as they are.
+    """Remove DDP's reduction from its parameters. Its forward, no_sync and buffer broadcast stay.
 
     Relies on: the reducer is watched.
     """
@@ -239,7 +239,7 @@ def silence_reducer(ddp: Any) -> None:
 
 
 def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
-    """Put DDP's own reduction back: a new reducer, as its constructor builds it."""
+    """Restore DDP's reduction with a new reducer, built like its constructor does."""
     import torch
     from torch._C._distributed_c10d import _register_comm_hook
 
@@ -256,14 +256,14 @@ def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
         _register_comm_hook(ddp.reducer, state, hook)
     if inside_forward and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
         ddp.logger.set_runtime_stats_and_log()
-        ddp.reducer.prepare_for_forward()  # DDP.forward has called it on the reducer that was there before
+        ddp.reducer.prepare_for_forward()  # DDP.forward has called it on the former reducer
 
 
 # --- torch.distributed._composable.replicate: a DDP of a module's parameters alone, called by the module's hooks -----
 
 
 def replicate_state(module: Any) -> Any:
-    """What `replicate` of torch.distributed._composable keeps of a module, or None."""
+    """State that `replicate` of torch.distributed._composable keeps of a module, or None."""
     composable = sys.modules.get("torch.distributed._composable.replicate")
     if composable is None or not isinstance(module, composable.DDP):
         return None
@@ -271,26 +271,26 @@ def replicate_state(module: Any) -> Any:
 
 
 def ddp_of_replicate(module: Any) -> Any:
-    """The DDP that `replicate` makes of a module's parameters in its first forward; None before, or of others."""
+    """DDP that `replicate` creates for a module's parameters in its first forward; None if there is none."""
     return getattr(replicate_state(module), "_ddp", None)
 
 
 def is_of_replicate(ddp: Any, module: Any) -> bool:
-    """Whether `replicate` has made this DDP for the module's parameters."""
+    """Whether `replicate` has created this DDP for the module's parameters."""
     return ddp_of_replicate(module) is ddp
 
 
 def _rest_before(module: Any, args: Any, kwargs: Any) -> None:
-    """In the place of replicate's hook before a forward: runs already."""
+    """Replacement of replicate's forward pre-hook, which has run already."""
 
 
 def _rest_after(module: Any, args: Any, output: Any) -> None:
-    """In the place of replicate's hook behind a forward: will run."""
+    """Replacement of replicate's forward hook, which will run later."""
 
 
 @contextlib.contextmanager
 def hooks_of_replicate_resting(module: Any) -> Iterator[None]:
-    """While the module's forward is traced: replicate's hooks would end the graph. Other modules are left alone."""
+    """Disable replicate's hooks while the module's forward is traced, since they would end the graph."""
     state = replicate_state(module)
     tables = () if state is None else ((module._forward_pre_hooks, _rest_before), (module._forward_hooks, _rest_after))
     places = [
@@ -311,7 +311,7 @@ def hooks_of_replicate_resting(module: Any) -> Iterator[None]:
 def run_replicated(
     module: Any, state: Any, forward: Callable[[Any, Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Call `forward(args, kwargs)` between what replicate's hooks do around it, as DDP's forward does."""
+    """Call `forward(args, kwargs)` between replicate's hooks, as DDP's forward does."""
     from torch.nn.parallel import DistributedDataParallel
 
     with hooks_of_replicate_resting(module):

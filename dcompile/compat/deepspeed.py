@@ -1,6 +1,6 @@
-"""DeepSpeed: the engine around a module, what ZeRO keeps of its parameters, and where it takes gradients from.
+"""DeepSpeed: the engine around a module, ZeRO's storage of parameters, and its way of collecting gradients.
 
-Nothing here imports DeepSpeed: where an engine is met, it is there.
+Nothing here imports DeepSpeed: where there is an engine, it is imported.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def is_engine(thing: Any) -> bool:
 
 
 class EngineHooks:
-    """The hooks of an engine on its module. Taken off it, they run around a compiled call, and are not traced.
+    """Hooks of an engine on its module. Removed from the module, they run around a compiled call, and are not traced.
 
-    They keep timers and flags. Traced, a timer's counter would be guarded on, and the whole model be compiled anew in
-    the second and the third step.
+    They manage timers and flags. If traced, a timer's counter would be guarded, and the whole model would be recompiled
+    in the second and the third step.
     """
 
     def __init__(self, engine: Any, places: list[tuple[str, int]]) -> None:
@@ -54,11 +54,11 @@ class EngineHooks:
 
     @property
     def engine(self) -> Any:
-        """The engine; None if it has gone."""
+        """The engine; None if it no longer exists."""
         return self._engine()
 
     def take(self) -> None:
-        """Take them off the module."""
+        """Remove the hooks from the module."""
         known = vars(self.engine.module)
         for kind, key in self._places:
             hook = known[kind].pop(key, None)
@@ -68,9 +68,9 @@ class EngineHooks:
         self.taken = True
 
     def around(self, call: Callable[..., Any], belongs: Callable[[], bool]) -> Callable[..., Any]:
-        """`call` with the hooks before and behind it.
+        """Wrap `call` with the hooks before and after it.
 
-        `belongs`: whether it is by this call that the module itself is called, so that nobody else misses the hooks.
+        `belongs`: whether the module itself is called through this call, so that no other caller misses the hooks.
         """
 
         def hooked(*args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ class EngineHooks:
 
 
 def hooks_on(module: Any) -> EngineHooks | None:
-    """The hooks of a DeepSpeed engine on its module; None where there are none."""
+    """Hooks of a DeepSpeed engine on its module; None if there are none."""
     if _ENGINE not in sys.modules or not hasattr(module, _PRE):
         return None
     places: list[tuple[str, int]] = []
@@ -110,7 +110,7 @@ def hooks_on(module: Any) -> EngineHooks | None:
 
 
 def _owner(hook: Any) -> Any:
-    """The engine that a hook is a closure of."""
+    """Engine in a hook's closure, or None."""
     cells = getattr(hook, "__closure__", None) or ()
     return next((cell.cell_contents for cell in cells if is_engine(cell.cell_contents)), None)
 
@@ -121,7 +121,7 @@ def stage_of(engine: Any) -> int:
 
 
 def process_group(engine: Any) -> Any:
-    """Over which gradients are averaged."""
+    """Process group over which gradients are averaged."""
     import torch.distributed as dist
 
     group = engine.seq_data_parallel_group
@@ -129,24 +129,24 @@ def process_group(engine: Any) -> Any:
 
 
 def ends_step(engine: Any) -> bool:
-    """Whether the micro-step that runs is the last one of a step."""
+    """Whether the current micro-step is the last one of a step."""
     return bool(engine.is_gradient_accumulation_boundary())
 
 
 def reduces(engine: Any) -> bool:
-    """Whether a backward that runs now is to reduce gradients: stages 0 and 1 do at the end of a step alone."""
+    """Whether a backward that runs now reduces gradients: stages 0 and 1 do so at the end of a step only."""
     if engine.inside_no_sync_ctxt:
         return False
     return stage_of(engine) >= 2 or ends_step(engine)
 
 
 def is_coalescing(engine: Any) -> bool:
-    """Whether DeepSpeed is to reduce gradients of several backwards itself (`engine.coalesce_grad_reduction`)."""
+    """Whether DeepSpeed itself reduces gradients of several backwards (`engine.coalesce_grad_reduction`)."""
     return bool(getattr(engine.optimizer, "_coalesce_grad_reduction", False))
 
 
 def take_reduction(engine: Any, reduce: Callable[[], None]) -> None:
-    """Have `reduce` called where the engine itself would reduce gradients, at the end of a backward."""
+    """Call `reduce` where the engine itself would reduce gradients, at the end of a backward."""
 
     def allreduce_gradients(*_: Any, **__: Any) -> None:
         reduce()
@@ -163,7 +163,7 @@ def give_back_reduction(engine: Any) -> None:
 
 
 def missing_names(engine: Any) -> list[str]:
-    """Private names that taking over needs and this DeepSpeed lacks."""
+    """Private names that a takeover needs and this DeepSpeed lacks."""
     missing = [name for name in _ENGINE_NAMES if not hasattr(engine, name)]
     if missing:
         return missing
@@ -179,7 +179,7 @@ def missing_names(engine: Any) -> list[str]:
 
 
 def objections(engine: Any) -> list[str]:
-    """What this engine was asked for that only DeepSpeed itself does."""
+    """Features in use by this engine that only DeepSpeed itself supports."""
     return list(dict.fromkeys((*_of_engine(engine), *_of_optimizer(engine))))
 
 

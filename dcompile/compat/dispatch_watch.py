@@ -1,4 +1,4 @@
-"""Operations that run eagerly, looked at one by one."""
+"""Watch the operations of eager code."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ if TYPE_CHECKING:
 
 
 class Watch:
-    """While it is on, whoever gives an operation a tensor in one of these storages is told on. For one thread."""
+    """Dispatch mode of one thread that reports each operation with a tensor in one of the given storages."""
 
     def __init__(self, storages: Mapping[int, int], touched: Callable[[int, str], None]) -> None:
-        """`storages`: `tensors.storage_key` -> a number, which `touched` is told with the operation; it may raise."""
-        _watch_texts()
+        """`storages`: `tensors.storage_key` -> a number.
+
+        `touched` is called with the number and the operation; it may raise.
+        """
+        watch_tensor_texts()
         self._mode = _mode_class()(storages, touched)
 
     def begin(self) -> None:
@@ -27,7 +30,7 @@ class Watch:
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Look at nothing for a while. Taken off altogether, unless a mode of somebody else's lies above."""
+        """Suspend the watch in this context. The mode is removed, unless another mode is above it on the stack."""
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
         stack = _get_current_dispatch_mode_stack()
@@ -46,11 +49,11 @@ class Watch:
 
 
 STANDS_IN = "_dcompile_stands_in"
-"""The mark of tensors without memory, in whose place a compiled graph gathers parameters."""
+"""Attribute that marks tensors without memory, in whose place a compiled graph gathers parameters."""
 
 
-def _watch_texts() -> None:
-    """Have a mode see who prints a tensor that bears the mark: torch switches modes off for that."""
+def watch_tensor_texts() -> None:
+    """Make a mode see when a marked tensor is printed: torch switches modes off for that."""
     from torch import _tensor_str
 
     original = _tensor_str._str
@@ -74,7 +77,7 @@ def _mode_class() -> Any:
     from torch.utils._pytree import tree_leaves
 
     class Looking(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-        """Dynamo compiles frames beneath it as ever, and operators on graphs are let through."""
+        """Mode beneath which Dynamo compiles frames as usual; operators on graphs are passed through."""
 
         supports_higher_order_operators = True
 
@@ -100,37 +103,37 @@ def _mode_class() -> Any:
 
 
 def _key(value: Any) -> int:
-    """See `tensors.storage_key`; 0 for what has none."""
+    """`tensors.storage_key` of a value; 0 for values without one."""
     import torch
 
     if not isinstance(value, torch.Tensor):
         return 0
     try:
         return int(value.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse tensors, and classes of their own
+    except (NotImplementedError, RuntimeError):  # sparse tensors, and custom classes
         return 0
 
 
 NO_MEMORY = "Cannot access data pointer"
-"""How torch's error begins about a tensor that `forbid_memory` was called with."""
+"""Begin of torch's error about a tensor that `forbid_memory` was called with."""
 
 
 def forbid_memory(tensor: torch.Tensor) -> None:
-    """Have whoever asks where this tensor's memory is get an error (NumPy, kernels of the user's own), from now on."""
+    """Make every access to this tensor's address raise (NumPy, the user's own kernels), from now on."""
     import torch
 
     torch._C._set_throw_on_mutable_data_ptr(tensor)
 
 
 def saved_tensor_hooks() -> Any:
-    """The innermost pair of hooks that what autograd saves goes through, or None."""
+    """Innermost pair of default hooks for saved tensors, or None."""
     import torch
 
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def random_states(device: torch.device) -> Callable[[], None]:
-    """Note where torch's generators are, of the CPU and this device; what puts them back there."""
+    """Note the states of torch's generators of the CPU and this device. Return a function that restores them."""
     import torch
 
     module = None if device.type == "cpu" else torch.get_device_module(device)

@@ -1,4 +1,4 @@
-"""DTensor: how a local part becomes one."""
+"""DTensor: recognize one, and make one from a local tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def is_dtensor(value: Any) -> bool:
-    """Whether this is a tensor that is spread over the ranks of a mesh."""
+    """Whether this is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
@@ -20,10 +20,10 @@ def is_mesh(value: Any) -> bool:
 
 
 def is_opaque(value: Any) -> bool:
-    """Whether this is what traced graphs pass on without reading it: a mesh, a process group, or a stand-in for one.
+    """Whether traced graphs pass this on without reading it: a mesh, a process group, or a fake object for one.
 
-    Told by classes alone: `isinstance` of a mesh calls a function of torch's. Dynamo would trace that in a step that is
-    compiled as a whole, whose backward is compiled while it runs.
+    It compares classes only: `isinstance` of a mesh calls a function of torch's. In a step compiled as a whole, the
+    backward is compiled while it runs, and Dynamo would trace that function.
     """
     named = (
         ("torch._library.fake_class_registry", "FakeScriptObject"),
@@ -35,9 +35,9 @@ def is_opaque(value: Any) -> bool:
 
 
 def wrapper(example: Any) -> Callable[[Any], Any]:
-    """What makes a DTensor of the size and the placements of `example` out of this rank's part, for autograd too.
+    """Function that makes a DTensor like `example` (size, placements) from this rank's part, also for autograd.
 
-    `example` may be one that Dynamo traces with: newer versions have a stand-in for the mesh there.
+    `example` may be one that Dynamo traces with: newer versions have a fake object for the mesh there.
     """
     mesh, placements = example.device_mesh, example.placements
     mesh = getattr(mesh, "real_obj", mesh)

@@ -1,23 +1,16 @@
-"""TorchDynamo: compiling frames, its settings, its counters, and the door torch.compile."""
+"""TorchDynamo: compilation of frames, settings, counters, and torch.compile."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import sys
-import unittest.mock
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dcompile.compat.guards import guard_methods, short_guard_of_hooks
-from dcompile.compat.optimizers import optimizers_whole
-from dcompile.compat.patches.index_strides import strides_of_indices
-from dcompile.compat.patches.quiet_dumps import no_unread_latencies, no_unread_names
-from dcompile.compat.patches.symbolic_views import views_as_asked
+from dcompile.compat.patches.registry import patched
+from dcompile.compat.patches.torch_patch import PatchRequest
 from dcompile.compat.shapes import of_context
-from dcompile.compat.sizes import simplifying_once
 
 
 def optimize(
@@ -27,14 +20,14 @@ def optimize(
     guard_filter_fn: Callable[..., Any] | None,
     limits: Mapping[str, Any],
 ) -> Any:
-    """The context that compiles a function with `backend`: `context(function)` is the compiled function.
+    """Context that compiles a function with `backend`: `context(function)` is the compiled function.
 
-    What torch.compile calls `dynamic` is for `tracing_settings`: the context would change settings at every call.
+    torch.compile's `dynamic` is for `tracing_settings`: this context would change settings at every call.
     """
     import torch._dynamo
 
-    # Frames behind a graph break belong to code that all models of a class share, with one limit on recompiles: where
-    # torch can, give each model a cache of its own.
+    # Frames after a graph break belong to code that all models of a class share, with one limit on recompilations.
+    # Where torch can, give each model its own cache.
     more = {"isolate_recompiles": True} if isolates_recompiles() else {}
     return torch._dynamo.optimize(  # type: ignore[no-untyped-call, unused-ignore]
         backend=backend, nopython=fullgraph, guard_filter_fn=guard_filter_fn, **more, **limits
@@ -42,7 +35,7 @@ def optimize(
 
 
 def forget_backend(backend: Any) -> None:
-    """Take a backend, which serves no compiled code any more, out of Dynamo's table of all backends."""
+    """Remove a backend that serves no compiled code any more from Dynamo's table of all backends."""
     from torch._dynamo import eval_frame
 
     known: dict[int, Any] = getattr(eval_frame, "cached_backends", {})
@@ -52,20 +45,20 @@ def forget_backend(backend: Any) -> None:
 
 
 def innermost(backend: Any) -> Any:
-    """What the wrappers that Dynamo puts around a backend are around."""
+    """Backend inside the wrappers that Dynamo puts around it."""
     inside = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "_compiler_fn", None)
     return backend if inside is None else innermost(inside)
 
 
 def isolates_recompiles() -> bool:
-    """Whether this torch can keep compiled code apart by torch.compile call (2.11 cannot)."""
+    """Whether this torch can keep compiled code separate for each torch.compile call (2.11 cannot)."""
     from torch._dynamo.eval_frame import _optimize
 
     return "isolate_recompiles" in inspect.signature(_optimize).parameters
 
 
 def limits(**given: Any) -> dict[str, Any]:
-    """Of these arguments of torch.compile the ones that say something. Raises TypeError for one this torch lacks."""
+    """Arguments of torch.compile that are not None. Raises TypeError for one that this torch lacks."""
     import torch
 
     asked = {name: value for name, value in given.items() if value is not None}
@@ -77,7 +70,7 @@ def limits(**given: Any) -> dict[str, Any]:
 
 
 def context_limits(context: Any) -> dict[str, Any]:
-    """recompile_limit and the spec of shapes of a torch.compile call, where they were given."""
+    """recompile_limit and the spec of shapes of a torch.compile call, if they were given."""
     found: dict[str, Any] = dict(of_context(context))
     callback = context.callback
     while callback is not None:
@@ -93,15 +86,15 @@ def wrap_frame_callback(
     late_sizes: bool = False,
     left_to_eager: Callable[[Any], bool] = lambda owner: False,
 ) -> None:
-    """Enter `around(code, late)` whenever this context compiles a frame; cached frames do not come by here.
+    """Enter `around(code, late)` whenever this context compiles a frame; cached frames do not come here.
 
-    With `late_sizes`, `late` is True: sizes that depend on values are to be captured. Where a frame cannot be compiled
-    with such sizes, it is compiled again with `late` False.
+    With `late_sizes`, `late` is True: data-dependent sizes are captured. A frame that cannot be compiled with such
+    sizes is compiled again with `late` False.
 
-    `compiled` is then given the code, with its guards, if it is there for all of the frame: it has no graph break, and
-    is not left to eager; otherwise None. It may raise: the frame does not run then.
+    `compiled` is then called with the code, and with its guards if the whole frame was compiled. After a graph break,
+    or for an eager frame, it gets None. It may raise: the frame does not run then.
 
-    `left_to_eager(owner)` says whether a frame, whose `self` is `owner`, runs eagerly this time.
+    `left_to_eager(owner)`: whether a frame, whose `self` is `owner`, runs eagerly this time.
     """
     inner = getattr(context, "callback", None)
     if not callable(inner) or isinstance(inner, bool):
@@ -129,14 +122,14 @@ def wrap_frame_callback(
 
 
 def _eager_once() -> Any:
-    """What a frame callback returns for a frame that runs as it is, and comes by again next time."""
+    """Result of a frame callback for a frame that runs eagerly now, and is offered again next time."""
     from torch._dynamo.types import ConvertFrameReturn
 
     return ConvertFrameReturn(apply_to_code=False)
 
 
 def _is_about_late_sizes(error: BaseException | None) -> bool:
-    """Whether something could not be captured since a size depends on values: torch has many words for that."""
+    """Whether capture failed because a size depends on data, which torch's errors say in many ways."""
     while error is not None:
         text = f"{type(error).__name__} {error}".lower()
         if any(word in text for word in ("data-dependent", "datadependent", "data dependent", "unbacked")):
@@ -153,21 +146,21 @@ def tracing_settings(
     group_experts: Callable[..., Any] | None = None,
     late_sizes: bool = False,
 ) -> Iterator[None]:
-    """Settings of Dynamo while one of our frames is compiled; restored afterwards, so no other backend sees them.
+    """Dynamo's settings while a frame is compiled with dcompile.
 
-    `dynamic` as torch.compile has it: sizes are symbols from the start, never, or once they have changed.
-    `sync_batch_norm` is traced where the autograd Function behind torch.nn.SyncBatchNorm is applied.
-    `told_of_hooks`: an argument of the frame says whether hooks for saved tensors are to be traced with it.
-    `group_experts(loop, grouped)` gives what is traced in place of a loop over transformers' experts.
-    `late_sizes`: operations whose results' sizes depend on values (nonzero, masks) break no graph.
+    They are restored afterwards, so no other backend sees them. `dynamic` as in torch.compile: sizes are symbols from
+    the start, never, or once they have changed. `sync_batch_norm` is traced in place of the autograd Function of
+    torch.nn.SyncBatchNorm. `told_of_hooks`: an argument of the frame tells whether hooks for saved tensors are traced
+    with it. `group_experts(loop, grouped)` returns the function to trace in place of transformers' loop over experts.
+    `late_sizes`: operations with data-dependent result sizes (nonzero, masks) break no graph.
     """
     import logging
 
     import torch
     import torch._dynamo.config as config
 
-    # DDPOptimizer would cut the graph at bucket boundaries and hide the parameters' identity.
-    # Models log in their loss (transformers' warning_once): dropping the call keeps the graph whole.
+    # DDPOptimizer would split the graph at bucket limits and hide the identity of parameters. Models log in their loss
+    # (transformers' warning_once): dropping the call keeps the graph whole.
     ignored = set(getattr(config, "ignore_logging_functions", ()))
     ignored |= {logging.Logger.warning, logging.Logger.info, logging.Logger.debug, logging.Logger.error}
     ignored |= _transformers_logging()
@@ -180,149 +173,45 @@ def tracing_settings(
         settings["fake_tensor_cache_enabled"] = False  # see sizes.remembering_numbers_alone
     if dynamic is False:
         settings["automatic_dynamic_shapes"] = False
-    # torch 2.11 asks nothing of a parameter while it is the same object: not whether it was frozen, converted or
-    # transposed since. Asking takes 0.1 us for each; 2.13 does so in any case.
+    # torch 2.11 does not guard a parameter while it is the same object: it may have been frozen, converted or
+    # transposed. A guard takes 0.1 us; 2.13 checks it in any case.
     if hasattr(config, "skip_tensor_guards_with_matching_dict_tags"):
         settings["skip_tensor_guards_with_matching_dict_tags"] = False
     if hasattr(config, "skip_fsdp_guards"):
-        settings["skip_fsdp_guards"] = False  # FSDP1: whether a module trains has to be guarded like anywhere else
-    # What was traced remembers tensors by weak references, and parameters that have such cannot be swapped
-    # (torch.__future__.set_swap_module_params_on_conversion). Dynamo forgets them for backends that it knows.
+        settings["skip_fsdp_guards"] = False  # FSDP1: guard a module's training mode like elsewhere
+    # Traced code remembers tensors by weak references. Parameters that have some cannot be swapped
+    # (torch.__future__.set_swap_module_params_on_conversion). Dynamo drops the references for backends that it knows.
     if hasattr(config, "invalidate_compile_context_weakrefs"):
         settings["invalidate_compile_context_weakrefs"] = True
-    # Recurrent layers become operators of ours, but under autocast, which knows torch's own alone.
+    # Recurrent layers become dcompile's operators, except under autocast, which knows only torch's own.
     if hasattr(config, "allow_rnn") and not torch.is_autocast_enabled() and not torch.is_autocast_enabled("cpu"):
         settings["allow_rnn"] = True
     if keeps_static_graphs():
         settings["automatic_dynamic_exclusion_guard"] = True
-    # A mark in profiles, whether one is taken or not: 16 of 60 Python calls of a compiled call (17 to 15 us). After a
-    # kernel that swept the cache, the code of every one of them comes from memory again.
+    # This marks each call for profilers, even without one: 2 of 17 us of a compiled call (docs/lab/runtime.md, R3).
+    # After a kernel that evicted the cache, the code of each Python call is fetched from memory.
     if hasattr(config, "record_runtime_overhead"):
         settings["record_runtime_overhead"] = False
-    with (
-        config.patch(settings),  # type: ignore[no-untyped-call, unused-ignore]
-        _quiet_metrics(),
-        _traced_instead(sync_batch_norm),
-        _experts_grouped(group_experts),
-        simplifying_once(),
-        views_as_asked(),
-        strides_of_indices(),
-        no_unread_latencies(),
-        no_unread_names(),
-        short_guard_of_hooks(told_of_hooks),
-        guard_methods(),
-        _writes_to_scalars_kept(),
-        _packed_sequences_apart(),
-        optimizers_whole(),
-    ):
+    request = PatchRequest(sync_batch_norm=sync_batch_norm, told_of_hooks=told_of_hooks, group_experts=group_experts)
+    with config.patch(settings), patched("frame", request):  # type: ignore[no-untyped-call, unused-ignore]
         yield
-
-
-@contextlib.contextmanager
-def _packed_sequences_apart() -> Iterator[None]:
-    """Break the graph where a packed sequence is padded again: torch 2.11 fails to trace that, and later ones break."""
-    import torch
-    from torch._dynamo import disallow_in_graph, trace_rules
-
-    padded = getattr(torch._VF, "_pad_packed_sequence", None)
-    if padded is None or not torch.__version__.startswith("2.11."):
-        yield
-        return
-    known = id(padded) in trace_rules._disallowed_callable_ids
-    disallow_in_graph(padded)
-    try:
-        with warnings.catch_warnings():  # it says that nobody knows how to trace it
-            warnings.filterwarnings("ignore", message="(?s).*_pad_packed_sequence")
-            yield
-    finally:
-        if not known:
-            trace_rules._disallowed_callable_ids.remove(id(padded))
 
 
 def keeps_static_graphs() -> bool:
-    """Whether this torch can leave a shape that has a static graph to that graph once a dynamic one fits it as well.
+    """Whether this torch keeps a shape with a static graph on that graph when a dynamic graph fits as well.
 
-    Without, Dynamo asks the newest graph first, so that one odd batch demotes the usual shape to the dynamic program.
+    Otherwise Dynamo tries the newest graph first, so that one unusual batch moves the usual shape to the dynamic
+    program.
     """
     import torch._dynamo.config as config
 
     return hasattr(config, "automatic_dynamic_exclusion_guard")
 
 
-@contextlib.contextmanager
-def _traced_instead(sync_batch_norm: Callable[..., Any] | None) -> Iterator[None]:
-    """Trace another function where Dynamo meets `apply` of SyncBatchNorm's autograd Function."""
-    from torch._dynamo.variables.functions import UserFunctionVariable
-    from torch._dynamo.variables.misc import AutogradFunctionVariable
-    from torch.nn.modules._functions import SyncBatchNorm
-
-    original = AutogradFunctionVariable.call_apply
-
-    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if sync_batch_norm is None or self.fn_cls is not SyncBatchNorm:
-            return original(self, tx, args, kwargs)
-        return UserFunctionVariable(sync_batch_norm).call_function(tx, args, kwargs)  # type: ignore[arg-type, unused-ignore]
-
-    with unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", call_apply):
-        yield
-
-
-@contextlib.contextmanager
-def _experts_grouped(group_experts: Callable[..., Any] | None) -> Iterator[None]:
-    """Where transformers chooses its loop over experts ("eager"), trace `group_experts(loop, grouped)`.
-
-    The loop runs as often as experts are hit, and on as many rows as each has: TorchDynamo captures neither.
-    """
-    experts = sys.modules.get("transformers.integrations.moe")
-    choose = getattr(getattr(experts, "ExpertsInterface", None), "get_interface", None)
-    grouped = getattr(experts, "grouped_mm_experts_forward", None)
-    if group_experts is None or choose is None or grouped is None:
-        yield
-        return
-    from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
-
-    original = UserMethodVariable.call_function
-
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if self.fn is not choose or len(args) != 2 or not args[0].is_python_constant():
-            return original(self, tx, args, kwargs)
-        if args[0].as_python_constant() != "eager":
-            return original(self, tx, args, kwargs)
-        return UserFunctionVariable(group_experts).call_function(  # type: ignore[arg-type, unused-ignore]
-            tx, [args[1], UserFunctionVariable(grouped)], {}
-        )
-
-    with unittest.mock.patch.object(UserMethodVariable, "call_function", call_function):
-        yield
-
-
-def _writes_to_scalars_kept() -> contextlib.AbstractContextManager[Any]:
-    """Keep in-place writes to float64 tensors without dimensions on the CPU in Dynamo's graph.
-
-    Dynamo takes out inputs that are read by `item()` alone, and takes such a write (`buffer.add_(1)`), whose
-    result nobody reads, for one of them, so that the buffer stays as it was with any backend. Here it sees inputs only.
-    """
-    from torch._dynamo.output_graph import OutputGraph
-
-    name = "remove_tensorify_specialized_graphargs"
-    original = getattr(OutputGraph, name, None)
-    if original is None:
-        return contextlib.nullcontext()
-
-    def inputs_alone(self: Any) -> None:
-        others = [node for node in self.graph.nodes if node.op != "placeholder" and not node.users]
-        hidden = [(node, node.meta.pop("example_value")) for node in others if "example_value" in node.meta]
-        original(self)
-        for node, value in hidden:
-            node.meta["example_value"] = value
-
-    return unittest.mock.patch.object(OutputGraph, name, inputs_alone)
-
-
 def take_full_numbers(gm: Any, example_inputs: Sequence[Any]) -> list[Any]:
-    """Let a graph take what Python's `random` draws as it is passed; returns what the graph is to be traced with.
+    """Make a graph accept numbers from Python's `random` as they are passed. Return the inputs to trace it with.
 
-    Dynamo traces it as a tensor of the default dtype, but passes float64: a kernel would read half of the number.
+    Dynamo traces such a number as a tensor of the default dtype, but passes float64: a kernel would read half of it.
     """
     import torch
     from torch._dynamo.source import RandomValueSource
@@ -343,32 +232,6 @@ def take_full_numbers(gm: Any, example_inputs: Sequence[Any]) -> list[Any]:
     return inputs
 
 
-@contextlib.contextmanager
-def _quiet_metrics() -> Iterator[None]:
-    """Keep Dynamo's metrics from logging an error: those of torch 2.11 cannot write functions among its settings.
-
-    Inductor's settings are left out everywhere: it has no part in our frames, and to write them takes a millisecond.
-    """
-    import torch._dynamo.utils as utils
-
-    names = ["_scrubbed_inductor_config_for_logging"]
-    if not _can_log_functions():
-        names.append("_get_dynamo_config_for_logging")
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            if hasattr(utils, name):
-                stack.enter_context(unittest.mock.patch.object(utils, name, lambda: None))
-        yield
-
-
-@functools.cache
-def _can_log_functions() -> bool:
-    import torch._dynamo.utils as utils
-
-    own = getattr(utils, "_get_dynamo_config_for_logging", None)
-    return own is None or "ignore_logging_functions" in inspect.getsource(own)
-
-
 def _transformers_logging() -> set[Any]:
 
     module = sys.modules.get("transformers.utils.logging")
@@ -377,14 +240,14 @@ def _transformers_logging() -> set[Any]:
 
 
 def graph_break_count() -> int:
-    """Graph breaks that Dynamo has counted in this process so far."""
+    """Number of graph breaks that Dynamo has counted in this process so far."""
     from torch._dynamo.utils import counters
 
     return sum(counters["graph_break"].values())
 
 
 def is_off() -> bool:
-    """Whether torch.compile is switched off as a whole, by a setting or by `torch.compiler.set_stance`."""
+    """Whether torch.compile is disabled as a whole, by a setting or by `torch.compiler.set_stance`."""
     import torch._dynamo.config as config
     from torch._dynamo import eval_frame
 
@@ -393,9 +256,9 @@ def is_off() -> bool:
 
 
 def is_traced_by_another() -> bool:
-    """Whether a call is made to look at its operations (`torch.jit.trace`, `make_fx`), or at shapes, with fake tensors.
+    """Whether a call only records operations (`torch.jit.trace`, `make_fx`), or runs on shapes with fake tensors.
 
-    Compiled code shows none, and its kernels would read memory that is not there.
+    Compiled code shows no operations, and its kernels would read memory that does not exist.
     """
     import torch
     from torch._subclasses import FakeTensorMode
@@ -407,7 +270,7 @@ def is_traced_by_another() -> bool:
 
 
 def is_watched() -> bool:
-    """Whether a mode is on that is to see each operation as eager runs it: Dynamo compiles nothing under such."""
+    """Whether a mode is active that must see each operation of eager code: Dynamo compiles nothing under such modes."""
     from torch.utils import _python_dispatch as dispatch
 
     asks: Any = getattr(dispatch, "is_in_any_mode_without_ignore_compile_internals", dispatch.is_in_torch_dispatch_mode)
@@ -415,7 +278,7 @@ def is_watched() -> bool:
 
 
 def fx_tracing_flag() -> tuple[Any, str]:
-    """What has the attribute that says whether torch.fx traces, and its name: a thread's own since torch 2.14."""
+    """Object and name of the attribute that says whether torch.fx traces. Since torch 2.14 it is thread-local."""
     from torch.fx import _symbolic_trace
 
     own: Any = getattr(_symbolic_trace, "_is_fx_tracing_tls", None)
@@ -431,14 +294,14 @@ def is_static_input(node: Any, value: Any) -> bool:
 
 
 def have_no_data(inputs: Sequence[Any]) -> bool:
-    """Whether a graph was called with fake tensors of the user's own: Dynamo hands a backend what is real as it is."""
+    """Whether a graph was called with the user's fake tensors. Dynamo passes real tensors to a backend unchanged."""
     from torch._subclasses import FakeTensor
 
     return any(isinstance(value, FakeTensor) for value in inputs)
 
 
 def goes_on(gm: Any) -> bool:
-    """Whether other code of the same call comes behind this graph of Dynamo's, by a graph break."""
+    """Whether other code of the same call follows this graph of Dynamo's, after a graph break."""
     return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
 
 
@@ -451,28 +314,28 @@ def graph_breaks(begin: int = 0) -> list[tuple[str, list[Any]]]:
 
 
 def no_dynamo(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
-    """`function`, never traced by Dynamo."""
+    """Disable Dynamo for `function`."""
     import torch
 
     return torch._dynamo.disable(function, reason=reason)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
 
 
 def is_compile_context(context: Any) -> bool:
-    """Whether `context` compiles what it is called with (torch.compile's), rather than disables or only runs it."""
+    """Whether `context` compiles the function that it is called with, as torch.compile's does."""
     from torch._dynamo.eval_frame import OptimizeContext
 
     return isinstance(context, OptimizeContext)
 
 
 def innermost_backend(context: Any) -> Any:
-    """What the user gave as backend to the torch.compile call behind `context`."""
+    """Backend that the user passed to the torch.compile call of `context`."""
     from torch._dynamo.eval_frame import innermost_backend as innermost
 
     return innermost(context.callback) if callable(context.callback) else None
 
 
 def registered_backend(name: str) -> Callable[..., Any]:
-    """A backend by the name under which it is registered with torch. Raises torch's error for a name that is not."""
+    """Backend by its name in torch's registry. Raises torch's error for an unknown name."""
     from torch._dynamo.backends.registry import lookup_backend
 
     return lookup_backend(name)
@@ -484,27 +347,10 @@ def context_settings(context: Any) -> tuple[bool, bool | None, Callable[..., Any
     return bool(context.fullgraph), context._dynamic, getattr(hooks, "guard_filter_fn", None)
 
 
-def intercept_compile(handle: Callable[[Any, Any], Any]) -> None:
-    """Let `handle(context, fn)` see every torch.compile; where it returns NotImplemented, torch goes on as always."""
-    from torch._dynamo.eval_frame import _TorchDynamoContext
-
-    original = _TorchDynamoContext.__call__
-    if hasattr(original, "_dcompile"):
-        return
-
-    @functools.wraps(original)
-    def __call__(self: Any, fn: Any) -> Any:
-        result = handle(self, fn)
-        return original(self, fn) if result is NotImplemented else result
-
-    __call__._dcompile = True  # type: ignore[attr-defined]
-    _TorchDynamoContext.__call__ = __call__  # type: ignore[method-assign]
-
-
 def graph_module_of(function: Any) -> Any:
-    """The torch.fx.GraphModule whose `__call__` this bound method is; None for all other functions.
+    """torch.fx.GraphModule whose `__call__` is this bound method; None for all other functions.
 
-    torch gives each such class a `__call__` of its own, which tells of the line where a call fails. Dynamo skips it.
+    torch gives each such class its own `__call__`, which reports the line of a failing call. Dynamo skips it.
     """
     from torch.fx import GraphModule
     from torch.nn import Module
@@ -514,24 +360,24 @@ def graph_module_of(function: Any) -> Any:
         return None
     own = getattr(getattr(type(owner), "_wrapped_call", None), "cls_call", None)
     inherited = getattr(super(type(owner), owner).__call__, "__func__", None)
-    # a subclass that has another `__call__` is called by it
+    # a subclass with another `__call__` is called by that
     return owner if own is None and inherited is Module.__call__ else None
 
 
 def raised_by_backend(error: BaseException) -> BaseException | None:
-    """What a backend raised, if this is Dynamo's error about it."""
+    """Exception of a backend, if this is Dynamo's error about it."""
     return getattr(error, "inner_exception", None)
 
 
 def is_optimized_module(thing: Any) -> bool:
-    """What torch.compile(module) returns."""
+    """Whether this is the result of torch.compile(module)."""
     from torch._dynamo.eval_frame import OptimizedModule
 
     return isinstance(thing, OptimizedModule)
 
 
 def holds_graphs(target: Any) -> bool:
-    """Whether what a node calls is an operator on graphs (a checkpointed region, a condition)."""
+    """Whether a node's target is an operator on graphs (a checkpointed region, a condition)."""
     from torch._ops import HigherOrderOperator
 
     return isinstance(target, HigherOrderOperator)

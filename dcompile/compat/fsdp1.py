@@ -1,4 +1,4 @@
-"""FSDP1: what FullyShardedDataParallel keeps of its flat parameters, and its arithmetic."""
+"""FSDP1: FullyShardedDataParallel's state of flat parameters, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FLAT = ("_param_infos", "_shared_param_infos", "_shapes", "_contiguities", "_fq
 
 
 def instances_in(module: torch.nn.Module) -> list[Any]:
-    """The FullyShardedDataParallel modules in `module`, itself included, outer ones first."""
+    """FullyShardedDataParallel modules in `module`, itself included, outer ones first."""
     fsdp = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if fsdp is None:
         return []
@@ -27,14 +27,14 @@ def instances_in(module: torch.nn.Module) -> list[Any]:
 
 
 def initialize(root: Any) -> None:
-    """What FSDP's first forward does: find out who is the root, and whatever it leaves until then."""
+    """Run FSDP's lazy initialization, which finds the root, as its first forward would."""
     from torch.distributed.fsdp._runtime_utils import _lazy_init
 
     _lazy_init(root, root)
 
 
 def missing_names(instances: list[Any]) -> list[str]:
-    """Private names that taking over needs and this torch lacks."""
+    """Private names that a takeover needs and this torch lacks."""
     found: dict[str, None] = {}
     for instance in instances:
         found |= dict.fromkeys(name for name in _STATE if not hasattr(instance, name))
@@ -46,7 +46,10 @@ def missing_names(instances: list[Any]) -> list[str]:
 
 
 def objections(root: Any, instances: list[Any]) -> list[str]:
-    """What these modules were asked for that only FSDP itself does. They are initialized, if `root` is one of them."""
+    """Features in use by these modules that only FSDP itself supports.
+
+    If `root` is one of them, they are initialized.
+    """
     if root is not instances[0] or not root._is_root:
         return ["FullyShardedDataParallel is not the compiled module itself, or not the outermost"]
     return list(dict.fromkeys(reason for instance in instances for reason in _objections(instance)))
@@ -82,7 +85,7 @@ def _objections(instance: Any) -> Iterator[str]:
 
 
 def handle_of(instance: Any) -> Any:
-    """What keeps a module's flat parameter, or None if it has none."""
+    """Handle of a module's flat parameter, or None if it has none."""
     return instance._handle
 
 
@@ -97,7 +100,7 @@ def syncs(instance: Any) -> bool:
 
 
 def divisors(instance: Any) -> tuple[float, float]:
-    """What gradients are divided by before and after the sum."""
+    """Divisors of gradients before and after the sum."""
     return instance._gradient_predivide_factor, instance._gradient_postdivide_factor
 
 
@@ -117,7 +120,7 @@ def originals(handle: Any) -> list[Any]:
 
 
 def offsets(handle: Any) -> list[int]:
-    """Where each parameter begins in the flat one, in elements."""
+    """Offset of each parameter in the flat one, in elements."""
     found, end = [], 0
     for numel, padding in zip(handle.flat_param._numels_with_padding, handle.flat_param._is_padding_mask, strict=True):
         if not padding:
@@ -127,7 +130,7 @@ def offsets(handle: Any) -> list[int]:
 
 
 def places(handle: Any) -> list[list[tuple[torch.nn.Module, str]]]:
-    """Of each parameter, the modules that have it and its name there."""
+    """Modules that hold each parameter, with its name there."""
     flat = handle.flat_param
     found = [[(info.module, info.param_name)] for info in flat._param_infos]
     first = {(id(module), name): index for index, [(module, name)] in enumerate(found)}
@@ -152,19 +155,19 @@ def reduce_dtype(handle: Any) -> torch.dtype:
 
 
 def shard_data(handle: Any) -> torch.Tensor:
-    """This rank's shard of the flat parameter, padded, as it is to be gathered."""
+    """This rank's padded shard of the flat parameter, in the compute dtype."""
     data = stored_shard(handle)
     return data if data.dtype == compute_dtype(handle) else data.to(compute_dtype(handle))
 
 
 def stored_shard(handle: Any) -> torch.Tensor:
-    """The same in the dtype that it is kept in."""
+    """This rank's padded shard of the flat parameter, in its own dtype."""
     data: torch.Tensor = handle.flat_param.data
     return data
 
 
 def frees_after_forward(instance: Any) -> bool:
-    """Whether the backward gathers parameters anew."""
+    """Whether the backward gathers parameters again."""
     from torch.distributed.fsdp.api import ShardingStrategy as Strategy
 
     strategy = getattr(Strategy, instance._handle._sharding_strategy.name)
@@ -172,16 +175,16 @@ def frees_after_forward(instance: Any) -> bool:
 
 
 def replica_group(instance: Any) -> Any:
-    """The process group of ranks that hold the same shards, or None."""
+    """Process group of ranks that hold the same shards, or None."""
     if not instance._handle.uses_sharded_strategy:
         return instance.process_group
     return instance._inter_node_pg if "HYBRID" in instance._handle._sharding_strategy.name else None
 
 
 def add_gradient(handle: Any, shard: torch.Tensor) -> None:
-    """Set or add to the gradient of the flat parameter, and show its parts as gradients of the original parameters."""
+    """Set or add to the flat parameter's gradient, whose parts become gradients of the original parameters."""
     flat = handle.flat_param
-    handle._reset_flat_param_grad_info_if_needed()  # zero_grad has set the original parameters' to None, not this one
+    handle._reset_flat_param_grad_info_if_needed()  # zero_grad sets the original parameters' to None, not this one
     shard = shard.to(flat.dtype)
     if flat.grad is None:
         flat.grad = shard
@@ -197,7 +200,7 @@ def add_gradient(handle: Any, shard: torch.Tensor) -> None:
 
 
 def before_forward(root: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """What the root does before its forward: streams, inputs to the device and to low precision, casts of buffers."""
+    """Run the root's preparation of a forward: streams, moves and casts of inputs, casts of buffers."""
     from torch.distributed.fsdp._runtime_utils import _root_pre_forward
 
     moved, named = _root_pre_forward(root, root, args, kwargs)
@@ -205,7 +208,7 @@ def before_forward(root: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def input_cast(instance: Any) -> torch.dtype | None:
-    """What floating-point inputs of this module are converted to."""
+    """Dtype to which floating-point inputs of this module are converted; None for no conversion."""
     precision = instance.mixed_precision
     dtype: torch.dtype | None = precision.param_dtype if instance._handle and precision.cast_forward_inputs else None
     return dtype

@@ -1,4 +1,4 @@
-"""FSDP2: what `fully_shard` keeps of a module, its hooks, and its arithmetic."""
+"""FSDP2: the state that `fully_shard` keeps of a module, its hooks, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _PARAM = ("sharded_param", "_sharded_param_data", "sharded_size", "contiguous_sh
 
 
 def states_in(module: torch.nn.Module) -> list[Any]:
-    """The state of each `fully_shard` call on `module` or modules inside it, each once, outer ones first."""
+    """State of each `fully_shard` call on `module` or modules inside it, each once, outer ones first."""
     found = {id(state): state for m in module.modules() if (state := state_of(m)) is not None}
     return list(found.values())
 
 
 def state_of(module: torch.nn.Module) -> Any:
-    """The state of `fully_shard` on `module` itself, if there is one."""
+    """State of `fully_shard` on `module` itself, or None."""
     if "torch.distributed.fsdp" not in sys.modules:
         return None
     from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
@@ -39,14 +39,14 @@ def state_of(module: torch.nn.Module) -> Any:
 
 
 def outermost_in_forward(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The outermost `fully_shard` module around one of its like, or itself, while a forward of it runs."""
+    """Outermost `fully_shard` module around `module`, or itself, while a forward of it runs; else None."""
     state = state_of(module)
     root = None if state is None else getattr(state._state_ctx, "iter_forward_root", None)
     return None if root is None else next(iter(root._modules), None)
 
 
 def initialize(states: list[Any]) -> None:
-    """What FSDP's first forward does: find roots, and whatever it leaves until then."""
+    """Run FSDP's lazy initialization, which finds roots, as its first forward would."""
     for state in states:
         if state._is_root is None:
             state._lazy_init()
@@ -61,7 +61,7 @@ def groups_of(state: Any) -> list[Any]:
 
 
 def missing_names(states: list[Any]) -> list[str]:
-    """Private names that taking over needs and this torch lacks."""
+    """Private names that a takeover needs and this torch lacks."""
     found: dict[str, None] = {}
     for state in states:
         found |= dict.fromkeys(name for name in _STATE if not hasattr(state, name))
@@ -74,7 +74,7 @@ def missing_names(states: list[Any]) -> list[str]:
 
 
 def objections(states: list[Any]) -> list[str]:
-    """What these modules were asked for that only FSDP's own hooks do. They are initialized."""
+    """Features in use by these modules that only FSDP's own hooks support. The modules are initialized."""
     found = dict.fromkeys(asked_for(states))
     for state in states:
         for group in groups_of(state):
@@ -83,7 +83,10 @@ def objections(states: list[Any]) -> list[str]:
 
 
 def asked_for(states: list[Any]) -> list[str]:
-    """Of `objections` those that a setting makes, at any time. They are looked at before each call."""
+    """Those of `objections` that depend on settings, which may change at any time.
+
+    They are checked before each call.
+    """
     found: dict[str, None] = {}
     for state in states:
         if getattr(state._state_ctx, "manual_backward_finalization", False):  # since torch 2.15
@@ -127,10 +130,11 @@ def _objections(group: Any) -> Iterator[str]:
 
 
 def keep_versions(states: list[Any]) -> None:
-    """Have all-gather extensions write to the parts of a gathered parameter uncounted, as FSDP writes to its own.
+    """Keep version counters of a gathered parameter's parts unchanged where all-gather extensions write them.
 
-    For the backward the same values are gathered anew. Of a tensor that is made of others, eager saves the whole, whose
-    counter stands still then; a compiled graph saves the parts, and autograd would take them for changed.
+    FSDP does the same for the parts that it writes. The backward gathers the same values again. For a tensor subclass,
+    eager saves the whole, whose counter then does not change. A compiled graph saves the parts, which autograd would
+    take for modified.
     """
     for param in (param for state in states for group in groups_of(state) for param in group.fsdp_params):
         extended = hasattr(getattr(param, "_sharded_local_tensor", None), "fsdp_post_all_gather")
@@ -151,7 +155,7 @@ def _uncounted(reference: Callable[[], Any]) -> Callable[[], None]:
 
 
 def _parts(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a tensor is made of, however deep; nothing of one that is not."""
+    """Tensors inside a tensor subclass, at any depth; none for plain tensors."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     if not is_traceable_wrapper_subclass(value):
@@ -170,24 +174,24 @@ def reshards_partly(group: Any) -> bool:
 
 
 def part_group(group: Any) -> Any:
-    """The process group of those fewer ranks, or None."""
+    """Process group of those fewer ranks, or None."""
     return group.post_forward_mesh_info.shard_process_group if reshards_partly(group) else None
 
 
 def is_sharded(mesh_info: Any) -> bool:
-    """Whether parameters are spread over ranks; `replicate` of FSDP2's machinery leaves each rank all of them."""
+    """Whether parameters are sharded; `replicate` of FSDP2's machinery leaves all of them on each rank."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
     return isinstance(mesh_info, FSDPMeshInfo)
 
 
 def gather_group(group: Any) -> Any:
-    """The process group that parameters are gathered over; None where each rank has all of them."""
+    """Process group over which parameters are gathered; None where each rank has all of them."""
     return group._all_gather_process_group if is_sharded(group.mesh_info) else None
 
 
 def scatter_group(group: Any) -> Any:
-    """The process group that gradients are reduced to shards over; None where each rank has all of them."""
+    """Process group over which gradients are reduced to shards; None where each rank has all of them."""
     return group._reduce_scatter_process_group if is_sharded(group.mesh_info) else None
 
 
@@ -197,25 +201,25 @@ def reshards(group: Any) -> Any:
 
 
 def reductions(group: Any) -> int:
-    """How many of its gradients' copies may be in flight (set_reduce_scatter_max_input_buffers)."""
+    """Number of copies of gradients that may be in flight (set_reduce_scatter_max_input_buffers)."""
     return int(getattr(group, "reduce_scatter_max_input_buffers", 1))
 
 
 def is_root(state: Any) -> bool:
-    """Whether no other `fully_shard` module is around this one."""
+    """Whether no other `fully_shard` module contains this one."""
     return bool(state._is_root)
 
 
 def to_sharded(group: Any) -> None:
-    """Have modules show the sharded parameters again."""
+    """Make modules show the sharded parameters."""
     group._to_sharded()
 
 
 @contextlib.contextmanager
 def forward_undone(module: Any) -> Iterator[None]:
-    """Undo what forwards meanwhile leave in FSDP for a backward: gathered parameters, and the order of the modules.
+    """Undo the state that forwards in this context leave for a backward: gathered parameters, and order of modules.
 
-    `module` may be None. A backward on this rank would otherwise gather other groups, or gather in another order.
+    `module` may be None. Otherwise a backward on this rank would gather other groups, or gather in another order.
     """
     groups = [] if module is None else [group for state in states_in(module) for group in groups_of(state)]
     kept = [(group, group.is_sharded, [(order, list(order)) for order in _orders(group)]) for group in groups]
@@ -227,33 +231,33 @@ def forward_undone(module: Any) -> Iterator[None]:
                 to_sharded(group)
             known = {id(order) for order, _ in orders}
             for order in _orders(group):
-                if id(order) not in known:  # made meanwhile
+                if id(order) not in known:  # made in this context
                     order.clear()
             for order, before in orders:
                 order[:] = before
 
 
 def _orders(group: Any) -> list[list[Any]]:
-    """Lists that forwards append to: where a group stands among all, and all groups of its root."""
+    """Lists to which forwards append: positions of a group, and all groups of its root."""
     found = (getattr(group, "_post_forward_indices", None),
              getattr(getattr(group, "comm_ctx", None), "post_forward_order", None))  # fmt: skip
     return [order for order in found if isinstance(order, list)]
 
 
 def gather_under_way(group: Any) -> tuple[bool, int]:
-    """Whether modules show gathered parameters, and which gather is under way."""
+    """Whether modules show sharded parameters, and the identity of the gather in flight."""
     return bool(group.is_sharded), id(getattr(group, "_all_gather_result", None))
 
 
 def replica_group(group: Any) -> Any:
-    """The process group of ranks that hold the same shards, or None."""
+    """Process group of ranks that hold the same shards, or None."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
     return group._all_reduce_process_group if isinstance(group.mesh_info, DDPMeshInfo) else None
 
 
 def sums_only(group: Any) -> bool:
-    """Whether reductions are to be plain sums (set_force_sum_reduction_for_comms)."""
+    """Whether reductions are plain sums (set_force_sum_reduction_for_comms)."""
     return bool(getattr(group, "force_sum_reduction_for_comms", False))
 
 
@@ -261,24 +265,24 @@ def sums_only(group: Any) -> bool:
 
 
 def compute_dtype(param: Any) -> torch.dtype:
-    """What the gathered parameter is computed with."""
+    """Dtype in which the gathered parameter is used."""
     dtype: torch.dtype = param.param_dtype or param.orig_dtype
     return dtype
 
 
 def reduce_dtype(param: Any) -> torch.dtype:
-    """What its gradients are reduced in. Left open: as they are computed; since torch 2.15, as .grad is."""
+    """Dtype in which its gradients are reduced. The default is their own; since torch 2.15, that of .grad."""
     own: torch.dtype | None = getattr(param, "unsharded_grad_dtype", None)
     return param.reduce_dtype or own or compute_dtype(param)
 
 
 def full_name(param: Any, number: int) -> str:
-    """Its name within the root module, which FSDP finds when it is initialized."""
+    """Name within the root module, which FSDP finds when it is initialized."""
     return param._param_fqn or f"{param._module_info.param_name}#{number}"
 
 
 def virtual_parameter(param: Any) -> torch.nn.Parameter:
-    """A parameter that looks like the gathered one, and holds no memory: for tracing. Its elements must not be read."""
+    """Parameter like the gathered one, but without memory, for tracing. Its elements must not be read."""
     size = _shard_sizes(param)
     gathered = param._orig_size if size is None else (size[0] * size[1][0], *size[1][1:])
     return _empty(param, gathered)
@@ -300,23 +304,23 @@ def is_stand_in(parameter: Any) -> bool:
 
 
 def _shard_count(param: Any) -> int:
-    """Over how many ranks the parameter is spread."""
+    """Number of ranks over which the parameter is sharded."""
     return int(param.mesh_info.shard_mesh_size) if is_sharded(param.mesh_info) else 1
 
 
 def _shard_sizes(param: Any) -> tuple[int, tuple[int, ...]] | None:
-    """Number and size of shards that gathering puts one behind the other, where that is not the parameter yet."""
+    """Number and size of shards where gathering them end to end does not give the parameter yet; else None."""
     shards = _shard_count(param)
     return None if param.fsdp_placement.dim == 0 or shards == 1 else (shards, tuple(param.padded_sharded_param_size))
 
 
 def _dtensor_spec(param: Any) -> Any:
-    """How the gathered parameter is spread over a mesh of other ranks (tensor parallelism); None if it is not."""
+    """Placement of the gathered parameter on a mesh of other ranks (tensor parallelism); None if there is none."""
     return getattr(param, "_unsharded_dtensor_spec", None) or getattr(param, "_tp_spec", None)  # until torch 2.12
 
 
 def dtensor_of(param: Any) -> Callable[[Any], Any] | None:
-    """What makes the DTensor that modules compute with out of a gathered parameter; None where that is a plain tensor.
+    """Function that makes a DTensor for modules to compute with from a gathered parameter; None for plain tensors.
 
     The gradient arrives in the parameter's own placements, as FSDP reduces it.
     """
@@ -334,9 +338,9 @@ def dtensor_of(param: Any) -> Callable[[Any], Any] | None:
 
 
 def made_of_gathered(param: Any) -> Callable[[Any], Any] | None:
-    """What makes the parameter that modules compute with out of the gathered one; None where that is itself.
+    """Function that makes the parameter from the gathered one; None if they are the same.
 
-    Shards of another dimension than the first are put side by side, and a DTensor is made for tensor parallelism.
+    Shards of another dimension than the first are concatenated along it. For tensor parallelism, a DTensor is made.
     """
     beside, parallel = _side_by_side(param), dtensor_of(param)
     if beside is None or parallel is None:
@@ -357,7 +361,7 @@ def _side_by_side(param: Any) -> Callable[[Any], Any] | None:
 
 
 def shown_parameter(param: Any, virtual: torch.nn.Parameter) -> torch.nn.Parameter:
-    """What modules show while they are traced: `virtual`, or what stands for what is made of it."""
+    """Parameter that modules show during tracing: `virtual`, or a stand-in for the tensor made of it."""
     import torch
 
     parallel = dtensor_of(param)
@@ -370,23 +374,23 @@ def shown_parameter(param: Any, virtual: torch.nn.Parameter) -> torch.nn.Paramet
 
 
 def visible_parameter(param: Any) -> torch.nn.Parameter:
-    """What the module has in this parameter's place."""
+    """Parameter that the module currently shows."""
     found: torch.nn.Parameter = getattr(param._module_info.module, param._module_info.param_name)
     return found
 
 
 def owners(param: Any) -> list[torch.nn.Module]:
-    """The modules that have it."""
+    """Modules that hold the parameter."""
     return [param._module_info.module, *param._module_info.shared_modules]
 
 
 def show(param: Any, instead: torch.nn.Parameter) -> None:
-    """Put another tensor in its place, wherever modules share it."""
+    """Show another tensor in its place, in all modules that share it."""
     param._setattr_on_modules(instead)
 
 
 def shard_data(param: Any) -> torch.Tensor:
-    """This rank's shard, flat and padded, as it is to be gathered: where that happens, if it is kept in CPU memory."""
+    """This rank's shard, flat and padded, in the compute dtype. An offloaded shard is copied to the device."""
     data: torch.Tensor = param._sharded_param_data
     if param.offload_to_cpu:
         data = data.to(param.device, non_blocking=True)
@@ -395,26 +399,26 @@ def shard_data(param: Any) -> torch.Tensor:
 
 
 def stored_shard(param: Any) -> torch.Tensor:
-    """The same where it is kept, in the dtype that it is kept in."""
+    """This rank's shard where it is stored, in its own dtype."""
     data: torch.Tensor = param._sharded_param_data
     return data
 
 
 def shard_address(param: Any) -> int:
-    """Where this rank's shard lies."""
+    """Address of this rank's shard."""
     return int(param._sharded_param_data.data_ptr())
 
 
 def is_offloaded(param: Any) -> bool:
-    """Whether the shard and its gradient are kept in CPU memory."""
+    """Whether the shard and its gradient are stored in CPU memory."""
     return bool(param.offload_to_cpu)
 
 
 def add_gradient(param: Any, shard: torch.Tensor) -> Any:
     """Set or add to the sharded parameter's .grad, and run its hooks, as FSDP does after a reduction.
 
-    Where the gradient goes to CPU memory and nobody reads it during the backward, it is only on its way then: the
-    result is an event to wait for before the backward ends, or None.
+    If the gradient is copied to CPU memory, and nothing reads it during the backward, the copy is asynchronous. The
+    result is then an event to wait for before the backward ends, otherwise None.
     """
     shard = shard.to(param.orig_dtype)
     new = shard.as_strided(param.sharded_size, param.contiguous_sharded_stride, shard.storage_offset())
@@ -432,7 +436,7 @@ def add_gradient(param: Any, shard: torch.Tensor) -> Any:
 
 
 def keep_gradient(param: Any, gathered: torch.Tensor) -> None:
-    """Leave FSDP a gradient, as it would be gathered, of backwards that were not to reduce it."""
+    """Pass a gathered gradient to FSDP, from backwards that did not reduce it."""
     beside = _side_by_side(param)
     if param.is_dtensor:
         from dcompile.errors import DcompileError
@@ -450,7 +454,7 @@ def keep_gradient(param: Any, gathered: torch.Tensor) -> None:
 
 
 def _gathered_leaf(param: Any) -> Any:
-    """The gathered parameter, whose .grad FSDP adds up in since torch 2.15; made without its memory if it never was."""
+    """Gathered parameter, in whose .grad FSDP accumulates since torch 2.15; created without memory if missing."""
     if not hasattr(param, "_unsharded_param"):
         data, dtype = param._sharded_param_data, compute_dtype(param)
         param.init_all_gather_outputs([data.numel()], [dtype], _shard_count(param), param.device)
@@ -460,7 +464,10 @@ def _gathered_leaf(param: Any) -> Any:
 
 
 def _to_cpu(tensor: torch.Tensor, later: bool) -> tuple[torch.Tensor, Any]:
-    """A copy in CPU memory; `later`: it goes to pinned memory on the current stream, and arrives with the event."""
+    """Copy to CPU memory.
+
+    `later`: to pinned memory on the current stream; the copy is complete after the returned event.
+    """
     import torch
 
     copy = tensor.to("cpu", non_blocking=later)
@@ -470,16 +477,16 @@ def _to_cpu(tensor: torch.Tensor, later: bool) -> tuple[torch.Tensor, Any]:
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 Place = tuple[dict[int, Any], int]
-"""A hook: the module's table, and its key there."""
+"""Place of a hook: the module's table, and the key there."""
 
 
 def hook_places(state: Any) -> tuple[list[Place], list[Place]]:
-    """Where FSDP's hooks before and after the forward of this state's modules are registered."""
+    """Places of FSDP's hooks before and after the forward of this state's modules."""
     before = [module._forward_pre_hooks for module in state._modules]
     after = [module._forward_hooks for module in state._modules]
     handles: list[Any] = []
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
-        handles += getattr(handle, "handles", None) or [handle]  # one handle stands for several modules' hooks
+        handles += getattr(handle, "handles", None) or [handle]  # one handle may represent several modules' hooks
     places = [(handle.hooks_dict_ref(), handle.id) for handle in {id(handle): handle for handle in handles}.values()]
     for table, _ in places:
         _say_order(table)
@@ -490,10 +497,10 @@ def hook_places(state: Any) -> tuple[list[Place], list[Place]]:
 
 
 def _say_order(table: dict[int, Any]) -> None:
-    """Enter the hooks of an OrderedDict anew, in the order in which they run.
+    """Register the hooks of an OrderedDict again, in the order in which they run.
 
-    FSDP moves its hook before others (`prepend=True`). In a guard on one of them, torch 2.11 looks for it by its place
-    among `dict.keys(table)`, which still has the order in which they were registered.
+    FSDP moves its hook before others (`prepend=True`). For a guard on one of them, torch 2.11 looks it up by its
+    position in `dict.keys(table)`, which still has the order of registration.
     """
     if list(dict.keys(table)) != list(table):
         hooks = list(table.items())
@@ -502,19 +509,19 @@ def _say_order(table: dict[int, Any]) -> None:
 
 
 def input_cast(state: Any) -> torch.dtype | None:
-    """What floating-point inputs of the modules are converted to."""
+    """Dtype to which floating-point inputs of the modules are converted; None for no conversion."""
     dtype: torch.dtype | None = state._mp_policy.param_dtype if state._mp_policy.cast_forward_inputs else None
     return dtype
 
 
 def output_cast(state: Any) -> torch.dtype | None:
-    """What floating-point outputs of the modules are converted to."""
+    """Dtype to which floating-point outputs of the modules are converted; None for no conversion."""
     dtype: torch.dtype | None = state._mp_policy.output_dtype
     return dtype
 
 
 def inputs_to_device(state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """What FSDP's root does to inputs of a forward: they go to the parameters' device."""
+    """Move inputs of a forward to the parameters' device, as FSDP's root does."""
     if state._device.type == "cpu" or not (args or kwargs):
         return args, kwargs
     from torch.distributed.utils import _to_kwargs
@@ -524,7 +531,7 @@ def inputs_to_device(state: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def wait_for_optimizer(state: Any) -> None:
-    """Wait for the event that the user has named (set_post_optim_event)."""
+    """Wait for the event that the user has set (set_post_optim_event)."""
     import torch
 
     context = state._state_ctx

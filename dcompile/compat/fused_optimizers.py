@@ -1,10 +1,10 @@
-"""Fused optimizers as operations over lists of tensors: what Dynamo traces in place of torch's functions.
+"""Fused optimizers as operations on lists of tensors, which Dynamo traces in place of torch's functions.
 
-torch keeps Dynamo out of `_fused_adam`, `_fused_sgd` and `_fused_adagrad`, whose kernels it has ready, so that a
-compiled step of an optimizer with `fused=True` would compile nothing. Theirs is the arithmetic here, too: 16-bit
-tensors are computed in float32 and rounded once, which makes an element cheaper than the many roundings of
-`foreach=True` (`docs/lab/gpu-training.md`). Each function has the signature of the one that it stands for, and updates
-the same tensors in place. Imported where it is needed alone, since torch is.
+torch hides `_fused_adam`, `_fused_sgd` and `_fused_adagrad` from Dynamo, as it has kernels for them. So a compiled step
+of an optimizer with `fused=True` would compile nothing. The arithmetic here is that of torch's kernels: 16-bit tensors
+are computed in float32 and rounded once. That makes an element cheaper than the many roundings of `foreach=True`
+(`docs/lab/gpu-training.md`). Each function has the signature of torch's function, and updates the same tensors in
+place. This module imports torch, so it is imported only where it is needed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def adam(
     squares = torch._foreach_mul(torch._foreach_mul(taken, 1 - beta2), taken)
     second = torch._foreach_add(torch._foreach_mul(_wide(exp_avg_sqs), beta2), squares)
     largest = torch._foreach_maximum(_wide(max_exp_avg_sqs), second) if amsgrad else second
-    # as in the kernels, which count in float64: 1 - 0.999 in float32 is off by 1.6e-5 of itself
+    # float64 as in the kernels: 1 - 0.999 in float32 has a relative error of 1.6e-5
     sizes = [_beside(step, lr) / (1 - beta1**step) for step in steps]
     roots = torch._foreach_div(torch._foreach_sqrt(largest), [(1 - beta2**step).sqrt() for step in steps])
     changes = torch._foreach_div(torch._foreach_mul(first, sizes), torch._foreach_add(roots, eps))
@@ -78,7 +78,7 @@ def sgd(
     maximize: bool,
     **_: Any,
 ) -> None:
-    """Stochastic gradient descent with momentum, as torch.optim.SGD has it; in the first step buffers are made here."""
+    """Stochastic gradient descent with momentum, as in torch.optim.SGD; the first step creates the momentum buffers."""
     if not params:
         return
     taken, values = _gradients(grads, grad_scale, found_inf, maximize), _wide(params)
@@ -127,11 +127,11 @@ def adagrad(
 
 
 STAND_INS: dict[str, Callable[..., None]] = {"_fused_adam": adam, "_fused_sgd": sgd, "_fused_adagrad": adagrad}
-"""By the name of torch's function, in the module of its optimizer."""
+"""Replacements by the name of torch's function, in the module of its optimizer."""
 
 
 def _counted(steps: Tensors, found_inf: torch.Tensor | None) -> Tensors:
-    """Numbers of steps, each one more but where a gradient is infinite, as float64."""
+    """Increment the step counts, unless GradScaler found an infinite gradient. Return them as float64."""
     if found_inf is None:
         torch._foreach_add_(steps, 1)
     else:
@@ -141,7 +141,10 @@ def _counted(steps: Tensors, found_inf: torch.Tensor | None) -> Tensors:
 
 
 def _gradients(grads: Tensors, scale: torch.Tensor | None, found_inf: torch.Tensor | None, maximize: bool) -> Some:
-    """Gradients as they are used; divided by GradScaler's factor they are written back, as the kernels do."""
+    """Gradients as the update uses them.
+
+    Gradients divided by GradScaler's factor are written back, as the kernels do.
+    """
     taken: Some = _wide(grads)
     if scale is not None:
         taken = [grad / scale.to(grad.device) for grad in taken]
@@ -154,19 +157,19 @@ def _wide(tensors: Some) -> Some:
 
 
 def _times(tensors: Some, lr: Number, factor: float = 1.0) -> Some:
-    """Tensors times the learning rate, which may be a tensor."""
+    """Multiply tensors by the learning rate, which may be a tensor."""
     if not isinstance(lr, torch.Tensor):
         return torch._foreach_mul(tensors, lr * factor)
     return torch._foreach_mul(tensors, [lr.to(x.device) * factor for x in tensors])
 
 
 def _beside(x: torch.Tensor, number: Number) -> Number:
-    """A number where `x` is."""
+    """Move a tensor with a number to the device of `x`."""
     return number.to(x.device) if isinstance(number, torch.Tensor) else number
 
 
 def _write(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], found_inf: torch.Tensor | None) -> None:
-    """Each value into its target, unless GradScaler has found an infinite gradient."""
+    """Write each value to its target, unless GradScaler has found an infinite gradient."""
     for target, value in zip(targets, values, strict=True):
         if found_inf is not None:
             value = torch.where(found_inf.to(target.device) == 1, target, value)

@@ -1,4 +1,4 @@
-"""Process groups."""
+"""Process groups: their stores, time limits, collectives and end."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from datetime import timedelta
 from typing import Any
 
 COLLECTIVE_NAMESPACES = ("_c10d_functional", "_dtensor")
-"""Namespaces of ops that are given the name of a process group."""
+"""Namespaces of ops that take the name of a process group."""
 
 _WATCHERS: list[Callable[[Any], None]] = []
 _HOLDERS: list[Callable[[], Callable[[], None] | None]] = []
-"""Weak references to what holds on to process groups until it is told to let go."""
+"""Weak references to methods that release process groups' resources."""
 
 
 def before_groups_end(callback: Callable[[], None]) -> None:
-    """Call a bound method before process groups end, by destroy_process_group or `abort`, if its object still lives.
+    """Call a bound method before process groups end, by destroy_process_group or `abort`, if its object is still alive.
 
-    NCCL waits, when a communicator ends, for every CUDA graph that has collectives of it.
+    When a communicator ends, NCCL waits for every CUDA graph that contains its collectives.
     """
     _HOLDERS.append(weakref.WeakMethod(callback))
-    _hear_of_ends()
+    hear_of_destroyed_groups()
 
 
 def on_destroy(watcher: Callable[[Any], None]) -> None:
-    """Call `watcher` with a process group (None: all of them) whenever one is about to be destroyed."""
+    """Call `watcher` with a process group (None: all of them) before it is destroyed."""
     _WATCHERS.append(watcher)
-    _hear_of_ends()
+    hear_of_destroyed_groups()
 
 
 def let_go() -> None:
-    """Process groups are about to end: tell those who hold on to them."""
+    """Call the registered methods before process groups end."""
     _HOLDERS[:] = [holder for holder in _HOLDERS if holder() is not None]
     for holder in _HOLDERS:
         if (alive := holder()) is not None:
             alive()
 
 
-def _hear_of_ends() -> None:
-    """Put a function of our own before torch.distributed.destroy_process_group, if it is not there."""
+def hear_of_destroyed_groups() -> None:
+    """Wrap torch.distributed.destroy_process_group, once."""
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
@@ -69,12 +69,12 @@ def exists(group: Any) -> bool:
 
 
 def own_store(store: Any, prefix: str) -> Any:
-    """Keys behind a prefix, through a connection of its own: a client serves one call at a time, and some wait long."""
+    """Store with a key prefix and its own connection: a client serves one call at a time, and some calls wait long."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     try:
         return PrefixStore(prefix, store.clone())
-    except (AttributeError, RuntimeError):  # a torch or a kind of store that cannot: calls then take turns
+    except (AttributeError, RuntimeError):  # this store cannot be cloned: calls then take turns
         return PrefixStore(prefix, store)
 
 
@@ -88,15 +88,15 @@ def time_limit(group: Any, device: str) -> float:
 
 
 def is_gloo(group: Any, device: str) -> bool:
-    """Whether collectives of tensors on this device are Gloo's: they are waited for by the CPU."""
+    """Whether collectives of tensors on this device are Gloo's, for which the CPU waits."""
     return type(group._get_backend(_device(device))).__name__ == "ProcessGroupGloo"
 
 
 @contextlib.contextmanager
 def patient(group: Any, device: str, limit_s: float, patience_s: float) -> Iterator[None]:
-    """What Gloo starts meanwhile fails after `patience_s` instead of after the group's own limit, `limit_s`.
+    """Make Gloo's collectives in this context fail after `patience_s` instead of the group's own limit, `limit_s`.
 
-    Not every collective looks at the limit among its options: an all-gather of several tensors does not.
+    Not every collective uses the limit among its options: an all-gather of several tensors does not.
     """
     backend: Any = group._get_backend(_device(device))
     change = getattr(backend, "_set_default_timeout", None)
@@ -117,7 +117,7 @@ def _device(name: str) -> Any:
 
 
 def limit(options: Any, limit_s: float | None) -> None:
-    """Let a collective fail after `limit_s` instead of after the group's own time limit."""
+    """Make a collective fail after `limit_s` instead of the group's own time limit."""
     if limit_s is not None:
         options.timeout = timedelta(seconds=limit_s)
 
@@ -141,7 +141,7 @@ def _gather_options(limit_s: float | None) -> Any:
 
 
 def start_sum(group: Any, tensor: Any, limit_s: float) -> Any:
-    """Start an all-reduce, by Gloo, that fails after `limit_s` instead of after the group's own time limit."""
+    """Start an all-reduce on Gloo that fails after `limit_s` instead of the group's own time limit."""
     import torch.distributed as dist
 
     options: Any = dist.AllreduceOptions()
@@ -153,7 +153,7 @@ def start_sum(group: Any, tensor: Any, limit_s: float) -> Any:
 
 
 def can_abort(group: Any) -> bool:
-    """Whether collectives that are under way can be ended on this rank. Gloo's cannot."""
+    """Whether pending collectives can be aborted on this rank. Gloo's cannot."""
     kinds = {type(group._get_backend(device)).__name__ for device in getattr(group, "_device_types", ())}
     return hasattr(group, "abort") and kinds != {"ProcessGroupGloo"}
 
@@ -169,7 +169,7 @@ def start_scatter(group: Any, shards: list[Any], full: list[Any], op: Any, limit
 
 
 def start_reduce(group: Any, tensor: Any, root: int, op: Any, limit_s: float | None) -> Any:
-    """Start reducing a tensor to the rank `root` of a group, in place; what the others have there is lost."""
+    """Start reducing a tensor to the rank `root` of a group, in place. The other ranks' tensors become undefined."""
     import torch.distributed as dist
 
     options: Any = dist.ReduceOptions()
@@ -180,14 +180,14 @@ def start_reduce(group: Any, tensor: Any, root: int, op: Any, limit_s: float | N
 
 
 def multiplied_sum(factor: float) -> Any:
-    """The reduction that multiplies each summand by `factor` first; torch 2.11 has no public way to make one."""
+    """Reduction that multiplies each summand by `factor` first; torch 2.11 has no public way to make one."""
     import torch.distributed as dist
 
     return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined, unused-ignore]
 
 
 def start_exchange(group: Any, received: Any, sent: Any, limit_s: float | None) -> Any:
-    """Start sending rank i the i-th of equal parts of a flat tensor, and receiving such from it."""
+    """Start exchanging equal parts of a flat tensor: rank i gets the i-th part, and sends one."""
     from torch.distributed.distributed_c10d import AllToAllOptions  # type: ignore[attr-defined, unused-ignore]
 
     options = AllToAllOptions()
@@ -196,21 +196,21 @@ def start_exchange(group: Any, received: Any, sent: Any, limit_s: float | None) 
 
 
 def abort(group: Any) -> None:
-    """End the collectives that are under way, on this rank."""
+    """Abort the pending collectives on this rank."""
     group.abort()
 
 
 def group_store(group: Any) -> Any:
-    """The key-value store through which this process group was set up: works while collectives do not."""
+    """Key-value store through which this process group was set up. It works while collectives do not."""
     import torch.distributed.distributed_c10d as c10d
 
     return c10d._get_process_group_store(group)
 
 
 def named_groups(gm: Any) -> dict[str, str]:
-    """Process groups that a graph's collectives name, in the order in which they come up -> what plans call them.
+    """Process groups that a graph's collectives name, in order of appearance -> their names in plans.
 
-    Names count the groups that a rank has made, so that another rank's group of the same kind may have another one.
+    torch's names count the groups that a rank has created. Another rank's group of the same kind may have another name.
     """
     names: dict[str, None] = {}
     for node in gm.graph.nodes:
@@ -222,7 +222,7 @@ def named_groups(gm: Any) -> dict[str, str]:
 
 
 def size_of(name: str) -> int:
-    """How many ranks a process group has that an operation of a graph names."""
+    """Number of ranks of a process group that an operation of a graph names."""
     import torch.distributed.distributed_c10d as c10d
 
     resolve: Any = c10d._resolve_process_group  # type: ignore[attr-defined]
@@ -231,7 +231,7 @@ def size_of(name: str) -> int:
 
 
 def group_by_name(name: str) -> Any:
-    """The process group that an operation of a graph names; None if there is none of that name any more."""
+    """Process group that an operation of a graph names; None if it does not exist any more."""
     import torch.distributed.distributed_c10d as c10d
 
     resolve: Any = c10d._resolve_process_group  # type: ignore[attr-defined]
@@ -242,7 +242,7 @@ def group_by_name(name: str) -> Any:
 
 
 def describe_group(name: str) -> str:
-    """A process group for people: the dimension of a mesh that it is, if any, and its name."""
+    """Description of a process group for people: its mesh dimension, if any, and its name."""
     said = getattr(group_by_name(name), "group_desc", "") or ""
     if said in ("", "undefined", "default_pg"):
         return f"group {name}"
@@ -250,7 +250,7 @@ def describe_group(name: str) -> str:
 
 
 def traced_all_gather(tensor: Any, group: Any) -> Any:
-    """This tensor of every rank, one behind the other along the first dimension: traced, an operation of the graph."""
+    """All ranks' tensors, concatenated along the first dimension. When traced, an operation of the graph."""
     import torch.distributed._functional_collectives as functional
 
     gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor  # renamed in torch 2.13
@@ -258,12 +258,12 @@ def traced_all_gather(tensor: Any, group: Any) -> Any:
 
 
 def traced_all_reduce(tensor: Any, group: Any) -> Any:
-    """The sum of this tensor over the ranks: traced, an operation of the graph."""
+    """Sum of a tensor over the ranks. When traced, an operation of the graph."""
     import torch.distributed._functional_collectives as functional
 
     return functional.all_reduce(tensor, "sum", group)
 
 
 def weak(thing: Any) -> Callable[[], Any]:
-    """A weak reference, or None as a function."""
+    """Weak reference to an object; for None, a function that returns None."""
     return weakref.ref(thing) if thing is not None else (lambda: None)

@@ -1,4 +1,4 @@
-"""Guards of TorchDynamo: asked with fewer calls of Python, or asking for more."""
+"""Guards of TorchDynamo: cheaper checks, and additional ones."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 
 
 _BEHIND_GUARDS: list[Any] = []
-"""What Dynamo asks behind its guards, at most one: torch's to compile on all ranks if one has to."""
+"""Hook that Dynamo calls after its guards, at most one: torch's, to recompile on all ranks if one has to."""
 
 
 def hooks_behind_guards() -> list[Any]:
-    """What hears of each look at guards, and may have all compiled anew: torch.compiler.set_enable_guard_collectives.
+    """Hooks that observe each guard check, and may force a recompilation: torch.compiler.set_enable_guard_collectives.
 
-    Every rank answers a collective there: whoever asks guards in another way would leave the others alone in it. Torch
-    tells what is set only to whoever sets something else, so that is noted from now on. The list stays the same object.
+    Every rank runs a collective there. A rank that checks guards in another way would leave the others waiting in it.
+    torch returns the current hook only from the function that sets one, so this module records it. The list stays the
+    same object.
     """
     from torch._C._dynamo import eval_frame
 
@@ -48,7 +49,7 @@ def hooks_behind_guards() -> list[Any]:
 
 
 class _Through:
-    """A builder's tree of guards, whose functions are shortened on their way in."""
+    """Guard tree of a builder that shortens functions as they are added."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -62,7 +63,7 @@ class _Through:
 
 
 def _shorter(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """The same answer, at once where no hooks for saved tensors are set, if none are set now."""
+    """Wrap a check of saved-tensor hooks: it passes at once while none are set, if it passes now without any."""
     import torch
 
     hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
@@ -72,9 +73,9 @@ def _shorter(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def like_these(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """Whether as many tensors have the same dtypes, shapes, strides and devices as these: 0.3 us for 3, 19 for 300.
+    """Check whether tensors have the dtypes, shapes, strides and devices of these: 0.3 us for 3, 19 for 300.
 
-    It may also say no for another reason, such as `requires_grad`. None, where torch has no such function.
+    It may also return False for other reasons, such as `requires_grad`. None if torch has no such function.
     """
     from torch._C._dynamo import guards
 
@@ -88,11 +89,10 @@ def like_these(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
 
 @contextlib.contextmanager
 def short_guard_of_hooks(told: bool) -> Iterator[None]:
-    """Have every frame's guard on hooks for saved tensors ask first whether there are any.
+    """Make every frame's guard on saved-tensor hooks test first whether there are any.
 
-    torch's takes four calls of Python, 12 of the 109 us that the call of a small kernel takes with cold caches (Zen 4).
-    Where the frame is `told` in an argument whether there are some that it is traced with, and there are none, there is
-    no such guard.
+    torch's guard takes 12 of the 109 us of a small kernel's call with cold caches (docs/lab/runtime.md, R4). With
+    `told`, an argument of the frame tells whether it is traced with hooks. If there are none, there is no such guard.
     """
     from torch._dynamo.guards import GuardBuilder
 
@@ -118,9 +118,9 @@ def short_guard_of_hooks(told: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def collect_finalizers(found: list[Any]) -> Iterator[None]:
-    """Add the finalizers of guards made meanwhile to `found`: detach them once nobody asks these guards any more.
+    """Append the finalizers of guards made in this context to `found`, to be detached once the guards are unused.
 
-    They wait for the death of what is compared by identity, often a function that never dies, and keep the guards.
+    They wait for the end of objects that are compared by identity, often functions that never end, and keep the guards.
     """
     from torch._dynamo import guards
 
@@ -129,7 +129,7 @@ def collect_finalizers(found: list[Any]) -> Iterator[None]:
 
 
 class _Weakref:
-    """The module weakref, whose finalizers are added to `found`."""
+    """Module weakref whose finalizers are appended to `found`."""
 
     def __init__(self, found: list[Any]) -> None:
         self._found = found
@@ -145,10 +145,10 @@ class _Weakref:
 
 @contextlib.contextmanager
 def guard_tensor_identity(is_kept: Callable[[Any], bool]) -> Iterator[None]:
-    """Have what is compiled with a parameter that `is_kept` serve the module alone that has this parameter.
+    """Restrict code that was compiled with a parameter that `is_kept` to the module that has this parameter.
 
-    Dynamo guards what parameters look like: what it compiles behind a graph break serves all layers of a class. It
-    counts recompiles for each module by itself, then.
+    Dynamo guards properties of parameters, so code after a graph break serves all layers of a class. With this guard,
+    it counts recompilations for each module separately.
     """
     import torch
     from torch._dynamo.guards import GuardBuilder
@@ -164,7 +164,7 @@ def guard_tensor_identity(is_kept: Callable[[Any], bool]) -> Iterator[None]:
         while source is not None:
             asked = source.make_guard(GuardBuilder.ID_MATCH)
             base = getattr(source, "base", None)
-            # its owner, and the argument that it was found in; a parameter that was given without an owner itself
+            # guard its owner, and the argument that led to it; a parameter passed without an owner is guarded itself
             if isinstance(self.get(asked), torch.nn.Module) and (owner is None or base is None):
                 owner = source
                 _once(self, asked)
@@ -178,11 +178,11 @@ def guard_tensor_identity(is_kept: Callable[[Any], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def guard_methods() -> Iterator[None]:
-    """Have every frame guard on the methods that it traces being what their classes have, or inherit.
+    """Make every frame guard that the methods it traces are still those of their classes.
 
-    Dynamo compiles a module's `forward` as a frame of its own, and so meets a new one as new code; of methods that it
-    traces inside a frame it asks nothing. Kernel and adapter libraries put another `forward` in a class. One
-    comparison of identities, 50 ns, for each class and method.
+    Dynamo compiles a module's `forward` as a separate frame, so a new one is new code. It does not guard methods that
+    it traces inside a frame, but kernel and adapter libraries replace `forward` in classes. A guard is one comparison
+    of identities, 50 ns, for each class and method.
     """
     from torch._dynamo.symbolic_convert import InliningInstructionTranslator as Inlining
 
@@ -197,7 +197,7 @@ def guard_methods() -> Iterator[None]:
 
 
 def _guard_method(translator: Any, function: Any, args: Sequence[Any]) -> None:
-    """If `function` is a method of its first argument's class: guard on the class still having it."""
+    """Guard on a method of the first argument's class, if `function` is one."""
     import torch
 
     if not args or not isinstance(function, types.FunctionType):
@@ -208,16 +208,16 @@ def _guard_method(translator: Any, function: Any, args: Sequence[Any]) -> None:
         return
     _install(translator, type(value), name, source)
     if name == "forward" and isinstance(value, torch.nn.Module):
-        _install(translator, type(value), "__call__", source)  # Dynamo goes past it, where it is Module's own
+        _install(translator, type(value), "__call__", source)  # Dynamo skips Module's own
 
 
 def _install(translator: Any, owner: type, name: str, source: Any) -> None:
-    """Guard on what a class has by a name, once for all its objects."""
+    """Guard on a class attribute, once for all objects of the class."""
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource, TypeSource
 
     known: dict[tuple[type, str], Any] = translator.output.__dict__.setdefault("_dcompile_methods", {})
-    guard = known.get((owner, name))  # of the first such object, but guards go where tracing begins anew
+    guard = known.get((owner, name))  # of the first such object; guards are needed again where tracing restarts
     if guard is None:
         method = AttrSource(TypeSource(source), name)
         known[owner, name] = guard = method.make_guard(GuardBuilder.ID_MATCH)
@@ -225,22 +225,22 @@ def _install(translator: Any, owner: type, name: str, source: Any) -> None:
 
 
 def _traced(variable: Any) -> tuple[Any, Any]:
-    """What Dynamo knows an argument to be, and where a guard finds it: nowhere, if it was made while tracing."""
+    """Object that Dynamo knows an argument to be, and its source for guards, None for objects made while tracing."""
     from torch._dynamo.variables.lazy import LazyVariableTracker
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
     if isinstance(variable, LazyVariableTracker):
-        if not variable.is_realized():  # looked at without that: it would be guarded on
+        if not variable.is_realized():  # read without realizing it, which would add a guard
             found = getattr(variable, "_cache", None)
             return getattr(found, "value", None), getattr(found, "source", None)
         variable = variable.realize()
-    if not isinstance(variable, UserDefinedObjectVariable):  # modules are such, too
+    if not isinstance(variable, UserDefinedObjectVariable):  # modules included
         return None, None
     return variable.value, variable.source
 
 
 def _method_name(owner: type, function: types.FunctionType) -> str | None:
-    """By what name a class has this function as a method, or as the getter of a property."""
+    """Name under which a class has this function as a method, or as the getter of a property; None if it has not."""
     for parent in owner.__mro__:
         for name in (function.__name__, *vars(parent)):
             found = vars(parent).get(name)
@@ -250,7 +250,7 @@ def _method_name(owner: type, function: types.FunctionType) -> str | None:
 
 
 def _once(builder: Any, guard: Any) -> None:
-    """Ask for an identity, unless this builder has asked for it before."""
+    """Guard on an identity, unless this builder has done so before."""
     asked: set[str] = builder.__dict__.setdefault("_dcompile_asked", set())
     if guard.name not in asked:
         asked.add(guard.name)

@@ -1,4 +1,4 @@
-"""Hooks of modules, which TorchDynamo traces as found and, where there are none, does not guard on; of gradients."""
+"""Hooks of modules, which TorchDynamo traces but whose absence it does not guard, and hooks of gradients."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 class Hooks:
-    """The kinds of hooks that the modules of one root have, asked for before each call.
+    """Kinds of hooks that the modules of one root have, checked before each call.
 
-    Every registration takes a number from one counter. While that stands still hooks can only have gone, so that it is
-    enough to look at the few tables that held any, in place of four a module.
+    All registrations share one counter. While it does not change, hooks can only have been removed. Then it suffices to
+    check the few tables that held any, instead of four per module.
     """
 
     def __init__(self, root: Module) -> None:
@@ -31,7 +31,7 @@ class Hooks:
         self._held: list[tuple[str, Any]] = []
 
     def kinds(self) -> str:
-        """Text to guard on; "" where there are no hooks at all."""
+        """Text to guard on; "" if there are no hooks at all."""
         if self._counter.next_id != self._counted:
             self._counted = self._counter.next_id
             root = self._root()
@@ -42,22 +42,22 @@ class Hooks:
 
 
 def active_hook_kinds(hooks: Hooks | None) -> str:
-    """What a call's function is told: the kinds of a module's hooks, and whether those for saved tensors are graphs."""
+    """Text that a call's function receives: kinds of a module's hooks, and whether saved-tensor hooks are traced."""
     kinds = "" if hooks is None else hooks.kinds()
     return f"{kinds} saved tensors" if saved_are_traced() else kinds
 
 
 def saved_are_traced() -> bool:
-    """Whether there are hooks for saved tensors that are graphs, which become a part of a program."""
+    """Whether there are saved-tensor hooks that are graphs, which become part of a program."""
     from torch._functorch._aot_autograd.utils import saved_tensors_hooks_are_inlineable
 
     return saved_tensors_hooks_are_inlineable(saved_tensor_hooks())
 
 
 class GradientHooks:
-    """Parameters that have hooks on their gradients, asked for in each backward.
+    """Parameters with hooks on their gradients, checked in each backward.
 
-    These, too, take their numbers from that counter: while it stands still, only those that had hooks may have some.
+    Their registrations use the same counter. While it does not change, only parameters that had hooks may have some.
     """
 
     def __init__(self, parameters: Mapping[int, Callable[[], Any]]) -> None:
@@ -69,7 +69,7 @@ class GradientHooks:
         self._held: list[int] = []
 
     def numbers(self, ours: Mapping[int, Any]) -> list[int]:
-        """Numbers of the parameters that have any. `ours`: those that one hook of our own is on."""
+        """Numbers of the parameters with hooks. `ours`: parameters on which dcompile has one hook."""
         asked: Iterable[int] = self._held
         if self._counter.next_id != self._counted:
             self._counted, asked = self._counter.next_id, self._parameters
@@ -85,7 +85,7 @@ class GradientHooks:
 
 
 def _held_for_all() -> list[tuple[str, Any]]:
-    """The tables of hooks for every module, as far as there are hooks in them."""
+    """Nonempty tables of hooks for all modules."""
     from torch.nn.modules import module
 
     tables = ((f"all{kind}", getattr(module, f"_global{kind}")) for kind in _KINDS)
@@ -93,7 +93,7 @@ def _held_for_all() -> list[tuple[str, Any]]:
 
 
 def _held(root: Module) -> list[tuple[str, Any]]:
-    """The same of the modules below `root`, each named by when it is met. 2.5 us a module."""
+    """Nonempty tables of the modules below `root`, named by the order of traversal. 2.5 us a module."""
     found: list[tuple[str, Any]] = []
     modules, seen = [root], {id(root)}
     for number, module in enumerate(modules):

@@ -1,7 +1,7 @@
-"""What TorchInductor compiles of a graph: regions that are handed to it, and single calls of FlexAttention.
+"""TorchInductor as a compiler of parts of a graph: regions, and single calls of FlexAttention.
 
-FlexAttention's kernels are templates of TorchInductor's own. `dcompile` has no rule for it yet, and its eager form
-computes all scores, masked ones as well.
+FlexAttention's kernels are templates of TorchInductor's. `dcompile` has no rule for it yet, and its eager form computes
+all scores, masked ones included.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def is_flex(target: Any) -> bool:
 
 
 def compiled_flex(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any] | str:
-    """A function of the node's inputs, less those in `fixed`, that returns its results as a flat list.
+    """Function of the node's inputs, without those in `fixed`, that returns its results as a flat list.
 
-    The reason, where TorchInductor has no kernel for it: on the CPU, or with an error of its own.
+    Returns the reason instead, if TorchInductor has no kernel for it: on the CPU, or after an error of its own.
     """
     import torch
 
@@ -35,12 +35,12 @@ def compiled_flex(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any] |
         return "not on a GPU"
     try:
         return _compiled(_alone(node, fixed), values)
-    except Exception as error:  # whatever is wrong there, the eager form is right
+    except Exception as error:  # whatever fails there, the eager form is correct
         return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def _alone(node: Node, fixed: Mapping[Node, Any]) -> GraphModule:
-    """A graph of this call alone."""
+    """Graph of this call alone."""
     import torch
     from torch.fx import Graph, GraphModule, map_arg
 
@@ -64,7 +64,7 @@ def _alone(node: Node, fixed: Mapping[Node, Any]) -> GraphModule:
 
 
 def _decomposed(part: GraphModule) -> GraphModule:
-    """A function of scores or places in the operators that TorchInductor knows inside a kernel."""
+    """Decompose a function of scores or positions into operators that TorchInductor knows inside a kernel."""
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -74,7 +74,7 @@ def _decomposed(part: GraphModule) -> GraphModule:
 
 
 def _leaves(graph: Graph, whole: Node, place: int, value: Any, is_used: bool) -> list[Node | None]:
-    """What one part of a result is made of, one after another; None for what is not used."""
+    """Leaves of one part of a result, in order; None for unused ones."""
     from torch.utils._pytree import tree_leaves
 
     if not is_used:
@@ -90,7 +90,7 @@ def _compiled(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     from torch._guards import tracing
     from torch._inductor.compile_fx import compile_fx_inner
 
-    # without the context of the graph around it, whose strides and guards are none of this call's
+    # without the context of the surrounding graph, whose strides and guards do not concern this call
     with tracing(None):
         boxed: Any = compile_fx_inner(gm, list(inputs), cudagraphs=False)  # type: ignore[arg-type, call-arg, unused-ignore]
 
@@ -104,7 +104,7 @@ def _compiled(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
 
 
 def decompositions() -> dict[Any, Any]:
-    """TorchInductor's own table: what its lowering expects to be taken apart."""
+    """TorchInductor's decomposition table, which its lowering relies on."""
     from torch._inductor.decomposition import select_decomp_table
 
     return dict(select_decomp_table())
@@ -112,7 +112,7 @@ def decompositions() -> dict[Any, Any]:
 
 @contextlib.contextmanager
 def outside_tracing() -> Iterator[None]:
-    """Without the context of the graph around a part of it: whose strides and guards are none of the part's."""
+    """Leave the context of the surrounding graph, whose strides and guards do not concern its parts."""
     from torch._guards import tracing
 
     with tracing(None):
@@ -120,9 +120,9 @@ def outside_tracing() -> Iterator[None]:
 
 
 def compile_region(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A graph of operations that are taken apart by `decompositions`: a function that takes its inputs as a list.
+    """Compile a graph that `decompositions` was applied to. The result takes its inputs as a list.
 
-    Runs the passes that torch.compile runs over an inference graph first. Results keep their strides.
+    It first runs torch.compile's passes for inference graphs. Results keep their strides.
     """
     from torch._inductor.compile_fx import _recursive_joint_graph_passes, compile_fx_inner
 

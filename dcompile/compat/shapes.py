@@ -1,7 +1,7 @@
-"""What a torch.compile call is told of its arguments' sizes: `dynamic_shapes`, `shapes_spec` until torch 2.14.
+"""torch.compile's spec of argument sizes: `dynamic_shapes`, called `shapes_spec` until torch 2.14.
 
-A spec names parameters of the function that the user compiles. Dynamo looks them up among the locals of the frame that
-it traces; the frame that we give it has `*args` and `**kwargs` alone.
+A spec names parameters of the user's function. Dynamo looks them up among the locals of the traced frame. The frame
+that we give it has only `*args` and `**kwargs`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 NAMES = ("dynamic_shapes", "shapes_spec")
-"""Of the argument, newest first."""
+"""Names of the argument, newest first."""
 
 
 def argument() -> str | None:
-    """What this torch calls the argument; None if it has none."""
+    """Name of the argument in this torch; None if it has none."""
     import torch
 
     known = inspect.signature(torch.compile).parameters
@@ -24,9 +24,9 @@ def argument() -> str | None:
 
 
 def requested_spec(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A spec under whichever of its names it was given, as this torch calls it.
+    """Spec that was given under one of its names, under this torch's name.
 
-    Raises TypeError if torch has no such argument, and if it was given under both names.
+    Raises TypeError if torch has no such argument, or if it was given under both names.
     """
     import torch
 
@@ -42,14 +42,14 @@ def requested_spec(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_context(context: Any) -> dict[str, Any]:
-    """The spec of a torch.compile call, where one was given."""
+    """Spec of a torch.compile call, if one was given."""
     known = argument()
     spec = None if known is None else getattr(context, f"_{known}", None)
     return {} if spec is None or known is None else {known: spec}
 
 
 def with_attached(target: Any, limits: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`limits`, with the spec that `@dynamic_spec` has put on a function or a module's forward.
+    """`limits`, with the spec that `@dynamic_spec` has attached to a function or a module's forward.
 
     Raises ValueError, as torch does, if a spec was given as well.
     """
@@ -64,7 +64,7 @@ def with_attached(target: Any, limits: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def for_entry(limits: Mapping[str, Any], function: Callable[..., Any]) -> Any:
-    """The spec for a frame that passes `*args` and `**kwargs` on to `function`; None without one."""
+    """Spec for a frame that passes `*args` and `**kwargs` on to `function`; None without one."""
     spec = next((limits[name] for name in NAMES if limits.get(name) is not None), None)
     if spec is None:
         return None
@@ -86,7 +86,7 @@ def for_entry(limits: Mapping[str, Any], function: Callable[..., Any]) -> Any:
 
 
 def _named(function: Any) -> Callable[..., Any]:
-    """What has the parameters that a spec names: of a module, and of the methods that call it, its forward."""
+    """Function whose parameters a spec names: for a module, and for the methods that call it, its forward."""
     from torch.nn import Module
 
     owner = getattr(function, "__self__", function)
@@ -96,7 +96,7 @@ def _named(function: Any) -> Callable[..., Any]:
 
 
 def in_entry(spec: Any) -> contextlib.AbstractContextManager[Any]:
-    """Settings of Dynamo while it traces the frame that `for_entry` has made a spec for."""
+    """Settings of Dynamo while it traces the frame for which `for_entry` made a spec."""
     if spec is None:
         return contextlib.nullcontext()
     import torch._dynamo.config as config

@@ -1,4 +1,4 @@
-"""Symbolic sizes, asked about without adding guards."""
+"""Read symbolic sizes without adding guards."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def simplifying_once() -> Iterator[None]:
-    """Have sympy simplify each expression once while graphs are traced, whatever it is a part of.
+    """Make sympy simplify each expression once while graphs are traced, wherever it occurs.
 
-    For a division whose sides share a factor torch asks `sympy.simplify`, which simplifies the arguments of a function
-    at each level above it anew: twice the time for each division inside another, hours for sizes of merged patches of
+    For a division whose sides share a factor, torch calls `sympy.simplify`. It simplifies a function's arguments again
+    at each level above them. That doubles the time for each nested division: hours for sizes of merged patches of
     padded windows (Swin).
     """
     import sympy  # type: ignore[import-untyped, unused-ignore]
 
-    home: Any = importlib.import_module("sympy.simplify.simplify")  # the package's own name is that of the function
+    home: Any = importlib.import_module("sympy.simplify.simplify")  # the package's attribute is the function
     own = home.simplify
     once = functools.lru_cache(maxsize=None, typed=True)(own)
 
@@ -44,11 +44,11 @@ def simplifying_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def remembering_numbers_alone(example_inputs: Sequence[Any]) -> Iterator[None]:
-    """While graphs of symbolic sizes are traced, have torch work out the result of each operator, and remember none.
+    """Disable the fake tensors' cache of operator results while graphs of symbolic sizes are traced.
 
-    It would keep results without their symbols, and put these in again for each operator of equal arguments: that is
-    more work than the result itself. A training step of one Llama layer took 11.7 s of CPU time to compile under
-    dynamic=True, and takes 9.3. Where sizes are numbers, remembering saves a quarter.
+    It stores results without their symbols, and inserts the symbols for each operator with equal arguments. That takes
+    more work than the result itself: 11.7 s instead of 9.3 for a Llama layer (docs/lab/runtime.md, R7). For sizes that
+    are numbers, the cache saves a quarter.
     """
     import torch
     from torch._guards import detect_fake_mode
@@ -67,9 +67,9 @@ def remembering_numbers_alone(example_inputs: Sequence[Any]) -> Iterator[None]:
 
 
 def multiply_pairwise(gm: Any) -> PassReport:
-    """Have a traced graph call `operator.mul` with two numbers each: torch 2.11 to 2.13 calls it with all factors.
+    """Split calls of `operator.mul` with more than two factors, which torch 2.11 to 2.13 trace.
 
-    It does where it builds a size anew from its expression, as sizes of a tensor that several inputs look at.
+    They occur where torch rebuilds a size from its expression, as for a tensor of which several inputs are views.
     """
 
     def number(factor: Any) -> Any:
@@ -88,7 +88,7 @@ def multiply_pairwise(gm: Any) -> PassReport:
 
 
 def guard_count(gm: Any) -> int:
-    """How many guards on symbolic sizes there are so far: whoever asks for a size's value adds one."""
+    """Number of guards on symbolic sizes so far; reading a size's value adds one."""
     import torch
 
     for node in gm.graph.nodes:
@@ -101,23 +101,23 @@ def guard_count(gm: Any) -> int:
 
 
 def size_expression(size: Any) -> Any:
-    """A SymInt as torch has simplified it by what its guards say so far (divisibility, for example); adds no guard."""
+    """Expression of a SymInt, simplified by torch with its guards so far (divisibility, for example); adds no guard."""
     return size.node.shape_env.simplify(size.node.expr)
 
 
 def least_value(shape_env: Any, symbol: Any) -> int | None:
-    """The least value that a size symbol may have, as far as torch knows without asking for it; None if none."""
+    """Smallest value of a size symbol that torch knows without a guard; None if none."""
     known = shape_env.var_to_range.get(symbol)
     lower = None if known is None else known.lower
     return int(lower) if lower is not None and getattr(lower, "is_Integer", isinstance(lower, int)) else None
 
 
 ROUNDED = frozenset({"TruncToInt", "FloorToInt", "CeilToInt", "RoundToInt"})
-"""Whole numbers made of floats, `int(1.7 * size)` for example: sympy functions of torch's."""
+"""Torch's sympy functions that round floats to integers, as in `int(1.7 * size)`."""
 
 
 def rounded_integers(shape_env: Any, expression: Any) -> dict[Any, int | None]:
-    """The whole numbers that an expression makes of floats -> the least each may be, as far as torch knows."""
+    """Rounded floats in an expression -> the smallest value of each that torch knows."""
     if type(expression).__name__ in ROUNDED:
         lower = _bounds(shape_env, expression).lower
         return {expression: int(lower) if getattr(lower, "is_Integer", False) else None}
@@ -128,9 +128,9 @@ def rounded_integers(shape_env: Any, expression: Any) -> dict[Any, int | None]:
 
 
 def _bounds(shape_env: Any, expression: Any) -> Any:
-    """What torch knows of an expression's range, and that a power of no negative number is none: torch bounds no power.
+    """Bounds of an expression, where powers of nonnegative numbers are nonnegative: torch bounds no power.
 
-    `int(n ** 0.5)`, the side of a square of n patches, could be anything otherwise, and so what is divided by it.
+    Otherwise `int(n ** 0.5)`, the side of a square of n patches, would be unbounded, and so would quotients by it.
     """
     import sympy
     from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
@@ -138,7 +138,7 @@ def _bounds(shape_env: Any, expression: Any) -> Any:
     ranges = {symbol: shape_env.var_to_range.get(symbol) for symbol in expression.free_symbols}
 
     def bounded(part: Any) -> Any:
-        """The part, with a symbol of known range in place of each power of what is not negative."""
+        """Replace each power of a nonnegative base by a symbol of known range."""
         if not part.args:
             return part
         args = [bounded(arg) for arg in part.args]
@@ -155,7 +155,7 @@ def _bounds(shape_env: Any, expression: Any) -> Any:
 
 
 def known_divisor(shape_env: Any, symbol: Any) -> int:
-    """The largest number that torch has guarded to divide a size symbol; 1 if there is none."""
+    """Largest number that torch has guarded to divide a size symbol; 1 if there is none."""
     # the older name warns where there is a newer one
     known = shape_env.backed_var_to_val if hasattr(shape_env, "backed_var_to_val") else shape_env.var_to_val
     if symbol not in known:
@@ -165,14 +165,14 @@ def known_divisor(shape_env: Any, symbol: Any) -> int:
 
 
 def invents_sizes(op: Any) -> bool:
-    """Whether tracing makes up sizes that depend on values: torch 2.11 counts how many distinct elements zeros have."""
+    """Whether tracing evaluates data-dependent sizes: torch 2.11 counts the distinct elements of a tensor of zeros."""
     import torch
 
     return str(op) == "aten._unique.default" and torch.Tag.dynamic_output_shape not in op.tags
 
 
 def reads_values(gm: Any) -> bool:
-    """Whether a graph calls what tells sizes by values: that waits for the device."""
+    """Whether a graph computes data-dependent sizes, which waits for the device."""
     return any(
         node.meta.get("unbacked_bindings") or str(node.target) == "aten._local_scalar_dense.default"
         for node in gm.graph.nodes
@@ -207,38 +207,38 @@ def symbols_of(values: Iterable[Any]) -> set[Any]:
 
 
 def known_facts(gm: Any) -> dict[Any, tuple[int | None, int]]:
-    """Size symbols of a graph -> the least value each may have, and what it can be divided by."""
+    """Size symbols of a graph -> the smallest value and the divisor of each that are known."""
     return {s: (least_value(env, s), known_divisor(env, s)) for s, env in size_symbols(gm).items()}
 
 
 def size_hint(shape_env: Any, symbol: Any) -> int | None:
-    """The number that a size symbol was traced with, looked up without guarding on it."""
+    """Value of a size symbol during tracing, read without a guard."""
     known = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"
     numbers = getattr(shape_env, known, {})
     return int(numbers[symbol]) if symbol in numbers else None
 
 
 def is_fixed(tensor: Any) -> bool:
-    """Whether shape and strides of a traced tensor are numbers, and no symbols."""
+    """Whether shape and strides of a traced tensor are numbers, without symbols."""
     return all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride()))
 
 
 def is_known_empty(tensor: Any) -> bool:
-    """Whether a tensor has no elements, as far as that is known without guarding on its sizes."""
+    """Whether a tensor is known to have no elements, without a guard on its sizes."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return bool(statically_known_true(tensor.numel() == 0))
 
 
 def is_known_one(size: Any) -> bool:
-    """Whether a size is 1, as far as that is known without guarding on it."""
+    """Whether a size is known to be 1, without a guard."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return bool(statically_known_true(size == 1))
 
 
 def is_known_contiguous(tensor: Any) -> bool:
-    """Whether a tensor lies in row-major order, as far as that is known without guarding on its sizes."""
+    """Whether a tensor is known to be row-major, without a guard on its sizes."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     step: Any = 1

@@ -1,8 +1,8 @@
-"""Operations of a traced graph whose offset counts from the start of a storage: `as_strided` and its kin.
+"""Operations of a traced graph with offsets from the start of a storage: `as_strided` and its variants.
 
-Where their argument is an input that is a part of a larger storage, they see what lies around it. So they do behind a
-scatter into such an input, of which ATen copies all of the storage. What tracing says of a scatter's storage is no
-help: it depends on whether the scatter was traced before in this process (FakeTensor's cache leaves storages out).
+If their argument is an input that is a part of a larger storage, they access memory around it. They also do so after a
+scatter to such an input, for which ATen copies the whole storage. The traced storage of a scatter cannot be used. It
+depends on whether the scatter was traced before in this process, as FakeTensor's cache leaves storages out.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ FROM_STORAGE = frozenset(
     f"aten.{name}.default" for name in ("as_strided", "as_strided_copy", "as_strided_scatter")
 )  # fmt: skip
 GIVES_DATA = frozenset(("aten.set_.source_Tensor", "aten.shallow_copy_data_.default"))
-"""What `tensor.data = source` is traced as; the latter since torch 2.14."""
+"""Operations that `tensor.data = source` is traced as; the latter since torch 2.14."""
 RESIZE = "inductor::resize_storage_bytes_"
-"""What `tensor.untyped_storage().resize_(n)` of an input is traced as; its schema does not say that it changes one."""
+"""Operation that `tensor.untyped_storage().resize_(n)` of an input is traced as. Its schema does not show
+the mutation.
+"""
 _SCATTERS = frozenset(f"aten.{kind}_scatter.default" for kind in ("select", "slice", "diagonal", "as_strided"))
 
 
 def has_offset(node: Node) -> bool:
-    """Whether a node counts from the start of a storage."""
+    """Whether a node has an offset from the start of a storage."""
     place = 4 if str(node.target) == "aten.as_strided_scatter.default" else 3
     given = node.args[place] if len(node.args) > place else node.kwargs.get("storage_offset")
     return str(node.target) in FROM_STORAGE and given is not None
 
 
 def storage_input(node: Node, scattered: bool = False) -> Node | None:
-    """The input in whose storage such a node counts, if it does; with `scattered`, behind a scatter alone."""
+    """Input whose storage such a node addresses, or None. `scattered`: only through a scatter."""
     of: Any = node.args[0]
     seen = not scattered
     while of.op == "call_function" and (_scatters(of) or _looks(of)):
@@ -42,21 +44,21 @@ def storage_input(node: Node, scattered: bool = False) -> Node | None:
 def is_part(value: Any) -> bool:
     """Whether a tensor's storage holds more than the tensor."""
     nbytes = value.numel() * value.itemsize
-    # as texts: comparing symbols would guard on the answer
+    # compared as texts: comparing symbols would add a guard
     return str(value.storage_offset()) != "0" or str(value.untyped_storage().nbytes()) != str(nbytes)
 
 
 def looked_around(gm: Any) -> list[Node]:
-    """Inputs of a graph in whose storages it counts."""
+    """Inputs of a graph whose storages it addresses."""
     found = (storage_input(node) for node in gm.graph.nodes if node.op == "call_function" and has_offset(node))
     return list(dict.fromkeys(node for node in found if node is not None))
 
 
 def looked_beyond(gm: Any) -> tuple[int, ...]:
-    """Positions of the inputs that a copy stands in for only if it is one of all their storage.
+    """Positions of inputs that can be replaced by a copy only if the copy includes their whole storage.
 
-    What tracing says of an input's storage is no help: of one that is no view it knows the tensor's own part, and
-    nothing guards on where the next call's input lies.
+    The traced storage of an input cannot be used. For an input that is not a view, it covers the tensor alone, and
+    nothing guards the storage of the next call's input.
     """
     places = {node: position for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     looks = ((node, storage_input(node)) for node in gm.graph.nodes if str(node.target) in FROM_STORAGE)
@@ -64,7 +66,7 @@ def looked_beyond(gm: Any) -> tuple[int, ...]:
 
 
 def _stays_within(look: Node, of: Node) -> bool:
-    """Whether `as_strided` without an offset surely ends where `of` does, or before."""
+    """Whether `as_strided` without an offset certainly ends where `of` does, or before."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     if has_offset(look) or str(look.target) != "aten.as_strided.default":
@@ -73,12 +75,12 @@ def _stays_within(look: Node, of: Node) -> bool:
 
 
 def _last(value: Any) -> Any:
-    """The place of a tensor's last element, counted from the start of its storage; of an empty one, none before 0."""
+    """Offset of a tensor's last element from the start of its storage, by its strides."""
     return value.storage_offset() + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
 
 
 def resizes(target: Any) -> bool:
-    """Whether an operation frees or makes the memory of a tensor."""
+    """Whether an operation frees or allocates the memory of a tensor."""
     schema = getattr(target, "_schema", None)
     return schema is not None and schema.name == RESIZE
 

@@ -1,4 +1,4 @@
-"""What runs around a backward, who holds a tensor, and memory of CUDA graphs."""
+"""Tensors: work around a backward, holders of a tensor, and memory of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` when the backward that is now running is through."""
+    """Run `callback` at the end of the backward that runs now."""
     from torch.autograd import Variable
 
     Variable._execution_engine.queue_callback(callback)
@@ -22,7 +22,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def record_autograd() -> Iterator[None]:
-    """Record what autograd needs, also inside an operator, where it has been left behind."""
+    """Record autograd information, also inside an operator, where recording is disabled."""
     import torch
 
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
@@ -44,18 +44,18 @@ def on_gradient(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
 
 
 def will_accumulate(parameter: torch.Tensor) -> bool:
-    """Inside a backward: whether it is going to add to this parameter's .grad (torch.autograd.grad does not)."""
+    """Whether the current backward will add to this parameter's .grad (torch.autograd.grad does not)."""
     import torch
     from torch.autograd.graph import get_gradient_edge
 
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
     except RuntimeError:
-        return False  # what torch answers for a leaf that torch.autograd.grad was asked for
+        return False  # torch raises it for a leaf that torch.autograd.grad was asked for
 
 
 def keep_for_backward(result: Any, thing: Any) -> None:
-    """Keep `thing` alive for as long as a backward from `result`, or from what was made of it, may come."""
+    """Keep `thing` alive as long as a backward from `result`, or from a tensor computed from it, is possible."""
     from torch.utils._pytree import tree_leaves
 
     for leaf in tree_leaves(result):
@@ -65,7 +65,7 @@ def keep_for_backward(result: Any, thing: Any) -> None:
 
 
 def fake_mode() -> Any:
-    """A mode in which tensors have shapes and no memory; others are taken for fake ones."""
+    """Mode in which tensors have shapes and no memory; real tensors are converted to fake ones."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -73,7 +73,7 @@ def fake_mode() -> Any:
 
 @contextlib.contextmanager
 def real_tensors() -> Iterator[None]:
-    """What is made meanwhile has memory, although a graph is being compiled, where tensors are fake."""
+    """Allocate real tensors in this context, although a graph is being compiled with fake ones."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily():
@@ -81,7 +81,7 @@ def real_tensors() -> Iterator[None]:
 
 
 def is_relabelled(value: Any) -> bool:
-    """Whether this is a tensor of a class of the user's own that leaves every operator as it is."""
+    """Whether this is a tensor of a user's subclass that changes no operator."""
     import torch
 
     if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or type(value) is torch.Tensor:
@@ -90,7 +90,7 @@ def is_relabelled(value: Any) -> bool:
 
 
 def backward_task() -> int:
-    """Number of the backward that is now running; -1 outside."""
+    """Number of the backward that runs now; -1 outside."""
     import torch
 
     return int(torch._C._current_graph_task_id())
@@ -102,14 +102,14 @@ def is_compiled_backward(node: Any) -> bool:
 
 
 def has_flash_attention() -> bool:
-    """Whether attention on GPUs may use the kernels that share heads of keys among queries: nobody has said no."""
+    """Whether attention on GPUs may use the kernels that share key heads among queries: they are not disabled."""
     import torch
 
     return bool(torch.backends.cuda.flash_sdp_enabled())  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def raw_stream(device: int) -> int:
-    """The current stream of a GPU, as the CUDA driver takes it."""
+    """Current stream of a GPU, as the CUDA driver's handle."""
     import torch
 
     fast = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -117,24 +117,24 @@ def raw_stream(device: int) -> int:
 
 
 def forget_blas_workspaces() -> None:
-    """Give back the memory that torch keeps for cuBLAS, a piece for each stream; it is allocated again when needed."""
+    """Free torch's cuBLAS workspaces, one for each stream; they are allocated again when needed."""
     import torch
 
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
-    """Stop with `message` unless `condition` holds, without waiting for the GPU to find out."""
+    """Fail with `message` unless `condition` holds, without waiting for the GPU."""
     import torch
 
     torch._assert_async(condition, message)
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:
-    """How many tensors (and other holders) refer to this tensor's storage, `tensor` itself included.
+    """Number of tensors (and other holders) that refer to this tensor's storage, `tensor` itself included.
 
-    All Python code shares one storage object, which counts as one tensor does; its own reference count tells whether
-    anybody else has it.
+    All Python code shares one storage object, which counts like one tensor. The object's own reference count shows
+    whether other code holds it.
     """
     import torch
 
@@ -144,12 +144,12 @@ def storage_use_count(tensor: torch.Tensor) -> int:
 
 
 class KeptTensor:
-    """A tensor that is kept, and whether anybody else has its storage: asked at every call, so in 0.4 us."""
+    """A kept tensor, with a check for other holders of its storage. Each call runs the check, so it takes 0.4 us."""
 
     __slots__ = ("_address", "_memory", "_references", "_storage", "_uses", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """`tensor` is new: nobody else has it."""
+        """`tensor` is new: nothing else holds it."""
         import torch
 
         self.tensor = tensor
@@ -160,10 +160,10 @@ class KeptTensor:
         self._references = sys.getrefcount(self._storage)
 
     def alone(self) -> bool:
-        """No other tensor, storage object or holder in C++ refers to the storage, and its memory is still its own.
+        """Whether no other tensor, storage object or holder in C++ refers to the storage, and its memory is unchanged.
 
-        Whoever had it may have freed its memory (`resize_(0)`), or put it where other processes read it
-        (`share_memory_`, `multiprocessing` queues): either gives the storage other memory.
+        A former holder may have freed its memory (`resize_(0)`), or moved it to shared memory (`share_memory_`,
+        `multiprocessing` queues). Both give the storage other memory.
         """
         import torch
 
@@ -175,18 +175,18 @@ class KeptTensor:
 
 @functools.cache
 def _lonely_storage_references() -> int:
-    """The reference count of a storage object that one local variable has: 2 or 3, depending on torch and Python."""
+    """Reference count of a storage object with one local variable: 2 or 3, depending on torch and Python."""
     import torch
 
-    tensor = torch.empty(1, device="cpu")  # kept: the reference that a living tensor has to it counts, in some versions
+    tensor = torch.empty(1, device="cpu")  # kept: a living tensor's reference counts in some versions
     storage = tensor.untyped_storage()
     return sys.getrefcount(storage)
 
 
 def is_only_reference(tensor: torch.Tensor) -> bool:
-    """Whether one local variable of the caller's caller is all that refers to a tensor and its storage.
+    """Whether one local variable of the caller's caller is the only reference to a tensor and its storage.
 
-    Called as `is_only_reference(x)` by a function that got `x` as its one argument from that variable.
+    Call it as `is_only_reference(x)` in a function that got `x` as its only argument from that variable.
     """
     import torch
 
@@ -198,10 +198,10 @@ def is_only_reference(tensor: torch.Tensor) -> bool:
 
 
 def _references_of_one_variable() -> int:
-    """What `sys.getrefcount` says two calls below the function that has the only reference.
+    """`sys.getrefcount` as seen two calls below the function with the only reference.
 
-    Pythons differ, and in one process a count kept from earlier was once not that of later calls, why is not known:
-    what nobody else held was copied. So it is asked each time, of any object (0.2 us).
+    It differs between Python versions. In one process, an earlier count once differed from that of later calls for
+    unknown reasons, so that unshared tensors were copied. So it is measured each time, with any object (0.2 us).
     """
     given = object()
     return _between(given)
@@ -217,7 +217,7 @@ def _count(given: object) -> int:
 
 @functools.cache
 def _uses_of_one_tensor() -> int:
-    """Holders of a storage that one tensor has, while Python looks at it."""
+    """Holders of a storage with one tensor, while Python holds the storage object."""
     import torch
 
     tensor = torch.empty(1, device="cpu")
@@ -226,35 +226,36 @@ def _uses_of_one_tensor() -> int:
 
 
 def storage_holders(storage: Any) -> int:
-    """How many tensors and storages refer to one memory; all Python code together counts as one."""
+    """Number of tensors and storages that refer to one memory; all Python code together counts as one."""
     import torch
 
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The same number for tensors, fake ones too, that share memory."""
+    """Number that is equal for tensors, including fake ones, that share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own to ask about: no wrapper, be it a subclass's or `torch.func`'s."""
+    """Whether a tensor has accessible memory of its own: it is no wrapper of a subclass or of `torch.func`."""
     from torch._C._functorch import is_functorch_wrapped_tensor
 
     return not (is_wrapper(tensor) or is_functorch_wrapped_tensor(tensor))
 
 
 def storage_at(address: int, nbytes: int, device: Any) -> Any:
-    """A storage over memory that somebody else owns."""
+    """Storage over memory that somebody else owns."""
     import torch
 
     return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
 
 
 def addresses_are(args: list[Any], addresses: list[int], positions: list[int]) -> bool:
-    """Whether the tensors at these positions lie where `addresses` has them: 20 us for 300 in Python, so in C++.
+    """Whether the tensors at these positions have the given addresses.
 
-    `addresses` has a number for each argument. Lists, since the C++ function takes nothing else.
+    In Python it takes 20 us for 300, so it is done in C++. `addresses` has a number for each argument. Both are lists,
+    since the C++ function takes nothing else.
     """
     import torch
 
@@ -265,7 +266,7 @@ def addresses_are(args: list[Any], addresses: list[int], positions: list[int]) -
 
 
 def leaves(value: Any) -> list[Any]:
-    """What nested lists, dictionaries and the like hold, as torch sees them."""
+    """Leaves of nested lists, dictionaries and the like, as torch flattens them."""
     from torch.utils._pytree import tree_leaves
 
     found: list[Any] = tree_leaves(value)
@@ -273,20 +274,20 @@ def leaves(value: Any) -> list[Any]:
 
 
 def is_static_input(tensor: torch.Tensor) -> bool:
-    """Whether Dynamo or the user has said that this tensor stays where it is (buffers, caches)."""
+    """Whether Dynamo or the user has marked this tensor's address as static (buffers, caches)."""
     return getattr(tensor, "_dynamo_static_input_type", None) is not None
 
 
 def only_python_holds(tensor: torch.Tensor) -> bool:
-    """Whether no C++ code, such as an autograd graph that is retained, holds this tensor beside Python."""
+    """Whether no C++ code, such as a retained autograd graph, holds this tensor besides Python."""
     count = getattr(tensor, "_use_count", None)
     return count is not None and int(count()) <= 1
 
 
 def quick_empty(device: str) -> Callable[..., torch.Tensor]:
-    """(shape, strides, dtype) -> memory on the CPU or the current GPU, where torch has it without the dispatcher.
+    """Allocator (shape, strides, dtype) -> tensor on the CPU or current GPU, if possible without the dispatcher.
 
-    0.3 for 0.7 us (torch 2.13, one core of an AMD EPYC).
+    It takes 0.3 us instead of 0.7 (torch 2.13, one core of an AMD EPYC).
     """
     import torch
     from torch._C._dynamo import guards
@@ -298,7 +299,7 @@ def quick_empty(device: str) -> Callable[..., torch.Tensor]:
 
 
 def quick_look() -> Callable[..., torch.Tensor]:
-    """(tensor, shape, strides, offset) -> a tensor of its own over the same memory: 0.5 us, where as_strided takes 0.9.
+    """Function (tensor, shape, strides, offset) -> new tensor over the same memory: 0.5 us, while as_strided takes 0.9.
 
     The offset is added to the tensor's. Shape and strides are tuples: torch 2.15 takes no torch.Size.
     """
@@ -313,7 +314,7 @@ def quick_look() -> Callable[..., torch.Tensor]:
 
 
 def quick_grad_mode() -> Callable[[bool], None]:
-    """(whether) -> nothing: whether this thread records gradients from now on. torch.no_grad() takes five calls."""
+    """Setter of this thread's grad mode. torch.no_grad() takes five calls."""
     import torch
 
     set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
@@ -321,26 +322,29 @@ def quick_grad_mode() -> Callable[[bool], None]:
 
 
 def direct_call(overload: Any) -> Any:
-    """What an OpOverload calls: its own `__call__`, in Python, takes 0.3 us."""
+    """Callable of an OpOverload: its own `__call__`, in Python, takes 0.3 us."""
     return getattr(overload, "_op", overload)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a class of its own that holds plain ones (a DTensor)."""
+    """Whether a tensor's class wraps plain tensors (a DTensor)."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     return is_traceable_wrapper_subclass(tensor)
 
 
 def fake_memory(nbytes: int) -> Any:
-    """Memory for fake tensors, of this many bytes. Not inside a mode of fake tensors."""
+    """Memory for fake tensors, of this many bytes. Not to be called inside a fake mode."""
     import torch
 
     return torch.empty_strided((nbytes,), (1,), dtype=torch.uint8, device="meta").untyped_storage()
 
 
 def fake_like(fake: Any, storage: Any) -> Any:
-    """A fake tensor like `fake`, in other memory. Not inside a mode of fake tensors; their operators take longer."""
+    """Fake tensor like `fake`, in other memory.
+
+    Not to be called inside a fake mode; a mode's operators would take longer.
+    """
     return fake_tensor(
         fake.fake_mode, fake.dtype, fake.device, storage, fake.storage_offset(), fake.shape, fake.stride()
     )
@@ -366,9 +370,9 @@ def fake_tensor(
 
 @functools.cache
 def slow_products() -> frozenset[torch.dtype]:
-    """The 16-bit dtypes whose matrices ATen multiplies by plain loops on this processor, oneDNN having no kernels.
+    """16-bit dtypes whose matrices ATen multiplies by plain loops on this processor, since oneDNN has no kernels.
 
-    Not float16, which is as slow: ATen's loops come to other roundings there than sums in float32 do, and a loss under
+    float16 is not among them, though it is as slow. ATen's loops round differently than sums in float32: a loss under
     FSDP was 5e-4 off stock's.
     """
     import torch
@@ -384,7 +388,7 @@ def slow_products() -> frozenset[torch.dtype]:
 
 @functools.cache
 def saturates_float8() -> bool:
-    """Whether ATen makes the largest number of float8_e4m3fn of larger ones, as from 2.13 on: NaN before."""
+    """Whether ATen converts larger numbers to the largest float8_e4m3fn, as from 2.13 on; before, they become NaN."""
     import torch
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -394,28 +398,28 @@ def saturates_float8() -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is kept as numbers in the program text are: a tensor of no dimensions on the CPU."""
+    """Whether a value is stored like numbers in the program text: a CPU tensor without dimensions."""
     import torch
 
     return isinstance(value, torch.Tensor) and not value.dim() and value.device.type == "cpu"
 
 
 def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
-    """Multiply each in place, on a GPU many in a launch."""
+    """Multiply each in place; on a GPU, many per launch."""
     import torch
 
     torch._foreach_mul_(tensors, factor)
 
 
 def zero_all(tensors: list[torch.Tensor]) -> None:
-    """Fill each with zeros, on a GPU many in a launch."""
+    """Fill each with zeros; on a GPU, many per launch."""
     import torch
 
     torch._foreach_zero_(tensors)
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy each source to its target, converting it: on GPUs in one kernel. Targets have one dtype, sources another."""
+    """Copy each source to its target and convert it, on GPUs in one kernel. Targets have one dtype, sources another."""
     import torch
 
     torch._foreach_copy_(targets, sources)

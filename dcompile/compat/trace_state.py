@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import hashlib
 import inspect
 import math
 import operator
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from dcompile.compat.tensors import real_tensors
 from dcompile.compat.trace_records import NotKeepable, op_name
 
 _TRACED_BODIES = frozenset(
@@ -26,6 +28,8 @@ _TRACED_BODIES = frozenset(
 """Higher-order operators of torch's that do nothing but call graphs that the captured graph holds."""
 _BACKENDS = frozenset(("CPU", "CUDA", "MPS", "XPU", "HIP", "MTIA", "HPU", "Meta", "MkldnnCPU", "QuantizedCPU"))
 """Dispatch keys of kernels, which run, and leave alone what is traced; `Meta` are shapes, torch's own registrations."""
+LARGEST_HELD = 1 << 16
+"""Bytes of a tensor that a captured graph holds, and up to which its numbers are part of a key."""
 _TORCHS = frozenset(("aten/to_dense/FuncTorchDynamicLayerFrontMode", "aten/to_dense/PythonTLSSnapshot"))
 """Others that torch 2.15 registers itself."""
 _PLAIN_MODULES = (builtins, operator, math)
@@ -187,6 +191,23 @@ def tensor_text(value: torch.Tensor, storages: dict[int, int]) -> str:
     if value._is_view() and not value.is_inference():
         base = f" view of {tensor_text(value._base, storages)} {torch._C._autograd._get_creation_meta(value)}"  # type: ignore[arg-type, unused-ignore]
     return f"{kind} {value.dtype} {value.device} {lies} {marks}{base}"
+
+
+def device_text(device: torch.device) -> str:
+    """What kind of GPU a tensor is on: which attention is traced follows from that."""
+    if device.type != "cuda":
+        return ""
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call, unused-ignore]
+    return f" {torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)} cudnn {cudnn}"
+
+
+def numbers_digest(value: torch.Tensor) -> str:
+    """The SHA-256 of a small tensor on the CPU. Raises NotKeepable of any other."""
+    if value.device.type != "cpu" or value.nbytes > LARGEST_HELD:
+        raise NotKeepable(f"it holds a tensor of {value.nbytes} bytes on {value.device}")
+    with real_tensors(), torch.no_grad():
+        numbers = value.detach().contiguous().view(-1).view(torch.uint8).tolist() if value.numel() else []
+    return hashlib.sha256(bytes(numbers)).hexdigest()
 
 
 def result_text(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The user's line among the frames that torch notes on a traced node."""
+"""Find the user's line among the frames that torch stores on a traced node."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _OURS = f"{Path(__file__).parents[1]}/"
 _BETWEEN = "torch/utils/_device.py"
-"""What each operation goes through under `torch.set_default_device` and `with torch.device(...)`."""
+"""Frame of each operation under `torch.set_default_device` and `with torch.device(...)`."""
 
 
 def user_line(node: Any) -> str:
-    """`model.py:88` of an FX node: its last frame that is not ours; nothing where only our call of a model is left."""
+    """`model.py:88` of an FX node: its last frame outside of dcompile; empty if there is none."""
     return _last_frame(node.meta.get("stack_trace") or "")
 
 

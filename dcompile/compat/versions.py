@@ -1,4 +1,4 @@
-"""Which torch is supported, checked before torch is loaded."""
+"""Supported versions of torch, checked before torch is loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SUPPORTED = "2.11 to 2.15"
 
 
 def torch_version() -> str:
-    """The installed torch; read from package metadata where there is some, so torch is not loaded."""
+    """Version of the installed torch, from package metadata if possible, so that torch is not loaded."""
     try:
         return importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -27,7 +27,7 @@ def torch_version() -> str:
 
 
 def check_torch(version: str | None = None) -> None:
-    """Raise UnsupportedTorchError unless torch is 2.11 to 2.15; reads package metadata, so torch is not loaded."""
+    """Raise UnsupportedTorchError unless torch is 2.11 to 2.15. It reads package metadata, so torch is not loaded."""
     version = torch_version() if version is None else version
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or not FIRST_TORCH <= (int(found[1]), int(found[2])) < END_TORCH:

@@ -1,4 +1,4 @@
-"""What ZeRO's optimizers of DeepSpeed keep of parameters and gradients, stage by stage."""
+"""State of DeepSpeed's ZeRO optimizers for parameters and gradients, stage by stage."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """One group of the optimizer's parameters, end to end; `part` elements of it belong to each rank, in order."""
+    """One group of the optimizer's parameters, end to end.
+
+    Each rank owns `part` elements of it, in the order of ranks.
+    """
 
     index: int
     part: int
     places: tuple[tuple[Any, int], ...]
-    """(parameter, its offset), in order of offsets."""
+    """(parameter, its offset), in the order of offsets."""
 
 
 def flat_groups(engine: Any) -> list[FlatGroup]:
@@ -43,21 +46,21 @@ def flat_groups(engine: Any) -> list[FlatGroup]:
 
 
 def bucket_elements(engine: Any) -> int:
-    """The most elements that DeepSpeed would reduce at once."""
+    """Largest number of elements that DeepSpeed would reduce at once."""
     return int(engine.zero_reduce_bucket_size())
 
 
 class PartGradients(list[Any]):
-    """This rank's gradients of a flat group as the optimizer takes them: views of one flat tensor, in order.
+    """This rank's gradients of a flat group, in the form that the optimizer takes: views of one flat tensor, in order.
 
-    An optimizer that knows `flat_partition` (since 0.19) copies nothing; an older one puts the views together.
+    An optimizer that knows `flat_partition` (since 0.19) copies nothing; an older one concatenates the views.
     """
 
     flat_partition: Any = None
 
 
 def new_partition(engine: Any, group: FlatGroup, rank: int) -> PartGradients:
-    """Gradients of this rank's part of a group, all zeros. Views of what belongs to no parameter are marked so."""
+    """Zero gradients of this rank's part of a group. Views that belong to no parameter are marked as padding."""
     import torch
 
     dtype, device = engine.optimizer.gradient_accumulation_dtype, group.places[0][0].device
@@ -79,23 +82,23 @@ def new_partition(engine: Any, group: FlatGroup, rank: int) -> PartGradients:
 
 
 def _padding(view: Any) -> Any:
-    view._zero_padding = True  # the optimizer counts no norm of it
+    view._zero_padding = True  # the optimizer leaves it out of norms
     return view
 
 
 def hand_over(engine: Any, index: int, gradients: Any) -> None:
-    """Give the optimizer the gradients of a step."""
+    """Pass the gradients of a step to the optimizer."""
     engine.optimizer.averaged_gradients[index] = gradients
     engine.optimizer.all_grad_tensors[index] = None
 
 
 def holds(engine: Any, index: int, gradients: Any) -> bool:
-    """Whether the optimizer has not taken yet what was handed over."""
+    """Whether the optimizer has not consumed the passed gradients yet."""
     return engine.optimizer.averaged_gradients.get(index) is gradients
 
 
 def silence(engine: Any) -> None:
-    """Take ZeRO's own hooks off gradients."""
+    """Remove ZeRO's own hooks from gradients."""
     optimizer = engine.optimizer
     for handle in (*optimizer._grad_acc_hooks, *getattr(optimizer, "_leaf_module_hooks", ())):
         handle.remove()
@@ -105,7 +108,7 @@ def silence(engine: Any) -> None:
 
 
 def unsilence(engine: Any) -> None:
-    """Put ZeRO's own hooks on gradients again."""
+    """Restore ZeRO's own hooks on gradients."""
     optimizer = engine.optimizer
     if hasattr(optimizer, "create_reduce_and_remove_grad_hooks"):  # stage 3
         optimizer.create_reduce_and_remove_grad_hooks()
@@ -117,7 +120,7 @@ def unsilence(engine: Any) -> None:
 
 
 def virtual_parameter(parameter: Any) -> torch.nn.Parameter:
-    """A parameter that looks like the gathered one, and holds no memory: for tracing. Its elements must not be read."""
+    """Parameter like the gathered one, but without memory, for tracing. Its elements must not be read."""
     import torch
 
     tensor = torch.empty(parameter.ds_shape, dtype=parameter.dtype, device=parameter.ds_tensor.device)
@@ -138,17 +141,17 @@ def add_gradient(engine: Any, parameter: Any, shard: torch.Tensor, first: bool) 
 
 
 def begins_step(engine: Any) -> bool:
-    """Whether the micro-step that runs is the first one of a step, by ZeRO 3's own count."""
+    """Whether the current micro-step is the first one of a step, by ZeRO 3's own count."""
     return bool(engine.optimizer.micro_step_id == 0)
 
 
 def end_backward(engine: Any) -> None:
-    """What ZeRO 3 does behind each backward, beside reducing."""
+    """Run ZeRO 3's work at the end of each backward, except reductions."""
     engine.optimizer.independent_gradient_partition_epilogue()
 
 
 def hide_hooks(engine: Any, hide: Callable[[Any], Any]) -> None:
-    """Replace ZeRO 3's hooks on modules by what `hide` makes of them, for as long as the engine lives."""
+    """Replace ZeRO 3's hooks on modules by `hide(hook)`, for as long as the engine lives."""
     for table_of, key in _module_hooks(engine):
         table = table_of()
         if table is not None and key in table:
@@ -156,21 +159,21 @@ def hide_hooks(engine: Any, hide: Callable[[Any], Any]) -> None:
 
 
 def _module_hooks(engine: Any) -> list[tuple[Callable[[], Any], int]]:
-    """(table of hooks, key in it) of ZeRO 3's."""
+    """(table of hooks, key in it) of ZeRO 3's hooks."""
     offload = engine.optimizer.parameter_offload
     handles = (offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks)
     return [(handle.hooks_dict_ref, handle.id) for handle in handles]
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In place of a hook."""
+    """Replacement of a hook."""
 
 
 class ShownModules:
-    """The modules of a ZeRO 3 model: with stand-ins for parameters, and without ZeRO's hooks, while a call runs."""
+    """Modules of a ZeRO 3 model, which show stand-ins for parameters and run without ZeRO's hooks during a call."""
 
     def __init__(self, engine: Any, stand_ins: dict[int, torch.nn.Parameter]) -> None:
-        """`stand_ins`: identity of a parameter -> what to show in its place."""
+        """`stand_ins`: identity of a parameter -> the tensor to show in its place."""
         self._modules = [
             (
                 weakref.ref(module),
@@ -187,14 +190,14 @@ class ShownModules:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """While a compiled call runs."""
+        """Context of a compiled call."""
         before: list[tuple[dict[str, Any], Any]] = []
         hooks: list[tuple[dict[int, Any], int, Any]] = []
         try:
             for reference, shown in self._modules:
                 known = vars(reference())
                 before.append((known, known["_parameters"]))
-                # by items(): DeepSpeed's own table gathers what it is asked for by name
+                # by items(): DeepSpeed's own table gathers parameters that are read by name
                 known["_parameters"] = {n: shown.get(n, p) for n, p in known["_parameters"].items()}
             for table_of, key in self._hooks:
                 table = table_of()
@@ -211,10 +214,10 @@ class ShownModules:
 
 @contextlib.contextmanager
 def stock_linear() -> Iterator[None]:
-    """torch's own `linear`, where ZeRO 3 has put an autograd function in its place, for the rest of the process.
+    """Restore torch's own `linear` where ZeRO 3 has replaced it by an autograd function for the rest of the process.
 
-    That function saves no gathered weight; compiled graphs save parameters as such. Traced by torch 2.11's TorchDynamo,
-    with any backend, it has no gradients at all for layers with a bias: `output += bias` in its forward cuts them off.
+    That function saves no gathered weight; compiled graphs save parameters as such. When torch 2.11's TorchDynamo
+    traces it, with any backend, layers with a bias have no gradients: `output += bias` in its forward detaches them.
     """
     import torch.nn.functional as functional
 

@@ -1,4 +1,7 @@
-"""Receipts and reports. The package itself can be called: `dcompile.explain(model, *inputs)`; see `trace.explain`."""
+"""Receipts and reports.
+
+The package itself can be called: `dcompile.explain(model, *inputs)`; see `plan_only.explain`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class _Explain(types.ModuleType):
-    """A package and the function of its name: importing a part of it must not hide the function."""
+    """A package that is also the function of its name: importing a submodule must not hide the function."""
 
     def __call__(self, model: Any, /, *args: Any, **kwargs: Any) -> Report:
         from dcompile.explain.plan_only import explain

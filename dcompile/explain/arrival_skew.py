@@ -1,4 +1,4 @@
-"""When the last rank came to each collective, exchanged through the store: apart from how long the exchange took."""
+"""Exchange, through the store, when the last rank came to each collective, to separate skew from transfer time."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Arrival = tuple[str, int, float]
 def latest_arrivals(
     group: Any, subject: str, arrivals: Sequence[Arrival], timeout_s: float = TIMEOUT_S
 ) -> tuple[list[tuple[float, int]] | None, str]:
-    """For each collective, when the last rank of `group` came to it, on this rank's clock, and which rank that was.
+    """Latest arrival at each collective of `group`: its time on this rank's clock, and the rank.
 
-    All ranks call this under the same `subject`; rank 0 compares, so that it costs each of the others a few look-ups.
-    None, and the reason, if a rank does not come in time, or has run other collectives. The text is otherwise empty, or
-    says how far clocks of different machines may be apart.
+    All ranks call this with the same `subject`. Rank 0 compares, so that each of the others needs a few look-ups only.
+    Returns None and the reason, if a rank does not come in time, or has run other collectives. Otherwise the text is
+    empty, or gives the error of clocks of different machines.
     """
     store, rank, world = group_store(group), dist.get_rank(group), dist.get_world_size(group)
     exchange = _TextExchange(store, subject, rank, timeout_s)
@@ -43,7 +43,7 @@ def latest_arrivals(
         elif rank in exchange.hear("apart"):
             exchange.ask()
         times, note = exchange.hear("latest")
-    except RuntimeError:  # the store's own time-out is a DistStoreError
+    except RuntimeError:  # the store's timeout is a DistStoreError
         return None, f"when the others arrived is not known: not all ranks had measured within {timeout_s:g} s"
     return (None if times is None else [(at - exchange.offset, last) for at, last in times]), note
 
@@ -51,7 +51,7 @@ def latest_arrivals(
 def _latest(
     said: dict[int, Any], clocks: dict[int, tuple[float, float]], ranks: dict[int, int]
 ) -> tuple[list[tuple[float, int]] | None, str]:
-    """On rank 0: when the last rank came to each collective, by rank 0's clock."""
+    """Latest arrivals by rank 0's clock, computed on rank 0."""
     if len({tuple((bucket, nbytes) for bucket, nbytes, _ in arrivals) for _, arrivals in said.values()}) > 1:
         return None, "when the others arrived is not known: ranks have measured different collectives"
     latest = [
@@ -63,13 +63,13 @@ def _latest(
 
 
 class _TextExchange:
-    """What ranks say to one another under one subject."""
+    """Messages between ranks under one subject of the store."""
 
     def __init__(self, store: Any, subject: str, rank: int, timeout_s: float) -> None:
         self._store, self._subject, self._rank = store, subject, rank
         self._timeout = timedelta(seconds=timeout_s)
         self.offset = 0.0
-        """Rank 0's clock minus this one's."""
+        """Rank 0's clock minus this one's, in seconds."""
 
     def say(self, key: str, value: Any) -> None:
         self._store.set(f"{self._subject}/{key}", json.dumps(value))
@@ -80,7 +80,7 @@ class _TextExchange:
         return json.loads(self._store.get(name))
 
     def ask(self) -> None:
-        """Learn this rank's offset: the fastest of a few questions and answers is the most certain."""
+        """Measure this rank's clock offset: the fastest of a few round trips has the smallest error."""
         found = []
         for number in range(PING_COUNT):
             asked = time.perf_counter()
@@ -92,7 +92,7 @@ class _TextExchange:
         self.say(f"clock/{self._rank}", [self.offset, uncertain])
 
     def answer(self, rank: int) -> tuple[float, float]:
-        """On rank 0: (another rank's offset, how wrong that may be)."""
+        """Answer another rank's round trips, on rank 0. Return its offset and the error of that, in seconds."""
         for number in range(PING_COUNT):
             self.hear(f"ask/{rank}/{number}")
             self.say(f"answer/{rank}/{number}", time.perf_counter())

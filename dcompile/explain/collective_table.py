@@ -1,4 +1,4 @@
-"""The collectives of a planned program: what each exchanges and waits for, and what the cost model expects of it."""
+"""Collectives of a planned program: size, dependences, and the cost model's prediction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait, holder_of
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """A collective."""
+    """A collective of a planned program."""
 
     kind: str
     bucket: str
@@ -25,21 +25,21 @@ class CollectiveRow:
     bytes: int
     parameters: tuple[str, ...]
     producer: str
-    """What computes the last of what it sends."""
+    """Step that computes the last of its operands."""
     consumer: str
-    """What runs first after the wait for it."""
+    """First step after its wait."""
     seconds: float
-    """By the cost model, as the next one."""
+    """Predicted duration in seconds by the cost model."""
     exposed: float
-    """How long its wait holds up what comes after."""
+    """Predicted seconds for which its wait delays later steps."""
     advice: str
-    """Which setting would change that."""
+    """Setting that would change that."""
 
 
 def exchanges_of(
     program: Program, parameters: Mapping[int, str], schedule: Sequence[Predicted]
 ) -> Iterator[CollectiveRow]:
-    """The collectives of a program, in the order of their starts; `parameters` maps a number to its name."""
+    """Collectives of a program, in the order of their starts; `parameters` maps a number to its name."""
     buckets = {bucket.name: bucket for bucket in program.buckets}
     foreseen, table = dict(_foreseen(schedule)), program.table
     spans = seconds_of_steps(program, schedule)
@@ -67,7 +67,10 @@ def exchanges_of(
 
 
 def _own(program: Program, position: int, seconds: float, whole: float) -> CollectiveRow:
-    """One of the model's own that is a library call. Its wait is the next step, so that all of it is exposed."""
+    """Row for one of the model's own that is a library call.
+
+    Its wait is the next step, so that all of it is exposed.
+    """
     step = program.steps[position]
     assert isinstance(step, Extern)
     kind, group = kind_of(step.op) or step.op, compat.groups.describe_group(group_of(step))
@@ -83,13 +86,13 @@ def _own(program: Program, position: int, seconds: float, whole: float) -> Colle
 
 
 def seconds_of_steps(program: Program, schedule: Sequence[Predicted]) -> dict[int, float]:
-    """Position of each step but waits -> how long it takes by the cost model; empty where nothing was foreseen."""
+    """Position of each step except waits -> predicted seconds; empty where there is no prediction."""
     places = [position for position, step in enumerate(program.steps) if not isinstance(step, Wait)]
     return {place: length / 1e6 for place, (_, _, _, length, _) in zip(places, schedule, strict=False)}
 
 
 def _foreseen(schedule: Sequence[Predicted]) -> Iterator[tuple[str, tuple[float, float, float]]]:
-    """For each collective: how long it takes, is waited for, and stands behind others, in seconds."""
+    """Predicted seconds of each collective: duration, exposed time, and time queued behind others."""
     computed = 0.0
     for name, resource, start, length, exposed in schedule:
         if resource == "compute":
@@ -101,13 +104,13 @@ def _foreseen(schedule: Sequence[Predicted]) -> Iterator[tuple[str, tuple[float,
 def _producer(program: Program, position: int) -> str:
     start = program.steps[position]
     assert isinstance(start, Collective)
-    if start.kind == "all_gather" and start.call is None:
+    if start.gathers_parameters:
         return "nothing: shards are there from the start"
     return _writer(program, position, start.reads)
 
 
 def _writer(program: Program, position: int, buffers: Iterable[str]) -> str:
-    """What wrote last, before a step, to the memory of any of these buffers."""
+    """Last step before `position` that wrote to the memory of any of these buffers."""
     holders = {name: holder_of(buffer) or name for name, buffer in program.table.items()}
     roots = {holders.get(name, name) for name in buffers}
     for step in reversed(program.steps[:position]):
@@ -117,7 +120,7 @@ def _writer(program: Program, position: int, buffers: Iterable[str]) -> str:
 
 
 def _reader(program: Program, position: int, buffers: Iterable[str]) -> str:
-    """What first reads, behind a step, what it has made: what its wait hands on."""
+    """First step after `position` that reads one of its results, or a result of their wait."""
     made = set(buffers)
     for step in program.steps[position + 1 :]:
         if isinstance(step, Loop | Extern) and made & set(step.reads):
@@ -138,7 +141,7 @@ def _label(step: Loop | Extern) -> str:
 
 
 def exchange_lines(exchange: CollectiveRow) -> Iterator[str]:
-    """A collective for people: what it is; what blocks it; and what would change it."""
+    """Describe a collective in three lines: what it is, what it depends on, and what would change it."""
     shown = ", ".join(exchange.parameters[:3]) + (", ..." if len(exchange.parameters) > 3 else "")
     count = len(exchange.parameters)
     of = f"{count} parameter{'' if count == 1 else 's'} ({shown})" if count else "of the model's own"

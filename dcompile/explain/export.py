@@ -1,4 +1,4 @@
-"""A timeline in a file, of a kind that its name tells."""
+"""Write a timeline to a file whose suffix gives the format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dcompile.explain.timeline import MeasuredCollective, Timeline
 from dcompile.explain.timeline_bars import COLOURS, LANES, bars, caption, duration, medians, megabytes
 
 PICTURES = (".json", ".svg", ".png")
-"""Endings of what shows a timeline alone, without a report."""
+"""Suffixes of formats that show a timeline alone, without a report."""
 HEAD = ("collective", "program", "group", "size", "predicted", "measured", "exposed", "queued", "skew")
 
 
@@ -38,7 +38,7 @@ def save_timeline(timeline: Timeline, path: Path) -> Path:
 
 
 def timeline_lines(timeline: Timeline) -> Iterator[str]:
-    """The measurement as lines: totals, a table of the collectives, what each hangs on."""
+    """Print a timeline: totals, a table of the collectives, and their dependences."""
     count = len(timeline.steps)
     yield f"measured on rank {timeline.rank} of {timeline.world}, {timeline.device}; medians of {count} steps:"
     yield f"  {medians(timeline)}"
@@ -53,7 +53,7 @@ def timeline_lines(timeline: Timeline) -> Iterator[str]:
 
 
 def row(found: MeasuredCollective) -> tuple[str, ...]:
-    """One collective under `HEAD`."""
+    """Table row of one collective under `HEAD`."""
     unknown = "unknown"
     return (
         f"{found.kind} {found.bucket}",
@@ -69,7 +69,7 @@ def row(found: MeasuredCollective) -> tuple[str, ...]:
 
 
 def blockers(found: MeasuredCollective) -> str:
-    """What a collective waits for, and what waits for it."""
+    """Describe what a collective waits for, and what waits for it."""
     late = f" ({duration(found.exposed_skew)} of it for rank {found.latest_rank})" if found.exposed_skew else ""
     waits = f"waits {duration(found.exposed)}{late}" if found.exposed else "does not wait"
     return f"starts behind {found.producer}; {found.consumer} {waits}"
@@ -79,7 +79,7 @@ def blockers(found: MeasuredCollective) -> str:
 
 
 def timeline_section(timeline: Timeline) -> Iterator[str]:
-    """The measurement as HTML: the picture, and the table of collectives."""
+    """Print a timeline as HTML: the picture, and the table of collectives."""
     yield f"<h2>Measured: {len(timeline.steps)} steps</h2>\n{draw_timeline(timeline)}"
     yield f"<p>The step of median length is drawn. Medians over all of them: {escape(medians(timeline))}</p>"
     if timeline.collectives:

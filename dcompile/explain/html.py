@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: tables, and each graph as a picture or as DOT text."""
+"""Report as one self-contained HTML page: tables, and each graph as a picture or as DOT text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dcompile.ir.text import show
 
 
 def page(report: ReportData) -> str:
-    """The text of the page."""
+    """Text of the page."""
     return document(report.model, _body(report))
 
 

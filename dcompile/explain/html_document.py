@@ -1,4 +1,4 @@
-"""An HTML page that stands alone."""
+"""Self-contained HTML pages."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ for (const table of document.querySelectorAll("table.sortable")) {
   }));
 }
 """
-"""A click on a column's head sorts the table by it, and another click the other way round."""
+"""Script: a click on a column's head sorts the table by it, and a second click reverses the order."""
 
 
 def document(title: str, parts: Iterable[str]) -> str:
-    """A page that needs nothing else."""
+    """Page with its styles and scripts inside."""
     body, title = "\n".join(parts), escape(f"dcompile: {title}")
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'

@@ -1,4 +1,7 @@
-"""The kernels of a program as a sortable table of HTML: each opens its source, its roofline and the user's lines."""
+"""Kernels of a program as a sortable HTML table.
+
+Each row opens the kernel's source, its roofline and the user's lines.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,19 @@ class KernelRow:
 
     steps: GroupedSteps
     seconds: float
-    """Of all calls: measured, or by the cost model."""
+    """Seconds of all calls: measured, or by the cost model."""
     operations: int
     lines: tuple[SourceLine, ...]
 
     @property
     def moved(self) -> int | None:
-        """Bytes from and to memory; None where sizes are symbolic."""
+        """Bytes read from and written to memory; None where sizes are symbolic."""
         read, written = self.steps.read, self.steps.written
         return None if read is None or written is None else read + written
 
 
 def kernel_rows(calls: Sequence[StepReport], measured: Mapping[str, float]) -> list[KernelRow]:
-    """One row for each kernel, the longest first. `measured`: seconds of a step by kernel, where it was measured."""
+    """One row for each kernel, the longest first. `measured`: kernel -> its measured seconds per step."""
     seconds: dict[str, float] = {}
     operations: dict[str, int] = {}
     lines: dict[str, dict[SourceLine, None]] = {}
@@ -47,7 +50,7 @@ def kernel_rows(calls: Sequence[StepReport], measured: Mapping[str, float]) -> l
 
 
 def kernel_table(graph: GraphReport, measured: Mapping[str, float], copy_rate: float) -> Iterator[str]:
-    """The table. `copy_rate`: bytes a second that a copy reads and writes on this machine."""
+    """Table of a graph's kernels. `copy_rate`: bytes per second that a copy reads and writes on this machine."""
     rows = kernel_rows(graph.kernels, measured)
     if not rows:
         return
@@ -86,7 +89,7 @@ def _share_text(row: KernelRow, copy_rate: float) -> str:
 
 
 def _details(row: KernelRow, text: str, copy_rate: float) -> str:
-    """What a kernel opens."""
+    """Expandable cell of a kernel: roofline, lines and source."""
     moved = row.moved
     intensity = f"{row.operations / moved:.2g} operations a byte; " if moved else ""
     roofline = (

@@ -1,4 +1,4 @@
-"""A timeline as a trace for ui.perfetto.dev and chrome://tracing: JSON of the Trace Event Format."""
+"""Timeline as a trace for ui.perfetto.dev and chrome://tracing: JSON of the Trace Event Format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dcompile.explain.timeline_bars import LANES, bars
 
 
 def trace(timeline: Timeline) -> str:
-    """All measured steps; the process is the rank, a thread a lane. Ranks of one machine share a clock."""
+    """Trace of all measured steps. A process is a rank, a thread a track. Ranks of one machine share a clock."""
     return json.dumps({"traceEvents": list(_events(timeline)), "displayTimeUnit": "ms"})
 
 

@@ -1,4 +1,4 @@
-"""explain(): capture and plan a model as compiling would, build nothing, run it eagerly once, leave it as it was."""
+"""explain(): capture and plan a model without building kernels, run it eagerly once, and restore its state."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from dcompile.explain.sources import SourceLine, source_of, source_of_frames
 
 
 def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
-    """What compiling `model` for these inputs comes to: `model(*args, **kwargs)` runs once, eagerly, graph by graph.
+    """Report what compiling `model` for these inputs would produce. `model(*args, **kwargs)` runs once, eagerly.
 
-    `model` is a module (DDP or not, compiled or not) or a function; one that dcompile has compiled is explained under
-    its own settings. Backwards are planned too where gradients are wanted, but none runs. Parameters, buffers,
-    gradients and random generators are afterwards what they were; for that, a copy of all parameters and buffers is
-    held meanwhile. What else the model's own Python code does when it is called, it does here as well. Any rank may
-    call this by itself: no collective runs, but for FSDP1 that stays stock. In place of what other ranks hold it
-    computes with this rank's own part.
+    `model` is a module (DDP or not, compiled or not) or a function. One that dcompile has compiled is explained under
+    its own settings. Backwards are planned, too, if gradients are needed, but not run.
+
+    Parameters, buffers, gradients and random generators are restored afterwards, from a copy of all parameters and
+    buffers. Other side effects of the model's Python code remain. Any rank may call this alone: no collective runs,
+    except under FSDP1 that stays stock. This rank's own part replaces data of other ranks.
     """
     settings, receipt, timeline = _settings(model), _receipt(model), newest_timeline(model)
     module, ddp = _module_of(model)
@@ -84,9 +84,9 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
 
 
 def _alone(model: CompiledModel, adapter: PlainAdapter | None) -> contextlib.AbstractContextManager[None]:
-    """Let code that runs eagerly exchange nothing, if there are other ranks; Dynamo traces torch's own functions.
+    """Replace collectives of eager code by local ones if there are other ranks. Dynamo traces torch's own functions.
 
-    FSDP1 that stays stock does exchange: it keeps what it has gathered, and must not keep what one rank made up.
+    FSDP1 that stays stock keeps its collectives: it caches gathered parameters, and must not cache replaced ones.
     """
     if adapter is not None and adapter.keeps_gathered and not adapter.eligible:
         return contextlib.nullcontext()
@@ -111,7 +111,7 @@ def _settings(model: Any) -> Settings:
 
 
 def _sync(module: Module | None, ddp: Any, config: Config) -> GradientSync | None:
-    """What compiling would take over."""
+    """Synchronization that compiling would take over."""
     stock = config.distributed == "stock"
     if ddp is not None:
         return DdpSync(_PlannedDdp(ddp, stock, module=module if compat.ddp.is_of_replicate(ddp, module) else None))
@@ -124,7 +124,7 @@ def _sync(module: Module | None, ddp: Any, config: Config) -> GradientSync | Non
 
 
 def _left_out(adapter: Any, module: Any) -> Iterator[str]:
-    """What the report does not show."""
+    """Notes on parts of the model that the report does not show."""
     if adapter is None and compat.ddp.replicate_state(module) is not None:
         yield "replicate() gets its DDP in the first forward: explain shows what it reduces after that"
     if adapter is not None and adapter.name == "fsdp1" and not adapter.eligible:
@@ -141,7 +141,7 @@ def _receipt(model: Any) -> Receipt | None:
 
 
 def _module_of(model: Any) -> tuple[Module | None, DistributedDataParallel | None]:
-    """The module to call, and the DDP module that keeps it in step."""
+    """The module to call, and the DDP module that synchronizes it."""
     if not isinstance(model, Module):
         if not callable(model):
             raise TypeError(f"dcompile: explain needs a module or a function, not {type(model).__name__}")
@@ -153,7 +153,10 @@ def _module_of(model: Any) -> tuple[Module | None, DistributedDataParallel | Non
 
 
 def _breaks(before: int) -> tuple[GraphBreak, ...]:
-    """A break inside the model also ends the frames that call it, one after another: each line counts once."""
+    """Graph breaks, one for each line of code.
+
+    A break inside the model also ends the frames that call it, one after another.
+    """
     found: dict[SourceLine | None, GraphBreak] = {}
     for reason, frames in compat.dynamo.graph_breaks(before):
         source = source_of_frames(frames)
@@ -162,7 +165,7 @@ def _breaks(before: int) -> tuple[GraphBreak, ...]:
 
 
 def _record_guards(found: dict[str, None], also: Callable[..., Any] | None) -> Callable[..., Any]:
-    """A guard filter that keeps all guards (or what `also` keeps) and notes them."""
+    """Guard filter that keeps all guards (or those that `also` keeps) and records them."""
 
     def keep(guards: Any) -> Any:
         found.update(dict.fromkeys(f"{guard.guard_type} {guard.name}".rstrip() for guard in guards))
@@ -175,7 +178,7 @@ def _record_guards(found: dict[str, None], also: Callable[..., Any] | None) -> C
 
 
 class _ExplainingCompiler(PlanningCompiler):
-    """Describes each graph that it plans."""
+    """Compiler that describes each graph that it plans."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -183,7 +186,7 @@ class _ExplainingCompiler(PlanningCompiler):
         self.parameters: dict[int, str] = {}
         self.adapter: ShardedAdapter | None = None
         self.copy_rate = 0.0
-        """Bytes a second; 0 where nothing was planned."""
+        """Bytes per second of a copy; 0 if nothing was planned."""
 
     def record(self, gm: Any, request: Request, plan: ProgramPlan) -> None:
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
@@ -208,7 +211,7 @@ class _ExplainingCompiler(PlanningCompiler):
         self.copy_rate = request.figures.memory_gbs * 1e9
 
     def gathered(self, number: int) -> torch.Tensor:
-        """A sharded parameter with as many elements as it has, all of them this rank's: nobody is asked for others."""
+        """Fake gather of a sharded parameter: its full shape, filled from this rank's shard."""
         adapter = self.adapter
         assert adapter is not None, "only sharded parameters are gathered"
         shard = adapter.param_infos()[number].shard
@@ -217,7 +220,7 @@ class _ExplainingCompiler(PlanningCompiler):
 
 
 class _PlannedGraph(DynamoGraph):
-    """A graph whose backward is planned with its forward: none is going to run."""
+    """A graph whose backward is planned together with its forward, since no backward will run."""
 
     def _backward(self, gm: Any) -> Any:
         runner = super()._backward(gm)
@@ -226,7 +229,7 @@ class _PlannedGraph(DynamoGraph):
 
 
 class _PlannedDdp(DdpAdapter):
-    """Decides at once, from what speaks against taking over, and touches nothing."""
+    """DDP adapter that decides at once whether it could take over, without changing anything."""
 
     carries_sync = False
 
@@ -241,7 +244,10 @@ class _PlannedDdp(DdpAdapter):
 
 @contextlib.contextmanager
 def _as_it_was(module: Module | None) -> Iterator[None]:
-    """Put back what a forward changed: parameters, buffers, random generators; BatchNorm counts its calls."""
+    """Restore what a forward changes: parameters, buffers, random generators.
+
+    BatchNorm, for example, counts its calls.
+    """
     tensors = [*module.parameters(), *module.buffers()] if module is not None else []
     kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
     places = _places(module)
@@ -263,13 +269,13 @@ def _as_it_was(module: Module | None) -> Iterator[None]:
 
 
 def _places(module: Module | None) -> list[tuple[dict[str, Any], str, Any]]:
-    """Where each parameter and buffer is held: a forward may put another tensor in its place."""
+    """Dictionary entries of all parameters and buffers, since a forward may replace the tensors."""
     modules = list(module.modules()) if module is not None else []
     holders = [holder for part in modules for holder in (part._parameters, part._buffers)]
     return [(holder, name, value) for holder in holders for name, value in holder.items()]
 
 
 def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether nothing changed: what did not is not written, so that graphs which saved it stay usable."""
+    """Whether nothing changed. An unchanged tensor is not written, so that graphs that saved it stay valid."""
     one, two = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (one, two))
     return torch.equal(one, two) or (one.is_floating_point() and torch.allclose(one, two, 0, 0, equal_nan=True))

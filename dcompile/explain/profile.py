@@ -1,4 +1,4 @@
-"""profile(): measure the steps that run inside a `with` block. Outside of one, measuring costs nothing."""
+"""profile(): measure the steps that run inside a `with` block. Measuring costs nothing outside of it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from dcompile.runtime.measure.instrumentation import CallRecorder, InstrumentedS
 
 _NEWEST: weakref.WeakKeyDictionary[CompiledModel, Timeline] = weakref.WeakKeyDictionary()
 _SERIAL = itertools.count()
-"""Numbers the measurements that ranks compare: the same on every rank, since all of them measure together."""
+"""Numbers of the measurements that ranks compare. All ranks measure together, so they count alike."""
 
 
 class Profile:
-    """Measures a compiled model while its `with` block runs. All ranks of a job enter and leave it together.
+    """Measurement of a compiled model in a `with` block. All ranks of a job enter and leave the block together.
 
-    `timeline` is there once the block has been left. The first step is left out if there are others: it prepares.
+    `timeline` is available after the block. The first of several steps is left out, as it prepares calls.
     """
 
     def __init__(self, model: Any) -> None:
@@ -54,7 +54,7 @@ class Profile:
 
     @property
     def timeline(self) -> Timeline:
-        """What was measured; NotCompiledError inside the block, or if no compiled step ran in it."""
+        """Measured timeline. Raises NotCompiledError inside the block, or if no compiled step ran in it."""
         if self._timeline is None and self._left:
             raise NotCompiledError(
                 "dcompile: nothing was measured: the block was left by an exception, or no step ran in it that had run "
@@ -102,7 +102,7 @@ class Profile:
                 _NEWEST[self._model] = self._timeline
 
     def _update_begins(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        if torch.compiler.is_compiling():  # a step that is compiled itself: stamps would be traced, and never made
+        if torch.compiler.is_compiling():  # a compiled step: timestamps would be traced, not recorded
             self._compiled_updates = True
             return
         self._open[id(optimizer)] = self._recorder.now()
@@ -145,7 +145,7 @@ class Profile:
     def _others(
         self, calls: list[ProgramCallTiming], groups: Mapping[tuple[str, str], str]
     ) -> tuple[list[Arrived], str]:
-        """When the last rank came to each collective, in the order of their starts; None where it is not known."""
+        """Latest arrival at each collective, in the order of their starts; None where it is not known."""
         every = [(groups.get((call.program, found.bucket), ""), found) for call in calls for found in call.exchanges]
         latest: list[Arrived] = [None] * len(every)
         said: dict[str, None] = {}
@@ -162,7 +162,7 @@ class Profile:
         return latest, "; ".join(said)
 
     def _notes(self) -> Iterator[str]:
-        """What is not in the picture."""
+        """Notes on what the timeline does not show."""
         more = len(_programs_of(self._model)) - len(self._programs)
         if more:
             yield f"{more} programs were compiled meanwhile: they are not in the timeline"
@@ -176,11 +176,13 @@ class Profile:
 def profile(model: Any) -> Iterator[Profile]:
     """Measure the training steps inside the block: `with dcompile.profile(model) as measured: ...`.
 
-    `model` as for `dcompile.receipt`; it must have run a compiled step. Inside, its programs stamp each of their steps:
-    with CUDA events on a GPU, with the host's clock on CPU. All ranks of a job do the same steps in their blocks; at
-    the end they tell one another through the store when each came to each collective. `measured.timeline` is data,
-    `print(measured)` a table, `measured.save("trace.json")` a trace for ui.perfetto.dev, `.svg`, `.png` and `.html` a
-    picture with two lanes. `dcompile.explain(model, *inputs)` shows the newest measurement with its report.
+    `model` as for `dcompile.receipt`; it must have run a compiled step. Inside, its programs record a timestamp for
+    each step: CUDA events on a GPU, the host's clock on CPU. All ranks of a job run the same steps in their blocks. At
+    the end they exchange, through the store, when each rank came to each collective.
+
+    `measured.timeline` is data, `print(measured)` a table. `measured.save("trace.json")` writes a trace for
+    ui.perfetto.dev; `.svg`, `.png` and `.html` give a picture with two tracks. `dcompile.explain(model, *inputs)` shows
+    the newest measurement in its report.
     """
     measured = Profile(model)
     with measured:
@@ -188,20 +190,20 @@ def profile(model: Any) -> Iterator[Profile]:
 
 
 def newest_timeline(model: Any) -> Timeline | None:
-    """What was measured last of a compiled model."""
+    """Newest timeline of a compiled model, or None."""
     found = find_model(model)
     return None if found is None else _NEWEST.get(found)
 
 
 def _gpu_of(model: CompiledModel) -> torch.device | None:
-    """The GPU on which the model's programs run."""
+    """GPU of the model's programs; None if they run on the CPU."""
     if not any(program.on_gpu for program in _programs_of(model)):
         return None
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def _process_groups(model: CompiledModel) -> list[tuple[Any, frozenset[str]]]:
-    """Process groups that a model's programs communicate over, each with the names that plans have for it."""
+    """Process groups that a model's programs use, each with its names in plans."""
     adapters = [part.adapter for part in (model, *model.inside) if part.adapter.eligible]
     found: dict[int, tuple[Any, set[str]]] = {}
     for adapter in adapters:
@@ -211,13 +213,13 @@ def _process_groups(model: CompiledModel) -> list[tuple[Any, frozenset[str]]]:
 
 
 def _own(calls: Iterable[ProgramCallTiming]) -> Iterator[tuple[str, InstrumentedStatement]]:
-    """(program, what starts it) of the model's own collectives, program by program, in order."""
+    """(program, starting statement) of the model's own collectives, program by program, in order."""
     for name, statements in {call.program: call.statements for call in calls}.items():
         yield from ((name, found) for found in statements if found.starts)
 
 
 def _own_groups(names: set[str]) -> Iterator[tuple[Any, frozenset[str]]]:
-    """Process groups that the model's own collectives name, in the same order on all of their ranks."""
+    """Process groups of the model's own collectives, in the same order on all of their ranks."""
     for name in sorted(names):
         if (group := compat.groups.group_by_name(name)) is not None:
             yield group, frozenset({compat.groups.describe_group(name)})
@@ -226,7 +228,7 @@ def _own_groups(names: set[str]) -> Iterator[tuple[Any, frozenset[str]]]:
 def _foreseen(
     programs: Iterable[Measurable], calls: Iterable[ProgramCallTiming]
 ) -> Iterator[tuple[tuple[str, str], float]]:
-    """What the cost model says of those that are library calls, which stand in the plan in the order of their texts."""
+    """Predicted seconds of collectives that are library calls. The plan lists them in the order of the program text."""
     started: dict[str, list[str]] = {}
     for name, found in _own(calls):
         started.setdefault(name, []).append(found.starts)

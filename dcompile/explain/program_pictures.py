@@ -1,4 +1,4 @@
-"""A planned program as SVG: what computes and what is exchanged on one axis of time, and memory over its steps."""
+"""Planned program as SVG: computation and communication on one time axis, and memory over its steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dcompile.ir.diagram import bytes_text
 WIDTH, LEFT, LANE, GAP = 1000, 120, 34, 10
 MEMORY_HEIGHT = 120
 FINEST_PX = 0.7
-"""Neighbours that are narrower are drawn as one."""
+"""Pixels below which neighbouring bars are merged."""
 TEXT = 'font-family="sans-serif" font-size="12" fill="#222222"'
 
 
 def draw_schedule(name: str, kind: str, spans: Sequence[Predicted]) -> str:
-    """Two lanes by the cost model; in the lane that computes, gaps are waits for a collective."""
+    """Draw two tracks by the cost model. Gaps in the compute track are waits for a collective."""
     total_us = max((start + length for _, _, start, length, _ in spans), default=0.0)
     if not total_us:
         return ""
@@ -43,7 +43,7 @@ def draw_schedule(name: str, kind: str, spans: Sequence[Predicted]) -> str:
 
 
 def _joined(spans: Sequence[Predicted], finest_us: float) -> Iterator[tuple[float, float, str]]:
-    """(begin, length, title) of bars; what is too narrow to be seen goes with its neighbours."""
+    """(begin, length, title) of bars; bars too narrow to be seen are merged with their neighbours."""
     begin = end = 0.0
     names: list[str] = []
     for name, _, start, length, exposed in spans:
@@ -69,7 +69,7 @@ def _title(names: Sequence[str], length_us: float) -> str:
 
 
 def draw_memory(held: Sequence[int]) -> str:
-    """Bytes that a program holds in each of its steps, with a mark at the peak."""
+    """Draw the bytes that a program holds in each of its steps, with a line at the peak."""
     peak = max(held, default=0)
     if not peak:
         return ""

@@ -1,4 +1,4 @@
-"""What compiling a model came to, as data and as the lines printed after the first compiled step."""
+"""Receipt of a compiled model, as data and as the lines printed after the first compiled step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dcompile.ir.nodes import ITEMSIZE
 
 @dataclass(frozen=True)
 class VariantReceipt:
-    """One kind of call: which graphs it runs, and what speaks against reducing its gradients in them."""
+    """One kind of call: its graphs, and the objections to reducing gradients in them."""
 
     graphs: int
     training: bool
@@ -27,7 +27,7 @@ class VariantReceipt:
 
 @dataclass(frozen=True)
 class Receipt:
-    """Counts are of the newest variant; `variants` lists all of them."""
+    """Receipt of a compiled model. Counts are of the newest variant; `variants` lists all of them."""
 
     adapter: str
     eligible: bool
@@ -42,7 +42,7 @@ class Receipt:
     cache_hits: int
     built: int
     graphs_cached: int = 0
-    """Graphs loaded from the cache, of all that were compiled or loaded: nothing was lowered or emitted for them."""
+    """Graphs loaded from the cache, among all that were compiled or loaded. Nothing was lowered or emitted for them."""
     graphs_received: int = 0
     """Graphs that another rank compiled for this one, and kernels that came with them."""
     kernels_received: int = 0
@@ -50,14 +50,14 @@ class Receipt:
     traces_cached: int = 0
     """Graphs that AOTAutograd did not trace: what it had traced in an earlier start was in the cache."""
     recordings: int = 0
-    """CUDA graphs that were recorded, and how many calls were replays."""
+    """CUDA graphs that were recorded, and number of calls that were replays."""
     replays: int = 0
     regions: int = 0
-    """Calls, in a step, of what another compiler has made of it."""
+    """Calls per step of regions that another compiler has compiled."""
     bytes_copied: int = 0
-    """What a step copies only to bring gradients to where they are reduced."""
+    """Bytes that a step copies only to move gradients to where they are reduced."""
     predicted_exposed_us: float = 0.0
-    """Of a step, by the cost model: nothing is computed because a collective is waited for. `profile` measures it."""
+    """Predicted exposed communication of a step, by the cost model. `profile` measures it."""
     reasons: tuple[str, ...] = ()
     fallbacks: dict[str, int] = field(default_factory=dict)
     traces_uncacheable: dict[str, int] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Receipt:
     variants: tuple[VariantReceipt, ...] = ()
 
     def __str__(self) -> str:
-        """Three lines for people, and below them reasons, fallbacks and notes."""
+        """Three lines for people, followed by reasons, fallbacks and notes."""
         lines = [_graphs_line(self), _collectives_line(self), _kernels_line(self)]
         lines += [f"not eligible: {reason}" for reason in self.reasons]
         lines += [f"fallback: {op} x{count}" for op, count in sorted(self.fallbacks.items())]
@@ -97,7 +97,7 @@ def _graphs_line(receipt: Receipt) -> str:
 
 
 def _collectives_line(receipt: Receipt) -> str:
-    """Who reduces gradients or gathers parameters, and what is exposed of that."""
+    """Line on the collectives: who reduces gradients or gathers parameters, and the exposed time."""
     by = receipt.adapter.upper().replace("+", " and ").replace("ZERO", "ZeRO ")
     if receipt.adapter != PlainAdapter.name and not receipt.eligible:
         return f"{by} communicates by itself, outside the graphs"
@@ -124,9 +124,9 @@ def _kernels_line(receipt: Receipt) -> str:
 
 
 def make_receipt(model: CompiledModel | None) -> Receipt:
-    """The receipt of a compiled model; NotCompiledError before its first step.
+    """Receipt of a compiled model. Raises NotCompiledError before its first step.
 
-    Of a step of which nothing was compiled it has no graphs, and the reason.
+    If a step ran without any compiled code, the receipt has no graphs, and the reason.
     """
     if model is None:
         raise NotCompiledError(
@@ -145,7 +145,7 @@ def _has_run(model: CompiledModel) -> bool:
 
 
 def _joined(whole: Receipt, part: Receipt) -> Receipt:
-    """The receipt of a model and of a module inside it, which is kept in step and was compiled by itself."""
+    """Combine the receipt of a model with that of a synchronized module inside it, which was compiled by itself."""
     values: dict[str, Any] = {}
     for name in (f.name for f in fields(Receipt)):
         mine, other = getattr(whole, name), getattr(part, name)
@@ -202,7 +202,7 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
 
 
 def nothing_compiled(model: CompiledModel) -> str:
-    """What to say of a model whose steps run eagerly: where its first graph break is, and what to do next."""
+    """Message for a model whose steps run eagerly: its first graph break, and what to do next."""
     said = f"a step has run, but nothing of it was compiled (calls so far: {model.eager_calls})"
     if not model.breaks:
         return f"{said}; TORCH_LOGS=graph_breaks,recompiles says why"

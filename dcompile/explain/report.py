@@ -1,4 +1,4 @@
-"""The report that `dcompile.explain` returns: text to read, and files to keep."""
+"""Report that `dcompile.explain` returns: text to read, and files to keep."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dcompile.explain.report_data import ReportData, text_lines
 
 @dataclass(frozen=True)
 class Report(ReportData):
-    """What `dcompile.explain` returns. `str` is a page to read, `save` writes it as text or as HTML."""
+    """Report on a model, from `dcompile.explain`. `str` is a page to read, `save` writes it as text or as HTML."""
 
     def __str__(self) -> str:
         return "\n".join(text_lines(self))
 
     def save(self, path: str | Path) -> Path:
-        """Write the report: one HTML page with pictures if the name ends so, else text.
+        """Write the report: an HTML page with pictures for the suffix .html, else text.
 
-        What was measured can be had alone: a trace for Perfetto (.json) or a picture (.svg, .png). ValueError if
-        nothing was.
+        A measured timeline can be written alone: as a trace for Perfetto (.json), or as a picture (.svg, .png). Raises
+        ValueError if there is none.
         """
         path = Path(path)
         if path.suffix in PICTURES:

@@ -1,4 +1,4 @@
-"""What dcompile makes of a model, as data and as lines of text: graphs, breaks, kernels, library calls, collectives."""
+"""Report on a model as data and as lines of text: graphs, breaks, kernels, library calls, collectives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dcompile.ir.nodes import Extern, Loop, Program
 
 @dataclass(frozen=True)
 class GraphBreak:
-    """Where Dynamo had to end a graph, and why."""
+    """Place where Dynamo had to end a graph, and the reason."""
 
     reason: str
     source: SourceLine | None
@@ -37,16 +37,16 @@ class GraphBreak:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of a program: a kernel of ours, or a library call. Bytes are None where sizes are symbolic.
+    """One step of a program: a kernel of dcompile's, or a library call. Bytes are None where sizes are symbolic.
 
-    `read` and `written` count each buffer once, whole: an embedding counts its table, though it looks at a few rows.
+    `read` and `written` count each buffer once and as a whole: an embedding counts its table, though it reads few rows.
     """
 
     name: str
-    """The kernel, or the op."""
+    """Name of the kernel, or the op."""
     origin: tuple[str, ...]
     modules: tuple[str, ...]
-    """Paths of modules; the op and its line where it stands in no module."""
+    """Paths of modules; the op and its line if it is in no module."""
     read: int | None
     written: int | None
     fallback: bool = False
@@ -54,7 +54,7 @@ class StepReport:
     lines: tuple[SourceLine, ...] = ()
     """All of the user's lines that it computes."""
     seconds: float = 0.0
-    """By the cost model."""
+    """Predicted by the cost model."""
     operations: int = 0
     """Arithmetic of a kernel, in additions."""
 
@@ -66,24 +66,24 @@ class GraphReport:
     name: str
     kind: str
     operations: int
-    """Of ATen, before lowering."""
+    """Number of ATen operations, before lowering."""
     kernels: tuple[StepReport, ...]
     library_calls: tuple[StepReport, ...]
     exchanges: tuple[CollectiveRow, ...]
     program: Program = field(repr=False)
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
-    """By the cost model, its last wait included, as the next one; both 0 where nothing is exchanged."""
+    """Predicted by the cost model, the last wait included. `exposed`, too; both are 0 without collectives."""
     exposed: float = 0.0
-    """How long nothing is computed because a collective is waited for."""
+    """Seconds in which nothing is computed because a collective is waited for."""
     kernel_texts: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Kernel -> its source."""
     schedule: tuple[Predicted, ...] = field(default=(), repr=False)
-    """What runs when, by the cost model."""
+    """Predicted time of each step."""
     held: tuple[int, ...] = field(default=(), repr=False)
     """Bytes that the program holds in each of its steps."""
     memory: tuple[str, ...] = ()
-    """What it holds at the peak, a line for each holder."""
+    """Memory at the peak, one line for each holder."""
 
     @property
     def fallbacks(self) -> tuple[StepReport, ...]:
@@ -100,7 +100,7 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class ReportData:
-    """All that a report of a model shows."""
+    """Content of a report on a model."""
 
     model: str
     adapter: str
@@ -111,11 +111,11 @@ class ReportData:
     """Why gradients are left to DDP's own reducer."""
     notes: tuple[str, ...] = ()
     receipt: Receipt | None = None
-    """Of a model that has run a compiled step."""
+    """Receipt, if the model has run a compiled step."""
     timeline: Timeline | None = None
-    """What `dcompile.profile` measured of it last."""
+    """Newest measurement of the model by `dcompile.profile`."""
     copy_rate: float = 0.0
-    """Bytes a second that a copy reads and writes on this machine, by the cost model's figures."""
+    """Bytes per second that a copy reads and writes on this machine, by the cost model's figures."""
 
     @property
     def fallbacks(self) -> tuple[StepReport, ...]:
@@ -136,10 +136,11 @@ def describe_program(
     schedule: Sequence[Predicted],
     kernel_texts: Mapping[str, str],
 ) -> GraphReport:
-    """`kernel_names` of all loops, in order; `products`: position among the steps -> our kernel that multiplies there.
+    """Describe one program.
 
-    `sources` maps what stands in a step's origin to the user's line; `parameters` a number to its name; `schedule`
-    says what runs when, by the cost model.
+    `kernel_names`: names of all loops' kernels, in order. `products`: position of a step -> dcompile's kernel for its
+    matmul. `sources`: text of a step's origin -> the user's line. `parameters`: number -> name. `schedule`: predicted
+    times of the steps.
     """
     kernels, library = [], []
     names = iter(kernel_names)
@@ -233,7 +234,7 @@ def text_lines(report: ReportData) -> Iterator[str]:
 
 
 def summary(report: ReportData) -> str:
-    """The first line, after the model's name."""
+    """Summary of a report, for its first line."""
     count = len({re.sub(r"\D", "", graph.name) for graph in report.graphs})
     return (
         f"{_count(count, 'graph')}, {_count(len(report.breaks), 'graph break')}, "
@@ -251,7 +252,7 @@ def _gradients(report: ReportData) -> str:
 
 
 def headline(graph: GraphReport) -> str:
-    """A graph in one line."""
+    """Summary of a graph in one line."""
     distinct = len({call.name for call in graph.kernels})
     arena = graph.program.arena_bytes
     foreseen = f"; by the cost model {duration(graph.seconds)}, {duration(graph.exposed)} exposed"
@@ -281,7 +282,7 @@ def _section(title: str, calls: Iterable[StepReport], with_source: bool = False)
 
 @dataclass(frozen=True)
 class GroupedSteps:
-    """Calls of the same kernel or op: how many, with all that they move, and the modules that they came from."""
+    """Calls of the same kernel or op: their number, their bytes, and their modules."""
 
     name: str
     calls: int
@@ -292,7 +293,7 @@ class GroupedSteps:
 
 
 def group_steps(calls: Iterable[StepReport], with_source: bool = False) -> Iterator[GroupedSteps]:
-    """One row for each kernel or op, in order of the first call; with sources, one for each line of source."""
+    """One row for each kernel or op, in the order of the first call; with sources, one for each line of source."""
     key: Callable[[StepReport], Any] = (
         (lambda call: (call.name, call.source)) if with_source else (lambda call: call.name)
     )
@@ -306,7 +307,7 @@ def group_steps(calls: Iterable[StepReport], with_source: bool = False) -> Itera
 
 
 def collapse_layers(modules: Iterable[str]) -> tuple[str, ...]:
-    """Paths that differ in numbers alone as one: `layers.0.mlp.1` and `layers.1.mlp.1` become `layers.0-1.mlp.1`."""
+    """Merge paths that differ in numbers alone: `layers.0.mlp.1` and `layers.1.mlp.1` become `layers.0-1.mlp.1`."""
     found: dict[tuple[str, ...], list[list[str]]] = {}
     for module in dict.fromkeys(modules):
         parts = module.split(".")
@@ -316,7 +317,7 @@ def collapse_layers(modules: Iterable[str]) -> tuple[str, ...]:
 
 
 def _runs(numbers: Iterable[str]) -> str:
-    """`0-3`, or `{0-3,7}`."""
+    """Ranges of numbers as text: `0-3`, or `{0-3,7}`."""
     runs: list[tuple[int, int]] = []
     for number in sorted(set(map(int, numbers))):
         if runs and number == runs[-1][1] + 1:
@@ -328,7 +329,7 @@ def _runs(numbers: Iterable[str]) -> str:
 
 
 def size_text(count: int | None) -> str:
-    """Bytes for people; sizes that only run time knows have none."""
+    """Text of a size in bytes; "?" for sizes that are known only at run time."""
     return "?" if count is None else bytes_text(count)
 
 

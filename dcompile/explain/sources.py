@@ -1,4 +1,4 @@
-"""Lines of the user's program: where an operation or a graph break came from."""
+"""Lines of the user's program from which operations and graph breaks come."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _ours() -> str:
 
 
 def innermost(frames: Iterable[SourceLine]) -> SourceLine | None:
-    """The last frame outside of torch and dcompile, or else torch's last; None if all are dcompile's."""
+    """Last frame outside of torch and dcompile; else torch's last; None if all are dcompile's."""
     found: SourceLine | None = None
     inside: SourceLine | None = None
     for frame in frames:
@@ -51,11 +51,11 @@ def innermost(frames: Iterable[SourceLine]) -> SourceLine | None:
 
 
 def source_of(node: torch.fx.Node) -> SourceLine | None:
-    """The line that an FX node came from; of a backward's node, the line whose gradient it computes."""
+    """Line that an FX node came from. For a backward's node, it is the line whose gradient the node computes."""
     trace = node.meta.get("stack_trace") or ""
     return innermost(SourceLine(path, int(line), name, code) for path, line, name, code in _FRAME.findall(f"  {trace}"))
 
 
 def source_of_frames(frames: Iterable[Any]) -> SourceLine | None:
-    """The user's line of a stack of traceback.FrameSummary."""
+    """User's line of a stack of traceback.FrameSummary."""
     return innermost(SourceLine(f.filename, f.lineno or 0, f.name, f.line or "") for f in frames)

@@ -1,4 +1,4 @@
-"""A measured step as SVG: two lanes, compute and communication, on one axis of time."""
+"""Measured step as SVG: two tracks, compute and communication, on one time axis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TEXT = 'font-family="sans-serif" font-size="12" fill="#222222"'
 
 
 def draw_timeline(timeline: Timeline) -> str:
-    """The typical step of a timeline as an SVG element, which can stand in a page or be a file."""
+    """Draw the typical step of a timeline as an SVG element, for a page or a file."""
     return "\n".join(_lines(timeline))
 
 
@@ -58,7 +58,7 @@ def _lines(timeline: Timeline) -> Iterator[str]:
 
 
 def ticks(seconds: float) -> list[float]:
-    """Round times, five to ten of them."""
+    """Five to ten round times."""
     rough = seconds / 6
     base = 10 ** math.floor(math.log10(rough))
     unit = next(base * factor for factor in (1, 2, 5, 10) if base * factor >= rough)

@@ -1,4 +1,4 @@
-"""Measured steps as data: what computed, what was exchanged, who waited for whom. Times in seconds."""
+"""Measured steps as data: computation, communication and waits. Times in seconds."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
+
+from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
 
 Arrived: TypeAlias = "tuple[float, int] | None"
-"""When the last rank came to a collective, and which it was; None where it is not known."""
+"""Time of the last rank's arrival at a collective, and that rank; None where it is not known."""
 Lane = Literal["compute", "optimizer", "wait", "communication"]
+MIN_BANDWIDTH_BOUND_BYTES = 1 << 20
+"""A collective of fewer bytes takes its latency."""
 MAX_HIDDEN_SHARE = 0.005
-"""Of the step: a collective that is exposed for less does not need advice."""
+"""Part of the step below which an exposed collective needs no advice."""
 OWN = "the model's own plan leaves nothing to hide it behind: fewer parallel ranks, or layouts that change less often"
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSpan:
-    """Something that took its time."""
+    """A named interval on one track."""
 
     lane: Lane
     name: str
@@ -26,7 +30,7 @@ class MeasuredSpan:
     end: float
     program: str = ""
     kernel: str = ""
-    """What ran, by the name that it has in the program."""
+    """Name of the kernel or call in the program."""
 
     @property
     def seconds(self) -> float:
@@ -43,24 +47,24 @@ class CollectiveInterval:
     group: str
     nbytes: int
     arrived: float
-    """This rank's part was ready."""
+    """Time at which this rank's part was ready."""
     started: float
-    """It was handed over: gradients are scaled before."""
+    """Time at which it was started, after gradients were scaled."""
     ended: float
     wait_begin: float
     wait_end: float
-    """While the stream that computes (on CPU, the host) did nothing but wait."""
+    """End of the interval in which the compute stream (on CPU, the host) only waited."""
     producer: str
-    """What wrote the last gradient of the bucket."""
+    """Step that wrote the last gradient of the bucket."""
     consumer: str
-    """What ran first after the wait."""
+    """First step after the wait."""
     latest: float | None = None
-    """When the last rank arrived; None if the other ranks did not say."""
+    """Time of the last rank's arrival; None if the other ranks did not report it."""
     latest_rank: int | None = None
     own: bool = False
-    """The model's own."""
+    """Whether it is the model's own."""
     free: float = float("-inf")
-    """When the collective before it on the same group had ended."""
+    """End of the previous collective on the same group."""
 
     @property
     def exposed(self) -> float:
@@ -68,27 +72,27 @@ class CollectiveInterval:
 
     @property
     def begin(self) -> float:
-        """When bytes could begin to move: all ranks there, the one before it through."""
+        """Time at which transfer could begin: all ranks had arrived, and the previous collective had ended."""
         return min(self.ended, max(self.arrived, self.latest or self.arrived, self.free))
 
     @property
     def queued(self) -> float:
-        """Time behind the collective before it, all ranks being there."""
+        """Seconds behind the previous collective while all ranks had arrived."""
         return max(0.0, self.begin - max(self.arrived, self.latest or self.arrived))
 
     @property
     def skew(self) -> float | None:
-        """How much later than this rank the last one arrived."""
+        """Seconds by which the last rank arrived later than this one."""
         return None if self.latest is None else max(0.0, self.latest - self.arrived)
 
     @property
     def exposed_skew(self) -> float:
-        """The part of `exposed` in which another rank had not arrived."""
+        """Part of `exposed` in which another rank had not arrived."""
         return max(0.0, min(self.wait_end, self.latest or self.wait_begin) - self.wait_begin)
 
     @property
     def wire(self) -> float:
-        """From when bytes could move to the end."""
+        """Seconds from the possible begin of the transfer to its end."""
         return max(0.0, self.ended - self.begin)
 
 
@@ -111,7 +115,7 @@ class MeasuredStep:
 
     @property
     def communication(self) -> float:
-        """Time in which at least one collective moved bytes."""
+        """Seconds in which at least one collective transferred data."""
         return covered_seconds((e.begin, e.ended) for e in self.exchanges)
 
     @property
@@ -120,7 +124,7 @@ class MeasuredStep:
 
     @property
     def overlapped(self) -> float:
-        """Time in which bytes moved while something computed."""
+        """Seconds in which data was transferred while something computed."""
         computing = [(s.begin, s.end) for s in self.spans if s.lane in ("compute", "optimizer")]
         moving = [(e.begin, e.ended) for e in self.exchanges]
         return self.compute + self.communication - covered_seconds([*computing, *moving])
@@ -128,7 +132,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCollective:
-    """One bucket's collective, as the medians over the steps that were measured."""
+    """Collective of one bucket, with medians over the measured steps."""
 
     program: str
     kind: str
@@ -138,22 +142,22 @@ class MeasuredCollective:
     producer: str
     consumer: str
     seconds: float
-    """From when bytes could move to the end."""
+    """From the possible begin of the transfer to its end."""
     exposed: float
     exposed_skew: float
     queued: float
     skew: float | None
-    """None where the other ranks did not say when they arrived."""
+    """None if the other ranks did not report their arrival."""
     latest_rank: int | None
     advice: str
     predicted: float | None = None
     own: bool = False
-    """One that the model's own code asks for: tensor parallelism's, SyncBatchNorm's."""
+    """Whether the model's own code requests it: tensor parallelism, SyncBatchNorm."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What `dcompile.profile` measured on one rank."""
+    """Measurement by `dcompile.profile` on one rank."""
 
     model: str
     rank: int
@@ -162,9 +166,9 @@ class Timeline:
     steps: tuple[MeasuredStep, ...]
     notes: tuple[str, ...] = ()
     predicted: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """(program, bucket) -> seconds of the collective by the cost model."""
+    """(program, bucket) -> predicted seconds of the collective."""
     typical: MeasuredStep = field(init=False)
-    """The step of median length: the one that is drawn."""
+    """Step of median length, which pictures show."""
     collectives: tuple[MeasuredCollective, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -175,7 +179,7 @@ class Timeline:
 
 
 def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
-    """Time that lies in at least one span."""
+    """Seconds covered by at least one span."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, reached))
@@ -184,7 +188,7 @@ def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def kernel_seconds(timeline: Timeline) -> dict[tuple[str, str], float]:
-    """(program, kernel) -> its seconds in a step, all of its calls, as the mean over the steps measured."""
+    """(program, kernel) -> mean seconds per step, over all calls of the kernel."""
     found: dict[tuple[str, str], float] = {}
     for step in timeline.steps:
         for span in step.spans:
@@ -238,35 +242,51 @@ def _median(exchanges: Sequence[CollectiveInterval], of: Callable[[CollectiveInt
 
 
 def advise(found: MeasuredCollective, step: float) -> str:
-    """Which setting, or what else, would change how long this collective holds up the step."""
+    """Advice on how to shorten the exposed time of a collective."""
     if found.exposed <= MAX_HIDDEN_SHARE * step:
         return "hidden" if found.exposed else "hidden: nothing waits for it"
     if found.exposed_skew > found.exposed / 2:
         return f"rank {found.latest_rank} comes later: its work or its data loading; no setting of the compiler"
     if found.own:
         return OWN
-    small, ddp = found.nbytes < 1 << 20, found.kind == "all_reduce"
     if found.queued > found.seconds:
         return (
             "stands behind others: fewer bytes (a bf16 compression hook, bf16 in MixedPrecisionPolicy), or rarer ones"
         )
-    if small:
-        fewer = "a larger bucket_cap_mb" if ddp else "one fully_shard over several of these modules"
-        return f"mostly a fixed cost per collective: {fewer} makes them fewer"
-    if ddp:
-        return (
-            "nothing is left to hide it behind: a smaller bucket_cap_mb leaves less for the end, no_sync makes it rarer"
-        )
-    if found.kind == "reduce_scatter":
-        return (
-            "nothing is left to hide it behind: fully_shard on parts of these modules leaves less for the end, "
-            "set_requires_gradient_sync(False) over micro-batches makes it rarer"
-        )
-    if found.program.startswith("backward"):
-        return "gathered too late to be hidden: reshard_after_forward=False keeps what the forward has gathered"
-    return (
-        "too little runs before it to hide it: fully_shard on parts of these modules, so that the first gather is small"
-    )
+    kind = next(kind for kind in get_args(PlannedKind) if kind == found.kind)
+    if found.nbytes < MIN_BANDWIDTH_BOUND_BYTES:
+        return f"mostly a fixed cost per collective: {_how_to_make_fewer(kind)} makes them fewer"
+    return _how_to_hide(kind, found.program.startswith("backward"))
+
+
+def _how_to_make_fewer(kind: PlannedKind) -> str:
+    match kind:
+        case "all_reduce":
+            return "a larger bucket_cap_mb"
+        case "all_gather" | "reduce_scatter":
+            return "one fully_shard over several of these modules"
+
+
+def _how_to_hide(kind: PlannedKind, in_backward: bool) -> str:
+    """What shortens the part of a collective that nothing hides."""
+    match kind:
+        case "all_reduce":
+            return (
+                "nothing is left to hide it behind: a smaller bucket_cap_mb leaves less for the end, "
+                "no_sync makes it rarer"
+            )
+        case "reduce_scatter":
+            return (
+                "nothing is left to hide it behind: fully_shard on parts of these modules leaves less for the end, "
+                "set_requires_gradient_sync(False) over micro-batches makes it rarer"
+            )
+        case "all_gather" if in_backward:
+            return "gathered too late to be hidden: reshard_after_forward=False keeps what the forward has gathered"
+        case "all_gather":
+            return (
+                "too little runs before it to hide it: fully_shard on parts of these modules, "
+                "so that the first gather is small"
+            )
 
 
 # --- from what was recorded -------------------------------------------------------------------------------------------
@@ -281,11 +301,11 @@ def steps_of(
     groups: Mapping[tuple[str, str], str],
     serial: bool = True,
 ) -> tuple[MeasuredStep, ...]:
-    """Steps from `runtime.probe.Call`s and the optimizer's (name, begin, end).
+    """Split measured `ProgramCallTiming`s and the optimizer's (name, begin, end) into steps.
 
-    A step ends with an optimizer's update; without any, where a forward follows a backward. `latest`: for each
-    collective in the order of their starts, when the last rank came to it, and which. `groups`: (program, bucket) ->
-    the group's name. `serial`: collectives of a group run one after another, as on NCCL's stream; Gloo has threads.
+    A step ends with an optimizer's update; without any, where a forward follows a backward. `latest`: latest arrival at
+    each collective, in the order of their starts. `groups`: (program, bucket) -> name of the group. `serial`:
+    collectives of a group run one after another, as on NCCL's stream; Gloo uses threads.
     """
     exchanges = _exchanges(calls, latest, groups, serial)
     spans = [span for call in calls for span in _spans(call)]
@@ -306,11 +326,11 @@ def steps_of(
 
 
 def _cuts(calls: Sequence[Any], updates: Sequence[tuple[str, float, float]], end: float) -> list[float]:
-    """Where each step ends."""
+    """End of each step."""
     if updates:
         ends = sorted(ended for _, _, ended in updates)
         starts = [call.begin for call in calls]
-        # several optimizers of one step: only the last before the next program runs ends it
+        # of several optimizers in one step, only the last one before the next program ends the step
         return [e for e, after in zip(ends, [*ends[1:], None], strict=True) if _runs_between(starts, e, after)]
     kinds = [call.program.startswith("backward") for call in calls]
     between = [call.begin for call, before, now in zip(calls[1:], kinds, kinds[1:], strict=False) if before and not now]
@@ -328,7 +348,7 @@ def _spans(call: Any) -> Iterator[MeasuredSpan]:
 
 
 def label(name: str, origin: Sequence[str]) -> str:
-    """A step in a few words: the modules it came from, else what it calls."""
+    """Short name of a step: the modules it came from, else what it calls."""
     modules = list(dict.fromkeys(text.partition(": ")[0] if ": " in text else "" for text in origin))
     shown = [module for module in modules if module]
     if not shown:
@@ -365,13 +385,13 @@ def _exchanges(
 
 
 def _producer(call: Any, found: Any) -> str:
-    """The last step before the start that touches the bucket."""
+    """Last step before the start that touches the bucket."""
     bucket = found.bucket.replace(".", "_")
-    if found.kind == "all_gather" and not found.group:
+    if not found.group and bucket_traits(found.kind).gathers:
         return "nothing: shards are there from the start"
     order = [number for number, *_ in call.spans]
     upto = order[: order.index(found.after) + 1] if found.after >= 0 else []
-    # where the text names no bucket, gradients lie in plain memory, and the start stands right behind the last of them
+    # if the text names no bucket, gradients are in plain memory, and the start comes right after the last of them
     named = [number for number in upto if bucket in call.statements[number].buckets] or upto
     if not named:
         return "the program's inputs"
@@ -379,7 +399,7 @@ def _producer(call: Any, found: Any) -> str:
 
 
 def _consumer(call: Any, found: Any) -> str:
-    """The first step after the wait."""
+    """First step after the wait."""
     order = [number for number, *_ in call.spans]
     rest = order[order.index(found.before) + 1 :] if found.before >= 0 else order
     if not rest:

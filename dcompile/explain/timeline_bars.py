@@ -1,4 +1,4 @@
-"""A measured step as bars in two lanes: what a picture draws, whatever draws it."""
+"""Measured step as bars on two tracks, for every kind of picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COLOURS = {
     "behind another": "#ccbb44",
     "other rank late": "#bbbbbb",
 }
-"""Kind of bar -> colour: Paul Tol's bright scheme, told apart by the colour-blind too."""
+"""Kind of bar -> colour of Paul Tol's bright scheme, which colour-blind people can distinguish, too."""
 LANES = ("compute", "communication")
 
 
@@ -33,7 +33,7 @@ class Bar:
 
 
 def bars(step: MeasuredStep, finest: float = 0.0) -> list[Bar]:
-    """The bars of a step. Neighbours of one kind that are shorter than `finest` seconds are drawn as one."""
+    """Bars of a step. Neighbours of one kind that are shorter than `finest` seconds are merged."""
     compute = [_compute_bar(span, step.begin) for span in step.spans]
     return [*_merge_bars(compute, finest), *(bar for e in step.exchanges for bar in _exchange_bars(e, step.begin))]
 
@@ -47,7 +47,7 @@ def _compute_bar(span: MeasuredSpan, zero: float) -> Bar:
 
 
 def _merge_bars(found: Iterable[Bar], finest: float) -> Iterator[Bar]:
-    """Bars too short to be seen, joined with what is next to them."""
+    """Merge bars that are too short to be seen with their neighbours."""
     open_: Bar | None = None
     for bar in found:
         small = bar.kind != "waiting" and bar.end - bar.begin < finest
@@ -80,22 +80,22 @@ def _exchange_bars(found: CollectiveInterval, zero: float) -> Iterator[Bar]:
 
 
 def duration(seconds: float) -> str:
-    """For people: `12.3 ms`, `85 us`."""
+    """Text of a duration: `12.3 ms`, `85 us`."""
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
 def megabytes(nbytes: int) -> str:
-    """For people: `25.0 MiB`, `3.1 KiB`."""
+    """Text of a size: `25.0 MiB`, `3.1 KiB`."""
     return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.1f} KiB"
 
 
 def caption(step: MeasuredStep) -> str:
-    """The numbers of one step, below its picture."""
+    """Numbers of one step, for the caption of its picture."""
     return _totals([step], step.exposed)
 
 
 def medians(timeline: Timeline) -> str:
-    """The same numbers as medians over the steps; what is exposed is the sum of the medians of all collectives."""
+    """Same numbers as medians over the steps. Exposed time is the sum of the medians of all collectives."""
     return _totals(timeline.steps, sum(found.exposed for found in timeline.collectives))
 
 

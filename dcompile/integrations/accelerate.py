@@ -1,10 +1,10 @@
-"""The door for Hugging Face Accelerate: the backend's name, and `Accelerator(dynamo_plugin=DcompilePlugin(...))`.
+"""Integration with Hugging Face Accelerate: the backend's name, and `Accelerator(dynamo_plugin=DcompilePlugin(...))`.
 
-Importing this module registers the name "dcompile" with Accelerate, whose list of backends is closed: from then on
+Importing this module registers the name "dcompile" with Accelerate, whose list of backends is closed. From then on,
 `Accelerator(dynamo_backend="dcompile")`, ACCELERATE_DYNAMO_BACKEND and `TrainingArguments(torch_compile_backend=...)`
-take it. `dcompile-launch` does so for the command line of `accelerate launch`.
+accept it. `dcompile-launch` registers it for the command line of `accelerate launch`.
 
-Either way models are compiled in place: `prepare` returns the module itself, or its DDP wrapper, and names in
+Either way, models are compiled in place. `prepare` returns the module itself, or its DDP wrapper, and names in
 checkpoints are the model's own.
 """
 
@@ -43,17 +43,18 @@ _Options: Any = dataclasses.make_dataclass(
         if name != "in_place"
     ],
 )
-"""A field for each option of dcompile, None where it is left out."""
+"""Field for each option of dcompile; None leaves the option out."""
 
 
 @dataclass
 class DcompilePlugin(_Options, TorchDynamoPlugin):  # type: ignore[misc]  # Accelerate ships no types
-    """`torch.compile(backend="dcompile")` for what `Accelerator.prepare` returns, which stays the same object.
+    """Settings of `torch.compile(backend="dcompile")` for models that `Accelerator.prepare` compiles in place.
 
-    `mode`, `fullgraph`, `dynamic`, `options` and `disable` mean what they mean to torch.compile. Each option of
-    dcompile is a field by name (dots are underscores, docs/guide/settings.md); one that stays None is left out. The
-    ACCELERATE_DYNAMO_* variables are not read: `accelerate launch` always sets them, to the values of a user who asked
-    for nothing (`dynamic=False` among them). Raises OptionError for a bad option.
+    `mode`, `fullgraph`, `dynamic`, `options` and `disable` are those of torch.compile. Each option of dcompile is a
+    field by name (dots are underscores, docs/guide/settings.md); None leaves it out.
+
+    The ACCELERATE_DYNAMO_* variables are not read. `accelerate launch` always sets them, to the defaults of a user who
+    requested nothing (`dynamic=False` among them). Raises OptionError for a bad option.
     """
 
     backend: str = BACKEND
@@ -67,18 +68,18 @@ class DcompilePlugin(_Options, TorchDynamoPlugin):  # type: ignore[misc]  # Acce
             )
         self.backend = BACKEND
         options = self._all_options()
-        Config.make(None, options)  # a bad option is an error here, in the user's script, not at the first step
+        Config.make(None, options)  # raises for a bad option here, in the user's script, not at the first step
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, as Accelerate logs them."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of torch.compile."""
+        """Arguments of torch.compile."""
         return _arguments(self, self.dynamic, self._all_options())
 
     def _all_options(self) -> dict[str, Any]:
-        """`options`, then the typed fields that are set; the same option given twice is a mistake."""
+        """Merge `options` with the typed fields that are set. Raises OptionError for an option that is given twice."""
         if not isinstance(self.options, dict | None):
             raise OptionError(f"DcompilePlugin: options must be a dict, not {type(self.options).__name__}")
         names = {"mode": "mode"} | {name: option for name, (option, *_) in option_types().items() if name != "in_place"}
@@ -90,7 +91,7 @@ class DcompilePlugin(_Options, TorchDynamoPlugin):  # type: ignore[misc]  # Acce
 
 
 def register() -> None:
-    """Let Accelerate take the backend's name, and compile in place by it. Importing this module does so once."""
+    """Register the backend's name with Accelerate, for compilation in place. Importing this module does so once."""
     if BACKEND.upper() not in DynamoBackend._value2member_map_:
         _add_member(DynamoBackend, BACKEND.upper())
     _wrap(TorchDynamoPlugin, "to_kwargs", _to_kwargs)
@@ -100,7 +101,7 @@ def register() -> None:
 
 
 def _add_member(kind: Any, name: str) -> None:
-    """Give an enumeration of strings, which Python keeps closed, one more member."""
+    """Add a member to a closed enumeration of strings."""
     member = str.__new__(kind, name)
     member._name_ = member._value_ = name
     member.__objclass__ = kind
@@ -111,7 +112,7 @@ def _add_member(kind: Any, name: str) -> None:
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Put `around(original, ...)` in the place of a function, once."""
+    """Replace a function by `around(original, ...)`, once."""
     original = getattr(owner, name)
     if getattr(original, "_dcompile", False):
         return
@@ -125,9 +126,10 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def _to_kwargs(original: Callable[..., Any], plugin: Any) -> Any:
-    """Of Accelerate's own plugin with our name. torch refuses `mode` beside `options`; the mode travels as an option.
+    """Make arguments for Accelerate's own plugin with this backend.
 
-    `accelerate launch` sets ACCELERATE_DYNAMO_USE_DYNAMIC to False where nobody asked: that is left out.
+    torch refuses `mode` with `options`, so the mode becomes an option. `accelerate launch` sets
+    ACCELERATE_DYNAMO_USE_DYNAMIC to False if the user requests nothing. That value is left out.
     """
     if getattr(plugin.backend, "value", "") != BACKEND.upper():
         return original(plugin)
@@ -149,7 +151,7 @@ def _arguments(plugin: Any, dynamic: bool | None, options: dict[str, Any]) -> di
 
 
 def _whole_model(original: Callable[..., Any], module: Any, **arguments: Any) -> Any:
-    """What Accelerate calls for regional compilation: each region by itself would leave DDP and FSDP around them."""
+    """Replace Accelerate's regional compilation: compiling each region alone would leave DDP and FSDP around them."""
     if arguments.get("backend") != BACKEND:
         return original(module, **arguments)
     logs.report(logging.INFO, REGIONAL)

@@ -1,7 +1,7 @@
-"""The door for DeepSpeed: `compile(engine)`, after `deepspeed.initialize`.
+"""Integration with DeepSpeed: `compile(engine)`, after `deepspeed.initialize`.
 
-The engine's module is compiled in place, and the engine's own timers and flags stay around it, outside of the graph.
-With `options={"zero": "graph"}` ZeRO's collectives become part of the compiled programs.
+The engine's module is compiled in place. The engine's own timers and flags run around it, outside of the graph. With
+`options={"zero": "graph"}`, ZeRO's collectives become part of the compiled programs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Engine = TypeVar("Engine")
 def compile(
     engine: Engine, mode: str | None = None, options: Mapping[str, Any] | None = None, *, fullgraph: bool = False
 ) -> Engine:
-    """Compile the module of a DeepSpeed engine in place; returns the engine.
+    """Compile the module of a DeepSpeed engine in place, and return the engine.
 
     `mode`, `options` and `fullgraph` are those of `dcompile.compile`; here mode and options may both be given.
-    `options={"zero": "graph"}` takes ZeRO's collectives into the compiled programs; what cannot be is left to
-    DeepSpeed, and the receipt says why. Raises TypeError for what is no engine, OptionError for a bad option, or where
-    the engine is compiled already.
+    `options={"zero": "graph"}` moves ZeRO's collectives into the compiled programs. Unsupported ones stay DeepSpeed's,
+    and the receipt gives the reason. Raises TypeError if `engine` is not an engine. Raises OptionError for a bad
+    option, or if the engine is compiled already.
     """
     if not isinstance(engine, deepspeed.DeepSpeedEngine):
         raise TypeError(
@@ -42,6 +42,6 @@ def compile(
     if given.is_deepcompile_enabled():
         raise OptionError("dcompile: DeepCompile takes no other compiler; leave compile.deepcompile out of the config")
     chosen = {**(options or {}), **({} if mode is None else {"mode": mode})}
-    Config.make(None, chosen)  # a bad option is an error here, in the user's script, not at the first step
+    Config.make(None, chosen)  # raises for a bad option here, in the user's script, not at the first step
     given.compile(backend=dcompile_backend, compile_kwargs={"options": chosen, "fullgraph": fullgraph})
     return engine

@@ -1,7 +1,7 @@
-"""`dcompile-launch`: `accelerate launch` that knows the backend "dcompile", in itself and in the script it starts.
+"""`dcompile-launch`: `accelerate launch` with the backend "dcompile", registered in itself and in the started script.
 
-`dcompile-launch --dynamo_backend dcompile --num_processes 2 train.py` needs no edit of the script, nor of a YAML file
-that says `dynamo_backend: DCOMPILE`. All arguments are those of `accelerate launch`.
+`dcompile-launch --dynamo_backend dcompile --num_processes 2 train.py` needs no change of the script, nor of a YAML file
+with `dynamo_backend: DCOMPILE`. All arguments are those of `accelerate launch`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ RUNNER = "dcompile.integrations.run_script"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command."""
+    """Run the command."""
     from accelerate.commands.config import config_utils  # type: ignore[import-untyped]
 
     if BACKEND.upper() not in config_utils.DYNAMO_BACKENDS:
@@ -26,8 +26,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def through_script(parsed: Any) -> Any:
-    """Arguments of `accelerate launch` by which each process registers the name before it runs the user's script."""
-    if not parsed.no_python:  # else what is started is no Python script, and registers the name itself
+    """Change arguments of `accelerate launch` so that each process registers the name before the user's script runs."""
+    if not parsed.no_python:  # without Python, the started program registers the name itself
         kind = ["-m"] if parsed.module else []
         parsed.training_script_args = [*kind, parsed.training_script, *parsed.training_script_args]
         parsed.training_script, parsed.module = RUNNER, True

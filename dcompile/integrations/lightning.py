@@ -1,7 +1,7 @@
-"""The doors for Lightning: `Trainer(callbacks=[DcompileCallback()])`, and `compile(fabric.setup(...))` for Fabric.
+"""Integration with Lightning: `Trainer(callbacks=[DcompileCallback()])`, and `compile(fabric.setup(...))` for Fabric.
 
-Both compile the steps of a module as parts of it, so that DDP and FSDP2 around it are taken over, whatever the strategy
-is called. Lightning's own `torch.compile(model)` compiles the same functions by themselves.
+Both compile the steps of a module as parts of it. So DDP and FSDP2 around it are taken over, whatever the name of the
+strategy. Lightning's own `torch.compile(model)` compiles the same functions separately.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from lightning.pytorch.utilities.model_helpers import is_overridden  # type: ign
 FabricModule = TypeVar("FabricModule", bound=Module)
 
 STEPS = ("predict_step", "test_step", "validation_step", "training_step")
-"""What Trainer calls of a LightningModule; the receipt is of the last."""
+"""Methods of a LightningModule that Trainer calls. The receipt is of the last one in this list."""
 LOGGING = ("log", "log_dict")
-"""What steps call between their operations. It is Python of Lightning's, and runs eagerly."""
+"""Methods that steps call between their operations. They are Python of Lightning's, and run eagerly."""
 MANUAL = "training_step runs eagerly: automatic_optimization is False, so it calls backward and optimizers itself"
 
 
 @dataclass
 class _CompiledSteps:
-    """A LightningModule whose steps are compiled, and what it had as attributes before. The receipt lives as long."""
+    """A LightningModule whose steps are compiled, and its former attributes.
+
+    The receipt lives as long as this object.
+    """
 
     module: Any
     before: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +55,7 @@ class _CompiledSteps:
         self.stand_ins.append(value)
 
     def restore(self) -> None:
-        """Have the attributes as they were."""
+        """Restore the former attributes."""
         for name, value in self.before.items():
             if value is None:
                 vars(self.module).pop(name, None)
@@ -62,10 +65,10 @@ class _CompiledSteps:
 
 
 class DcompileCallback(Callback):  # type: ignore[misc]  # mypy does not see Lightning
-    """Compile what a Trainer runs of its LightningModule: `Trainer(callbacks=[DcompileCallback(mode=...)])`.
+    """Compile the steps of a Trainer's LightningModule: `Trainer(callbacks=[DcompileCallback(mode=...)])`.
 
-    `mode`, `fullgraph`, `dynamic` and `options` mean what they mean to `dcompile.compile`. The module, its parameters
-    and its checkpoints stay as they are. Raises OptionError for a bad option.
+    `mode`, `fullgraph`, `dynamic` and `options` are those of `dcompile.compile`. The module, its parameters and its
+    checkpoints stay as they are. Raises OptionError for a bad option.
     """
 
     def __init__(
@@ -79,13 +82,13 @@ class DcompileCallback(Callback):  # type: ignore[misc]  # mypy does not see Lig
         self._compiled: _CompiledSteps | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Before the strategy wraps the module."""
+        """Compile the steps, before the strategy wraps the module."""
         del trainer, stage
         if self._compiled is None or not self._compiled.before:
             self._compiled = _compile_steps(pl_module, self._settings)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The module runs eagerly again; its receipt stays, as long as this callback does."""
+        """Restore eager steps. The receipt stays available as long as this callback."""
         del trainer, pl_module, stage
         if self._compiled is not None:
             self._compiled.restore()
@@ -98,10 +101,10 @@ def compile(
     dynamic: bool | None = None,
     options: dict[str, Any] | None = None,
 ) -> FabricModule:
-    """Compile what `fabric.setup` has returned, and return it: the module in it, inside DDP or FSDP2.
+    """Compile the module inside the result of `fabric.setup`, within DDP or FSDP2, and return that result.
 
-    Of a LightningModule, its steps too. `dcompile.receipt` takes the same object. Raises OptionError for a bad option,
-    or for a module that Fabric has not set up.
+    Of a LightningModule, the steps are compiled, too. `dcompile.receipt` takes the same object. Raises OptionError for
+    a bad option, or for a module that Fabric has not set up.
     """
     if not isinstance(module, _FabricModule):
         raise OptionError(
@@ -122,7 +125,7 @@ def _settings(mode: str | None, fullgraph: bool, dynamic: bool | None, options: 
 
 
 def _compile_steps(module: Any, settings: Settings) -> _CompiledSteps:
-    """Have the steps of a LightningModule compiled, each as a part of the module."""
+    """Compile the steps of a LightningModule, each as a part of the module."""
     compiled = _CompiledSteps(module)
     for name in STEPS:
         if name == "training_step" and not module.automatic_optimization:

@@ -1,4 +1,4 @@
-"""The lowest version of each optional package that its door works with, checked when the door is imported."""
+"""Lowest supported version of each optional package, checked when its integration is imported."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LOWEST = {
     "transformers": (5, 10),
     "trl": (0, 24),
 }
-"""Distribution -> the lowest version that works; pyproject.toml's extras say the same."""
+"""Distribution -> its lowest supported version; pyproject.toml's extras have the same."""
 
 
 def require(package: str, door: str, extra: str) -> None:
-    """Raise ImportError, with the line that installs it, unless `package` is there and new enough.
+    """Raise ImportError, with the line that installs it, unless `package` is installed and new enough.
 
-    `door`: the module that needs it. `extra`: the extra of dcompile that brings it.
+    `door`: the module that needs it. `extra`: the extra of dcompile that installs it.
     """
     found = _version(package)
     if found is not None and _parsed(found) >= LOWEST[package]:
@@ -31,7 +31,7 @@ def require(package: str, door: str, extra: str) -> None:
 
 
 def too_old(package: str) -> str:
-    """What to tell a user of `package` if an older version is installed than was tried; empty otherwise."""
+    """Warning for a user whose installed `package` is older than the tested versions; empty otherwise."""
     found = _version(package)
     if found is None or _parsed(found) >= LOWEST[package]:
         return ""
@@ -42,7 +42,7 @@ def too_old(package: str) -> str:
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package) if importlib.util.find_spec(package) else None
-    except (importlib.metadata.PackageNotFoundError, ValueError):  # ValueError: sys.modules says that there is none
+    except (importlib.metadata.PackageNotFoundError, ValueError):  # ValueError: sys.modules holds None for it
         return None
 
 

@@ -1,4 +1,4 @@
-"""Run a script, or a module after `-m`, as Python does, once Accelerate knows the backend "dcompile"."""
+"""Run a script, or a module after `-m`, as Python does, with the backend "dcompile" registered with Accelerate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import dcompile.integrations.accelerate  # noqa: F401  registers the name
 
 
 def main() -> None:
-    """`python -m dcompile.integrations.run_script [-m] NAME [argument ...]`."""
+    """Run `python -m dcompile.integrations.run_script [-m] NAME [argument ...]`."""
     is_module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2:] if is_module else sys.argv[1:]
     if is_module:

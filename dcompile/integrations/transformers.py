@@ -1,8 +1,8 @@
-"""The door for Hugging Face's Trainer and TRL's: `TrainingArguments(torch_compile_backend="dcompile")`.
+"""Integration with Hugging Face's Trainer and TRL's: `TrainingArguments(torch_compile_backend="dcompile")`.
 
-Importing this module is what makes Accelerate know that name. `compile_trainer(Trainer(...))` takes options as well,
-of which TrainingArguments has only the mode. Trainer leaves wrapping to Accelerate, which compiles when training
-begins: behind DistributedDataParallel, where there is one.
+Importing this module registers that name with Accelerate. `compile_trainer(Trainer(...))` also takes options, of which
+TrainingArguments has only the mode. Trainer leaves wrapping to Accelerate. Accelerate compiles when training begins,
+inside DistributedDataParallel if there is one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ require("transformers", __name__, "train")
 
 from dcompile.integrations.accelerate import DcompilePlugin  # noqa: E402
 
-for _package in ("trl", "peft"):  # they work without a door of their own
+for _package in ("trl", "peft"):  # they need no integration module
     if _warning := too_old(_package):
         logs.report(logging.WARNING, _warning)
 
@@ -26,10 +26,10 @@ Trainer = TypeVar("Trainer")
 
 
 def compile_trainer(trainer: Trainer, plugin: DcompilePlugin | None = None, **options: Any) -> Trainer:
-    """Let a transformers.Trainer compile with dcompile what it trains and evaluates; returns the trainer.
+    """Configure a transformers.Trainer to compile its model with dcompile, and return the trainer.
 
-    To be called before training, with a `plugin` or the fields of one by name (`mode="max-autotune"`, `receipt=False`).
-    Raises OptionError for a bad option, or where the trainer compiles already (`torch_compile=True` in its arguments).
+    Call it before training, with a `plugin` or with its fields by name (`mode="max-autotune"`, `receipt=False`). Raises
+    OptionError for a bad option, or if the trainer compiles already (`torch_compile=True` in its arguments).
     """
     given: Any = trainer
     if given.args.torch_compile:

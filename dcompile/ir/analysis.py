@@ -1,4 +1,4 @@
-"""What can be read off a loop: variables, which values belong to the row, and the pass of the row that each needs."""
+"""Loop analyses: loop variables, row values, and the earliest pass over a row in which each value is known."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ def outer_names(loop: Loop) -> tuple[str, ...]:
 
 
 def inner_names(loop: Loop) -> tuple[str, ...]:
-    """Variables of the space inside a row, `j0, j1, ...`."""
+    """Variables of the inner space, `j0, j1, ...`."""
     return tuple(f"j{axis}" for axis in range(len(loop.inner)))
 
 
 def sizes(loop: Loop) -> dict[str, Size]:
-    """The length of each loop variable."""
+    """Extent of each loop variable."""
     names = (*outer_names(loop), *inner_names(loop))
     return dict(zip(names, (*loop.outer, *loop.inner), strict=True))
 
 
 def ranges(loop: Loop) -> dict[str, Size]:
-    """The length of each loop variable: what the index algebra simplifies under."""
+    """Extent of each loop variable, under which the index algebra simplifies."""
     return sizes(loop)
 
 
 def runtime_refs(index: Index) -> tuple[Ref, ...]:
-    """The values of the body that an index uses, in order."""
+    """Positions of the body values that an index uses, in order."""
     return tuple(sorted(int(name[1:]) for name in index.variables if name[0] == "v"))
 
 
 def operands(value: Value) -> tuple[Ref, ...]:
-    """The earlier values that a value uses, also through an index or a mask."""
+    """Positions of the earlier values that a value uses, also through an index or a mask."""
     match value:
         case Load(_, index, _, mask):
             return (*runtime_refs(index), *(() if mask is None else (mask,)))
@@ -69,7 +69,7 @@ def operands(value: Value) -> tuple[Ref, ...]:
 
 
 def turning_point(place: Value, number: Value) -> tuple[str, int] | None:
-    """(variable, what it is there) where a position, which is a variable and a number, reaches `number`; else None."""
+    """(variable, its value) where a position, a variable plus a constant, equals `number`; None for other positions."""
     if not (isinstance(place, IndexOf) and isinstance(number, Const) and len(place.index.variables) == 1):
         return None
     (name,) = place.index.variables
@@ -78,14 +78,14 @@ def turning_point(place: Value, number: Value) -> tuple[str, int] | None:
 
 
 def store_operands(store: Store) -> tuple[Ref, ...]:
-    """The values that a store uses."""
+    """Positions of the values that a store uses."""
     return (store.value, *runtime_refs(store.index))
 
 
 def ancestors(body: Sequence[Value], roots: Iterable[Ref], *, through_reduces: bool = True) -> set[Ref]:
-    """All values that `roots` are computed from, themselves included.
+    """Positions of all values that `roots` are computed from, themselves included.
 
-    Without `through_reduces`, reductions are among them but not what is behind those.
+    Without `through_reduces`, reductions are included, but not their operands.
     """
     seen: set[Ref] = set()
     stack = list(roots)
@@ -99,7 +99,7 @@ def ancestors(body: Sequence[Value], roots: Iterable[Ref], *, through_reduces: b
 
 @lru_cache(maxsize=512)
 def row_values(loop: Loop) -> tuple[bool, ...]:
-    """For each value: does it belong to the row, having no inner variable and no `Scan` except through a `Reduce`?"""
+    """Whether each value is a row value: it depends on no inner variable and no `Scan`, except through a `Reduce`."""
     inner = frozenset(inner_names(loop))
     rows: list[bool] = []
     for value in loop.body:
@@ -109,7 +109,7 @@ def row_values(loop: Loop) -> tuple[bool, ...]:
 
 
 def is_row_store(loop: Loop, store: Store) -> bool:
-    """Does the store happen once per row, its index and its value belonging to the row, or once per element?"""
+    """Whether a store happens once per row (its index and value are row values) instead of once per element."""
     rows = row_values(loop)
     direct = any(name[0] == "j" for name in store.index.variables)
     return not direct and all(rows[ref] for ref in store_operands(store))
@@ -117,7 +117,7 @@ def is_row_store(loop: Loop, store: Store) -> bool:
 
 @lru_cache(maxsize=512)
 def passes(loop: Loop) -> tuple[int, ...]:
-    """For each value, the earliest pass over the row in which it can be known: a `Reduce` is known one pass later."""
+    """Earliest pass over the row in which each value is known; a `Reduce` is known one pass after its operand."""
     known: list[int] = []
     for value in loop.body:
         before = max((known[ref] for ref in operands(value)), default=0)
@@ -126,15 +126,17 @@ def passes(loop: Loop) -> tuple[int, ...]:
 
 
 def can_overwrite(loop: Loop, source: str, target: str, *, combining: bool = False) -> bool:
-    """May `target`, which the loop stores, take the very memory of `source`, which the loop reads for the last time?
+    """Whether `target`, which the loop stores, may reuse the memory of `source`, which it reads for the last time.
 
-    Every element of `source` is read by the iteration that overwrites it and by no other, in no later pass over the row
-    than the one that stores: an emitter that loads again instead of keeping a value must not find the new one. The
-    caller compares sizes and lifetimes. With `combining`, other stores of the loop may be column reductions: for
-    emitters that take those in as they go through the rows, and do not load for them once more.
+    Each element of `source` must be read only by the iteration that overwrites it. The read must come in no later pass
+    over the row than the store, since emitters may load again instead of keeping a value. The caller compares sizes and
+    live ranges.
+
+    `combining`: other stores of the loop may be column reductions. This is for emitters that accumulate those during
+    the same sweep over the rows, without loading again.
     """
     if loop.product is not None and source in loop.product.call.reads:
-        return False  # which other programs may have to read still
+        return False  # other programs of the kernel may still have to read it
     stores = [store for store in loop.stores if store.buffer == target]
     loads = [ref for ref, value in enumerate(loop.body) if isinstance(value, Load) and value.buffer == source]
     if len(stores) != 1 or any(store.mode != "set" for store in (stores if combining else loop.stores)):
@@ -147,10 +149,10 @@ def can_overwrite(loop: Loop, source: str, target: str, *, combining: bool = Fal
 
 
 def takes_over(step: Step, old: Buffer, new: Buffer) -> bool:
-    """May `new`, which the step writes, take the very memory of `old`, which it reads for the last time?
+    """Whether `new`, which the step writes, may reuse the memory of `old`, which the step reads for the last time.
 
-    For loops, see `can_overwrite`. A product that adds to a matrix (`aten.addmm`) may write its result over that.
-    Empty buffers, and such of another extent, cannot.
+    For loops, see `can_overwrite`. A product that adds to a matrix (`aten.addmm`) may write its result over that
+    matrix. Empty buffers, and buffers of different extents, cannot share memory.
     """
     if old.name not in step.reads or new.name not in step.writes or new.extent == 0:
         return False
@@ -158,7 +160,8 @@ def takes_over(step: Step, old: Buffer, new: Buffer) -> bool:
         return False
     match step:
         case Loop():
-            return can_overwrite(step, old.name, new.name, combining=new.device == "cpu")  # the C++ target's way
+            # C++ kernels accumulate column reductions in the same sweep over the rows
+            return can_overwrite(step, old.name, new.name, combining=new.device == "cpu")
         case Extern(op, (View() as added, *factors), _, (_,), "out") if op in ADDING_PRODUCTS:
             lies_so = (added.buffer, added.shape, added.strides, added.offset) == (old.name, new.shape, new.strides, 0)
             return lies_so and all(view.buffer != old.name for factor in factors for view in views_of(factor))
@@ -176,7 +179,7 @@ def _load(loop: Loop, ref: Ref) -> Load:
 
 
 def _passes_that_need(loop: Loop, loads: frozenset[Ref]) -> list[int]:
-    """The pass of each reduction and store that is computed from one of `loads`, not counting through reductions."""
+    """Pass of each reduction and store that is computed from one of `loads`, not counting paths through reductions."""
     known = passes(loop)
     tainted: set[Ref] = set(loads)
     needed: list[int] = []
@@ -192,14 +195,14 @@ def _passes_that_need(loop: Loop, loads: frozenset[Ref]) -> list[int]:
 
 
 def product_buffer(product: Matmul) -> Buffer:
-    """What the result of a product would be in memory."""
+    """Buffer for the result of a GEMM, as it would be in memory."""
     *_, left, right = (view for view in product.call.args if isinstance(view, View))
     shape = left.shape[0], right.shape[1]
     return Buffer(product.out, product.dtype, shape, (shape[1], 1))
 
 
 def of_one_element(value: Value) -> Value:
-    """What a value is where every row has one element: a reduction is that element, and its position is 0."""
+    """Replace a reduction by its value for rows of one element: that element, or position 0 for argmax and argmin."""
     if not isinstance(value, (Reduce, Scan)):
         return value
     return Const(0, value.dtype) if value.op.startswith("arg") else Apply("cast", (value.arg,), value.dtype)

@@ -1,9 +1,11 @@
-"""How large an index can get: intervals of numbers, and proofs of inequalities where sizes are symbols.
+"""Bounds of indices: numeric intervals, and proofs of inequalities with symbolic sizes.
 
-Intervals serve where every bound is a number. With symbolic bounds, `x >= 0` is proved by setting one variable after
-another to the end of its range at which `x` is least, until only size symbols are left; what then has no negative
-coefficient once each symbol is written as its least value plus something, is not negative. So `i1 < s1` follows from
-`s1 - 1 - i1`, which at `i1 = s1 - 1` is 0. What cannot be proved may still be true.
+Intervals suffice where every bound is a number. With symbolic bounds, the proof of `x >= 0` eliminates one variable
+after another. It sets the variable to the end of its range at which `x` is smallest, until only size symbols are left.
+Each symbol is then written as its smallest value plus a rest. If no coefficient is negative, `x` is not negative.
+
+For example, `i1 < s1` follows from `s1 - 1 - i1`, which is 0 at `i1 = s1 - 1`. An inequality without a proof may still
+be true.
 """
 
 from __future__ import annotations
@@ -15,26 +17,26 @@ from typing import TypeAlias
 from dcompile.ir.polynomial import ZERO, Atom, Div, Extreme, Index, Mod, Monomial, Size, Var, as_index, split_by, var
 
 Ranges: TypeAlias = Mapping[str, Size]
-"""Exclusive upper bound of each variable whose bound is known; all variables but `z...` are at least 0."""
+"""Exclusive upper bound of each variable whose bound is known. All variables but `z...` are at least 0."""
 Interval: TypeAlias = "tuple[int | None, int | None]"
-"""Least and greatest value; None where there is no bound."""
+"""Smallest and largest value; None where there is no bound."""
 
 MIN_SYMBOL_VALUES: Mapping[str, int | None] = {"s": 2, "u": 0, "z": None}
-"""The least value of a size symbol, by the first letter of its name."""
+"""Smallest value of a size symbol, by the first letter of its name."""
 
 
 def is_symbol(name: str) -> bool:
-    """Is this a size, rather than a loop variable or a run-time integer?"""
+    """Whether a variable is a size, rather than a loop variable or a run-time integer."""
     return name[0] in MIN_SYMBOL_VALUES
 
 
 def upper_bound(index: Index, ranges: Ranges) -> int | None:
-    """A bound on the value of `index` when every variable stays below its range; None if there is none known."""
+    """Upper bound of `index` where every variable stays below its range; None if none is known."""
     return bounds(index, ranges)[1]
 
 
 def bounds(index: Index, ranges: Ranges) -> Interval:
-    """Least and greatest value that `index` might take: never too tight, and exact where terms vary independently."""
+    """Bounds of `index`: conservative, and exact where its terms vary independently."""
     low: int | None = 0
     high: int | None = 0
     for monomial, coefficient in index.terms:
@@ -100,7 +102,7 @@ def _extreme_bounds(largest: bool, left: Interval, right: Interval) -> Interval:
 
 
 def is_nonnegative(index: Index, ranges: Ranges) -> bool:
-    """Can `index` be proved to be at least 0 within the ranges?"""
+    """Whether `index >= 0` can be proved within the ranges."""
     low, high = bounds(index, ranges)
     if low is not None and low >= 0:
         return True
@@ -112,7 +114,7 @@ def is_nonnegative(index: Index, ranges: Ranges) -> bool:
 
 
 def is_below(index: Index, limit: Size, ranges: Ranges) -> bool:
-    """Can `index < limit` be proved within the ranges?"""
+    """Whether `index < limit` can be proved within the ranges."""
     if isinstance(limit, int):
         high = upper_bound(index, ranges)
         if high is not None:
@@ -121,7 +123,7 @@ def is_below(index: Index, limit: Size, ranges: Ranges) -> bool:
 
 
 def _is_numeric(index: Index, ranges: Ranges) -> bool:
-    """Are all bounds numbers, so that the interval says all there is to say?"""
+    """Whether all bounds are numbers, so that a symbolic proof can add nothing to the interval."""
     return all(isinstance(ranges.get(name), int) for name in index.variables)
 
 
@@ -132,7 +134,7 @@ def _proved(index: Index, known: tuple[tuple[str, Size], ...]) -> bool:
 
 
 def _end(index: Index, ranges: Ranges, lower: bool) -> Index | None:
-    """A polynomial of size symbols alone that `index` never goes below (or above); None if none is found."""
+    """Polynomial of size symbols that bounds `index` from below (or from above); None if none is found."""
     for _ in range(16):
         atom = next((a for m, _ in index.terms for a in m if not (isinstance(a, Var) and is_symbol(a.name))), None)
         if atom is None:
@@ -163,7 +165,7 @@ def _atom_end(atom: Atom, ranges: Ranges, lower: bool) -> Index | None:
         case Mod(base, divisor):
             return ZERO if lower else as_index(divisor) - 1
         case Extreme(kind, left, right):
-            # the larger of two is at least either one: the one that can be bounded serves
+            # the larger of two is at least either one: any bounded side serves
             return None if lower != (kind == "max") else next(
                 (end for side in (left, right) if (end := _end(side, ranges, lower)) is not None), None
             )  # fmt: skip
@@ -175,7 +177,7 @@ def _atom_end(atom: Atom, ranges: Ranges, lower: bool) -> Index | None:
 
 
 def _divided_end(end: Index, divisor: Size) -> Index | None:
-    """A bound on `end // divisor` from above."""
+    """Upper bound of `end // divisor`."""
     whole, rest = split_by(end, divisor)
     least, greatest = bounds(rest, {})
     if greatest is not None and greatest < 0:
@@ -186,7 +188,7 @@ def _divided_end(end: Index, divisor: Size) -> Index | None:
 
 
 def _never_negative(index: Index) -> bool:
-    """Has a polynomial of size symbols no negative coefficient, each symbol counted from its least value?"""
+    """Whether a polynomial of size symbols has no negative coefficient once symbols are counted from their minimum."""
     shifted = ZERO
     for monomial, coefficient in index.terms:
         term = as_index(coefficient)

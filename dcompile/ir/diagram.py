@@ -1,4 +1,4 @@
-"""Programs as graphs in DOT, Graphviz's language: steps are boxes, and buffers are lines from writers to readers."""
+"""Programs as graphs in Graphviz's DOT language: steps are boxes, and buffers are edges from writers to readers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RENDER_TIMEOUT_S = 30
 
 
 def bytes_text(count: int) -> str:
-    """`512 B`, `1.5 KiB`, `20.0 MiB`."""
+    """Text of a size: `512 B`, `1.5 KiB`, `20.0 MiB`."""
     size, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024 or unit == "GiB":
@@ -25,13 +25,13 @@ def bytes_text(count: int) -> str:
 
 
 def buffer_bytes(buffer: Buffer) -> int | None:
-    """What it takes in memory, if its size is known."""
+    """Bytes of a buffer with a static size; None for others."""
     static = all(isinstance(size, int) for size in (*buffer.shape, *buffer.strides))
     return buffer.nbytes if static else None
 
 
 def kind_of(step: Step) -> str:
-    """kernel, library, fallback, collective or wait."""
+    """Kind of a step: kernel, library, fallback, collective or wait."""
     match step:
         case Loop():
             return "kernel"
@@ -44,7 +44,10 @@ def kind_of(step: Step) -> str:
 
 
 def flows(steps: Sequence[Step]) -> dict[tuple[int, int], list[str]]:
-    """(writer, reader) -> buffers that go from one step to the other. What overwrites a buffer follows its readers."""
+    """(writer, reader) -> buffers that flow from one step to the other.
+
+    A step that overwrites a buffer counts as a reader of it.
+    """
     found: dict[tuple[int, int], list[str]] = {}
     writer: dict[str, int] = {}
     for number, step in enumerate(steps):
@@ -56,12 +59,12 @@ def flows(steps: Sequence[Step]) -> dict[tuple[int, int], list[str]]:
 
 
 def dot(program: Program) -> str:
-    """The whole program in DOT. Tooltips hold origins and buffers."""
+    """Print a program in DOT. Tooltips hold origins and buffers."""
     return "\n".join(["digraph {", *(f"  {line}" for line in _statements(program)), "}", ""])
 
 
 def render(text: str) -> str | None:
-    """Draw DOT text as an `<svg>` element by Graphviz's `dot`: None where that is not installed, fails or is slow."""
+    """Draw DOT text as an `<svg>` element with Graphviz's `dot`. None if that is not installed, fails or is slow."""
     command = shutil.which("dot")
     if command is None:
         return None

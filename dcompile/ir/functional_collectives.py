@@ -1,8 +1,8 @@
-"""A model's own collectives, which stand in its graph as operations: tensor parallelism's and SyncBatchNorm's.
+"""The model's own collectives, which are operations of its graph: tensor parallelism's and SyncBatchNorm's.
 
-In a program they are `Collective` and `Wait` steps with a `call`, as far as what they need is known beforehand. The
-others, and all of them where ATen runs everything, are library calls, each with a wait of its own, in the order of the
-graph.
+In a program they are `Collective` and `Wait` steps with a `call`, provided that their operands' sizes are known
+beforehand. Others are library calls in the order of the graph, each with its own wait. So are all of them where ATen
+runs everything.
 """
 
 from __future__ import annotations
@@ -10,54 +10,51 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from dcompile.ir.collective_kinds import COLLECTIVES, CollectiveKind
 from dcompile.ir.index import typical
-from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, CollectiveKind, Extern, Step, views_of
+from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Extern, Step, views_of
 
 NAMESPACE = "_c10d_functional."
-KINDS: Mapping[str, CollectiveKind] = {
-    "all_reduce": "all_reduce",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce_coalesced": "all_reduce",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "broadcast": "broadcast",
-}
+KINDS: Mapping[str, CollectiveKind] = {op: row.kind for row in COLLECTIVES.values() for op in row.ops}
 """Name of an operation -> its kind."""
-IN_PLACE = frozenset(("all_reduce", "broadcast"))
-"""Kinds whose results have the place and the size of what is sent: a program works on one buffer."""
+WAITS = ("wait_tensor", "wait_tensors")
+"""The second waits for all results of one that returns several, since torch 2.15."""
 
 
 def kind_of(op: str) -> CollectiveKind | None:
-    """Which collective an operation starts; None if none whose traffic the cost model knows."""
-    return KINDS.get(op.removeprefix(NAMESPACE).partition(".")[0]) if op.startswith(NAMESPACE) else None
+    """Kind of the collective that an operation starts; None for other operations."""
+    return KINDS.get(_name(op))
 
 
 def is_own_collective(step: Step) -> bool:
-    """Whether a step starts one of the model's own collectives, be it a library call or not."""
+    """Whether a step starts one of the model's own collectives, as a `Collective` or as a library call."""
     if isinstance(step, Collective):
         return step.call is not None
     return isinstance(step, Extern) and kind_of(step.op) is not None
 
 
 def is_wait(op: str) -> bool:
-    """Whether an operation waits for one."""
-    return op.startswith(f"{NAMESPACE}wait_tensor.")
+    """Whether an operation waits for a functional collective."""
+    return _name(op) in WAITS
+
+
+def _name(op: str) -> str:
+    """An operation's name in torch's namespace of functional collectives; empty for those of other namespaces."""
+    return op.removeprefix(NAMESPACE).partition(".")[0] if op.startswith(NAMESPACE) else ""
 
 
 def group_of(step: Extern) -> str:
-    """The process group's name, which is the last argument of each."""
+    """Name of the process group, which is the last argument of each operation."""
     return next((arg for arg in reversed(step.args) if isinstance(arg, str)), "")
 
 
 def ranks_of(step: Extern) -> int | None:
-    """How many ranks take part, where the operation says so: gathers and scatters do."""
+    """Number of ranks, for operations that state it: gathers and scatters. None for others."""
     return next((arg for arg in step.args if isinstance(arg, int) and not isinstance(arg, bool)), None)
 
 
 def whole_bytes(step: Extern, table: Mapping[str, Buffer]) -> int:
-    """Bytes of the whole: of what it sends or of what it makes, whichever is larger."""
+    """Bytes of the operands or of the results, whichever is larger."""
     views = [view for arg in step.args for view in views_of(arg)]
     sent = sum(prod(map(typical, view.shape)) * ITEMSIZE[table[view.buffer].dtype] for view in views)
     made = sum(typical(table[out].extent) * ITEMSIZE[table[out].dtype] for out in step.outs if out is not None)

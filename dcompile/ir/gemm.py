@@ -1,4 +1,4 @@
-"""Matrix products as BLAS describes them, and the algorithms that cuBLASLt has for them."""
+"""GEMMs as BLAS describes them, and cuBLASLt's algorithms for them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from dcompile.ir.nodes import ITEMSIZE, View
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """out (m x n) = a (m x k) times b (k x n), column by column: the transpose of what torch has row by row.
+    """Geometry of a GEMM: out (m x n) = a (m x k) times b (k x n), in column-major order.
 
-    `turned_a`: a lies in memory as its transpose; `lead_a`: elements from one column in memory to the next.
+    It is the transpose of torch's row-major operands. `turned_a`: a is stored as its transpose. `lead_a`: leading
+    dimension, in elements from one stored column to the next.
     """
 
     dtype: str
@@ -32,16 +33,16 @@ class Geometry:
 
 
 Algorithm: TypeAlias = tuple[int, ...]
-"""One of cuBLASLt's: eight numbers that mean something to the version that gave them, on one kind of GPU."""
+"""One of cuBLASLt's algorithms: eight numbers that are valid for one version of the library on one kind of GPU."""
 Chosen: TypeAlias = Mapping[Geometry, Algorithm]
 TENSOR_CORE_DTYPES = ("bfloat16", "float16")
-"""What is multiplied by the tensor cores, and summed up in float32, whatever the algorithm."""
+"""Dtypes that tensor cores multiply, accumulating in float32, whatever the algorithm."""
 ALIGNMENT = 16
-"""Bytes that a matrix and each of its rows begin at a multiple of."""
+"""Alignment in bytes of a matrix and of each of its rows."""
 
 
 def gemm_layout(view: View, dtype: str) -> tuple[bool, int] | None:
-    """Whether a matrix lies column by column as torch counts, and its leading dimension."""
+    """Whether a matrix is column-major by torch's convention, and its leading dimension. None for other layouts."""
     numbers = [number for number in (*view.shape, *view.strides, view.offset) if isinstance(number, int)]
     if len(numbers) != 5 or len(view.shape) != 2:
         return None

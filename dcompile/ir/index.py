@@ -1,8 +1,10 @@
-"""Integer index algebra: dividing polynomials over loop variables and sizes, substituting, flattening coordinates.
+"""Integer index algebra: divide polynomials over loop variables and sizes, substitute variables, flatten coordinates.
 
-`Div` and `Mod` are floor division and its remainder by numbers or by polynomials of size symbols. Every rewrite is
-exact for floor division, whatever the sign. Two forms of one thing are brought to one: `(x//3)//4` is `x//12`,
-`(x%12)//4` is `(x//4)%3`, `4*(x//4) + x%4` is `x`, and `(i0*s1 + i1)//s1` is `i0` where `i1` stays below `s1`.
+`Div` and `Mod` are floor division and its remainder, by numbers or by polynomials of size symbols. Every rewrite is
+exact for floor division, whatever the sign.
+
+Equal expressions are brought to one form. `(x//3)//4` is `x//12`, `(x%12)//4` is `(x//4)%3`, and `4*(x//4) + x%4` is
+`x`. `(i0*s1 + i1)//s1` is `i0` where `i1` stays below `s1`.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ def floordiv(index: Size, divisor: Size, ranges: Ranges) -> Index:
         return base
     whole, rest = split_by(base, by)
     if not is_nonnegative(rest, ranges):
-        whole, rest = ZERO, base  # what is left over may be negative, though the whole is not
+        whole, rest = ZERO, base  # the rest may be negative, though the whole is not
     if _is_remainder(rest, by, ranges):
         return whole
     parts = _common_factor(rest, by, ranges)
@@ -129,14 +131,14 @@ def modulo(index: Size, divisor: Size, ranges: Ranges) -> Index:
 
 
 def _is_remainder(index: Index, divisor: Size, ranges: Ranges) -> bool:
-    """Is `index` in [0, divisor)? 0 is, though nothing may be known of the divisor but that it is positive."""
+    """Whether `index` is in [0, divisor). 0 is, though nothing may be known of the divisor but that it is positive."""
     return index == ZERO or (is_nonnegative(index, ranges) and is_below(index, divisor, ranges))
 
 
 def _common_factor(index: Index, by: Size, ranges: Ranges) -> tuple[Size, Index, Index, Size] | None:
-    """(by / factor, multiple, below, factor) for the largest factor of `by` found such that
+    """Find the largest factor of `by` with `index == factor * multiple + below` and `0 <= below < factor`.
 
-    `index == factor * multiple + below` and `0 <= below < factor`. Then `index // by == multiple // (by / factor)`.
+    Returns (by / factor, multiple, below, factor). Then `index // by == multiple // (by / factor)`.
     """
     for factor in _factors(index, by):
         left = exact_quotient(by, factor)
@@ -147,7 +149,7 @@ def _common_factor(index: Index, by: Size, ranges: Ranges) -> tuple[Size, Index,
 
 
 def _factors(index: Index, by: Size) -> Iterator[Size]:
-    """What `by` has in common with the terms of `index`, taking in one term after another, the largest first."""
+    """Common factors of `by` and the first terms of `index`, for more and more terms, so the largest factor first."""
     product = as_index(by)
     if len(product.terms) != 1:
         return
@@ -165,7 +167,7 @@ def _factors(index: Index, by: Size) -> Iterator[Size]:
 
 
 def _shared(left: Monomial, right: Monomial) -> Monomial:
-    """The atoms that two products have in common."""
+    """Atoms that two monomials have in common."""
     rest = list(right)
     shared = []
     for atom in left:
@@ -189,7 +191,7 @@ def _div_atom(base: Index, by: Size, ranges: Ranges) -> Index:
 
 
 def extreme(kind: str, left: Size, right: Size) -> Index:
-    """The larger ("max") or smaller ("min") of two sizes, decided where that can be."""
+    """The larger ("max") or smaller ("min") of two sizes, simplified where the comparison can be proved."""
     a, b = as_index(left), as_index(right)
     if is_nonnegative(a - b, {}):
         return a if kind == "max" else b
@@ -203,18 +205,18 @@ def extreme(kind: str, left: Size, right: Size) -> Index:
 
 
 def substitute(index: Index, values: Mapping[str, Index], ranges: Ranges) -> Index:
-    """Replace variables by indices; divisions are simplified again under the ranges of the new variables."""
+    """Replace variables by indices. Divisions are simplified under the ranges of the new variables."""
     if values.keys().isdisjoint(index.variables):
         return index
     return _substituted(index, tuple(values.items()), tuple(ranges.items()))
 
 
 def substitute_size(size: Size, values: Mapping[str, Index]) -> Size:
-    """As `substitute`, for a size: a number if that is what comes out."""
+    """`substitute` for a size: returns an int if the result is a constant."""
     return size if isinstance(size, int) else as_size(substitute(size, values, {}))
 
 
-@lru_cache(maxsize=1 << 14)  # the layers of a model ask the same again and again
+@lru_cache(maxsize=1 << 14)  # the layers of a model repeat the same substitutions
 def _substituted(index: Index, replaced: tuple[tuple[str, Index], ...], known: tuple[tuple[str, Size], ...]) -> Index:
     values, ranges = dict(replaced), dict(known)
     terms: list[tuple[Monomial, int]] = []
@@ -240,7 +242,7 @@ def _substitute_atom(atom: Atom, values: Mapping[str, Index], ranges: Ranges) ->
 
 
 def rename(index: Index, names: Mapping[str, str]) -> Index:
-    """Give variables other names, all at once; nothing is simplified, so ranges must go with the names."""
+    """Rename variables, all at once. Nothing is simplified, so each new variable must have the range of the old one."""
     if names.keys().isdisjoint(index.variables):
         return index
     return collect((_rename_atoms(monomial, names), coefficient) for monomial, coefficient in index.terms)

@@ -1,9 +1,11 @@
-"""What a program means, in NumPy: the reference that every pass and every emitted kernel is compared with.
+"""Interpret programs in NumPy: the reference semantics to which every pass and every emitted kernel is compared.
 
-Memory is kept as the machine keeps it: a buffer is a flat run of raw elements, buffers placed in the arena or in a
-bucket are slices of one byte array (which starts as garbage), and a bfloat16 is the upper half of a float32. So a wrong
-memory plan gives wrong values here too. Values in flight are whole arrays over the iteration space, broadcast where
-they do not vary; bfloat16 values are float32 arrays that hold representable numbers only, float8 values are bytes.
+Memory is modelled like the machine's. A buffer is a flat array of raw elements. Buffers in the arena or in a bucket are
+slices of one byte array, which starts as garbage. A bfloat16 is the upper half of a float32. So a wrong memory plan
+gives wrong values here, too.
+
+Values of a loop body are whole arrays over the iteration space, broadcast where they do not vary. bfloat16 values are
+float32 arrays of representable numbers, and float8 values are bytes.
 """
 
 from __future__ import annotations
@@ -48,31 +50,31 @@ from dcompile.ir.symbols import sources
 Array = np.ndarray[Any, Any]
 Externs = Mapping[str, Callable[..., Any]]
 GARBAGE = 0xFF
-"""Of every byte that nobody has written: NaN in all floating-point dtypes, so that it is near no result."""
+"""Content of every unwritten byte: NaN in all floating-point dtypes, so that it is close to no result."""
 
 
 def interpret(
     program: Program, inputs: Mapping[str, Array | int], externs: Externs | None = None
 ) -> list[Array | int | float | bool | None]:
-    """The outputs, in order. `inputs` is left as it is: `execute` also shows what became of mutated inputs.
+    """Outputs of a program, in order. `inputs` is not changed; `execute` also returns the content of mutated inputs.
 
-    `externs` gives a meaning to library calls: a function of NumPy arrays that returns the result, or a tuple of
-    results in the order of `outs`; for a call in place, the new contents of the views that it works on. A collective is
-    looked up by its kind, as a function of the list of its arrays, and is the identity (one rank) if it is not there.
+    `externs` defines library calls by op: a function of NumPy arrays that returns the result, or a tuple in the order
+    of `outs`. For a call in place, it returns the new content of the views that the call works on. Collectives are
+    looked up by kind, as a function of the list of their arrays. A missing one is the identity (one rank).
     """
     return execute(program, inputs, externs).outputs
 
 
 @dataclass(frozen=True, slots=True)
 class InterpretedResult:
-    """What a call returns, and what it leaves in its inputs."""
+    """Outputs of a call, and the content of its inputs afterwards."""
 
     outputs: list[Array | int | float | bool | None]
     inputs: dict[str, Array]
 
 
 def execute(program: Program, inputs: Mapping[str, Array | int], externs: Externs | None = None) -> InterpretedResult:
-    """As `interpret`, with the contents of the inputs after the call."""
+    """Like `interpret`, with the content of the inputs after the call."""
     with np.errstate(all="ignore"):
         machine = _Machine(program, inputs, externs or {})
         for step in program.steps:
@@ -84,7 +86,7 @@ def execute(program: Program, inputs: Mapping[str, Array | int], externs: Extern
                 case Collective():
                     machine.collective(step)
                 case Wait():
-                    pass  # the exchange took place when it was started
+                    pass  # the collective took place at its start
         outputs = [machine.output(output) for output in program.outputs]
         contents = {name: machine.whole(name) for name in program.inputs if name in machine.table}
     return InterpretedResult(outputs, contents)
@@ -94,7 +96,7 @@ def execute(program: Program, inputs: Mapping[str, Array | int], externs: Extern
 
 
 def to_bfloat16(x: Array) -> Array:
-    """The bits of the nearest bfloat16, ties to even, as uint16; NaN becomes the quiet NaN."""
+    """Round to the nearest bfloat16, ties to even, and return its bits as uint16. NaN becomes the quiet NaN."""
     wide = np.asarray(x, np.float32)
     bits = wide.view(np.uint32)
     rounded = (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)
@@ -102,14 +104,14 @@ def to_bfloat16(x: Array) -> Array:
 
 
 def from_bfloat16(bits: Array) -> Array:
-    """The float32 of each bfloat16 given by its bits."""
+    """Convert the bits of bfloat16 numbers to float32."""
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def cast(x: Array, dtype: str, source: str = "") -> Array:
-    """Convert as torch does: round to nearest even, truncate towards zero, anything but zero is true.
+    """Convert as torch does: round to nearest even, truncate towards zero, and map all but zero to true.
 
-    Bytes are told from integers by their dtype, `source`.
+    `source`, the operand's dtype, distinguishes float8 bytes from integers.
     """
     if source in FLOAT8 and source != dtype:
         x = from_bytes(x, source)
@@ -123,12 +125,12 @@ def cast(x: Array, dtype: str, source: str = "") -> Array:
 
 
 def _numpy(dtype: str) -> np.dtype[Any]:
-    """How values of a dtype are held while computing."""
+    """NumPy dtype of a loop body's values."""
     return np.dtype("float32" if dtype == "bfloat16" else "uint8" if dtype in BYTES else dtype)
 
 
 def _raw(dtype: str) -> np.dtype[Any]:
-    """How elements of a dtype lie in memory."""
+    """NumPy dtype of elements in memory."""
     return np.dtype("uint16" if dtype == "bfloat16" else "uint8" if dtype in BYTES else dtype)
 
 
@@ -148,7 +150,7 @@ def _lies_in_another(buffer: Buffer) -> bool:
 
 
 class _Machine:
-    """Memory and the steps that change it."""
+    """Memory, and the steps that change it."""
 
     def __init__(self, program: Program, inputs: Mapping[str, Array | int], externs: Externs) -> None:
         self.table = program.table
@@ -168,7 +170,7 @@ class _Machine:
                 self._fill(name, np.asarray(inputs[name]))
 
     def _learn_symbols(self, program: Program, inputs: Mapping[str, Array | int]) -> None:
-        """Sizes that are no argument of their own come from the shapes of the inputs, and from other integers."""
+        """Compute symbols that are not arguments themselves from shapes of inputs, and from other integers."""
         for symbol, source in sources(program).items():
             given = inputs[source.input]
             if source.what == "value":
@@ -201,7 +203,7 @@ class _Machine:
         return flat
 
     def _window(self, view: View) -> Array:
-        """The raw elements of a view, writable, in place."""
+        """Writable raw elements of a view, in place."""
         flat, shape, offset = self.memory[view.buffer], self.sizes(view.shape), self.size(view.offset)
         if not prod(shape):
             return np.empty(shape, flat.dtype)
@@ -215,7 +217,7 @@ class _Machine:
         return View(name, self.table[name].shape, self.table[name].strides)
 
     def whole(self, name: str) -> Array:
-        """A copy of a buffer's contents, in its shape."""
+        """Copy of a buffer's content, in its shape."""
         return self.read(self._all_of(name))
 
     def read(self, view: View) -> Array:
@@ -257,7 +259,7 @@ class _Machine:
                 self.write(places.get(out, self._all_of(out)), values)
 
     def _places(self, step: Extern) -> dict[str, View]:
-        """Where a call in place writes: the first view of each buffer among its arguments."""
+        """Views that a call in place writes: the first view of each buffer among its arguments."""
         if step.mode != "mutate":
             return {}
         views = [view for arg in (*step.args, *(value for _, value in step.kwargs)) for view in views_of(arg)]
@@ -286,7 +288,7 @@ class _Machine:
             self._store(loop, store, space)
 
     def _product(self, product: Matmul) -> None:
-        """A result that the loop loads: in memory, whether it is to be there afterwards or not."""
+        """Compute the matmul that the loop loads, in memory even if the program does not keep it there."""
         if product.out not in self.table:
             self.table = {**self.table, product.out: product_buffer(product)}
             self.memory[product.out] = self._allocate(self.table[product.out])
@@ -339,7 +341,7 @@ class _Machine:
 
 
 class _Space:
-    """The iteration space of a loop, one NumPy axis for each variable, and the values computed over it."""
+    """Iteration space of a loop, one NumPy axis for each variable, and the values computed over it."""
 
     def __init__(self, loop: Loop, outer: tuple[int, ...], inner: tuple[int, ...], symbols: Mapping[str, int]) -> None:
         self.outer, self.inner = outer, inner
@@ -350,26 +352,29 @@ class _Space:
         self.places: dict[str, Any] = dict(symbols) | dict(zip(names, axes, strict=True))
 
     def at(self, index: Index) -> Array:
-        """The index at every point."""
+        """Value of an index at every point."""
         runtime = {f"v{ref}": value for ref, value in enumerate(self.values)} if _has_runtime(index) else {}
         integers = {name: value.astype(np.int64) for name, value in runtime.items() if name in index.variables}
         number = np.asarray(evaluate_on(index, {**self.places, **integers}), np.int64)
         return number.reshape(self.ones) if number.ndim == 0 else number
 
     def reduce(self, op: str, values: Array, dtype: str) -> Array:
-        """Over the whole inner space, one result for each row; the order of summation depends on the space alone."""
+        """Reduce over the whole inner space, one result for each row.
+
+        The order of summation depends on the space alone.
+        """
         flat, reduction = self._rows(values), REDUCTIONS[op]
         rows = flat.shape[:-1]
         result = reduction.meaning(flat, axis=-1) if flat.shape[-1] else np.full(rows, reduction.identity(dtype))
         return np.asarray(result, _numpy(dtype)).reshape((*rows, *(1 for _ in self.inner)))
 
     def scan(self, op: str, values: Array, dtype: str) -> Array:
-        """Over the inner space, one result for each element, combined one after another."""
+        """Scan over the inner space, one result for each element, combined sequentially."""
         flat = self._rows(values)
         return np.asarray(SCANS[op].meaning(flat, axis=-1), _numpy(dtype)).reshape((*flat.shape[:-1], *self.inner))
 
     def _rows(self, values: Array) -> Array:
-        """Each row's values in order, along the last axis."""
+        """Values of each row, in order, along the last axis."""
         rows = values.shape[: len(self.outer)]
         return np.ascontiguousarray(np.broadcast_to(values, rows + self.inner)).reshape(*rows, prod(self.inner))
 

@@ -1,9 +1,11 @@
-"""The program: frozen nodes that say what one graph computes, step by step.
+"""Nodes of a program: frozen data that describe what one graph computes, step by step.
 
-A `Program` is a list of steps over named buffers. A `Loop` is one fused kernel: a row space (`outer`), a space inside
-each row (`inner`), and one body in SSA form. A value of the body belongs to the row if it depends on no inner variable
-and no `Scan` except through a `Reduce`, and to the element otherwise; that is all an emitter needs to split the body
-into passes over the row. There is no separate form for pointwise kernels, reductions and row programs.
+A `Program` is a list of steps over named buffers. A `Loop` is one fused kernel: a row space (`outer`), an inner space
+inside each row (`inner`), and one body in SSA form.
+
+A value of the body is a row value if it depends on no inner variable and no `Scan`, except through a `Reduce`.
+Otherwise it is an element value. From that, an emitter can split the body into passes over the row. Pointwise kernels,
+reductions and row programs have no separate forms.
 
 Loop variables are `i0, i1, ...` over `outer` and `j0, j1, ...` over `inner`. An index counts elements from the start of
 its buffer. A variable `v7` in an index is the run-time integer computed by value 7 of the same body.
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from dcompile.ir.collective_kinds import COLLECTIVES, BucketTraits, CollectiveKind, PlannedKind, bucket_traits
 from dcompile.ir.float8 import BYTES
 from dcompile.ir.index import Index, Size, as_index, as_size
 
@@ -32,7 +35,7 @@ class Const:
 
 @dataclass(frozen=True, slots=True)
 class IndexOf:
-    """The integer that an index expression is at this point of the loop."""
+    """Value of an index expression at this point of the loop."""
 
     index: Index
     dtype: str = "int64"
@@ -40,7 +43,7 @@ class IndexOf:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One element of a buffer; 0 without touching memory where `mask` is false."""
+    """One element of a buffer. Where `mask` is false, 0 without a memory access."""
 
     buffer: str
     index: Index
@@ -59,7 +62,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """`op` (a key of `ir.ops.REDUCTIONS`) over the whole inner space of the current row."""
+    """Reduction by `op` (a key of `ir.ops.REDUCTIONS`) over the whole inner space of the current row."""
 
     op: str
     arg: Ref
@@ -68,10 +71,10 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """`op` (a key of `ir.ops.SCANS`) over the elements of the current row up to this one, this one included.
+    """Inclusive scan by `op` (a key of `ir.ops.SCANS`): combines the elements of the current row up to this one.
 
-    The inner space counts in row-major order. The result belongs to the element, whatever `arg` is. Values are combined
-    one after another in `dtype`, so that the result depends on nothing but the row.
+    The inner space is traversed in row-major order. The result is an element value, even if `arg` is a row value.
+    Values are combined sequentially in `dtype`, so that the result depends on the row only.
     """
 
     op: str
@@ -84,11 +87,11 @@ Value: TypeAlias = Const | IndexOf | Load | Apply | Reduce | Scan
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Writes a value.
+    """Store of a value.
 
-    `set` writes each element exactly once. A reduction name (`sum`, `max`, ...) combines all values of the loop that
-    fall on the same index, starting from the reduction's identity everywhere in the buffer: a column reduction. A store
-    whose index and value both belong to the row happens once per row, any other once per element.
+    `set` writes each element exactly once. A reduction's name (`sum`, `max`, ...) makes a column reduction: it combines
+    all values of the loop that have the same index. The buffer starts with the reduction's identity everywhere. A store
+    whose index and value are row values happens once per row, any other once per element.
     """
 
     buffer: str
@@ -99,22 +102,24 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a GPU kernel multiplies: what one of its programs has of the result, and reads of the factors, at a time."""
+    """Tiling of a GEMM on a GPU: rows and columns of the result per program, and depth of the factors per step."""
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
-    """How many steps of depth are read ahead."""
+    """Number of pipeline stages: depth steps whose factors are prefetched."""
     parts: int = 1
-    """Runs of columns that what follows the product is done for one after the other: all at once takes registers."""
+    """Number of column slices in which the epilogue runs, one after another. A single slice needs more registers."""
     programs: int = 0
-    """Programs, which walk over the tiles. 0: as many as there are tiles."""
+    """Number of persistent programs, which walk over the tiles. 0: one program per tile."""
     flat: bool = False
-    """Whether a program's tiles and their steps are one loop: the next tile's factors come while one ends."""
+    """Whether a program's tiles and their depth steps are one loop, which prefetches the next tile's factors as one
+    ends.
+    """
     descriptors: bool = False
-    """Whether factors are read by the copy engine, which GPUs have from compute capability 9.0 on."""
+    """Whether factors are read by the tensor memory accelerator, from compute capability 9.0 on."""
 
     def __str__(self) -> str:
         how = f", {self.programs} programs" if self.programs else ""
@@ -123,16 +128,16 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Matmul:
-    """A matrix product that a loop ends: `call` is an mm or addmm whose result nobody but the loop has to see."""
+    """GEMM with a loop as its epilogue. `call` is an mm or addmm whose result only the loop must see."""
 
     call: Extern
     dtype: str
-    """Of the result, which factors have, too."""
+    """Dtype of the result and of the factors."""
     tile: Tile
 
     @property
     def out(self) -> str:
-        """Name of the result. It is memory only if the loop stores it."""
+        """Name of the result. It is stored in memory only if the loop stores it."""
         (name,) = self.call.outs
         assert name is not None, "a product without a result"
         return name
@@ -140,9 +145,10 @@ class Matmul:
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """One kernel. `origin` says which module and operation it came from, for people.
+    """One kernel. `origin` names the modules and operations that it came from, for people.
 
-    With a `product`, `outer` and `inner` are that matrix's rows and columns; what the body loads of it is at hand.
+    With a `product`, `outer` and `inner` are the rows and columns of its result. Loads of the result need no memory
+    access.
     """
 
     name: str
@@ -165,7 +171,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A strided look at a buffer; shape, strides and offset in elements."""
+    """Strided view of a buffer; shape, strides and offset in elements."""
 
     buffer: str
     shape: tuple[Size, ...]
@@ -175,18 +181,19 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Verbatim:
-    """An argument of a library call that has no meaning to the compiler: `torch.float32`, `torch.strided`, ..."""
+    """An argument of a library call that is opaque to the compiler: `torch.float32`, `torch.strided`, ..."""
 
     text: str
 
 
 SCALE = Verbatim("_scale")
-"""The factor that averages gradients over ranks, by its name in the host program, which asks its `BucketSource` for it:
-plans know neither how many ranks there are nor whether a backward is going to reduce."""
+"""Factor that averages gradients over ranks, by its name in the host program, which gets its value from a
+`BucketSource`. Plans depend neither on the number of ranks nor on whether a backward will reduce.
+"""
 REGION = "dcompile.region"
-"""Op of a call of what another compiler has made of a part of the graph: region(made, *inputs)."""
+"""Op that calls another compiler's code for a region of the graph: region(made, *inputs)."""
 SCALED = (("beta", 0), ("alpha", SCALE))
-"""Keywords of an `addmm` that is a product times this factor: nothing is added."""
+"""Keywords of an `addmm` that is a product times this factor; nothing is added."""
 
 Arg: TypeAlias = "View | Index | Verbatim | bool | int | float | str | tuple[Arg, ...] | None"
 
@@ -195,14 +202,17 @@ Arg: TypeAlias = "View | Index | Verbatim | bool | int | float | str | tuple[Arg
 class Extern:
     """A library call.
 
-    `op` is an ATen overload such as `aten.mm.default`. mode `out`: writes its result into `outs`, which the compiler
-    has placed (the emitter calls the out= overload). `alloc`: the library allocates; `outs` name the results, in order
-    (None where a result is not used or not a tensor). `mutate`: works on its arguments in place, in order of `outs`.
-    `fallback` is true where a loop of ours was wanted and there is no lowering yet: it is counted in the receipt.
-    `effect` is true for what touches more than its results (random numbers, collectives, checks that may raise,
-    in-place operations): such calls keep their order among one another and are never dropped. `aliases` is true where
-    results may be views of arguments. `tells` are size symbols that have a value from here on, which the results tell.
-    `cost_us`, where it is not 0, is what the call takes: for calls that the cost model cannot look into.
+    `op` is an ATen overload such as `aten.mm.default`. `mode` is one of:
+
+    - `out`: writes its results to `outs`, which the compiler has placed; the emitter calls the out= overload.
+    - `alloc`: the library allocates. `outs` name the results in order; None is a result that is unused or not a tensor.
+    - `mutate`: works on its arguments in place, in the order of `outs`.
+
+    `fallback` is true where a loop was wanted, but there is no lowering; the receipt counts it. `effect` is true for
+    calls that affect more than their results: random numbers, collectives, checks that may raise, in-place operations.
+    Such calls keep their order and are never dropped. `aliases` is true where results may be views of arguments.
+    `tells` are size symbols whose value the results define, for later steps. `cost_us`, if not 0, is the time of a call
+    that the cost model cannot estimate, in microseconds.
     """
 
     op: str
@@ -219,9 +229,9 @@ class Extern:
 
     @property
     def holds(self) -> bool:
-        """Whether arguments must live as long as results, which may look at them.
+        """Whether arguments must live as long as results, which may be views of them.
 
-        About fallbacks nothing is known, and a functional collective goes on reading until the wait on its result.
+        Nothing is known about fallbacks. A functional collective reads its arguments until the wait for its result.
         """
         return self.mode == "alloc" and (self.fallback or self.effect or self.aliases)
 
@@ -234,21 +244,17 @@ class Extern:
         return frozenset(name for name in self.outs if name is not None)
 
 
-CollectiveKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
-"""The first three are dcompile's own kinds, too; the others come from the model's code alone."""
-
-
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Starts an exchange on a bucket; a later Wait ends it. Every rank starts the same ones in the same order.
+    """Start of a collective on a bucket; a later Wait ends it. Every rank starts the same ones in the same order.
 
-    An all_reduce works on `buffers` in place. An all_gather fills them with what every rank holds a shard of. A
-    reduce_scatter sums them up over the ranks, and each rank keeps its own shard of the sums, outside of the program;
-    what it leaves in `buffers` is of no use.
+    An all_reduce works on `buffers` in place. An all_gather fills them from the shards that the ranks hold. A
+    reduce_scatter sums them over the ranks, and each rank keeps its shard of the sums outside of the program.
+    Afterwards, the content of `buffers` is undefined.
 
-    One of the model's own has a `call`, the functional collective of torch that its code asks for, and is named after
-    its first result. It reads the views among the call's arguments, and writes `buffers`. What it does in place is what
-    it reads and writes.
+    One of the model's own has a `call`, torch's functional collective, and is named after its first result. It reads
+    the views among the call's arguments, and writes `buffers`. Buffers that it both reads and writes are changed in
+    place.
     """
 
     kind: CollectiveKind
@@ -261,26 +267,39 @@ class Collective:
     def reads(self) -> frozenset[str]:
         if self.call is not None:
             return self.call.reads
-        return frozenset() if self.kind == "all_gather" else frozenset(self.buffers)
+        return frozenset() if self.gathers_parameters else frozenset(self.buffers)
 
     @property
     def writes(self) -> frozenset[str]:
         return frozenset(self.buffers)
 
     @property
+    def gathers_parameters(self) -> bool:
+        """Whether it is one of dcompile's own that fill buffers from shards; the model's own send results."""
+        return self.call is None and bucket_traits(self.kind).gathers
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it has its results where it reads what it sends, so that it holds no memory of its own."""
+        return COLLECTIVES[self.kind].in_place
+
+    @property
     def sent(self) -> tuple[str, ...]:
-        """What is read while it is in flight, and stays as it is."""
+        """Buffers that it reads while in flight, and does not change."""
         return tuple(sorted(self.reads - self.writes))
 
     @property
     def origin(self) -> tuple[str, ...]:
-        """Which module and operation one of the model's own came from, for people."""
+        """Module and operation of one of the model's own, for people."""
         return () if self.call is None else self.call.origin
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Ends the collective on `bucket`; nothing may touch its buffers before, nor write to what it has `sent`."""
+    """End of the collective on `bucket`.
+
+    Before it, no step may touch its buffers, nor write to those that it has `sent`.
+    """
 
     bucket: str
     buffers: tuple[str, ...]
@@ -300,13 +319,20 @@ Step: TypeAlias = Loop | Extern | Collective | Wait
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory with a type.
+    """Memory with a dtype and a layout.
 
-    `storage` is None until memory planning, then the name of what it lies in, at `offset` bytes: "arena" (persistent,
-    reused from call to call), "bucket:NAME" (gradient bucket), "out" (escapes to the caller, or is large: allocated in
-    each call), "input" (the caller's), "library" (allocated by a library call); LODGED and the name of another buffer:
-    a result that is not written yet, or what is allocated or donated and no longer read; or, also before planning,
-    WITHIN and the name of another buffer: a part of it, which lives as long as any of its parts.
+    `storage` is None before memory planning. Afterwards it names the memory that contains the buffer, at `offset`
+    bytes:
+
+    - "arena": temporaries, reused from call to call.
+    - "bucket:NAME": a gradient bucket.
+    - "out": allocated in each call, because it escapes to the caller or is large.
+    - "input": memory of the caller.
+    - "library": allocated by a library call.
+    - IN_DONOR and the name of a donor buffer: a result that is not written yet, or memory that is no longer read. The
+      donor was allocated or donated.
+    - WITHIN and the name of another buffer, also before planning: a part of it, which lives as long as any of its
+      parts.
     """
 
     name: str
@@ -319,12 +345,12 @@ class Buffer:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is memory, not a value of Python's."""
+        """Whether it is memory, rather than a Python value."""
         return self.dtype not in (NUMBER, OBJECT)
 
     @property
     def extent(self) -> Size:
-        """Elements from the first to the last."""
+        """Elements from the first to the last, gaps included."""
         if 0 in self.shape:
             return 0
         known = 1
@@ -348,16 +374,17 @@ class Buffer:
 
 
 IN_DONOR = "in:"
-"""Before the name of the buffer in whose memory another one lies."""
+"""Prefix of the name of a donor buffer, in whose memory another buffer is placed."""
 
 PART = "dcompile_part"
-"""Name under which a traced operation's custom metadata says which part of a whole, by number, its result is, if
-several parts should not be there at a time."""
+"""Key in a traced operation's custom metadata for the number of the part that its result belongs to. Parts of one whole
+should not be live at the same time.
+"""
 
 NUMBER = "symint"
-"""Dtype of buffers that hold a number of the host program instead of a tensor: library calls alone use them."""
+"""Dtype of buffers that hold a number of the host program instead of a tensor. Only library calls use them."""
 OBJECT = "object"
-"""Of such that hold any other Python value."""
+"""Dtype of buffers that hold any other Python value."""
 ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8,
     "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
@@ -371,17 +398,18 @@ WITHIN = "within:"
 
 
 def holder_of(buffer: Buffer) -> str | None:
-    """Name of the buffer that this one is a part of."""
+    """Name of the buffer that contains this one, or None."""
     storage = buffer.storage or ""
     return storage.removeprefix(WITHIN) if storage.startswith(WITHIN) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What one collective exchanges. `offsets` and `sizes` in elements.
+    """Memory that one collective works on. `offsets` and `sizes` are in elements.
 
     Under all_reduce: gradients in one storage of the bucket's own, at fixed offsets. Under all_gather and
-    reduce_scatter: units, each of which is cut into one shard for each rank: whole parameters, or several in a row.
+    reduce_scatter: units, each of which is split into one shard per rank. A unit is one parameter or several
+    consecutive ones.
     """
 
     name: str
@@ -389,44 +417,56 @@ class Bucket:
     device: str
     group: str
     params: tuple[int, ...]
-    """Identity of each parameter: its number in the adapter's parameter order."""
+    """Number of each parameter in the adapter's parameter order."""
     buffers: tuple[str, ...]
     offsets: tuple[int, ...]
-    """Where each parameter begins; units count as laid end to end."""
+    """Offset of each parameter. Units count as if stored end to end."""
     numel: int
     wire: str = ""
-    """dtype of what is exchanged, if a hook has a say in it: gradients are cast before, and cast back behind."""
-    kind: Literal["all_reduce", "all_gather", "reduce_scatter"] = "all_reduce"
+    """Dtype in which gradients are reduced, if a hook sets it: they are cast before, and cast back afterwards."""
+    kind: PlannedKind = "all_reduce"
     units: tuple[int, ...] = ()
     """Number of each unit."""
     holders: tuple[str, ...] = ()
-    """The buffer that each unit is gathered into, or that its gradients lie in."""
+    """Buffer that each unit is gathered into, or that holds its gradients."""
     sizes: tuple[int, ...] = ()
-    """Of each unit, padding included: a multiple of the number of shards."""
+    """Size of each unit, padding included: a multiple of the number of shards."""
     gaps: tuple[int, ...] = ()
-    """Under reduce_scatter: unit (its place in `units`), start and stop of each part that no gradient is written to,
-    one after the other. They are zeroed, for other programs or ranks may know gradients there."""
+    """Under reduce_scatter: unit (its place in `units`), start and stop of each part without a gradient, one after
+    another. They are zeroed, because other programs or ranks may have gradients there.
+    """
     scaled: tuple[int, ...] = ()
-    """Under all_reduce: parameters whose gradients are written multiplied by the factor that averaging asks for."""
+    """Under all_reduce: parameters whose gradients are scaled for the average as they are written."""
     packed: tuple[int, ...] = ()
-    """Under all_gather and reduce_scatter: units (places in `units`) that are copied to one message."""
+    """Under all_gather and reduce_scatter: units (places in `units`) that are packed into one message."""
     idle: tuple[int, ...] = ()
-    """Under all_reduce: parameters that have a place, but no gradient in this program: other ranks may have one."""
+    """Under all_reduce: parameters with a place but without a gradient in this program; other ranks may have one."""
     idle_offsets: tuple[int, ...] = ()
     marks: int = 0
-    """Elements at the end, one for each parameter in the order of places: whether a rank has a gradient of it. None
-    where every rank has the same gradients."""
+    """Number of presence flags at the end, one for each parameter in the order of places: whether a rank has its
+    gradient. 0 where every rank has the same gradients.
+    """
+
+    @property
+    def traits(self) -> BucketTraits:
+        """What the table of kinds says of its collective."""
+        return bucket_traits(self.kind)
+
+    @property
+    def carries_units(self) -> bool:
+        """Whether it exchanges units of sharded parameters, and not gradients in a storage of its own."""
+        return self.traits.carries == "units"
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """(parameter, where it begins) of all that have a place, in the order of places."""
+        """(parameter, offset) of all parameters with a place, in the order of places."""
         known = zip(self.params, self.offsets, strict=True)
         return tuple(sorted((*known, *zip(self.idle, self.idle_offsets, strict=True)), key=lambda place: place[1]))
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What one graph computes. `inputs` are buffer names, or size symbols for integer inputs, in call order."""
+    """Computation of one graph. `inputs` are buffer names, or size symbols for integer inputs, in call order."""
 
     name: str
     inputs: tuple[str, ...]
@@ -434,16 +474,17 @@ class Program:
     buffers: tuple[Buffer, ...]
     steps: tuple[Step, ...]
     grads: tuple[tuple[int, int], ...] = ()
-    """(position in `outputs`, parameter number) of each output that is a gradient to be kept in step across ranks."""
+    """(position in `outputs`, parameter number) of each output that is a gradient to be synchronized across ranks."""
     buckets: tuple[Bucket, ...] = ()
     arena_bytes: Size = 0
     sizes: tuple[tuple[str, Index], ...] = ()
-    """What integer inputs are worth that are not size symbols themselves: expressions of these."""
+    """Values of integer inputs that are not size symbols themselves, as expressions of size symbols."""
     donated: tuple[str, ...] = ()
-    """Inputs whose memory the program may use for other buffers once it has read them for the last time."""
+    """Inputs whose memory the program may reuse after their last read."""
     parts: tuple[tuple[str, int], ...] = ()
-    """(buffer, number) of what belongs to one of several parts: fusion joins no loops that touch different ones, since
-    each would be there as long as all of them."""
+    """(buffer, number) of buffers that belong to one of several parts. Fusion does not join loops of different parts,
+    since the parts would then be live at the same time.
+    """
 
     @property
     def table(self) -> dict[str, Buffer]:

@@ -1,8 +1,8 @@
-"""Philox4x32-10: 32 random bits as a function of a key and a counter, with no state between calls.
+"""Philox4x32-10: 32 random bits as a function of a key and a counter, without state between calls.
 
-Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011. An element's numbers depend on the
-call's key, on the draw (which random operation of the graph) and on the element's position in row-major order; so not
-on threads, vector width or what else a kernel does, and they can be computed again in a backward.
+Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011. An element's numbers depend on three
+things. They are the call's key, the draw (which random operation of the graph), and the element's row-major position.
+They do not depend on threads, vector width or fusion, and a backward can recompute them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOW = np.uint64(0xFFFFFFFF)
 
 
 def philox(key: Any, position: Any, draw: Any) -> Any:
-    """Word `draw % 4` of the block for counter (position, draw // 4) under `key`: int64 arrays; the bits as int32.
+    """Word `draw % 4` of the block for counter (position, draw // 4) under `key`. int64 arrays; the bits as int32.
 
     The counter's four words are position's low and high half, and the two halves of draw // 4.
     """
@@ -35,7 +35,7 @@ def philox(key: Any, position: Any, draw: Any) -> Any:
 
 
 def rounds(counter: list[Any], key: list[Any]) -> list[Any]:
-    """The four words of a block: 32-bit words in uint64 arrays."""
+    """Four words of a block, as 32-bit words in uint64 arrays."""
     a, b, c, d = counter
     k0, k1 = key
     shift = np.uint64(32)

@@ -1,8 +1,8 @@
 """Piecewise functions of positions: trees of tests `index >= 0` whose leaves are constants and indices.
 
-An attention mask is such a function: `keys <= queries` is a test of `i2 - i3`, with True and False below. Trees are
-combined leaf by leaf; tests that earlier ones or the ranges of variables decide are left out, so that what is the same
-everywhere ends as one leaf. A proof that fails leaves a test in the tree, and nothing wrong.
+An attention mask is such a function: `keys <= queries` tests `i2 - i3`, with leaves True and False. Trees are combined
+leaf by leaf. Tests that earlier ones or the ranges of variables decide are left out, so that a constant function
+becomes one leaf. A failed proof leaves a test in the tree, which is still correct.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TypeAlias
 from dcompile.ir.index import Index, Ranges, evaluate, is_nonnegative, substitute
 
 MAX_LEAVES = 512
-"""Leaves that one combination may compute: masks of causal, windowed and packed attention have fewer than ten."""
+"""Most leaves that one combination may compute. Masks of causal, windowed and packed attention have fewer than ten."""
 
 Facts: TypeAlias = "tuple[Index, ...]"
 """Indices that are known to be at least 0."""
@@ -41,7 +41,7 @@ Tree: TypeAlias = "bool | int | float | Index | Test"
 
 
 def decide(condition: Index, facts: Facts, ranges: Ranges) -> bool | None:
-    """Whether `condition >= 0` everywhere (True) or nowhere (False), as far as that can be proved; otherwise None."""
+    """Whether `condition >= 0` is proved everywhere (True) or nowhere (False); None without a proof."""
     for answer, index in ((True, condition), (False, negate_condition(condition))):
         if is_nonnegative(index, ranges) or any(is_nonnegative(index - fact, ranges) for fact in facts):
             return answer
@@ -49,14 +49,14 @@ def decide(condition: Index, facts: Facts, ranges: Ranges) -> bool | None:
 
 
 def negate_condition(condition: Index) -> Index:
-    """The index that is at least 0 exactly where `condition` is below 0."""
+    """Index that is at least 0 exactly where `condition` is below 0."""
     return condition * -1 - 1
 
 
 def combine(function: Callable[..., Tree], trees: Sequence[Tree], ranges: Ranges) -> Tree:
-    """The tree of `function(*leaves)` for each combination of leaves that can occur.
+    """Tree of `function(*leaves)` for each combination of leaves that can occur.
 
-    `function` may return a tree. Raises TooManyPieces, and whatever `function` raises.
+    `function` may return a tree. Raises TooManyPieces, and the errors of `function`.
     """
     computed = 0
 
@@ -74,7 +74,7 @@ def combine(function: Callable[..., Tree], trees: Sequence[Tree], ranges: Ranges
 def _split(
     trees: tuple[Tree, ...], facts: Facts, ranges: Ranges, at_leaves: Callable[[tuple[Tree, ...], Facts], Tree]
 ) -> Tree:
-    """Take the trees apart test by test, as far as those are open under the facts, and `at_leaves` of what is left."""
+    """Split trees by each test that the facts do not decide, and apply `at_leaves` to each combination of leaves."""
     for place, tree in enumerate(trees):
         if isinstance(tree, Test):
 
@@ -91,7 +91,7 @@ def _split(
 
 
 def _is_same(one: Tree, other: Tree) -> bool:
-    """Equality that tells True from 1 and 0.0 from -0.0."""
+    """Equality that distinguishes True from 1 and 0.0 from -0.0."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Test) and isinstance(other, Test):
@@ -106,7 +106,7 @@ def _is_same(one: Tree, other: Tree) -> bool:
 
 
 def replace_variables(tree: Tree, values: Mapping[str, Index], ranges: Ranges) -> Tree:
-    """The tree with indices in place of variables, all at once; `ranges` are those of the new variables."""
+    """Replace variables by indices, all at once; `ranges` are those of the new variables."""
     if not values or values.keys().isdisjoint(variables(tree)):
         return tree
 
@@ -127,7 +127,7 @@ def variables(tree: Tree) -> frozenset[str]:
 
 
 def leaves(tree: Tree, facts: Facts, ranges: Ranges) -> Iterator[Leaf]:
-    """Every leaf that may be reached where the facts hold."""
+    """Leaves that may be reached where the facts hold."""
     if not isinstance(tree, Test):
         yield tree
         return
@@ -139,7 +139,7 @@ def leaves(tree: Tree, facts: Facts, ranges: Ranges) -> Iterator[Leaf]:
 
 
 def evaluate_tree(tree: Tree, values: Mapping[str, int]) -> bool | int | float:
-    """The value for given variables: the reference meaning."""
+    """Value of the tree for given variables: the reference semantics."""
     while isinstance(tree, Test):
         tree = tree.then if evaluate(tree.condition, values) >= 0 else tree.otherwise
     return evaluate(tree, values) if isinstance(tree, Index) else tree

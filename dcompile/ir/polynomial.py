@@ -1,9 +1,11 @@
-"""Integer polynomials over loop variables, sizes, floor-divisions and remainders: what `ir.index` computes with.
+"""Integer polynomials over loop variables, sizes, floor divisions and remainders, for the algebra of `ir.index`.
 
 An `Index` is a sum of terms, each an integer coefficient times a product of atoms. Loop variables and size symbols are
-both `Var` atoms, so a dynamic stride is the ordinary product `i0*s1`. Every expression is kept in one canonical form
-(terms sorted, zero terms dropped), so equal indices compare and hash equal, and no general computer algebra is needed:
-building an affine index costs a few microseconds where sympy takes over a hundred.
+both `Var` atoms, so a dynamic stride is the ordinary product `i0*s1`.
+
+Every expression is kept in one canonical form (terms sorted, zero terms dropped), so equal indices compare and hash
+equal. No general computer algebra is needed: building an affine index takes a few microseconds, and sympy over a
+hundred.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from typing import Any, Literal, TypeAlias
 class Var:
     """A loop variable (`i0`, `j1`), a size symbol (`s0`), or a run-time integer (`v3`: value 3 of the loop body).
 
-    The first letter of a size symbol says what is known of it: `s` is at least 2 (torch makes graphs of their own for
-    sizes 0 and 1), `u` at least 0, and `z` any integer. All other variables are at least 0.
+    The first letter of a size symbol gives its range. `s` is at least 2, as torch makes separate graphs for sizes 0 and
+    1. `u` is at least 0, and `z` any integer. All other variables are at least 0.
     """
 
     name: str
@@ -65,7 +67,7 @@ class Mod:
 
 @dataclass(frozen=True)
 class Extreme:
-    """The larger or the smaller of two sizes; there are no loop variables in it."""
+    """The larger or the smaller of two sizes, without loop variables."""
 
     kind: Literal["max", "min"]
     left: Index
@@ -82,7 +84,7 @@ class Extreme:
 Atom: TypeAlias = Var | Div | Mod | Extreme
 Monomial: TypeAlias = tuple[Atom, ...]
 Size: TypeAlias = "int | Index"
-"""A length: an int when known, an `Index` over size symbols when not."""
+"""A length: an int if known, else an `Index` over size symbols."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,7 @@ class Index:
 
     @property
     def constant(self) -> int | None:
-        """The value, when there is no variable in it."""
+        """Value of an index without variables; None for others."""
         if not self.terms:
             return 0
         if len(self.terms) == 1 and not self.terms[0][0]:
@@ -143,11 +145,11 @@ class Index:
 
     @property
     def is_affine(self) -> bool:
-        """No division, remainder or extreme anywhere."""
+        """Whether there is no division, remainder or extreme."""
         return all(isinstance(atom, Var) for monomial, _ in self.terms for atom in monomial)
 
     def coefficient(self, name: str) -> Index | None:
-        """What `name` is multiplied by, if the index is linear in it (None if it is not; zero if it is absent)."""
+        """Factor of `name` if the index is linear in it: zero if it is absent, None if it is not linear."""
         return self.split(Var(name))[0]
 
     def split(self, variable: Atom) -> tuple[Index | None, Index]:
@@ -160,7 +162,7 @@ class Index:
             if any(not inside.isdisjoint(atom_variables(atom)) for atom in others) or len(others) < len(monomial) - 1:
                 return None, self
             (rest if len(others) == len(monomial) else linear).append((others, value))
-        # part of a canonical sum is canonical; what is left of single terms needs no order
+        # a part of a canonical sum is canonical; a single term needs no order
         return collect(linear) if len(linear) > 1 else Index(tuple(linear)), Index(tuple(rest))
 
 
@@ -187,12 +189,12 @@ def atom_variables(atom: Atom) -> frozenset[str]:
 
 
 def product(a: Monomial, b: Monomial) -> Monomial:
-    """The product of two monomials."""
+    """Product of two monomials."""
     return tuple(sorted((*a, *b), key=lambda atom: atom.key)) if a and b else a or b
 
 
 def collect(terms: Iterable[tuple[Monomial, int]]) -> Index:
-    """The canonical sum of terms."""
+    """Canonical sum of terms."""
     total: dict[Monomial, int] = {}
     divided = False
     for monomial, coefficient in terms:
@@ -211,7 +213,7 @@ def _term_key(term: tuple[Monomial, int]) -> tuple[tuple[str, ...], ...]:
 
 
 def _rejoin(total: dict[Monomial, int]) -> None:
-    """`c*(x % n) + c*n*(x // n)` is `c*x`: what flattening coordinates comes to."""
+    """Simplify `c*(x % n) + c*n*(x // n)` to `c*x`, which arises from flattening coordinates."""
     again = True
     while again:
         again = any(_rejoin_one(total, monomial) for monomial in list(total) if total.get(monomial))
@@ -237,14 +239,14 @@ def _rejoin_one(total: dict[Monomial, int], monomial: Monomial) -> bool:
 
 
 def _contains(total: Mapping[Monomial, int], terms: list[tuple[Monomial, int]]) -> bool:
-    """Are these terms there? Those of a sum, as `(s0 + 1)*x` is one, may be parts of larger ones."""
+    """Whether a sum contains these terms. Terms of a sum, such as `(s0 + 1)*x`, may be parts of larger ones."""
     if len(terms) == 1:
         return all(total.get(monomial) == value for monomial, value in terms)
     return all(abs(total.get(m, 0)) >= abs(value) and total.get(m, 0) * value > 0 for m, value in terms)
 
 
 def _quotient(mod: Mod) -> Div:
-    """The division whose remainder this is."""
+    """Floor division whose remainder this is."""
     inner = single_atom(mod.base)
     if isinstance(inner, Div):
         return Div(inner.base, as_size(as_index(inner.divisor) * mod.divisor))  # (x // 3) // 4 == x // 12
@@ -252,15 +254,17 @@ def _quotient(mod: Mod) -> Div:
 
 
 def single_atom(index: Index) -> Atom | None:
-    """The atom that is the whole index."""
+    """The only atom of an index that consists of one; None for others."""
     if len(index.terms) == 1 and index.terms[0][1] == 1 and len(index.terms[0][0]) == 1:
         return index.terms[0][0][0]
     return None
 
 
 def split_by(index: Index, divisor: Size) -> tuple[Index, Index]:
-    """`index == divisor * whole + rest`, term by term; where the divisor is a number, the constant of `rest` is in
-    [0, divisor)."""
+    """(whole, rest) with `index == divisor * whole + rest`, term by term.
+
+    If the divisor is a number, the constant of `rest` is in [0, divisor).
+    """
     if isinstance(divisor, int):
         whole = [(m, c // divisor) for m, c in index.terms if c % divisor == 0 or not m]
         rest = [(m, c if m else c % divisor) for m, c in index.terms if c % divisor]
@@ -287,7 +291,7 @@ def exact_quotient(size: Size, divisor: Size) -> Size | None:
 
 
 def _without(monomial: Monomial, factor: Monomial) -> Monomial | None:
-    """`monomial / factor`, if it is one."""
+    """`monomial / factor`, if that is a monomial."""
     left = list(monomial)
     for atom in factor:
         if atom not in left:
@@ -297,7 +301,7 @@ def _without(monomial: Monomial, factor: Monomial) -> Monomial | None:
 
 
 def as_index(value: Size) -> Index:
-    """An int or an index, as an index."""
+    """Convert an int to an index."""
     return value if isinstance(value, Index) else _number(value)
 
 
@@ -307,7 +311,7 @@ def _number(value: int) -> Index:
 
 
 def as_size(value: Size) -> Size:
-    """A length in the form that is compared: an int if it is known."""
+    """Canonical form of a length: an int if it is known."""
     if isinstance(value, int):
         return value
     constant = value.constant
@@ -315,7 +319,7 @@ def as_size(value: Size) -> Size:
 
 
 def size_product(sizes: Iterable[Size]) -> Size:
-    """The number of points of a space."""
+    """Number of points of a space."""
     return as_size(prod(sizes))
 
 
@@ -324,17 +328,17 @@ ZERO = Index()
 
 @lru_cache(maxsize=4096)
 def var(name: str) -> Index:
-    """The index that is just the variable `name`."""
+    """Index that consists of the variable `name`."""
     return Index((((Var(name),), 1),))
 
 
 def evaluate(index: Index, values: Mapping[str, int]) -> int:
-    """The number that `index` is for given variables; the reference meaning of the algebra."""
+    """Value of `index` for given variables: the reference semantics of the algebra."""
     return int(evaluate_on(index, values))
 
 
 def evaluate_on(index: Index, values: Mapping[str, Any]) -> Any:
-    """As `evaluate`, for anything with integer arithmetic: NumPy arrays give the index at many points."""
+    """`evaluate` for any operands with integer arithmetic: NumPy arrays give the index at many points."""
     total: Any = 0
     for monomial, coefficient in index.terms:
         result: Any = coefficient
@@ -360,8 +364,8 @@ TYPICAL = 64
 
 
 def typical(size: Size) -> int:
-    """A number in place of a size, for decisions that only concern speed: every size symbol counts as 64.
+    """Number in place of a size, for decisions that only concern speed: every size symbol counts as 64.
 
-    Not the size that happened to be there when tracing: a plan would then depend on it, and so could differ by rank.
+    The size seen during tracing is not used: a plan would depend on it, and so could differ by rank.
     """
     return size if isinstance(size, int) else max(evaluate(size, dict.fromkeys(size.variables, TYPICAL)), 0)

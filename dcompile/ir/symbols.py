@@ -1,4 +1,4 @@
-"""Size symbols: where a call finds their values, which a program has, and the program with numbers in their place."""
+"""Size symbols: how a call computes their values, which ones a program has, and specialization to numbers."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ What: TypeAlias = Literal["value", "shape", "stride"]
 
 @dataclass(frozen=True, slots=True)
 class SymbolSource:
-    """How a symbol is worked out from an input: `(its value, or a size or stride of it, - rest) // factor`.
+    """Formula of a symbol from an input: `(its value, or a size or stride of it, - rest) // factor`.
 
-    `rest` and `factor` are made of symbols that come before it.
+    `rest` and `factor` consist of symbols that come before it.
     """
 
     input: str
@@ -41,7 +41,7 @@ class SymbolSource:
 
 
 def sources(program: Program) -> dict[str, SymbolSource]:
-    """Each symbol that the inputs tell, in the order in which they can be worked out."""
+    """Symbols that the inputs determine, in an order in which they can be computed."""
     found: dict[str, SymbolSource] = {}
     facts = [fact for fact in _facts(program) if fact[0].variables]
     before = -1
@@ -57,7 +57,7 @@ def sources(program: Program) -> dict[str, SymbolSource]:
 
 
 def _facts(program: Program) -> Iterator[tuple[Index, str, What, int]]:
-    """(expression, input, what of it, dimension) of all that the inputs say; what is read off at once comes first."""
+    """(expression, input, attribute, dimension) of all sizes that the inputs determine, simple ones first."""
     table = program.table
     tensors = [table[name] for name in program.inputs if name in table]
     values = dict(program.sizes)
@@ -77,12 +77,12 @@ def _facts(program: Program) -> Iterator[tuple[Index, str, What, int]]:
 
 
 def late_symbols(program: Program) -> frozenset[str]:
-    """Symbols that only a library call's result tells: how many elements are not zero, for example."""
+    """Symbols that only a library call's result determines, such as the number of nonzero elements."""
     return symbols_of(program) - sources(program).keys()
 
 
 def valued_symbols(program: Program) -> frozenset[str]:
-    """Late symbols that depend on elements of tensors. The others, `int(1.7 * size)` say, follow from other sizes."""
+    """Late symbols that depend on elements of tensors. Others, such as `int(1.7 * size)`, follow from other sizes."""
     if not (late := late_symbols(program)):
         return late
     numbers = {buffer.name for buffer in program.buffers if buffer.dtype == NUMBER}
@@ -96,7 +96,7 @@ def valued_symbols(program: Program) -> frozenset[str]:
 
 
 def symbols_of(program: Program) -> frozenset[str]:
-    """All size symbols that occur."""
+    """All size symbols of a program."""
     found: set[str] = set()
     for size in _sizes_of(program):
         if isinstance(size, Index):
@@ -116,7 +116,7 @@ def _sizes_of(program: Program) -> Iterator[Size]:
 
 
 def used_symbols(step: Step) -> frozenset[str]:
-    """The size symbols without which a step cannot run; those of what it writes are made of them, or told by it."""
+    """Size symbols that a step needs. Sizes of its results consist of them, or are defined by the step."""
     sizes = (size for size in _sizes_of_step(step) if isinstance(size, Index))
     return frozenset(name for size in sizes for name in size.variables if is_symbol(name))
 
@@ -145,7 +145,7 @@ def _sizes_of_arg(arg: Arg) -> Iterator[Size]:
 
 
 def specialise(program: Program, numbers: Mapping[str, int]) -> Program:
-    """The program for these sizes; integer inputs stay where they are."""
+    """Substitute numbers for size symbols; integer inputs stay inputs."""
     values = {name: as_index(number) for name, number in numbers.items()}
     return replace(
         program,

@@ -1,21 +1,22 @@
-"""What a well-formed program is: few rules, each stated once. `verify` raises with the step and its neighbours.
+"""Rules for well-formed programs, each stated once. `verify` raises with the step and its neighbours.
 
 The rules:
-  1. values refer to earlier values; arity, kinds and dtypes follow `OPS`, `REDUCTIONS` and `SCANS`;
-  2. bfloat16 and float16 are only loaded, stored and cast;
-  3. an index uses the loop's variables, size symbols and integers computed earlier, and stays inside its buffer;
-  4. a `set` store writes no element twice, but one number into an input, and covers its buffer unless that is an input;
-  5. what a step reads was written before it or is an input; a buffer has one writer (besides library calls that work in
-     place, and loops that write to an input at one position known at run time), and no step after the one that
-     overwrites an input reads that input; a size that a library call tells is used behind that call;
-  6. a loop reads an input that it overwrites only where it writes;
-  7. each collective has one wait, and nothing touches its buffers in between;
-  8. outputs and gradients exist;
-  9. what a loop loads of the product that it ends is the element where it is, row by row;
- 10. once memory is planned, every buffer has a place, and buffers alive at the same time do not overlap; a buffer lies
-     in another one only where that is a result, what the library allocated, or an input that is donated;
- 11. a loop reads and writes buffers of one device, and so does a check of indices: a kernel of a GPU would take an
-     address of the CPU's memory for one of its own.
+  1. Values refer to earlier values. Arity, kinds and dtypes follow `OPS`, `REDUCTIONS` and `SCANS`.
+  2. bfloat16 and float16 are only loaded, stored and cast.
+  3. An index uses the loop's variables, size symbols and integers computed earlier, and stays inside its buffer.
+  4. A `set` store writes no element twice, except one number to an input. It covers its buffer, unless that is an
+     input.
+  5. A step reads inputs, and what was written before it. A buffer has one writer, except for library calls that work
+     in place, and loops that write to an input at one position known at run time. No step reads an input after the
+     step that overwrites it. A size that a library call defines is used after that call.
+  6. A loop reads an input that it overwrites only where it writes.
+  7. Each collective has one wait, and no step touches its buffers in between.
+  8. Outputs and gradients exist.
+  9. A loop that is an epilogue loads the matmul's result only at its own element, in row-major order.
+ 10. Once memory is planned, every buffer has a place, and buffers that are live at the same time do not overlap. A
+     donor buffer is a result, an allocation of the library, or a donated input.
+ 11. A loop reads and writes buffers of one device, and so does a check of indices. Otherwise a GPU kernel would use an
+     address of CPU memory as one of its own.
 """
 
 from __future__ import annotations
@@ -53,10 +54,11 @@ from dcompile.ir.verify_loop import BrokenRule, check_loop, extent_of, require
 def verify(program: Program, sizes: Mapping[str, int] | None = None, before: Program | None = None) -> None:
     """Raise `VerifyError` unless the program is well formed.
 
-    Where sizes are symbols, bounds, coverage and overlaps are checked for the `sizes` given, if any are. `before` has
-    been verified with the same sizes: those steps of it that are here, too, over equal buffers, are only asked again
-    for their place among the others. Most passes change few steps, and half of verifying was to go through the rest;
-    where one has changed nothing, there is nothing to ask.
+    Where sizes are symbols, bounds, coverage and overlaps are checked for the given `sizes`, if any.
+
+    `before` is a program that was verified with the same sizes. Steps that it has over equal buffers are checked only
+    for their order. Most passes change few steps, and checking the others took half of the time. An equal program is
+    not checked.
     """
     if before is not None and program == before:
         return
@@ -67,7 +69,7 @@ def verify(program: Program, sizes: Mapping[str, int] | None = None, before: Pro
 
 
 def _unchanged_steps(program: Program, before: Program | None) -> frozenset[int]:
-    """Positions of steps, the very objects, that `before` has over equal buffers: they obey rules 1 to 4."""
+    """Positions of steps, by identity, that `before` has over equal buffers: they obey rules 1 to 4."""
     if before is None or set(before.inputs) != set(program.inputs) or before.sizes != program.sizes:
         return frozenset()
     old, new = before.table, program.table
@@ -83,7 +85,7 @@ def _unchanged_steps(program: Program, before: Program | None) -> frozenset[int]
 
 
 def _facts(buffer: Buffer) -> tuple[object, ...]:
-    """What a step by itself is held to of a buffer; where that lies is a matter of its own."""
+    """Properties of a buffer that rules for single steps use; its place in memory is not one."""
     return buffer.dtype, buffer.shape, buffer.strides, buffer.device
 
 
@@ -129,13 +131,13 @@ def _check_table(program: Program) -> dict[str, Buffer]:
     require(len(set(program.inputs)) == len(program.inputs), "an input is listed twice")
     for buffer in program.buffers:
         require(buffer.dtype in ITEMSIZE, f"{buffer.name} has an unknown dtype {buffer.dtype}")
-        if len(buffer.shape) != len(buffer.strides):  # sizes may be long to write out
+        if len(buffer.shape) != len(buffer.strides):  # the message may be slow to build
             raise BrokenRule(f"{buffer.name} has {buffer.shape} but {buffer.strides}")
     return table
 
 
 def _symbols(program: Program, table: Mapping[str, Buffer]) -> frozenset[str]:
-    """Size symbols: integer inputs, and what the shapes of input buffers and of library results are made of."""
+    """Size symbols of a program: integer inputs, and variables in shapes of input buffers and of library results."""
     results = {name for step in program.steps if isinstance(step, Extern) for name in step.writes}
     names = {name for name in program.inputs if name not in table}
     for _, value in program.sizes:
@@ -150,7 +152,7 @@ def _symbols(program: Program, table: Mapping[str, Buffer]) -> frozenset[str]:
 
 
 def _check_product(loop: Loop, table: Mapping[str, Buffer], symbols: frozenset[str]) -> dict[str, Buffer]:
-    """Rule 9; what the loop knows besides the program's buffers."""
+    """Check rule 9. Return the matmul's result as a buffer that only the loop knows."""
     if loop.product is None:
         return {}
     result = product_buffer(loop.product)
@@ -167,7 +169,7 @@ def _check_product(loop: Loop, table: Mapping[str, Buffer], symbols: frozenset[s
 
 
 def _check_device(step: Loop | Extern | Collective | Wait, table: Mapping[str, Buffer]) -> None:
-    """Rule 11."""
+    """Check rule 11."""
     if isinstance(step, Loop) or (isinstance(step, Extern) and step.op == "dcompile.check_bounds"):
         devices = {table[name].device for name in step.reads | step.writes if name in table}
         require(len(devices) <= 1, f"one step uses memory of {' and '.join(sorted(devices))}")
@@ -180,7 +182,7 @@ def _check_view(view: View, table: Mapping[str, Buffer], symbols: frozenset[str]
     require(view.buffer in table, f"a view of unknown buffer {view.buffer}")
     require(len(view.shape) == len(view.strides), f"a view of {view.buffer} has {view.shape} but {view.strides}")
     buffer = table[view.buffer]
-    # a whole library result is passed on as it is: nobody computes its sizes, which may be known at run time only
+    # a whole library result is passed on unchanged: its sizes need no computation, and may be known at run time only
     if (view.shape, view.strides, view.offset) != (buffer.shape, buffer.strides, 0):
         for size in (*view.shape, *view.strides, view.offset):
             require(as_index(size).variables <= symbols, f"a view of {view.buffer} uses an unknown symbol in {size}")
@@ -235,7 +237,7 @@ def _check_outputs(program: Program, table: Mapping[str, Buffer], symbols: froze
 
 
 class _Order:
-    """Rules 5 to 7, step by step."""
+    """Check rules 5 to 7, step by step."""
 
     def __init__(self, program: Program, table: Mapping[str, Buffer]) -> None:
         self.inputs = frozenset(program.inputs) & table.keys()
@@ -243,11 +245,11 @@ class _Order:
         self.table = table
         self.written = set(self.inputs)
         self.closed: set[str] = set()
-        """Buffers that a loop or an out call has written: no second one may."""
+        """Buffers that a loop or an out call has written: they may have no second writer."""
         self.flying: dict[str, Collective] = {}
         self.landed: set[str] = set()
         self.late = {symbol for step in program.steps if isinstance(step, Extern) for symbol in step.tells}
-        """Sizes that no call has told so far."""
+        """Sizes that no call has defined so far."""
 
     def advance(self, step: Loop | Extern | Collective | Wait) -> None:
         if isinstance(step, Wait):
@@ -312,7 +314,7 @@ class _Order:
 
 
 def _partly_written(step: Loop | Extern) -> frozenset[str]:
-    """Buffers of which a loop writes what lies at a position known at run time."""
+    """Buffers that a loop writes at a position known only at run time."""
     stores = step.stores if isinstance(step, Loop) else ()
     return frozenset(store.buffer for store in stores if store.mode == "set" and runtime_refs(store.index))
 
@@ -357,7 +359,7 @@ def _check_memory(program: Program, table: Mapping[str, Buffer]) -> None:
 
 
 def _is_over_saved(buffer: Buffer, program: Program, table: Mapping[str, Buffer]) -> bool:
-    """Whether a buffer lies over one as a whole that the caller has given away."""
+    """Whether a buffer covers the whole of a donated input."""
     host = (buffer.storage or "").removeprefix(IN_DONOR)
     return host in program.donated and buffer.offset == 0 and buffer.extent == table[host].extent
 
@@ -367,10 +369,10 @@ def _may_host(buffer: Buffer, program: Program) -> bool:
 
 
 def _lives(program: Program) -> dict[str, tuple[int, int]]:
-    """First and last step that touch each buffer; an output lives on. A wait touches, so flight counts as life.
+    """First and last step that touch each buffer. An output lives until the end; a wait touches its buffers, too.
 
-    What a fallback allocates may be a view of its arguments, and a functional collective reads them until the wait on
-    its result: so they live as long as the results.
+    A fallback's result may be a view of its arguments. A functional collective reads its arguments until the wait for
+    its result. So such arguments live as long as the results.
     """
     lives: dict[str, tuple[int, int]] = {}
     holders = {buffer.name: holder for buffer in program.buffers if (holder := holder_of(buffer)) is not None}
@@ -393,7 +395,7 @@ def _lives(program: Program) -> dict[str, tuple[int, int]]:
 
 
 def _check_overlaps(program: Program, buffers: list[Buffer], lives: Mapping[str, tuple[int, int]]) -> None:
-    """Sweep over the steps with the set of live byte ranges; few are live at once."""
+    """Sweep over the steps with the set of live byte ranges, of which few are live at once."""
     live: list[Buffer] = []
     known = [b for b in buffers if b.name in lives and isinstance(b.extent, int) and isinstance(b.offset, int)]
     for buffer in sorted((b for b in known if b.nbytes), key=lambda b: lives[b.name][0]):
@@ -413,7 +415,7 @@ def _place(buffer: Buffer) -> int:
 
 
 def _replaces(program: Program, old: Buffer, new: Buffer, lives: Mapping[str, tuple[int, int]]) -> bool:
-    """Does `new` take the memory of `old` in place, in the last step that reads `old`?"""
+    """Whether `new` reuses the memory of `old` in place, in the last step that reads `old`."""
     at = lives[new.name][0]
     if at >= len(program.steps) or lives[old.name][1] != at or old.offset != new.offset:
         return False

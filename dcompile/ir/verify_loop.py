@@ -1,4 +1,4 @@
-"""The rules of `ir.verify` for one loop: its values, its stores, and that indices stay inside and never collide."""
+"""Rules of `ir.verify` for one loop: its values, its stores, and that indices stay in bounds and never collide."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Loo
 from dcompile.ir.ops import COMPUTE_DTYPES, DTYPES, OPS, REDUCTIONS, SCANS
 
 Known: TypeAlias = Mapping[str, int]
-"""The length of each loop variable whose length is a number."""
+"""Extent of each loop variable whose extent is a number."""
 POINTS = 1 << 16
-"""Spaces up to this size are enumerated where the algebra cannot prove an index right; larger ones are trusted."""
+"""Number of points up to which a space is enumerated if the algebra cannot prove an index. Larger spaces
+are trusted.
+"""
 
 
 class BrokenRule(Exception):
-    """A rule does not hold; `verify` adds where."""
+    """A rule does not hold; `verify` adds the location."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -32,7 +34,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_loop(loop: Loop, table: Mapping[str, Buffer], symbols: frozenset[str], inputs: frozenset[str]) -> None:
-    """Rules 1 to 4."""
+    """Check rules 1 to 4."""
     for size in (*loop.outer, *loop.inner):
         require(as_index(size).variables <= symbols, f"size {size} of {loop.name} uses an unknown symbol")
     known = {name: size for name, size in sizes(loop).items() if isinstance(size, int)}
@@ -143,7 +145,7 @@ def _check_store(loop: Loop, store: Store, table: Mapping[str, Buffer], allowed:
 
 
 def _varying(loop: Loop) -> set[Ref]:
-    """Values that may differ within a loop: all but what is computed from constants and from what lies in one place."""
+    """Values that may differ within a loop: all but those computed from constants and from loads at a fixed index."""
     names, found = sizes(loop).keys(), set[Ref]()
     for ref, value in enumerate(loop.body):
         own = value.index.variables & names if isinstance(value, (Load, IndexOf)) else ()
@@ -156,7 +158,7 @@ def _varying(loop: Loop) -> set[Ref]:
 
 
 def extent_of(buffer: Buffer) -> int | None:
-    """Elements from the first to the last, None if the shape is dynamic."""
+    """Elements from the first to the last; None if the shape is dynamic."""
     if not all(isinstance(size, int) for size in (*buffer.shape, *buffer.strides)):
         return None
     return buffer.nbytes // ITEMSIZE[buffer.dtype]
@@ -171,7 +173,7 @@ def _check_bounds(index: Index, buffer: Buffer, known: Known) -> None:
     assert highest is not None and lowest is not None
     if highest < extent and lowest <= 0:
         return
-    values = _all_values(index, known)  # the bounds ignore that terms vary together: look before accusing
+    values = _all_values(index, known)  # bounds ignore that terms vary together: enumerate
     if values is not None:
         require(
             int(values.min()) >= 0 and int(values.max()) < extent,
@@ -199,7 +201,7 @@ def _all_values(index: Index, known: Known, names: Iterable[str] | None = None) 
 
 
 def _check_coverage(loop: Loop, table: Mapping[str, Buffer], known: Known, inputs: frozenset[str]) -> None:
-    """Rule 4, for each buffer over all `set` stores to it; where sizes are static and the space is small enough."""
+    """Check rule 4 for each buffer over all `set` stores to it, if sizes are static and the space is small enough."""
     groups: dict[str, list[Store]] = defaultdict(list)
     for store in loop.stores:
         groups[store.buffer].append(store)
@@ -223,7 +225,7 @@ def _check_coverage(loop: Loop, table: Mapping[str, Buffer], known: Known, input
 
 
 def _is_filled(loop: Loop, stores: list[Store]) -> bool:
-    """One number everywhere, which may be written again: `zero_` of what looks at an element twice (`unfold`)."""
+    """Whether all stores write one constant, which may be written twice: `zero_` of a view with overlaps (`unfold`)."""
     values = {loop.body[store.value] for store in stores}
     return len(values) == 1 and isinstance(values.pop(), Const)
 
@@ -243,7 +245,7 @@ def _check_injective(loop: Loop, name: str, stores: list[Store], spaces: list[tu
 
 
 def _is_injective(index: Index, names: tuple[str, ...], known: Known) -> bool:
-    """Proof for the common form: an affine index whose strides step over all that varies faster."""
+    """Prove injectivity of the common form: an affine index whose strides exceed the reach of all smaller ones."""
     strides: list[tuple[int, int]] = []
     for name in names:
         if known[name] > 1:

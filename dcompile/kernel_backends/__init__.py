@@ -1,1 +1,1 @@
-"""Other compilers for the compute between collectives: which there are, and how each is given a region."""
+"""Other compilers for the regions between collectives: a table of them, and a way to call each."""

@@ -1,4 +1,4 @@
-"""Hand one region to a compiler: a function, or the reason why the compiler does not take it."""
+"""Compile one region with another compiler: returns a function, or the reason for a refusal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dcompile import compat
 from dcompile.kernel_backends.names import KernelBackend
 
 Compiled = Callable[[list[Any]], Any]
-"""A region as a function of a list of its inputs, which it empties: a tensor, or a sequence of tensors."""
+"""A region as a function of a list of its inputs, which it empties. Returns a tensor or a sequence of tensors."""
 
 
 def refusal(backend: KernelBackend, gm: Any, trains: bool) -> str | None:
-    """Why a compiler is not asked for this region, by its row in the table of compilers."""
+    """Reason, from the table of compilers, not to give this region to a compiler; None to try it."""
     row = backend.row
     values = [node.meta.get("val") for node in gm.graph.nodes if node.op != "output"]
     if trains and not row.trains:
@@ -33,9 +33,10 @@ def refusal(backend: KernelBackend, gm: Any, trains: bool) -> str | None:
 
 
 def compile_region(backend: KernelBackend, gm: Any, trains: bool) -> Compiled | str:
-    """The region as a function, by a compiler that gets `gm` and fake tensors; or why there is none.
+    """Compile a region with a compiler that gets `gm` and fake tensors.
 
-    Whatever the compiler raises is a refusal: the region can run on other kernels, and the receipt repeats the reason.
+    Returns a function, or the reason for a refusal. Any exception of the compiler is a refusal: other kernels can run
+    the region, and the receipt repeats the reason.
     """
     found = refusal(backend, gm, trains)
     if found is not None:
@@ -53,7 +54,7 @@ def _inputs(gm: Any) -> list[Any]:
 
 
 def _contract(backend: KernelBackend) -> Callable[[Any, Sequence[Any]], Any]:
-    """The compiler as torch's contract has it."""
+    """Compiler with the signature of torch's backends."""
     if backend.function is not None:
         return backend.function
     if backend.name == "inductor":
@@ -67,7 +68,7 @@ def _contract(backend: KernelBackend) -> Callable[[Any, Sequence[Any]], Any]:
 
 
 def _boxed(compiled: Any) -> Compiled:
-    """What a compiler returned as a function of one list, which it empties."""
+    """Wrap a compiled function as a function of one list, which it empties."""
     if not callable(compiled):
         raise TypeError(f"the compiler returned a {type(compiled).__name__}, not a callable")
     if getattr(compiled, "_boxed_call", False):

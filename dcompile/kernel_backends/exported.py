@@ -1,4 +1,4 @@
-"""A region as torch.export's program, which converters of other run times take."""
+"""Export a region with torch.export, as the converters of other run times require."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dcompile import compat
 
 
 class _Positional(torch.nn.Module):
-    """Any number of inputs, in order."""
+    """Module that takes any number of inputs, in order."""
 
     def __init__(self, gm: Any) -> None:
         super().__init__()
@@ -25,33 +25,33 @@ class _Positional(torch.nn.Module):
 
 
 def export_region(gm: Any, example_inputs: Sequence[Any]) -> Any:
-    """An ExportedProgram of a graph of ATen operations. Its inputs and outputs keep their order."""
+    """Export a graph of ATen operations as an ExportedProgram. Its inputs and outputs keep their order."""
     _reshape_views(gm)
     with compat.tensors.real_tensors(), torch.no_grad(), converting():
         return torch.export.export(_Positional(gm), tuple(_zeros(example_inputs)), strict=False)
 
 
 def _zeros(example_inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Inputs with memory, and with their strides, which say what a view of them is."""
+    """Inputs with memory and with their strides, on which the meaning of views depends."""
     layouts = [(tuple(x.shape), tuple(x.stride()), x.dtype, x.device) for x in example_inputs]
     return [torch.empty_strided(s, t, dtype=dtype, device=device).zero_() for s, t, dtype, device in layouts]
 
 
 def require_cpu(example_inputs: Sequence[Any]) -> None:
-    """Raise where an input lies elsewhere: both run times are given memory of the CPU."""
+    """Raise RuntimeError if an input is not on the CPU: both run times read memory of the CPU."""
     devices = sorted({value.device.type for value in example_inputs} - {"cpu"})
     if devices:
         raise RuntimeError(f"tensors are on {', '.join(devices)}, and its sessions of ours run on the CPU")
 
 
 def try_once(run: Callable[..., list[torch.Tensor]], example_inputs: Sequence[Any]) -> None:
-    """Run with zeros: what a run time finds wrong at its first call is a refusal, too."""
+    """Run with zeros, so that an error in a run time's first call is a refusal, too."""
     with compat.tensors.real_tensors(), torch.no_grad():
         run(*_zeros(example_inputs))
 
 
 def _reshape_views(gm: Any) -> None:
-    """Let views copy where they have to: converters take operations apart, and the parts have other strides."""
+    """Replace views by reshapes, which may copy: converters decompose operations, and the parts have other strides."""
     aten = torch.ops.aten
     for node in gm.graph.nodes:
         if node.target in (aten.view.default, aten._unsafe_view.default):
@@ -61,7 +61,7 @@ def _reshape_views(gm: Any) -> None:
 
 @contextlib.contextmanager
 def converting() -> Iterator[None]:
-    """Around a converter of others: what it warns of is not about the user's program."""
+    """Suppress warnings of a converter, which do not concern the user's program."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Which compilers option `kernels` can name, what each needs installed, and what names a callable. No torch here."""
+"""Compilers that option `kernels` can name, the packages that they need, and names of callables. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from dcompile.errors import OptionError
 OWN = ("auto", "aten")
 """Values of option `kernels` that name no other compiler."""
 REPLAYED = "cudagraphs"
-"""ATen's kernels, replayed as CUDA graphs: a setting of ours, no compiler that regions are handed to."""
+"""Value for ATen's kernels, replayed as CUDA graphs: a setting of dcompile, not a compiler of regions."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedBackend:
-    """One row: what has to be installed, and which regions the compiler takes."""
+    """Row of the table: packages to install, and regions that the compiler accepts."""
 
     modules: tuple[str, ...]
-    """Modules that must be there; the first one's distribution gives the version."""
+    """Modules that must be installed; the first one's distribution gives the version."""
     install: str
-    """The command that installs it."""
+    """Command that installs it."""
     trains: bool = True
-    """Whether it takes regions of training graphs."""
+    """Whether it accepts regions of training graphs."""
     symbolic: bool = False
-    """Whether it takes regions whose sizes are symbols."""
+    """Whether it accepts regions with symbolic sizes."""
     custom_ops: bool = False
-    """Whether it takes operators that are registered by others than torch."""
+    """Whether it accepts operators that are not torch's own."""
     dtypes: tuple[str, ...] = ()
-    """Dtypes that it takes; all, where empty."""
+    """Dtypes that it accepts; empty for all."""
     records: bool = False
-    """Whether what it makes may be recorded in a CUDA graph."""
+    """Whether a CUDA graph may record its code."""
     registers: str = ""
-    """Module that registers it with torch when imported, for `torch._dynamo`'s table of backends."""
+    """Module whose import registers it in `torch._dynamo`'s table of backends."""
 
 
 _NUMERIC = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -62,14 +62,14 @@ NAMED: Mapping[str, NamedBackend] = {
     ),
     "openxla": NamedBackend(("torch_xla",), "pip install torch_xla", registers="torch_xla"),
 }
-"""Compilers that regions are handed to, by the name that option `kernels` gives them."""
+"""Compilers for regions, by their name in option `kernels`."""
 
 
 @dataclass(frozen=True)
 class KernelBackend:
-    """A compiler that was asked for: a row of `NAMED`, or a callable with torch's contract for backends.
+    """A requested compiler: a row of `NAMED`, or a callable with the signature of torch's backends.
 
-    Its text, name and version, is what stands for it in cache keys and in what ranks compare.
+    Its text, name and version, represents it in cache keys and in what ranks compare.
     """
 
     name: str
@@ -78,21 +78,22 @@ class KernelBackend:
     function: Callable[..., Any] | None = field(default=None, compare=False)
     """`fn(gm, example_inputs)`; None for a named one."""
     is_stable: bool = True
-    """Whether name and version tell it from all others: without, nothing that it makes is cached."""
+    """Whether name and version identify it. Otherwise, nothing that it makes is cached."""
 
     def __str__(self) -> str:
         return f"{self.name} {self.version}".strip()
 
 
 def valid_names() -> tuple[str, ...]:
-    """What option `kernels` takes, beside callables."""
+    """Values of option `kernels` besides callables."""
     return (*OWN, REPLAYED, *NAMED)
 
 
 def find_backend(asked: Any) -> str | KernelBackend:
-    """What option `kernels` means: a name of `OWN` or `REPLAYED` itself, or the compiler.
+    """Resolve a value of option `kernels`: a name of `OWN` or `REPLAYED` stays, others become a `KernelBackend`.
 
-    Raises OptionError for an unknown name, and for a compiler that is not installed, with the line that installs it.
+    Raises OptionError for an unknown name. For a compiler that is not installed, the error has the line that installs
+    it.
     """
     if isinstance(asked, KernelBackend) or asked in (*OWN, REPLAYED):
         return asked  # type: ignore[no-any-return]
@@ -124,7 +125,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _version_of(module: str) -> str:
-    """The version of the distribution that has a module; the module's own word where there is none."""
+    """Version of a module's distribution, else the module's own `__version__`; empty if there is neither."""
     found = getattr(sys.modules.get(module), "__version__", None)
     if isinstance(found, str):
         return str(found)
@@ -135,7 +136,7 @@ def _version_of(module: str) -> str:
 
 
 def _of_callable(function: Callable[..., Any]) -> KernelBackend:
-    """A callable by its module and qualified name, with the version of its package or a digest of its file."""
+    """Identify a callable by its module and qualified name, with the version of its package or a digest of its file."""
     row = NamedBackend((), "", symbolic=True, custom_ops=True)
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not (isinstance(module, str) and isinstance(name, str)):
@@ -146,7 +147,7 @@ def _of_callable(function: Callable[..., Any]) -> KernelBackend:
 
 
 def _is_there(module: str, name: str, function: Any) -> bool:
-    """Whether the name leads to this callable: a decorated or bound one may carry another's."""
+    """Whether the name leads to this callable. A decorated or bound one may have another's name."""
     found: Any = sys.modules.get(module)
     for piece in name.split("."):
         found = getattr(found, piece, None)
@@ -154,7 +155,7 @@ def _is_there(module: str, name: str, function: Any) -> bool:
 
 
 def _digest_of(function: Any) -> str:
-    """A digest of the file that a function is written in; empty where that cannot be read."""
+    """Digest of a function's source file; empty if it cannot be read."""
     try:
         file = inspect.getsourcefile(inspect.unwrap(function))
         return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]

@@ -1,7 +1,6 @@
-"""Regions as ONNX Runtime sessions on the CPU, by way of torch.onnx's exporter: a bridge of our own.
+"""Run regions as ONNX Runtime sessions on the CPU, through torch.onnx's exporter.
 
-torch's own backend `onnxrt` went out of use with its old exporter. Inputs are read, and results written, where torch
-has them.
+torch removed its own backend `onnxrt` with its old exporter. Inputs are read, and results written, in torch's memory.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ TYPES = {
     torch.uint8: "uint8",
     torch.bool: "bool",
 }
-"""dtypes that NumPy has, by its names for them: what ONNX Runtime's bindings are told."""
+"""Dtypes that NumPy has, with NumPy's names, as ONNX Runtime's bindings require."""
 
 
 def compile_region(gm: Any, example_inputs: Sequence[Any]) -> Callable[..., list[torch.Tensor]]:
-    """A function of the region's inputs that runs it in one session. Raises where the exporter has no translation."""
+    """Compile a region into a function that runs one session. Raises if the exporter has no translation."""
     import numpy as np
     import onnxruntime as ort  # type: ignore[import-not-found, import-untyped, unused-ignore]
 

@@ -1,6 +1,7 @@
-"""Regions as OpenVINO models on the CPU, converted from torch.export's program.
+"""Run regions as OpenVINO models on the CPU, converted from torch.export's program.
 
-OpenVINO's own backend for torch.compile runs what it cannot convert in torch and says nothing. Here it is refused.
+OpenVINO's own backend for torch.compile silently runs operations without a conversion in torch. Here they are a
+refusal.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dcompile.kernel_backends.exported import converting, export_region, require
 
 
 def compile_region(gm: Any, example_inputs: Sequence[Any]) -> Callable[..., list[torch.Tensor]]:
-    """A function of the region's inputs that runs it in one request. Raises where an operation has no conversion."""
+    """Compile a region into a function that runs one request. Raises if an operation has no conversion."""
     import openvino as ov  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     require_cpu(example_inputs)
@@ -24,7 +25,7 @@ def compile_region(gm: Any, example_inputs: Sequence[Any]) -> Callable[..., list
     fakes = [node.meta["val"] for node in gm.graph.output_node().args[0]]
     if len(model.inputs) != len(example_inputs) or len(model.outputs) != len(fakes):
         raise RuntimeError(f"the converter kept {len(model.inputs)} of {len(example_inputs)} inputs")
-    # float32 stays float32: by default, processors with bfloat16 units compute in that
+    # keep float32: by default, processors with bfloat16 units compute in that
     hints = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
     compiled = ov.Core().compile_model(model, "CPU", hints)
     layouts = [(tuple(fake.shape), fake.dtype) for fake in fakes]

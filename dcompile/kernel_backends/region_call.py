@@ -1,4 +1,4 @@
-"""A region of a graph as one function: what another compiler made, with checks on what it returns."""
+"""Call of a region that another compiler has compiled, with checks of its results."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def region_name(number: int) -> str:
-    """What a region's call is named in graphs and programs."""
+    """Name of a region's call in graphs and programs."""
     return f"dcompile_region{number}"
 
 
 class RegionCall:
-    """One region, called with a list of its inputs, tensors and numbers: a tensor, or a tuple of several.
+    """One region, called with a list of its inputs (tensors and numbers). Returns a tensor, or a tuple of several.
 
-    Results are memory of their own, with the strides that tracing gave them. Raises DcompileError where the other
-    compiler returns another shape or dtype, in the first call.
+    Results have memory of their own, with the strides from tracing. The first call raises DcompileError if the other
+    compiler returns another shape or dtype.
     """
 
     def __init__(
@@ -36,20 +36,20 @@ class RegionCall:
     ) -> None:
         self.number, self.backend, self.function, self.what = number, backend, function, what
         self.layouts = layouts
-        """Of each result; None where sizes are symbols."""
+        """Layout of each result; None where sizes are symbols."""
         self.cost_us = cost_us
-        """What a call takes by estimate, in microseconds."""
+        """Estimated time of a call, in microseconds."""
         self._checked = False
         self.__name__ = region_name(number)
 
     def __call__(self, values: list[Any]) -> Any:
-        """Run; `values` is emptied, so that inputs which nobody else holds are freed on the way."""
+        """Run. `values` is emptied, so that inputs without other holders are freed on the way."""
         if not self._checked:
             return self._first(values)
         return self._returned([*self.function(values)])
 
     def _first(self, values: list[Any]) -> Any:
-        """The first call: check what the other compiler returns, and have copied what must not share memory."""
+        """Run the first call: check results, and find those that must be copied because they share memory."""
         inputs = {_memory(value) for value in values if isinstance(value, torch.Tensor)}
         found = self.function(values)
         if isinstance(found, torch.Tensor):
@@ -84,7 +84,7 @@ class RegionCall:
         )
 
     def _separate(self, results: list[Any], inputs: set[int]) -> None:
-        """From the first call on, copy results that share memory with an input or with each other."""
+        """Copy results that share memory with an input or with each other, in this call and in later ones."""
         seen = inputs - {0}
         shared: list[int] = []
         for place, result in enumerate(results):
@@ -97,12 +97,12 @@ class RegionCall:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Where a tensor's storage begins; 0 where it has none."""
+    """Address of a tensor's storage; 0 if it has none."""
     return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
 
 
 def _laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A copy with the strides that are wanted, which may repeat elements; raises where sizes are others."""
+    """Copy a tensor to the given strides, which may repeat elements. Raises if sizes differ."""
     shape, strides, dtype = layout
     once = tuple(1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True))
     made = torch.empty_strided(once, strides, dtype=dtype, device=tensor.device)
@@ -111,7 +111,7 @@ def _laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def _in_list(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], list[Any]]:
-    """A function that returns its one result as others return several."""
+    """Wrap a function with one result, so that it returns a list."""
 
     def call(values: list[Any]) -> list[Any]:
         return [function(values)]
@@ -120,7 +120,7 @@ def _in_list(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], list
 
 
 def _copying(function: Callable[[list[Any]], Any], places: Sequence[int]) -> Callable[[list[Any]], list[Any]]:
-    """The function with these results copied."""
+    """Wrap a function so that these results are copied."""
 
     def call(values: list[Any]) -> list[Any]:
         results = [*function(values)]

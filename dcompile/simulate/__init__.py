@@ -1,1 +1,1 @@
-"""What a training step would cost on machines that are not there: memory, collectives and time of each rank."""
+"""Estimate a training step on machines that are not available: memory, collectives and time of each rank."""

@@ -1,4 +1,4 @@
-"""What a training step would take on machines that are not there: `python -m dcompile.simulate --help`."""
+"""Estimate a training step on machines that are not available: `python -m dcompile.simulate --help`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trace, estimate, print."""
+    """Trace, estimate and print."""
     options = _parser().parse_args(argv)
     try:
         if options.check:
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measured(path: Path) -> Mapping[str, Any]:
-    """What a benchmark has written. Raises OptionError."""
+    """Read a benchmark's results. Raises OptionError."""
     wanted = "a file that `python -m benchmarks.gpu_ddp_fsdp` writes with --out or --save"
     try:
         found = json.loads(path.read_text())
@@ -70,7 +70,7 @@ def _measured(path: Path) -> Mapping[str, Any]:
 
 
 def simulate(options: argparse.Namespace) -> dict[str, Any]:
-    """All rows. Raises OptionError."""
+    """Compute all rows of the table. Raises OptionError."""
     config = configuration(options.config, options.length)
     layers, worlds = config.num_hidden_layers, [int(n) for n in options.world_size.split(",")]
     fabrics = _fabrics(options.fabric.split(","))
@@ -127,7 +127,7 @@ HEAD = (
 
 
 def page(result: dict[str, Any]) -> Iterable[str]:
-    """The table, and how it came about."""
+    """Lines of the table, and of how it was made."""
     traced = result["traced_layers"]
     tokens = f"{result['batch']} x {result['length']} tokens a rank"
     yield f"{result['config']}, {result['kind']}: {result['layers']} layers, {tokens}"

@@ -1,4 +1,4 @@
-"""How far the cost model is from steps that were measured: files that benchmarks/gpu_ddp_fsdp.py writes."""
+"""Compare the cost model with measured steps, from files that benchmarks/gpu_ddp_fsdp.py writes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dcompile.simulate.models import SHAPES, configuration
 from dcompile.simulate.trace import ParallelLayout, trace
 
 BATCHES: Mapping[str, tuple[int, int]] = {"1B": (4, 2048), "160M": (4, 1024), "tiny": (2, 64)}
-"""Rows and tokens a row of each benchmark's model."""
+"""Rows, and tokens per row, of each benchmark's model."""
 COMPARED = {"ms": "step", "compute_ms": "compute", "comm_ms": "communication", "exposed_ms": "exposed"}
 """Field of the benchmark -> field of the estimate. Measured compute includes the optimizer.
 
-The step is timed over seconds, at the power limit; the others are those of three profiled steps, at full clocks.
+The step is timed over seconds, at the power limit. The other fields are from three profiled steps, at full clocks.
 """
 
 
@@ -56,19 +56,22 @@ def check(measured: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measured_as(field: str, found: Mapping[str, Any]) -> str:
-    """The benchmark's field to compare with: of steps replayed as CUDA graphs, the peak is without their pool."""
+    """Field of the benchmark to compare with.
+
+    For steps replayed as CUDA graphs, the measured peak leaves out their pool.
+    """
     return "reserved_mib" if field == "peak_mib" and found.get("replays") else field
 
 
 def _way(name: str) -> tuple[str, bool]:
-    """What a peer's name says of its options: `recompute`, and whether gathers are all collectives."""
+    """Options from a peer's name: `recompute`, and whether all gathers are collectives."""
     return "memory" if "memory" in name else "registers", "collective" in name
 
 
 def predict(
     shape: str, kind: str, ranks: int, device: str, recompute: str = "registers", collective: bool = False
 ) -> dict[str, float]:
-    """Milliseconds by the model, and the peak of memory."""
+    """Predicted milliseconds and peak of memory."""
     rows, length = BATCHES[shape]
     sharded = kind.startswith("fsdp")
     spread = ParallelLayout("fsdp" if sharded else "ddp", ranks, ranks if sharded else 1)
@@ -82,7 +85,7 @@ def predict(
 
 
 def _notes(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What is to be known of the lines."""
+    """Notes on the lines."""
     if any(row["what"] == "reserved_mib" for row in rows):
         yield (
             "reserved_mib: what the allocator had reserved, beside the predicted peak of what is in use; the measured "

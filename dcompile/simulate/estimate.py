@@ -1,4 +1,4 @@
-"""From traced programs to memory and time of a rank, by the cost model."""
+"""Estimate memory and time of a rank from traced programs, by the cost model."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ UPDATE_SHARE = 0.63
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What beside the programs decides what a step takes."""
+    """Conditions of a step besides its programs."""
 
     figures: Figures
     spread: ParallelLayout
     state_dtype: str = "bfloat16"
-    """Of parameters, gradients and Adam's two moments as they are kept."""
+    """Dtype in which parameters, gradients and Adam's two moments are stored."""
     early_bytes: int | None = None
     least_copied: int = LEAST_COPIED
-    """Bytes of a gather, on average, from which on ranks of one machine copy."""
+    """Average bytes of a gather from which ranks of one machine copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One step of one rank. Bytes, and seconds."""
+    """Estimate of one step of one rank, in bytes and seconds."""
 
     parameters: float
     gradients: float
     optimizer: float
     saved: float
-    """What the forward keeps for the backward."""
+    """Tensors that the forward keeps for the backward."""
     gathered: float
-    """The most that lies gathered at one time; part of `peak`."""
+    """Most gathered bytes at one time; part of `peak`."""
     peak: float
     collectives: float
     exchanged: float
-    """Bytes that all collectives are about, whole buffers."""
+    """Bytes of all collectives, counting whole buffers."""
     compute: float
     communication: float
     exposed: float
     tail: float
-    """Of that, behind the last step that computes."""
+    """Part of `exposed` after the last step that computes."""
     update: float
-    """The optimizer, by the bytes of fused Adam."""
+    """Optimizer step, from the bytes that fused Adam moves."""
     step: float
 
 
 def estimate(traced: TracedStep, setup: Setup) -> Estimate:
-    """What the traced step comes to."""
+    """Estimate one traced step."""
     groups = {"group": replace(setup.spread.group, copies=_copies(traced.forward, setup))}
     programs = [
         overlap_collectives(p, setup.figures, groups, setup.early_bytes) for p in (traced.forward, traced.backward)
     ]
-    # gigabytes of GPU memory: sizes of kernels' tiles count
+    # cost GEMMs as on a GPU, in whole tiles
     programs = [replace(p, buffers=tuple(replace(b, device="cuda") for b in p.buffers)) for p in programs]
     lines = [
         timeline(
@@ -106,15 +106,16 @@ def _copies(forward: Program, setup: Setup) -> bool:
     figures, spread = setup.figures, setup.spread
     if spread.kind != "fsdp" or not figures.copy_gbs or not 1 < spread.shard <= figures.links[-1].ranks:
         return False
-    gathers = [step for step in forward.steps if isinstance(step, Collective) and step.kind == "all_gather"]
+    gathers = [step for step in forward.steps if isinstance(step, Collective) and step.gathers_parameters]
     gathered = sum(collective_bytes(step, forward.table) for step in gathers)
     return bool(gathers) and gathered >= setup.least_copied * len(gathers)
 
 
 def _reduced_bytes(backward: Program, setup: Setup, parameters: float) -> np.ndarray:
-    """What gradients hold at each step of a backward beside its own buffers, which those of a plain one are.
+    """Bytes of gradients at each step of a backward outside of its own buffers.
 
-    DDP's buckets are there from the beginning, reduced shards from the wait for their collective on.
+    (A plain one has its gradients in those.) DDP's buckets exist from the beginning, reduced shards from the wait for
+    their collective on.
     """
     steps = backward.steps
     if setup.spread.kind == "plain":
@@ -122,7 +123,7 @@ def _reduced_bytes(backward: Program, setup: Setup, parameters: float) -> np.nda
     if setup.spread.kind == "ddp":
         return np.full(len(steps) + 1, parameters)
     arrived, table = np.zeros(len(steps) + 1), backward.table
-    scattered = {s.bucket for s in steps if isinstance(s, Collective) and s.kind == "reduce_scatter"}
+    scattered = {s.bucket for s in steps if isinstance(s, Collective) and s.call is None and not s.gathers_parameters}
     for place, step in enumerate(steps):
         if isinstance(step, Wait) and step.bucket in scattered:
             arrived[place] = sum(_nbytes(table[name]) for name in step.reads)
@@ -136,30 +137,30 @@ def _tail(line: PredictedTimeline) -> float:
 
 
 def extrapolate_layers(shallow: Estimate, deep: Estimate, traced: tuple[int, int], layers: int) -> Estimate:
-    """The estimate for `layers`, along the line through those of two depths: each further layer adds the same."""
+    """Extrapolate linearly to `layers` from the estimates of two depths: each further layer adds the same."""
     factor = (layers - traced[1]) / (traced[1] - traced[0])
     values = ((getattr(shallow, f.name), getattr(deep, f.name)) for f in fields(Estimate))
     return Estimate(*(high + factor * (high - low) for low, high in values))
 
 
 def _kept_bytes(parameters: Iterable[ParamInfo], setup: Setup) -> float:
-    """What this rank holds of all parameters."""
+    """Bytes that this rank stores of all parameters."""
     size = ITEMSIZE[setup.state_dtype]
     whole = sum(size * (p.shard.numel / setup.spread.shard if p.shard else prod(p.shape)) for p in parameters)
     return float(whole)
 
 
 def saved_bytes(forward: Program, results: int) -> float:
-    """What the forward's outputs behind its results hold, beside its inputs."""
+    """Bytes of the forward's outputs after its results, without its inputs."""
     kept = {output.buffer for output in forward.outputs[results:] if isinstance(output, View)}
     kept -= set(forward.inputs)
     return float(sum(_nbytes(forward.table[name]) for name in kept))
 
 
 def live_bytes(program: Program, held: frozenset[str], only: str = "") -> np.ndarray:
-    """Live bytes at each step, parameters and gradient buckets apart: inputs until their last use, outputs to the end.
+    """Live bytes at each step, without parameters and gradient buckets.
 
-    `only` restricts it to buffers whose names begin so.
+    Inputs live until their last use, outputs to the end. `only` restricts it to buffers whose names have this prefix.
     """
     table, count = program.table, len(program.steps)
     first: dict[str, int] = dict.fromkeys((n for n in program.inputs if n in table), 0)

@@ -48,7 +48,7 @@ SHAPES: Mapping[str, dict[str, Any]] = {
 
 
 def configuration(name: str, length: int) -> Any:
-    """The configuration behind a name, or of a JSON file. Raises OptionError."""
+    """Configuration of a named model, or from a JSON file. Raises OptionError."""
     from transformers import AutoConfig, LlamaConfig
 
     if name in SHAPES:
@@ -69,7 +69,7 @@ def configuration(name: str, length: int) -> Any:
 
 
 def with_layers(config: Any, layers: int) -> Any:
-    """The same model with so many layers."""
+    """Copy of a configuration with another number of layers."""
     shallow = type(config).from_dict(config.to_dict())
     shallow.num_hidden_layers = layers
     if getattr(shallow, "layer_types", None):

@@ -1,8 +1,8 @@
-"""Plan the forward and backward of a model that holds no data, spread over ranks that are not there.
+"""Plan the forward and backward of a model without data, distributed over ranks that do not exist.
 
 The pipeline is that of a real run: TorchDynamo, AOTAutograd, lowering, fusion, insertion of collectives, scheduling,
-memory planning. Parameters and inputs are fake CPU tensors, which have no memory; the programs are then costed as if
-they ran on the machine that is asked about. Attention is therefore the CPU's operator, whose work is that of the GPU's.
+memory planning. Parameters and inputs are fake CPU tensors without memory. The cost model then prices the programs as
+if they ran on the requested machine. So attention is the CPU's operator, which does the same work as the GPU's.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from dcompile.ir.nodes import Program
 from dcompile.machine_model import GroupSize
 
 DDP_RULE = BucketRule(1 << 20, 25 << 20)
-"""DDP's own default limits."""
+"""DDP's default limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """How a model is spread: `ddp`, or `fsdp` (fully_shard on each layer and on the root) over `shard` ranks.
+    """Distribution of a model: `ddp`, or `fsdp` (fully_shard on each layer and on the root) over `shard` ranks.
 
-    With fewer ranks to a shard group than there are, groups are replicas of one another (HSDP).
+    If a shard group is smaller than the world, groups are replicas of one another (HSDP).
     """
 
     kind: Literal["plain", "ddp", "fsdp"]
@@ -49,7 +49,7 @@ class ParallelLayout:
 
     @property
     def group(self) -> GroupSize:
-        """What the programs' collectives run on."""
+        """Size of the group that runs the programs' collectives."""
         if self.kind == "fsdp":
             return GroupSize(self.shard, replicas=self.world // self.shard)
         return GroupSize(self.world)
@@ -57,15 +57,15 @@ class ParallelLayout:
 
 @dataclass(frozen=True, slots=True)
 class TracedStep:
-    """The programs of one step, without places in memory, and what is known of the parameters."""
+    """Programs of one step before memory planning, and the parameters."""
 
     forward: Program
     backward: Program
     parameters: tuple[ParamInfo, ...]
     held: frozenset[str]
-    """Inputs of the programs that are parameters: there the whole time."""
+    """Inputs of the programs that are parameters, which always exist."""
     results: int
-    """Outputs of the forward that the user sees."""
+    """Number of the forward's outputs that the user sees."""
 
 
 def trace(
@@ -77,9 +77,9 @@ def trace(
     dtype: str = "bfloat16",
     recompute: str = "registers",
 ) -> TracedStep:
-    """The programs of one training step of a causal language model, before collectives are scheduled.
+    """Trace one training step of a causal language model. Return its programs before collectives are scheduled.
 
-    `recompute` is the option of that name. Raises OptionError where the model does not come out as one graph.
+    `recompute` is the option of that name. Raises OptionError if the model is not captured as one graph.
     """
     import transformers
 
@@ -115,7 +115,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _SimulatedAdapter(PlainAdapter):
-    """Parameters spread as DDP or fully_shard would: numbered, in groups of layers, padded to whole shards."""
+    """Adapter of parameters sharded as by DDP or fully_shard: numbered, grouped by layer, padded to whole shards."""
 
     synchronizes = True
 
@@ -124,7 +124,7 @@ class _SimulatedAdapter(PlainAdapter):
         named = list(model.named_parameters())
         groups = _groups(model)
         self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(named)}
-        self.parameters = [parameter for _, parameter in named]  # kept, so that no id is given out anew
+        self.parameters = [parameter for _, parameter in named]  # kept alive, so that no id is reused
         self.infos = tuple(self._info(n, name, p, groups.get(id(p), 0)) for n, (name, p) in enumerate(named))
 
     def _info(self, number: int, name: str, parameter: Any, together: int) -> ParamInfo:
@@ -157,9 +157,9 @@ def _groups(model: torch.nn.Module) -> dict[int, int]:
 
 
 class _SimulatedGraph(DynamoGraph):
-    """A graph whose backward is planned with its forward, for ranks that the adapter makes up."""
+    """A graph whose backward is planned with its forward, for the adapter's simulated ranks."""
 
-    gpu = "cpu"  # which stands for one here
+    planned_for = "cuda"
     needs_data = False
 
     placeholders: dict[str, int]
@@ -201,7 +201,7 @@ class _SimulatedGraph(DynamoGraph):
 
 
 class _SimulatingCompiler(PlanningCompiler):
-    """Keeps the program of each graph that it plans; fake tensors run it by shapes alone."""
+    """Compiler that keeps the program of each graph that it plans; fake tensors run it by shapes alone."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -213,12 +213,12 @@ class _SimulatingCompiler(PlanningCompiler):
         self.programs[request.name] = _without_placement(plan.program)
 
     def gathered(self, number: int) -> torch.Tensor:
-        """The parameter itself: made-up ranks have no shards."""
+        """The parameter itself: simulated ranks have no shards."""
         return self.parameters[number]
 
 
 def _without_placement(program: Program) -> Program:
-    """As before memory planning, so that it can be scheduled anew; what lies in a bucket or a unit stays there."""
+    """Undo memory planning, so that the program can be scheduled again. Buffers in a bucket or a unit stay there."""
     planned = {"arena", "out", "input", "library"}
     buffers = tuple(
         replace(buffer, storage=None, offset=0) if buffer.storage in planned else buffer for buffer in program.buffers

@@ -9,7 +9,7 @@ import torch
 import torch._dynamo.utils as utils
 
 import dcompile
-from dcompile.compat import dynamo
+from dcompile.compat.patches.dynamo_metrics import quiet_metrics
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
 WRITER = "_scrubbed_inductor_config_for_logging"
@@ -32,5 +32,5 @@ def test_settings_of_inductor_are_written_for_others_alone() -> None:
 
 def test_a_torch_that_writes_none_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(utils, WRITER, raising=False)
-    with dynamo._quiet_metrics():
+    with quiet_metrics():
         assert not hasattr(utils, WRITER)

@@ -14,7 +14,6 @@ import numpy as np
 
 from dcompile.codegen.emit.cpp import stream_stores
 from dcompile.codegen.emit.target import KernelSource
-from dcompile.codegen.nest.device_traits import has_atomic
 from dcompile.codegen.nest.gpu_tiling import make_plan
 from dcompile.codegen.schedule.fusion import split_reductions
 from dcompile.codegen.schedule.fusion.fuse import fuse
@@ -24,6 +23,7 @@ from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.codegen.schedule.order.dependences import remove_dead_steps
 from dcompile.codegen.schedule.order.group_updates import group_updates
+from dcompile.device_traits import CUDA
 from dcompile.ir.interpret import GARBAGE, interpret
 from dcompile.ir.nodes import Apply, Loop, Program, Reduce
 from dcompile.ir.ops import DTYPES
@@ -162,7 +162,7 @@ def combines_in_memory(program: Program) -> bool:
     table = program.table
     loops = [step for step in program.steps if isinstance(step, Loop) and make_plan(step).atomic]
     combining = [store for loop in loops for store in loop.stores if store.mode != "set"]
-    return all(has_atomic(store.mode, table[store.buffer].dtype) for store in combining)
+    return all(CUDA.has_atomic(store.mode, table[store.buffer].dtype) for store in combining)
 
 
 def _passes(program: Program, inputs: Inputs) -> str | None:

@@ -63,8 +63,9 @@ def test_everything_a_loop_can_hold():
             "  v3 = ge(index(j0 + -1), 0)",
             "  v5 = cast(h[768*v0 + j0 + -1] if v3 else 0, float32)",
             "  v6 = row_sum(v5)",
+            "  v7 = 2.0:float64",
             "  v8 = cast(v6, float64)",
-            "  r[i0] = mul(v8, 2.0:float64)",
+            "  r[i0] = mul(v8, v7)",
             "  c[j0] sum= v5",
         ]
     )

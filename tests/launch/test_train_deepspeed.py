@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
+import signal
 from pathlib import Path
 
 import pytest
+import torch
 import train_deepspeed
 from common import UserError
+from data import END
 from report import read_metrics
+from transformers import AutoModelForCausalLM
 
-from tests.job import ROOT, one_layer, run, torchrun
+from tests.job import ROOT, Job, one_layer, run, torchrun
 
 
 def flags(**given: object) -> argparse.Namespace:
@@ -65,3 +70,29 @@ def test_it_trains_and_goes_on(tmp_path: Path) -> None:
         losses[name] = [line["loss"] for line in read_metrics(folder / "metrics.jsonl") if "loss" in line]
     assert losses["ours"] == pytest.approx(losses["eager"], rel=1e-4) and len(losses["ours"]) == 4
     assert losses["ours"][-1] < losses["ours"][0]
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "hf") for name in ("ours", "eager")]
+    tokens = torch.tensor([[END, *b"Licensed under the Apache"]])
+    found, expected = (model(input_ids=tokens, labels=tokens).loss.item() for model in models)
+    assert found == pytest.approx(expected, rel=1e-4) and found < math.log(258), "gathered, and trained"
+
+
+@pytest.mark.deepspeed
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_a_signal_ends_it_with_a_checkpoint(tmp_path: Path) -> None:
+    command = torchrun(
+        2, "launch/train_deepspeed.py", f"--config={one_layer(tmp_path)}", "--deepspeed=zero1", "--device=cpu",
+        "--batch-size=1", "--seq-len=32", f"--data={ROOT / 'LICENSE'}", "--log-freq=1", "--backend=eager",
+        f"--output-dir={tmp_path / 'out'}", "--resume=auto",
+    )  # fmt: skip
+    job = Job([*command, "--steps=100000", "--checkpoint-interval=0"], tmp_path)
+    job.wait_for("step 2", 300)
+    assert not list((tmp_path / "out/checkpoints").glob("*")), "none is due yet"
+    job.process.send_signal(signal.SIGTERM)
+    job.wait(60)
+    (saved,) = (tmp_path / "out/checkpoints").glob("step-*")
+    assert f"stopped by SIGTERM: {saved} has step" in job.output and "go on with --resume auto" in job.output
+    done = int(saved.name.removeprefix("step-"))
+    assert run([*command, f"--steps={done + 1}"], tmp_path, 300)[0] == 0
+    assert [line["step"] for line in read_metrics(tmp_path / "out/metrics.jsonl") if "loss" in line][-1] == done + 1
+    assert (tmp_path / "out/hf/model.safetensors").is_file()

@@ -51,7 +51,7 @@ def exposed(pipeline: Pipeline, gm: Any, request: Any, cache: KernelCache) -> tu
     program = plan_memory.run(replace(program, outputs=program.outputs + views), *plan_memory.given(request))
     kernels = pipeline.emit(program, request)
     plan = ProgramPlan(lowered, program, kernels, _report(program, kernels))
-    building = pipeline._begin(kernels, pipeline._arch(gm), cache)
+    building = pipeline._compilers.begin(kernels, pipeline._arch(gm), cache)
     made, _ = pipeline.finish(
         PendingGraph(plan, host_program.emit(program, kernels, recycle=False), building), gm, request, cache
     )

@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
 from dcompile.compat import groups
-from dcompile.compat.tensors import real_tensors
 from dcompile.compat.trace_records import NotKeepable
 from dcompile.compat.trace_state import (
     callable_text,
     check_captured,
+    device_text,
     global_state,
+    numbers_digest,
     result_text,
     static_mark,
     tensor_text,
@@ -44,8 +45,6 @@ _ELSEWHERE = frozenset(
     )
 )  # fmt: skip
 """Settings that say where things are written, and nothing of a trace."""
-LARGEST_HELD = 1 << 16
-"""Bytes of a tensor that a captured graph holds, and up to which its numbers are part of the key."""
 _MARKS = ("custom", "recompute", "ac_graph_id")
 """What notes at a captured node say to those who trace it."""
 
@@ -71,21 +70,12 @@ def _environment(config: Config) -> Iterator[str]:
 
 def _input(value: Any, storages: dict[int, int]) -> str:
     if isinstance(value, torch.Tensor):
-        where = _gpu(value.device)
-        return f"input {tensor_text(value, storages)}{where}"
+        return f"input {tensor_text(value, storages)}{device_text(value.device)}"
     if type(value) in (int, float, bool, str):
         return f"input {value!r}"
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         raise NotKeepable("its sizes are symbolic")
     raise NotKeepable(f"an input is a {type(value).__name__}")
-
-
-def _gpu(device: torch.device) -> str:
-    """What kind of GPU a tensor is on: which attention is traced follows from that."""
-    if device.type != "cuda":
-        return ""
-    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call, unused-ignore]
-    return f" {torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)} cudnn {cudnn}"
 
 
 class _GraphText:
@@ -124,12 +114,7 @@ class _GraphText:
             return
         if not isinstance(value, torch.Tensor):
             raise NotKeepable(f"it holds a {type(value).__name__}")
-        text = tensor_text(value, self._storages)
-        if value.device.type != "cpu" or value.nbytes > LARGEST_HELD:
-            raise NotKeepable(f"it holds a tensor of {value.nbytes} bytes on {value.device}")
-        with real_tensors(), torch.no_grad():
-            numbers = value.detach().contiguous().view(-1).view(torch.uint8).tolist() if value.numel() else []
-        yield f"{name} {text} {hashlib.sha256(bytes(numbers)).hexdigest()}"
+        yield f"{name} {tensor_text(value, self._storages)} {numbers_digest(value)}"
 
 
 def _text(value: Any, numbers: dict[Node, int]) -> str:

@@ -1,0 +1,1 @@
+"""Targets: kernels in C++ and Triton, and the host program that calls them."""

@@ -1,6 +1,7 @@
-"""Floats of 8 bits in C++: kernels hold them as their bytes, as loops do, and convert them by way of float32.
+"""8-bit floats in C++: kernels hold them as bytes, as loops do, and convert them through float32.
 
-Integer arithmetic and selects, which g++ makes vectors of; no processor's own conversion is used, as few have one.
+The code is integer arithmetic and selects, which g++ vectorizes. It uses no conversion instructions, since few
+processors have them.
 """
 
 from __future__ import annotations
@@ -47,5 +48,5 @@ template <class T> INLINE uint8 to_float8_e8m0fnu(T x) { return nearest_float8_e
 
 
 def decoded(text: str, dtype: str) -> str:
-    """What a cast takes, as kernels of either language spell it: the number that a byte is, or the value itself."""
+    """Return a cast's operand as kernels of either language write it: the decoded number for a byte, else the value."""
     return f"from_{dtype}({text})" if dtype in FLOAT8 else text

@@ -1,4 +1,4 @@
-"""Names of kernels: what they compute, in the words of the ops, and a digest of their text."""
+"""Names of kernels: the names of their main ops, and a digest of their text."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dcompile.ir.nodes import Apply, Loop, Reduce, Scan
 from dcompile.ir.ops import OPS
 
 MAX_WORDS = 4
-"""Ops that a name tells of: those that say most about the kernel."""
+"""Ops in a name: those that characterize the kernel best."""
 
 
 def describe_loop(loop: Loop) -> str:
-    """`exp_sum_div`: reductions and the costliest ops of a loop, in the order in which it computes them.
+    """Return a loop's reductions and costliest ops, in order of computation: `exp_sum_div`.
 
-    A loop that computes nothing is a `copy`. Equal loops have equal names, whichever modules they came from.
+    A loop that computes nothing is a `copy`. Equal loops have equal names, whatever modules they came from.
     """
     words: dict[str, float] = {}
     for value in loop.body:
@@ -39,5 +39,5 @@ def _joined(words: Sequence[str]) -> str:
 
 
 def kernel_name(described: str, digest: str) -> str:
-    """The name of a kernel. `digest`: hexadecimal digits of its text, so that equal names have equal texts."""
+    """Return the name of a kernel. `digest`: hexadecimal digits of its text, so that equal names have equal texts."""
     return f"fused_{described}_{digest[:16]}"

@@ -1,35 +1,64 @@
-"""Which target writes each kernel of a program."""
+"""The targets, whether a graph may have kernels, and which target writes each kernel of a program."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
 
 from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.emit.cpp.plan import NestDecision
-from dcompile.codegen.emit.target import Kernels, KernelSource
+from dcompile.codegen.emit.target import Kernels, KernelSource, Target
 from dcompile.codegen.emit.triton import kernel, matmul_epilogue, segment_sum
 from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, fuse_launches
-from dcompile.codegen.nest.device_traits import on_gpu
+from dcompile.device_traits import loop_traits, main_device, traits_of
 from dcompile.ir.nodes import Buffer, Loop, Program
+from dcompile.toolchain import triton_version
+
+TARGETS: Mapping[str, Target] = {target.traits.name: target for target in (cpp_kernel.TARGET, kernel.TARGET)}
+"""By the type of the device that a target makes kernels for."""
+
+
+def why_no_kernels(devices: Collection[torch.device]) -> str | None:
+    """Why a graph on these devices can have no kernels of ours; None if it can."""
+    others = {device for device in devices if not traits_of(device.type).is_host}
+    if not others:
+        return None
+    if len(others) > 1 or next(iter(others)).type not in TARGETS:
+        return f"it is on {', '.join(sorted(map(str, others)))}; kernels are made for one CUDA GPU"
+    if torch.version.hip is not None or torch.cuda.get_device_capability(next(iter(others))) < (8, 0):
+        return "its GPU is none of NVIDIA's from compute capability 8.0 on"
+    if triton_version() is None:
+        return "it is on a GPU, and Triton, which compiles kernels for it, is not installed"
+    return None
+
+
+def architecture(devices: Collection[torch.device]) -> int | None:
+    """The compute capability that kernels on these devices are for, as 90 for 9.0; None if none is on a GPU."""
+    gpu = next((device for device in devices if not traits_of(device.type).is_host), None)
+    if gpu is None or why_no_kernels(devices) is not None:
+        return None
+    major, minor = torch.cuda.get_device_capability(gpu)
+    return 10 * major + minor
 
 
 def emit_all(program: Program, kind: str, decisions: Sequence[NestDecision], *, own_products: bool) -> Kernels:
-    """The kernel of each loop, for the device whose memory it writes; on the CPU also of matrix products, if wanted.
+    """Emit the kernel of each loop for the device whose memory it writes; on CPUs also matmuls, if `own_products`.
 
-    `decisions`: what plans the nests of C++ kernels (`NEST_PASSES`).
+    `decisions`: the rows of `NEST_PASSES`, which plan C++ kernels.
     """
     table = program.table
     loops = [step for step in program.steps if isinstance(step, Loop)]
-    if not any(buffer.device != "cpu" for buffer in program.buffers):
+    if traits_of(main_device(buffer.device for buffer in program.buffers)).is_host:
         return cpp_kernel.emit_all(program, decisions, training=kind == "forward", own_products=own_products)
-    constant = constants(program) if kind == "inference" else None  # in training, kernels are not as brief
+    constant = constants(program) if kind == "inference" else None  # training kernels run longer than their launch
     nothing = None if constant is None else frozenset[str]()
     single = [_kernel(loop, table, nothing, decisions) for loop in loops]
     calls = fuse_launches(program, single)
     if constant:
         first = first_launch(calls)
         for number in range(first + 1, len(loops)):
-            if on_gpu(loops[number], table) and constant & loops[number].reads:
+            if loop_traits(loops[number], table).many_threads and constant & loops[number].reads:
                 single[number] = _kernel(loops[number], table, constant, decisions)
         early = fuse_launches(program, single)
         calls = early if first_launch(early) == first else calls
@@ -41,4 +70,6 @@ def _kernel(
 ) -> KernelSource:
     if loop.product is not None:
         return matmul_epilogue.emit(loop, table)
-    return kernel.emit(loop, table, constant) if on_gpu(loop, table) else cpp_kernel.emit(loop, table, decisions)
+    if loop_traits(loop, table).is_host:
+        return cpp_kernel.emit(loop, table, decisions)
+    return kernel.emit(loop, table, constant)

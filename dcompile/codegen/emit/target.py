@@ -1,20 +1,23 @@
-"""What a target supplies: a language, a spelling for each operation, and one function from a loop to its source."""
+"""The interface of a target: a language, a spelling for each operation, and a function from a loop to its source."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
+from dcompile.device_traits import DeviceTraits
 from dcompile.ir.index import Size
 from dcompile.ir.nodes import View
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How a GPU runs one function of a kernel's text: `grid` programs of `warps` times 32 threads.
+    """One GPU launch of a function in a kernel's text: `grid` programs of `warps` times 32 threads.
 
-    `arguments` are positions in the kernel's list of buffers and, behind those, its size symbols; `types` are their
-    types, as the language spells them.
+    `arguments` are positions in the kernel's list of buffers followed by its size symbols; `types` are their types in
+    the target's language.
     """
 
     function: str
@@ -26,12 +29,12 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class KernelSource:
-    """One kernel. Loops that differ only in names have equal text, and so one name: they share one compiled function.
+    """One kernel. Loops that differ only in names have equal text and name, and share one compiled function.
 
-    `arguments` are the buffers to pass, in order, and after them the size symbols in `sizes`, as 64-bit integers.
-    A GPU kernel has the integers `numbers` behind those.
-    `checked` kernels return non-zero after an integer division by zero, or where a position lay outside.
-    `launches` is what runs it on a GPU, in order; a C++ kernel is called and has none.
+    `arguments` are the buffers to pass, in order, followed by the size symbols in `sizes` as 64-bit integers. A GPU
+    kernel then takes the integers in `numbers`.
+    `checked` kernels return non-zero after an integer division by zero or a position out of range.
+    `launches` are its launches on a GPU, in order; a C++ kernel is called and has none.
     """
 
     name: str
@@ -45,17 +48,17 @@ class KernelSource:
     launches: tuple[Launch, ...] = ()
     numbers: tuple[int, ...] = field(default=(), compare=False)
     plan: tuple[str, ...] = field(default=(), compare=False)
-    """What was decided about its loops, a line each, for people."""
+    """Decisions about its loops, one line each, for people."""
     kind: str = ""
-    """How a kernel for GPUs goes through its loop: `gpu_tiling.Kind`."""
+    """Tiling of a GPU kernel: `gpu_tiling.Kind`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryReplacement:
-    """A library call that a kernel of ours does instead: a matrix product, or on a GPU what no loop says.
+    """A kernel that replaces a library call: a matmul, or on a GPU an operation without a loop form.
 
-    `views` of a product are left, right, result and what is added (or None), `sizes` what it is told beside addresses.
-    A GPU's kernel names its buffers itself, as those of loops do.
+    `views` of a matmul are left, right, result and addend (or None); `sizes` are its arguments besides addresses. A GPU
+    kernel lists its buffers itself, as those of loops do.
     """
 
     kernel: KernelSource
@@ -65,11 +68,11 @@ class LibraryReplacement:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """All kernels of a program: one for each of its loops, in order, and each different one once."""
+    """All kernels of a program: one for each of its loops, in order, and each distinct one once."""
 
     calls: tuple[KernelSource, ...]
     products: Mapping[int, LibraryReplacement] = field(default_factory=dict)
-    """Library calls, by their position among the steps, that a kernel of ours does instead."""
+    """Library calls replaced by a kernel, by their position among the steps."""
 
     @property
     def sources(self) -> tuple[KernelSource, ...]:
@@ -77,9 +80,51 @@ class Kernels:
         return tuple({kernel.name: kernel for kernel in used}.values())
 
 
+class Cache(Protocol):
+    """Storage of compiled kernels."""
+
+    @property
+    def directory(self) -> Path:
+        """Directory for the compilers' output, so that publishing it is a rename."""
+
+    def find(self, key: str) -> Path | None:
+        """Return the verified library that holds a kernel; None if it must be built."""
+
+    def put(self, keys: Sequence[str], built: Path) -> Path:
+        """Take over a library that holds these kernels; return its new path."""
+
+
 @dataclass(frozen=True, slots=True)
-class Emitter:
-    """One target. `spelling` maps each op to a format string over {0}, {1}, {2} and {dtype}, the result's."""
+class Built:
+    """The library of each kernel, by name; the kernels compiled now; their keys."""
+
+    libraries: Mapping[str, Path]
+    compiled: frozenset[str]
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def built(self) -> int:
+        """Number of kernels compiled now."""
+        return len(self.compiled)
+
+    @property
+    def cached(self) -> frozenset[str]:
+        """Names of the kernels found in the cache."""
+        return frozenset(self.libraries) - self.compiled
+
+    @property
+    def cache_hits(self) -> int:
+        """Number of kernels found in the cache."""
+        return len(self.cached)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What makes kernels for one type of device, which `traits` describe to all other stages.
+
+    `spelling` maps each op to a format string over {0}, {1}, {2} and {dtype}, the result's.
+    """
 
     language: str
     spelling: Mapping[str, str]
+    traits: DeviceTraits

@@ -1,5 +1,5 @@
-"""From ATen to loops: one rule per op, views as index maps, library calls where no loop is wanted.
+"""Lower ATen to loops: one rule for each op, views as index maps, library calls where no loop is wanted.
 
-`program.py` is the way in. Nothing is imported here, for AOTAutograd needs the table of decompositions even where all
-that it traces is in the cache already.
+`lower.py` is the entry point. This file imports nothing: AOTAutograd needs the table of decompositions even if all
+graphs come from the cache.
 """

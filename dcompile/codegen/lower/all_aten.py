@@ -1,4 +1,4 @@
-"""The graph as it is, every op a library call: for debugging, symbolic sizes and what loops cannot say."""
+"""Lower a graph with each op as a library call: for debugging, symbolic sizes and ops that loops cannot express."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from dcompile.codegen.lower.library_calls import (
 )
 from dcompile.codegen.lower.provenance import origin_of
 from dcompile.codegen.lower.symbolic.shapes import opaque_shape
+from dcompile.device_traits import HOST
 from dcompile.ir.index import Size
 from dcompile.ir.nodes import NUMBER, OBJECT, REGION, Arg, Buffer, Extern, Program, Verbatim, View
 
@@ -30,7 +31,7 @@ from dcompile.ir.nodes import NUMBER, OBJECT, REGION, Arg, Buffer, Extern, Progr
 def lower(
     gm: GraphModule, name: str, grads: tuple[tuple[int, int], ...] = (), *, because: str | None = None
 ) -> tuple[Program, dict[str, Any]]:
-    """(program, constants). With `because`, loops were wanted and every call counts as a fallback, for that reason."""
+    """Return (program, constants). With `because`, every call counts as a fallback for that reason."""
     return _AtenWalk(gm, because).run(name, grads)
 
 
@@ -66,8 +67,8 @@ class _AtenWalk:
         return Program(name, inputs, outputs, tuple(self.buffers.values()), tuple(self.steps), grads), self.constants
 
     def _buffer(self, name: str, value: Any) -> View:
-        """A buffer for a value of the graph, as a view of all of it."""
-        dtype, device = OBJECT, "cpu"
+        """Add a buffer for a value of the graph; return a view of all of it."""
+        dtype, device = OBJECT, HOST
         shape: tuple[Size, ...] = ()
         strides: tuple[Size, ...] = ()
         if isinstance(value, torch.Tensor):
@@ -106,7 +107,7 @@ class _AtenWalk:
         return result
 
     def _region(self, node: Node, outs: list[str | None], result: Any) -> Any:
-        """A region that another compiler was handed: no fallback, whatever becomes of the calls around it."""
+        """Call a region compiled by another compiler; it is no fallback, even if the calls around it are."""
         call: Any = node.target
         function = self._constant(call.__name__, call)
         args = (function, *(self._argument(value) for value in node.args))
@@ -130,7 +131,7 @@ class _AtenWalk:
         return [None if view is None else view.buffer for view in views], tuple(views)
 
     def _spelled(self, node: Node) -> tuple[str, tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-        """Op, arguments and keywords; a call that has no text becomes a function kept among the constants."""
+        """Return op, arguments and keywords; a call without a text form becomes a function among the constants."""
         everything = (*node.args, *node.kwargs.values())
         fixed = {n: value.value for n in node.all_input_nodes if isinstance(value := self.values[n], GraphAttribute)}
         if not fixed and not returns_one_in_a_tuple(node) and not any(has_no_text(arg) for arg in everything):

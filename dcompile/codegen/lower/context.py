@@ -1,4 +1,4 @@
-"""The state of one lowering: buffers, steps, and what each FX node has become; stores lazy tensors as loops."""
+"""The state of one lowering: buffers, steps, and the value of each FX node; stores lazy tensors as loops."""
 
 from __future__ import annotations
 
@@ -17,67 +17,68 @@ from dcompile.codegen.lower.symbolic.shapes import opaque_shape, variables_of
 from dcompile.codegen.lower.symbolic.shapes import shape_of as shape_of
 from dcompile.codegen.lower.symbolic.shapes import strides_of as strides_of
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous, is_dense, is_distinct, ranges_of, variables
+from dcompile.device_traits import HOST, DeviceTraits, traits_of
 from dcompile.ir.float8 import OPAQUE
 from dcompile.ir.index import Index, Size, flatten, var
 from dcompile.ir.nodes import NUMBER, Arg, Buffer, Collective, Extern, Loop, Ref, Step, Store, Verbatim, View
 from dcompile.ir.ops import DTYPES
 
 LAY_OUT = "dcompile.lay_out"
-"""lay_out(tensor, strides): a copy of a tensor with these strides."""
+"""lay_out(tensor, strides): copy a tensor into these strides."""
 
 
 class Lowering:
-    """Collects the program of one graph. Rules call `store`, `loop`, `extern`; nothing else changes it."""
+    """Collects the program of one graph. Rules change it only through `store`, `loop` and `extern`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.own_rows = True
-        """Whether products of one row with a matrix may become loops."""
+        """Whether matmuls of one row may become loops (GEMV)."""
         self.deterministic = False
-        """Whether sums must come in a fixed order, where eager's would too."""
-        self.device = "cpu"
+        """Whether sums need a fixed order where eager's have one."""
+        self.device = HOST
         self.buffers: dict[str, Buffer] = {}
         self.steps: list[Step] = []
         self.node = ""
         self.position = 0
-        """Name and position of the FX node that is being lowered."""
+        """Name and position of the FX node being lowered."""
         self.origin: tuple[str, ...] = ()
         self.inputs: dict[str, None] = {}
-        """Buffers that are inputs of the graph, in order; attributes of the module after the arguments."""
+        """Buffers that are inputs of the graph, in order; attributes of the module follow the arguments."""
         self.values: dict[Node, Any] = {}
-        """What each node has become: a `LazyTensor`, a tuple of them, a number."""
+        """Value of each node: a `LazyTensor`, a tuple of them, or a number."""
         self.constants: dict[str, Any] = {}
-        """Values of the inputs that come after the arguments."""
+        """Values of the inputs that follow the arguments."""
         self.lazy: dict[int, tuple[LazyTensor, int]] = {}
-        """Tensors that are not stored and still have users: by id, with the position of the last one."""
+        """Unstored tensors with remaining users, by id, with the position of the last user."""
         self.checked: dict[tuple[View, Size, Size], LazyTensor] = {}
-        """Positions whose bounds were checked: where they lie, and against what."""
+        """Index tensors whose bounds were checked, by their view and the bounds."""
         self.overwritten: set[str] = set()
-        """Inputs whose first values are gone."""
+        """Inputs that no longer hold their initial values."""
         self.given: dict[str, Index] = {}
-        """What integer arguments are worth that are not size symbols themselves."""
+        """Values of integer arguments that are not size symbols themselves."""
         self.known: frozenset[str] = frozenset()
-        """Size symbols that the arguments tell."""
+        """Size symbols defined by the arguments."""
         self.told: frozenset[str] = frozenset()
-        """Size symbols that library calls have told so far."""
+        """Size symbols defined by library calls so far."""
         self.followed: frozenset[str] = frozenset()
-        """Those of them that follow from the arguments' sizes alone, `int(1.7 * size)` say. (A count of elements may be
-        0, and what divides by it has to raise as Python does.)"""
+        """Those of them that the arguments' sizes determine, such as `int(1.7 * size)`. (A count of elements may be 0,
+        and a division by it must raise as in Python.)"""
         self.declined: list[str] = []
-        """Why ops were left to the library for the sake of their sizes."""
+        """Reasons why ops with unsupported sizes became library calls."""
         self.data_given: list[tuple[Extern, int]] = []
-        """Calls that give an input other memory, and what tells that memory from others in eager mode."""
+        """Calls that give an input other memory, with the storage key of that memory in eager mode."""
         self.groups: dict[str, str] = {}
-        """Name of each process group that the graph names -> what plans call it."""
+        """Name of each process group in the graph -> its name in plans."""
         self.in_flight: dict[str, Collective] = {}
-        """Results of collectives that are not waited for yet -> what starts them."""
+        """Results of pending collectives -> the step that starts each."""
         self._stored: dict[int, tuple[LazyTensor, LazyTensor]] = {}
         self._exact: dict[int, tuple[LazyTensor, View]] = {}
         self._numbers: dict[Real, View] = {}
         self._brought: dict[tuple[View, str], LazyTensor] = {}
-        """Copies of tensors that lie on another device."""
+        """Copies of tensors from another device."""
         self._from_cpu = set[str]()
-        """Those of single elements of the CPU: ATen's kernels for GPUs take such for numbers."""
+        """Copies of single CPU elements: ATen's GPU kernels treat such elements as numbers."""
 
     # --- buffers and loops ---
 
@@ -89,7 +90,7 @@ class Lowering:
         name: str | None = None,
         device: str | None = None,
     ) -> View:
-        """A new buffer, named after the FX node and on its device, as a view of all of it."""
+        """Add a buffer, named after the FX node and on its device; return a view of all of it."""
         base = name or self.node
         unique, number = base, 0
         while unique in self.buffers:
@@ -104,7 +105,7 @@ class Lowering:
         self.steps.append(Loop(kept[0].buffer, outer, inner, values, kept, self.origin))
 
     def store(self, tensor: LazyTensor, strides: Shape | None = None, name: str | None = None) -> LazyTensor:
-        """`tensor` computed into a new buffer, with `strides`, else with its own if they are dense."""
+        """Compute `tensor` into a new buffer, with `strides`, else with its own if they are dense."""
         wanted = strides
         if wanted is None:
             wanted = tensor.strides if is_dense(tensor.shape, tensor.strides) else contiguous(tensor.shape)
@@ -113,7 +114,7 @@ class Lowering:
         return replace(from_view(view, tensor.dtype), strides=tensor.strides)
 
     def store_into(self, tensor: LazyTensor, view: View) -> None:
-        """A loop that writes every element of `tensor` to where it lies in `view`."""
+        """Add a loop that writes every element of `tensor` into `view`."""
         body = self.body(ranges_of("i", tensor.shape))
         coords = variables("i", tensor.shape)
         ref = body.trace(_or_nothing(tensor), coords)
@@ -121,15 +122,15 @@ class Lowering:
         self.loop(tensor.shape, (), body, [Store(view.buffer, index, ref)])
 
     def device_of(self, tensor: LazyTensor) -> str | None:
-        """The type of the device that a tensor is computed on; None where nothing tells."""
+        """Return the type of the device that computes a tensor; None where it is undetermined."""
         return next((self.buffers[name].device for name in sorted(tensor.reads)), tensor.device)
 
     def brought(self, tensor: LazyTensor, device: str) -> LazyTensor:
-        """`tensor` where loops on `device` can read it: itself, or a copy that the library makes."""
+        """Return `tensor` readable by loops on `device`: itself, or a copy made by the library."""
         here = self.device_of(tensor)
         if here is None or here == device:
             return tensor
-        if not tensor.reads:  # computed where it is used; a number of the CPU's remains one (`is_number`)
+        if not tensor.reads:  # recomputed at each use; a number of the CPU's remains one (`is_number`)
             return replace(tensor, device=device) if tensor.shape else tensor
         stored = self.memory(tensor)
         assert stored.view is not None
@@ -139,21 +140,26 @@ class Lowering:
             to = {"device": Verbatim(f"torch.device({device!r})"), "memory_format": torch.contiguous_format}
             self.extern("aten._to_copy.default", [stored.view], [copy.buffer], kwargs=to)
             self._brought[key] = from_view(copy, stored.dtype)
-            if tensor.shape == () and here == "cpu":
+            if tensor.shape == () and traits_of(here).is_host:
                 self._from_cpu.add(copy.buffer)
         return replace(self._brought[key], strides=tensor.strides)
 
+    @property
+    def traits(self) -> DeviceTraits:
+        """Of the device that the node's results are on."""
+        return traits_of(self.device)
+
     def is_number(self, arg: Any) -> bool:
-        """Whether an operand is a number, or what counts as one on a GPU."""
+        """Return whether an operand is a number, or is treated as one on a GPU."""
         if not isinstance(arg, LazyTensor):
             return True
         read = arg.view is not None and arg.view.buffer in self._from_cpu
-        return arg.shape == () and (read or (not arg.reads and arg.device == "cpu"))
+        return arg.shape == () and (read or (not arg.reads and arg.device == HOST))
 
     def memory(self, tensor: LazyTensor, anew: bool = True) -> LazyTensor:
-        """`tensor` in memory, whatever the strides: itself, a view of its stored base, or a copy.
+        """Return `tensor` in memory, with any strides: itself, a view of its stored base, or a copy.
 
-        `anew`: whether readers of a few elements may compute those again.
+        `anew`: whether readers of a few elements may recompute them.
         """
         if tensor.view is not None:
             return tensor
@@ -166,11 +172,11 @@ class Lowering:
                 stored = self.store(tensor)
                 if anew:
                     stored = replace(stored, made=tensor, sources=stored.reads | tensor.sources)
-            self._stored[key] = (tensor, stored)  # the tensor is kept, so that its id stays its own
+            self._stored[key] = (tensor, stored)  # keeps the tensor alive, so that its id stays unique
         return self._stored[key][1]
 
     def exact(self, tensor: LazyTensor) -> View:
-        """`tensor` in memory with the strides that torch gave it: what a library call expects."""
+        """Return `tensor` in memory with torch's strides, as a library call expects."""
         stored = self.memory(tensor)
         fits = tensor.dtype not in DTYPES or has_layout(stored, tensor.strides)
         once = tuple(1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.strides, strict=True))
@@ -186,11 +192,11 @@ class Lowering:
         return replace(stored.view, strides=self._strides(stored.view, tensor.strides))
 
     def has(self, sizes: Iterable[Size]) -> bool:
-        """Whether sizes are known here: from the arguments, or from the library calls so far."""
+        """Return whether sizes are known here, from the arguments or from library calls so far."""
         return variables_of(sizes) <= self.known | self.told
 
     def _strides(self, view: View, torchs: Shape) -> Shape:
-        """Those of a view, and of single elements torch's: they mean nothing, but libraries look at them all the same.
+        """Return a view's strides, with torch's for dimensions of one element, which mean nothing but are checked.
 
         (Attention refuses a bias for one key whose last stride is 0.)
         """
@@ -198,13 +204,13 @@ class Lowering:
         return tuple(told if size == 1 and self.has((told,)) else own for size, own, told in each)
 
     def _store_by_library(self, stored: LazyTensor, strides: Shape) -> View:
-        """A copy with strides of which only the run shows whether they tell elements apart."""
+        """Copy into strides that may make elements overlap: only the values at run time decide."""
         view = self.buffer(stored.shape, stored.dtype, strides, device=self.device_of(stored))
         self.extern(LAY_OUT, [stored.view, strides], [view.buffer], fallback=True)
         return view
 
     def _store_once(self, tensor: LazyTensor, once: Shape) -> View:
-        """`tensor` stored with its strides, what is repeated only once: `once` is its shape without repetitions."""
+        """Store `tensor` with its strides, each repeated element once; `once` is its shape without repetitions."""
         part = tensor
         if once != tensor.shape:
             part = replace(remap_view(tensor, once, lambda _, coords: coords), device=tensor.device)
@@ -215,7 +221,7 @@ class Lowering:
     def trace_over(
         self, tensor: LazyTensor, outer_dims: Sequence[int], inner_dims: Sequence[int]
     ) -> tuple[Body, Ref, Coords]:
-        """A body over `outer_dims` (i) and `inner_dims` (j) of a tensor, its element there, and the coordinates."""
+        """Return a body over `outer_dims` (i) and `inner_dims` (j) of a tensor, its element, and its coordinates."""
         outer = tuple(tensor.shape[dim] for dim in outer_dims)
         inner = tuple(tensor.shape[dim] for dim in inner_dims)
         body = self.body({**ranges_of("i", outer), **ranges_of("j", inner)})
@@ -225,7 +231,7 @@ class Lowering:
         return body, body.trace(_or_nothing(tensor), coords), coords
 
     def body(self, ranges: dict[str, Size]) -> Body:
-        """An empty body that reads what is stored already from memory."""
+        """Return an empty body that loads stored tensors from memory."""
         return Body(ranges, self._stored)
 
     # --- library calls ---
@@ -247,7 +253,7 @@ class Lowering:
         named = tuple((key, self.argument(value)) for key, value in (kwargs or {}).items())
         sizes = [size for out in outs if out is not None for size in self.buffers[out].shape]
         sizes += [size for arg in (*converted, *(value for _, value in named)) for size in _sizes_in(arg)]
-        # what tells or takes a size that is known late keeps its place among such calls
+        # calls that define or use a size known late keep their order
         effect = effect or not variables_of(sizes) <= self.known
         tells = tells or self._told_by(outs)
         self.told |= frozenset(tells)
@@ -257,13 +263,13 @@ class Lowering:
         self.steps.append(replace(call, cost_us=cost_us) if cost_us else call)
 
     def _told_by(self, outs: Sequence[str | None]) -> tuple[str, ...]:
-        """Symbols that are a size of what a call returns, and that nothing has told before."""
+        """Return the symbols that are a size of a call's results and have no earlier definition."""
         sizes = (size for out in outs if out is not None for size in self.buffers[out].shape)
         plain = (name for size in sizes for name in variables_of((size,)) if size == var(name) and name[0] != "?")
         return tuple(dict.fromkeys(name for name in plain if name not in self.known | self.told))
 
     def argument(self, value: Any) -> Arg:
-        """A library call's argument: tensors are put into memory, what only torch knows becomes text."""
+        """Convert a library call's argument: tensors are stored, torch objects become text."""
         match value:
             case LazyTensor():
                 return self.exact(value)
@@ -277,20 +283,20 @@ class Lowering:
                 return Verbatim(literal_text(value))
 
     def number(self, value: Real) -> View:
-        """A float made of sizes, worked out by the host program."""
+        """Return a float computed from sizes by the host program."""
         if value not in self._numbers:
             self._numbers[value] = view = self.buffer((), NUMBER, name=value.name)
             self.extern(value.target, value.args, [view.buffer], effect=True)
         return self._numbers[value]
 
     def result(self, value: torch.Tensor, name: str) -> LazyTensor:
-        """A buffer for a tensor that a library call allocates, on its own device: a custom operator may use several."""
+        """Add a buffer for a library call's result, on its own device: a custom operator may use several devices."""
         shape, strides = opaque_shape(value)
         view = self.buffer(shape, dtype_name(value.dtype), strides, name, value.device.type)
         return from_view(view, dtype_name(value.dtype))
 
     def keep_before_overwrite(self, buffer: str, position: int) -> None:
-        """Store what still has to be read from `buffer` before it is overwritten."""
+        """Store lazy tensors that still read `buffer` before it is overwritten."""
         self.overwritten.add(buffer)
         for tensor, last in list(self.lazy.values()):
             if last > position and buffer in tensor.reads:
@@ -298,7 +304,7 @@ class Lowering:
 
 
 def _sizes_in(arg: Arg) -> list[Size]:
-    """The sizes in a library call's argument."""
+    """Return the sizes in a library call's argument."""
     match arg:
         case View():
             return [*arg.shape, *arg.strides, arg.offset]
@@ -311,18 +317,18 @@ def _sizes_in(arg: Arg) -> list[Size]:
 
 
 def _or_nothing(tensor: LazyTensor) -> LazyTensor:
-    """An empty tensor as a constant: a loop over no elements should share no memory that fusion could join it by."""
+    """Return an empty tensor as a constant: a loop over no elements should share no memory that could fuse it."""
     return constant(0, tensor.shape, tensor.dtype) if 0 in tensor.shape and tensor.dtype not in OPAQUE else tensor
 
 
 @lru_cache(maxsize=64)
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch.float32 -> "float32"."""
+    """Return the name of a dtype: torch.float32 -> "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def literal_text(value: Any) -> str:
-    """Python text for a torch object that has a global name."""
+    """Return Python text for a torch object that has a global name."""
     if isinstance(value, torch.device):
         return f"torch.device({str(value)!r})"
     if callable(value) and hasattr(value, "_schema"):

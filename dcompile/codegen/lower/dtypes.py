@@ -1,4 +1,4 @@
-"""Which dtypes loops hold; which operations they do with 8-bit floats, and how ATen bounds what becomes one."""
+"""Dtypes in loops: the supported ones, the operations on 8-bit floats, and their saturation as in ATen."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dcompile.codegen.lower.context import dtype_name
 from dcompile.codegen.lower.lazy_tensor import LazyTensor
 from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rules.views import RULES as VIEWS
+from dcompile.device_traits import traits_of
 from dcompile.ir.float8 import BYTES, MAX_E4M3FN, OPAQUE
 from dcompile.ir.nodes import Apply, Const, Ref, Value, View
 from dcompile.ir.ops import DTYPES
@@ -20,7 +21,7 @@ CONVERSIONS = frozenset((
     "aten.clone.default", "aten._to_copy.default", "aten.lift_fresh_copy.default", "aten.copy.default",
     "prims.convert_element_type.default",
 ))  # fmt: skip
-"""Operations that loops do with such numbers."""
+"""Operations that loops support on 8-bit floats."""
 
 
 FLOAT64_BY_ATEN = frozenset(
@@ -28,18 +29,22 @@ FLOAT64_BY_ATEN = frozenset(
     for namespace in ("aten", "prims")
     for name in ("tan", "asin", "acos", "atan", "sinh", "cosh", "atanh", "log2", "log10")
 )
-"""Functions of float64 that CPU kernels leave to libm, one element at a time. ATen's vectors take 0.28 to 0.67 of that
-time; for erfc, asinh, acosh, atan2 and hypot, which stay in loops, they take 0.9 to 1.1 (one core of an AMD EPYC)."""
+"""Functions of float64 for which CPU loops would call libm, one element at a time. ATen's vector code takes 0.28 to
+0.67 of that time (docs/lab/constants.md, K13)."""
 
 
 def fits_a_loop(target: Any, value: Any, args: list[Any], device: str) -> bool:
-    """Whether a loop can hold arguments and results of an operation; 8-bit floats, if it only moves and converts them.
+    """Return whether a loop supports an operation's dtypes; 8-bit floats only if it moves or converts them.
 
-    ATen does little else with those. What is bytes to loops is moved alone.
+    ATen itself has few other operations on them. Opaque dtypes, which loops treat as bytes, can only be moved.
     """
     if not all(map(_is_held, (value, *args))):
         return False
-    if str(target) in FLOAT64_BY_ATEN and device == "cpu" and value.dtype is torch.float64:
+    if (
+        str(target) in FLOAT64_BY_ATEN
+        and value.dtype is torch.float64
+        and traits_of(device).has_scalar_float64_functions
+    ):
         return False
     dtypes = {dtype for item in (value, *args) for dtype in _dtypes_of(item)}
     if not dtypes & BYTES:
@@ -49,11 +54,11 @@ def fits_a_loop(target: Any, value: Any, args: list[Any], device: str) -> bool:
 
 
 def _is_held(value: Any) -> bool:
-    """A tensor (or several) of dtypes that loops may hold, or no tensor at all."""
+    """Return whether all tensors in a value have dtypes that loops support; True without tensors."""
     if isinstance(value, LazyTensor):
         return value.dtype in DTYPES
     if isinstance(value, View):
-        return False  # a number that a library call has computed
+        return False  # a number computed by a library call
     if isinstance(value, torch.Tensor):
         return dtype_name(value.dtype) in DTYPES and value.layout == torch.strided
     if isinstance(value, complex):
@@ -64,7 +69,7 @@ def _is_held(value: Any) -> bool:
 
 
 def _dtypes_of(value: Any) -> Iterator[str]:
-    """Those of a tensor, or of several."""
+    """Yield the dtypes of a tensor, or of several."""
     if isinstance(value, LazyTensor):
         yield value.dtype
     elif isinstance(value, torch.Tensor):
@@ -75,7 +80,7 @@ def _dtypes_of(value: Any) -> Iterator[str]:
 
 
 def saturate(body: Body, ref: Ref) -> Ref:
-    """A float32 that becomes a float8_e4m3fn, at most the largest of those where ATen saturates; NaN stays as it is."""
+    """Clamp a float32 to the range of float8_e4m3fn where ATen's conversion saturates; NaN stays as it is."""
     if not compat.tensors.saturates_float8() or _is_bounded(body, ref):
         return ref
     for limit, beyond in ((MAX_E4M3FN, "gt"), (-MAX_E4M3FN, "lt")):
@@ -85,7 +90,7 @@ def saturate(body: Body, ref: Ref) -> Ref:
 
 
 def _is_bounded(body: Body, ref: Ref) -> bool:
-    """Whether a value has been a float8_e4m3fn before, or comes out of a clamp to numbers of that size."""
+    """Return whether a value was a float8_e4m3fn before, or is clamped to the range of one."""
     match body.values[ref]:
         case Apply("cast", (arg,), _):
             wide = DTYPES[body.dtype(arg)] == "float" and body.dtype(arg) != "float64"
@@ -96,7 +101,7 @@ def _is_bounded(body: Body, ref: Ref) -> bool:
 
 
 def _is_at_least(body: Body, ref: Ref) -> bool:
-    """Whether a value is not below a number that float8_e4m3fn has."""
+    """Return whether a value is bounded below by a number within the range of float8_e4m3fn."""
     match body.values[ref]:
         case Apply("max", (_, least), _):
             return _is_within(body.values[least])

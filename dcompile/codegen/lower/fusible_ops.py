@@ -1,8 +1,8 @@
-"""What the partitioner should know of our loops: which ops become part of one, and which it may compute again.
+"""Classify ops for the partitioner: those that become part of a loop, and those of them that it may recompute.
 
-torch's own list was made for its own compiler. What it lacks counts there as a library call: a value that such an op
-reads in the backward is then saved, since it "must be in memory anyway". Names only, as for decompositions: this table
-is needed before anybody knows whether the graph is in the cache, and lowering's rules take longer to import.
+torch's own list describes its own compiler. Ops missing there count as library calls, so the values that they read in
+the backward are saved, since they "must be in memory anyway". The table holds names only, as for decompositions. It is
+needed before the cache is consulted, and lowering's rules take longer to import.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from dcompile import random_ops
 
 AGAIN = (
-    # element by element, or a look at what is there
+    # pointwise operations and views
     "constant_pad_nd", "flip", "roll", "repeat", "tril", "slice_scatter", "select_scatter", "copy", "signbit",
     "alias_copy", "detach_copy", "expand_copy", "permute_copy", "select_copy", "slice_copy", "squeeze_copy", "t_copy",
     "transpose_copy", "unsqueeze_copy", "view_copy", "_reshape_alias_copy", "diagonal_copy", "narrow_copy",
@@ -24,7 +24,7 @@ AGAIN = (
     "unfold", "fill", "new_full", "new_ones", "ones_like", "new_empty", "new_empty_strided", "empty_strided",
     "empty_permuted", "_efficientzerotensor",
 )  # fmt: skip
-"""Loops that cost no more than reading what they would have saved."""
+"""Loops that cost no more than reading their saved results."""
 
 ONCE = (
     "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm",
@@ -37,14 +37,14 @@ ONCE = (
     "_adaptive_avg_pool3d", "_adaptive_avg_pool3d_backward", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
     "replication_pad1d", "replication_pad2d", "replication_pad3d",
 )  # fmt: skip
-"""Loops that read much more than they write, or write what is not the same shape: values are computed into them, but
-their own results are saved."""
+"""Loops that read much more than they write, or that change the shape: their inputs are fused into them, but their
+results are saved."""
 
 
 @lru_cache(maxsize=1)
 def table() -> tuple[frozenset[Any], frozenset[Any]]:
-    """(ops that become part of a loop, those of them that may be computed again), as overload packets."""
+    """Return (ops that become part of a loop, those of them that may be recomputed), as overload packets."""
     again = frozenset(getattr(torch.ops.aten, name) for name in AGAIN if hasattr(torch.ops.aten, name))
     once = frozenset(getattr(torch.ops.aten, name) for name in ONCE if hasattr(torch.ops.aten, name))
-    again |= frozenset(random_ops.operators())  # a key and a position in, a number out
+    again |= frozenset(random_ops.operators())  # maps a key and a position to a number
     return again | once, again

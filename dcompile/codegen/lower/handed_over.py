@@ -1,4 +1,4 @@
-"""Which operations of a graph can be handed to another compiler: plain functions of tensors."""
+"""Find the operations of a graph that another compiler may compile: plain functions of tensors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dcompile.codegen.lower.library_calls import has_effect, is_in_place, op_tex
 
 
 def is_view(node: Node) -> bool:
-    """Whether an operation only looks at its argument: its results are tensors in the argument's memory."""
+    """Return whether an operation only returns views of its argument."""
     value = node.meta.get("val")
     tensors = value if isinstance(value, (tuple, list)) else (value,)
     return (
@@ -29,9 +29,9 @@ _KEPT = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
 def can_hand_over(node: Node, custom_ops: bool) -> bool:
-    """Whether an operation is a plain function of tensors: no effect, nothing of ours, sizes known beforehand.
+    """Return whether an operation is a plain function of tensors: no effect, no dcompile op, sizes known in advance.
 
-    `custom_ops`: also operators that are registered by others than torch.
+    `custom_ops`: whether to accept operators registered outside torch.
     """
     target: Any = node.target
     value = node.meta.get("val")
@@ -47,7 +47,7 @@ def can_hand_over(node: Node, custom_ops: bool) -> bool:
 
 
 def _draws_nothing(node: Node) -> bool:
-    """Whether an operation is attention that would draw random numbers for dropout, of which it has none."""
+    """Return whether an operation is attention with a dropout probability of 0, which draws no random numbers."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     if "dropout_p" not in names or is_in_place(node.target):
         return False

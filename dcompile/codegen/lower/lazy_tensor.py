@@ -23,22 +23,23 @@ At = Callable[[Body, Coords], Ref]
 Remap = Callable[[Body, Coords], Coords]
 
 MAX_OPS = 64
-"""Operations inlined into one body before a value is stored: beyond this, compile time and registers suffer."""
+"""Operations inlined into one body before a value is stored: more of them cost compile time and registers."""
 MAX_LOADS = 16
 """Distinct loads inlined into one body: a row's working set should stay in L1."""
 
 MAX_REPEATED_COST = 8
-"""Additions that one element may cost to be worked out in every row that reads it, which spares a kernel."""
+"""Additions that one element may cost to be recomputed in every row that reads it, which saves a kernel."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyTensor:
-    """A tensor of the graph. `view` is set if its elements lie in a buffer, `strides` is how torch would lay it out.
+    """A tensor of the graph. `view` is set if its elements are in a buffer; `strides` is torch's layout.
 
-    `ops`, `loads` and `heavy` (transcendental or division) estimate what inlining one element costs. A view of a lazy
-    tensor keeps its `base` and how to view it `again`, so that the base can be stored instead. A stored one keeps what
-    it was `made` from, for readers of a few elements, and `sources` are all buffers that making it anew would read.
-    What reads no memory, such as a range, is computed where its readers are, but stored on torch's `device` for it.
+    `ops`, `loads` and `heavy` (transcendental or division) estimate the cost of inlining one element. A view of a lazy
+    tensor keeps its `base` and the function `again` that views it, so that the base can be stored instead. A stored
+    tensor keeps the tensor it was `made` from, for readers of a few elements. `sources` are all buffers that
+    recomputing it would read. A tensor that reads no memory, such as a range, is computed at its uses, but stored on
+    its `device`.
     """
 
     shape: Shape
@@ -58,7 +59,7 @@ class LazyTensor:
 
     @property
     def is_cheap(self) -> bool:
-        """Cheaper to compute again than to store and load."""
+        """Whether recomputing it costs less than a store and a load."""
         return self.loads <= 1 and self.ops <= 2 and not self.heavy
 
     @property
@@ -67,7 +68,7 @@ class LazyTensor:
 
 
 def from_view(view: View, dtype: str) -> LazyTensor:
-    """The tensor that lies in a buffer."""
+    """Return the tensor stored in a buffer."""
     shape, strides = view.shape, view.strides
     offset = as_index(view.offset)
 
@@ -79,12 +80,12 @@ def from_view(view: View, dtype: str) -> LazyTensor:
 
 
 def constant(value: bool | int | float, shape: Shape, dtype: str) -> LazyTensor:
-    """A tensor filled with one number."""
+    """Return a tensor filled with one number."""
     return LazyTensor(shape, dtype, lambda body, _: body.const(value, dtype), strides=contiguous(shape), loads=0)
 
 
 def remap_view(base: LazyTensor, shape: Shape, remap: Remap) -> LazyTensor:
-    """`base` seen through a map from coordinates in `shape` to its own. Strided looks at a buffer stay so."""
+    """View `base` through a map from coordinates in `shape` to its own; a strided view of a buffer stays one."""
     view = None if base.view is None else _view_through(base.view, shape, remap)
     if view is not None:
         seen = from_view(view, base.dtype)
@@ -118,7 +119,7 @@ def _view_through(view: View, shape: Shape, remap: Remap) -> View | None:
 def make_lazy(
     shape: Shape, dtype: str, at: At, args: tuple[LazyTensor, ...], *, ops: int = 1, heavy: bool = False
 ) -> LazyTensor:
-    """A lazy tensor made from `args`."""
+    """Return a lazy tensor computed from `args`."""
     return LazyTensor(
         shape,
         dtype,
@@ -133,7 +134,7 @@ def make_lazy(
 
 
 def broadcast(tensor: LazyTensor, shape: Shape) -> LazyTensor:
-    """`tensor` expanded to `shape` by the usual rules."""
+    """Expand `tensor` to `shape` by torch's broadcasting rules."""
     if tensor.shape == shape:
         return tensor
     lead = len(shape) - len(tensor.shape)
@@ -147,9 +148,9 @@ def broadcast(tensor: LazyTensor, shape: Shape) -> LazyTensor:
 
 
 def _expanded(size: Size, wanted: Size) -> bool | None:
-    """Whether a size is 1 and read over and over; None if only a call can tell, where the remainder by it is right.
+    """Return whether a size is 1 and repeated; None if only a call can decide, where the remainder by it is right.
 
-    torch has found the sizes to go together, so what is not 1 is equal, in whatever words.
+    torch has checked that the sizes match, so a size other than 1 is equal, even if its expression differs.
     """
     if size == 1:
         return True
@@ -159,7 +160,7 @@ def _expanded(size: Size, wanted: Size) -> bool | None:
 
 
 def broadcast_shape(shapes: Sequence[Shape]) -> Shape:
-    """The shape that tensors of these shapes are expanded to together."""
+    """Return the common shape to which tensors of these shapes broadcast."""
     rank = max(map(len, shapes))
     result: list[Size] = []
     for places in zip(*((*(1,) * (rank - len(shape)), *shape) for shape in shapes), strict=True):
@@ -171,7 +172,7 @@ def broadcast_shape(shapes: Sequence[Shape]) -> Shape:
 
 
 def is_within(tensor: LazyTensor, low: Size, high: Size) -> bool:
-    """Is this an index expression of its coordinates, such as arange, known to be in [low, high)?"""
+    """Is the tensor an index expression of its coordinates, such as arange, with all values in [low, high)?"""
     if tensor.loads or 0 in tensor.shape:
         return False
     body = Body(ranges_of("i", tensor.shape))
@@ -186,7 +187,7 @@ def is_within(tensor: LazyTensor, low: Size, high: Size) -> bool:
 
 
 def constant_of(tensor: LazyTensor) -> bool | int | float | None:
-    """The number that all elements are, if that is known."""
+    """Return the number that all elements equal, if it is known."""
     if tensor.loads or 0 in tensor.shape:
         return None
     body = Body(ranges_of("i", tensor.shape))
@@ -195,7 +196,7 @@ def constant_of(tensor: LazyTensor) -> bool | int | float | None:
 
 
 def is_cheap_to_repeat(tensor: LazyTensor) -> bool:
-    """Is it one element, made by few additions, or one division, of what is in memory?"""
+    """Is it one element, computed from memory by a few additions or one division?"""
     if tensor.numel != 1 or tensor.ops > MAX_REPEATED_COST or tensor.loads > 2:
         return False
     body = Body(ranges_of("i", tensor.shape))
@@ -204,12 +205,12 @@ def is_cheap_to_repeat(tensor: LazyTensor) -> bool:
 
 
 def has_layout(tensor: LazyTensor, strides: Shape) -> bool:
-    """In memory already, with these strides."""
+    """Return whether the tensor is in memory with these strides."""
     if tensor.view is None:
         return False
     return same_layout(tensor.shape, tensor.view.strides, strides)
 
 
 def copy_of(tensor: LazyTensor) -> LazyTensor:
-    """The same elements as a tensor of its own: stored, it shares no memory with what it is made from."""
+    """Return a copy: when stored, it shares no memory with its source."""
     return make_lazy(tensor.shape, tensor.dtype, lambda body, coords: body.trace(tensor, coords), (tensor,), ops=0)

@@ -1,4 +1,4 @@
-"""Library calls: the ops that are ATen's on purpose, and the generic call for everything that has no rule."""
+"""Library calls: ops left to ATen on purpose, and the generic call for ops without a rule."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from dcompile.ir.nodes import OBJECT, REGION, Extern, View
 from dcompile.kernel_backends.region_call import RegionCall
 
 PLACED = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
-"""Calls that write where we say (mode `out`)."""
+"""Calls that write into a buffer of the program (mode `out`)."""
 
 LIBRARY = frozenset(
     f"aten.{name}"
     for name in (
-        # convolution, attention, matrix products
+        # convolution, attention, matmuls
         "convolution", "convolution_backward", "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention",
         "_scaled_dot_product_cudnn_attention_backward", "_scaled_mm", "_grouped_mm", "_int_mm", "addbmm", "_trilinear",
-        # choosing the largest among overlapping windows, with its position
+        # pooling over overlapping windows, with indices
         "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "max_pool3d_with_indices",
         "max_pool3d_with_indices_backward",
-        # sorting, searching, counting: results whose size or place no loop knows beforehand
+        # sorting, searching, counting: sizes or indices of results depend on data
         "sort", "topk", "kthvalue", "median", "nanmedian", "mode", "searchsorted", "bucketize", "unique_dim",
         "_unique2", "unique_consecutive", "nonzero", "nonzero_static", "masked_select", "histc", "histogram",
         "bincount", "_histogramdd_from_bin_tensors", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts",
         "repeat_interleave",
-        # room without values, where elements lie apart or on top of one another
+        # uninitialized memory, with gaps or overlapping elements
         "empty_strided", "new_empty_strided",
-        # places that depend on how many came before: a scan over the whole tensor, on one thread
+        # indices that depend on a count: a scan over the whole tensor, on one thread
         "masked_scatter", "masked_scatter_backward",
         # random generators, as eager draws from them
         "bernoulli", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal",
@@ -62,19 +62,20 @@ LIBRARY = frozenset(
         "_assert_async", "_linalg_check_errors",
     )
 ) | {"dcompile_grouped.mm", "dcompile_grouped.outer", "dcompile_grouped.ends"}  # fmt: skip
-"""Packets that are better left to the library: no loop of ours is wanted for them, and none counts as a fallback."""
+"""Packets left to the library on purpose: no loop is wanted for them, and none counts as a fallback."""
 
 WITH_EFFECTS = "higher_order.with_effects"
-"""with_effects(token, op, *args): keeps calls that may raise in order; what counts is the op inside."""
+"""with_effects(token, op, *args): keeps calls that may raise in order; the op inside decides about fallbacks."""
 
 CALL = "dcompile.call"
 """call(function, *tensors): for ops whose arguments have no text, such as graphs and dictionaries.
 
-The function returns a tensor, or a tuple of several: without a schema, nothing tells a tuple of one from what is in it.
+The function returns a tensor, or a tuple of several. Without a schema, a tuple of one could not be distinguished from
+its element.
 """
 
 SET_DATA = "dcompile.set_data"
-"""set_data(tensor, source, copies): one of these, of a source that may lie in memory which the program uses again."""
+"""set_data(tensor, source, copies): give a tensor the data of `source`, copied if the program reuses that memory."""
 
 
 class Unsupported(DcompileError):
@@ -82,7 +83,7 @@ class Unsupported(DcompileError):
 
 
 def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The node as a library call; its result lies in memory."""
+    """Lower the node to a library call with its result in memory."""
     target, value = node.target, node.meta.get("val")
     op, packet = op_text(target), op_text(target).rpartition(".")[0]
     if op in PLACED and isinstance(value, torch.Tensor) and low.has(opaque_shape(value)[0]):
@@ -100,7 +101,7 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
             return look
         aliasing = False
     elif op in COMPUTING and not isinstance(args[0], LazyTensor) and isinstance(value, torch.Tensor):
-        # of a number: the backward of a product with one of Python's
+        # of a number: the backward of a multiplication by a Python number
         op, kwargs = "aten.scalar_tensor.default", {"dtype": value.dtype, "device": value.device}
         args, aliasing = [_computed(str(target), args[0])], False
     elif aliasing and (copying := copying_variant(target)) is not None:
@@ -115,7 +116,7 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
 
 
 def call_region(low: Lowering, node: Node, args: Sequence[Any]) -> Any:
-    """A region as one opaque step: it reads its inputs and makes its results, in memory of their own."""
+    """Call a region as one opaque step: it reads its inputs and allocates its results."""
     call: Any = node.target
     function = low.buffer((), OBJECT, name=call.__name__)
     assert function.buffer == call.__name__, "a program from the cache finds the call by its name"
@@ -128,14 +129,14 @@ def call_region(low: Lowering, node: Node, args: Sequence[Any]) -> Any:
 
 
 def is_region(node: Node) -> bool:
-    """Whether a node stands for a region that another compiler was handed."""
+    """Return whether a node stands for a region compiled by another compiler."""
     return isinstance(node.target, RegionCall)
 
 
 def _is_returned_look(low: Lowering, node: Node, args: Sequence[Any]) -> bool:
-    """Whether a view is of an input and only handed to the caller: AOTAutograd reads off where in the input it lies.
+    """Return whether a view of an input is only returned: AOTAutograd reads its offset in the input from the result.
 
-    Where sizes are fixed, on the way from the input too, it makes such views anew by itself.
+    Where all sizes on the way from the input are static, AOTAutograd recreates such views by itself.
     """
     base = args[0] if args else None
     of_input = isinstance(base, LazyTensor) and base.view is not None and base.view.buffer in low.inputs
@@ -143,7 +144,7 @@ def _is_returned_look(low: Lowering, node: Node, args: Sequence[Any]) -> bool:
 
 
 def _has_symbols(view: Node) -> bool:
-    """Whether there is a symbol in how a view lies, or in what it is a view of."""
+    """Return whether the layout of a view, or of a tensor that it is a view of, has symbols."""
     of: Any = view
     while isinstance(of, Node) and not is_symbolic(of.meta.get("val")):
         of = of.args[0] if of.op == "call_function" else None
@@ -151,7 +152,7 @@ def _has_symbols(view: Node) -> bool:
 
 
 def _is_only_returned(node: Node) -> bool:
-    """Whether nobody but the caller gets a view or looks at it."""
+    """Return whether a view, and every view of it, is only returned to the caller."""
     return all(
         user.op == "output" or (getattr(user.target, "is_view", False) and _is_only_returned(user))
         for user in node.users
@@ -159,7 +160,7 @@ def _is_only_returned(node: Node) -> bool:
 
 
 def _strided_look(low: Lowering, op: str, value: Any, args: Sequence[Any]) -> LazyTensor | None:
-    """The view that `as_strided` makes of an input from where that begins; torch checks its bounds when it is made."""
+    """Return the view that `as_strided` makes of an input from its first element; torch checks its bounds later."""
     shape, strides = opaque_shape(value)
     if op != "aten.as_strided.default" or len(args) > 3 or not low.has((*shape, *strides)):
         return None
@@ -168,7 +169,7 @@ def _strided_look(low: Lowering, op: str, value: Any, args: Sequence[Any]) -> La
 
 
 def _placed(low: Lowering, op: str, value: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> LazyTensor:
-    # any strided operand will do: a transposed or sliced one needs no copy
+    # the library takes any strided operand: a transposed or sliced one needs no copy
     views = [low.memory(arg).view if isinstance(arg, LazyTensor) else arg for arg in args]
     view = low.buffer(shape_of(value), dtype_name(value.dtype), strides_of(value))
     low.extern(op, views, [view.buffer], kwargs=kwargs, mode="out")
@@ -176,7 +177,7 @@ def _placed(low: Lowering, op: str, value: torch.Tensor, args: Sequence[Any], kw
 
 
 def _in_its_storage(low: Lowering, node: Node, tensor: LazyTensor) -> LazyTensor:
-    """`tensor` where its storage starts as in eager's: what the program makes may lie anywhere in the arena."""
+    """Return `tensor` at the start of a storage, as in eager mode; temporaries may be anywhere in the arena."""
     if tensor.view is not None and tensor.view.buffer in low.inputs:
         return tensor  # a view of the caller's own tensor
     around = (
@@ -185,7 +186,7 @@ def _in_its_storage(low: Lowering, node: Node, tensor: LazyTensor) -> LazyTensor
     if around is not None and compat.storage_offsets.is_part(around.meta["val"]):
         raise Unsupported(f"dcompile: {node.target} looks at what lies around an input")
     fake = node.args[0].meta["val"]  # type: ignore[union-attr]
-    # fewer bytes than the storage has: by way of `as_strided` of an input, say, which is a copy here, and ends there
+    # smaller than the storage, for example via `as_strided` of an input, which is a copy of exact size here
     at_start = isinstance(offset := fake.storage_offset(), int) and offset == 0
     if not (at_start and is_dense(fake) and fake.untyped_storage().nbytes() == fake.nbytes):
         raise Unsupported(f"dcompile: {node.target} looks at the storage behind a slice")
@@ -196,9 +197,9 @@ def _in_its_storage(low: Lowering, node: Node, tensor: LazyTensor) -> LazyTensor
 
 
 def is_dense(value: torch.Tensor) -> bool:
-    """Every element of the memory from the tensor's first to its last is one of its own, and only one."""
+    """Return whether the elements fill the memory from the first to the last exactly once."""
     if not compat.sizes.is_fixed(value):
-        return False  # not known before it runs
+        return False  # unknown until run time
     extent = 1
     for stride, size in sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True)):
         if size != 1:
@@ -209,7 +210,7 @@ def is_dense(value: torch.Tensor) -> bool:
 
 
 def _bound(low: Lowering, node: Node) -> tuple[View, list[Any]]:
-    """The node as a function among the constants, and its arguments."""
+    """Return the node as a function among the constants, and its arguments."""
     fixed = {n: value.value for n in node.all_input_nodes if isinstance(value := low.values[n], GraphAttribute)}
     name = f"{node.name}_function"
     low.constants[name] = _flex(low, node, fixed) or as_function(node, fixed)
@@ -218,7 +219,7 @@ def _bound(low: Lowering, node: Node) -> tuple[View, list[Any]]:
 
 
 def _flex(low: Lowering, node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any] | None:
-    """FlexAttention as TorchInductor compiles it, and a note of it; None for other calls, and where it cannot."""
+    """Return FlexAttention compiled by TorchInductor, and note it; None for other calls, or if that is impossible."""
     if not compat.inductor.is_flex(node.target):
         return None
     found = compat.inductor.compiled_flex(node, fixed)
@@ -233,13 +234,13 @@ def _flex(low: Lowering, node: Node, fixed: Mapping[Node, Any]) -> Callable[...,
 
 @dataclass(frozen=True, slots=True)
 class GraphAttribute:
-    """An attribute of the graph module that is no tensor: a graph, for example."""
+    """An attribute of the graph module that is not a tensor: a graph, for example."""
 
     value: Any
 
 
 def as_function(node: Node, fixed: dict[Node, Any]) -> Callable[..., Any]:
-    """The node as a function of the values of its input nodes, less those in `fixed`."""
+    """Return the node as a function of the values of its input nodes, except those in `fixed`."""
     target: Any = node.target
     inputs = [n for n in node.all_input_nodes if n not in fixed]
     args, kwargs, unpacked, nested = node.args, node.kwargs, returns_one_in_a_tuple(node), _is_nested(node)
@@ -256,13 +257,13 @@ def as_function(node: Node, fixed: dict[Node, Any]) -> Callable[..., Any]:
 
 
 def returns_one_in_a_tuple(node: Node) -> bool:
-    """A call without a schema, such as torch.cond of branches with one result, that returns it in a tuple."""
+    """Return whether a call without a schema has one result in a tuple, such as torch.cond with one result."""
     value = node.meta.get("val")
     return isinstance(value, (tuple, list)) and len(value) == 1 and not hasattr(node.target, "_schema")
 
 
 def _in_place(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A call that changes inputs of the graph in place."""
+    """Lower a call that changes inputs of the graph in place."""
     schema = node.target._schema  # type: ignore[union-attr]
     given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
     written = [given.get(name) for name in written_names(schema)]
@@ -292,7 +293,7 @@ def _in_place(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _is_made(low: Lowering, node: Node, source: LazyTensor) -> bool:
-    """Whether what becomes a tensor's data is made by the program, rather than (part of) an input."""
+    """Return whether the new data of a tensor is computed by the program, rather than (part of) an input."""
     if source.view is None or source.view.buffer not in low.inputs:
         return True
     earlier = [step for step in low.steps if isinstance(step, Extern) and step.op == SET_DATA]
@@ -302,7 +303,7 @@ def _is_made(low: Lowering, node: Node, source: LazyTensor) -> bool:
 
 
 def name_results(low: Lowering, value: Any, node: Node) -> tuple[list[str | None], Any]:
-    """Buffers for what a call returns: names, None where nothing reads it, and the tensors."""
+    """Add buffers for a call's results; return their names (None where unread) and the tensors."""
     if isinstance(value, torch.Tensor):
         tensor = low.result(value, node.name)
         return [_name(tensor)], tensor
@@ -328,7 +329,7 @@ def name_results(low: Lowering, value: Any, node: Node) -> tuple[list[str | None
 
 
 def _is_nested(node: Node) -> bool:
-    """Whether a call returns tuples in a tuple."""
+    """Return whether a call returns nested tuples."""
     value = node.meta.get("val")
     return isinstance(value, (tuple, list)) and any(isinstance(item, (tuple, list)) for item in value)
 
@@ -338,7 +339,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _own_memory(low: Lowering, outs: Sequence[str | None], result: Any) -> Any:
-    """Copies of results that look at the call's arguments: those may be overwritten while the results live."""
+    """Copy results that may be views of the call's arguments, which may be overwritten while the results live."""
     if isinstance(result, list):
         return [_own_memory(low, outs, item) for item in result]
     if not isinstance(result, LazyTensor):
@@ -356,7 +357,7 @@ def _name(tensor: LazyTensor) -> str:
 
 
 def op_text(target: Any) -> str:
-    """What the emitter calls: `aten.mm.default`, `higher_order.cond`, `operator.mul`, `torch.sym_max`."""
+    """Return the name that the emitter calls: `aten.mm.default`, `higher_order.cond`, `operator.mul`, ..."""
     if hasattr(target, "_schema"):
         return str(target)
     if hasattr(target, "namespace"):
@@ -371,14 +372,14 @@ def is_in_place(target: Any) -> bool:
 
 
 def written_names(schema: Any) -> list[str]:
-    """Arguments that a call changes; one that frees or makes a tensor's memory does, though its schema says nothing."""
+    """Return the arguments that a call changes, also those that it resizes without saying so in its schema."""
     if schema.name == compat.storage_offsets.RESIZE:
         return [schema.arguments[0].name]
     return [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def written_arguments(node: Node) -> list[Node]:
-    """Nodes that a call overwrites, if those are all that it returns, and return as they were (squeeze_ does not)."""
+    """Return the nodes that a call overwrites, if it returns exactly these, unchanged in shape (unlike squeeze_)."""
     schema = getattr(node.target, "_schema", None)
     if torch.Tag.inplace_view in getattr(node.target, "tags", ()):
         return []
@@ -395,7 +396,7 @@ def returns_alias(target: Any) -> bool:
 
 
 COMPUTING = {"aten._conj.default": "aten._conj_physical.default", "aten._neg_view.default": "aten.neg.default"}
-"""Views that change values when they are read -> what computes them, into the same layout."""
+"""Views that change values when read -> the operation that computes these, into the same layout."""
 
 
 def _computed(op: str, number: complex) -> complex:
@@ -403,7 +404,7 @@ def _computed(op: str, number: complex) -> complex:
 
 
 def copying_variant(target: Any) -> str | None:
-    """`aten.view_copy.dtype` for `aten.view.dtype`, if there is one."""
+    """Return the copying variant of a view op if it exists: `aten.view_copy.dtype` for `aten.view.dtype`."""
     if str(target) in COMPUTING:
         return COMPUTING[str(target)]
     namespace, name, overload = str(target).split(".")
@@ -412,7 +413,7 @@ def copying_variant(target: Any) -> str | None:
 
 
 def has_effect(node: Node) -> bool:
-    """Touches more than its results: random numbers, collectives, assertions, in-place operations."""
+    """Return whether a call affects more than its results: random numbers, collectives, assertions, mutation."""
     target: Any = node.target
     tags = getattr(target, "tags", ())
     return bool(
@@ -425,7 +426,7 @@ def has_effect(node: Node) -> bool:
 
 
 def has_no_text(arg: Any) -> bool:
-    """An argument that cannot be written down in a program."""
+    """Return whether an argument has no text form in a program."""
     if isinstance(arg, (tuple, list)):
         return any(has_no_text(item) for item in arg)
     return isinstance(arg, (dict, torch.nn.Module, slice, GraphAttribute)) or (

@@ -1,4 +1,4 @@
-"""Builds one loop body: equal values are shared, constants are folded, masks are carried to the loads."""
+"""Build one loop body: equal values are shared, constants are folded, and masks are applied to loads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dcompile.ir.ops import COMPUTE_DTYPES, DTYPES, OPS
 Coords = tuple[Index, ...]
 
 MAX_ANEW = 64
-"""Values in a body beyond which no element is computed anew."""
+"""Values in a body beyond which no stored element is recomputed."""
 
 _EXACT = {
     "bool": frozenset(DTYPES) - {*OPAQUE},
@@ -39,23 +39,23 @@ _EXACT = {
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), frozenset(("bfloat16", "float16", "float32", "float64"))),
     "float8_e8m0fnu": frozenset(("bfloat16", "float32", "float64")),
 }
-"""Casts that lose nothing: going there and back is the identity."""
+"""Lossless casts: a cast there and back is the identity."""
 
 
 class Traceable(Protocol):
-    """What a body traces: a lazy tensor (`lazy_tensor.LazyTensor`)."""
+    """The interface of a tensor that a body can trace (`lazy_tensor.LazyTensor`)."""
 
     @property
     def loads(self) -> int:
-        """Distinct loads that one element takes."""
+        """Distinct loads of one element."""
 
     @property
     def made(self) -> Traceable | None:
-        """What a stored tensor was computed from, if its elements may be computed again."""
+        """The tensor that a stored one was computed from, if its elements may be recomputed."""
 
     @property
     def at(self) -> Callable[[Body, Coords], Ref]:
-        """Trace the element at some coordinates."""
+        """Traces the element at given coordinates."""
 
 
 class Body:
@@ -66,7 +66,7 @@ class Body:
     ) -> None:
         self.ranges = ranges
         self.stored = stored or {}
-        """Tensors that lie in memory by now, by id: read from there instead of computed again."""
+        """Tensors stored in memory by now, by id: loaded instead of recomputed."""
         self.values: list[Value] = []
         self.mask: Ref | None = None
         self.anew = False
@@ -74,20 +74,20 @@ class Body:
         self._traced: dict[tuple[int, Coords, Ref | None], tuple[Traceable, Ref]] = {}
 
     def trace(self, tensor: Traceable, coords: Coords) -> Ref:
-        """The element of `tensor` at `coords`; asked twice, it is computed once."""
+        """Return the element of `tensor` at `coords`, computed once for each pair."""
         if tensor.loads and id(tensor) in self.stored:
             tensor = self.stored[id(tensor)][1]
         if self.anew and tensor.made is not None and len(self.values) < MAX_ANEW:
             tensor = tensor.made
         key = (id(tensor), coords, self.mask)
         if key not in self._traced:
-            # the tensor is kept, so that its id stays its own
+            # keeps the tensor alive, so that its id stays unique
             self._traced[key] = (tensor, tensor.at(self, coords))
         return self._traced[key][1]
 
     @contextmanager
     def computing_anew(self, wanted: bool) -> Iterator[None]:
-        """Inside, if `wanted`: elements are computed from what they were made of rather than read from memory."""
+        """Recompute elements of stored tensors inside, if `wanted`, instead of loading them."""
         outer = self.anew
         self.anew = outer or wanted
         try:
@@ -97,7 +97,7 @@ class Body:
 
     @contextmanager
     def masked(self, mask: Ref) -> Iterator[None]:
-        """Loads inside touch memory only where `mask` (and every mask around it) holds."""
+        """Restrict loads inside to where `mask`, and every mask around it, holds."""
         outer = self.mask
         self.mask = mask if outer is None else self.apply("and", outer, mask)
         try:
@@ -109,7 +109,7 @@ class Body:
         return self.values[ref].dtype
 
     def const(self, value: bool | float | Size | Real, dtype: str) -> Ref:
-        """A number, or one made of sizes that are known when the loop runs."""
+        """Return a number, or a number computed from sizes at run time."""
         if isinstance(value, Real):
             ref = self._real(value)
             return self.cast(ref if dtype in COMPUTE_DTYPES else self.cast(ref, "float32"), dtype)
@@ -122,12 +122,12 @@ class Body:
         return self._add(Apply("cast", (self.const(number, "float32"),), dtype))
 
     def _real(self, value: Real) -> Ref:
-        """In the precision of Python's floats."""
+        """Compute a float from sizes in the precision of Python's floats."""
         op, args = REALS[value.target], [self.const(arg, "float64") for arg in value.args]
         return args[0] if op is None else self.apply(op, *args)
 
     def index(self, index: Index, dtype: str = "int64") -> Ref:
-        """An index as a value."""
+        """Return an index as a value."""
         constant = index.constant
         return self._add(IndexOf(index, dtype)) if constant is None else self.const(constant, dtype)
 
@@ -135,16 +135,17 @@ class Body:
         return self._add(Load(buffer, simplify(index), dtype, self.mask))
 
     def reduce(self, op: str, arg: Ref, dtype: str | None = None) -> Ref:
-        """A reduction over the row; over a row of one element it is that element, at position 0."""
+        """Reduce over the row; a row of one element reduces to that element, at position 0."""
         if self._single():
             return self.const(0, "int64") if op.startswith("arg") else arg
         single = self._only_term(arg) if op == "sum" and dtype in (None, self.dtype(arg)) else None
         return self._add(Reduce(op, arg, dtype or self.dtype(arg))) if single is None else single
 
     def _only_term(self, arg: Ref) -> Ref | None:
-        """The sum over a row of `place == position ? term : 0`, if place and term belong to the row: `term` or zero.
+        """Replace the sum over a row of `place == position ? term : 0` by `term` or 0.
 
-        A cross-entropy's gradient is such a row; summed element by element, it costs a pass over the vocabulary.
+        Place and term must belong to the row. A cross-entropy's gradient is such a row; summed element by element, it
+        costs a pass over the vocabulary.
         """
         value = self.values[arg]
         if isinstance(value, Apply) and value.op == "cast" and {DTYPES[value.dtype], self._kind(value)} == {"float"}:
@@ -163,14 +164,14 @@ class Body:
         dtype = self.dtype(place)
         inside = self.apply("ge", place, self.const(0, dtype))
         inside = self.apply("and", inside, self.apply("lt", place, self.const(size, dtype)))
-        # the other terms: a sum that begins with 0 has no negative zero
+        # accounts for the other terms: a sum that starts at 0 has no negative zero
         return self.apply("add", self.apply("where", inside, term, other), self.const(0.0, value.dtype))
 
     def _kind(self, value: Apply) -> str:
         return DTYPES[self.dtype(value.args[0])]
 
     def _counts_row(self, value: Value) -> bool:
-        """The position in the row, which has one variable."""
+        """Return whether a value is the position in a row that has one variable."""
         names = [name for name, size in self.ranges.items() if name[0] == "j" and size != 1]
         return isinstance(value, IndexOf) and len(names) == 1 and value.index == var(names[0])
 
@@ -181,14 +182,14 @@ class Body:
         return not isinstance(value, Reduce) and (direct or any(map(self._in_row, _refs_of(value))))
 
     def scan(self, op: str, arg: Ref) -> Ref:
-        """A scan over the row; over a row of one element it is that element."""
+        """Scan over the row; a row of one element is its own scan."""
         return arg if self._single() else self._add(Scan(op, arg, self.dtype(arg)))
 
     def _single(self) -> bool:
         return all(size == 1 for name, size in self.ranges.items() if name[0] == "j")
 
     def cast(self, ref: Ref, dtype: str) -> Ref:
-        """Rounds to `dtype`; a widening is undone for free, a narrowing round trip is kept."""
+        """Round to `dtype`; a widening cast is undone for free, a narrowing round trip is kept."""
         value = self.values[ref]
         if value.dtype == dtype:
             return ref
@@ -199,13 +200,13 @@ class Body:
         if isinstance(value, Apply) and value.op == "cast":
             source = self.dtype(value.args[0])
             if isinstance(self.values[value.args[0]], Const):
-                return self.cast(value.args[0], dtype)  # rounded already when it was made
+                return self.cast(value.args[0], dtype)  # already rounded at its creation
             if value.dtype in _EXACT[source] and (source == dtype or dtype in _EXACT[source]):
                 return self.cast(value.args[0], dtype)
         return self._add(Apply("cast", (ref,), dtype))
 
     def apply(self, op: str, *args: Ref, dtype: str | None = None) -> Ref:
-        """An operation of the table (arguments in a compute dtype), folded if it is trivial."""
+        """Apply an operation of the table to arguments in a compute dtype; trivial ones are folded."""
         rule = OPS[op].rule
         result = dtype or (rule if rule in ("bool", "int32") else self.dtype(args[1] if op == "where" else args[0]))
         values = [self.values[arg] for arg in args]
@@ -213,7 +214,7 @@ class Body:
         return self._add(Apply(op, args, result)) if folded is None else folded
 
     def as_index(self, ref: Ref, bound: Size) -> Index:
-        """An integer value as an index; `bound` is a size it is known (or checked) to stay below."""
+        """Return an integer value as an index; `bound` is a size that it is known (or checked) to stay below."""
         value = self.values[ref]
         if isinstance(value, IndexOf):
             return value.index
@@ -225,7 +226,7 @@ class Body:
         return var(name)
 
     def finish(self, stores: tuple[Store, ...]) -> tuple[tuple[Value, ...], tuple[Store, ...]]:
-        """The body and stores without values that nothing uses."""
+        """Return the body and stores without unused values."""
         used: set[Ref] = set()
         todo = [store.value for store in stores]
         for store in stores:
@@ -240,7 +241,7 @@ class Body:
         return _renumber(self.values, stores, sorted(used), self.ranges)
 
     def _add(self, value: Value) -> Ref:
-        # True == 1 == 1.0 and 0.0 == -0.0 in Python: constants are told apart by their text
+        # True == 1 == 1.0 and 0.0 == -0.0 in Python: the text distinguishes constants
         key: object = (repr(value.value), value.dtype) if isinstance(value, Const) else value
         ref = self._refs.get(key)
         if ref is None:
@@ -285,10 +286,9 @@ class Body:
         return self.index(index)
 
     def _fold_constants(self, op: str, values: list[Const], result: str) -> Ref | None:
-        if op in ("floordiv", "truncdiv", "mod", "fmod") and values[1].value == 0 and DTYPES[values[1].dtype] == "int":
-            return None
-        if op == "within" and not values[1].value <= values[0].value < values[2].value:
-            return None  # fails when it runs
+        fails = OPS[op].fails
+        if fails is not None and DTYPES[values[0].dtype] == "int" and fails(*(value.value for value in values)):
+            return None  # it has to fail when it runs, as in eager mode
         arrays = [np.asarray(value.value, dtype=value.dtype) for value in values]
         with np.errstate(all="ignore"):
             return self.const(OPS[op].meaning(*arrays).item(), result)
@@ -299,13 +299,13 @@ def _is_negative_zero(value: Value) -> bool:
 
 
 def as_dtype(value: bool | int | float, dtype: str) -> bool | int | float:
-    """The Python number that `value` becomes in `dtype`."""
+    """Return the Python number that `value` becomes in `dtype`."""
     kind = DTYPES[dtype]
     if kind == "bool":
         return bool(value)
     if kind == "int" and isinstance(value, float) and not abs(value) < 2**63:
         with np.errstate(all="ignore"):
-            return int(np.asarray(value).astype(dtype))  # what this processor makes of it, as ATen's code does
+            return int(np.asarray(value).astype(dtype))  # this processor's result, as in ATen's code
     if kind == "int":
         return int(np.asarray(int(value)).astype(dtype)) if abs(value) < 2**63 else int(value)
     number = float(value)

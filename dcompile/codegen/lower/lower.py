@@ -1,4 +1,4 @@
-"""From an FX graph of functional ATen ops to a program of unfused steps: one node after another, in graph order."""
+"""Lower an FX graph of functional ATen ops to a program of unfused steps, node by node in graph order."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from dcompile.ir.ops import DTYPES
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A program and the values of its last inputs: tensors that the graph module itself holds, by input name.
+    """A program and the values of its last inputs: tensors held by the graph module, by input name.
 
-    `declined` says why calls were left to the library that would have become loops, were it not for their sizes.
+    `declined` lists the reasons why calls became library calls only because of their sizes.
     """
 
     program: Program
@@ -56,10 +56,10 @@ def lower(
     deterministic: bool = False,
     saved_from: int | None = None,
 ) -> Lowered:
-    """The program of `gm`; with `aten` every op is a library call, and results are bit-identical to running `gm`.
+    """Return the program of `gm`; with `aten` every op is a library call, with results bit-identical to `gm`'s.
 
-    Without `own_rows`, products of one row with a matrix are library calls as all others are. With `deterministic`, no
-    sum's order is left to chance. From result `saved_from` on, results are what a forward saves for its backward.
+    Without `own_rows`, matmuls of one row are library calls, as all others are. With `deterministic`, every sum has a
+    fixed order. Results from `saved_from` on are those that a forward saves for its backward.
 
     Guarantees: each FX value is rounded to its own dtype, whether stored or not; ops with effects keep their order.
     """
@@ -77,7 +77,7 @@ def lower(
 
 
 def kind_of(node: Node) -> Kind:
-    """How a node takes its arguments."""
+    """Return how a node takes its arguments."""
     if node.target is operator.getitem:
         return "view"
     if str(node.target) in OVERWRITES:
@@ -99,7 +99,7 @@ class _Walk:
         self.values: dict[Node, Any] = self.low.values
         self.arguments: list[str] = []
         self.storages: set[int] = set()
-        """What the (fake) inputs lie in."""
+        """Storage keys of the (fake) inputs."""
 
     def run(self, grads: tuple[tuple[int, int], ...]) -> Lowered:
         outputs: tuple[Any, ...] = ()
@@ -109,7 +109,7 @@ class _Walk:
                 case "placeholder":
                     self.values[node] = self._placeholder(node)
                 case "get_attr" if all(user in self.numbers for user in node.users):
-                    pass  # a number in the texts of kernels
+                    pass  # becomes a literal in kernels
                 case "get_attr":
                     self.values[node] = self._attribute(node)
                 case "call_function" if node in self.numbers:
@@ -136,14 +136,14 @@ class _Walk:
     def _parts(self) -> Iterator[tuple[str, int]]:
         for node in self.gm.graph.nodes:
             number = (node.meta.get("custom") or {}).get(PART)
-            in_backward = node.meta.get("partitioner_tag") == "is_backward"  # noted as its forward operation was
+            in_backward = node.meta.get("partitioner_tag") == "is_backward"  # copied from its forward op
             if number is not None and not in_backward and node.name in self.low.buffers:
                 yield node.name, number
 
     # --- inputs and outputs ---
 
     def _placeholder(self, node: Node) -> Any:
-        """An argument of the graph: a tensor, or a number that sizes are made of."""
+        """Lower an argument of the graph: a tensor, or a number that sizes are computed from."""
         value: Any = node.meta.get("val")
         if isinstance(value, torch.Tensor):
             self.arguments.append(node.name)
@@ -192,9 +192,9 @@ class _Walk:
         return tuple(result)
 
     def _check_alias(self, item: Any, view: View) -> None:
-        """What shares memory with an input in eager has to do so here: AOTAutograd reads off where in it it lies.
+        """Refuse a result that shares memory with an input in eager mode but not here: AOTAutograd reads its offset.
 
-        Where sizes are fixed it builds such views anew by itself.
+        Where sizes are static, AOTAutograd recreates such views by itself.
         """
         fake = item.meta.get("val") if isinstance(item, Node) else None
         if view.buffer in self.low.inputs or not isinstance(fake, torch.Tensor) or not is_symbolic(fake):
@@ -203,7 +203,7 @@ class _Walk:
             raise Unsupported(f"dcompile: {item.target} returns a part of an input, and where it lies is not known")
 
     def _check_layout(self, value: LazyTensor, view: View) -> None:
-        """Kernels of the backward read what is saved where tracing says that it lies: elsewhere is other memory."""
+        """Refuse a saved tensor whose layout differs from tracing's: the backward's kernels would read other memory."""
         if value.dtype in DTYPES and not same_layout(view.shape, view.strides, value.strides):
             raise Unsupported(f"dcompile: {self.low.node} is to be saved with strides that cannot be told apart")
 
@@ -230,7 +230,7 @@ class _Walk:
             return call_region(self.low, node, args)
         args = _in_order(node.target, args, kwargs)
         value: Any = node.meta.get("val")
-        if value is None and node.users:  # what saves and restores the generator's state around a checkpointed layer
+        if value is None and node.users:  # such as calls that restore a generator's state
             raise Unsupported(f"dcompile: tracing did not say what {node.target} returns")
         if compat.sizes.invents_sizes(node.target):
             raise Unsupported(f"dcompile: tracing made up the size of what {node.target} returns")
@@ -251,25 +251,25 @@ class _Walk:
                 if result is not NotImplemented:
                     return result
             except Inexpressible as reason:
-                if str(node.target) not in gemv.RULES:  # most of those are the library's anyway
+                if str(node.target) not in gemv.RULES:  # most matmuls are library calls anyway
                     self.low.declined.append(f"{node.target} is left to the library: {reason}")
         elif rule is not None and rule.kind == "view" and _is_strided(value):
             try:
                 result = rule.lower(self.low, value, *args, **kwargs)
                 if result is not NotImplemented and _in_memory(result):
-                    return result  # a look at memory asks for no loop, so the dtype may be any
+                    return result  # a view needs no loop, so any dtype will do
             except Inexpressible as reason:
                 self.low.declined.append(f"{node.target} is left to the library: {reason}")
         return call_library(self.low, node, args, kwargs)
 
     def _brought(self, arg: Any) -> Any:
-        """An argument of a loop on the device of its result."""
+        """Return a loop's argument on the device of its result."""
         if isinstance(arg, list):
             return [self._brought(item) for item in arg]
         return self.low.brought(arg, self.low.device) if isinstance(arg, LazyTensor) else arg
 
     def _require_known(self, value: Any, args: Any) -> None:
-        """Raise Inexpressible unless every size is known: by the arguments, or by a library call before this one."""
+        """Raise Inexpressible unless every size is defined by the arguments or by an earlier library call."""
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, torch.Tensor):
                 self._require_sizes(shape_of(item))
@@ -287,7 +287,7 @@ class _Walk:
             raise Inexpressible(f"the size {', '.join(sorted(unknown))} is known only after a library call")
 
     def _small(self, args: list[Any]) -> list[Any]:
-        """The arguments, the largest of them stored until what is inlined into one body stays within limits."""
+        """Store the largest arguments until the ops and loads inlined into one body stay within limits."""
         lazy = [
             arg for item in args for arg in (item if isinstance(item, list) else [item]) if isinstance(arg, LazyTensor)
         ]
@@ -301,7 +301,7 @@ class _Walk:
         return args
 
     def _settled(self, node: Node, result: Any) -> Any:
-        """The node's value: a tensor is stored now unless it is better computed where it is used."""
+        """Return the node's value: a tensor is stored now unless it is better computed at its uses."""
         value: Any = node.meta.get("val")
         if isinstance(result, (tuple, list)):
             return tuple(
@@ -331,27 +331,27 @@ class _Walk:
     def _is_stored(self, node: Node, tensor: LazyTensor) -> bool:
         uses = self.uses[node]
         if tensor.loads == 0:
-            return False  # constants and ranges: memory is made for them when a library call asks
+            return False  # constants and ranges are stored only for library calls
         if tensor.base is not None:
-            return False  # a view of something that was found worth computing where it is used
+            return False  # a view of a tensor that is computed at its uses
         if uses.memory:
             return True
         if is_cheap_to_repeat(tensor):
-            return False  # a row computes it once: a kernel of its own, and memory, would cost more
+            return False  # one computation for each row is cheaper than a kernel and memory
         if not tensor.heavy and uses.total <= typical(tensor.numel):
             return False
         return not tensor.is_cheap and (uses.count > 1 or uses.numel > typical(tensor.numel))
 
 
 def _of_equal_shape(tensor: LazyTensor, shape: tuple[Size, ...]) -> LazyTensor:
-    """`tensor` with its sizes written as torch writes them; they are equal by a guard of torch's."""
+    """Return `tensor` with torch's expressions for its sizes, which a guard of torch's makes equal."""
     if tensor.view is not None:
         return from_view(replace(tensor.view, shape=shape), tensor.dtype)
     return replace(tensor, shape=shape)
 
 
 def _device_of(value: Any) -> str | None:
-    """The type of the device of a tensor, or of the first of several."""
+    """Return the device type of a tensor, or of the first of several."""
     if isinstance(value, torch.Tensor):
         return value.device.type
     if isinstance(value, (tuple, list)):
@@ -360,7 +360,7 @@ def _device_of(value: Any) -> str | None:
 
 
 def _looks_behind_a_slice(node: Node) -> bool:
-    """An offset from the start of a storage whose first elements the argument leaves out."""
+    """Return whether an op uses an offset from the start of a storage whose first elements its argument skips."""
     if not compat.storage_offsets.has_offset(node):
         return False
     around = compat.storage_offsets.storage_input(node, scattered=True)
@@ -372,7 +372,7 @@ def _looks_behind_a_slice(node: Node) -> bool:
 
 
 def _in_order(target: Any, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """`args`, and after them what was given by keyword though it has a position: taken out of `kwargs`."""
+    """Return `args` followed by positional arguments given by keyword, which are removed from `kwargs`."""
     schema = getattr(target, "_schema", None)
     if schema is None or not kwargs:
         return args

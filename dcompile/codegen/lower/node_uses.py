@@ -1,4 +1,4 @@
-"""Who uses each value of an FX graph, seen through views: what decides where it is computed."""
+"""Find the users of each value of an FX graph through views: they decide where it is computed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.fx import Graph, Node
 from dcompile.codegen.lower.symbolic.shapes import estimate
 
 Kind = Literal["view", "loop", "memory"]
-"""How an op takes its arguments: as a view of them, element by element in a loop of ours, or from memory."""
+"""How an op takes its arguments: as a view, element by element in a loop, or from memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Uses:
-    """`count` final users, whether one of them needs memory, and the largest number of elements that one computes."""
+    """Number of final users, whether one needs memory, and the most elements that one of them computes."""
 
     count: int = 0
     memory: bool = False
@@ -27,11 +27,11 @@ class Uses:
     last: int = -1
     """Position of the last user in the graph."""
     total: int = 0
-    """How often elements are asked for, all users together: two halves of a tensor ask for each element once."""
+    """Element reads of all users together: two halves of a tensor read each element once."""
 
 
 def find_uses(graph: Graph, kind_of: Callable[[Node], Kind]) -> dict[Node, Uses]:
-    """The final users of every node; a view passes its own users on to what it views."""
+    """Return the final users of every node; a view's users count as users of its base."""
     found: dict[Node, Uses] = {}
     nodes = list(graph.nodes)
     position = {node: number for number, node in enumerate(nodes)}
@@ -60,7 +60,7 @@ def _use(user: Node, node: Node, kind: Kind, found: dict[Node, Uses], position: 
 
 
 def numel_of(value: Any) -> int:
-    """Elements of the largest tensor in a node's value."""
+    """Return the number of elements of the largest tensor in a node's value."""
     if isinstance(value, torch.Tensor):
         return prod(map(estimate, value.shape))
     return max(map(numel_of, value), default=0) if isinstance(value, (tuple, list)) else 0

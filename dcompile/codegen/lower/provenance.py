@@ -1,4 +1,4 @@
-"""Where an FX node came from, as people look for it: module path, op, source line."""
+"""Describe the origin of an FX node for people: module path, op, source line."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.fx import Node
 from dcompile.compat.user_line import user_line
 
 _FRAME_NAMES = frozenset(("L", "self", "target", "__self__", "_modules", "module", ""))
-"""What Dynamo puts before the path of the module a user knows."""
+"""Prefixes that Dynamo adds to a module's path."""
 
 
 def origin_of(node: Node) -> tuple[str, ...]:
-    """`("layers.0.mlp: aten.mul.Tensor (model.py:88)",)`."""
+    """Return the origin of a node: `("layers.0.mlp: aten.mul.Tensor (model.py:88)",)`."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     module = ""
     if stack:
@@ -26,11 +26,11 @@ def origin_of(node: Node) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def _module_path(path: str) -> str:
-    """Dynamo's `L['self'].model.layers[0].mlp` as `model.layers.0.mlp`."""
+    """Turn Dynamo's `L['self'].model.layers[0].mlp` into `model.layers.0.mlp`."""
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
     path = re.sub(r"\(.*?\)", "", path)
     path = re.sub(
         r"\bforward\.__closure__\.\d+\.cell_contents\b", "", path
-    )  # a wrapper's, that FSDP1's adapter puts there
+    )  # of the wrapper installed by FSDP1's adapter
     parts = [part for part in path.split(".") if part not in _FRAME_NAMES]
     return ".".join(parts)

@@ -1,13 +1,14 @@
-"""Cut a graph's compute into regions at collectives, for another compiler, and put calls in their place.
+"""Cut a graph into regions at collectives, and replace each by a call of another compiler's code.
 
-A region is as large as collectives allow. In one region are operations that wait for the same all-gathers, stand behind
-the same library calls that stay outside (the model's own collectives, random numbers, what changes inputs), and lead to
-the same reduction of gradients. Each of the three only grows along an edge of the graph, so regions in their order
-depend on earlier ones alone. Views are no operations: each region has its own of what it reads.
+A region is as large as collectives allow. Its operations wait for the same all-gathers, follow the same library calls
+outside regions, and lead to the same gradient reduction. Library calls outside are the model's own collectives, random
+numbers, and in-place changes of inputs. Numbered in order, each of the three only grows along an edge of the graph, so
+a region depends only on earlier ones. Views are not operations: each region makes its own views of its inputs.
 
-An operation comes as soon as it can, for collectives are hidden behind what comes early. There are two exceptions. What
-waits for nothing comes with its first user: a backward would recompute all that it reads at its start otherwise. What
-serves one reduction alone comes with the last gradient of that: the region is larger, and nothing starts later.
+An operation runs as early as possible, since early computation hides collectives. There are two exceptions. An
+operation that waits for nothing runs with its first user; otherwise a backward would start with all its recomputation.
+An operation that only one reduction needs runs with the last gradient of that reduction; the region grows, and nothing
+starts later.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ Kind = Literal["input", "view", "compute", "single", "output"]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Operations that are handed over together, as a graph of their own."""
+    """Operations that another compiler compiles together, as a graph of their own."""
 
     number: int
     nodes: tuple[Node, ...]
     """Its operations, in graph order."""
     inputs: tuple[Node, ...]
-    """Values of the whole graph that it takes."""
+    """Values of the whole graph that it reads."""
     outputs: tuple[Node, ...]
     """Its values that are used outside."""
     graph: GraphModule
@@ -44,20 +45,20 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where inputs are first used and outputs made, as places in the graph: what `region_cuts` is told."""
+    """Positions of the first use of each input and of the definition of each output: the input of `region_cuts`."""
 
     first_use: Mapping[int, int]
     ready: Mapping[int, int]
 
 
 Order = tuple[float, float, float]
-"""(all-gathers waited for, calls outside that stand before, reduction that it leads to)."""
+"""(all-gathers waited for, outside calls before it, reduction that it leads to)."""
 Cuts = tuple[Mapping[int, int], Mapping[int, int]]
 """`region_cuts.RegionCuts`: all-gather of an input, by position, and reduction of an output."""
 
 
 class RegionPlan:
-    """A graph with its operations sorted into regions. `takes`: which operations may be handed over at all."""
+    """A graph with its operations sorted into regions. `takes`: whether an operation may be in a region at all."""
 
     def __init__(self, gm: GraphModule, takes: Callable[[Node], bool]) -> None:
         self.gm = gm
@@ -70,10 +71,10 @@ class RegionPlan:
         returned: Any = gm.graph.output_node().args[0]
         self.returned: list[Any] = list(returned) if isinstance(returned, (tuple, list)) else [returned]
         self.order: dict[Node, Order] = {}
-        """Of each node, once `regions` was asked for them."""
+        """Order of each node, set by `regions`."""
 
     def places(self) -> Places:
-        """Where inputs are first used by an operation, through views, and where outputs are made."""
+        """Return the positions of each input's first use by an operation, through views, and of each output."""
         first: dict[int, int] = {}
         for position, node in enumerate(self.inputs):
             users = [self.place[user] for user in self._users(node) if self.kind[user] in ("compute", "single")]
@@ -83,7 +84,7 @@ class RegionPlan:
         return Places(first, {at: self.place[node] if self.kind[node] != "input" else -1 for at, node in made.items()})
 
     def regions(self, cuts: Cuts) -> list[Region]:
-        """The regions, in an order in which they can run."""
+        """Return the regions, in an order in which they can run."""
         self.order = orders = self._orders(cuts)
         computing = [node for node in self.nodes if self.kind[node] == "compute"]
         ends = self._ends(cuts[1], orders)
@@ -99,7 +100,7 @@ class RegionPlan:
             members[number[orders[node]]].append(node)
         return [self._region(n, nodes) for n, nodes in enumerate(members)]
 
-    # --- what a node is ---
+    # --- kinds of nodes ---
 
     def _kind(self, node: Node, takes: Callable[[Node], bool]) -> Kind:
         match node.op:
@@ -109,26 +110,26 @@ class RegionPlan:
                 return "output"
         if node.target is operator.getitem and isinstance(node.args[0], Node):
             of = self.kind[node.args[0]]
-            return "single" if of == "input" else of  # a part is what the whole is
+            return "single" if of == "input" else of  # a part has the kind of its whole
         if is_view(node):
             return "view"
         return "compute" if takes(node) else "single"
 
     def root(self, node: Node) -> Node:
-        """What a view, or a part of one, is a view of."""
+        """Return the base of a view, or of a part of one."""
         while self.kind[node] == "view":
             node = node.all_input_nodes[0]
         return node
 
     def _views(self, node: Node) -> Iterator[Node]:
-        """All views of a value."""
+        """Yield all views of a value."""
         for user in node.users:
             if self.kind[user] == "view" and user.all_input_nodes[0] is node:
                 yield user
                 yield from self._views(user)
 
     def _users(self, node: Node) -> Iterator[Node]:
-        """Who uses a value, through views."""
+        """Yield the users of a value, through views."""
         for user in node.users:
             if self.kind[user] == "view" and user.all_input_nodes[0] is node:
                 yield from self._users(user)
@@ -138,7 +139,7 @@ class RegionPlan:
     # --- the order of operations ---
 
     def _orders(self, cuts: Cuts) -> dict[Node, Order]:
-        """Of each node: what it waits for, and what it leads to."""
+        """Return the order of each node."""
         before = self._before()
         after: dict[Node, list[Node]] = {node: [] for node in self.nodes}
         for node, earlier in before.items():
@@ -157,13 +158,13 @@ class RegionPlan:
             if serves_one or not behind[node]:
                 behind[node] = min((behind[user] - self._is_step(node, user) for user in users), default=behind[node])
         found: dict[Node, Order] = {node: (waits[node], behind[node], leads[node]) for node in self.nodes}
-        for node in self.nodes:  # several results are made at once
+        for node in self.nodes:  # several results of one call are ready at once
             if node.target is operator.getitem and self.kind[node] == "compute":
                 found[node] = found[node.all_input_nodes[0]]
         return found
 
     def _before(self) -> dict[Node, list[Node]]:
-        """What has to come before each call: what it uses, and what `_ordering` says."""
+        """Return the nodes that must come before each call: its inputs, and those in `_ordering`."""
         ordering = self._ordering()
         calls = [node for node in self.nodes if node.op == "call_function"]
         return {node: [*node.all_input_nodes, *ordering.get(node, ())] for node in calls}
@@ -171,7 +172,7 @@ class RegionPlan:
     def _soonest(
         self, gathers: Mapping[int, int], before: Mapping[Node, Sequence[Node]]
     ) -> tuple[dict[Node, int], dict[Node, int]]:
-        """The last all-gather that each node waits for, and how many calls outside stand before it, one by one."""
+        """Return the last all-gather that each node waits for, and the number of successive outside calls before it."""
         waits = {node: gathers.get(position, 0) for position, node in enumerate(self.inputs)}
         behind: dict[Node, int] = {}
         for node in self.nodes:
@@ -181,7 +182,7 @@ class RegionPlan:
         return waits, behind
 
     def _is_step(self, node: Node, user: Node) -> bool:
-        """Whether a call outside uses what a region makes."""
+        """Return whether an outside call uses a region's result."""
         return self.kind[user] == "single" and self._is_computed(node)
 
     def _leads(
@@ -190,7 +191,7 @@ class RegionPlan:
         after: Mapping[Node, Sequence[Node]],
         which: Callable[[Sequence[float]], float],
     ) -> dict[Node, float]:
-        """The first (`min`) or last (`max`) reduction that each node is needed for; infinity for other results."""
+        """Return the first (`min`) or last (`max`) reduction that needs each node; infinity for other results."""
         found: dict[Node, list[float]] = {node: [] for node in self.nodes}
         for at, node in enumerate(self.returned):
             if isinstance(node, Node):
@@ -201,7 +202,7 @@ class RegionPlan:
         return leads
 
     def _last(self, reductions: Mapping[int, int], waits: Mapping[Node, int]) -> dict[Node, list[int]]:
-        """What the last gradient waits for that is reduced together with each gradient."""
+        """Return, for each gradient, the all-gather that the last gradient of the same reduction waits for."""
         roots = [(number, self.root(self.returned[at])) for at, number in reductions.items()]
         last: dict[int, int] = {}
         for number, node in roots:
@@ -212,12 +213,14 @@ class RegionPlan:
         return found
 
     def _is_computed(self, node: Node) -> bool:
-        """Whether a value comes from an operation that may be in a region."""
+        """Return whether a value comes from an operation that may be in a region."""
         return self.kind[self.root(node)] == "compute"
 
     def _ordering(self) -> dict[Node, list[Node]]:
-        """Nodes that have to come before another one though it does not use them: effects keep their order, and what
-        reads an input keeps its side of what changes it."""
+        """Return the nodes that must come before another one without being its inputs.
+
+        Calls with effects keep their order. Reads of an input stay on their side of a change of that input.
+        """
         found: dict[Node, list[Node]] = {}
         readers: dict[Node, list[Node]] = {}
         changed: dict[Node, Node] = {}
@@ -241,7 +244,7 @@ class RegionPlan:
         return found
 
     def _ends(self, reductions: Mapping[int, int], orders: Mapping[Node, Order]) -> set[Order]:
-        """Behind which operations a reduction has all its gradients."""
+        """Return the orders of operations after which a reduction has all its gradients."""
         last: dict[int, Order] = {}
         for at, number in reductions.items():
             node = self.root(self.returned[at])
@@ -262,7 +265,7 @@ class RegionPlan:
         return Region(number, tuple(nodes), (*inputs, *sizes), tuple(outputs), graph)
 
     def _reads(self, node: Node) -> Iterator[Node]:
-        """What an operation reads, views taken away: their bases, and sizes that they are made with."""
+        """Yield the inputs of an operation without views: their bases, and sizes used to make them."""
         for value in node.all_input_nodes:
             if self.kind[value] == "view":
                 yield from self._reads(value)
@@ -274,7 +277,7 @@ class RegionPlan:
         return isinstance(node.meta.get("val"), torch.Tensor) and bool(users)
 
     def _sizes(self, nodes: Sequence[Node], inputs: Mapping[Node, None]) -> list[Node]:
-        """Further inputs of the graph that are sizes which the region's tensors are made of."""
+        """Return further graph inputs: sizes that occur in the shapes of the region's tensors."""
         symbols = compat.sizes.symbols_of(n.meta.get("val") for n in (*nodes, *inputs))
         if not symbols:
             return []
@@ -289,14 +292,14 @@ class RegionPlan:
 
 
 def _graph_of(plan: RegionPlan, nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> GraphModule:
-    """The operations as a graph of their own, with names that do not depend on where in the whole graph they stand."""
+    """Copy the operations into a graph of their own, with names independent of their position in the whole graph."""
     graph, made = Graph(), dict[Node, Node]()
     for place, node in enumerate(inputs):
         made[node] = graph.placeholder(f"input{place}")
         made[node].meta = {"val": node.meta.get("val")}
 
     def taken(node: Node) -> Node:
-        if node not in made:  # a view: made here, of what is here
+        if node not in made:  # a view: made inside the region
             made[node] = _copied(graph, node, taken, f"n{len(made)}")
         return made[node]
 
@@ -316,10 +319,10 @@ def _copied(graph: Graph, node: Node, taken: Callable[[Node], Node], name: str) 
 
 
 def with_calls(plan: RegionPlan, regions: Sequence[Region], calls: Mapping[int, Any]) -> GraphModule:
-    """The whole graph with a call in place of each region in `calls`, by number; other regions stay as they were.
+    """Replace each region in `calls`, by number, by a call; other regions stay as they were.
 
-    Inputs and outputs keep their places and names. The order is that of the regions, each call outside before the
-    first region that may need it.
+    Inputs and outputs keep their positions and names. Units follow the order of the regions; each outside call comes
+    before the first region that may need it.
     """
     graph, made = Graph(), dict[Node, Node]()
 
@@ -346,9 +349,9 @@ def with_calls(plan: RegionPlan, regions: Sequence[Region], calls: Mapping[int, 
 
 
 def _units(plan: RegionPlan, regions: Sequence[Region]) -> list[Region | Node]:
-    """Regions and calls outside, in an order in which each comes behind all that it needs.
+    """Return regions and outside calls, in an order in which each follows its dependences.
 
-    A call outside comes right before the first region that may need it.
+    An outside call comes right before the first region that may need it.
     """
     keyed: list[tuple[tuple[float, ...], Region | Node]] = []
     of_wait: dict[tuple[float, float], list[tuple[float, int]]] = {}

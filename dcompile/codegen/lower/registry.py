@@ -1,4 +1,4 @@
-"""The table of all rules: ATen op to loops or views. An op that is not here is a library call."""
+"""The table of all rules: ATen op to loops or views. An op without a rule is a library call."""
 
 from __future__ import annotations
 

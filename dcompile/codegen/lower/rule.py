@@ -1,4 +1,4 @@
-"""What a lowering rule is, and the dtype rules that all of them share."""
+"""The type of a lowering rule, and the dtype rules that all of them share."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from dcompile.ir.index import Index, Size
 from dcompile.ir.ops import DTYPES
 
 Result = Any
-"""T, a tuple of them, or NotImplemented where the rule does not cover the arguments: then the library is called."""
+"""A LazyTensor, a tuple of them, or NotImplemented where the rule does not cover the arguments; then the library is
+called."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`lower(lowering, fake_value, *args, **kwargs)`, and how the op takes its arguments."""
+    """A rule: `lower(lowering, fake_value, *args, **kwargs)`, and how the op takes its arguments."""
 
     lower: Callable[..., Result]
     kind: Kind = "loop"
 
 
 def opmath(dtype: str) -> str:
-    """The dtype that arithmetic on `dtype` is done in."""
+    """Return the dtype in which arithmetic on `dtype` is done."""
     return "float32" if dtype in ("bfloat16", "float16", *FLOAT8) else dtype
 
 
@@ -38,7 +39,7 @@ def promote(left: str, right: str) -> str:
 
 
 def common_dtype(args: tuple[Any, ...]) -> str:
-    """The dtype in which operands are compared: torch's promotion, where tensors with dimensions outrank numbers."""
+    """Return the dtype in which operands are compared: torch's promotion, tensors with dimensions first."""
     ranks: list[str | None] = [None, None, None]  # tensors with dimensions, tensors without, Python numbers
     for arg in args:
         rank = (0 if arg.shape else 1) if isinstance(arg, LazyTensor) else 2

@@ -1,1 +1,1 @@
-"""Loop nests: what lowering, scheduling and every target share."""
+"""Loop nests, which lowering, scheduling and all targets share."""

@@ -1,8 +1,8 @@
-"""How a loop is cut into the tiles that GPU programs work on: which variables a tile spans, how far, by how many warps.
+"""Tile loops for GPU programs: choose the variables that a tile spans, its extents, and the number of warps.
 
-Everything here follows from the loop's sizes and strides alone, so that a kernel is the same on every rank and for
-every device of one kind. Blocks are numbers. Where sizes are symbols, blocks are chosen for a typical size, and a row
-of symbolic length is read in pieces, however long it turns out to be.
+All decisions follow from the loop's sizes and strides alone. So a kernel is the same on every rank and on every device
+of one kind. Block sizes are numbers. Where sizes are symbols, blocks are chosen for a typical size, and a row of
+symbolic length is read in several blocks, whatever its length.
 """
 
 from __future__ import annotations
@@ -41,41 +41,41 @@ from dcompile.ir.index import (
 from dcompile.ir.nodes import ITEMSIZE, Loop, Reduce, Scan, Store, Value
 
 FLAT_ELEMENTS = 1024
-"""Elements of a pointwise tile: 8 for each of 128 threads, 16 bytes of a 16-bit dtype in one access."""
+"""Elements of a pointwise tile: 8 for each of 128 threads, so one access moves 16 bytes of a 16-bit dtype."""
 ROW_ELEMENTS = 2048
-"""Elements of a tile of rows, where rows are short: 16 for each of 128 threads."""
+"""Elements of a tile of short rows: 16 for each of 128 threads."""
 MAX_PERSISTENT_ELEMENTS = 16384
-"""Longest row that a program holds in registers (32 elements for each of 512 threads) rather than reading it again."""
+"""Longest row that a program holds in registers (32 elements for each of 512 threads) instead of reading it twice."""
 PAIRED = (2048, 4096)
-"""Lengths of rows that two at a time are read and written faster: a program has 32 elements for each thread then."""
+"""Lengths of rows that are faster in pairs: a program then has 32 elements for each thread."""
 READ_ELEMENTS = 4096
-"""Elements of a row that 256 threads read at a time where a number for each row is all that is stored: rows of 14336
-elements of a matrix by a vector took 29.6 us so, 30.8 at once by 512 threads (4096 rows in a CUDA graph, one H200)."""
+"""Elements of a row that 256 threads read at a time if only row values are stored. This takes 0.96 of the time of 512
+threads at once (docs/lab/constants.md, K1)."""
 PIECE_ELEMENTS = 2048
-"""Elements of a longer row that are read at a time, by 128 threads: of 8192 rows of 128256 logits, a pass took 505 us
-so, 554 with twice as many elements and threads, 512 with 8192 elements and 512 threads (one H200)."""
+"""Elements of a longer row that 128 threads read at a time. This takes 0.91 of the time of twice as many elements and
+threads (docs/lab/constants.md, K2)."""
 TRANSPOSE_SIDES = (32, 64)
-"""Sides of a transposing tile."""
+"""Sides of a transpose tile."""
 BYTE_TRANSPOSE_SIDES = (64, 64)
-"""The same where all that is stored has one byte, by two warps: 8192 x 8192 bfloat16 elements as float8 in both orders
-took 120 us so, 130 in tiles of 32 x 64 by four (one H200)."""
+"""Sides of a transpose tile of two warps where all stores have one byte. It takes 0.92 of the time of 32 x 64 tiles of
+four warps (docs/lab/constants.md, K3)."""
 OUTER_ROWS = 64
-"""Rows of a tile, where their neighbours, not their elements, are contiguous."""
+"""Rows of a tile where adjacent rows, not elements, are contiguous."""
 COLUMN_ROWS, COLUMNS = 8, 256
-"""Tile of a column reduction whose rows need not be seen whole."""
+"""Tile of a column reduction that needs no whole rows."""
 MIN_UNKNOWN_ROW = 64
-"""Length from which rows are tiles of their own where sizes are symbols; a symbol counts as long."""
+"""Length from which rows are separate tiles where sizes are symbolic; a symbol counts as long."""
 MULTIPROCESSORS = 132
-"""For which tiles are cut; on a GPU with fewer or more of them the same kernels run, a little less evenly."""
+"""Multiprocessors of the GPU that tiles are chosen for; on others the same kernels run, a little less evenly."""
 PROGRAMS = 2 * MULTIPROCESSORS
-"""Programs of a kernel that walk over many rows each, and how many a kernel should have at least."""
+"""Programs of a kernel that loops over rows, and the fewest that a kernel should have."""
 
 Kind = Literal["flat", "turn", "rows", "columns"]
 
 
 @dataclass(frozen=True, slots=True)
 class TileDim:
-    """One direction of a tile: the loop variables that run along it, row-major, and how many of their positions."""
+    """One dimension of a tile: its loop variables, in row-major order, and the number of positions."""
 
     name: str
     axes: tuple[Axis, ...]
@@ -92,11 +92,11 @@ class TileDim:
 
 @dataclass(frozen=True, slots=True)
 class TilePlan:
-    """How a loop runs.
+    """The tiling of a loop.
 
-    flat: elements in order. turn: two-dimensional tiles, `batch` variables outside. rows: `dims` are rows and elements;
-    a program has whole rows, at once or, if `looped`, in pieces. columns: a program walks over `chunk` rows and keeps
-    what its column reductions have collected.
+    flat: elements in order. turn: two-dimensional tiles with `batch` variables outside. rows: `dims` are rows and
+    elements; a program has whole rows, at once or, if `looped`, in blocks. columns: a program loops over `chunk` rows
+    and accumulates its column reductions.
     """
 
     kind: Kind
@@ -107,7 +107,7 @@ class TilePlan:
     looped: bool = False
     chunk: Size = 0
     atomic: bool = False
-    """Stores that combine do so in memory."""
+    """Whether combining stores do so in memory."""
 
     @property
     def grid(self) -> Size:
@@ -121,15 +121,15 @@ class TilePlan:
 
     @property
     def parts(self) -> Size:
-        """Runs of rows that programs walk over; at least one, since sums of no rows are stored too."""
+        """Runs of rows for programs; at least one, since sums of no rows are stored, too."""
         rows = self.dims[0].size
         if not isinstance(self.chunk, int):
-            return 1  # all rows, however many
+            return 1  # one run of all rows
         return as_size(extreme("max", ceil_div(rows, self.chunk), 1))
 
 
 def make_plan(loop: Loop) -> TilePlan:
-    """The tiles of a loop."""
+    """Choose the tiling of a loop."""
     in_pieces = may_exceed(size_product(loop.inner), MAX_PERSISTENT_ELEMENTS) and all(
         store.mode == "set" for store in loop.stores
     )
@@ -156,7 +156,7 @@ def _pointwise(nest: Nest) -> TilePlan:
     near = {axis.name: unit_strides(axis.name, used) for axis in axes}
     scores = {axis.name: near[axis.name] - 100 * (about([axis]) < 8) for axis in axes}
     best = max(reversed(axes), key=lambda axis: scores[axis.name], default=None)
-    if best and not near[best.name]:  # a short run that is contiguous, as a group of few channels, beats a long stride
+    if best and not near[best.name]:  # a short contiguous run, such as a group of few channels, beats a long stride
         best = max(reversed(axes), key=lambda axis: near[axis.name])
     rest = [axis for axis in axes if axis is not best]
     other = max(rest, key=lambda axis: scores[axis.name], default=None)
@@ -173,26 +173,26 @@ def _pointwise(nest: Nest) -> TilePlan:
     while block > 128 and size < block * PROGRAMS:
         block //= 2
     block = min(block, power_of_two(size))
-    # neighbours in memory in programs that run at the same time: rows of 256 bytes in the order of addresses, not by
-    # head, took 37 us of 41 (rotary embedding of 8192 tokens, one H200)
+    # concurrent programs touch adjacent memory: rotary embedding's rows of 256 bytes took 0.9 of the time in address
+    # order (8192 tokens, one H200)
     rest.sort(key=lambda axis: -reach(nest, axis.name))
     ordered = (*rest, best) if best else ()
     return TilePlan("flat", nest, (TileDim("x", ordered, block),), max(block // 256, 1))
 
 
 def reach(of: Nest | Loop, name: str) -> int:
-    """How far apart in memory neighbours along a variable lie, over all accesses."""
+    """Return the distance in memory between neighbours along a variable, summed over all accesses."""
     return distance(of.body, of.stores, name)
 
 
 def distance(body: Iterable[Value], stores: Iterable[Store], name: str) -> int:
-    """The same over the loads among some values, and some stores."""
+    """Return this distance summed over some stores and the loads among some values."""
     steps = [(stride(index, name), weight) for index, weight in accesses(tuple(body), tuple(stores))]
     return sum(abs(_about(step)) * weight for step, weight in steps if step is not None)
 
 
 def _full(axes: tuple[Axis, ...], used: list[tuple[Index, int]]) -> list[tuple[Index, int]]:
-    """The accesses that vary with most variables: a number for each row says nothing about the tile."""
+    """Return the accesses that depend on the most variables: a value for each row does not determine the tile."""
     names = {axis.name for axis in axes}
     most = max((len(index.variables & names) for index, _ in used), default=0)
     return [(index, weight) for index, weight in used if len(index.variables & names) == most]
@@ -209,10 +209,10 @@ def _both_ways(nest: Nest, best: str, other: str) -> bool:
 
 
 def _row_block(nest: Nest, best: Axis) -> int:
-    """How much of one row a program takes, where some numbers belong to the whole row: it reads them once then.
+    """Return the elements of one row in a tile of part of a row, where some loads belong to the row and are read once.
 
-    0 where tiles over all elements do better: rows short, or not of whole 16 bytes, or just too long for a tile. With
-    symbolic sizes, coordinates are worked out by divisions; here a program makes them once, not for each element.
+    0 where tiles over all elements are better: short rows, rows not of whole 16 bytes, or rows slightly longer than a
+    tile. With symbolic sizes, such a tile computes coordinates, which need divisions, once and not for each element.
     """
     if not isinstance(count((*nest.rows, *nest.elements)), int):
         size = about([best])
@@ -245,7 +245,7 @@ def _rows(nest: Nest) -> TilePlan:
         x = min(OUTER_ROWS, power_of_two(rows))
         while x > 16 and rows < x * PROGRAMS:
             x //= 2
-        # few programs: twice as much at a time, or everything, for nothing else hides how long memory takes
+        # few programs: a double block, or all elements, since nothing else hides memory latency
         few = rows < 2 * x * PROGRAMS
         r = min(ROW_ELEMENTS * (2 if few else 1) // x, whole)
         if known and few and r < whole and x * whole <= MAX_PERSISTENT_ELEMENTS:
@@ -273,7 +273,7 @@ def _rows(nest: Nest) -> TilePlan:
             looped=True,
         )
     if x == 1 and PAIRED[0] <= whole <= PAIRED[1] and rows >= PROGRAMS and not all(nest.row_stores):
-        # maxima of two rows at once take longer than of one: softmax 154 for 139 us, RMSNorm 37.2 for 37.6 (one H200)
+        # two rows at once are slower for maxima: softmax takes 154 us for 139, RMSNorm 37.2 for 37.6 (one H200)
         sums = all(value.op == "sum" for value in nest.body if isinstance(value, (Reduce, Scan)))
         x = 2 if sums and rows >= 2 * PROGRAMS else 1
         return TilePlan(
@@ -283,17 +283,17 @@ def _rows(nest: Nest) -> TilePlan:
 
 
 def _in_one_pass(nest: Nest) -> bool:
-    """Is nothing needed of a row twice, as its mean is for its variance?"""
+    """Is every element of a row needed only once, unlike for a variance, which needs the mean first?"""
     reduces = [ref for ref, value in enumerate(nest.body) if isinstance(value, Reduce)]
     below = ancestors(nest.body, [value.arg for value in nest.body if isinstance(value, Reduce)])
     return not any(isinstance(value, Scan) for value in nest.body) and not below.intersection(reduces)
 
 
 def _is_lane(nest: Nest) -> bool:
-    """Are rows, rather than their elements, next to one another in memory?"""
+    """Are adjacent rows, rather than elements of a row, contiguous in memory?"""
     if not nest.rows or about(nest.rows[-1:]) < 8 or not any(isinstance(value, (Reduce, Scan)) for value in nest.body):
         return False
-    # by how much each reads and writes: the weights of a sum over rows of a matrix count little beside the matrix
+    # weighted by traffic: in a weighted sum over a matrix's rows, the weights count little beside the matrix
     often = [
         (index, weight * _points(nest, index))
         for index, weight in accesses(nest.body, nest.stores)
@@ -303,12 +303,12 @@ def _is_lane(nest: Nest) -> bool:
 
 
 def _points(nest: Nest, index: Index) -> int:
-    """Places that an index names, each value of a body counting as all."""
+    """Return the number of elements that an index reaches; a run-time value may reach all."""
     return about(axis for axis in nest.axes if axis.name in index.variables or runtime_refs(index))
 
 
 def _warps(elements: int) -> int:
-    """16 elements a thread, or 32 where a block would have more than 512 threads."""
+    """Return the warps of a block: 16 elements a thread, or 32 where a block would exceed 512 threads."""
     return min(max(elements // 512, 1), 16)
 
 
@@ -334,7 +334,7 @@ def _columns(nest: Nest, chunk: Size) -> TilePlan:
 
 
 def _chunk(nest: Nest, combining: list[int]) -> Size:
-    """The rows that one program walks over, if every combining store can be collected in registers that way; else 0."""
+    """Return the rows of one program, if it can accumulate every combining store in registers; else 0."""
     sizes: set[Size] = set()
     rows = count(nest.rows)
     for number in combining:
@@ -355,10 +355,10 @@ def sees_whole_rows(nest: Nest) -> bool:
 
 
 def chunk_of(store: Store, rows: tuple[Axis, ...], elements: tuple[Axis, ...], row_store: bool) -> int | None:
-    """How many rows in succession a store combines: 0 for all, None if it does anything else.
+    """Return how many consecutive rows a store combines: 0 for all, None for any other pattern.
 
-    Its index may hold the number of the chunk, which is the row's number divided by the chunk's size, and all variables
-    of the element or none.
+    Its index may contain the chunk's number, which is the row's number divided by the chunk's size. It contains all
+    variables of the element or none.
     """
     if runtime_refs(store.index):
         return None
@@ -380,23 +380,23 @@ def chunk_of(store: Store, rows: tuple[Axis, ...], elements: tuple[Axis, ...], r
 
 
 def leaves_gaps(plan: TilePlan, store: Store, extent: Size) -> bool:
-    """Whether a column reduction may leave places of its buffer unwritten: these hold what a sum of nothing is.
+    """Return whether a column reduction may leave elements of its buffer unwritten; these get the sum of no values.
 
-    So a gradient of an embedding of which one row alone is used: the others are in no part of the sum.
+    An example is the gradient of an embedding with only one row in use: no other row is part of the sum.
     """
     spread = store.index.variables & plan.nest.element_names
     return size_product((plan.parts, count(plan.nest.elements) if spread else 1)) != extent
 
 
 def row_number(rows: tuple[Axis, ...]) -> Index:
-    """Position of a row among all rows."""
+    """Return the position of a row among all rows."""
     numbers = [Index((((Var(axis.name),), 1),)) for axis in rows]
     steps = [count(rows[place + 1 :]) for place in range(len(rows))]
     return flatten(numbers, steps)
 
 
 def _spreads(index: Index, elements: tuple[Axis, ...]) -> bool:
-    """Does every element have a place of its own?"""
+    """Does every element have an address of its own?"""
     strides: list[tuple[Size, Size]] = []
     for axis in elements:
         step = stride(index, axis.name)
@@ -412,25 +412,25 @@ def _spreads(index: Index, elements: tuple[Axis, ...]) -> bool:
 
 
 def count(axes: Iterable[Axis]) -> Size:
-    """Points of a space."""
+    """Return the number of points of a space."""
     return size_product(axis.size for axis in axes)
 
 
 def about(axes: Iterable[Axis]) -> int:
-    """Points of a space, for decisions that only concern speed."""
+    """Return the number of points of a space, for decisions that affect only speed."""
     return typical(count(axes))
 
 
 def _about(step: Size) -> int:
-    """A stride, which may be negative, likewise."""
+    """Return a stride, possibly negative, for decisions that affect only speed."""
     return step if isinstance(step, int) else evaluate(step, dict.fromkeys(step.variables, TYPICAL))
 
 
 def ceil_div(size: Size, block: int) -> Size:
-    """Blocks that cover a size."""
+    """Return the number of blocks that cover a size."""
     return as_size(floordiv(as_index(size) + block - 1, block, {}))
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two that is not below `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << max(size - 1, 0).bit_length()

@@ -1,7 +1,7 @@
-"""From a loop to the nest of C loops that runs it: which variable runs over rows, which over elements, which is simd.
+"""Turn a loop into a nest: choose the variable of rows, of elements, and of the simd loop.
 
-A loop without inner space is turned into rows of elements by moving one outer variable inside, so that pointwise loops
-and row programs share everything that follows. Adjacent variables are merged where every index allows it.
+A loop without inner space becomes rows of elements: one outer variable moves inside. So pointwise loops and row
+programs share all later steps. Adjacent variables are merged where every index allows it.
 """
 
 from __future__ import annotations
@@ -28,26 +28,25 @@ from dcompile.ir.nodes import ITEMSIZE, Apply, Const, IndexOf, Load, Loop, Reduc
 from dcompile.ir.ops import OPS
 
 OUTER_VECTOR_ROWS = 256
-"""Rows computed side by side where rows, not elements, are contiguous: 1 KB of float32, read in order. With half of
-that a sum over a middle dimension took 1.4 times as long where neighbours in it are 1 KB apart (16 MB, Zen 3)."""
+"""Rows computed together where adjacent rows, not elements, are contiguous: 1 KB of float32, read in order. Half of
+that took 1.4 times as long in a sum over a middle dimension with a distance of 1 KB (16 MB, Zen 3)."""
 MAX_VECTOR_ELEMENTS = 16
-"""Elements that the widest vector holds."""
+"""Elements of the widest vector."""
 TILE_SIDE = 16
-"""Side of the tiles of a transposing loop."""
+"""Side of a transpose tile."""
 WIDE_TILE_SIDE = 64
-"""The same for elements of 2, 4 and 8 bytes, turned in registers: memory is read ahead within a row, fewer pages are
-touched at a time, and whole cache lines are written. Float32 took 0.42 to 0.7 of the time (16 MB and more, Zen 3),
-int64 0.6; bfloat16 with AVX2 0.5 to 1.0 (8 MB and more streamed, and the next tile asked for; without, 1.2 and 1.15),
-with AVX-512 0.4. Tiles of 32 were 1.2 to 1.6 of float32's with AVX2, 0.95 with AVX-512."""
+"""Side of a transpose tile for elements of 2, 4 and 8 bytes, transposed in registers. Rows are long enough for hardware
+prefetch, fewer pages are in use at a time, and whole cache lines are written. Float32 took 0.42 to 0.7 of the time
+(docs/lab/constants.md, K4)."""
 CHUNK_ELEMENTS = 4096
-"""Elements of a pointwise row that one thread takes at a time."""
+"""Elements of a pointwise row for one thread at a time."""
 SCAN_COST = 10
-"""Additions that a step of a scan costs: no two steps run at the same time."""
+"""Additions that one step of a scan costs: steps cannot overlap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A loop variable that runs from 0 to `size`; a tiled one in steps of `tile`, continued by an axis inside."""
+    """A loop variable from 0 to `size`; a tiled one advances by `tile`, and an inner axis covers the tile."""
 
     name: str
     size: Size
@@ -55,7 +54,7 @@ class Axis:
 
     @property
     def count(self) -> Size:
-        """Steps that the variable takes."""
+        """Number of steps of the variable."""
         return self.size if self.tile == 1 else as_size(floordiv(as_index(self.size) + self.tile - 1, self.tile, {}))
 
     @property
@@ -66,9 +65,10 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Nest:
-    """`rows` are collapsed and shared among threads. The last of `elements` is the simd loop, unless there is a `lane`:
+    """The nest of a kernel. `rows` are collapsed and shared among threads; the last of `elements` is the simd loop.
 
-    then `lane`, a row variable, is the simd loop inside everything, and each row value is an array over the lane.
+    If there is a `lane`, it is the simd loop instead, innermost of all. It is a row variable, and each row value is
+    then an array over it.
     """
 
     rows: tuple[Axis, ...]
@@ -78,7 +78,8 @@ class Nest:
     stores: tuple[Store, ...]
     row_stores: tuple[bool, ...]
     late: bool = False
-    """Element stores wait for the last pass: an expanded argmax reads its operand once more than the loop says."""
+    """Whether element stores happen in the last pass: an expanded argmax reads its operand once more than the loop
+    says."""
 
     @property
     def element_names(self) -> frozenset[str]:
@@ -97,9 +98,9 @@ class Nest:
 
 
 def flatten_loop(loop: Loop, *, in_one_pass: bool = False) -> Nest:
-    """The loop as each target begins with it: axes of one step gone, axes that need not be apart merged.
+    """Return the nest that every target starts from: without axes of size 1, and with mergeable axes merged.
 
-    `in_one_pass`: the target has a way of its own for sums of exponentials.
+    `in_one_pass`: whether the target supports sums of exponentials in one pass.
     """
     row_stores = tuple(is_row_store(loop, store) for store in loop.stores)
     outer = [Axis(n, s) for n, s in zip(outer_names(loop), loop.outer, strict=True)]
@@ -119,7 +120,7 @@ def flatten_loop(loop: Loop, *, in_one_pass: bool = False) -> Nest:
 
 
 def make_nest(loop: Loop) -> Nest:
-    """The nest that runs `loop`."""
+    """Return the nest of `loop` for CPUs."""
     nest = flatten_loop(loop)
     if not nest.elements:
         return _pointwise(list(nest.rows), nest.body, nest.stores)
@@ -137,9 +138,9 @@ def make_nest(loop: Loop) -> Nest:
 
 
 def _reduces_few(nest: Nest) -> bool:
-    """Does each row come to numbers of its own, made of fewer elements than a vector holds, none of them picked?
+    """Does each row reduce fewer elements than a vector holds, without gathers, and store only row values?
 
-    `mvlgamma`, sums of three logarithms of gammas, took 0.17 of the time with neighbours of other rows as vectors.
+    `mvlgamma`, sums of three logarithms of gammas, took 0.17 of the time with vectors along rows.
     """
     (*others, fast) = nest.elements
     few = not others and not may_exceed(fast.size, MAX_VECTOR_ELEMENTS - 1)
@@ -150,7 +151,7 @@ def _reduces_few(nest: Nest) -> bool:
 
 
 def _pointwise(axes: list[Axis], body: tuple[Value, ...], stores: tuple[Store, ...]) -> Nest:
-    """Choose the simd variable; tile a second one if some accesses are contiguous only along that."""
+    """Choose the simd variable; tile a second one if some accesses are contiguous only along it."""
     every = (False,) * len(stores)
     if not axes:
         return Nest((), (Axis("i0", 1),), None, body, stores, every)
@@ -172,7 +173,7 @@ def _pointwise(axes: list[Axis], body: tuple[Value, ...], stores: tuple[Store, .
 
 
 def accesses(body: tuple[Value, ...], stores: tuple[Store, ...]) -> list[tuple[Index, int]]:
-    """Indices and weights: a scattered store costs more than a gathered load."""
+    """Return indices and weights: a scattered store costs more than a gathered load."""
     loads = [(value.index, 2) for value in body if isinstance(value, Load)]
     return loads + [(store.index, 3) for store in stores]
 
@@ -183,7 +184,7 @@ def may_exceed(size: Size, limit: int) -> bool:
 
 
 def stride(index: Index, name: str) -> Size | None:
-    """Elements between neighbours along a variable; None if not constant. Indirect parts do not depend on it."""
+    """Return the elements between neighbours along a variable; None if not constant. Indirect parts do not vary."""
     coefficient = index.coefficient(name)
     constant = coefficient is not None and all(map(is_symbol, coefficient.variables))
     return as_size(coefficient) if coefficient is not None and constant else None
@@ -194,12 +195,12 @@ def unit_strides(name: str, accesses: list[tuple[Index, int]]) -> int:
 
 
 def _near(name: str, accesses: list[tuple[Index, int]]) -> int:
-    """Also what is read backwards, and what neighbours share: numbers for each channel must not outvote an image."""
+    """Weigh accesses of stride 1, 0 and -1. Shared values count, too: per-channel values must not outvote an image."""
     return sum(weight for index, weight in accesses if stride(index, name) in (-1, 0, 1))
 
 
 def _contiguous_only_along(other: str, best: str, body: tuple[Value, ...], stores: tuple[Store, ...]) -> set[int]:
-    """The sizes of the elements of what is."""
+    """Return the element sizes of accesses that are contiguous along `other` only."""
     found = [(value.index, value.dtype) for value in body if isinstance(value, Load)]
     found += [(store.index, body[store.value].dtype) for store in stores]
     return {
@@ -208,7 +209,7 @@ def _contiguous_only_along(other: str, best: str, body: tuple[Value, ...], store
 
 
 def _side(axis: Axis, large: bool) -> int:
-    """Of a tile, along an axis."""
+    """Return the side of a tile along an axis."""
     return WIDE_TILE_SIDE if large and typical(axis.size) >= WIDE_TILE_SIDE else TILE_SIDE
 
 
@@ -234,7 +235,7 @@ def reindex(
 def merge(
     axes: list[Axis], body: tuple[Value, ...], stores: tuple[Store, ...]
 ) -> tuple[list[Axis], tuple[Value, ...], tuple[Store, ...]]:
-    """Make one variable of two neighbours wherever every index steps through them as through one."""
+    """Merge two adjacent variables wherever every index treats them as one."""
     at = len(axes) - 2
     while at >= 0:
         first, second = axes[at : at + 2]
@@ -254,7 +255,7 @@ def _steps_through(index: Index, first: str, second: Axis) -> bool:
 def expand(
     body: tuple[Value, ...], stores: tuple[Store, ...], inner: list[Axis]
 ) -> tuple[tuple[Value, ...], tuple[Store, ...]]:
-    """Write argmax as two plain reductions, which vectorise: the largest value, then the first place that holds it."""
+    """Replace argmax by two plain reductions, which vectorize: the maximum, then the first position that holds it."""
     if not any(isinstance(value, Reduce) and value.op.startswith("arg") for value in body):
         return body, stores
     number: dict[Ref, Ref] = {}
@@ -275,7 +276,7 @@ def expand(
             dtype = new[value.arg].dtype
             best = put(Reduce(value.op[3:], value.arg, dtype))
             hit = put(Apply("eq", (value.arg, best), "bool"))
-            if dtype.startswith("float"):  # no element is NaN unless the largest is
+            if dtype.startswith("float"):  # if any element is NaN, the maximum is
                 hit = put(Apply("or", (hit, put(Apply("isnan", (value.arg,), "bool"))), "bool"))
             place = put(IndexOf(as_index(position), kind))
             end = put(Const(count, kind) if isinstance(count, int) else IndexOf(count, kind))
@@ -288,7 +289,7 @@ def expand(
 
 
 def _in_two_passes(body: tuple[Value, ...], stores: tuple[Store, ...]) -> tuple[tuple[Value, ...], tuple[Store, ...]]:
-    """Write `sum_exp` as what it means: the largest element, then the sum of exponentials below it."""
+    """Replace `sum_exp` by its definition: the maximum, then the sum of exponentials below it."""
     if not any(isinstance(value, Reduce) and value.op == "sum_exp" for value in body):
         return body, stores
     number: dict[Ref, Ref] = {}
@@ -311,7 +312,7 @@ def _in_two_passes(body: tuple[Value, ...], stores: tuple[Store, ...]) -> tuple[
 
 
 def renumber(value: Value, number: dict[Ref, Ref]) -> Value:
-    """The same value, with its operands under their new numbers."""
+    """Renumber a value's operands."""
     match value:
         case Load(_, index, _, mask):
             return replace(value, index=renumber_values(index, number), mask=None if mask is None else number[mask])
@@ -334,7 +335,7 @@ def renumber_values(index: Index, number: dict[Ref, Ref]) -> Index:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """For each value: does it vary within the row, and from which pass on is it known; when each store happens."""
+    """Whether each value varies within the row, and the pass from which it is known; the pass of each store."""
 
     element: tuple[bool, ...]
     known: tuple[int, ...]
@@ -366,7 +367,7 @@ def levels(nest: Nest) -> Levels:
 
 
 def cone_cost(ref: Ref, body: tuple[Value, ...], stop: frozenset[Ref]) -> int:
-    """What computing an element value again from its loads costs, in additions; `stop` are values at hand."""
+    """Return the cost of recomputing an element value from its loads, in additions; `stop` are available values."""
     seen: set[Ref] = set()
     stack = [ref]
     total = 0

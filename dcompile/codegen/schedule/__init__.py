@@ -1,0 +1,1 @@
+"""Schedule a program: fuse its loops, order its steps, and plan its memory."""

@@ -1,1 +1,1 @@
-"""Every patch of torch, one module for each thing that is changed."""
+"""Patches of torch, one module for each change."""

@@ -1,8 +1,8 @@
-"""Batch norms change their running statistics unseen by autograd, as in eager mode.
+"""Hide batch norms' changes of running statistics from autograd, as in eager mode.
 
-There the kernel writes them, which no version counter shows: a norm that is called twice has saved them in its first
-call, for a backward that in training does not read them. Traced, they are inputs that a graph changes, counted as such,
-and where eager code called the norm before the graph did, its backward was refused.
+In eager mode the kernel writes them without a change of their version counter. A norm that is called twice has saved
+them in its first call, for a backward that does not read them in training. In a traced graph they are mutated inputs,
+which are counted. If eager code called the norm before the graph did, its backward was refused.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def unseen_statistics() -> Iterator[None]:
-    """While graphs are traced, mark what batch norms write as hidden from autograd; other changes still count.
+    """Mark batch norms' writes as hidden from autograd while graphs are traced; other changes still count.
 
-    Within itself (Dynamo's tracing calls AOTAutograd's) it changes nothing.
+    Nested uses (Dynamo's tracing calls AOTAutograd's) change nothing.
     """
     import torch
     from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode

@@ -1,7 +1,7 @@
-"""The partitioner's search for common subexpressions, without all of inductor behind it.
+"""Run the partitioner's common subexpression elimination without importing TorchInductor.
 
-It takes two helpers of a few lines from inductor's pattern matcher, whose import brings 183 modules: 0.72 s of CPU time
-in each process that trains, of a Llama block's 2.5 s from the first use of the compiler to the first step's end.
+It uses two small helpers of inductor's pattern matcher, whose import loads 183 modules. The import costs 0.72 s of CPU
+time in each process that trains. A Llama block takes 2.5 s from the compiler's first use to the first step's end.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 HOME = "torch._inductor.pattern_matcher"
 CHANGING = re.compile(r"(?<!_)(_$|_[.]|(\b|_)(set|enter|exit|seed)(\b|_))(?!_)")
-"""Names of functions that change something, where no schema says so; torch's own pattern."""
+"""Names of functions that mutate something, where no schema says so: torch's own pattern."""
 
 
 @contextlib.contextmanager
 def regions_without_inductor() -> Iterator[None]:
-    """While graphs are partitioned, number the regions between changes here, unless inductor is loaded anyway."""
+    """Number the regions between mutations here while graphs are partitioned, unless inductor is loaded anyway."""
     from torch._functorch import partitioners
 
     own: Any = getattr(partitioners, "fx_graph_cse", None)
@@ -29,13 +29,13 @@ def regions_without_inductor() -> Iterator[None]:
         yield
         return
 
-    def search(graph: Any, **how: Any) -> Any:  # 2.14 says what else tells nodes apart
+    def search(graph: Any, **how: Any) -> Any:  # 2.14 passes further criteria
         if HOME in sys.modules:
             return own(graph, **how)
         try:
             with _standing_in():
                 return own(graph, **how)
-        except ImportError:  # a torch that takes other helpers from there
+        except ImportError:  # a torch that needs other helpers of that module
             return own(graph, **how)
 
     with unittest.mock.patch.object(partitioners, "fx_graph_cse", search):
@@ -44,7 +44,7 @@ def regions_without_inductor() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _standing_in() -> Iterator[None]:
-    """The two helpers in place of the module; nothing else runs meanwhile that could import it."""
+    """Put the two helpers in place of the module. No other code that could import it runs in this context."""
     module: Any = types.ModuleType(HOME)
     module.compute_mutation_region_ids = number_regions
     module.same_mutation_regions = in_same_region
@@ -56,7 +56,7 @@ def _standing_in() -> Iterator[None]:
 
 
 def number_regions(graph: Any) -> None:
-    """Note with each node how many changes there are up to it."""
+    """Store in each node the number of mutations up to it."""
     number = 0
     for node in graph.nodes:
         number += changes(node)
@@ -68,7 +68,7 @@ def in_same_region(one: Any, other: Any) -> bool:
 
 
 def changes(node: Any) -> bool:
-    """Whether a node changes something, its arguments or a state."""
+    """Whether a node mutates its arguments or a state."""
     import torch
     from torch._higher_order_ops.auto_functionalize import AutoFunctionalized
 

@@ -1,8 +1,8 @@
-"""What is read by an index lies as in eager mode, where the index does not lie in row-major order.
+"""`index` results keep eager's strides where the index is not row-major.
 
-torch finds the strides of `x[i]` while it traces by those of `x` alone. Its kernels look at the index as well: of
-`table[i.t()]` the rows lie as `i` does. aot_eager calls these kernels, whatever tracing said; a program of ours makes
-its memory by what tracing says, and all that is computed of `x[i]` follows.
+In tracing, torch derives the strides of `x[i]` from those of `x` alone. Its kernels also use those of the index: rows
+of `table[i.t()]` are stored in the order of `i`. aot_eager calls these kernels, whatever tracing assumed. A compiled
+program allocates its memory by the traced strides, and everything computed from `x[i]` follows.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def strides_of_indices() -> Iterator[None]:
-    """While graphs are traced, have `x[i]` lie as the kernels leave it.
+    """Give `x[i]` the strides of the kernels' results while graphs are traced.
 
-    Within itself (Dynamo's tracing calls AOTAutograd's) it changes nothing.
+    Nested uses (Dynamo's tracing calls AOTAutograd's) change nothing.
     """
     import torch
     from torch._subclasses import fake_impls
@@ -34,7 +34,7 @@ def strides_of_indices() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _not_remembered(op: Any) -> Iterator[None]:
-    """Fake tensors remember what operators make of what for all modes, hence for other backends and from them."""
+    """Bypass the fake tensors' cache of results, which all modes share, so that other backends are not affected."""
     from torch._subclasses import fake_tensor
 
     own = fake_tensor.FakeTensorMode._cache_key
@@ -49,7 +49,7 @@ def _not_remembered(op: Any) -> Iterator[None]:
 
 
 class _Reading:
-    """torch's own implementation of `x[indices]`, whose result is made anew if it would lie otherwise."""
+    """torch's own implementation of `x[indices]`, with corrected strides of the result."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self._own = own
@@ -61,14 +61,14 @@ class _Reading:
 
         with mode:
             common = torch.broadcast_shapes(*(index.shape for index in indices if index is not None))  # type: ignore[no-untyped-call]
-            # left to itself, torch takes the shape of an index without dimensions for that of all
+            # otherwise torch uses the shape of an index without dimensions for all of them
             spread = [None if index is None else index.expand(common) for index in indices]
             found = self._own(mode, func, x, spread)
             return found.new_empty_strided(found.shape, _strides(x, spread, found.shape))
 
 
 def _in_order(indices: Sequence[Any]) -> bool:
-    """Whether these leave the result as torch has it: of one shape, in row-major order; or masks, read as one row."""
+    """Whether torch's strides are right: row-major indices of one shape; or masks, which are read as one row."""
     import torch
     from torch._prims_common import is_contiguous_or_false
 
@@ -81,14 +81,14 @@ def _in_order(indices: Sequence[Any]) -> bool:
 
 
 def _strides(x: Any, indices: Sequence[Any], shape: Any) -> Any:
-    """Strides of `x[indices]` as torch's iterator finds them, of `x` and the indices with the result's dimensions."""
+    """Strides of `x[indices]` by torch's iterator, from `x` and the indices with the result's dimensions."""
     import torch
     from torch import _prims_common as prims
 
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     read = [indices[dim].to(torch.int64) for dim in dims]
     if x.device.type == "cuda" and any(index.stride() != read[0].stride() for index in read):
-        read = [index.contiguous() for index in read]  # what its kernel wants
+        read = [index.contiguous() for index in read]  # its kernel requires that
     start = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
     others = [x.stride(dim) for dim in range(x.ndim) if dim not in dims]
     seen = x.as_strided(shape, (*others[:start], *[0] * read[0].ndim, *others[start:]))

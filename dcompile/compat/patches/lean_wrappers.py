@@ -1,9 +1,10 @@
-"""What AOTAutograd runs around programs, left out where a graph needs none of it.
+"""Skip AOTAutograd's wrappers around programs where a graph does not need them.
 
-It is written for every kind of graph: inputs that change and results that look at one another, subclasses, states of
-generators, sizes to be saved. Around the program of a plain graph it comes to some forty calls of Python in the forward
-and thirty in the backward, a fifth of a millisecond after a kernel that has swept the caches. torch's class of nodes of
-the autograd graph stays; what is unusual in a call (a second derivative, a gradient of another kind) goes torch's way.
+They serve every kind of graph: mutated inputs, results that are views of one another, subclasses, generator states,
+saved sizes. Around a plain program, they take a fifth of a millisecond after a kernel that has evicted the caches
+(docs/lab/runtime.md, R5).
+
+torch's class of autograd nodes stays. Unusual calls (a second derivative, a gradient of another kind) use torch's path.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Boxed = Callable[[list[Any]], Any]
 
 @contextlib.contextmanager
 def lean_runtime(example_inputs: Sequence[Any]) -> Iterator[None]:
-    """Have AOTAutograd run plain graphs in the shortest way."""
+    """Make AOTAutograd run plain graphs on the shortest path."""
     from torch._functorch._aot_autograd import runtime_wrappers
     from torch.fx.experimental._backward_state import BackwardState
 
@@ -33,7 +34,7 @@ def lean_runtime(example_inputs: Sequence[Any]) -> Iterator[None]:
         usual: Any = own(self, compiled, config, runtime_metadata=runtime_metadata)
         try:
             plain = not self.disable_amp and _is_plain(runtime_metadata)
-            # hooks for saved tensors that are in the graph, and must not see them once more
+            # saved-tensor hooks in the graph must not be applied again
             hooked = self.trace_joint and runtime_wrappers._should_disable_saved_tensors_hooks()
             if not plain or hooked:
                 return usual
@@ -47,7 +48,7 @@ def lean_runtime(example_inputs: Sequence[Any]) -> Iterator[None]:
                 return usual
             if cls.maybe_subclass_metadata is not None:
                 return usual
-        except AttributeError:  # a torch that calls these things otherwise
+        except AttributeError:  # a torch with other names
             return usual
         _shorten(cls, runtime_wrappers)
         changed = _changed(runtime_metadata, config.keep_inference_input_mutations)
@@ -58,7 +59,7 @@ def lean_runtime(example_inputs: Sequence[Any]) -> Iterator[None]:
 
 
 def _is_plain(metadata: Any) -> bool:
-    """Whether results are the program's, and whatever it changes it changes itself."""
+    """Whether results are the program's, and the program applies all of its mutations itself."""
     return not (
         metadata.num_mutated_inp_runtime_indices
         or metadata.num_outputs_aliased
@@ -70,7 +71,7 @@ def _is_plain(metadata: Any) -> bool:
 
 
 def _saves_plain(metadata: Any) -> bool:
-    """Whether all that a forward saves is tensors, whose versions autograd keeps an eye on."""
+    """Whether a forward saves only tensors whose versions autograd checks."""
     return _is_plain(metadata) and not (
         metadata.num_symints_saved_for_bw
         or metadata.num_unsafe_view_outputs
@@ -84,12 +85,12 @@ def _saves_plain(metadata: Any) -> bool:
 
 
 def _changed(metadata: Any, in_graph: bool) -> tuple[int, ...]:
-    """Positions of the inputs that a program writes to: autograd's count of their changes has to show it."""
+    """Positions of the inputs that a program mutates, whose version counters must increase."""
     return tuple(metadata.mutated_graph_handled_indices_seen_by_autograd) if in_graph else ()
 
 
 def _of_symbolic_sizes(metadata: Any) -> list[tuple[int, Any]]:
-    """(position, dimensions) of the results that Dynamo is to be told which dimensions of may change."""
+    """(position, dimensions) of the results whose dynamic dimensions Dynamo must know."""
     dims = ((place, info.dynamic_dims) for place, info in enumerate(metadata.output_info))
     return [(place, some) for place, some in dims if some is not None] if metadata.dynamic_outputs else []
 
@@ -108,7 +109,7 @@ def _inference(
     def run(*given: Any) -> Any:
         nonlocal checked
         args = [*given]
-        if not checked:  # torch looks at what custom operators do in the first call
+        if not checked:  # torch checks custom operators in the first call
             checked = True
             return usual(args)
         if changed:
@@ -125,19 +126,19 @@ def _inference(
             mark(results[place], dims)
         return results
 
-    # what serves calls that follow upon one another
+    # for calls that follow one another directly
     run.again = None if changed or sized else _direct(compiled)  # type: ignore[attr-defined]
     return _Plain(run)
 
 
 def marked_direct(compiled: Boxed, direct: Callable[..., Any] | None) -> Boxed:
-    """`compiled`, of whose arguments, unpacked, `direct` makes the same results without recording gradients."""
+    """Mark `compiled` with `direct`, which computes the same from unpacked arguments, without recording gradients."""
     compiled._dcompile_direct = compiled.__code__, direct  # type: ignore[attr-defined]
     return compiled
 
 
 def _direct(compiled: Boxed) -> Callable[..., Any] | None:
-    """What `compiled` is marked with; torch's functions around a marked one have its attributes, and do more."""
+    """Direct function of a marked `compiled`. torch's wrappers copy the mark's attributes, but do more."""
     code, direct = getattr(compiled, "_dcompile_direct", (None, None))
     return direct if code is getattr(compiled, "__code__", None) else None
 
@@ -147,7 +148,7 @@ def _training(cls: Any, usual: Boxed, detached: Sequence[int], changed: Sequence
     from torch.autograd.graph import increment_version
 
     is_grad_enabled, transforms = torch.is_grad_enabled, torch._C._are_functorch_transforms_active
-    apply = super(torch.autograd.Function, cls).apply  # past the part in Python, which deals with transforms
+    apply = super(torch.autograd.Function, cls).apply  # skip the Python part, which handles transforms
     checked = False
 
     def run(*given: Any) -> Any:
@@ -167,9 +168,9 @@ def _training(cls: Any, usual: Boxed, detached: Sequence[int], changed: Sequence
 
 
 class _Plain:
-    """`run` as torch calls it here. A class: `functools.wraps` would give attributes of a function to what wraps it.
+    """Call `run` with torch's convention. As a class, it keeps `functools.wraps` from copying attributes to wrappers.
 
-    Such are torch's functions for inputs that are passed twice or look at one another, around this one.
+    torch's wrappers for inputs that are passed twice or are views of one another would copy them.
     """
 
     def __init__(self, run: Callable[..., Any]) -> None:
@@ -180,14 +181,14 @@ class _Plain:
 
 
 def unpack_arguments(forward: Callable[..., Any], gm: Any) -> Callable[..., Any]:
-    """What torch's function around a compiled graph would call with a list of the same arguments, if it is ours."""
+    """Unpack the arguments of a compiled graph: returns this module's function inside torch's wrapper, if any."""
     plain = getattr(forward, "__wrapped__", None)
     own = next(gm.parameters(), None) is not None or next(gm.buffers(), None) is not None  # torch adds them
     return plain.run if isinstance(plain, _Plain) and not own else forward
 
 
 def _shorten(cls: Any, runtime_wrappers: Any) -> None:
-    """Give the class of a graph's nodes a forward and a backward of the few steps that it needs."""
+    """Replace forward and backward of a graph's autograd class by the few steps that the graph needs."""
     import torch
     from torch._dynamo.eval_frame import skip_code
 
@@ -202,16 +203,16 @@ def _shorten(cls: Any, runtime_wrappers: Any) -> None:
         for place, x in enumerate(saved):
             if x._is_view():
                 saved[place] = x.detach()
-        ctx.to_save = tuple(saved)  # as save_for_backward does
+        ctx.to_save = tuple(saved)  # like save_for_backward
         if constant:
             ctx.mark_non_differentiable(*[found[n] for n in constant if isinstance(found[n], torch.Tensor)])
         ctx._materialize_non_diff_grads = False
         return tuple(found[:results])
 
     backward = _backward(cls, runtime_wrappers)
-    skip_code(backward.__code__)  # it may run inside a frame that Dynamo goes on with; torch's own is no business of it
+    skip_code(backward.__code__)  # it may run inside a frame that Dynamo continues; torch's own is skipped, too
     node = cls._backward_cls
-    node.symints, node.opaque_objects, node._tensors_no_vc_check = [], [], []  # what torch's way and hooks ask for
+    node.symints, node.opaque_objects, node._tensors_no_vc_check = [], [], []  # torch's path and hooks read these
     cls.forward, cls.backward = staticmethod(forward), staticmethod(backward)
 
 
@@ -261,7 +262,7 @@ def _backward(cls: Any, runtime_wrappers: Any) -> Callable[..., Any]:
 
 
 def _gradients(metadata: Any) -> list[int]:
-    """Positions among the results of those that the backward takes gradients of."""
+    """Positions of results whose gradients the backward takes."""
     import torch
 
     kinds = ("non_alias", "unsafe_view_alias", "custom_function_view")

@@ -1,8 +1,8 @@
-"""Results of a graph in their own places.
+"""Keep results of a graph at their own positions.
 
-A result that is an input which the graph changes itself (a counter: `self.steps += 1`) is that input. AOTAutograd puts
-it in the place that it has among the results; but inputs that are changed behind the graph (what has a gradient and is
-no leaf: `x += self.shift`) come before them. With torch 2.11 to 2.13, a model returned its counter in another place.
+A result that is an input which the graph mutates itself (a counter: `self.steps += 1`) is that input. AOTAutograd puts
+it at its position among the results. But inputs that are changed after the graph (non-leaves with a gradient: `x +=
+self.shift`) come before them. With torch 2.11 to 2.13, a model returned its counter at another position.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def results_in_their_places() -> Iterator[None]:
-    """Have AOTAutograd's graphs return what they compute, where inputs come before results.
+    """Make AOTAutograd's graphs return computed results where mutated inputs come before results.
 
-    Whoever calls such a graph gets the input itself all the same, at the end.
+    The graph's caller still gets the input itself in the end.
     """
     from torch._functorch._aot_autograd import graph_capture
 
@@ -36,7 +36,7 @@ def results_in_their_places() -> Iterator[None]:
 
 
 def _computed(meta: Any) -> Any:
-    """The same, but that no result is an input."""
+    """Same metadata, without results that are inputs."""
     from torch._functorch._aot_autograd.schemas import OutputType
 
     changed = copy.copy(meta)

@@ -1,4 +1,4 @@
-"""What torch writes out while it compiles, left out where nobody reads it."""
+"""Skip debug text that torch writes while it compiles, where nothing reads it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def no_unread_graphs() -> Iterator[None]:
-    """Have AOTAutograd write joint, forward and backward graph as text only where somebody gets to see it.
+    """Make AOTAutograd print joint, forward and backward graphs only where something reads the text.
 
-    That are its logs, torch's trace (TORCH_TRACE), and its cache. It asks nobody before it writes: 0.5 of 12.4 s of a
-    warm start of 32 Llama layers.
+    Readers are its logs, torch's trace (TORCH_TRACE), and its cache. It does not check them before it prints, which
+    takes 0.5 s of a warm start of 32 Llama layers (docs/lab/runtime.md, R8).
     """
     from torch._functorch._aot_autograd import graph_compile
 
@@ -33,11 +33,11 @@ def no_unread_graphs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_unread_backwards() -> Iterator[None]:
-    """While graphs are partitioned, have the backward's Python text written when somebody asks for it.
+    """Generate the backward's Python text lazily while graphs are partitioned.
 
-    The forward's is, where Dynamo compiles. The backward gets its order in a module that writes the text at once, again
-    for each change, and once more in the copy that AOTAutograd makes: 0.7 of 17 s of CPU time of a cold start of 32
-    Llama layers.
+    The forward's is lazy where Dynamo compiles. The backward is reordered in a module that generates the text at once,
+    for each change, and again in AOTAutograd's copy. That takes 0.7 s of a cold start of 32 Llama layers
+    (docs/lab/runtime.md, R8).
     """
     from torch._functorch import partitioners
     from torch.fx import GraphModule
@@ -64,10 +64,10 @@ def no_unread_backwards() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_unread_latencies() -> Iterator[None]:
-    """Have Dynamo time a frame's new guards only where somebody gets to see how long they take.
+    """Make Dynamo time a frame's new guards only where the result is logged.
 
-    It sweeps the processor's caches before it does: 27 ms of CPU time a frame, on two busy cores 55, and whatever else
-    runs on the machine reads its memory again.
+    It evicts the processor's caches before, which takes 27 ms of CPU time a frame (docs/lab/runtime.md, R9). Everything
+    else on the machine then reads its memory again.
     """
     from torch._dynamo import guards
 
@@ -77,8 +77,8 @@ def no_unread_latencies() -> Iterator[None]:
         return
 
     def timed(*given: Any) -> Any:
-        # asked only here: until the first event of a process, torch's trace has a handler that finds out whether it is
-        # wanted, and so would be taken for one
+        # checked late: until a process's first event, torch's trace has a handler that finds out whether it is wanted,
+        # and so looks enabled
         return own(*given) if _is_traced() else 0.0
 
     with unittest.mock.patch.object(guards, "profile_guard_manager", timed):
@@ -87,9 +87,9 @@ def no_unread_latencies() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_unread_names() -> Iterator[None]:
-    """Have Dynamo find out which function a traced line is in only where its log of traced calls says so.
+    """Make Dynamo look up the function of a traced line only where its log of traced calls prints it.
 
-    It takes the whole file apart for that, once a process: 0.08 s of CPU time for torch/nn/functional.py alone.
+    It parses the whole file for that, once per process: 0.08 s of CPU time for torch/nn/functional.py alone.
     """
     from torch._dynamo import output_graph, symbolic_convert
 
@@ -108,7 +108,7 @@ def _is_heard(graph_compile: Any) -> bool:
 
 
 def _is_traced() -> bool:
-    """Whether TORCH_TRACE writes down what a compilation comes to."""
+    """Whether TORCH_TRACE records compilations."""
     from torch._logging import _internal
 
     trace = getattr(_internal, "trace_log", None)

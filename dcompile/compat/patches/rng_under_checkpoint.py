@@ -1,8 +1,8 @@
-"""Random numbers in AOTAutograd's graphs: no states of counters that nobody reads, and which operators draw any.
+"""Random numbers in AOTAutograd's graphs: skip unused counter states, and find the operators that draw numbers.
 
-Gradient checkpointing around operators that may draw: the partitioner has the generator's state saved for each such
-operator that the backward runs again, attention among them, and calls it through an operator on functions, of which
-nothing is known. Attention without dropout draws nothing.
+Under gradient checkpointing, the partitioner saves the generator's state for each recomputed operator that may draw,
+attention among them. It calls the operator through a higher-order operator, of which nothing is known. Attention
+without dropout draws nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def no_unread_counters() -> Iterator[None]:
-    """While graphs are traced, make no states of counters of random numbers, which nothing reads unless they are set.
+    """Create no states of random-number counters while graphs are traced, since nothing reads them unless they are set.
 
-    Six fake tensors before and six after each trace: a tenth of the time that compiling a small graph takes.
+    They are six fake tensors before and six after each trace: a tenth of the time of compiling a small graph.
     """
     import torch._functorch.config as config
     from torch._decomp import decompositions_for_rng
@@ -32,7 +32,7 @@ def no_unread_counters() -> Iterator[None]:
 
 @contextlib.contextmanager
 def states_of_what_draws() -> Iterator[None]:
-    """While graphs are partitioned, leave the generator's state out where an operator draws nothing."""
+    """Skip the generator's state while graphs are partitioned, where an operator draws nothing."""
     from torch._functorch import partitioners
 
     own: Any = getattr(partitioners, "functionalize_rng_ops", None)
@@ -41,7 +41,7 @@ def states_of_what_draws() -> Iterator[None]:
         return
 
     def functionalize(joint: Any, forward: Any, backward: Any, *rest: Any) -> tuple[Any, Any]:
-        for node in joint.graph.nodes:  # this graph is not used any more: its nodes were copied into the two
+        for node in joint.graph.nodes:  # this graph is not used any more: its nodes were copied to the other two
             if draws_nothing(node):
                 node.meta.pop("recompute", None)
         if not partitioners.has_recomputable_rng_ops(joint):
@@ -54,7 +54,7 @@ def states_of_what_draws() -> Iterator[None]:
 
 
 def is_drawn_again(node: Any) -> bool:
-    """Whether a node of a joint graph draws random numbers and is one that the backward has to run again."""
+    """Whether a node of a joint graph draws random numbers and must be recomputed in the backward."""
     import torch
     from torch._functorch import partitioners
 

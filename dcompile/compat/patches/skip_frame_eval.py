@@ -1,8 +1,8 @@
-"""Frames that TorchDynamo has compiled whole, run as soon as their guards hold, without Dynamo's evaluation of frames.
+"""Run fully compiled frames as soon as their guards hold, without Dynamo's frame evaluation.
 
-Dynamo replaces the interpreter's evaluation of frames for each call, which takes some thirty calls of its own to switch
-on and off. Code without a graph break needs no such thing once its guards hold: nothing is left in it to be compiled.
-The guards are all asked, by the same tree of Dynamo's. torch's own `aot_compile` runs compiled frames in this way.
+Dynamo replaces the interpreter's frame evaluation for each call, which takes some thirty calls of its own. Code without
+a graph break does not need that once its guards hold, since nothing in it is left to compile. All guards are checked,
+in Dynamo's own guard tree. torch's `aot_compile` runs compiled frames in the same way.
 """
 
 from __future__ import annotations
@@ -21,25 +21,30 @@ if TYPE_CHECKING:
     from dcompile.compat.hooks import Hooks
 
 GRAPH, REST = "__compiled_fn", "__resume_at"
-"""How Dynamo's code calls graphs, and functions for what comes behind a graph break."""
+"""Prefixes by which Dynamo's code names graphs, and functions for code after a graph break."""
 HELPERS = "__import_torch_dot__dynamo_dot_utils"
-"""How it calls the module that has functions for it."""
+"""Name by which it calls Dynamo's module of helpers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CompiledCode:
-    """Compiled code as a function of its own, and its guards."""
+    """Compiled code as a separate function, and its guards."""
 
     run: Callable[..., Any]
     again: Callable[..., Any]
-    """The same where it was this one that ran last: its graph notes nothing, and asks nothing that is known by now."""
+    """Variant for a call whose predecessor ran the same code: its graph skips bookkeeping and checks that are known to
+    hold.
+    """
     holds: Callable[[Mapping[str, Any]], bool]
     guards: Any
-    """Dynamo takes its entry in the cache out of here when it drops that: at a reset, or since what it guards died."""
+    """Dynamo clears its cache entry in here when it drops the code: at a reset, or when a guarded object has died."""
 
 
 class CallTarget:
-    """What compiled calls are of: a function, or a module; weakly, if what is to be called belongs to the module."""
+    """Target of compiled calls: a function or a module.
+
+    The reference is weak if the caller's code belongs to the module.
+    """
 
     __slots__ = ("kept", "ref")
 
@@ -48,19 +53,19 @@ class CallTarget:
         self.ref: Callable[[], Any] = weakref.ref(thing) if weakly else lambda: None
 
     def weaken(self) -> None:
-        """Hold it weakly from now on."""
+        """Hold the target by a weak reference from now on."""
         if self.kept is not None:
             self.ref, self.kept = weakref.ref(self.kept), None
 
     def thing(self) -> Any:
-        """The function or module; None if that has gone."""
+        """The function or module; None if it no longer exists."""
         return self.ref() if self.kept is None else self.kept
 
 
 def forget_code(code: types.CodeType) -> None:
-    """Drop all that Dynamo has compiled for this code, which nobody runs any more.
+    """Drop everything that Dynamo has compiled for this code, which is not run any more.
 
-    Its table of original code, by compiled code, otherwise keeps the one alive for the other, and so both for ever.
+    Otherwise Dynamo's table from compiled to original code keeps both alive forever.
     """
     from torch._C._dynamo.eval_frame import reset_code
 
@@ -68,37 +73,37 @@ def forget_code(code: types.CodeType) -> None:
 
 
 class Frames:
-    """The compiled code of one function, the last used first, as Dynamo itself keeps it."""
+    """Compiled code of one function, most recently used first, as in Dynamo's own cache."""
 
     def __init__(self) -> None:
         self.ways: tuple[_CompiledCode, ...] = ()
         self.stance: Any = None
-        """The stance of Dynamo's in which they serve."""
+        """Dynamo's stance for which the code is valid."""
         self.last: _CompiledCode | None = None
-        """What the last call ran, if it was one of them."""
+        """Code that the last call ran, if it was one of these."""
         self._function: types.FunctionType | None = None
         self._waiting: list[_CompiledCode] = []
 
     def begin(self, function: types.FunctionType | None) -> None:
-        """Hold the code of this function from now on, of no other; or of none at all."""
+        """Start to hold the code of this function only; None for none."""
         self._function, self.ways, self._waiting, self.last = function, (), [], None
         self.stance = None if function is None else _usual_stance()
 
     def add(self, code: types.CodeType, guarded: Any) -> None:
-        """What Dynamo has just compiled for the function that has this code. It serves from the next `settle` on."""
+        """Add code that Dynamo has just compiled for this code object. It is used from the next `settle` on."""
         if self._function is not None and self._function.__code__ is code:
             way = _way(guarded, self._function)
             self._waiting += [] if way is None else [way]
 
     def settle(self) -> None:
-        """A call is through whose frames Dynamo saw itself."""
+        """End a call whose frames Dynamo has seen itself."""
         self.last = None
         if self._waiting:
             waiting, self._waiting = self._waiting, []
             self.ways = (*reversed(waiting), *(way for way in self.ways if way.guards.cache_entry is not None))
 
     def prefer(self, way: _CompiledCode) -> None:
-        """This one runs now, after another: ask it first from now on."""
+        """Note that another one of them runs now, and check it first from now on."""
         self.last = way
         if way is not self.ways[0]:
             self.ways = (way, *(other for other in self.ways if other is not way))
@@ -111,13 +116,17 @@ def entrance(
     calls: Collection[Any],
     hooks: Hooks | None,
 ) -> Callable[..., Any]:
-    """A stand-in for what is `held`, with the `hooks` of a module: compiled code once its guards hold.
+    """Make a callable for the target `held`, with the `hooks` of a module. It runs compiled code whose guards hold.
 
-    `whole` is called where Dynamo has to see the call itself: while something else traces (its modes see what runs, or
-    the evaluation of frames is another's), after `torch.compiler.set_stance`, while some thread is in one of `calls`
-    (what runs is then a part of these), inside DDP, and where something else is to hear of each look at guards. All of
-    it is asked in one function: where a kernel has swept the caches, a call of Python's takes 2 us, as long as a
-    hundredth of that kernel (Zen 5).
+    It calls `whole` where Dynamo must see the call itself:
+
+    - while something else traces (its modes see what runs, or frame evaluation is another's);
+    - after `torch.compiler.set_stance`;
+    - while a thread is in one of `calls`, of which the code is then a part;
+    - inside DDP, and where something else must observe each guard check.
+
+    One function checks all of that. Where a kernel has evicted the caches, a Python call takes 2 us, a hundredth of
+    that kernel's time (Zen 5).
     """
     import torch
     from torch._C._dynamo.eval_frame import get_eval_frame_callback as callback
@@ -131,7 +140,7 @@ def entrance(
     dynamo: Any = eval_frame
     compiler: Any = torch.compiler
 
-    # in one tuple: each variable of this function's would be read from memory of its own, where caches were swept
+    # one tuple: with evicted caches, each closure variable is a separate read from memory
     looks = modes, is_jit_tracing, saving, tracer, traces
     asked = dynamo, frames, callback, calls, guarded, looks, compiler, hooks, held
 
@@ -169,7 +178,7 @@ def entrance(
 
 
 def _way(guarded: Any, function: types.FunctionType) -> _CompiledCode | None:
-    """`function` with the code that Dynamo has made of all of it."""
+    """`function` with the code that Dynamo has compiled for all of it; None if it cannot be run directly."""
     root: Any = getattr(guarded.guard_manager, "root", None)
     names = set(_names(guarded.code))
     if not hasattr(root, "check") or not hasattr(guarded.guard_manager, "cache_entry"):
@@ -190,9 +199,9 @@ def _way(guarded: Any, function: types.FunctionType) -> _CompiledCode | None:
 
 
 class _Helpers:
-    """What compiled code calls of Dynamo's, but for sizes and strides, which are a tensor's own methods here.
+    """Dynamo's helpers for compiled code, with a tensor's own methods for sizes and strides.
 
-    Dynamo's functions for them switch its evaluation of frames off and on again; here it is off anyway.
+    Dynamo's functions for these switch its frame evaluation off and on; here it is off anyway.
     """
 
     def __init__(self, helpers: Any) -> None:
@@ -207,7 +216,7 @@ class _Helpers:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Names that code uses, and the functions that it makes."""
+    """Names that code uses, including those of functions that it makes."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -215,28 +224,28 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 
 def _innermost(graph: Callable[..., Any]) -> Callable[..., Any]:
-    """What Dynamo switches its evaluation of frames off for, where it is off."""
+    """Function inside Dynamo's wrapper that switches frame evaluation off, where it is off already."""
     from torch._dynamo.eval_frame import innermost_fn
 
     return innermost_fn(graph)
 
 
 def _usual_stance() -> Any:
-    """What `torch.compiler.set_stance` has set, if it is the usual, and all can be asked that a call depends on."""
+    """Current stance of `torch.compiler.set_stance`, if it is the default and all conditions can be checked."""
     import torch
     import torch._dynamo.config as config
     from torch._dynamo import eval_frame
 
     now = eval_frame._stance
     usual = (now.stance, now.skip_guard_eval_unsafe, now.backend) == ("default", False, None)
-    tracer, traces = fx_tracing_flag()  # a thread's own is there once that thread has traced
+    tracer, traces = fx_tracing_flag()  # a thread-local exists once its thread has traced
     told = traces == "flag" or hasattr(tracer, traces)
     flags = told and hasattr(torch.compiler, "_is_compiling_flag")
     return now if usual and flags and not config.compiled_autograd else None
 
 
 def _pass_over(code: types.CodeType) -> None:
-    """Where Dynamo meets a frame of this code by itself, leave it and all below it to what they are compiled with."""
+    """Make Dynamo skip frames of this code, and leave everything below them to what compiled them."""
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
     set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))

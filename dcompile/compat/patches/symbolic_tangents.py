@@ -1,9 +1,9 @@
-"""Gradients that are DTensors of other sizes than the first one.
+"""Accept gradients that are DTensors of other sizes than the first one.
 
-AOTAutograd compares the placements of a gradient with those it has traced, before it calls a backward. What it has
-traced of a DTensor has the sizes in it. Where these are symbols, the comparison makes numbers of them, for a backward
-that is still to be compiled, and Dynamo's guards have been made by then. With any backend of torch 2.13 such a
-backward has the first batch's sizes. The comparison asks for the same placements, and sizes do not matter to it.
+Before it calls a backward, AOTAutograd compares the placements of a gradient with the traced ones. The traced
+description of a DTensor includes its sizes. For symbolic sizes, the comparison specializes them, in a backward that is
+still to be compiled, after Dynamo's guards were made. With any backend of torch 2.13, such a backward has the first
+batch's sizes. The comparison is about placements, for which sizes do not matter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def tangents_of_any_size() -> Iterator[None]:
-    """Have AOTAutograd compare DTensors of symbolic sizes by all else."""
+    """Make AOTAutograd ignore sizes when it compares DTensors of symbolic sizes."""
     import torch
     from torch._dynamo import disable
     from torch._dynamo.eval_frame import skip_code
@@ -29,7 +29,9 @@ def tangents_of_any_size() -> Iterator[None]:
         yield
         return
     known: dict[int, tuple[Any, Any]] = {}
-    """What was traced, by identity, which lasts as long as it is kept -> the same without sizes."""
+    """Identity of a traced description, which stays valid as the description is kept -> (description, same without
+    sizes).
+    """
 
     def process_without_sizes(x: Any, meta: Any, *more: Any, **keywords: Any) -> Any:
         if id(meta) not in known:
@@ -42,13 +44,13 @@ def tangents_of_any_size() -> Iterator[None]:
         chosen = own if x is None or type(x) is torch.Tensor else untraced
         return chosen(x, meta, *more, **keywords)
 
-    skip_code(process.__code__)  # a backward may run inside a frame that Dynamo goes on with
+    skip_code(process.__code__)  # a backward may run inside a frame that Dynamo continues
     with unittest.mock.patch.object(owner, "process_runtime_tangent", staticmethod(process)):
         yield
 
 
 def _without_sizes(meta: Any) -> Any:
-    """What was traced of a tensor, in a form that does not compare symbolic sizes; others as they are."""
+    """Traced description of a tensor, made to ignore symbolic sizes; others stay as they are."""
     spec = getattr(meta, "meta", None)
     if not isinstance(spec, tuple) or not any(map(_is_symbolic, spec)):
         return meta
@@ -58,7 +60,7 @@ def _without_sizes(meta: Any) -> Any:
 
 
 def _is_symbolic(part: Any) -> bool:
-    """Of a DTensor's description: its size, or what has that in it."""
+    """Whether a part of a DTensor's description is or contains a symbolic size."""
     import torch
 
     shape = getattr(getattr(part, "tensor_meta", part), "shape", ())
@@ -66,7 +68,7 @@ def _is_symbolic(part: Any) -> bool:
 
 
 class _DTensorSpec(tuple[Any, ...]):
-    """Mesh, placements and metadata of a DTensor; equal to those of a tensor that is placed alike, of any sizes."""
+    """Mesh, placements and metadata of a DTensor; equal to those of a tensor with equal placements, of any size."""
 
     __slots__ = ()
 
@@ -81,7 +83,7 @@ class _DTensorSpec(tuple[Any, ...]):
 
 
 def _is_alike(traced: Any, given: Any) -> bool:
-    """Whether two parts of descriptions are the same but for sizes."""
+    """Whether two parts of descriptions are equal except for sizes."""
     if not _is_symbolic(traced):
         return bool(traced == given)
     if hasattr(traced, "tensor_meta"):

@@ -1,12 +1,12 @@
-"""Views of symbolic sizes have the sizes that were asked for, with few guards.
+"""Give views of symbolic sizes the requested sizes, with few guards.
 
-torch 2.13 finds the sizes of a view by merging and splitting dimensions. It guards on every comparison on the way, and
-what it returns is equal to what was asked for by such a guard alone: a plane of `x` pixels cut into windows, by
-`view(x // 2, 2)`, comes out as `x // 2` by `x // (x // 2)`. Each view of a view makes that longer: a training step of a
-Swin of three layers had 545 guards of up to 665 terms, and took 360 s of CPU time to trace; now 127, and 20 s.
+torch 2.13 computes the sizes of a view by merging and splitting dimensions, and guards on each comparison. Its result
+equals the requested sizes only by such a guard. A plane of `x` pixels cut into windows by `view(x // 2, 2)` becomes `x
+// 2` by `x // (x // 2)`. Each view of a view makes the expressions longer. Tracing a training step of a Swin with three
+layers took 360 s of CPU time, and takes 20 s with this patch (docs/lab/runtime.md, R6).
 
-What lies in row-major order can be looked at with any sizes that come to as many elements, and lies in row-major order
-then: torch says so itself where sizes depend on values.
+A row-major tensor can be viewed with any sizes of as many elements, and the view is row-major. torch itself uses that
+where sizes are data-dependent.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def views_as_asked() -> Iterator[None]:
-    """While graphs are traced, look at dense tensors of symbolic sizes with the very sizes that are asked for.
+    """View dense tensors of symbolic sizes with exactly the requested sizes, while graphs are traced.
 
-    Within itself (Dynamo's tracing calls AOTAutograd's) it changes nothing.
+    Nested uses (Dynamo's tracing calls AOTAutograd's) change nothing.
     """
     import torch
     from torch._subclasses import fake_impls
@@ -35,7 +35,7 @@ def views_as_asked() -> Iterator[None]:
 
 
 class _Looking:
-    """torch's own implementation of a view, with a shorter way."""
+    """torch's own implementation of a view, with a shortcut."""
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self._own = own
@@ -47,12 +47,12 @@ class _Looking:
             return self._own(mode, func, x, *shape, **more)
         _divide(x, shape[0])
         _keep(x, shape[0])
-        asked = infer_size(tuple(shape[0]), x.numel())  # sees to it that there are as many elements
+        asked = infer_size(tuple(shape[0]), x.numel())  # checks the number of elements
         return x.as_strided(asked, make_contiguous_strides_for(asked))
 
 
 def _is_simple(x: Any, shape: Any) -> bool:
-    """Whether this is about symbols, whose numbers are all known, and a tensor that lies in row-major order."""
+    """Whether sizes are symbols with known hints, and the tensor is row-major."""
     import torch
 
     symbolic = [size for size in (*x.shape, *shape) if isinstance(size, torch.SymInt)]
@@ -60,7 +60,7 @@ def _is_simple(x: Any, shape: Any) -> bool:
 
 
 def _has_number(size: Any) -> bool:
-    """Whether the number that a size stands for while it is traced is known: it does not depend on values."""
+    """Whether a size's value during tracing is known: it is not data-dependent."""
     known = _numbers(size.node.shape_env)
     return all(symbol in known for symbol in size.node.expr.free_symbols)
 
@@ -70,7 +70,7 @@ def _numbers(shape_env: Any) -> Any:
 
 
 def _lies_in_order(x: Any) -> bool:
-    """Whether a tensor is known to lie in row-major order, dimensions of one element included."""
+    """Whether a tensor is known to be row-major, including dimensions of one element."""
     from torch._prims_common import is_contiguous_or_false, make_contiguous_strides_for
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -82,9 +82,9 @@ def _lies_in_order(x: Any) -> bool:
 
 
 def _divide(x: Any, shape: Any) -> None:
-    """Where a size is a quotient, `x // 2`, guard on there being no rest, if there is none.
+    """Where a size is a quotient, `x // 2`, guard on a zero remainder, if it is zero.
 
-    The number of elements is equal only then, and torch knows from now on what to make of `2 * (x // 2)`.
+    Only then the numbers of elements are equal. torch can then simplify `2 * (x // 2)`.
     """
     import sympy  # type: ignore[import-untyped, unused-ignore]
     import torch
@@ -102,10 +102,10 @@ def _divide(x: Any, shape: Any) -> None:
 
 
 def _keep(x: Any, shape: Any) -> None:
-    """Where one size is left open, guard on the outer sizes that stay as they are, by their numbers, being equal.
+    """Where one size is left open (-1), guard on outer sizes that stay and whose hints are equal.
 
-    What is left open is a quotient by the others: a batch that is `a` by one tensor and `b` by the next would leave
-    `a * n // b` in all that follows, which is `n`.
+    The open size is a quotient by the other sizes. If a batch is `a` in one tensor and `b` in the next, all later sizes
+    would contain `a * n // b`, which is `n`.
     """
     import sympy
     import torch

@@ -1,1 +1,1 @@
-"""Compiled programs on disk: their keys, and the cache."""
+"""Cache of compiled programs on disk: keys, entries and eviction."""

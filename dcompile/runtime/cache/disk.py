@@ -1,10 +1,12 @@
-"""The cache on disk: libraries named by their content, a small JSON file per kernel that points at one, and one for
-each graph that names its kernels and holds its host program.
+"""Cache compiled graphs and kernels on disk.
 
-No entry is code until its SHA-256 has been compared, and nothing is unpickled. Files appear by rename, so a reader sees
-a whole file or none, and any number of processes may write at once: equal content has an equal name. Whatever is
-damaged is reported in one line and built again. That goes for what a failing machine leaves half written, too: nothing
-is flushed to the disk, which took 25 ms a kernel on a busy one.
+Libraries are named by the SHA-256 of their content. A small JSON file per kernel names its library; one per graph names
+its kernels and holds its host program.
+
+Nothing is executed before its SHA-256 has been compared, and nothing is unpickled. Files are published by rename, so a
+reader sees a whole file or none. Any number of processes may write at once: equal content has an equal name. A damaged
+file is reported in one line and rebuilt. This covers files that a failing machine leaves half written, too. So nothing
+is flushed to the disk: flushing took 25 ms a kernel on a busy one.
 """
 
 from __future__ import annotations
@@ -32,33 +34,33 @@ from dcompile.runtime.cache.eviction import LIBRARY_KINDS, TRACE, limit_size, ma
 from dcompile.runtime.program.artifact import CompiledGraph, from_record, to_record
 
 Loaded: TypeAlias = tuple[CompiledGraph, dict[str, Path]]
-"""A graph, and the library of each of its kernels."""
+"""A graph, and the path of each kernel's library by the kernel's name."""
 
 STALE_S = 3600
-"""Age from which a temporary folder belongs to a process that was killed: no compilation takes so long."""
+"""Age in seconds above which a temporary file belongs to a killed process: no compilation takes so long."""
 
 
 _refused: dict[Path, Path] = {}
-"""Directories that could not be used, and what this process uses instead: one warning, one replacement."""
+"""Unusable directory -> its replacement in this process, so that each one causes one warning and one replacement."""
 
 
 class _Damaged(Exception):
-    """(file, what is wrong with it)."""
+    """A damaged cache file. Arguments: its path, and the reason."""
 
 
 class KernelCache:
-    """One directory, readable and writable by its owner only."""
+    """Cache in one directory, which only its owner can read and write."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._checked: set[Path] = set()
         """Libraries whose content was compared with their name."""
         self._seen: set[Path] = set()
-        """Damaged files that were reported."""
+        """Damaged files that were already reported."""
 
     @classmethod
     def open(cls, config: Config) -> KernelCache:
-        """The configured cache; a directory of this process alone if that one cannot be used or cannot be trusted."""
+        """Open the configured cache directory, or a temporary one of this process if it is unusable or not trusted."""
         wanted = cache_directory(config)
         if wanted in _refused:
             return cls(_refused[wanted])
@@ -73,7 +75,7 @@ class KernelCache:
         return cls(_refused[wanted])
 
     def find(self, key: str) -> Path | None:
-        """The library that holds a kernel, or None. Damage is reported once for each file, and is a miss."""
+        """Return the library that holds a kernel, or None. A damaged file is a miss, and is reported once."""
         try:
             return self._checked_library(key)
         except _Damaged as damage:
@@ -81,7 +83,7 @@ class KernelCache:
             return None
 
     def find_graph(self, key: str) -> Loaded | None:
-        """A compiled graph and its libraries, or None. Damage is reported once for each file, and is a miss."""
+        """Return a compiled graph and its libraries, or None. A damaged file is a miss, and is reported once."""
         try:
             graph = self._checked_graph(key)
         except _Damaged as damage:
@@ -138,12 +140,12 @@ class KernelCache:
         mark_used(library)
 
     def put(self, keys: Sequence[str], built: Path) -> Path:
-        """Publish a library, then one entry per kernel that it holds. Returns its place; raises BuildError."""
+        """Publish a library, then one entry for each kernel in it. Return the published path; raise BuildError."""
         assert built.suffix in LIBRARY_KINDS, f"{built} is neither a library nor an archive of cubins"
         try:
             digest = hashlib.sha256(built.read_bytes()).hexdigest()
             library = self.directory / f"{digest}{built.suffix}"
-            built.rename(library)  # of the same content, if it replaces anything
+            built.rename(library)  # replaces at most a file of the same content
             for key in keys:
                 self._write(
                     self.directory / f"{key}.json", json.dumps({"key": key, "sha256": digest, "kind": built.suffix})
@@ -158,7 +160,10 @@ class KernelCache:
         return library
 
     def take(self, keys: Sequence[str], data: bytes, digest: str, kind: str) -> None:
-        """Publish a library that came from elsewhere, whose SHA-256 was compared. Raises BuildError, OSError."""
+        """Publish a library that another process sent, after its SHA-256 was compared.
+
+        Raises BuildError and OSError.
+        """
         folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=self.directory))
         try:
             file = folder / f"received{kind}"
@@ -169,7 +174,7 @@ class KernelCache:
             shutil.rmtree(folder, ignore_errors=True)
 
     def put_graph(self, key: str, graph: CompiledGraph) -> None:
-        """Keep a compiled graph. It works without: if that cannot be, one line says so."""
+        """Store a compiled graph. A failure to write is logged as a warning and costs a recompilation only."""
         record = to_record(graph)
         try:
             entry = {"key": key, "sha256": _digest(key, record), "graph": record}
@@ -203,7 +208,7 @@ class KernelCache:
             report(logging.WARNING, f"{what}; it will be traced again")
 
     def _write(self, path: Path, text: str) -> None:
-        """Write a file so that it appears whole or not at all."""
+        """Write a file that appears whole or not at all."""
         handle, name = tempfile.mkstemp(prefix="tmp-", dir=self.directory)
         try:
             with os.fdopen(handle, "w") as file:
@@ -215,7 +220,7 @@ class KernelCache:
 
 
 def _read(entry: Path, key: str, what: str) -> Any:
-    """The JSON of an entry, which says that it belongs to `key`; None if there is no such file. Raises _Damaged."""
+    """Read an entry's JSON and check that it belongs to `key`. None if there is no such file; raises _Damaged."""
     try:
         record = json.loads(entry.read_text())
         owner, digest = record["key"], record["sha256"]
@@ -239,22 +244,22 @@ def _trace_head(key: str, text: str) -> str:
 
 
 def _digest(key: str, graph: Any) -> str:
-    """Of what is to be executed, and of the key that it was compiled for."""
+    """SHA-256 of an entry's program and of the key that it was compiled for."""
     return hashlib.sha256(f"{key}\n{json.dumps(graph, sort_keys=True)}".encode()).hexdigest()
 
 
 def cache_directory(config: Config) -> Path:
-    """config.cache_dir, else $XDG_CACHE_HOME/dcompile, else ~/.cache/dcompile."""
+    """Directory of the cache: config.cache_dir, else $XDG_CACHE_HOME/dcompile, else ~/.cache/dcompile."""
     if config.cache_dir:
         return Path(config.cache_dir).expanduser().absolute()
     base = os.environ.get("XDG_CACHE_HOME")
     if not base:
-        base = os.path.expanduser("~/.cache")  # leaves ~ in place, harmlessly, where no home is known
+        base = os.path.expanduser("~/.cache")  # keeps a literal ~ where no home is known, which does no harm
     return Path(base).absolute() / "dcompile"
 
 
 def _prepare(directory: Path) -> str | None:
-    """Make the directory; the reason if it cannot be used."""
+    """Create the directory if needed. Return why it cannot be used, or None."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
@@ -275,12 +280,12 @@ def _prepare(directory: Path) -> str | None:
 
 
 def _private() -> Path:
-    """A directory for this process, removed at exit."""
+    """Make a temporary directory for this process, which is removed at exit."""
     directory = Path(tempfile.mkdtemp(prefix="dcompile-"))
     owner = os.getpid()
 
     def remove() -> None:
-        if os.getpid() == owner:  # a forked child must not take it away
+        if os.getpid() == owner:  # a forked child must not remove it
             shutil.rmtree(directory, ignore_errors=True)
 
     atexit.register(remove)
@@ -289,15 +294,15 @@ def _private() -> Path:
 
 @functools.cache
 def _limit(directory: Path, limit_bytes: int) -> None:
-    """See that the cache keeps to its size. Once in a process."""
+    """Enforce the cache's size limit, once per process."""
     limit_size(directory, limit_bytes)
 
 
 @functools.cache
 def _sweep(directory: Path) -> None:
-    """Remove temporary files that killed processes left behind.
+    """Remove temporary files that killed processes left.
 
-    Once in a process: to go through 24 000 entries, at each graph, was 35 ms of the 100 that a small one takes.
+    It runs once per process: scanning 24 000 entries for each graph took 35 of the 100 ms that a small graph takes.
     """
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:

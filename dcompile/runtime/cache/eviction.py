@@ -1,4 +1,4 @@
-"""A limit for the size of the cache on disk: what was used longest ago goes first."""
+"""Limit the size of the cache on disk by removing the least recently used files."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 from dcompile.logs import report
 
 SCAN_INTERVAL_S = 24 * 3600
-"""Time between two looks at the size of a directory: with 24 000 entries, one takes 0.1 s."""
+"""Seconds between two scans of a directory's size. One scan of 24 000 entries takes 0.1 s."""
 MIN_AGE_S = 3600
-"""What was used within this time stays: another process may be about to load it."""
+"""Age in seconds below which a file is not evicted: another process may be about to load it."""
 SHARE_KEPT = 0.8
-"""Part of the limit that is left after an eviction, so that the next one is not due at once."""
+"""Part of the limit that an eviction leaves, so that the next one is not due at once."""
 MARKER = "size-checked"
 LIBRARY_KINDS = (".so", ".gpu")
-"""What libraries may be: shared objects, and archives of cubins (`runtime.gpu`)."""
+"""Suffixes of libraries: shared objects, and archives of cubins."""
 TRACE = ".trace"
-"""What traces of AOTAutograd are called."""
+"""Suffix of AOTAutograd's traces."""
 
 
 @dataclass(frozen=True)
 class CacheFile:
-    """One file of the cache: its size in bytes, and when it was written or used last, in seconds since the epoch."""
+    """File of the cache: `size` in bytes, and `used`, its last write or use in seconds since the epoch."""
 
     path: Path
     size: int
@@ -35,11 +35,11 @@ class CacheFile:
 
 
 def files_in(directory: Path) -> list[CacheFile]:
-    """The files of a cache directory; temporary folders and files, which are being written, are left out."""
+    """List the files of a cache directory, without the temporary ones, which are still being written."""
     found = []
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # another process removes it
+            with contextlib.suppress(OSError):  # another process may remove it meanwhile
                 status = entry.stat(follow_symlinks=False)
                 if entry.is_file(follow_symlinks=False) and not entry.name.startswith("tmp-"):
                     found.append(CacheFile(Path(entry.path), status.st_size, status.st_mtime))
@@ -47,13 +47,13 @@ def files_in(directory: Path) -> list[CacheFile]:
 
 
 def mark_used(path: Path) -> None:
-    """Note that a file is in use."""
-    with contextlib.suppress(OSError):  # a directory that is read only, or a file that has gone
+    """Set a file's time of last use to now."""
+    with contextlib.suppress(OSError):  # the directory may be read-only, or the file removed
         os.utime(path)
 
 
 def limit_size(directory: Path, limit_bytes: int) -> None:
-    """Once a day: if the cache is larger than its limit, remove what was used longest ago. 0: no limit."""
+    """Evict the least recently used files if the cache exceeds its limit. Runs once a day; 0 means no limit."""
     marker = directory / MARKER
     with contextlib.suppress(OSError):
         if limit_bytes <= 0 or (marker.exists() and time.time() - marker.stat().st_mtime < SCAN_INTERVAL_S):
@@ -64,7 +64,7 @@ def limit_size(directory: Path, limit_bytes: int) -> None:
 
 
 def evict(directory: Path, limit_bytes: int, files: list[CacheFile]) -> int:
-    """Remove files until the cache holds `SHARE_KEPT` of its limit, if it holds more than that; bytes removed."""
+    """Remove files until `SHARE_KEPT` of the limit is left, if the cache exceeds it. Return the bytes removed."""
     total = sum(file.size for file in files)
     if total <= limit_bytes:
         return 0
@@ -74,14 +74,14 @@ def evict(directory: Path, limit_bytes: int, files: list[CacheFile]) -> int:
     for file in sorted(candidates, key=lambda file: file.used):
         if removed >= excess or time.time() - file.used < MIN_AGE_S:
             break
-        # entries first: one that names a library that is not there looks damaged
+        # entries first: an entry whose library is missing looks damaged
         removed += sum(map(_remove, [*entries.get(file.path.name, ()), file]))
     report(logging.INFO, f"cache {directory} had {total / 1e9:.2f} GB; {removed / 1e9:.2f} GB, unused longest, removed")
     return removed
 
 
 def clear(directory: Path) -> int:
-    """Remove everything that the cache holds; bytes removed. Other files in the directory stay."""
+    """Remove all files of the cache and return their bytes. Other files in the directory stay."""
     known = (*LIBRARY_KINDS, ".graph", TRACE, ".json")
     return sum(_remove(file) for file in files_in(directory) if file.path.suffix in known or file.path.name == MARKER)
 
@@ -95,7 +95,7 @@ def _remove(file: CacheFile) -> int:
 
 
 def _entries_of_libraries(files: list[CacheFile]) -> dict[str, list[CacheFile]]:
-    """Name of a library -> the entries of kernels that point at it."""
+    """Name of a library -> the kernel entries that name it."""
     found: dict[str, list[CacheFile]] = {}
     for file in files:
         if file.path.suffix != ".json":

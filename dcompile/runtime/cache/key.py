@@ -1,10 +1,12 @@
-"""Which graphs are the same to the compiler: the SHA-256 of a text of all that compiling may look at.
+"""Key of a graph's cache entry: the SHA-256 of a text of everything that compilation depends on.
 
-In the text: nodes with their arguments and results (shapes, strides, dtypes, device types), the request, the settings,
-and versions of everything that writes code. Not in it: ranks, device numbers, names of groups, values of parameters and
-constants (but of single numbers on the CPU, which the program text says), the graph's name, and the modules and source
-lines it came from. So equal graphs of different models share an entry; comments in its host program then name the model
-that was compiled first.
+The text holds nodes with their arguments and results (shapes, strides, dtypes, device types). It also holds the
+request, the settings, and the versions of everything that writes code.
+
+It leaves out ranks, device numbers, and names of process groups. It leaves out values of parameters and constants,
+except single numbers on the CPU, which the program text contains. It leaves out the graph's name, its modules and its
+source lines. So equal graphs of different models share an entry. Comments in its host program then name the model that
+was compiled first.
 """
 
 from __future__ import annotations
@@ -33,17 +35,17 @@ from dcompile.toolchain import (
 )
 
 _PYTHON = ("operator", "math", "builtins", "torch")
-"""Modules whose functions a name and the versions in the key tell apart."""
+"""Modules whose functions are identified by their name and the versions in the key."""
 _BUILT_IN = ("aten", "prims")
-"""Namespaces of ops that come with torch; the schemas of others are part of the text."""
+"""Namespaces of torch's own ops. For ops of other namespaces, the schema is part of the text."""
 
 
 class NotCacheable(Exception):
-    """The graph holds something that text cannot tell apart; says what."""
+    """The graph holds something that has no distinguishing text. The message names it."""
 
 
 def graph_key(gm: GraphModule, request: Request, config: Config) -> str:
-    """The name of a graph's cache entry. Raises NotCacheable."""
+    """Key of a graph's cache entry. Raises NotCacheable."""
     if config.backend is not None and not config.backend.is_stable:
         raise NotCacheable(f"its kernels come from {config.backend.name}, and nothing tells that from another by name")
     lines = (*_environment(), *_gpus(gm), config.key(), *_request(request), *_symbols(gm), *_nodes(gm), *_storages(gm))
@@ -51,20 +53,20 @@ def graph_key(gm: GraphModule, request: Request, config: Config) -> str:
 
 
 def graph_text(gm: GraphModule) -> list[str]:
-    """A graph's nodes alone, as the key has them. Raises NotCacheable."""
+    """Text lines of a graph's nodes alone, as they enter the key. Raises NotCacheable."""
     return [*_symbols(gm), *_nodes(gm)]
 
 
 def constants_of(gm: GraphModule) -> dict[str, Any]:
-    """Tensors that the graph's module holds, by the name of the node that gets them."""
+    """Tensors that the graph's module holds, by the name of their `get_attr` node."""
     nodes = gm.graph.find_nodes(op="get_attr")
     return {node.name: operator.attrgetter(str(node.target))(gm) for node in nodes}
 
 
 def device_numbers(gm: GraphModule) -> dict[str, int]:
-    """Device type -> the one number that calls of the graph name; none if they name several.
+    """Device type -> the only device number that calls of the graph name. Types with several numbers are left out.
 
-    Host programs spell these devices out. An entry has `*` in place of the number, so that ranks may share it.
+    Host programs spell these devices out. A cache entry has `*` in place of the number, so that ranks may share it.
     """
     found: dict[str, set[int]] = {}
     for node in gm.graph.nodes:
@@ -75,10 +77,10 @@ def device_numbers(gm: GraphModule) -> dict[str, int]:
 
 
 def group_names(gm: GraphModule) -> dict[str, str]:
-    """Name of each process group that calls of the graph are given -> what stands for it in a key and in an entry.
+    """Name of each process group in calls of the graph -> its placeholder in keys and entries.
 
-    Groups are named in the order in which a rank made them, so ranks that do the same name theirs otherwise. None where
-    such a name is also an argument of another meaning: then it stays.
+    Groups are named in the order in which a rank created them, so equal programs on different ranks may name them
+    differently. Empty if such a name is also an argument with another meaning: then all names stay.
     """
     strings = [
         (argument.name == "group_name", value)
@@ -93,7 +95,7 @@ def group_names(gm: GraphModule) -> dict[str, str]:
 
 
 def _collective_schema(node: Node) -> Any:
-    """The schema of a call of torch's functional collectives; None of other nodes."""
+    """Schema of a call of torch's functional collectives; None for other nodes."""
     schema = getattr(node.target, "_schema", None)
     return (
         schema if schema is not None and schema.name.partition("::")[0] in compat.groups.COLLECTIVE_NAMESPACES else None
@@ -101,7 +103,7 @@ def _collective_schema(node: Node) -> Any:
 
 
 def gpus(gm: GraphModule) -> set[str]:
-    """The GPUs that values of the graph lie on: "cuda:0", ..."""
+    """GPUs that hold values of the graph: "cuda:0", ..."""
     values = (node.meta.get("val") for node in gm.graph.nodes)
     return {str(value.device) for value in values if isinstance(value, torch.Tensor) and value.device.type == "cuda"}
 
@@ -117,7 +119,7 @@ def _environment() -> Iterator[str]:
 
 
 def _gpus(gm: GraphModule) -> Iterator[str]:
-    """What kernels for GPUs depend on: Triton, and each GPU's compute capability."""
+    """Lines for what GPU kernels depend on: Triton, and each GPU's compute capability."""
     found = {value.device for value in map(_value, gm.graph.nodes) if isinstance(value, torch.Tensor)}
     gpus = sorted(str(device) for device in found if device.type == "cuda")
     if gpus:
@@ -134,7 +136,7 @@ def _request(request: Request) -> Iterator[str]:
     yield f"{request.figures} {request.groups} {request.early_bytes}"
     yield f"{request.reductions}"
     yield f"{request.gathers} {request.results if request.gathers or request.kind == 'forward' else ''}"
-    for param in request.params:  # less their names
+    for param in request.params:  # without their names
         yield f"{param.number} {param.shape} {param.dtype} {param.device} {param.kind} {param.group} {param.shard}"
 
 
@@ -159,7 +161,7 @@ def _nodes(gm: GraphModule) -> Iterator[str]:
         if node.op == "get_attr" and type(value) is torch.Tensor and compat.tensors.is_number(value):
             with compat.tensors.real_tensors():
                 number = value.item()
-            yield repr(number)  # kernels may be made for it
+            yield repr(number)  # kernels may be specialized on it
 
 
 def _target(target: Any) -> str:
@@ -174,7 +176,10 @@ def _target(target: Any) -> str:
 
 
 def _text(value: Any, numbers: dict[str, int]) -> str:
-    """An argument or a result. Different things have different texts, or none."""
+    """Text of an argument or a result.
+
+    Different values have different texts; raises NotCacheable for those without one.
+    """
     match value:
         case Node():
             return f"%{value.name}"
@@ -208,20 +213,20 @@ def _sizes(sizes: Any) -> str:
 
 
 def _storages(gm: GraphModule) -> Iterator[str]:
-    """Where inputs lie in their storages, if the graph counts from the start of those."""
+    """Storage offset and size of inputs whose whole storage the graph addresses, as `as_strided` does."""
     for node in compat.storage_offsets.looked_around(gm):
         value = node.meta["val"]
         yield f"{node.name} from {value.storage_offset()} of {value.untyped_storage().nbytes()} bytes"
 
 
 def _symbols(gm: GraphModule) -> Iterator[str]:
-    """What lowering may know of each size symbol: whether it can be 0, 1 or negative, and what divides it.
+    """Facts about each size symbol that lowering may use: whether it can be 0, 1 or negative, and its divisor.
 
-    Not what it was while traced.
+    The size during tracing is left out.
     """
     facts = {str(symbol): known for symbol, known in compat.sizes.known_facts(gm).items()}
     for symbol, (least, divisor) in sorted(facts.items()):
-        # of a symbol's multiples, lowering asks whether they can be 1 or 2 as well
+        # lowering asks whether a symbol's multiples can be 1 or 2 as well
         yield f"{symbol} {'any' if least is None or least < 0 else min(least, 2 * divisor)} {divisor}"
 
 
@@ -229,31 +234,31 @@ def _symbols(gm: GraphModule) -> Iterator[str]:
 
 
 def without_numbers(source: str, numbers: dict[str, int]) -> str:
-    """A host program with `*` in place of the number of each device."""
+    """Replace the number of each device in a host program by `*`."""
     for kind, number in numbers.items():
         source = source.replace(f"torch.device('{kind}:{number}')", f"torch.device('{kind}:*')")
     return source
 
 
 def with_numbers(source: str, numbers: dict[str, int]) -> str:
-    """A host program from the cache, for the devices of this process."""
+    """Insert this process's device numbers into a host program from the cache."""
     return re.sub(
         r"torch\.device\('(\w+):\*'\)", lambda found: f"torch.device('{found[1]}:{numbers[found[1]]}')", source
     )
 
 
 def without_groups(source: str, names: dict[str, str]) -> str:
-    """A host program with what stands for them in place of the names of groups."""
+    """Replace the names of process groups in a host program by their placeholders."""
     return _renamed(source, names)
 
 
 def with_groups(source: str, names: dict[str, str]) -> str:
-    """A host program from the cache, with the names of this process's groups."""
+    """Insert the names of this process's groups into a host program from the cache."""
     return _renamed(source, {stands_for: name for name, stands_for in names.items()})
 
 
 def _renamed(source: str, names: dict[str, str]) -> str:
-    """The program with strings replaced in its calls of collectives, which it makes through names of its own."""
+    """Replace quoted strings in a program's calls of collectives, which it makes through local names."""
     namespaces = "|".join(compat.groups.COLLECTIVE_NAMESPACES)
     functions = re.findall(rf"^ *(\w+) = .*\b(?:{namespaces})\.", source, re.MULTILINE)
     if not names or not functions:

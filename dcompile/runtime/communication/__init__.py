@@ -1,1 +1,1 @@
-"""Buckets, shards and collectives in flight."""
+"""Gradient buckets, sharded parameters and pending collectives."""

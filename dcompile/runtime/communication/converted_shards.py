@@ -1,9 +1,11 @@
-"""Shards in the dtype that computing uses, where parameters are kept in another one (mixed precision).
+"""Keep shards in the compute dtype where parameters are stored in another one (mixed precision).
 
-Converting each shard for each gather takes a kernel a parameter, and memory that is somewhere else each time, which
-other ranks cannot read. So a model has one buffer of its own for them, and each program writes in it what it gathers,
-in a kernel or two. A backward does so, too, as FSDP2 does: nothing tells for sure that parameters are what they were in
-the forward. Fused optimizers and `p.data.mul_()` count no change.
+Converting a shard for each gather costs a kernel per parameter. It also uses new memory each time, which other ranks
+cannot map. So a model has one buffer for converted shards, and each program writes the ones that it gathers with one or
+two kernels.
+
+A backward converts again, as FSDP2 does, because nothing proves that parameters are unchanged since the forward. Fused
+optimizers and `p.data.mul_()` do not bump a version counter.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ from dcompile.collectives.contract import ShardUnit
 MOST_OF_MEMORY = 1 / 16
 """Part of a GPU's memory that the buffer may take unless `shard_copies` asks for it: 5 GB of 80."""
 ALIGN_BYTES = 256
-"""Where each shard begins: NCCL and copy engines are slower from other addresses than multiples of 16."""
+"""Alignment of each shard in bytes. NCCL and copy engines are slower at addresses that are no multiples of 16."""
 
 
 class ConvertedShards:
-    """The converted shards of one model. `way` is the option `shard_copies`; `saves_memory`: why auto keeps none."""
+    """Converted shards of one model.
+
+    `way` is the option `shard_copies`. `saves_memory`: the reason why "auto" keeps none, or empty.
+    """
 
     def __init__(
         self, units: Mapping[int, ShardUnit], way: Literal["auto", "kept", "gather"], saves_memory: str
@@ -31,30 +36,31 @@ class ConvertedShards:
         self._units, self._way, self._saves_memory = units, way, saves_memory
         self._memory: dict[int, torch.Tensor] | None = None
         self.reason = ""
-        """Why there is no buffer, where there is something to convert."""
+        """Why there is no buffer although shards need a conversion; empty otherwise."""
 
     def save_memory(self, reason: str) -> None:
-        """Let auto keep none, if none is kept yet."""
+        """Make "auto" keep no converted shards, unless the buffer exists already. `reason` is shown to the user."""
         self._saves_memory = self._saves_memory or reason
 
     def memory(self, number: int) -> torch.Tensor | None:
-        """Where a unit's converted shard is kept; None where it is stored as it is sent, or converted for each gather.
+        """Buffer of a unit's converted shard. None if the shard is sent as stored, or is converted for each gather.
 
-        The buffer is made when the first one is asked for: not while a CUDA graph is recorded.
+        The first call allocates the buffer, so it must not come while a CUDA graph is recorded.
         """
         if self._memory is None:
             self._memory = self._allocate()
         return self._memory.get(number)
 
     def sent(self, number: int) -> torch.Tensor:
-        """This rank's shard as it is to be gathered: of a kept one, what `convert` has written."""
+        """This rank's shard as a gather sends it: the converted copy if there is one, as `convert` wrote it last."""
         kept = self.memory(number)
         return self._units[number].data() if kept is None else kept
 
     def convert(self, numbers: Collection[int]) -> None:
-        """Write the converted shards of these units, all of a dtype in one kernel.
+        """Write the converted shards of these units, with one kernel for each pair of dtypes.
 
-        Dtypes apart: on GPUs some versions of torch copy a list as if all of it had the first one's.
+        Pairs of dtypes are copied separately: on GPUs, some versions of torch copy a list as if all had the first one's
+        dtype.
         """
         kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for number in numbers:
@@ -68,7 +74,7 @@ class ConvertedShards:
                 compat.tensors.copy_all(targets, sources)
 
     def _allocate(self) -> dict[int, torch.Tensor]:
-        """One storage for each device and dtype, a part of it for each unit that is converted."""
+        """Allocate one storage for each device and dtype, with a slice for each converted unit."""
         with torch.inference_mode(False), compat.tensors.real_tensors(), torch.no_grad():
             stored = {number: unit.stored() for number, unit in self._units.items() if not unit.offloaded}
             converted = {n: shard for n, shard in stored.items() if shard.dtype != self._units[n].dtype}

@@ -1,4 +1,4 @@
-"""Memory of gradient buckets: given out, filled by a backward, reduced over the ranks, and handed on as p.grad."""
+"""Manage the memory of gradient buckets: acquire it for a backward, all-reduce it, and install its views as p.grad."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from dcompile.ir.nodes import Bucket
 from dcompile.runtime.communication.work import PendingCollective, count_replayed, start_sum
 
 MAX_KEPT_STORAGES = 2
-"""Storages kept per bucket: one that p.grad may still show, one to write into. A third is needed only by a caller who
-holds on to older gradients, and is his to free."""
+"""Storages kept per bucket: one that p.grad may still show, and one to write into. A third one exists only while a
+caller holds on to older gradients; the caller then owns it.
+"""
 
 
 @dataclass(eq=False)
 class BucketMemory:
     """One storage of one bucket.
 
-    `tensors` are views that a host program builds on this memory once, as targets of library calls; each counts as a
+    `tensors` are views that a host program builds on this memory once, as targets of library calls. Each counts as a
     reference to the storage.
     """
 
     flat: torch.Tensor
     wire: torch.Tensor | None = None
-    """What is exchanged in place of `flat`, if it is of another dtype."""
+    """Tensor that is all-reduced in place of `flat`, if its dtype differs."""
     tensors: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def is_free(self) -> bool:
-        """Whether nobody outside refers to the storage: no p.grad, no tensor that the user kept, no reduction."""
+        """Whether nothing else refers to the storage: no p.grad, no tensor of the user, no pending reduction."""
         return storage_use_count(self.flat) == 1 + len(self.tensors)
 
 
@@ -42,43 +43,46 @@ Pool: TypeAlias = "dict[tuple[Any, ...], list[BucketMemory]]"
 
 @dataclass(eq=False)
 class BucketSet:
-    """All buckets of one backward program: its BucketSource.
+    """All buckets of one backward program; implements BucketSource.
 
-    Parameters are held weakly and read anew each time: their .grad changes between calls.
+    Parameters are held by weak references and read at each use, because their .grad changes between calls.
     """
 
     buckets: tuple[Bucket, ...]
     params: Mapping[int, Callable[[], Any]]
     group: Any
     pool: Pool = field(default_factory=dict)
-    """Memory that the programs of one model share, where they lay out the same parameters: one for each shape, say."""
+    """Storages that the programs of one model share where their buckets have equal layouts, such as for several input
+    shapes.
+    """
     _table: dict[str, Bucket] = field(init=False)
     _places: dict[int, tuple[str, int]] = field(init=False)
-    """Parameter number -> its bucket and its offset there."""
+    """Parameter number -> the name of its bucket and its offset there, in elements."""
     _kept: dict[str, list[BucketMemory]] = field(init=False)
     _works: dict[str, PendingCollective] = field(init=False, default_factory=dict)
     _reduced: dict[str, BucketMemory] = field(init=False, default_factory=dict)
     _used: frozenset[int] = field(init=False, default=frozenset())
-    """Parameters that hold gradients of earlier backwards, which this one is to reduce."""
+    """Parameters that hold gradients of earlier backwards, which this one reduces."""
     _aside: dict[int, Any] = field(init=False, default_factory=dict)
-    """What .grad of idle parameters held before this backward."""
+    """Idle parameter -> its .grad before this backward."""
     _handed_on: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
     """Idle parameter -> its reduced gradient, if any rank had one."""
     _task: object = field(init=False, default=None)
     _first: bool = field(init=False, default=True)
     _absent: frozenset[int] = field(init=False, default=frozenset())
-    """Parameters that the program has no gradient of in this call: idle ones, for now."""
+    """Parameters whose gradient the program does not compute in this call: they are idle in this call."""
     _unsettled: dict[tuple[int, str], tuple[BucketMemory, torch.Tensor, tuple[int, ...]]] = field(
         init=False, default_factory=dict
     )
-    """(run, bucket) -> memory, marks and idle parameters, until `settle_idle` looks at them. As views, marks keep
-    memory from others."""
+    """(run, bucket) -> memory, presence flags and idle parameters, until `settle_idle` reads them. The flags are views
+    of the memory, so it is not free meanwhile.
+    """
     _runs: int = field(init=False, default=0)
     _marks: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
-    """Bucket -> 1 for each parameter that the program has a gradient of, 0 for idle ones."""
+    """Bucket -> its presence flags: 1 for each parameter that the program has a gradient of, 0 for idle ones."""
     _scale: float = field(init=False)
     _exact: bool = field(init=False)
-    """Whether scaling changes exponents alone, so that it may come before rounding."""
+    """Whether scaling changes exponents alone (a power of two), so that it may come before rounding."""
 
     def __post_init__(self) -> None:
         self._table = {bucket.name: bucket for bucket in self.buckets}
@@ -89,7 +93,7 @@ class BucketSet:
         self._scale, self._exact = 1 / ranks, ranks & (ranks - 1) == 0
 
     def acquire(self, bucket: str) -> BucketMemory:
-        """Memory that nobody outside refers to."""
+        """Return a storage of a bucket that nothing else refers to. Allocate one if there is none."""
         kept = self._kept[bucket]
         for memory in kept:
             if memory.is_free():
@@ -97,7 +101,7 @@ class BucketSet:
         memory = self._allocate(self._table[bucket])
         kept.append(memory)
         if len(kept) > MAX_KEPT_STORAGES:
-            del kept[0]  # whoever still refers to the oldest keeps it alive
+            del kept[0]  # references that are left keep the oldest alive
         return memory
 
     def _allocate(self, bucket: Bucket) -> BucketMemory:
@@ -114,11 +118,12 @@ class BucketSet:
     def begin(
         self, used: Iterable[int] = (), task: object = None, first: bool = True, absent: Iterable[int] = ()
     ) -> None:
-        """A synced backward starts: forget the last one. `used`: parameters that earlier ones left gradients for.
+        """Start a backward that synchronizes gradients, and drop the state of the last one.
 
-        `task`: the backward that this is a part of, and whether it is the `first` part of it that reduces gradients:
-        for all later ones, .grad of what they do not compute themselves is reduced already. `absent`: parameters that
-        the program has no gradient of in this call, as no loss has used what they lead to; it writes zeros.
+        `used`: parameters whose .grad holds gradients of earlier backwards. `task`: the autograd task that this call
+        belongs to. `first`: whether this is the task's first program that reduces gradients. For later ones, .grad of
+        parameters that they do not compute is reduced already. `absent`: parameters without a gradient in this call,
+        since no loss has used the results that they lead to. The program writes zeros for them.
         """
         self._reduced.clear()
         self._runs += 1
@@ -132,23 +137,23 @@ class BucketSet:
         self._absent = frozenset(absent)
 
     def mark_used(self, numbers: Iterable[int]) -> None:
-        """Parameters that this rank has gradients of in `.grad`: other ranks learn of it with the next `start`."""
+        """Note parameters whose .grad holds a gradient on this rank. The next `start` sends this to other ranks."""
         self._used |= frozenset(numbers)
 
     def forget(self) -> None:
-        """A backward is through, and all has been handed on: let others have the memory."""
+        """End a backward whose gradients are all installed: release its memory."""
         self._handed_on.clear()
         self._reduced.clear()
 
     def scale(self, sync: bool) -> float:
-        """What a program multiplies by as it writes gradients of `Bucket.scaled`."""
+        """Factor that a program applies as it writes gradients of `Bucket.scaled`."""
         return self._scale if sync and self._exact else 1.0
 
     def start(self, bucket: str, memory: BucketMemory) -> None:
         """Add what p.grad holds already, scale the rest by one over the world size, and start the all-reduce.
 
-        The accumulated gradient is what DDP reduces. Taking it out of p.grad makes autograd hand over the bucket's view
-        as the new p.grad, where it would otherwise add to gradients that are already reduced.
+        DDP reduces accumulated gradients, too. With p.grad set to None, autograd installs the bucket's view as the new
+        p.grad. Otherwise it would add the view to gradients that are reduced already.
         """
         described = self._table[bucket]
         early = described.scaled if self._exact else ()
@@ -169,11 +174,11 @@ class BucketSet:
         self._works[bucket] = start_sum(self.group, payload, self._label(bucket))
 
     def _idle(self, bucket: Bucket) -> tuple[int, ...]:
-        """Parameters with a place there that this rank has no gradient of, now."""
+        """Parameters with a place in the bucket whose gradient this rank does not compute in this call."""
         return (*bucket.idle, *(number for number in bucket.params if number in self._absent))
 
     def _fill_idle(self, bucket: Bucket, memory: BucketMemory) -> None:
-        """Of parameters that this program has no gradient of: what .grad holds already, or zeros. Mark all others."""
+        """Fill places of idle parameters with their .grad, or with zeros, and set the presence flags of the bucket."""
         early = bucket.scaled if self._exact else ()
         views, gradients, empty = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
         for number in self._idle(bucket):
@@ -194,7 +199,7 @@ class BucketSet:
             self._mark(bucket, memory, bucket.params)
 
     def _mark(self, bucket: Bucket, memory: BucketMemory, known: Collection[int]) -> None:
-        """Say which parameters this rank has gradients of: those `known`, unless they are absent now."""
+        """Write presence flags: which of the `known` parameters have a gradient on this rank and in this call."""
         marks = memory.flat[-bucket.marks :]
         if bucket.name not in self._marks:  # made once, as a recording cannot copy from the host
             ones = [number in bucket.params for number, _ in bucket.places]
@@ -207,17 +212,17 @@ class BucketSet:
                 marks[place].zero_()
 
     def settle_idle(self, elsewhere: Collection[int]) -> None:
-        """A backward is through: parameters that it had no gradient of get what the other ranks' came to.
+        """End a backward: give idle parameters the gradients that other ranks have reduced for them.
 
-        Those that no rank has a gradient of stay as they were, as under DDP. `elsewhere`: parameters whose gradients
-        other programs have reduced in the same backward.
+        Parameters without a gradient on any rank stay as they were, as under DDP. `elsewhere`: parameters whose
+        gradients other programs have reduced in the same backward.
         """
         unsettled, self._unsettled = self._unsettled, {}
         found: dict[int, torch.Tensor] = {}
         marked: set[int] = set()
         for (_, name), (memory, marks, idle) in unsettled.items():
             bucket = self._table[name]
-            unknown = any(number not in self._used for number in idle)  # else nobody has to wait for a GPU's marks
+            unknown = any(number not in self._used for number in idle)  # else no wait for a GPU's flags
             known = marks.tolist() if unknown else [1.0] * len(bucket.places)
             for (number, _), mark in zip(bucket.places, known, strict=True):
                 if number in idle and self._param(number) is not None:
@@ -236,12 +241,12 @@ class BucketSet:
                 param.grad = before
 
     def _unscaled(self, bucket: Bucket, memory: BucketMemory) -> list[torch.Tensor]:
-        """Gradients that no product has scaled."""
+        """Views of gradients that were not scaled as they were written."""
         rest = (number for number, _ in bucket.places if number not in bucket.scaled)
         return [self._view(number, memory) for number in rest if self._param(number) is not None]
 
     def reduce_all(self) -> None:
-        """Reduce every bucket, as a program does on its way: what .grad holds of each parameter."""
+        """Reduce every bucket from what .grad holds of each parameter, as a program would."""
         memories = {bucket.name: self.acquire(bucket.name) for bucket in self.buckets}
         for name, memory in memories.items():
             self.start(name, memory)
@@ -249,10 +254,11 @@ class BucketSet:
             self.wait(name, memory)
 
     def reduce_behind(self, numbers: Collection[int], before: Collection[int]) -> None:
-        """Reduce every bucket behind a backward whose program has not: what .grad holds of `numbers`, else zeros.
+        """Reduce every bucket after a backward whose program did not.
 
-        `before`: parameters whose .grad other buckets of the same backward have reduced as a whole already. What other
-        ranks have of them in these buckets is added.
+        Its content is .grad of `numbers`, and zeros for all others. `before`: parameters whose whole .grad other
+        buckets of the same backward have reduced already. Gradients that other ranks have of them in these buckets are
+        added.
         """
         memories = {bucket.name: self.acquire(bucket.name) for bucket in self.buckets}
         for name, memory in memories.items():
@@ -275,19 +281,19 @@ class BucketSet:
                     param.grad = like(view, param)
 
     def _marked_idle(self, bucket: Bucket, memory: BucketMemory) -> set[int]:
-        """Parameters that another rank has a gradient of, and this one does not; behind the exchange."""
+        """Idle parameters of which another rank has a gradient; valid after the all-reduce."""
         idle = self._idle(bucket)
         marks = zip(bucket.places, memory.flat[-bucket.marks :].tolist(), strict=True) if idle else ()
         return {number for (number, _), mark in marks if mark and number in idle}
 
     def _views(self, bucket: Bucket, memory: BucketMemory) -> Iterator[tuple[int, torch.Tensor, Any]]:
-        """Number, place in the bucket, and parameter, of those that are still there."""
+        """Number, view of the bucket, and parameter, for each parameter that is still alive."""
         for number, _ in bucket.places:
             if (param := self._param(number)) is not None:
                 yield number, self._view(number, memory), param
 
     def pending(self, bucket: str) -> Any:
-        """The torch.distributed.Work that `wait` is going to wait for; None if there is none."""
+        """The torch.distributed.Work of a bucket's pending all-reduce, or None."""
         flight = self._works.get(bucket)
         return None if flight is None else flight.work
 
@@ -307,25 +313,25 @@ class BucketSet:
         return f"all-reduce of gradient {bucket} ({self._table[bucket].numel} elements)"
 
     def accumulated(self) -> bool:
-        """Whether a parameter holds a gradient already, is marked for one that it held, or gets none in this call."""
+        """Whether a parameter holds a gradient already, is noted for one that it held, or gets none in this call."""
         if self._absent:
             return True
         params = (self._param(number) for bucket in self.buckets for number, _ in bucket.places)
         return bool(self._used) or any(param is not None and param.grad is not None for param in params)
 
     def replayed(self, bucket: str, memory: BucketMemory) -> None:
-        """The all-reduce of this memory was part of a replay."""
+        """Note that a replayed CUDA graph contained the all-reduce of this memory."""
         count_replayed(self.group, [self._label(bucket)])
         self._landed(bucket, memory)
 
     def _view(self, number: int, memory: BucketMemory) -> torch.Tensor:
-        """A parameter's place in its bucket, in the parameter's shape."""
+        """View of a parameter's place in its bucket, in the parameter's shape."""
         offset, param = self._places[number][1], self._param(number)
         view: torch.Tensor = memory.flat[offset : offset + param.numel()].view(param.shape)
         return view
 
     def reduced(self) -> dict[int, int]:
-        """Parameter number -> address of its reduced gradient, of the last synced backward."""
+        """Parameter number -> address of its reduced gradient, in the last backward that synchronized."""
         known = {
             number: memory.flat.data_ptr() + offset * memory.flat.element_size()
             for name, memory in self._reduced.items()
@@ -335,21 +341,21 @@ class BucketSet:
         return known | {number: gradient.data_ptr() for number, gradient in self._handed_on.items()}
 
     def reduced_gradient(self, number: int) -> torch.Tensor:
-        """One parameter's reduced gradient, as a view of the bucket, of the last synced backward."""
+        """Reduced gradient of one parameter in the last backward that synchronized: a view of the bucket."""
         if number in self._handed_on:
             return self._handed_on[number]
         return self._view(number, self._reduced[self._places[number][0]])
 
 
 def like(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """A gradient as autograd lays it out: as its parameter."""
+    """Give a gradient its parameter's layout, as autograd does. Copies only if the parameter is not contiguous."""
     return gradient if param.is_contiguous() else torch.empty_like(param, requires_grad=False).copy_(gradient)
 
 
 def scale_for_all_reduce(
     flat: torch.Tensor, group: Any, scale: float, wire: str = "", memory: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What goes to the all-reduce for `flat`: DDP scales before it sums. `flat` itself, unless there is `memory`."""
+    """Scale a bucket as DDP does before it sums. Return the tensor to all-reduce: `memory` if given, else `flat`."""
     if not wire:
         return flat.mul_(scale)
     # DDP's own hooks cast first, and divide in the dtype that they send

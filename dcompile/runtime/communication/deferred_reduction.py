@@ -1,4 +1,4 @@
-"""Gradients of sharded parameters that are still to be reduced: kept by one backward, or one program, for the next."""
+"""Keep gradients of sharded parameters that one backward, or one program, leaves for a later one to reduce."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from dcompile.errors import DcompileError
 
 @dataclass(eq=False)
 class DeferredGradients:
-    """By unit: sums on this rank, with their padding, in the dtype that they are reduced in."""
+    """Unreduced gradients by unit: padded sums on this rank, in the dtype of the reduction."""
 
     units: Mapping[int, ShardUnit]
     whole: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
-    """Of backwards that were not to reduce them."""
+    """Whole units from backwards that did not reduce them."""
     partial: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
-    """Shards that have been reduced, but not among replicas yet."""
+    """Shards that are reduced among the ranks of a shard group, but not yet among replicas."""
     real: set[int] = field(init=False, default_factory=set)
-    """Units of which there is a gradient among what is kept, not only zeros for one that is absent."""
+    """Units of which a kept sum contains a gradient, and not only the zeros of an absent one."""
     _begun: dict[tuple[int, int], torch.Tensor] = field(init=False, default_factory=dict)
-    """(backward, unit) -> what it has come to so far, to which another program of it is going to add."""
+    """(backward, unit) -> the sum so far, to which another program of the same backward adds."""
     _given_back: bool = field(init=False, default=False)
 
     def keep(self, full: Mapping[int, torch.Tensor], later: Collection[int] = (), absent: Collection[int] = ()) -> None:
-        """Add up gradients that are not to be reduced yet. To those of units in `later`, this backward has more.
+        """Accumulate gradients that are not reduced yet.
 
-        There are none of those in `absent`: they are zeros.
+        `later`: units of which this backward computes more. `absent`: units whose gradients are only zeros.
         """
         self.real.update(number for number in full if number not in absent)
         for number, tensor in full.items():
@@ -42,14 +42,14 @@ class DeferredGradients:
                 self.whole[number] = own if kept is None else kept.add_(own)
 
     def add_to(self, number: int, tensor: torch.Tensor) -> None:
-        """Add all that is kept of a unit to a gradient to be reduced: as autograd, this backward's first."""
+        """Add all kept sums of a unit to a gradient before its reduction, this backward's first, as autograd does."""
         self.real.discard(number)
         self._with_begun(number, tensor)
         if number in self.whole:
             tensor.add_(self.whole.pop(number))
 
     def _with_begun(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Add what the backward has come to so far, and round the sum as autograd would."""
+        """Add this backward's sum so far, and round the result as autograd would."""
         begun, dtype = self._begun.pop((backward_task(), number), None), self.units[number].dtype
         if begun is not None:
             tensor.add_(begun)
@@ -58,7 +58,7 @@ class DeferredGradients:
         return tensor
 
     def end(self) -> None:
-        """A backward is through: what it has begun is all that there is."""
+        """End a backward: its sums so far are complete."""
         task = backward_task()
         numbers = [number for of, number in self._begun if of == task]
         absent = [number for number in numbers if number not in self.real]
@@ -67,18 +67,21 @@ class DeferredGradients:
             self.give_back()
 
     def holds(self, numbers: Iterable[int]) -> bool:
-        """Whether something of these units is kept."""
+        """Whether gradients of any of these units are kept."""
         kept = {number for _, number in self._begun} | self.whole.keys() | self.partial.keys()
         return any(number in kept for number in numbers)
 
     def forget_failed(self) -> None:
-        """Outside of any backward: drop what those have begun that ended with an error."""
+        """Drop partial sums of backwards that ended with an error. Has an effect only outside of any backward."""
         if backward_task() < 0:
             self._begun.clear()
             self.real &= self.whole.keys()
 
     def give_back(self) -> None:
-        """Leave FSDP all of it, and what backwards that are still to come keep."""
+        """Pass all kept gradients to FSDP, and those that later backwards keep.
+
+        Raises DcompileError for partly reduced ones.
+        """
         self._given_back = True
         if self.partial:
             names = ", ".join(self.units[number].name for number in sorted(self.partial))

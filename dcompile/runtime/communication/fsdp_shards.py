@@ -1,4 +1,4 @@
-"""Sharded parameters while a program runs: gathered into its memory, and their gradients reduced to shards again."""
+"""Gather sharded parameters into a program's memory, and reduce their gradients to shards."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from dcompile.runtime.communication.work import PendingCollective, count_replaye
 
 @dataclass(eq=False)
 class Shards:
-    """The sharded parameters of one model: who holds what, and gradients that are still to be reduced."""
+    """Sharded parameters of one model: their units and groups, and gradients that are not reduced yet."""
 
     units: Mapping[int, ShardUnit]
     groups: Mapping[str, ShardGroup]
     gathers: str = "auto"
-    """The option of that name."""
+    """The option `gathers`."""
     shard_copies: Literal["auto", "kept", "gather"] = "auto"
     saves_memory: str = ""
     """See `ConvertedShards`."""
@@ -41,10 +41,10 @@ class Shards:
     unreduced: DeferredGradients = field(init=False)
     unsure: UncertainUnits = field(init=False)
     _unsettled: dict[int, ShardUnit] = field(init=False, default_factory=dict)
-    """Units whose gradients may be on their way to CPU memory."""
+    """Units whose gradients may still be copied to CPU memory."""
 
     _parts: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
-    """Unit -> this rank's part of it among fewer ranks, that the last forward has left for the backward."""
+    """Unit -> this rank's part of it within a smaller group, which the last forward left for the backward."""
 
     def __post_init__(self) -> None:
         self.converted = ConvertedShards(self.units, self.shard_copies, self.saves_memory)
@@ -53,14 +53,14 @@ class Shards:
         self.unsure = UncertainUnits(self.units, self.groups)
 
     def copied(self, group: str) -> tuple[bool, str]:
-        """Whether gathers of a group are copies from the other ranks' memory; or why not, where they could have been.
+        """Whether a group's gathers are copies from peer memory; if not, the reason why, or empty.
 
-        The first time, ranks meet over the store.
+        The first call makes ranks meet over the store.
         """
         return self.neighbours.of(group) is not None, self.neighbours.reason(group)
 
     def save_memory(self, reason: str) -> None:
-        """Keep no converted shards, unless an option asks for them or they are there already."""
+        """Keep no converted shards, unless an option asks for them or they exist already."""
         self.converted.save_memory(reason)
 
     def source(
@@ -71,45 +71,48 @@ class Shards:
         later: Collection[int] = (),
         absent: Collection[int] = (),
     ) -> ShardCommunication:
-        """What one call of a program with these buckets exchanges through.
+        """Make the communication of one call of a program with these buckets.
 
-        `accumulates`: the call is part of a backward that adds to gradients; torch.autograd.grad does not.
-        `later`: units that another program of the backward has gradients of as well, and reduces them all.
-        `absent`: units that the program has no gradient of in this call, but zeros.
+        `accumulates`: the call is part of a backward that adds to gradients; torch.autograd.grad does not. `later`:
+        units whose gradients another program of the backward computes as well, and reduces. `absent`: units for which
+        this call computes no gradient, only zeros.
         """
         named_buckets = {bucket.name: bucket for bucket in buckets}
         return ShardCommunication(self, named_buckets, accumulates, phase, frozenset(later), frozenset(absent))
 
     def may_lack(self, units: Iterable[int]) -> None:
-        """A program runs that may have no gradient of these units: ranks say which there are, when it is through."""
+        """Note that a program may have no gradient of these units.
+
+        Ranks agree at the end of the backward on those that exist.
+        """
         self.unsure.known.update(units)
 
     def forget_parts(self) -> None:
-        """A call starts: what a forward without a backward has left is old, parameters may have changed since."""
+        """Start a call: drop what a forward without a backward left, as parameters may have changed since."""
         self._parts.clear()
         self.unreduced.forget_failed()
         if compat.tensors.backward_task() < 0:
             self.unsure.forget()
 
     def give_back(self) -> None:
-        """Leave FSDP the gradients that are still to be reduced."""
+        """Pass unreduced gradients to FSDP."""
         self.unreduced.give_back()
 
     def leave_parts(self, group: Any, units: Iterable[int], full: Iterable[torch.Tensor]) -> None:
-        """Keep this rank's parts of gathered units, for ranks of `group` to gather in the backward."""
+        """Keep this rank's parts of gathered units, which ranks of `group` gather in the backward."""
         rank, ranks = group.rank(), group.size()
         self._parts |= {unit: whole.view(ranks, -1)[rank].clone() for unit, whole in zip(units, full, strict=True)}
 
     def take_parts(self, units: tuple[int, ...]) -> list[torch.Tensor] | None:
-        """What `leave_parts` has kept of all of these units, once."""
+        """Return and drop the parts that `leave_parts` kept, or None if a unit's part is missing."""
         if not self._parts.keys() >= set(units):
             return None
         return [self._parts.pop(unit) for unit in units]
 
     def flush(self) -> None:
-        """At the end of a backward: reduce what earlier ones left of units that this did not reach; wait for copies.
+        """End a backward: reduce kept gradients of units that it did not reach, and wait for copies to CPU memory.
 
-        Every rank has left gradients of the same units, as it ran the same backwards.
+        Every rank has kept gradients of the same units, as it ran the same backwards.
         """
         self.unreduced.end()
         for number in sorted(self.unreduced.whole):
@@ -124,7 +127,10 @@ class Shards:
             self._unsettled.popitem()[1].settle()
 
     def reduce_behind(self, full: Mapping[int, torch.Tensor]) -> None:
-        """Reduce gradients of whole units, flat, that no program has; every rank has some of the same units."""
+        """Reduce flat gradients of whole units that no program has reduced.
+
+        Every rank passes some of the same units.
+        """
         for number, whole in sorted(full.items()):
             self._finish(
                 self._scatter(self._group_of(number), {number: whole}, f"the rest of {self.units[number].name}")
@@ -185,12 +191,15 @@ class Shards:
         ]
 
     def _finish(self, pending: PendingReduction) -> None:
-        """Wait for all of a reduction, and hand the shards on as gradients."""
+        """Wait for a whole reduction, and install the shards as gradients."""
         if self._reduce(pending):
             self.commit(pending.shards, pending.absent)
 
     def commit(self, shards: Mapping[int, torch.Tensor], absent: Collection[int] = ()) -> None:
-        """Hand reduced shards on as gradients; those of units that this rank has none of, if another rank has."""
+        """Install reduced shards as gradients.
+
+        Units that are absent on this rank wait until other ranks report theirs.
+        """
         for number, shard in shards.items():
             if not self.unsure.hold(number, shard, number not in absent):
                 self._commit(number, shard)
@@ -202,7 +211,7 @@ class Shards:
             self._unsettled[number] = unit
 
     def _go_on(self, pending: PendingReduction) -> None:
-        """Wait for the shards; where ranks hold copies of them, start to average among these."""
+        """Wait for the shards. Where replicas hold copies of them, start averaging among these."""
         group, shards, flat = pending.group, pending.shards, pending.flat
         with named_error(f"the {pending.name}", shards, self.units, group.scatter_group()):
             pending.flight.wait()
@@ -231,7 +240,7 @@ class Shards:
             pending.replicating = PendingCollective(replicas, flat.device, label, start)
 
     def _reduce(self, pending: PendingReduction) -> bool:
-        """Wait for all of a reduction; whether the shards are gradients now."""
+        """Wait for a whole reduction. Return whether the shards can become gradients now."""
         if not pending.scattered:
             self._go_on(pending)
         if not pending.complete:
@@ -248,7 +257,7 @@ class Shards:
 
 @dataclass(eq=False)
 class ShardCommunication:
-    """The collectives of one call of a program; see `collectives.params.ShardSource`."""
+    """Collectives of one call of a program; implements `collectives.contract.ShardSource`."""
 
     shards: Shards
     buckets: Mapping[str, Bucket]
@@ -258,17 +267,17 @@ class ShardCommunication:
     absent: frozenset[int] = frozenset()
     """Units that the program has no gradient of in this call."""
     _gathering: dict[str, PendingGather] = field(init=False, default_factory=dict)
-    """Bucket -> its collective."""
+    """Bucket -> its pending gather."""
     _reducing: dict[str, PendingReduction] = field(init=False, default_factory=dict)
     _pulls: dict[PeerShardGroup, CopyGathers] = field(init=False, default_factory=dict)
-    """What gathers go through that are copies."""
+    """Group of peers -> its gathers by copies."""
     _waited: int = field(init=False, default=0)
-    """How many collectives were waited for."""
+    """Number of collectives that were waited for."""
     _due: dict[int, None] | None = field(init=False, default=None)
-    """Kept units that are still to be converted before they are sent; None before the first of them is looked at."""
+    """Units with a converted buffer that this call has not converted yet; None before the first conversion."""
 
     def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
-        """Start filling `full` with the units that the ranks hold shards of."""
+        """Start filling `full` with the units whose shards the ranks hold."""
         found, units = self.buckets[bucket], full
         near = self.shards.neighbours.of(found.group)
         if near is not None:
@@ -294,7 +303,7 @@ class ShardCommunication:
     def _pulls_from(self, near: PeerShardGroup) -> CopyGathers:
         found = self._pulls.get(near)
         if found is None:
-            neighbours, gathers = self.shards.neighbours, [b for b in self.buckets.values() if b.kind == "all_gather"]
+            neighbours, gathers = self.shards.neighbours, [b for b in self.buckets.values() if b.traits.gathers]
             copied = [bucket for bucket in gathers if neighbours.of(bucket.group) is near]
             numbers = list(dict.fromkeys(number for bucket in copied for number in bucket.units))
             beside = any(self.shards.converted.memory(number) is not None for number in numbers)
@@ -302,18 +311,18 @@ class ShardCommunication:
         return found
 
     def _meeting(self, flight: PendingCollective) -> None:
-        """Ranks begin to meet, before or behind gathers that are copies."""
+        """Called for each meeting of the ranks around copy-engine gathers."""
 
     def _has_waited(self) -> None:
         self._waited += 1
         if self._waited == len(self.buckets):
             for pulls in self._pulls.values():
                 pulls.finish()
-            # they know this exchange, which knows them: a recording would take what both hold for the caller's
+            # they refer to this object and it to them: a recording would count their memory as the caller's
             self._pulls.clear()
 
     def _senders(self, bucket: Bucket) -> tuple[Any, list[torch.Tensor]]:
-        """The ranks that a bucket is gathered from, and what this one of them sends."""
+        """Group of ranks that a bucket is gathered from, and the tensors that this rank sends."""
         group = self.shards.groups[bucket.group]
         fewer = group.part_group() if self.phase == "backward" else None
         parts = self.shards.take_parts(bucket.units) if fewer is not None else None
@@ -323,9 +332,9 @@ class ShardCommunication:
         return group.gather_group(), [self.shards.converted.sent(number) for number in bucket.units]
 
     def _convert(self, numbers: Iterable[int]) -> None:
-        """Write what these units are sent as, unless this call has."""
+        """Convert the shards of these units, unless this call has already."""
         if self._due is None:
-            gathers = (bucket for bucket in self.buckets.values() if bucket.kind == "all_gather")
+            gathers = (bucket for bucket in self.buckets.values() if bucket.traits.gathers)
             units = (number for bucket in gathers for number in bucket.units)
             self._due = {number: None for number in units if self.shards.converted.memory(number) is not None}
         now = [number for number in numbers if number in self._due]
@@ -334,7 +343,7 @@ class ShardCommunication:
             del self._due[number]
 
     def wait_gather(self, bucket: str) -> None:
-        """Wait for what `start_gather` began."""
+        """Wait for the gather that `start_gather` began."""
         found = self.buckets[bucket]
         gathering = self._gathering.pop(bucket)
         with self._named("all-gather", found, gathering.group):
@@ -347,7 +356,7 @@ class ShardCommunication:
         self._has_waited()
 
     def start_scatter(self, bucket: str, full: list[torch.Tensor]) -> None:
-        """Start summing up `full` over the ranks; or keep it, in a backward that is not to reduce."""
+        """Start summing `full` over the ranks; or keep it, in a backward that does not reduce."""
         if not self.accumulates:
             return
         found = self.buckets[bucket]
@@ -356,7 +365,7 @@ class ShardCommunication:
             full[place][start:stop].zero_()
         units = {found.units[place]: full[place] for place in in_order(found)}
         for number in self.absent & units.keys():
-            units[number].zero_()  # what comes of zeros need not be zero
+            units[number].zero_()  # an expression of zeros need not be zero
         kept = {number: units.pop(number) for number in list(units) if self._keeps(group, number)}
         self.shards.unreduced.keep(kept, self.later, self.absent)
         if units:
@@ -365,19 +374,19 @@ class ShardCommunication:
             self._reducing[bucket] = self.shards._scatter(group, units, name, packed, self.absent)
 
     def _keeps(self, group: ShardGroup, number: int) -> bool:
-        """Whether gradients of a unit are not to be reduced here."""
+        """Whether gradients of a unit are kept here instead of reduced."""
         return number in self.later or group.wants() == "nothing"
 
     def wait_scatter(self, bucket: str) -> None:
-        """Wait for what `start_scatter` began, and hand the shards on as gradients."""
+        """Wait for the reduction that `start_scatter` began, and install the shards as gradients."""
         if bucket in self._reducing:
             self.shards._finish(self._arrived(bucket))
         self._has_waited()
 
     def _arrived(self, bucket: str) -> PendingReduction:
-        """The reduction of a bucket, which has come so far that nothing started before it holds it up.
+        """Return a bucket's reduction after all that started before it have got their shards.
 
-        Replicas must start the same all-reduces in the same order, whenever each of them waits for what.
+        Replicas must start the same all-reduces in the same order, whatever each of them waits for first.
         """
         for name, reducing in self._reducing.items():
             if not reducing.scattered:
@@ -387,7 +396,7 @@ class ShardCommunication:
         return self._reducing.pop(bucket)
 
     def pending(self, bucket: str) -> Any:
-        """The work that is in flight for a bucket, or None."""
+        """The pending work of a bucket, or None."""
         if bucket in self._gathering:
             return self._gathering[bucket].flight.work
         reducing = self._reducing.get(bucket)
@@ -396,14 +405,14 @@ class ShardCommunication:
     # --- recordings ---
 
     def same_each_time(self) -> tuple[int, ...] | str:
-        """Addresses of the shards that this call reads; or why another call at these may do something else."""
+        """Addresses of the shards that this call reads; or why a replay at these may compute something else."""
         read: list[int] = []
         if self.absent:
             return "no loss has used what some parameters lead to"
         for bucket in self.buckets.values():
             if any(self.shards.units[number].offloaded for number in bucket.units):
                 return "parameters are kept in CPU memory"
-            if bucket.kind == "all_gather":
+            if bucket.traits.gathers:
                 read += [self.shards.units[number].address() for number in bucket.units]
             elif not self.accumulates:
                 return "torch.autograd.grad was called, which adds to no gradient"
@@ -416,13 +425,13 @@ class ShardCommunication:
         return tuple(read)
 
     def recorded(self) -> RecordedShardCommunication:
-        """A source that exchanges as this one does, but hands no gradient on."""
+        """Make a communication of the same collectives that installs no gradients, for a recording."""
         return RecordedShardCommunication(self.shards, self.buckets, self.accumulates, self.phase, self.later)
 
     def hand_on(self, reduced: list[torch.Tensor], collectives: Iterable[tuple[Any, str]]) -> None:
-        """Pass on the reduced shards of a replay, whose collectives have happened.
+        """Install the reduced shards of a replay as gradients, and count its collectives.
 
-        They come in the order of `RecordedShardCommunication.reduced`.
+        `reduced` has the order of `RecordedShardCommunication.reduced`.
         """
         labels: dict[Any, list[str]] = {}
         for group, label in collectives:
@@ -437,11 +446,11 @@ class ShardCommunication:
             self.shards.commit({bucket.units[place]: part for place, part in zip(order, parts, strict=True)})
 
     def hand_on_count(self) -> int:
-        """How many there are."""
+        """Number of reduced tensors that `hand_on` expects."""
         return len(self._scattered())
 
     def _scattered(self) -> list[Bucket]:
-        return [bucket for bucket in self.buckets.values() if bucket.kind == "reduce_scatter"]
+        return [bucket for bucket in self.buckets.values() if not bucket.traits.gathers]
 
     def _named(self, kind: str, bucket: Bucket, group: Any) -> contextlib.AbstractContextManager[None]:
         return named_error(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)
@@ -449,20 +458,20 @@ class ShardCommunication:
 
 @dataclass(eq=False)
 class RecordedShardCommunication(ShardCommunication):
-    """An exchange that is recorded: it keeps the shards that it has reduced, for replays to hand on."""
+    """Communication that a CUDA graph records: it keeps its reduced shards, which replays install."""
 
     collectives: list[tuple[Any, str]] = field(init=False, default_factory=list)
     """(process group, label) of each, in the order of their starts within a group."""
     _done: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
 
     def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
-        """Start filling `full` with the units that the ranks hold shards of."""
+        """Start filling `full` with the units whose shards the ranks hold."""
         super().start_gather(bucket, full)
         if isinstance(flight := self._gathering[bucket].flight, PendingCollective):
             self._log(flight)
 
     def start_scatter(self, bucket: str, full: list[torch.Tensor]) -> None:
-        """Start summing up `full` over the ranks."""
+        """Start summing `full` over the ranks."""
         super().start_scatter(bucket, full)
         self._log(self._reducing[bucket].flight)
 
@@ -473,7 +482,7 @@ class RecordedShardCommunication(ShardCommunication):
         self.collectives.append((flight.group, flight.label))
 
     def wait_scatter(self, bucket: str) -> None:
-        """Wait for what `start_scatter` began."""
+        """Wait for the reduction that `start_scatter` began, and keep its shards."""
         pending = self._arrived(bucket)
         complete = self.shards._reduce(pending)
         assert complete, "only complete reductions are recorded"
@@ -483,5 +492,8 @@ class RecordedShardCommunication(ShardCommunication):
         self._has_waited()
 
     def reduced(self) -> list[torch.Tensor]:
-        """After the call: of each reduced bucket this rank's shards as one flat tensor, in the program's order."""
+        """This rank's shards of each reduced bucket as one flat tensor, in the program's order.
+
+        Valid after the call.
+        """
         return [self._done[bucket.name] for bucket in self._scattered()]

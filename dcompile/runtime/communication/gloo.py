@@ -1,11 +1,11 @@
-"""Gathers and reduce-scatters: the backend's own; over Gloo, messages put together here.
+"""Gathers and reduce-scatters: the backend's own, and over Gloo a version with coalesced messages.
 
-ProcessGroupGloo's reduce-scatter copies what it is to scatter, sums up all of it on every rank, one all-reduce for
-each tensor, and keeps a part. To send each rank its part alone is half of the traffic on two ranks, and what is small
-goes as one message: gradients of a block, nine tensors and 4 MiB, take two thirds of the CPU time and a third of the
-time. Its all-gather of several tensors in one call corrupts the heap where several are under way: two processes that
-start three at a time, and do nothing else, die within some thousand rounds (torch 2.13.0, glibc 2.36); its all-gather
-of one tensor does not.
+ProcessGroupGloo's reduce-scatter copies its input, all-reduces each whole tensor on every rank, and keeps a part.
+Sending each rank only its part halves the traffic on two ranks. Small tensors are packed into one message, which takes
+a third of the time for a block's gradients (docs/lab/runtime.md, R10).
+
+Gloo's all-gather of several tensors in one call corrupts the heap where several are in flight. Two processes that only
+start three at a time die within some thousand rounds (torch 2.13.0, glibc 2.36). Its all-gather of one tensor is safe.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from dcompile import compat
 from dcompile.runtime.communication.packing import PackedUnits
 
 ALONE_BYTES = 1 << 20
-"""A message of this size is sent from where it lies; smaller ones are put together, which costs less than to send them:
-a copy of 1 MiB takes as long as Gloo takes to begin, some 100 us."""
+"""Bytes from which a tensor is sent directly. Packing smaller ones costs less than sending them: copying 1 MiB takes as
+long as Gloo takes to start a collective, some 100 us.
+"""
 
 
 def start_scatter(
     group: Any, shards: Sequence[torch.Tensor], full: Sequence[torch.Tensor], op: Any, limit_s: float | None
 ) -> Any:
-    """Start reducing each of `full`, flat, to this rank's part of it in `shards`; a torch.distributed.Work or its like.
+    """Start reducing each flat tensor of `full` to this rank's part in `shards`.
 
-    `limit_s`: seconds after which it fails, None where that is the backend's affair. On two ranks sums are those of
-    Gloo's all-reduce bit for bit; on more, parts are added in order of ranks.
+    Return a torch.distributed.Work or its like. `limit_s`: seconds after which it fails; None leaves that to the
+    backend. On two ranks, sums equal Gloo's all-reduce bit for bit; on more, parts are added in the order of ranks.
     """
     if _over_gloo(group, full) and op in (ReduceOp.SUM, ReduceOp.AVG):
         return GlooReduceScatter(group, shards, full, op == ReduceOp.AVG, limit_s)
@@ -42,9 +43,9 @@ def start_scatter(
 def start_gather(
     group: Any, full: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], limit_s: float | None
 ) -> Any:
-    """Start gathering each of `shards` from every rank, end to end, into the flat tensors `full`; a Work or its like.
+    """Start gathering each of `shards` from every rank, end to end, into the flat tensors `full`.
 
-    `limit_s`: seconds after which it fails, None where that is the backend's affair.
+    Return a Work or its like. `limit_s`: seconds after which it fails; None leaves that to the backend.
     """
     if _over_gloo(group, full):
         return GlooAllGather(group, full, shards, limit_s)
@@ -52,12 +53,12 @@ def start_gather(
 
 
 def _over_gloo(group: Any, full: Sequence[torch.Tensor]) -> bool:
-    """What is not sharded has a stand-in for a group, which copies."""
+    """Whether `group` is Gloo's. Unsharded parameters have a substitute for a group, which copies."""
     return isinstance(group, ProcessGroup) and compat.groups.is_gloo(group, full[0].device.type)
 
 
 def _messages(full: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Places of tensors that are sent together; empty ones are not sent."""
+    """Indices of the tensors of each message. Empty tensors are not sent."""
     sizes = {place: tensor.nbytes for place, tensor in enumerate(full) if tensor.numel()}
     alone = [[place] for place, size in sizes.items() if size >= ALONE_BYTES]
     rest = [place for place, size in sizes.items() if size < ALONE_BYTES]
@@ -65,37 +66,37 @@ def _messages(full: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 class PendingMessages:
-    """Messages under way, as one torch.distributed.Work."""
+    """Messages in flight, as one torch.distributed.Work."""
 
     def __init__(self) -> None:
         self._works: list[Any] = []
 
     def is_completed(self) -> bool:
-        """Whether all messages are there, or one has failed."""
+        """Whether all messages have arrived, or one has failed."""
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> Any:
-        """Done when all messages are there."""
+        """Future that completes when all messages have arrived."""
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for all, and put them where they belong. RuntimeError as Work raises it, after `timeout` for one."""
+        """Wait for all messages and unpack them. Raises RuntimeError as Work does, also after `timeout`."""
         end = None if timeout is None else time.monotonic() + timeout.total_seconds()
         for work in self._works:
             if end is None:
                 work.wait()
             else:
-                work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))  # 0 would be no limit at all
+                work.wait(timedelta(seconds=max(end - time.monotonic(), 1e-3)))  # 0 would mean no limit
         self._unpack()
         return True
 
     def _unpack(self) -> None:
-        """Once, however often somebody waits."""
+        """Unpack the messages, once, however often `wait` is called."""
         raise NotImplementedError
 
 
 class GlooAllGather(PendingMessages):
-    """An all-gather over Gloo: what is large straight to where it belongs, what is small as one message."""
+    """All-gather over Gloo: large tensors go directly to their destination, small ones as one message."""
 
     def __init__(
         self, group: Any, full: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], limit_s: float | None
@@ -118,7 +119,7 @@ class GlooAllGather(PendingMessages):
 
 
 class GlooReduceScatter(PendingMessages):
-    """A reduce-scatter under way over Gloo: parts are on their way, and added up by whoever waits."""
+    """Reduce-scatter in flight over Gloo: ranks send each other their parts, and `wait` adds them up."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class GlooReduceScatter(PendingMessages):
         self._ranks = group.size()
         self._average = average
         self._parts: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """This rank's shard of a tensor, and below one another what each rank has sent for it."""
+        """This rank's shard of a tensor, and a matrix whose rows are the parts that each rank has sent for it."""
         for places in _messages(full):
             self._send(group, [(shards[place], full[place]) for place in places], limit_s)
 
@@ -152,7 +153,7 @@ class GlooReduceScatter(PendingMessages):
         self._parts = []
 
     def _add_up(self, shard: torch.Tensor, parts: torch.Tensor) -> None:
-        """In order of ranks."""
+        """Add the parts in the order of ranks, so that the result is deterministic."""
         shard.copy_(parts[0])
         for part in parts[1:]:
             shard.add_(part)

@@ -1,7 +1,8 @@
-"""Sharded parameters that not every backward has a gradient of: what only a result leads to that no loss has used.
+"""Agree between ranks on sharded gradients that a backward may lack, where no loss used the result that leads to them.
 
-Reductions are the same in each backward, with zeros for what is absent. Whether that becomes a gradient, which momentum
-and weight decay would move a parameter by, is for all ranks to say together: one of them may have used the result.
+Each backward runs the same reductions, with zeros for absent gradients. Ranks must decide together whether a reduced
+shard becomes a gradient: another rank may have used the result. As a gradient, zeros would let momentum and weight
+decay move the parameter.
 """
 
 from __future__ import annotations
@@ -18,28 +19,31 @@ from dcompile.runtime.communication.work import start_sum
 
 @dataclass(eq=False)
 class UncertainUnits:
-    """The units of one model that this is asked about, at the end of each backward that has reduced them."""
+    """Units of one model whose gradients may be absent.
+
+    Ranks agree on them at the end of each backward that reduces them.
+    """
 
     units: Mapping[int, ShardUnit]
     groups: Mapping[str, ShardGroup]
     known: set[int] = field(init=False, default_factory=set)
-    """By number. That follows from the programs that have run, so it is the same on every rank."""
+    """Numbers of these units. They follow from the programs that have run, so they are the same on every rank."""
     _reduced: dict[int, tuple[torch.Tensor, bool]] = field(init=False, default_factory=dict)
-    """Unit -> its reduced shard, and whether this rank has had a gradient of it."""
+    """Unit -> its reduced shard, and whether this rank had a gradient of it."""
 
     def hold(self, number: int, shard: torch.Tensor, had: bool) -> bool:
-        """Note what has come of a reduction; whether to keep the shard back until `settle`."""
+        """Note a reduced shard. Return whether to hold it back until `settle`."""
         if number in self.known:
             self._reduced[number] = shard, had
             return not had
         return False
 
     def forget(self) -> None:
-        """The backward has failed."""
+        """Drop the state of a backward that failed."""
         self._reduced.clear()
 
     def settle(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Ask the other ranks: (unit, shard) of those kept back that another rank has had a gradient of."""
+        """Ask the other ranks, and yield (unit, shard) of held shards of which another rank had a gradient."""
         reduced, self._reduced = self._reduced, {}
         by_group: dict[str, list[int]] = {}
         for number in sorted(reduced):

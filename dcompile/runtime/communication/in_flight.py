@@ -1,4 +1,4 @@
-"""Gathers and reductions of sharded parameters that are in flight."""
+"""Pending gathers and reductions of sharded parameters."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class PendingGather:
 
     flight: PendingCollective | PendingCopyGather
     shards: list[torch.Tensor]
-    """What it reads, which must live until it is done."""
+    """Tensors that the gather reads; they must live until it is done."""
     parcel: PackedUnits | None
-    """What arrives in one message, to be unpacked."""
+    """Units that arrive as one message and are unpacked afterwards."""
     group: Any
     full: list[torch.Tensor]
-    """The units that it fills."""
+    """Tensors of the units that the gather fills."""
 
 
 @dataclass(eq=False)
@@ -44,9 +44,9 @@ class PendingReduction:
     absent: frozenset[int] = frozenset()
     """Units that this rank has no gradient of."""
     scattered: bool = False
-    """Whether this rank has its shards."""
+    """Whether the reduce-scatter is done: this rank has its shards."""
     complete: bool = True
-    """Whether they become gradients; otherwise they are kept until replicas are averaged over."""
+    """Whether the shards become gradients; otherwise they are kept until replicas are averaged over."""
     replicating: PendingCollective | None = None
     """The all-reduce among replicas."""
 
@@ -57,7 +57,7 @@ def coalescing(bucket: Bucket) -> str:
 
 @contextlib.contextmanager
 def named_error(what: str, numbers: Iterable[int], units: Mapping[int, ShardUnit], group: Any) -> Iterator[None]:
-    """Say in an error which collective failed, of which parameters, and over which ranks."""
+    """Add a note to a RuntimeError: the collective that failed, its parameters, and its ranks."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Collectives that the model's own code asks for, as host programs start them and wait for them."""
+"""Start and wait for the collectives that the model's own code requests."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dcompile.compat.collectives import (
     start_reduce_scatter,
 )
 from dcompile.errors import DcompileError
+from dcompile.ir.collective_kinds import CollectiveKind
 from dcompile.ir.functional_collectives import kind_of
-from dcompile.ir.nodes import CollectiveKind
 from dcompile.runtime.communication.gloo import start_gather
 from dcompile.runtime.communication.work import PendingCollective
 
 _RECORDED: ContextVar[list[tuple[Any, str]] | None] = ContextVar("recorded collectives", default=None)
-"""Where those are noted that start on this thread, while a call is recorded."""
+"""Collectives that start on this thread while a call is recorded, or None outside of a recording."""
 
 
 class ModelCollective:
     """One of the model's own collectives in one prepared call: `self(sent, filled, ...)` starts it, `wait()` ends it.
 
-    `op` is the functional collective of torch, whose further arguments a start is given as they are in the graph.
+    `op` is torch's functional collective. A start takes its further arguments as they are in the graph.
     """
 
     def __init__(self, op: str, name: str) -> None:
@@ -43,7 +43,7 @@ class ModelCollective:
         self._pending: PendingCollective | None = None
 
     def __call__(self, sent: Sequence[torch.Tensor], filled: Sequence[torch.Tensor], *how: Any) -> None:
-        """Start it. `filled`: what it makes; nothing where it works on `sent` in place."""
+        """Start it. `filled`: its outputs; empty where it works on `sent` in place."""
         *rest, group_name = how
         group = compat.groups.group_by_name(group_name)
         if group is None:
@@ -61,17 +61,20 @@ class ModelCollective:
             recorded.append((group, self._pending.label))
 
     def _words(self) -> str:
-        """The same on every rank: names count what else a graph has, which sizes may change."""
+        """Words for messages, the same on every rank.
+
+        Names are not: they count other nodes of the graph, which sizes may change.
+        """
         return self.kind.replace("_", "-")
 
     @property
     def work(self) -> Any:
-        """The torch.distributed.Work that `wait` is going to wait for."""
+        """The torch.distributed.Work that `wait` waits for."""
         assert self._pending is not None, f"{self.name} is not in flight"
         return self._pending.work
 
     def wait(self) -> None:
-        """Wait for what was started."""
+        """Wait for the collective that was started last."""
         pending, self._pending = self._pending, None
         assert pending is not None, f"{self.name} is not in flight"
         pending.wait()
@@ -104,7 +107,7 @@ def _flat(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def recording_collectives() -> Iterator[list[tuple[Any, str]]]:
-    """(process group, label) of each of the model's own collectives that starts meanwhile, on this thread."""
+    """Collect (process group, label) of each of the model's own collectives that this thread starts in the context."""
     found: list[tuple[Any, str]] = []
     token = _RECORDED.set(found)
     try:

@@ -1,7 +1,7 @@
-"""Reduce-scatters of which ranks get parts of different size: a reduction to each rank that has one.
+"""Reduce-scatters with parts of different sizes: one reduction to each rank that has a part.
 
-ZeRO 1 and 2 give each rank a part of all parameters, end to end. What a bucket holds belongs to one rank mostly, or to
-two; where it is the same for all, it is a reduce-scatter proper.
+ZeRO 1 and 2 give each rank a part of all parameters, end to end. Most of a bucket's elements belong to one or two
+ranks. A tensor with equal parts uses an ordinary reduce-scatter.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dcompile.runtime.communication.gloo import PendingMessages, start_scatter
 
 
 class UnevenReduceScatter(PendingMessages):
-    """Reductions under way, as one torch.distributed.Work.
+    """Reductions in flight, as one torch.distributed.Work.
 
-    `shards` get this rank's part of each of `full`, flat, which are written to; `parts`: elements of each rank's part,
-    in order of ranks.
+    `shards` receive this rank's part of each tensor of `full`. The flat tensors of `full` are overwritten. `parts`:
+    number of elements of each rank's part, in the order of ranks.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class UnevenReduceScatter(PendingMessages):
         super().__init__()
         rank = group.rank()
         self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """This rank's shard, and where it is summed up."""
+        """This rank's shard, and the slice in which it is reduced."""
         for shard, whole, sizes in zip(shards, full, parts, strict=True):
             if len(set(sizes)) == 1:
                 self._works.append(start_scatter(group, [shard], [whole], op, limit_s))

@@ -1,5 +1,7 @@
-"""Collectives under the eyes of `runtime.peers`: a rank that waits has patience with peers that compile, hears of it
-when the job is called off, and names the collective and the late rank when its time is up.
+"""Start collectives and wait for them under supervision of `coordination.heartbeat`.
+
+A waiting rank has patience with peers that compile, and ends when another rank calls the job off. On a timeout, its
+error names the collective and the late rank.
 """
 
 from __future__ import annotations
@@ -22,21 +24,21 @@ from dcompile.runtime.coordination.peer_status import BEAT_S
 from dcompile.runtime.coordination.wait_policy import PATIENCE_S, PeerWait
 
 _STUCK: list[Any] = []
-"""Exchanges that were given up. Gloo cannot abort them, and its threads would keep the process from ending."""
+"""Collectives that were given up. Gloo cannot abort them, and its threads would keep the process from ending."""
 
 
 class PendingCollective:
-    """One collective in flight. `label` says which, in the same words on every rank.
+    """One collective in flight. `label` names it, in the same words on every rank.
 
-    `start` starts it and returns its torch.distributed.Work; it is given the seconds after which the collective is to
-    fail, or None where that is the backend's affair.
+    `start` starts it and returns its torch.distributed.Work. Its argument is the number of seconds after which the
+    collective is to fail; None leaves that to the backend.
     """
 
     def __init__(self, group: Any, device: torch.device, label: str, start: Callable[[float | None], Any]) -> None:
         self.group, self.label, self._device = group, label, device.type
         self._peers = peers_of(group)
         self._limit_s: float | None = None
-        """Of Gloo's collectives, which the host waits for."""
+        """Time limit in seconds of Gloo's collectives, which the host waits for; None for others."""
         self._index = 0
         recorded = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         self._marked = device.type == "cuda" and not recorded
@@ -65,7 +67,7 @@ class PendingCollective:
             peers.starting = None
 
     def wait(self) -> None:
-        """Wait for it. Raises what ended it; the message or a note says which collective it was."""
+        """Wait for the collective. Raises the error that ended it, whose message or note names the collective."""
         if self._peers is None or self._limit_s is None:
             self._let_the_stream_wait()
             return
@@ -79,7 +81,10 @@ class PendingCollective:
                 self._wait_long(work, self._peers, self._limit_s)
 
     def _let_the_stream_wait(self) -> None:
-        """The host goes on: whether the collective ends is for `runtime.lookout` to see."""
+        """Make the current stream wait.
+
+        The host goes on; `coordination.watchdog` notices if the collective never ends.
+        """
         try:
             self.work.wait()
         except RuntimeError as error:
@@ -89,7 +94,7 @@ class PendingCollective:
             self._peers.marks.put(self._index, self.label)
 
     def _wait_long(self, work: Any, peers: PeerCoordinator, limit_s: float) -> None:
-        """Some other rank is late."""
+        """Wait while another rank is late, until it comes, ends, or the time limit is up."""
         others = PeerWait(peers, limit_s)
         others.waited(min(BEAT_S, limit_s))
         while True:
@@ -122,7 +127,7 @@ class PendingCollective:
                 )
 
     def _finish(self, work: Any, peers: PeerCoordinator, error: RuntimeError) -> None:
-        """It is over: well, if it ended just behind the time that it was waited for."""
+        """Complete a work that reported an error: it may have succeeded just after its timeout."""
         try:
             work.wait()
         except RuntimeError as failure:
@@ -144,7 +149,7 @@ class PendingCollective:
 
 
 class _UnlimitedWork:
-    """A torch.distributed.Work whose `wait` knows no limit, nor `is_completed` the truth: a thread waits for it."""
+    """Wrapper of a torch.distributed.Work that ignores limits and misreports `is_completed`: a thread waits for it."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -160,19 +165,19 @@ class _UnlimitedWork:
         self._over.set()
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """As that of a Work that keeps to its limit."""
+        """Wait like a Work that honours its limit."""
         if not self._over.wait(None if limit is None else limit.total_seconds()):
             raise RuntimeError("it has not ended in time")
         if self._error is not None:
             raise self._error
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with or without an error."""
         return self._over.is_set()
 
 
 def _takes_limits(work: Any) -> bool:
-    """Whether one of Gloo's can be waited for with a limit: its reduce-scatter, made of others, cannot."""
+    """Whether a Work of Gloo's honours a limit. Its reduce-scatter does not, as it is composed of others."""
     try:
         work.get_future()
     except RuntimeError:
@@ -181,7 +186,7 @@ def _takes_limits(work: Any) -> bool:
 
 
 def start_sum(group: Any, tensor: torch.Tensor, label: str) -> PendingCollective:
-    """Start summing a tensor up over the ranks, in place."""
+    """Start an all-reduce (sum) of a tensor, in place."""
 
     def start(limit_s: float | None) -> Any:
         if limit_s is None:
@@ -192,7 +197,7 @@ def start_sum(group: Any, tensor: torch.Tensor, label: str) -> PendingCollective
 
 
 def count_replayed(group: Any, labels: Sequence[str]) -> None:
-    """Collectives are under way as parts of one replay."""
+    """Count the collectives of one replay, which have been launched together."""
     peers = peers_of(group)
     if peers is None or not labels:
         return
@@ -211,7 +216,10 @@ def _give_up(work: Any) -> None:
 
 
 def _leave() -> None:
-    """End the process while exchanges are stuck: the peers' then fail at once, where they would wait for this one."""
+    """End the process while collectives are stuck.
+
+    The peers' collectives then fail at once instead of waiting for this rank.
+    """
     if any(not work.is_completed() for work in _STUCK):
         flush_streams()
         os._exit(1)

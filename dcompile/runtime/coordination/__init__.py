@@ -1,1 +1,1 @@
-"""What ranks tell each other: agreement, heartbeat, watchdog, shared programs."""
+"""Coordination of ranks over the store: agreement, heartbeat, watchdog, shared programs."""

@@ -1,7 +1,7 @@
-"""Agreement between ranks, over the store: it works where a collective would hang, since ranks already disagree.
+"""Agreement between ranks over the store. It works where a collective would hang, since ranks already disagree.
 
-Each rank looks at rank 0 alone, and all wait for one verdict, which the last to come sets, or the first that differs:
-a few look-ups a rank at any scale.
+Each rank compares itself with rank 0 only. All wait for one verdict, which the first differing rank sets, or else the
+last one to come. That takes a constant number of look-ups per rank at any scale.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from dcompile.runtime.coordination.heartbeat import PeerCoordinator, peers_of
 from dcompile.runtime.coordination.wait_policy import PeerWait
 
 TIMEOUT_S = 60.0
-"""Least time between the first and the last rank to come, not counting that in which they compile.
+"""Least time limit in seconds between the first and the last rank at a meeting, not counting time in which they
+compile.
 
-A group whose time limit is longer has that one.
+A group whose own time limit is longer uses that one.
 """
 
 Line: TypeAlias = "tuple[str, str]"
-"""(what is compared, where it comes from: for people, as paths differ between machines)."""
+"""(compared text, its source location). The location is for people, as paths differ between machines."""
 
 
 def agree(group: Any, subject: str, lines: Sequence[str | Line], way_out: str = "") -> None:
-    """Compare `lines` (`subject` says of what) over the ranks of `group`: all come, and all raise if some differ.
+    """Compare `lines` over the ranks of `group`: all ranks call this, and all raise if some lines differ.
 
-    For what this rank is about to do with others for the first time: before it starts a plan of collectives. Raises
-    PlanMismatchError: with the first difference, and `way_out` if that comes from a line of the model, which may be
-    meant; or if a rank has not come in time, or goes on without having come.
+    `subject` names the lines in messages. Call it before this rank does something with others for the first time, such
+    as starting a plan of collectives. Raises PlanMismatchError with the first difference. It adds `way_out` if that
+    difference comes from a line of the model, which may be intended. Also raises if a rank does not come in time, or
+    goes on without calling.
     """
     peers = peers_of(group)
     if peers is not None:
@@ -43,12 +45,12 @@ def agree(group: Any, subject: str, lines: Sequence[str | Line], way_out: str = 
 
 
 def _limit_s(group: Any) -> float:
-    """Eager ranks wait for one another as long as the group's time limit says: one may be busy with work of its own."""
+    """Seconds to wait for other ranks, at least as long as eager ranks wait: one may be busy with its own work."""
     return max(TIMEOUT_S, compat.groups.time_limit(group, "cuda" if compat.groups.can_abort(group) else "cpu"))
 
 
 def _next_meeting(peers: PeerCoordinator) -> tuple[int, str]:
-    """Its number, which every rank counts alike, and its place in the store."""
+    """Number of the next meeting, which all ranks count alike, and its prefix in the store."""
     number = peers.meetings
     peers.meetings += 1
     return number, f"meeting/{number}"
@@ -72,9 +74,10 @@ def _meet(peers: PeerCoordinator, lines: Sequence[Line], timeout_s: float, way_o
 
 
 def exchange_texts(group: Any, subject: str, text: str) -> list[str]:
-    """What every rank of `group`, a small one, says of `subject`, in the order of ranks: all come, at the same point.
+    """Exchange one text per rank of a small group. Return all texts in the order of ranks.
 
-    Raises PlanMismatchError if a rank has not come in time, or goes on without having come.
+    All ranks call this at the same point. Raises PlanMismatchError if a rank does not come in time, or goes on without
+    calling.
     """
     peers = peers_of(group)
     if peers is None:
@@ -88,9 +91,9 @@ def exchange_texts(group: Any, subject: str, text: str) -> list[str]:
 
 
 def any_rank_objection(group: Any, subject: str, mine: str) -> str:
-    """What a rank of `group` says of `subject`, "" if none says anything: all come, and all get the same answer.
+    """Return the first non-empty `mine` of the ranks of `group`, or "". All ranks call this and get the same answer.
 
-    Raises PlanMismatchError if a rank has not come in time, or goes on without having come.
+    Raises PlanMismatchError if a rank does not come in time, or goes on without calling.
     """
     peers = peers_of(group)
     return mine if peers is None else _hear(peers, subject, mine, _limit_s(group))
@@ -118,7 +121,7 @@ def _digest(lines: Sequence[Line]) -> str:
 
 
 def _wait(peers: PeerCoordinator, key: str, number: int, lines: Sequence[Line], timeout_s: float) -> bool:
-    """Wait for a key of a meeting. Raises on every rank if somebody will not come."""
+    """Wait for a key of a meeting. Raises on every rank if one of them will not come."""
     others = PeerWait(peers, timeout_s)
     pause = 0.001
     while not peers.store.check([key]):
@@ -146,7 +149,7 @@ def _wait(peers: PeerCoordinator, key: str, number: int, lines: Sequence[Line], 
 
 
 def _without(peers: PeerCoordinator, rank: int, label: str, lines: Sequence[Line]) -> str:
-    """A rank has gone on to a collective that comes after the point at which this one wants to agree."""
+    """Message for a rank that went on to a collective beyond the point at which this rank wants to agree."""
     mine = lines[1][0] if len(lines) > 1 else "(nothing)"
     return (
         f"dcompile: ranks disagree on their {lines[0][0]}, first at collective {peers.started + 1}:\n"
@@ -156,7 +159,7 @@ def _without(peers: PeerCoordinator, rank: int, label: str, lines: Sequence[Line
 
 
 def _difference(peers: PeerCoordinator, place: str, lines: Sequence[Line], way_out: str = "") -> str:
-    """The first difference from what rank 0 said, or nothing."""
+    """Message with the first difference from rank 0's lines, or an empty string."""
     if peers.store.get(f"{place}/digest").decode() == _digest(lines):
         return ""
     first: list[Line] = [

@@ -1,11 +1,12 @@
-"""Compiled once, by the first rank that comes to a graph, and sent to the others through the group's store.
+"""Compile each graph once, on the first rank that reaches it, and send it to the others through the group's store.
 
-A rank claims a graph by its key when it comes to it: then it compiles it and gives it to those that come later. So
-nobody waits for a program that no rank is about to send, whichever graphs a rank makes alone, and in which order.
-Nothing that is sent depends on a rank. What a rank runs is from its own cache directory, or has come from another rank
-through the job's store, with the SHA-256 that this one gave: the store is the boundary of trust, as it is for torch,
-whose collectives find their peers by it. Nothing is unpickled; what arrives is put into the cache, and loaded from
-there with all its checks.
+A rank claims a graph by its key when it reaches it. It then compiles the graph and sends it to ranks that come later.
+So no rank waits for a program that nobody will send, whichever graphs a rank compiles alone, and in which order.
+Nothing that is sent depends on a rank.
+
+A rank runs programs from its own cache directory, or from another rank with the SHA-256 that this one announced. The
+job's store is the boundary of trust, as it is for torch, whose collectives find their peers through it. Nothing is
+unpickled. A received program is put into the cache, and loaded from there with all its checks.
 """
 
 from __future__ import annotations
@@ -28,27 +29,30 @@ from dcompile.runtime.program.artifact import from_record, to_record
 CHUNK_BYTES = 1 << 20
 """Bytes per value: stores refuse values of many megabytes."""
 ARRIVE_S = 60.0
-"""How long a rank waits for one that has claimed a graph and is alive, but does not compile."""
+"""Seconds to wait for a rank that claimed a graph and is alive, but does not compile."""
 
 _FORMAT = 1
 
 
 class UnusableArtifact(Exception):
-    """What came through the store does not fit its checksum or its form; says what."""
+    """A program from the store does not match its checksum or its format. The message says what."""
 
 
 class ArtifactSharing:
-    """Between the ranks of one group, for the graphs of one compiled model."""
+    """Program exchange between the ranks of one group, for the graphs of one compiled model."""
 
     def __init__(self, peers: PeerCoordinator, patience_s: float) -> None:
         self._peers = peers
         self._patience_s = patience_s
         self._claims: dict[str, int] = {}
-        """Key -> the rank that came first."""
+        """Key -> the rank that claimed it."""
         self._sent: set[str] = set()
 
     def claim(self, key: str) -> bool:
-        """Come to a graph. Whether this rank is the first to do so: then it compiles it, and gives it to the others."""
+        """Claim a graph.
+
+        Return whether this rank was the first: then it compiles the graph, and gives it to the others.
+        """
         if key not in self._claims:
             mine = str(self._peers.rank)
             found = self._peers.store.compare_set(f"claim/{key}", "", mine).decode() or mine
@@ -56,7 +60,7 @@ class ArtifactSharing:
         return self._claims[key] == self._peers.rank
 
     def let_pass(self, ahead: str, key: str) -> None:
-        """Let the rank that has claimed `ahead` come to `key` first, if it captures or compiles now."""
+        """Let the rank that claimed `ahead` claim `key` first, while it captures or compiles."""
         rank = self._claims.get(ahead, self._peers.rank)
         if rank == self._peers.rank or key in self._claims:
             return
@@ -70,7 +74,7 @@ class ArtifactSharing:
             pause = min(2 * pause, 0.05)
 
     def give(self, key: str, cache: KernelCache) -> None:
-        """Send a graph that this rank has claimed, from the cache, and its libraries. An incomplete one is not sent."""
+        """Send a claimed graph and its libraries from the cache. An incomplete one is reported as failed."""
         if key in self._sent or not self.claim(key):
             return
         self._sent.add(key)
@@ -91,7 +95,7 @@ class ArtifactSharing:
         self._peers.store.set(f"program/{key}", f"{count} {hashlib.sha256(data).hexdigest()}")
 
     def fail(self, key: str) -> None:
-        """This rank has nothing to send for a graph, if it has claimed it: the others compile it."""
+        """Report that a claimed graph will not be sent, so that the others compile it."""
         if self.claim(key):
             self._peers.store.set(f"program/{key}", "none")
 
@@ -105,9 +109,10 @@ class ArtifactSharing:
         return count
 
     def receive(self, key: str, cache: KernelCache) -> tuple[int | None, str]:
-        """Put what another rank, which has claimed it, compiled into this rank's cache: how many kernels came.
+        """Put a graph that another rank claimed and compiled into this rank's cache.
 
-        Or None, and why nothing did. Waits while that rank captures or compiles.
+        Return the number of kernels received. Returns None and the reason if nothing came. Waits while the other rank
+        captures or compiles.
         """
         giver = self._claims[key]
         others = PeerWait(self._peers, ARRIVE_S, [giver], patience_s=self._patience_s)

@@ -1,9 +1,9 @@
-"""This process's line to the other ranks of a process group, through its store: who is there, busy, or has given up.
+"""Heartbeat and coordination between the ranks of a process group, over its store.
 
-A thread with a connection of its own says once a second how this rank is, and looks whether another one has called the
-job off. So a rank that waits can tell a peer that compiles from one that is gone, and none waits for ever. It also
-compares with rank 0 which collectives have been started, in which order. None of this needs a collective: it works
-when collectives do not. In a step, a rank adds each collective to a checksum, and asks the store nothing.
+A thread with its own connection publishes this rank's status once a second, and checks whether the job was called off.
+So a waiting rank can distinguish a peer that compiles from one that is gone, and no rank waits forever. The thread also
+compares the order of started collectives with rank 0's. None of this uses a collective, so it works when collectives do
+not. In a step, a rank only adds each collective to a checksum; it does not access the store.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ from dcompile.runtime.coordination.progress_events import ProgressEvents, stay_o
 from dcompile.runtime.coordination.watchdog import CommunicatorAbort, Watchdog
 
 GOODBYE_S = 3.0
-"""How long a rank that ends waits for the others, in order to see that all have done the same."""
+"""Seconds that a rank waits at its end to see that all others have ended, too."""
 GONE_S = 10.0
-"""How long a collective on a GPU is waited for once the store is gone."""
+"""Seconds that a collective on a GPU may take once the store is gone."""
 MAX_REMEMBERED_COLLECTIVES = 1024
-"""Collectives whose checksum is kept, to compare with what rank 0 said of them."""
+"""Number of collectives whose checksum is kept, to compare with rank 0's."""
 
 _LINES: weakref.WeakKeyDictionary[Any, PeerCoordinator] = weakref.WeakKeyDictionary()
 _GENERATIONS: Counter[str] = Counter()
-"""How many groups of a name there were in this process: a store outlives groups."""
+"""Number of groups of a name so far in this process: a store outlives groups."""
 
 
 class SingleProcess:
-    """No other rank to talk to."""
+    """Coordinator of a process without peers."""
 
     rank, world = 0, 1
 
     def busy(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Say that this rank captures or compiles, while the context lasts: those who wait for it have patience."""
+        """Report, while the context lasts, that this rank captures or compiles. Waiting peers then have patience."""
         del what
         return contextlib.nullcontext()
 
     def enter(self) -> None:
-        """The model is called on this thread: raise if the job was called off, or the process group is gone."""
+        """Note a call of the model on this thread. Raises if the job was called off, or the process group is gone."""
 
 
 class PeerCoordinator(SingleProcess):
-    """The line of one process group: `peers_of` makes one for each."""
+    """Coordinator of one process group. `peers_of` makes one for each group."""
 
     def __init__(self, group: Any) -> None:
         name = group.group_name
         _GENERATIONS[name] += 1
-        # torchrun keeps one store over restarts, and a group may be made anew under the same name: keys of before
-        # must not be taken for those of now
+        # torchrun keeps one store over restarts, and a group may be recreated under the same name. Old keys must not be
+        # taken for new ones.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"dcompile/{attempt}/{_GENERATIONS[name]}"
         store = compat.groups.group_store(group)
@@ -73,25 +73,27 @@ class PeerCoordinator(SingleProcess):
         self._side = compat.groups.own_store(store, prefix)
         self._group = weakref.ref(group)
         self.on_gpu = compat.groups.can_abort(group)
-        """Whether streams of a GPU wait for its collectives, not the host."""
+        """Whether a GPU's streams wait for its collectives, instead of the host."""
         self.aborted = ""
-        """Why the job was called off."""
+        """Why the job was called off; empty otherwise."""
         self.told = threading.Event()
-        """Set once that was raised here."""
+        """Set once that error was raised in this process."""
         self.caller: int | None = None
-        """The thread that called the model last."""
+        """Identifier of the thread that called the model last."""
         self.marks = ProgressEvents()
-        """Of collectives that a GPU waits for."""
+        """Progress events of collectives that a GPU waits for."""
         self.starting: tuple[int, str] | None = None
-        """A collective that is being handed over: number and label. A communicator's first one waits for the others."""
+        """Number and label of a collective that is being started. A communicator's first one waits for the other ranks
+        here.
+        """
         self.meetings = 0
-        """Agreements that this rank has come to, counted as on every other rank."""
+        """Number of agreements that this rank has come to, counted alike on every rank."""
         self.started = 0
-        """Collectives that this rank has started."""
+        """Number of collectives that this rank has started."""
         self._checksum = 0
         self._history: OrderedDict[int, tuple[int, str]] = OrderedDict()
         self._claims: dict[int, tuple[int, str]] = {}
-        """What rank 0 said of collectives that this rank has not come to yet."""
+        """Number -> rank 0's checksum and label, for collectives that this rank has not started yet."""
         self._doing: list[str] = []
         self._beats = 0
         self._ended = False
@@ -103,7 +105,7 @@ class PeerCoordinator(SingleProcess):
 
     @contextlib.contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """Say that this rank captures or compiles, while the context lasts: those who wait for it have patience."""
+        """Report, while the context lasts, that this rank captures or compiles. Waiting peers then have patience."""
         self._doing.append(what)
         self._wake.set()
         try:
@@ -113,32 +115,32 @@ class PeerCoordinator(SingleProcess):
             self._wake.set()
 
     def count(self, label: str) -> None:
-        """A collective is about to start. `label` says which, in the same words on every rank."""
+        """Count a collective that is about to start. `label` names it, in the same words on every rank."""
         if self.aborted:
             raise self._over()
         self._checksum = zlib.crc32(label.encode(), self._checksum)
         self._history[self.started + 1] = (self._checksum, label)
-        self.started += 1  # last: the thread takes it for the newest of the history
+        self.started += 1  # last: the thread reads it as the newest entry of the history
         if len(self._history) > MAX_REMEMBERED_COLLECTIVES:
             self._history.popitem(last=False)
 
     def call_off(self, why: str) -> NoReturn:
-        """End the job: every rank raises this, or the first reason that was given."""
+        """End the job: every rank raises this reason, or the first one that was given."""
         self._call_off(self.store, why)
         raise self._over()
 
     def _over(self) -> PlanMismatchError:
-        """What is raised here once the job was called off."""
+        """Exception to raise on this rank once the job was called off."""
         self.told.set()
         return PlanMismatchError(self.aborted)
 
     def enter(self) -> None:
-        """The model is called on this thread: raise if the job was called off, or the process group is gone."""
+        """Note a call of the model on this thread. Raises if the job was called off, or the process group is gone."""
         self.caller = threading.get_ident()
         self.check()
 
     def stuck_in(self) -> tuple[int, str] | None:
-        """Number and label of the first collective that this rank's GPU is not through with."""
+        """Number and label of the first collective that this rank's GPU has not completed; None if there is none."""
         mark = self.marks.oldest()
         return self.starting if mark is None else (mark.number, mark.label)
 
@@ -154,7 +156,7 @@ class PeerCoordinator(SingleProcess):
             )
 
     def said(self, rank: int) -> PeerStatus | None:
-        """The last that a rank said, if anything."""
+        """Newest status that a rank has published, or None."""
         return _read_status(self.store, rank)
 
     # --- the thread ---
@@ -168,11 +170,11 @@ class PeerCoordinator(SingleProcess):
                 self._look()
                 self._wake.wait(pace)
                 self._wake.clear()
-        except RuntimeError:  # the store is gone, and with it whoever kept it: Gloo's collectives say so
+        except RuntimeError:  # the store and its owner are gone; Gloo's collectives report that
             self._watch_without_store()
 
     def _watch_without_store(self) -> None:
-        """See whether a GPU is stuck: no other rank can be asked why."""
+        """Check whether a GPU is stuck, without a store in which other ranks could say why."""
         stuck, since = self.stuck_in(), time.monotonic()
         while not self._ended and not self.aborted:
             now = self.stuck_in()
@@ -237,9 +239,10 @@ class PeerCoordinator(SingleProcess):
     # --- the end ---
 
     def end(self) -> None:
-        """Before the process group is destroyed, and at exit: see that all ranks have done the same; stop the thread.
+        """Stop the thread after checking that all ranks end here.
 
-        Raises PlanMismatchError if another rank has started more collectives than this one.
+        Called before the process group is destroyed, and at exit. Raises PlanMismatchError if another rank has started
+        more collectives than this one.
         """
         if self._ended:
             return
@@ -252,21 +255,21 @@ class PeerCoordinator(SingleProcess):
                 self._say_why(failure)
         if failure is None and not self.aborted:
             with contextlib.suppress(RuntimeError):
-                self._beat(self.store)  # for those who wait for this rank
+                self._beat(self.store)  # for ranks that wait for this one
                 if self.started:
                     self._say_goodbye()
             if self.aborted:
                 raise self._over()
 
     def _say_why(self, failure: BaseException) -> None:
-        """For those who wait for this rank, or see its connections close: the first that fails is why all others do."""
+        """Publish this rank's exception. The first one in the store explains why all other ranks fail."""
         first_line = str(failure).partition("\n")[0]
         text = f"rank {self.rank} has ended with {type(failure).__name__}: {first_line[:200]}"
         self.store.compare_set("failed", "", text)
 
     def failure(self) -> str:
-        """With what exception of its own another rank has ended, if one has."""
-        with contextlib.suppress(RuntimeError):  # the store may be gone, with whoever kept it
+        """Exception with which another rank has ended, as text; empty if none has."""
+        with contextlib.suppress(RuntimeError):  # the store may be gone with its owner
             if self.store.check(["failed"]):
                 text: str = self.store.get("failed").decode()
                 return text
@@ -291,7 +294,7 @@ def _read_status(store: Any, rank: int) -> PeerStatus | None:
 
 
 def peers_of(group: Any) -> PeerCoordinator | None:
-    """The line of a process group; None where there is no other rank, or no real one."""
+    """Coordinator of a process group; None for a single rank or a fake group."""
     if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
         return None
     found = _LINES.get(group)
@@ -313,7 +316,7 @@ def _end_at_exit() -> None:
     try:
         _end(None)
     except PlanMismatchError as error:
-        # an exit status of 0 would say that this rank has trained as it should have
+        # an exit status of 0 would claim that this rank has trained correctly
         report(logging.ERROR, str(error).removeprefix("dcompile: "))
         flush_streams()
         os._exit(1)

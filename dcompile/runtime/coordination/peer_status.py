@@ -1,4 +1,4 @@
-"""What a rank says of itself, and what waiting and supervising need to know of the others."""
+"""Status that each rank publishes, and the view of peers that waiting and supervision use."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import dataclass
 from typing import Protocol
 
 BEAT_S = 1.0
-"""How often a rank says how it is."""
+"""Seconds between two heartbeats."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerStatus:
-    """The last that a rank said of itself."""
+    """Newest status of a rank."""
 
     beats: int
-    """Grows with each time: a rank whose number stands still is dead, stopped, or cannot reach the store."""
+    """Heartbeats so far. A rank whose number does not grow is dead, stopped, or cannot reach the store."""
     doing: str
-    """What it is busy with while peers may have to wait for it: "" or "compiling"."""
+    """Work during which peers may have to wait for it, such as "compiling"; empty for none."""
     meetings: int
     """Agreements that it has come to."""
     started: int
     """Collectives that it has started."""
     checksum: int
     label: str
-    """Of the last of them."""
+    """Label of the last of them."""
     ended: bool
 
 
 class PeerView(Protocol):
-    """The other ranks of a group (`heartbeat.PeerCoordinator`), as waiting and supervising see them."""
+    """Peers of a group (`heartbeat.PeerCoordinator`) as waiting and supervision see them."""
 
     rank: int
     world: int
@@ -38,10 +38,10 @@ class PeerView(Protocol):
     caller: int | None
 
     def said(self, rank: int) -> PeerStatus | None:
-        """The newest status of a rank, if there is any."""
+        """Newest status of a rank, or None."""
 
     def failure(self) -> str:
-        """The exception that has ended another rank; empty if none has."""
+        """Exception that has ended another rank, as text; empty if none has."""
 
     def stuck_in(self) -> tuple[int, str] | None:
-        """Number and label of the first collective that this rank's GPU is not through with."""
+        """Number and label of the first collective that this rank's GPU has not completed."""

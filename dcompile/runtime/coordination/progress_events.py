@@ -1,7 +1,8 @@
-"""What a GPU has not got through yet: streams wait for collectives there, while the host runs on.
+"""CUDA events that show which collective a GPU is stuck in.
 
-A collective that will never end therefore shows nowhere on the host, until that waits for the GPU, and then for ever. A
-mark behind each collective lets another thread see which one the GPU is stuck in.
+Streams wait for collectives while the host runs on. A collective that never ends is invisible on the host until the
+host waits for the GPU, and then that wait never ends. An event after each collective lets another thread see the first
+one that is not complete.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import Any
 import torch
 
 SWEEP_COUNT = 64
-"""Marks that are kept before those behind which the GPU has come are looked for."""
+"""Number of events above which those that have completed are removed."""
 _THREAD_LOCAL = 1
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of the CUDA driver's API."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressEvent:
-    """Behind a collective: its number in the group, and its label."""
+    """CUDA event after a collective, with the collective's number in its group and its label."""
 
     number: int
     label: str
@@ -32,7 +33,7 @@ class ProgressEvent:
 
 
 class ProgressEvents:
-    """The marks of one process group, in the order in which the GPU comes to them."""
+    """Progress events of one process group, in the order in which the GPU reaches them."""
 
     def __init__(self) -> None:
         self._marks: deque[ProgressEvent] = deque()
@@ -40,7 +41,7 @@ class ProgressEvents:
         self._lock = threading.Lock()
 
     def put(self, number: int, label: str) -> None:
-        """The current stream waits for this collective now; what comes behind it waits, too."""
+        """Record an event on the current stream, which now waits for this collective."""
         device = torch.cuda.current_device()
         with self._lock:
             spare = self._spare.setdefault(device, [])
@@ -51,7 +52,7 @@ class ProgressEvents:
                 self._sweep()
 
     def oldest(self) -> ProgressEvent | None:
-        """The first collective that the GPU is not through with."""
+        """Event of the first collective that the GPU has not completed, or None."""
         with self._lock:
             self._sweep()
             return self._marks[0] if self._marks else None
@@ -63,7 +64,10 @@ class ProgressEvents:
 
 
 def stay_out_of_captures() -> None:
-    """Let this thread look at events while another one captures a CUDA graph: without, its capture would fail."""
+    """Allow this thread to query events while another thread captures a CUDA graph.
+
+    Otherwise that capture would fail.
+    """
     if not torch.cuda.is_available():
         return
     with contextlib.suppress(OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""Waiting for other ranks: how long, for whom, and when waiting has no more point."""
+"""Policy of waiting for other ranks: how long, for whom, and when to give up."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Collection, Mapping
 from dcompile.runtime.coordination.peer_status import BEAT_S, PeerStatus, PeerView
 
 STALE_S = 6 * BEAT_S
-"""A rank that has said nothing new for so long is taken for dead or stuck."""
+"""Seconds without a new heartbeat after which a rank is taken for dead or stuck."""
 SILENT_S = 20.0
-"""A rank that was there and has said nothing for so long will not come."""
+"""Seconds without a new heartbeat after which a rank that was there is given up."""
 PATIENCE_S = 1800.0
-"""Longest time, beyond the limit that applies otherwise, for which peers that compile are waited for."""
+"""Longest time in seconds, beyond the usual limit, that a rank waits for peers that compile."""
 
 
 class PeerWait:
-    """What a rank that waits knows of the others. The clock stands still while one of those it waits for compiles."""
+    """State of a wait for other ranks. Its clock stands still while one of the missing ranks compiles."""
 
     def __init__(
         self, peers: PeerView, limit_s: float, ranks: Collection[int] | None = None, *, patience_s: float = PATIENCE_S
@@ -27,23 +27,23 @@ class PeerWait:
         self._ranks = [rank for rank in (range(peers.world) if ranks is None else ranks) if rank != peers.rank]
         self._last: dict[int, PeerStatus] = {}
         self._moved: dict[int, float] = {}
-        """When each rank last said something new."""
+        """Time at which each rank's last new status was seen."""
         self._began = self._seen = time.monotonic()
-        # many ranks are looked at only if some are late: a glance at one costs nothing
+        # the status of many ranks is read only if some are late; that of one rank costs nothing
         self._looked = self._began if len(self._ranks) > 1 else -float("inf")
         self._waited = 0.0
         self._paused = 0.0
 
     def waited(self, seconds: float) -> None:
-        """So long was waited before."""
+        """Add time that was waited before this object took over."""
         self._waited += seconds
 
     def slice_s(self) -> float:
-        """How long to wait before the next look; at most a second."""
+        """Seconds to wait before the next `look`; at most one."""
         return min(max(self._limit_s - self._waited, 0.02), BEAT_S)
 
     def look(self) -> Mapping[int, PeerStatus | None]:
-        """What every rank said last. Asks the store at most once a second, less often where there are many."""
+        """Newest status of every rank. Reads the store at most twice a second, less often for many ranks."""
         now = time.monotonic()
         if now - self._looked >= max(BEAT_S / 2, len(self._ranks) / 100):
             self._looked = now
@@ -55,15 +55,15 @@ class PeerWait:
         return {rank: self._last.get(rank) for rank in self._ranks}
 
     def last(self, rank: int) -> PeerStatus | None:
-        """What a rank said last."""
+        """Newest known status of a rank."""
         return self._last.get(rank)
 
     def silent_s(self, rank: int) -> float:
-        """Since when a rank has said nothing new, as far as this one has looked."""
+        """Seconds since a rank's last new status was seen."""
         return time.monotonic() - self._moved.get(rank, self._began)
 
     def alive(self, rank: int) -> bool:
-        """Whether a rank has said something new not long ago."""
+        """Whether a rank has published a new status within `STALE_S`."""
         return rank in self._moved and time.monotonic() - self._moved[rank] < STALE_S
 
     def compiles(self, rank: int) -> bool:
@@ -71,7 +71,7 @@ class PeerWait:
         return self.alive(rank) and bool(self._last[rank].doing)
 
     def out_of_patience(self, missing: Collection[int]) -> bool:
-        """Whether time is up for the ranks that are missing."""
+        """Whether the time for the missing ranks is up, or one of them is silent for `SILENT_S`."""
         now = time.monotonic()
         passed, self._seen = now - self._seen, now
         if any(self.compiles(rank) for rank in missing) and self._paused < self._patience_s:
@@ -82,7 +82,7 @@ class PeerWait:
         return gone or self._waited >= self._limit_s
 
     def describe(self, missing: Collection[int]) -> str:
-        """Who is missing, and what is known of them."""
+        """Describe the missing ranks, and what is known of the first of them."""
         if not missing:
             return "another rank has failed, stalled, or does not run this step"
         rank = min(missing)

@@ -1,10 +1,11 @@
-"""Notices, from a thread of its own, that a collective on a GPU will never end, and gets the host out of waiting.
+"""Watchdog: a thread that notices GPU collectives that will never end, and unblocks the host.
 
-With Gloo the host waits for a collective, and looks around meanwhile (`runtime.exchange`). With NCCL a stream waits:
-the host comes to stand only where it reads something back, in a call of CUDA's that nothing interrupts. So the thread
-of a line looks whether the GPU is stuck while a rank is gone. If it is, or if the job was called off: communicators
-are aborted, which lets the GPU go on, with wrong values. The thread that calls the model must not come to use them:
-an exception is waiting for it.
+With Gloo the host waits for a collective and can check its peers meanwhile (`communication.work`). With NCCL a stream
+waits. The host blocks only where it reads a result back, in a CUDA call that nothing interrupts.
+
+So the coordinator's thread checks whether the GPU is stuck while a rank is gone. If it is, or if the job was called
+off, communicators are aborted. The GPU then goes on with wrong values. The thread that calls the model must not use
+them, so an exception is raised in it.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from dcompile.runtime.coordination.peer_status import PeerView
 from dcompile.runtime.coordination.wait_policy import PeerWait
 
 STUCK_S = 0.8
-"""A collective that the GPU is not through with for so long is looked into."""
+"""Seconds that a collective may be incomplete on the GPU before peers are checked."""
 GRACE_S = 2.0
-"""How long the host has to notice by itself, where it starts a collective or calls the model, that all is over."""
+"""Seconds for the host to notice the end by itself, where it starts a collective or calls the model."""
 LAST_S = 10.0
-"""How long it has, once communicators are aborted, to come out of its wait; then the process ends."""
+"""Seconds for the host to leave its wait after the abort; then the process ends."""
 
 
 class Watchdog:
-    """Looks after the collectives that one rank has on its GPU; `heartbeat.PeerCoordinator` asks it once a second."""
+    """Watchdog of the collectives on one rank's GPU. `heartbeat.PeerCoordinator` calls `reason` once a second."""
 
     def __init__(self, peers: PeerView) -> None:
         self._peers = peers
@@ -43,7 +44,7 @@ class Watchdog:
         self._others: Any = None
 
     def reason(self) -> str:
-        """Why the job is lost; nothing while it is not."""
+        """Why the job cannot go on; empty while it can."""
         stuck = self._peers.stuck_in()
         now = time.monotonic()
         number = stuck[0] if stuck else 0
@@ -74,7 +75,7 @@ class Watchdog:
 
 
 class CommunicatorAbort:
-    """Ends what a group has on this rank's GPU, once the job was called off, and wakes up the host."""
+    """Abort a group's communicators on this rank's GPU after the job was called off, and wake up the host."""
 
     def __init__(self, peers: PeerView, group: Any) -> None:
         self._peers, self._group = peers, group
@@ -91,28 +92,28 @@ class CommunicatorAbort:
         peers.told.wait(GRACE_S)
         in_use = peers.stuck_in() is not None
         if in_use and not peers.told.is_set():
-            # first: torch may end the process over what comes now
+            # first, because torch may end the process during the abort
             report(logging.ERROR, peers.aborted.removeprefix("dcompile: "))
             _raise_in(peers.caller, peers)
         threading.Thread(target=self._abort, name="dcompile communicators", daemon=True).start()
-        compat.groups.let_go()  # communicators end only behind the CUDA graphs that hold collectives of theirs
+        compat.groups.let_go()  # communicators end only after CUDA graphs that contain their collectives
         if in_use and not peers.told.wait(LAST_S):
             flush_streams()
             os._exit(1)
 
     def _abort(self) -> None:
-        with contextlib.suppress(RuntimeError):  # of torch's: it took too long
+        with contextlib.suppress(RuntimeError):  # torch's: the abort took too long
             compat.groups.abort(self._group)
         self._ended.set()
 
 
 def _raise_in(thread: int | None, peers: PeerView) -> None:
-    """Raise in another thread why the job was called off, as soon as it runs Python again."""
+    """Raise the reason of the job's end in another thread, as soon as that thread runs Python again."""
     if thread is None:
         return
 
     class CalledOff(PlanMismatchError):
-        """Made without arguments: that is how Python raises in another thread."""
+        """PlanMismatchError without arguments, as Python instantiates the exception itself in another thread."""
 
         def __init__(self) -> None:
             super().__init__(peers.aborted)

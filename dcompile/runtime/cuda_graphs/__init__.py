@@ -1,1 +1,1 @@
-"""Record a program as a CUDA graph, replay it, share memory between recordings."""
+"""Record programs as CUDA graphs, replay them, and share memory between recordings."""

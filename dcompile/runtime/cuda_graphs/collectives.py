@@ -1,7 +1,7 @@
-"""One call of a program that may be recorded: its collectives, which a replay carries out without Python.
+"""Collectives of one call of a program that may be recorded; a replay carries them out without Python.
 
-Python has work of its own around them: memory of buckets is chosen before, gradients are handed on after. A call
-does that part for recordings and replays alike.
+Python prepares memory of buckets before a call, and installs gradients after it. These classes do that part alike for
+recordings and replays.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dcompile.collectives.contract import AnySource, BucketSource, ShardSource
 from dcompile.ir.nodes import Bucket
 
 Once = Callable[[AnySource | None, bool], list[Any]]
-"""Runs the program on a source of collectives; `sync` as in `collectives.params.Executable`."""
+"""Runs the program on a source of collectives; `sync` as in `collectives.contract.Executable`."""
 
 
 class RecordedCall(Protocol):
-    """What surrounds one call of a program."""
+    """Preparation and completion of one call of a program."""
 
     key: tuple[Any, ...]
-    """A recording serves calls with equal keys."""
+    """Key of the call; a recording serves calls with equal keys."""
     sync: bool
     communicates: bool
     """Whether collectives are part of a recording."""
@@ -30,14 +30,17 @@ class RecordedCall(Protocol):
         """Memory of gradient buckets, by name."""
 
     def run(self, once: Once) -> list[Any]:
-        """Run it, to be recorded; its results, and behind them what `happened` wants of each replay."""
+        """Run the call while it is recorded.
+
+        Return its results, followed by values that `happened` needs of each replay.
+        """
 
     def happened(self, results: list[Any]) -> None:
-        """A replay has carried out the collectives: do what is left, and take what is not the caller's off the end."""
+        """Complete a replay: install gradients, count collectives, and remove internal values from `results`."""
 
 
 class PlainCall:
-    """Without collectives."""
+    """Call without collectives."""
 
     key: tuple[Any, ...] = ()
     communicates = False
@@ -54,7 +57,7 @@ class PlainCall:
 
 
 class BucketCall:
-    """With gradient buckets, and the memory that they have in this call: a `BucketSource` to record with."""
+    """Call with gradient buckets, and their memory in this call. A recording uses it as its `BucketSource`."""
 
     def __init__(self, buckets: Sequence[Bucket], source: BucketSource, sync: bool) -> None:
         self.source, self.sync = source, sync
@@ -93,7 +96,7 @@ class BucketCall:
 
 
 class ShardCall:
-    """With sharded parameters: gathers read shards where they lie, reduced shards are handed on after each replay."""
+    """Call with sharded parameters: gathers read fixed addresses, and each replay's reduced shards are installed."""
 
     communicates = True
 
@@ -115,10 +118,10 @@ class ShardCall:
 
 
 def call_of(buckets: Sequence[Bucket], source: AnySource | None, sync: bool) -> RecordedCall | str:
-    """What surrounds this call; or why it runs without a recording, since it does not do the same each time."""
+    """Make the preparation of this call. If the call may differ from others, return why it cannot be recorded."""
     if source is None:
         return PlainCall(sync)
-    if any(bucket.kind != "all_reduce" for bucket in buckets):
+    if any(bucket.carries_units for bucket in buckets):
         shards: Any = source
         key = shards.same_each_time()
         return key if isinstance(key, str) else ShardCall(shards, key, sync)

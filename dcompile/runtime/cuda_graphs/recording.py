@@ -1,9 +1,11 @@
-"""One recorded run of a compiled program: where its inputs must lie, what it writes, and how it runs again.
+"""One recorded run of a compiled program: the addresses of its inputs, its results, and its replay.
 
-A recording replays kernels on the addresses it was made with. So each tensor among the inputs is `fixed` (parameters,
-and what another recording handed over: it must lie where it lay) or has a slot of its own, refilled before each replay.
-Results lie in memory of the pool at addresses that never change. Each replay hands out new tensors over them, and the
-number of holders of their storage tells whether the caller still has one.
+A recording replays kernels on the addresses that it was made with. So each input tensor is either `fixed` or has a
+slot. Fixed inputs are parameters and results of other recordings, whose address must stay the same. A slot is memory of
+the recording's own, which is filled before each replay.
+
+Results are stored in memory of the pool at addresses that never change. Each replay returns new tensors over this
+memory. The reference count of the storage shows whether the caller still holds one.
 """
 
 from __future__ import annotations
@@ -19,48 +21,51 @@ from dcompile import compat
 from dcompile.runtime.program.arena import copy_elements, over
 
 COPY_BYTES = 1 << 16
-"""Results up to this size are handed out as copies: losses and metrics, which callers keep over many steps."""
+"""Size in bytes up to which results are returned as copies: losses and metrics, which callers keep over many steps."""
 
 
 @dataclass(eq=False, slots=True)
 class ResultRetention:
-    """Whether the user of a program was found to keep its results: copies are handed out from there on."""
+    """Whether the user of a program was found to keep its results. From then on, copies are returned."""
 
     found: bool = False
 
 
 class ResultMemory:
-    """One storage that results lie in, and a template of each result over it.
+    """One storage of results, and a template of each result over it.
 
-    `owned` while the allocator knows that it is taken. That ends when a later recording takes the memory over: it frees
-    the memory as it goes, and from then on only the tree's rule keeps others off.
+    `owned` while the allocator counts the memory as allocated. That ends when a later recording reuses the memory and
+    frees it on the way. From then on, only the tree's rule protects the memory.
     """
 
     def __init__(self, storage: torch.UntypedStorage, pool: int, pinned: bool = False) -> None:
         self.owned = True
         self.pool = pool
         self.kept: ResultRetention | None = None
-        """Of memory with results that users see: whether they keep them."""
+        """For memory whose results users see: whether they keep these results; None for other memory."""
         self.pinned = pinned
-        """Whether it is a slot, which is filled from outside and cannot be taken over."""
+        """Whether it is a slot, which is filled from outside and cannot be reused."""
         self.address, self.nbytes, self.device = storage.data_ptr(), storage.nbytes(), storage.device
         self._storage = storage
         self._templates: list[torch.Tensor] = []
         self._base, self._rank = 0, (False, -1)
-        """What the others look at: the largest of them, of those that were no views if there are some.
+        """Index and rank of the template that the other results are views of: the largest one that was not a view, if
+        any.
 
-        AOTAutograd makes views of what is no view for the user, who may change those in place, and none of a view's.
-        Where all were views, the caller gets none but views: `requires_grad_()` on one is not to be another's.
+        AOTAutograd returns views of results that are not views, so that users may change them in place. It makes no
+        views of views. If all results were views, the caller gets only views, so that `requires_grad_()` on one does
+        not affect others.
         """
         self._whole = False
-        """Whether a copy takes all of the storage: for results that lie together in it, or with gaps.
+        """Whether a copy must include the whole storage: for several results in it, or a result with gaps.
 
-        Little storage as a whole, too, around which `as_strided` may look in the next graph, as in eager mode.
+        It also includes small storages as a whole, which the next graph may address with `as_strided`, as in eager
+        mode.
         """
         self._own = (0, 0)
 
     def add(self, like: torch.Tensor) -> int:
-        """Make a template like this tensor, which lies in this memory; its number."""
+        """Add a template like this tensor, which is stored in this memory. Return the template's number."""
         template = self._over(like.dtype, like.shape, like.stride(), int(like.storage_offset()))
         gaps = torch.empty_like(template).stride() != template.stride()
         part = self.nbytes <= COPY_BYTES and compat.storage_offsets.is_part(template)
@@ -74,11 +79,11 @@ class ResultMemory:
         return torch.empty(0, dtype=dtype, device=self.device).set_(self._storage, offset, shape, strides)
 
     def settle(self) -> None:
-        """From here on, holders beyond those of this moment are the caller's."""
+        """Note the current reference counts. Holders beyond these are the caller's from now on."""
         self._own = self._holders()
 
     def _holders(self) -> tuple[int, int]:
-        # Python code shares one storage object, which counts once: its own reference count tells of the others
+        # Python code shares one storage object, which counts once; its own reference count tells of further holders
         return compat.tensors.storage_holders(self._storage), sys.getrefcount(self._storage)
 
     @property
@@ -88,15 +93,16 @@ class ResultMemory:
 
     @property
     def holders(self) -> int:
-        """Tensors of the caller over it."""
+        """Number of the caller's tensors over it."""
         count, references = self._holders()
         return count - self._own[0] + references - self._own[1]
 
     def hand_out(self, template: int, given: Given, copies: bool, looks: bool) -> torch.Tensor:
-        """A tensor for the caller, or a copy; `given` holds what this call's other results in this memory look at.
+        """Return a result to the caller: a tensor over this memory, or a copy.
 
-        As in a call without a recording, one tensor counts the changes of all that lie together, and what the user
-        sees of it, who `looks`, is a view: `v.requires_grad_()` is known to a part of `v` then.
+        `given` holds the bases of this call's other results in this memory. `looks`: whether the user sees the result.
+        As in a call without a recording, results in one memory share one version counter. The user gets a view of a
+        shared base, so that `v.requires_grad_()` affects parts of `v`.
         """
         base = given.get((self, copies))
         if base is None:
@@ -108,13 +114,13 @@ class ResultMemory:
         if like.dtype != base.dtype:
             return over(base, like.dtype, like.shape, like.stride(), int(like.storage_offset()) * like.itemsize)
         look = base.as_strided(like.shape, like.stride(), like.storage_offset())
-        return look if looks else look.detach()  # a view would hold what it looks at
+        return look if looks else look.detach()  # a view would keep its base alive
 
     def _seen(self) -> torch.Tensor:
-        """The largest result; where it begins inside the memory, all of that, as in a call without a recording.
+        """Largest result, or the whole memory if that result begins inside it, as in a call without a recording.
 
-        Of symbolic sizes, torch cannot trace what looks at a tensor that begins inside, next to that one, if it has
-        traced them otherwise before: "sources must not be empty for symbol".
+        With symbolic sizes, torch may fail to trace a view of a tensor that begins inside its storage, next to that
+        tensor. It fails if it traced them differently before: "sources must not be empty for symbol".
         """
         tensor = self._templates[self._base]
         if not tensor.storage_offset():
@@ -122,7 +128,7 @@ class ResultMemory:
         return self._over(tensor.dtype, (self.nbytes // tensor.itemsize,), (1,), 0)
 
     def _copy(self) -> torch.Tensor:
-        """Of the largest result: in as much memory as there is here, if others lie there."""
+        """Copy of the largest result, with the whole memory around it if other results are stored there."""
         tensor = self._templates[self._base]
         if not self._whole:
             return tensor.clone()
@@ -132,7 +138,7 @@ class ResultMemory:
         return over(memory, tensor.dtype, (self.nbytes // tensor.itemsize,), (1,), 0)
 
     def give_up(self) -> None:
-        """Let the allocator have the memory once nobody else holds it. The address stays known."""
+        """Let the allocator free the memory once nobody else holds it. The address stays known."""
         self.owned = False
         old = self._templates
         self._storage = compat.tensors.storage_at(self.address, self.nbytes, self.device)
@@ -142,7 +148,7 @@ class ResultMemory:
 
 
 Given = dict[tuple[ResultMemory, bool], torch.Tensor]
-"""(memory, whether copies of it) -> what this call has handed out."""
+"""(memory, whether it is copied) -> the base tensor that this call has returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +160,23 @@ class CopiedInput:
     mutated: bool
 
     def fill(self, args: Sequence[Any]) -> None:
-        """Copy the input of this call to where the recording reads it."""
+        """Copy this call's input into the recording's tensor."""
         copy_elements(self.tensor, args[self.position])
 
     def copy_back(self, args: Sequence[Any]) -> None:
-        """Copy what the program left there to the caller's tensor."""
+        """Copy the program's changes back to the caller's tensor."""
         if self.mutated:
             copy_elements(args[self.position], self.tensor)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedResult:
-    """One result: a `value` that is no tensor; a look at an `input` or `bucket`; `memory`, itself or as a copy; or an
-    earlier one `again`: what looks at it, and what counts its changes, go by the tensor."""
+    """One result of a recording.
+
+    Its kind is one of these. `value`: not a tensor. `input`, `bucket`: a view of it. `memory`, `copy`: in memory of the
+    recording, returned itself or as a copy. `again`: the same tensor as an earlier result, because views and version
+    counters depend on its identity.
+    """
 
     kind: Literal["value", "input", "bucket", "memory", "copy", "again"]
     source: Any
@@ -175,11 +185,11 @@ class RecordedResult:
     shape: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
     offset: int = 0
-    """Of a look at an input or bucket: in elements, from where that begins."""
+    """For a view of an input or bucket: offset in elements from the beginning of that tensor."""
     kept: ResultRetention | None = None
 
     def of(self, args: Sequence[Any], buckets: Mapping[str, Any], given: Given, earlier: list[Any]) -> Any:
-        """What the caller gets, behind `earlier` results; `given` as in `ResultMemory.hand_out`."""
+        """Tensor or value for the caller, after `earlier` results; `given` as in `ResultMemory.hand_out`."""
         match self.kind:
             case "again":
                 return earlier[self.source]
@@ -201,24 +211,29 @@ class RecordedResult:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Recording:
-    """See the module. `tolerates` was alive when it was made: all else of its pool may lie where this one writes."""
+    """Recording of one call; see the module.
+
+    `tolerates`: memory that was alive when it was made. It may overwrite any other memory of its pool.
+    """
 
     replay: Callable[[], None]
     fixed: list[int]
     addresses: list[int]
-    """Of all inputs; only those of the fixed ones count."""
+    """Addresses of all inputs; only those of the fixed ones are compared."""
     slots: tuple[CopiedInput, ...]
     results: tuple[RecordedResult, ...]
     memories: tuple[ResultMemory, ...]
     pool: int
     tolerates: frozenset[ResultMemory]
     lie: Callable[..., bool] | None = None
-    """Of a backward: whether the fixed inputs have the layouts that they had: a new `.data` may lie there, too."""
+    """For a backward: whether the fixed inputs still have their layouts, since a new `.data` may have the
+    same address.
+    """
     collectives: Mapping[Any, list[str]] = field(default_factory=dict)
-    """Process group -> labels of the model's own collectives that are part of it, in order."""
+    """Process group -> labels of the model's own collectives in the recording, in order."""
 
     def fits(self, args: list[Any]) -> bool:
-        """Whether the inputs lie where this recording reads them."""
+        """Whether the fixed inputs have the addresses, and for a backward the layouts, that this recording reads."""
         if not compat.tensors.addresses_are(args, self.addresses, self.fixed):
             return False
         return self.lie is None or self.lie(*[args[place] for place in self.fixed])
@@ -233,6 +248,6 @@ class Recording:
         given: Given = {}
         results: list[Any] = []
         for result in self.results:
-            results.append(result.of(args, buckets, given, results))  # each looks at those before it
+            results.append(result.of(args, buckets, given, results))  # each may be a view of earlier ones
         args.clear()
         return results

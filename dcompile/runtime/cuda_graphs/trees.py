@@ -1,26 +1,26 @@
-"""Replays compiled programs as CUDA graphs that share memory.
+"""Replay compiled programs as CUDA graphs that share memory.
 
-The first call of a program runs as it is, so that libraries set themselves up; it counts as a step like any other. The
-second is recorded, and replayed from then on. Memory of the pool is used again as it falls free, also by later
-recordings, so a recording may be replayed only where that does no harm. The rule:
+The first call of a program runs without a graph, so that libraries initialize themselves; it is an ordinary step. The
+second call is recorded, and replayed from then on. Freed memory of the pool is reused, also by later recordings. So a
+recording may be replayed only where it overwrites no live result. The rule:
 
     a recording may be replayed when every result that is alive now was alive when it was recorded.
 
-What was alive then was out of its reach, and it writes the same addresses each time. If the rule does not hold (two
-forwards before their backwards; gradients kept over a forward), the call is recorded once more in the state it is in.
-So the recordings of a model form a tree of paths, each path a sequence of states; training settles in one loop through
-it. A program that has been recorded `MAX_RECORDINGS` times runs without graphs from then on, and the receipt says so.
+A recording could not reuse memory that was alive then, and it writes the same addresses each time. If the rule does not
+hold, the call is recorded once more in its current state. Examples are two forwards before their backwards, and
+gradients kept over a forward. So the recordings of a model form a tree of paths, each path a sequence of states.
+Training settles in one loop through it. A program with `MAX_RECORDINGS` recordings runs without graphs from then on,
+and the receipt says so.
 
-A backward frees what its forward saved as it goes. When it is recorded, the saved tensors that nobody else holds are
-therefore handed to the allocator during the recording: gradients then take the place of activations, as they do in
-eager execution. While such memory is in use again, in a later step, the allocator would give it away; what is recorded
-then gets another pool.
+A backward frees the tensors that its forward saved. Saved tensors that only the call holds are therefore released to
+the allocator while it is recorded. Gradients then reuse memory of activations, as in eager execution. If such memory is
+in use again in a later step, the allocator would reuse it wrongly; a recording made then gets another pool.
 
-Other inputs are copied to where a recording reads them. Those that have lain at one address for a few replays are
-read there by one more recording, which takes their place (`runtime.settling`).
+Other inputs are copied to the memory that a recording reads. Once their address has been stable for a few replays, one
+more recording reads them there, and replaces the first (`stable_inputs`).
 
-Results that users see may be kept by them for as long as they like. Small ones are handed out as copies; so are those
-of a program whose results were once found alive at a time when they stood in the way.
+Users may keep results for as long as they like. Small results are returned as copies. So are all results of a program
+whose live results once prevented a replay.
 """
 
 from __future__ import annotations
@@ -48,21 +48,25 @@ from dcompile.runtime.cuda_graphs.stable_inputs import StableInputDetector
 from dcompile.runtime.program.arena import like
 
 MAX_RECORDINGS = 8
-"""Recordings of one program. A loop over shapes has a program for each; what exceeds this is a caller who keeps every
-result, for which no number would do."""
+"""Most recordings of one program. Each shape has a program of its own. More recordings mean a caller who keeps every
+result, for whom no number would suffice.
+"""
 AROUND = "they look at what lies around an input (as_strided), of which a recording has a copy"
 MAX_POOLS = 3
-"""Pools of one model. The second and third are for what is recorded while memory of the first is in use unowned."""
+"""Most pools of one model. The second and third serve recordings made while unowned memory of the first is in use."""
 
 
 class GraphRecorder(Protocol):
-    """What a device supplies: records the kernels that a function starts, with memory from a pool."""
+    """Recorder of a device: it records the kernels that a function launches, with memory from a pool."""
 
     def record(self, function: Callable[[], list[Any]], pool: int) -> tuple[Callable[[], None], list[Any]]:
-        """(replay, the function's result). Nothing has been computed yet. Raises RuntimeError if it cannot be done."""
+        """Record a function.
+
+        Return (replay, the function's results), not computed yet; raise RuntimeError on failure.
+        """
 
     def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies where recorded kernels may read it."""
+        """Whether recorded kernels may read the tensor."""
 
 
 class Recordable(Executable, Protocol):
@@ -74,17 +78,17 @@ class Recordable(Executable, Protocol):
     on_gpu: bool
 
     def once(self, args: list[Any], buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
-        """Run with temporaries that end with the call."""
+        """Run with temporaries that are freed after the call."""
 
     def release(self) -> None:
-        """Let go of temporaries that earlier calls have left."""
+        """Free temporaries that earlier calls have left."""
 
     def measure(self, recorder: Any) -> None:
         """See `HostProgram.measure`."""
 
 
 class GraphTree:
-    """The recordings of one model on one device, and which of their results are alive."""
+    """Recordings of one model on one device, and their live results."""
 
     def __init__(self, recorder: GraphRecorder) -> None:
         self.recorder = recorder
@@ -97,7 +101,7 @@ class GraphTree:
         self._pairs: dict[tuple[Recording, Recording], tuple[ResultMemory, ...]] = {}
 
     def obstacle(self, recording: Recording) -> ResultMemory | None:
-        """By the rule: something alive that was not alive when `recording` was made, if there is such a thing."""
+        """Live memory that was not alive when `recording` was made, which prevents its replay; None if none."""
         for other in list(self._handed):
             strange = self._strange(recording, other)
             for memory in strange:
@@ -118,7 +122,7 @@ class GraphTree:
         self._pairs = {pair: found for pair, found in self._pairs.items() if recording not in pair}
 
     def _strange(self, recording: Recording, other: Recording) -> tuple[ResultMemory, ...]:
-        """What of another's memory `recording` might write to."""
+        """Memory of another recording that `recording` might overwrite."""
         found = self._pairs.get((recording, other))
         if found is None:
             apart = recording.pool != other.pool
@@ -127,22 +131,25 @@ class GraphTree:
         return found
 
     def pool(self) -> int | None:
-        """A pool to record from: one where the allocator knows of everything that is alive."""
+        """Number of a pool to record from: one in which the allocator knows of all live memory.
+
+        None if there is none.
+        """
         busy = {memory.pool for memory in self.alive() if not memory.owned}
         return next((pool for pool in range(MAX_POOLS) if pool not in busy), None)
 
     def add(self, program: ReplayedExecutable) -> None:
-        """A program whose recordings belong here."""
+        """Register a program whose recordings belong to this tree."""
         self._programs.add(program)
 
     def has_collectives(self) -> None:
-        """See that recordings end before the process groups do whose collectives are in them."""
+        """Make recordings end before the process groups of their collectives."""
         if not self._ends_with_groups:
             self._ends_with_groups = True
             compat.groups.before_groups_end(self.forget)
 
     def forget(self) -> None:
-        """Let go of all recordings."""
+        """Drop all recordings."""
         self._handed.clear()
         self._dropped.clear()
         self._pairs.clear()
@@ -150,26 +157,27 @@ class GraphTree:
             program.forget()
 
     def drop(self, recording: Recording) -> None:
-        """It will not be replayed again, and is let go of, slots and all, once nothing it has handed out is alive."""
+        """Stop replaying a recording. Its memory, slots included, is freed once none of its results is alive."""
         self._forget_pairs(recording)
         if recording in self._handed:
             self._dropped.add(recording)
 
     def ran(self, recording: Recording) -> None:
-        """Its results are with the caller now."""
+        """Note that a recording was replayed: the caller holds its results."""
         self._handed[recording] = None
 
     def alive(self) -> list[ResultMemory]:
-        """All memory that somebody holds."""
+        """Result memory that somebody holds."""
         return [memory for recording in self._handed for memory in recording.memories if memory.live]
 
 
 class ReplayedExecutable:
-    """An executable that is recorded and replayed. See `collectives.params.Executable`.
+    """Executable that is recorded and replayed. See `collectives.contract.Executable`.
 
-    `results`: how many of its first results the user sees; the others are saved tensors or gradients. `saved`: whether
-    it gets what a forward has saved. `whole`: positions of inputs around which it looks: a recording reads a copy of an
-    input, so calls where those are parts of larger storages run as they are.
+    `results`: number of leading results that the user sees; the others are saved tensors or gradients. `saved`: whether
+    the program is a backward, with saved tensors of a forward as inputs. `whole`: positions of inputs whose whole
+    storage it addresses. A recording reads a copy of such an input, so calls with parts of larger storages run without
+    a graph.
     """
 
     def __init__(
@@ -208,18 +216,18 @@ class ReplayedExecutable:
             if obstacle is None:
                 return self._replay(self._settled(recording, args, key, call), args, call)
             if obstacle.kept is not None and not obstacle.kept.found:
-                obstacle.kept.found = True  # it may soon be gone, and what comes after it will be a copy
+                obstacle.kept.found = True  # it may be freed soon, and later results will be copies
                 return self._program(args, buckets=buckets, sync=sync)
         made = self._record(args, recordings, self._settling[key], call)
         return self._program(args, buckets=buckets, sync=sync) if made is None else self._replay(made, args, call)
 
     def forget(self) -> None:
-        """Drop what was recorded; later calls record anew."""
+        """Drop all recordings; later calls record anew."""
         self._recordings.clear()
         self._settling.clear()
 
     def measure(self, recorder: Any) -> None:
-        """See `HostProgram.measure`; while it is measured, nothing is recorded or replayed."""
+        """See `HostProgram.measure`. While it measures, nothing is recorded or replayed."""
         self._measured = recorder is not None
         self._program.measure(recorder)
 
@@ -243,9 +251,9 @@ class ReplayedExecutable:
     # --- recording ---
 
     def _settled(self, recording: Recording, args: list[Any], key: tuple[Any, ...], call: RecordedCall) -> Recording:
-        """In place of recordings that copy inputs which have not moved for a while, one that reads them there."""
+        """Return a recording to replay: one without copies of inputs, once these are known to be stable."""
         settling = self._settling[key]
-        # each rank would find out for itself, and recordings of collectives are made by all
+        # ranks would decide differently, but recordings with collectives must be made by all of them
         if call.communicates or recording.collectives:
             return recording
         if not settling.look(args, recording.slots):
@@ -256,13 +264,13 @@ class ReplayedExecutable:
         for old in self._recordings[key]:
             if old is not made:
                 self._tree.drop(old)
-        self._recordings[key][:] = [made]  # states that the others were made for are recorded again, without copies
+        self._recordings[key][:] = [made]  # other states are recorded again, without copies
         return made
 
     def _record(
         self, args: list[Any], recordings: list[Recording], settling: StableInputDetector, call: RecordedCall
     ) -> Recording | None:
-        """A recording of this call, or None if it is to run as it is."""
+        """Record this call. Return None if it must run without a graph."""
         strangers = [a for a in args if isinstance(a, torch.Tensor) and not self._tree.recorder.takes(a)]
         if strangers:
             self._decline(f"it takes a tensor on {strangers[0].device}")
@@ -281,7 +289,7 @@ class ReplayedExecutable:
         slots = self._slots(args, frozenset(fixed))
         addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
         try:
-            inside = [self._recorded_args(args, slots, taken, pool)]  # popped: what ends in there must not be held here
+            inside = [self._recorded_args(args, slots, taken, pool)]  # popped: the recording must be the only holder
             with recording_collectives() as started:
                 replay, results = self._tree.recorder.record(
                     lambda: call.run(lambda source, sync: self._program.once(inside.pop(), source, sync)), pool
@@ -327,7 +335,10 @@ class ReplayedExecutable:
     def _recorded_args(
         self, args: list[Any], slots: Sequence[CopiedInput], taken: dict[int, ResultMemory], pool: int
     ) -> list[Any]:
-        """The inputs to record with. Saved tensors that only `args` holds are given up, so that they end in there."""
+        """Inputs to record with.
+
+        Saved tensors that only `args` holds are given up, so that the recording can free them.
+        """
         inside = list(args)
         for slot in slots:
             inside[slot.position] = slot.tensor
@@ -335,7 +346,7 @@ class ReplayedExecutable:
         for arg in args:
             if isinstance(arg, torch.Tensor):
                 address = arg.untyped_storage().data_ptr()
-                # a graph that is retained holds the same tensor: one holder of the storage, which must not be given up
+                # a retained graph holds the same tensor: one holder of the storage, which must not be given up
                 held[address] = held.get(address, 0) + (1 if compat.tensors.only_python_holds(arg) else -len(args))
         for address, count in held.items():
             memory = taken.get(address)
@@ -352,9 +363,9 @@ class ReplayedExecutable:
 
 
 class _ResultSorter:
-    """Sorts the results of a recorded run, and collects the memory they lie in.
+    """Classify the results of a recorded run, and collect their memory.
 
-    `stay`: positions of the fixed inputs whose memory was not freed during the run; what was may hold a result now.
+    `stay`: positions of the fixed inputs whose memory was not freed during the run. Freed memory may hold a result now.
     """
 
     def __init__(
@@ -371,11 +382,11 @@ class _ResultSorter:
 
     @property
     def memories(self) -> tuple[ResultMemory, ...]:
-        """What the caller may come to hold."""
+        """Memory that the caller may come to hold."""
         return tuple(self._seen)
 
     def settle(self) -> None:
-        """Once no other holds the results of the recorded run any more."""
+        """Note reference counts, once nothing else holds the results of the recorded run."""
         for memory in self._by_address.values():
             memory.settle()
 
@@ -394,7 +405,7 @@ class _ResultSorter:
         bucket = self._buckets.get(storage.data_ptr())
         if bucket is not None:
             return RecordedResult("bucket", bucket, 0, tuple(value.shape), value.stride(), int(value.storage_offset()))
-        # empty results lie nowhere, which is no place that they have in common
+        # empty results have no address that they could share
         address = storage.data_ptr() if storage.nbytes() else -1 - len(self._by_address)
         memory = self._by_address.get(address)
         if memory is None:
@@ -407,26 +418,26 @@ class _ResultSorter:
 
 
 def _position_in_results(results: Sequence[Any], number: int, users: int) -> int | None:
-    """Where a result of the user's stands before, as the same tensor."""
+    """Position of an earlier user result that is the same tensor, or None."""
     earlier = range(number) if number < users else ()
     return next((place for place in earlier if results[place] is results[number]), None)
 
 
 def _look(position: int, source: torch.Tensor, value: torch.Tensor) -> RecordedResult:
-    """A result that lies in the memory of `source`, which the input of this position is or was copied to."""
+    """Result that is a view of `source`: the input at this position, or the slot that holds its copy."""
     offset = value.storage_offset() - source.storage_offset()
     return RecordedResult("input", position, 0, tuple(value.shape), value.stride(), int(offset))
 
 
 def _key(args: Sequence[Any]) -> tuple[Any, ...]:
-    """What a recording depends on beside addresses: numbers among the inputs, and with them all shapes."""
+    """Key of a recording apart from addresses: numbers among the inputs, and with them all shapes."""
     if all(isinstance(arg, torch.Tensor) for arg in args):
         return ()
     return tuple(tuple(arg.shape) if isinstance(arg, torch.Tensor) else arg for arg in args)
 
 
 def _stays(tensor: torch.Tensor, taken: dict[int, ResultMemory]) -> bool:
-    """Whether an input is expected at the same address each time."""
+    """Whether an input is expected at the same address in each call."""
     return (
         isinstance(tensor, torch.nn.Parameter)
         or _is_virtual(tensor)
@@ -436,12 +447,12 @@ def _stays(tensor: torch.Tensor, taken: dict[int, ResultMemory]) -> bool:
 
 
 def _is_virtual(tensor: torch.Tensor) -> bool:
-    """Whether it stands for a sharded parameter: of full shape, without memory."""
+    """Whether it represents a sharded parameter: full shape, without memory."""
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor at the same address that holds nothing: what is to be freed during the recording must not be held."""
+    """Make a tensor at the same address that owns nothing, so that the recording can free the original."""
     storage = tensor.untyped_storage()
     outside = compat.tensors.storage_at(storage.data_ptr(), storage.nbytes(), storage.device)
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

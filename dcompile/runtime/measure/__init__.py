@@ -1,1 +1,1 @@
-"""Times of kernels and of the machine."""
+"""Measure kernels, programs and the machine."""

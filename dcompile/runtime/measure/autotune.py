@@ -1,7 +1,7 @@
-"""Measures what multiplies fastest, on a GPU that is as warm as a training step makes it.
+"""Choose the fastest GEMM by measuring on a GPU as warm as a training step makes it.
 
-That is one of cuBLASLt's algorithms, or where a loop follows, one of our kernels, which multiplies and does what the
-loop does."""
+Candidates are cuBLASLt's algorithms. Where a loop follows, they are dcompile's kernels with the loop as an epilogue.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from dcompile.runtime.program.kernel_library import library
 Name = TypeVar("Name", bound=Hashable)
 
 GLANCE_S, LOOK_S = 0.02, 0.06
-"""How long an algorithm runs at a time: first all of them, then the best."""
+"""Seconds that an algorithm runs at a time: in the first round with all of them, and in the second with the best."""
 GLANCES, LOOKS = 2, 5
 MAX_CANDIDATES = 4
 MAX_TIME_RATIO = 0.98
-"""Part of the time of what runs otherwise that a candidate must not exceed to take its place: less is chance."""
+"""Ratio to the present time that a candidate must not exceed to be chosen: smaller gains may be noise."""
 
 
 def choose(geometries: Iterable[Geometry], device: torch.device) -> dict[Geometry, Algorithm]:
-    """The algorithm for each geometry for which one is faster than ATen's. Takes some two seconds for each."""
+    """Choose an algorithm for each geometry for which one is faster than ATen's. Takes some two seconds for each."""
     with _without_user_modes(device):
         found = {geometry: fastest(geometry, device) for geometry in geometries}
     torch.cuda.empty_cache()
@@ -42,7 +42,7 @@ def choose(geometries: Iterable[Geometry], device: torch.device) -> dict[Geometr
 
 
 def fastest(geometry: Geometry, device: torch.device) -> Algorithm | None:
-    """The fastest algorithm, or None where ATen's own is as fast."""
+    """The fastest algorithm of a geometry, or None where ATen's own is as fast."""
     products = GemmDescription(geometry, torch.cuda.current_device())
     left, right, out = operands(geometry, device)
     calls: dict[Algorithm, Callable[[], object]] = {(): functools.partial(torch.mm, left, right, out=out)}
@@ -59,8 +59,8 @@ def fastest(geometry: Geometry, device: torch.device) -> Algorithm | None:
 
 
 def operands(geometry: Geometry, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """left, right and out of a geometry. Numbers are random: zeros take less power, and so less time."""
-    g, draw = geometry, torch.Generator(device).manual_seed(0)  # not the user's
+    """Make left, right and out of a geometry with random numbers: zeros take less power, and so less time."""
+    g, draw = geometry, torch.Generator(device).manual_seed(0)  # not the user's generator
     left = _matrix(g.dtype, g.n, g.k, g.turned_b, g.lead_b, draw)
     right = _matrix(g.dtype, g.k, g.m, g.turned_a, g.lead_a, draw)
     return left, right, _matrix(g.dtype, g.n, g.m, False, g.lead_out, draw)
@@ -73,7 +73,7 @@ def _matrix(dtype: str, rows: int, columns: int, turned: bool, lead: int, draw: 
 
 
 def medians(calls: Mapping[Name, Callable[[], object]], rounds: int, seconds: float) -> dict[Name, float]:
-    """Milliseconds of each, from runs in turn."""
+    """Median milliseconds of each call, from interleaved runs."""
     taken: dict[Name, list[float]] = {name: [] for name in calls}
     order = [*calls]
     for turn in range(rounds):
@@ -84,7 +84,7 @@ def medians(calls: Mapping[Name, Callable[[], object]], rounds: int, seconds: fl
 
 
 def _without_user_modes(device: torch.device) -> AbstractContextManager[object]:
-    """What a user's program has set, put aside."""
+    """Context that disables modes of the user's program: fake tensors, other devices, gradients and autocast."""
     stack = ExitStack()
     for context in (real_tensors(), torch.cuda.device(device), torch.no_grad(), torch.autocast("cuda", enabled=False)):
         stack.enter_context(context)
@@ -92,7 +92,7 @@ def _without_user_modes(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _time(call: Callable[[], object], seconds: float) -> float:
-    """Milliseconds of one call, over as many as fill so many seconds."""
+    """Milliseconds of one call, averaged over as many calls as fill the given seconds."""
     count = max(3, round(seconds * 1e3 / max(_run_candidate(call, 3), 1e-3)))
     return _run_candidate(call, count)
 
@@ -122,21 +122,21 @@ class CandidateLaunch:
 
 @dataclass(frozen=True, slots=True)
 class EpilogueContest:
-    """A product and the loop behind it, and kernels that do both."""
+    """Candidates for a matmul and the loop after it: both separately, and kernels with the loop as an epilogue."""
 
     buffers: tuple[Buffer, ...]
     factors: tuple[View, ...]
-    """left and right; what is added is before them."""
+    """Operands left and right, after the addend if there is one."""
     out: str
     algorithm: tuple[Geometry, Algorithm] | None
-    """By which the library multiplies; None: as ATen chooses."""
+    """The library's algorithm for the matmul; None: ATen's choice."""
     separate: tuple[CandidateLaunch, ...]
-    """The loop."""
+    """Launches of the loop."""
     rivals: Mapping[Tile, tuple[CandidateLaunch, ...]]
 
 
 def fastest_ending(contest: EpilogueContest, launcher: Path, device: torch.device) -> Tile | None:
-    """The tile of the kernel that beats product and loop by most, or None. Takes a second."""
+    """Tile of the kernel that beats matmul and loop by most, or None. Takes a second."""
     with _without_user_modes(device):
         memory = {buffer.name: _random_input(buffer, device) for buffer in contest.buffers}
         calls = _calls(contest, memory, launcher, torch.cuda.current_device())
@@ -152,7 +152,7 @@ def fastest_ending(contest: EpilogueContest, launcher: Path, device: torch.devic
 
 
 def _random_input(buffer: Buffer, device: torch.device) -> torch.Tensor:
-    """Random numbers, drawn by no generator of the user's; integers and truth values are 0."""
+    """Random numbers from a generator of its own; integers and booleans are 0."""
     extent, dtype = buffer.extent, getattr(torch, buffer.dtype)
     assert isinstance(extent, int), "loops of known size"
     if not dtype.is_floating_point:
@@ -164,7 +164,7 @@ def _random_input(buffer: Buffer, device: torch.device) -> torch.Tensor:
 def _calls(
     contest: EpilogueContest, memory: Mapping[str, torch.Tensor], launcher: Path, device: int
 ) -> dict[Tile | None, Callable[[], object]]:
-    """Under None the library's product and the loop, and of the kernels those that the GPU has room for."""
+    """Calls by tile: None for the library's matmul and the loop, and tiles of kernels that fit shared memory."""
     views = [memory[v.buffer].as_strided(v.shape, v.strides, v.offset) for v in contest.factors]  # type: ignore[arg-type]
     out = memory[contest.out].view(views[-2].shape[0], views[-1].shape[1])
     if contest.algorithm is not None:

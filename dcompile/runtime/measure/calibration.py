@@ -1,4 +1,4 @@
-"""Figures of this machine: measured on request, kept in the cache directory, and rank 0's taken by every rank."""
+"""Machine figures: measured on request, stored in the cache directory, and taken from rank 0 on every rank."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ COMMAND = "torchrun --nproc-per-node N -m dcompile.calibrate"
 
 
 def device_name(device: torch.device) -> str:
-    """What the table and files call a device."""
+    """Name of a device in the table and in files."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def figures_for(config: Config) -> Callable[[Any, Any], Figures]:
-    """(device, process group or None) -> figures, as `config.figures` wants them: the same on every rank of the group.
+    """Make the function (device, process group or None) -> figures for `config.figures`; equal on all its ranks.
 
-    Raises OptionError, on all ranks, where measured ones are wanted and rank 0 has none. Nothing is measured here.
+    It measures nothing. It raises OptionError on all ranks if measured figures are requested and rank 0 has none.
     """
     known: dict[tuple[str, int], Figures] = {}
 
@@ -52,7 +52,7 @@ def figures_for(config: Config) -> Callable[[Any, Any], Figures]:
 
 
 def agree_on_figures(store: Any, rank: int, name: str, directory: Path) -> Figures:
-    """What rank 0 has kept for this device. Raises OptionError on every rank if it has nothing."""
+    """Figures that rank 0 has stored for this device. Raises OptionError on every rank if it has none."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps one store over restarts
     key = f"dcompile/{attempt}/figures/{name}"
     if rank == 0:
@@ -62,7 +62,7 @@ def agree_on_figures(store: Any, rank: int, name: str, directory: Path) -> Figur
     else:
         try:
             store.wait([key], timedelta(seconds=TIMEOUT_S))
-        except RuntimeError as error:  # the store's own time-out is a DistStoreError
+        except RuntimeError as error:  # the store's timeout is a DistStoreError
             raise OptionError(
                 f"dcompile: rank {rank} waited {TIMEOUT_S} s for rank 0 to say what this machine can do "
                 "(figures='measured'); rank 0 does not run this step"
@@ -74,7 +74,7 @@ def agree_on_figures(store: Any, rank: int, name: str, directory: Path) -> Figur
 
 
 def _read_figures(directory: Path, name: str) -> Mapping[str, Any]:
-    """What was kept, or why there is nothing."""
+    """Stored record of a device's figures, or {"error": reason}."""
     path = _path(directory, name)
     try:
         record: Mapping[str, Any] = json.loads(path.read_text())
@@ -91,7 +91,7 @@ def _path(directory: Path, name: str) -> Path:
 
 
 def keep(figures: Figures, name: str, directory: Path) -> Path:
-    """Write figures down, whole or not at all, for their owner alone."""
+    """Write figures to the cache directory by rename, readable by their owner only."""
     handle, temporary = tempfile.mkstemp(prefix="tmp-", dir=directory)  # of mode 0600
     with os.fdopen(handle, "w") as file:
         json.dump(to_record(figures), file)
@@ -102,9 +102,9 @@ def keep(figures: Figures, name: str, directory: Path) -> Path:
 
 
 def measure(device: torch.device, group: Any = None) -> Figures:
-    """Measure memory, matrix products and, in a group, all-reduces: all ranks of it call this together.
+    """Measure memory, GEMMs and, in a group, all-reduces. All ranks of the group call this together.
 
-    Takes a fifth of a second. What is not measured is the table's; all is rounded to steps of 19 %.
+    Takes a fifth of a second. Figures that are not measured come from the table; all are rounded to steps of 19 %.
     """
     table = table_figures(device_name(device))
     gpu = device.type == "cuda"
@@ -125,7 +125,7 @@ def measure(device: torch.device, group: Any = None) -> Figures:
 
 
 def _link(device: torch.device, group: Any) -> Link:
-    """From a small and a large all-reduce over the whole group."""
+    """Link speed and latency from a small and a large all-reduce over the whole group."""
     ranks = dist.get_world_size(group)
     small = torch.zeros(256, device=device)
     large = torch.zeros((16 if device.type == "cuda" else 1) << 20, device=device)
@@ -135,7 +135,7 @@ def _link(device: torch.device, group: Any) -> Link:
 
 
 def _seconds(run: Callable[[], object], device: torch.device, times: int = 4) -> float:
-    """The shortest of a few runs, the first not counted."""
+    """Seconds of the fastest of a few runs, without the first."""
     taken = []
     for _ in range(times + 1):
         began = time.perf_counter()

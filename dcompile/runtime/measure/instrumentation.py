@@ -1,8 +1,8 @@
-"""Measures host programs from inside: when each step ran, when each collective started, ended and was waited for.
+"""Measure host programs from inside: the time of each step, and when each collective started, ended and was waited for.
 
-A program that is measured runs a second text (`instrument`), in which each step is stamped; the text that runs
-otherwise stays as it is, so measuring costs nothing while it is off. A stamp is the host's clock on CPU, and an event
-on the current stream on a GPU; events are read when measuring has ended.
+A measured program runs a second text (`instrument`) in which each step records a timestamp. The program's usual text is
+unchanged, so measuring costs nothing while it is off. A timestamp is the host's clock on CPU, and an event on the
+current stream on a GPU. Events are read when measuring has ended.
 """
 
 from __future__ import annotations
@@ -12,58 +12,66 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import torch
 
 from dcompile.collectives.contract import ProgramReport
+from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
 from dcompile.ir.functional_collectives import is_wait, kind_of
 from dcompile.ir.nodes import Bucket
 
 _WORK = re.compile(r"_(k|op|launch|fn|exchange)\d+(?:\.wait)?")
-"""Names that a host program gives to what computes: kernels, library calls, launch tables."""
+"""Names that a host program gives to callables that compute: kernels, library calls, launch tables."""
 POLL_S = 2e-4
-"""How often collectives that do not tell when they end are looked at."""
+"""Seconds between two checks of collectives that do not notify when they end."""
+_STARTS: Mapping[str, PlannedKind] = {bucket_traits(kind).start: kind for kind in get_args(PlannedKind)}
+_WAITS = frozenset(bucket_traits(kind).wait for kind in _STARTS.values())
+"""Methods of sources that host programs call -> kinds, and those that wait."""
 _MEMORY = re.compile(r"(?:_p)?_bucket_(\w+)")
 
 
 @dataclass(frozen=True, slots=True)
 class InstrumentedStatement:
-    """One step of a host program, as its text tells: what it calls, where that came from, the buckets it touches."""
+    """One step of a host program, as parsed from its text: its callee, its origin, and the buckets that it touches."""
 
     name: str
     origin: tuple[str, ...]
     buckets: frozenset[str]
-    """With every character that no name may have written as an underscore, as in the text."""
+    """Bucket names in which each character that names cannot contain is an underscore, as in the text."""
     starts: str = ""
-    """Its name, or where it is a library call its result's, of a collective of the model's own."""
+    """Name of the model's own collective that it starts, or of its result if it is a library call."""
     group: str = ""
     """Name of the process group that it runs in."""
     waits: str = ""
-    """Which of these it waits for."""
+    """Name of the collective that it waits for, as in `starts`."""
 
 
 @dataclass(eq=False, slots=True)
 class CollectiveTiming:
-    """One collective of one call. Times are stamps until `CallRecorder.finish`, then seconds; None: not measured."""
+    """One collective of one call.
+
+    Times are timestamps until `CallRecorder.finish`, then seconds; None: not measured.
+    """
 
     kind: str
     bucket: str
     nbytes: int
     after: int
-    """The statement that ran last before it was started; -1 if none."""
+    """Index of the last statement before the start; -1 if none."""
     arrived: Any
     started: Any = None
-    """The hand-over was through, which scales gradients among others."""
+    """When the start returned, which includes scaling of gradients."""
     ended: Any = None
     wait_begin: Any = None
     wait_end: Any = None
     before: int = -1
-    """The statement that ran last before it was waited for."""
+    """Index of the last statement before the wait."""
     group: str = ""
-    """Of a collective of the model's own: the process group's name."""
+    """Name of the process group, for a collective of the model's own."""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,14 +83,14 @@ class ProgramCallTiming:
     begin: Any
     end: Any = None
     spans: list[tuple[int, Any, Any]] = field(default_factory=list)
-    """(statement, begin, end), in the order in which the host came to them."""
+    """(statement, begin, end), in the order in which the host reached them."""
     exchanges: list[CollectiveTiming] = field(default_factory=list)
 
 
 def instrument(source: str) -> tuple[str, tuple[InstrumentedStatement, ...]]:
-    """A host program that stamps its steps, and what these are.
+    """Add timestamps to a host program. Return its new text and its statements.
 
-    In it, `_probe` (see `ProgramProbe`) is a global name.
+    The text uses the global name `_probe` (see `ProgramProbe`).
     """
     lines = source.split("\n")
     call = _call_of(ast.parse(source))
@@ -123,13 +131,13 @@ def _is_clear(node: ast.stmt) -> bool:
 
 
 def _value_of(node: ast.stmt) -> Any:
-    """What a statement calls, perhaps to test what it returns."""
+    """The expression that a statement evaluates; an `if` tests it."""
     value = node.test if isinstance(node, ast.If) else getattr(node, "value", None)
     return value.value if isinstance(value, ast.NamedExpr) else value
 
 
 def _works(node: ast.stmt) -> bool:
-    """Whether a statement computes: a call of what `make` has prepared, its result kept, dropped or tested."""
+    """Whether a statement computes: it calls an object that `make` prepared, and keeps, drops or tests the result."""
     value = _value_of(node)
     if not isinstance(node, ast.Expr | ast.Assign | ast.If) or not isinstance(value, ast.Call):
         return False
@@ -137,7 +145,7 @@ def _works(node: ast.stmt) -> bool:
 
 
 def _statement(node: ast.stmt, lines: list[str]) -> InstrumentedStatement:
-    """What a statement's text tells. The comment before it says where it came from."""
+    """Parse a statement. The comment before it gives its origin."""
     value: Any = _value_of(node)
     callee, _, waits = ast.unparse(value.func).partition(".")
     prepared = re.compile(rf"^    {callee} = (.*)$")
@@ -160,7 +168,7 @@ def _statement(node: ast.stmt, lines: list[str]) -> InstrumentedStatement:
 
 
 def _own_collective(node: Any, found: InstrumentedStatement, started: set[str]) -> InstrumentedStatement:
-    """The same statement; of the model's own collectives, with what it starts or waits for."""
+    """Add the collective of the model that a library call starts or waits for, if any."""
     if found.starts or found.waits:
         return found
     value: Any = getattr(node, "value", None)
@@ -175,7 +183,7 @@ def _own_collective(node: Any, found: InstrumentedStatement, started: set[str]) 
 
 
 def _stamp(number: int, found: InstrumentedStatement, node: Any) -> str:
-    """What a measured program runs behind a statement."""
+    """Text that a measured program runs after a statement."""
     if found.starts and isinstance(node, ast.Expr):
         return f"_probe.begun(_call, {number}, _begin, {ast.unparse(_value_of(node).func)})"
     if found.starts:
@@ -210,17 +218,17 @@ class Measurable(Protocol):
     on_gpu: bool
 
     def measure(self, recorder: CallRecorder | None) -> None:
-        """From the next call on, tell `recorder` of each step; with None, run as ever."""
+        """Report each step to `recorder` from the next call on; with None, stop measuring."""
 
 
 class CallRecorder:
-    """Collects the calls of all programs of one rank while it is measured."""
+    """Timings of all program calls of one rank while it is measured."""
 
     def __init__(self, gpu: torch.device | None) -> None:
         self.calls: list[ProgramCallTiming] = []
         self.gpu = gpu
         self._side = None if gpu is None else torch.cuda.Stream(gpu)  # type: ignore[no-untyped-call, unused-ignore]
-        """Waits for collectives, to see when they end, so that nothing else has to."""
+        """Stream that waits for collectives to see when they end, so that no other stream has to."""
         self.now: Callable[[], Any] = time.perf_counter if gpu is None else self._event
         self._polled: queue.SimpleQueue[tuple[Any, CollectiveTiming] | None] = queue.SimpleQueue()
         self._poller: threading.Thread | None = None
@@ -236,7 +244,7 @@ class CallRecorder:
         return event
 
     def watch(self, work: Any, exchange: CollectiveTiming) -> None:
-        """See when a collective ends."""
+        """Record when a collective ends."""
         if self._side is not None:
             with torch.cuda.stream(self._side):
                 work.wait()
@@ -244,17 +252,17 @@ class CallRecorder:
             return
         try:
             future = work.get_future()
-        except RuntimeError:  # collectives on several tensors have none
+        except RuntimeError:  # collectives on several tensors have no future
             self._polled.put((work, exchange))
             if self._poller is None:
                 self._poller = threading.Thread(target=self._poll, name="dcompile measuring", daemon=True)
                 self._poller.start()
         else:
-            # Gloo's own thread says so: the one that computes may be anywhere by then
+            # Gloo's own thread reports it: the computing thread may be anywhere by then
             future.add_done_callback(lambda _: setattr(exchange, "ended", time.perf_counter()))
 
     def _poll(self) -> None:
-        """Look at collectives that do not tell, until they are waited for: some end only then."""
+        """Poll collectives that do not notify, until they are waited for: some end only then."""
         pending: list[tuple[Any, CollectiveTiming]] = []
         while True:
             while not pending or not self._polled.empty():
@@ -269,7 +277,7 @@ class CallRecorder:
             time.sleep(POLL_S)
 
     def finish(self) -> list[ProgramCallTiming]:
-        """All calls that came to their end, stamps read as seconds of the host's clock."""
+        """Calls that have ended, with their timestamps converted to seconds of the host's clock."""
         if self._poller is not None:
             self._polled.put(None)
             self._poller.join()
@@ -285,7 +293,7 @@ class CallRecorder:
         return calls
 
     def seconds(self, stamp: Any) -> Any:
-        """A stamp as seconds of the host's clock (time.perf_counter)."""
+        """Convert a timestamp to seconds of the host's clock (time.perf_counter)."""
         if stamp is None or self._anchor is None:
             return stamp
         event, at = self._anchor
@@ -293,24 +301,27 @@ class CallRecorder:
 
 
 class ProgramProbe:
-    """What the text of one measured program talks to."""
+    """Interface that the text of one measured program calls."""
 
     def __init__(self, program: str, statements: tuple[InstrumentedStatement, ...], recorder: CallRecorder) -> None:
         self._program, self._statements, self._recorder = program, statements, recorder
         self.now = recorder.now
 
     def call(self, _buckets: Any) -> ProgramCallTiming:
-        """A call begins."""
+        """Record the begin of a call."""
         call = ProgramCallTiming(self._program, self._statements, self.now())
         self._recorder.calls.append(call)
         return call
 
     def end(self, call: ProgramCallTiming) -> None:
-        """A call ends."""
+        """Record the end of a call."""
         call.end = self.now()
 
     def started(self, call: ProgramCallTiming, number: int, begin: Any, result: Any, sent: Any) -> None:
-        """One that is a library call has been handed over. When it ends is seen by its wait, which is next."""
+        """Record a collective that a library call has started.
+
+        Its end is seen by its wait, which is the next statement.
+        """
         found = self._statements[number]
         nbytes = max(tensor.numel() * tensor.element_size() for tensor in (result, sent))
         kind = kind_of(found.name) or found.name
@@ -319,7 +330,7 @@ class ProgramProbe:
         )
 
     def begun(self, call: ProgramCallTiming, number: int, begin: Any, exchange: Any) -> None:
-        """One of the model's own collectives has been handed over, and is under way."""
+        """Record one of the model's own collectives, which is now in flight."""
         found = self._statements[number]
         timing = CollectiveTiming(
             exchange.kind, found.starts, exchange.nbytes, _last_statement(call), begin, self.now(), group=found.group
@@ -328,51 +339,41 @@ class ProgramProbe:
         self._recorder.watch(exchange.work, timing)
 
     def waited(self, call: ProgramCallTiming, number: int, begin: Any) -> None:
-        """It has been waited for."""
+        """Record the end of a wait."""
         name = self._statements[number].waits
         exchange = next(exchange for exchange in reversed(call.exchanges) if exchange.bucket == name)
         exchange.before, exchange.wait_begin, exchange.wait_end = _last_statement(call), begin, self.now()
 
     def buckets(self, buckets: Any, call: ProgramCallTiming) -> Any:
-        """The bucket source, its collectives measured."""
+        """Bucket source whose collectives are measured."""
         return None if buckets is None else _Measured(buckets, call, self._recorder)
 
 
 def _last_statement(call: ProgramCallTiming) -> int:
-    """The statement that ran last."""
+    """Index of the statement that ran last; -1 if none."""
     return call.spans[-1][0] if call.spans else -1
 
 
+def _sent_gradients(memory: Any) -> Any:
+    """What a bucket of gradients sends: its storage, or a copy in the dtype that a hook asks for."""
+    wire = getattr(memory, "wire", None)
+    return memory.flat if wire is None else wire
+
+
 class _Measured:
-    """A `BucketSource` or `ShardSource` around another."""
+    """Wrapper of a `BucketSource` or `ShardSource` that records its collectives."""
 
     def __init__(self, inner: Any, call: ProgramCallTiming, recorder: CallRecorder) -> None:
         self._inner, self._call, self._recorder = inner, call, recorder
         self._open: dict[str, CollectiveTiming] = {}
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        if name in _STARTS:
+            return partial(self._start, name, _STARTS[name])
+        return partial(self._wait, name) if name in _WAITS else getattr(self._inner, name)
 
-    def start(self, bucket: str, memory: Any) -> None:
-        sent = getattr(memory, "wire", None)
-        self._start("start", "all_reduce", bucket, memory, [memory.flat if sent is None else sent])
-
-    def start_gather(self, bucket: str, full: list[Any]) -> None:
-        self._start("start_gather", "all_gather", bucket, full, full)
-
-    def start_scatter(self, bucket: str, full: list[Any]) -> None:
-        self._start("start_scatter", "reduce_scatter", bucket, full, full)
-
-    def wait(self, bucket: str, memory: Any) -> None:
-        self._wait("wait", bucket, memory)
-
-    def wait_gather(self, bucket: str) -> None:
-        self._wait("wait_gather", bucket)
-
-    def wait_scatter(self, bucket: str) -> None:
-        self._wait("wait_scatter", bucket)
-
-    def _start(self, method: str, kind: str, bucket: str, given: Any, sent: list[Any]) -> None:
+    def _start(self, method: str, kind: PlannedKind, bucket: str, given: Any) -> None:
+        sent = given if bucket_traits(kind).carries == "units" else [_sent_gradients(given)]
         nbytes = sum(tensor.numel() * tensor.element_size() for tensor in sent)
         exchange = CollectiveTiming(kind, bucket, nbytes, _last_statement(self._call), self._recorder.now())
         self._open[bucket] = exchange

@@ -1,9 +1,8 @@
-"""Compiled functions as builtins of Python's: what they are called with is written into a table that they read.
+"""Call compiled functions as Python builtins that read their arguments from a table in memory.
 
-A call by way of ctypes prepares itself each time: 0.26 us for 0.10, and 4 for 0.7 where kernels have swept the caches
-(two addresses; Intel, 2026-11-25). Compiled files therefore describe a function to Python as extension modules do, with
-a `PyMethodDef`; they declare the few functions of Python's stable interface themselves, whose headers are not
-everywhere. What such a function is bound to is the address of its table.
+A call through ctypes prepares itself each time: 0.26 us instead of 0.10 (docs/lab/runtime.md, R2). So compiled files
+describe a function to Python as extension modules do, with a `PyMethodDef`. They declare the few functions of Python's
+stable interface themselves, as its headers may be missing. Such a function is bound to the address of its table.
 """
 
 from __future__ import annotations
@@ -16,11 +15,14 @@ from dcompile.errors import BuildError
 
 
 class Address(int):
-    """An address or a number that is known beforehand, where a plain int stands for one given at each call."""
+    """Address or number known when the table is built.
+
+    A plain int is the position of one that is passed in each call.
+    """
 
 
 class ArgumentTable(int):
-    """The address of words of 64 bits, which it keeps, and so does what is bound to it."""
+    """Address of a table of 64-bit words. The object keeps the table alive, and so does a function bound to it."""
 
     words: ctypes.Array[ctypes.c_uint64]
 
@@ -31,14 +33,14 @@ class ArgumentTable(int):
         return table
 
     def fill(self, words: Sequence[int]) -> None:
-        """All of the words."""
+        """Set all words."""
         self.words[:] = words  # type: ignore[call-overload]
 
     @classmethod
     def laid_out(cls, head: Sequence[int], given: Sequence[int], rows: Sequence[int], arguments: Sequence[int]) -> Self:
-        """`head`, what a call gives, `rows`, where each of the arguments is found, and those that are known, each once.
+        """Build a table: `head`, slots for `given`, `rows`, a pointer per argument, and the known arguments, once each.
 
-        An argument is an `Address`, or its place among `given`.
+        An argument is an `Address`, or its position in `given`.
         """
         known = dict.fromkeys(argument for argument in arguments if isinstance(argument, Address))
         known_at = len(head) + len(given) + len(rows) + len(arguments)
@@ -50,7 +52,7 @@ class ArgumentTable(int):
 
 
 def bound(library: ctypes.CDLL, method: str, table: ArgumentTable) -> Callable[..., Any]:
-    """The function that `method`, a `PyMethodDef` of a library, describes, bound to `table`."""
+    """Bind the function that `method`, a `PyMethodDef` of a library, describes to `table`."""
     try:
         described = ctypes.addressof(ctypes.c_char.in_dll(library, method))
     except ValueError:
@@ -61,7 +63,7 @@ def bound(library: ctypes.CDLL, method: str, table: ArgumentTable) -> Callable[.
 
 
 def address_of(function: Any) -> int:
-    """Of a C function that ctypes knows."""
+    """Address of a ctypes function."""
     found = ctypes.cast(function, ctypes.c_void_p).value
     assert found is not None
     return found

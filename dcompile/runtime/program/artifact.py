@@ -1,4 +1,4 @@
-"""A compiled graph as data: all that a process needs to run it, and the same as JSON for the cache."""
+"""Compiled graph as data: everything that a process needs to run it, and its JSON form for the cache."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from dcompile.ir.nodes import Bucket
 
 @dataclass(frozen=True, slots=True)
 class CompiledGraph:
-    """Nothing in here depends on a rank, on parameter values, or on the graph's name within its model."""
+    """Compiled graph. It does not depend on the rank, on parameter values, or on the graph's name within its model."""
 
     source: str
-    """The host program: Python text that defines `make`."""
+    """Host program: Python text that defines `make`."""
     constants: tuple[str, ...]
-    """Nodes of the graph whose tensors, which its module holds, are inputs after the caller's."""
+    """Names of the graph's nodes whose tensors the graph's module holds. They are inputs after the caller's."""
     buckets: tuple[Bucket, ...]
     arena_bytes: int
     kernels: Mapping[str, str]
     """Name of each kernel -> its key in the kernel cache."""
     report: ProgramReport
-    """Counts, as far as they do not depend on what was in the cache."""
+    """Counts that do not depend on the content of the cache."""
     mutated: tuple[int, ...] = ()
     """Positions of the inputs that the program writes."""
     device: str = "cpu"
-    """The type of the devices that it runs on: where its arena lies, and what its kernels are launched by."""
+    """Type of its devices: the arena is allocated there, and it selects the way of launching kernels."""
     late_sizes: int = 0
-    """How many sizes depend on elements of tensors. A recording would hold those of one call for ever."""
+    """Number of sizes that depend on elements of tensors. A recording would freeze those of one call."""
     regions: tuple[str, ...] = ()
-    """Those of `constants` that are calls of what another compiler made: each process makes these anew."""
+    """Members of `constants` that are calls of another compiler's code. Each process makes these anew."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loadable:
-    """A compiled graph with what belongs to this process: libraries on disk, tensors of the graph's own module."""
+    """Compiled graph with data of this process: libraries on disk, and tensors of the graph's own module."""
 
     graph: CompiledGraph
     libraries: Mapping[str, Path]
@@ -46,12 +46,12 @@ class Loadable:
 
 
 def to_record(graph: CompiledGraph) -> dict[str, Any]:
-    """As JSON can say it."""
+    """Convert to JSON types."""
     return dataclasses.asdict(graph)
 
 
 def from_record(record: Mapping[str, Any]) -> CompiledGraph:
-    """What `to_record` was given."""
+    """Inverse of `to_record`."""
     return CompiledGraph(
         source=record["source"],
         constants=tuple(record["constants"]),

@@ -1,7 +1,7 @@
-"""Runs compiled kernels on the CPU one after another in a single call, by way of a table made beforehand.
+"""Run several compiled CPU kernels in a single call, from a table that is built beforehand.
 
-It has the addresses that are known when the host program prepares itself; the others, and sizes that only the call
-reports, are filled in at each call. Every compiled file has a `run_calls` that walks over it
+The table holds the addresses that are known when the host program prepares itself. Other addresses, and sizes that only
+the call knows, are filled in at each call. Every compiled file has a `run_calls` that walks over the table
 (`codegen/emit/cpp/library/base.py`).
 """
 
@@ -15,15 +15,16 @@ from dcompile.runtime.program.argument_table import Address, ArgumentTable, addr
 from dcompile.runtime.program.kernel_library import kernel, library
 
 METHOD = "calls_from_python"
-"""What describes the function that reads the table."""
+"""`PyMethodDef` of the function that reads the table."""
 
 
 def calls(
     libraries: Mapping[str, Path], count: int, kernels: Sequence[tuple[str, Sequence[Address | int]]]
 ) -> Callable[..., Any]:
-    """A run of kernels, each its name and arguments, as a function of `count` addresses and sizes that change.
+    """Make a function that runs kernels, each given by its name and arguments.
 
-    It returns what the first kernel that fails does, and 0 if none does.
+    It takes `count` addresses and sizes per call. The function returns the status of the first kernel that fails, and 0
+    if none does.
     """
     rows = [word for name, some in kernels for word in (_entry(libraries[name], name), len(some))]
     arguments = [argument for _, some in kernels for argument in some]
@@ -32,5 +33,5 @@ def calls(
 
 
 def _entry(path: Path, name: str) -> int:
-    """Where the function is that takes the places of a kernel's arguments."""
+    """Address of the kernel variant that takes pointers to its arguments."""
     return address_of(kernel(path, f"{name}_at"))

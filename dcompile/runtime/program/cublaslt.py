@@ -1,7 +1,7 @@
-"""cuBLASLt, without its headers: which algorithms it has for a product, and the product by one of them.
+"""cuBLASLt bindings without its headers: its algorithms for a GEMM, and GEMM calls with one of them.
 
-ATen takes the first that the library proposes. That is the fastest on a GPU at its full clock, not on one that its
-power limit holds back (a 1B Llama's first products of each MLP: 0.94 of the time by another one; H200).
+ATen takes the first algorithm that the library proposes. That one is the fastest on a GPU at its full clock, but not
+under a power limit. Another one takes 0.94 of the time for the first GEMMs of a 1B Llama's MLPs on an H200.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dcompile.errors import DcompileError
 from dcompile.ir.gemm import ALIGNMENT, Algorithm, Geometry
 
 MAX_PROPOSALS = 16
-"""Algorithms that the library is asked for."""
+"""Number of algorithms that the library is asked for."""
 _FLOAT32, _COMPUTE = 0, 68
 """CUDA_R_32F and CUBLAS_COMPUTE_32F."""
 _TYPES = {"bfloat16": 14, "float16": 2}
@@ -31,7 +31,9 @@ _WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)
 
 
 _MATMUL = (*(ctypes.c_void_p,) * 14, ctypes.c_size_t, ctypes.c_void_p)
-"""Of cublasLtMatmul: handle, how; a factor, A, B and layouts; another, C and D; algorithm, workspace, stream."""
+"""Argument types of cublasLtMatmul: handle, description; alpha, A, B and layouts; beta, C and D; algorithm, workspace,
+stream.
+"""
 
 
 class _Algorithm(ctypes.Structure):
@@ -49,7 +51,7 @@ class _Proposal(ctypes.Structure):
 
 
 class CublasLt:
-    """cuBLASLt, and a handle of it for one GPU."""
+    """cuBLASLt with a handle for one GPU."""
 
     def __init__(self, device: int) -> None:
         self.device = device
@@ -60,7 +62,7 @@ class CublasLt:
             self.call("Create", ctypes.byref(self.handle))
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call one function, whose status must be success."""
+        """Call one function. Raises DcompileError if its status is not success."""
         status = getattr(self.functions, f"cublasLt{name}")(*arguments)
         if status:
             raise DcompileError(f"dcompile: cuBLASLt refuses cublasLt{name} (status {status})")
@@ -72,12 +74,12 @@ class CublasLt:
 
 @functools.cache
 def library(device: int) -> CublasLt:
-    """That of a GPU: it has no state but its handle, which any thread may use."""
+    """The library's handle of a GPU. It has no other state, and any thread may use it."""
     return CublasLt(device)
 
 
 def _load_library() -> ctypes.CDLL:
-    """The library that torch has loaded itself."""
+    """Load the library that torch has loaded already."""
     name = f"libcublasLt.so.{(torch.version.cuda or '').partition('.')[0]}"
     beside = Path(torch.__file__).parent.parent / "nvidia"
     for path in (name, *sorted(glob.glob(f"{beside}/**/{name}", recursive=True))):
@@ -89,7 +91,7 @@ def _load_library() -> ctypes.CDLL:
 
 
 class GemmDescription:
-    """Products of one geometry: what the library must know of them."""
+    """Description of GEMMs of one geometry for the library."""
 
     def __init__(self, geometry: Geometry, device: int) -> None:
         self.geometry, self.library = geometry, library(device)
@@ -113,7 +115,7 @@ class GemmDescription:
         return found
 
     def algorithms(self) -> list[Algorithm]:
-        """Those that need no memory of their own, the one that the library thinks fastest first."""
+        """Algorithms that need no workspace, in the library's order of expected speed."""
         preference = ctypes.c_void_p()
         self.library.call("MatmulPreferenceCreate", ctypes.byref(preference))
         none, aligned = ctypes.c_uint64(0), ctypes.c_uint32(ALIGNMENT)
@@ -142,9 +144,9 @@ class GemmDescription:
 
 
 class GemmCall:
-    """`torch.mm(left, right, out=out)` by one algorithm, times a factor.
+    """`torch.mm(left, right, out=out)` with one algorithm, times a factor.
 
-    Tensors are as the geometry says, and begin at whole 16 bytes.
+    Tensors have the geometry's layout and start at multiples of 16 bytes.
     """
 
     def __init__(self, products: GemmDescription, algorithm: Algorithm) -> None:

@@ -1,8 +1,8 @@
-"""Runs Triton's kernels without Triton: cubins are loaded by the CUDA driver, and a run of them is started in one call.
+"""Launch Triton's kernels without Triton: the CUDA driver loads cubins, and one call launches several kernels.
 
 A launch table lists functions, grids and addresses. Addresses that are known when the host program prepares itself are
-in it from the start; the others are filled in at each call, and so are sizes and grids that only the call tells.
-`LAUNCHER` is the C that walks over the table.
+stored once. Other addresses, sizes and grids are filled in at each call. `LAUNCHER` is the C function that walks over
+the table.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dcompile.errors import BuildError
 from dcompile.runtime.program.argument_table import ArgumentTable, address_of, bound
 
 LAUNCHER = "gpu_launch"
-"""Name of the C in the cache; the host's compiler builds it once."""
+"""Name of the C source in the cache; the host's compiler builds it once."""
 METHOD = "launch_from_python"
-"""What describes it to Python."""
+"""`PyMethodDef` of the launcher."""
 LAUNCHER_TEXT = """\
 struct Kernel { void* function; u32 grid, threads, shared, count, early, padding; };
 struct Attribute { u32 id, padding; int32 value[16]; };  // CUlaunchAttribute
@@ -64,7 +64,7 @@ static PyObject* launch_table(PyObject* table, PyObject* const* given, int64 cou
 extern "C" Method launch_from_python = {"launch", (void*)launch_table, FASTCALL, 0};
 """
 SHARED_LIMIT = 48 << 10
-"""Bytes of shared memory that a kernel gets without asking."""
+"""Bytes of dynamic shared memory that a kernel may use without an attribute."""
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
@@ -80,10 +80,10 @@ _BOUND = threading.local()
 
 
 def bind(device: int) -> None:
-    """See that the driver knows on this thread which context it works in; what is current stays so.
+    """Make a device's primary context current on this thread, unless one is current already.
 
-    PyTorch asks the driver for one only when a thread does something itself, and of autograd's threads the first to do
-    something may be ours.
+    PyTorch sets one only when a thread uses CUDA through it. On a thread of autograd's, a launch of ours may come
+    first.
     """
     if getattr(_BOUND, "yes", False):
         return
@@ -106,22 +106,22 @@ def _check(code: int, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class KernelFunction:
-    """One function of an archive."""
+    """One function of an archive of cubins."""
 
     entry: str
     shared: int
     """Bytes of shared memory."""
     warps: int
     waits: bool
-    """Whether it waits for the kernel before it."""
+    """Whether it waits for the kernel before it (programmatic dependent launch)."""
     scratch: int
-    """Bytes of memory that each program writes descriptors to, and nobody else looks at."""
+    """Bytes of private memory to which each program writes descriptors."""
     cubin: bytes
 
 
 @cache
 def read_archive(path: Path) -> dict[str, KernelFunction]:
-    """The functions of an archive, by name."""
+    """Functions of an archive, by name."""
     head, _, rest = path.read_bytes().partition(b"\n")
     found: dict[str, KernelFunction] = {}
     at = 0
@@ -135,7 +135,7 @@ def read_archive(path: Path) -> dict[str, KernelFunction]:
 
 @cache
 def _function(path: Path, name: str, device: int) -> int:
-    """The CUfunction on a device, whose context is current."""
+    """Load the CUfunction on a device and make its context current."""
     bind(device)
     code = read_archive(path)[name]
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
@@ -151,25 +151,28 @@ def _function(path: Path, name: str, device: int) -> int:
 
 
 Argument = int
-"""An `Address`, or the position among what a call gives."""
+"""An `Address`, or a position among the values that a call passes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SymbolicGrid:
-    """How many programs a kernel has, where the call tells: a position among what it gives. 0 of them start nothing."""
+    """Grid size that a call passes, at this position among its values. A grid of 0 launches nothing."""
 
     place: int
 
 
 class _LaunchTable(ArgumentTable):
-    """What a run of kernels is started by."""
+    """Table of a sequence of kernel launches."""
 
     names: list[str]
     kept: tuple[Any, ...]
-    """What it has addresses of."""
+    """Objects whose addresses the table holds."""
 
     def failed(self, where: int) -> None:
-        """Raise; the number of the kernel in the upper half, the driver's error in the lower one."""
+        """Raise the driver's error.
+
+        `where`: number of the kernel in the upper 32 bits, error code in the lower ones.
+        """
         _check(where & 0xFFFFFFFF, f"starting kernel {self.names[where >> 32]}")
 
 
@@ -179,9 +182,10 @@ def launches(
     count: int,
     kernels: Sequence[tuple[Path, str, int | SymbolicGrid, Sequence[Argument]]],
 ) -> Callable[..., Any]:
-    """A run of kernels: called with a stream and with what changes from call to call: addresses, sizes, grids.
+    """Make a function that launches kernels.
 
-    `count` of these. `launcher` is the library of `LAUNCHER_TEXT`.
+    It takes a stream, and `count` values that change: addresses, sizes, grids. `launcher` is the library of
+    `LAUNCHER_TEXT`.
     """
     codes = [(_function(path, name, device), read_archive(path)[name]) for path, name, _, _ in kernels]
     rows, grids, arguments = list[int](), list[int](), list[int]()
@@ -198,14 +202,14 @@ def launches(
 
 
 def _row(function: int, grid: int, code: KernelFunction, count: int) -> list[int]:
-    """A kernel as the launcher's C has it: an address, and numbers of 32 bits in pairs."""
+    """Words of the launcher's `struct Kernel`: an address, and pairs of 32-bit numbers."""
     return [function, grid | 32 * code.warps << 32, code.shared | count << 32, int(code.waits)]
 
 
 def _scratch(
     kernels: Iterable[tuple[Path, str, int | SymbolicGrid, Sequence[Argument]]], device: int
 ) -> torch.Tensor | None:
-    """Memory for the descriptors of whichever of the kernels runs: one that has some starts when others have ended."""
+    """Allocate memory for descriptors. Kernels share it, as one that uses it starts after the others have ended."""
     most = 0
     for path, name, grid, _ in kernels:
         if each := read_archive(path)[name].scratch:
@@ -215,13 +219,13 @@ def _scratch(
 
 
 def stream_of(device: int) -> int:
-    """The current stream of a device, as the driver knows it, for kernels that this thread will start."""
+    """Current stream of a device as the driver's handle, for kernels that this thread launches."""
     bind(device)
     return raw_stream(device)
 
 
 def device_of(args: Sequence[Any]) -> int:
-    """The GPU on which arguments lie: that of the first tensor on one, else the current one."""
+    """GPU of the first argument on one, else the current one."""
     for arg in args:
         if isinstance(arg, torch.Tensor) and arg.is_cuda:
             return arg.get_device()

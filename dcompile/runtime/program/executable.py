@@ -1,4 +1,4 @@
-"""Runs a compiled graph: loads its kernels and its host program, and gives every call an arena to itself."""
+"""Run a compiled graph: load its kernels and its host program, and give each call its own arena."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from dcompile.runtime.program.workspace import Call, Workspace, Workspaces
 
 
 class HostProgram:
-    """A compiled graph; see `collectives.params.Executable`.
+    """Compiled graph as an executable; see `collectives.contract.Executable`.
 
-    A call takes a workspace from `workspaces`, which the programs of one model share, and gives it back.
+    A call takes a workspace from `workspaces`, which the programs of one model share, and returns it.
     """
 
     def __init__(self, name: str, loadable: Loadable, workspaces: Workspaces | None = None) -> None:
@@ -39,15 +39,17 @@ class HostProgram:
         self.on_gpu = graph.device == "cuda"
         for symbol, path in self.libraries.items():
             if path.suffix == ".so":
-                kernel(path, symbol)  # a library that cannot be loaded shows now, not in the first step
+                kernel(path, symbol)  # a library that cannot be loaded fails now, not in the first step
         self.name = name
         text = _load(graph.source, name)
         self._sizes: Callable[[list[Any]], tuple[int, ...]] | None = text.get("sizes")
         self.on_host: str = text.get("on_host", "")
-        """What a program for a GPU computes on the CPU, if anything."""
+        """Operations that a program for a GPU computes on the CPU; empty if none."""
         self.make: Callable[..., Call] = text["make"]
         self._quiet: bool = text.get("quiet", False)
-        """Whether the mode for gradients is nothing to it: to ask and to set it takes 3 us where caches were swept."""
+        """Whether the program ignores grad mode. Reading and setting the mode takes 3 us where the caches
+        were evicted.
+        """
         fixed = graph.arena_bytes
         self.needs: Callable[..., int] = text.get("arena_bytes", lambda: fixed)
         """Bytes of the arena, given the sizes."""
@@ -56,7 +58,7 @@ class HostProgram:
     def __call__(self, args: list[Any], *, buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
         """Run the program; `args` is emptied.
 
-        With as few calls of Python as there can be: where kernels have swept the caches, each takes 2 to 4 us.
+        It makes as few Python calls as possible: where kernels have evicted the caches, each takes 2 to 4 us.
         """
         if torch.is_grad_enabled():
             with torch.no_grad():
@@ -86,13 +88,13 @@ class HostProgram:
 
     @property
     def direct(self) -> Callable[..., list[Any]] | None:
-        """What compiled code may call in place of all that stands around this program, if there is such a way."""
+        """Function that compiled code may call instead of `__call__`; None if there is none."""
         return None if self.on_gpu or self.buckets else self._run_direct
 
     def _run_direct(self, *given: Any) -> list[Any]:
         """Run on a CPU, without collectives, from the arguments as compiled code has them.
 
-        `__call__` once more, as what both could share would be a call of Python's more for each.
+        It repeats `__call__`, because shared code would cost each of them one more Python call.
         """
         args = [*given, *self._constants]
         recording, idle = not self._quiet and torch.is_grad_enabled(), self._workspaces.idle[-1]
@@ -124,20 +126,20 @@ class HostProgram:
         return cuda_launch.device_of([*args, *self._constants]) if self.on_gpu else -1
 
     def once(self, args: list[Any], buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
-        """Run with an arena that ends with the call: to be recorded, with memory of the recorder's pool."""
-        workspace = Workspace(self._device(args))  # held for as long as the call runs, which knows addresses in it
+        """Run with an arena that is freed after the call: for a recording, with memory of the recorder's pool."""
+        workspace = Workspace(self._device(args))  # held during the call, which knows addresses in it
         args.extend(self._constants)
         sizes = () if self._sizes is None else self._sizes(args)
         with torch.no_grad():
             return workspace.call(self, sizes)(args, buckets, sync)
 
     def release(self) -> None:
-        """Let go of the arenas of earlier calls; a later call makes one anew."""
+        """Free the arenas of earlier calls; a later call allocates anew."""
         self._workspaces.release()
 
     def measure(self, recorder: CallRecorder | None) -> None:
-        """From the next call on, run a text that tells `recorder` of each step; with None, the program's own again."""
-        self._workspaces.release()  # calls that are prepared belong to the other text
+        """Report each step to `recorder` from the next call on, by an instrumented text; None restores the usual."""
+        self._workspaces.release()  # prepared calls belong to the other text
         if recorder is None:
             self.make = _load(self.source, self.name)["make"]
         else:
@@ -147,7 +149,7 @@ class HostProgram:
 
 
 def name_kernel(error: Exception, source: str) -> None:
-    """Say in an error that a kernel of ours has found which operations it does, and where the user wrote them."""
+    """Add a note to an error that a kernel reported: the kernel's operations, and where the user wrote them."""
     lines, at = source.split("\n"), _line_of(error)
     if at is None or "run.failed(" not in lines[at - 1]:
         return
@@ -156,7 +158,7 @@ def name_kernel(error: Exception, source: str) -> None:
 
 
 def _line_of(error: Exception) -> int | None:
-    """The line of a host program in which an error came up."""
+    """Line of a host program in which an error was raised; None if it was not in one."""
     trace = error.__traceback__
     while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<dcompile "):
         trace = trace.tb_next
@@ -164,9 +166,9 @@ def _line_of(error: Exception) -> int | None:
 
 
 def name_collective(error: Exception, source: str) -> None:
-    """Say in an error of this host program which of the model's own collectives it came from, if from any.
+    """Add a note to an error of this host program that came from one of the model's own collectives.
 
-    A wait stands for the start of what it waits for. The others name themselves (`PendingCollective`).
+    For a wait, the note names the collective's start. Other collectives name themselves (`PendingCollective`).
     """
     lines, at = source.split("\n"), _line_of(error)
     if at is None:
@@ -184,7 +186,10 @@ def name_collective(error: Exception, source: str) -> None:
 
 
 def _load(source: str, name: str, **names: Any) -> dict[str, Any]:
-    """The functions of a host program, which may use `names`. Tracebacks and debuggers find its lines."""
+    """Execute a host program that may use `names`, and return its functions.
+
+    Tracebacks and debuggers find its lines.
+    """
     digest = hashlib.sha256(source.encode()).hexdigest()[:12]
     filename = f"<dcompile {name} {digest}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)

@@ -1,7 +1,7 @@
-"""Programs that `dcompile.export` has written: checked, loaded and called without a compiler.
+"""Check, load and call programs that `dcompile.export` has written, without a compiler.
 
 A folder or a zip file holds `manifest.json`, the host program, compiled kernels and all tensors of the model. Nothing
-in it is unpickled. Every file is compared with its SHA-256 before anything of it is used.
+in it is unpickled. Every file is compared with its SHA-256 before it is used.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from dcompile.runtime.program.executable import HostProgram
 from dcompile.toolchain import cpu_flags
 
 FORMAT = 1
-"""Raised whenever what is written changes its meaning."""
+"""Version of the format, raised whenever the meaning of its content changes."""
 MANIFEST, PROGRAM, TENSORS = "manifest.json", "program.py", "tensors.bin"
 ALIGN_BYTES = 64
-"""Each tensor starts on a cache line."""
+"""Alignment of each tensor in bytes: a cache line."""
 
 
 def torch_range() -> str:
-    """The versions of torch that may run what this one has exported: the same minor version."""
+    """Version of torch that may run programs exported by this one: the same minor version."""
     return ".".join(torch.__version__.split(".")[:2])
 
 
 def machine() -> dict[str, Any]:
-    """What compiled kernels depend on."""
+    """Properties of the machine that compiled kernels depend on."""
     return {"system": platform.system(), "machine": platform.machine(), "flags": sorted(cpu_flags())}
 
 
 class ExportedModel:
-    """A loaded program: call it as the model was. It computes without gradients.
+    """A loaded program, called like the exported model. It computes without gradients.
 
-    Raises ExportError for arguments of another structure, shape or dtype than the model was exported with.
+    Raises ExportError for arguments whose structure, shape or dtype differs from the exported ones.
     """
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any], held: Any = None) -> None:
         self._held = held
-        """What keeps the folder there, if anything has to."""
+        """Owner of the temporary folder, if there is one."""
         graph = from_record(manifest["graph"] | {"source": (folder / PROGRAM).read_text()})
         self.tensors = _tensors(folder / TENSORS, manifest["tensors"])
         """Parameters, buffers and constants of the model, by name."""
@@ -86,10 +86,10 @@ class ExportedModel:
 
 
 def load(path: str | os.PathLike[str]) -> ExportedModel:
-    """What `dcompile.export` has written to a folder or a zip file, ready to be called.
+    """Load a program that `dcompile.export` has written to a folder or a zip file.
 
-    Needs neither a C++ compiler nor Triton. Raises ExportError for files that are damaged or missing, of another format
-    or version of torch, or for another kind of machine; FileNotFoundError where there is nothing.
+    It needs neither a C++ compiler nor Triton. Raises ExportError for damaged or missing files, for another format or
+    version of torch, and for another kind of machine. Raises FileNotFoundError if there is no program.
     """
     place, held = Path(path), None
     if place.is_file():
@@ -159,7 +159,7 @@ def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def _tensors(file: Path, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Tensors in a file, whose pages are read when they are first touched; changes stay in this process."""
+    """Map tensors of a file, whose pages are read at their first use. Changes stay in this process."""
     nbytes = file.stat().st_size
     storage: Any = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=nbytes) if nbytes else None
     return {name: _tensor(storage, entry) for name, entry in entries.items()}
@@ -175,7 +175,7 @@ def _tensor(storage: Any, entry: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _checked(value: Any, said: Mapping[str, Any], number: int, symbols: dict[str, int]) -> Any:
-    """An argument as the program needs it: with its strides, its sizes compared."""
+    """Check an argument's dtype and sizes, and return it with the strides that the program needs."""
     if "constant" in said:
         if value != said["constant"]:
             raise ExportError(f"dcompile: argument {number} is {value!r}, but the model was exported with "
@@ -197,7 +197,7 @@ def _checked(value: Any, said: Mapping[str, Any], number: int, symbols: dict[str
 
 
 def _with_strides(value: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
-    """A tensor with these strides, or in row-major order where there are none: itself, or a copy."""
+    """Return a tensor with these strides, or in row-major order for None: itself, or a copy."""
     if strides is None:
         return value.contiguous()
     if value.stride() == tuple(strides):

@@ -1,4 +1,4 @@
-"""The shortest ways from a host program to a tensor, and to an operator of ATen's."""
+"""Fastest ways for a host program to create tensors and to call ATen's operators."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 from dcompile.compat.tensors import direct_call, quick_empty, quick_grad_mode, quick_look
 
 empty_cpu = quick_empty("cpu")
-"""empty_cpu(shape, strides, dtype)."""
+"""empty_cpu(shape, strides, dtype): allocate a tensor on the CPU."""
 empty_cuda = quick_empty("cuda")
-"""The same on the current GPU."""
+"""empty_cuda(shape, strides, dtype): allocate a tensor on the current GPU."""
 look = quick_look()
-"""look(tensor, shape, strides, offset): a tensor over the same memory, from `offset` elements behind the given one on.
+"""look(tensor, shape, strides, offset): tensor over the same memory, `offset` elements after the given one's beginning.
 
-No view in the eyes of autograd: it has a version counter of its own and keeps the memory alive, not the tensor.
+Autograd does not see it as a view: it has its own version counter. It keeps the memory alive, but not the tensor.
 """
 set_grad_enabled = quick_grad_mode()
-"""set_grad_enabled(whether): from now on, in this thread."""
+"""set_grad_enabled(whether): set grad mode of this thread."""
 
 
 def entry(overload: Any) -> Any:
-    """What to call for an overload of an operator."""
+    """Callable for an overload of an operator."""
     return direct_call(overload)

@@ -1,9 +1,8 @@
-"""Products of 16-bit matrices on processors that have no instructions for them: in float32, block by block.
+"""GEMMs of 16-bit matrices on processors without instructions for them: in float32, block by block.
 
-ATen multiplies such matrices by plain loops there: 512 x 1024 by 1024 x 2048 in bfloat16 took 6.7 s where float32 takes
-43 ms (Zen 3, AVX2, torch 2.13), and 0.19 s where the second is transposed. Blocks are converted as they are needed, so
-that no matrix is there in float32 as a whole. Sums are taken in float32 and rounded once, as ATen's are in bfloat16;
-which dtypes come here, `compat.tensors.slow_products` says.
+ATen multiplies such matrices by plain loops there: 6.7 s where float32 takes 43 ms (docs/lab/runtime.md, R1). Blocks
+are converted one at a time, so that no whole matrix exists in float32. Sums are accumulated in float32 and rounded
+once, like ATen's in bfloat16. `compat.tensors.slow_products` lists the affected dtypes.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ import torch
 from dcompile import compat
 
 MIN_BLOCK_SIDE, MAX_BLOCK_SIDE = 192, 512
-"""Rows and columns of a block, and how much of a sum is added at a time: at most 3 MB in float32 for all three."""
+"""Limits for the rows, columns and depth of a block. Its three matrices take at most 3 MB in float32."""
 MAX_BLOCK_FRACTION = 16
-"""What blocks take is about this part of what the matrices do, so that it shows in no step's peak."""
+"""Blocks take about one part in this many of the matrices' memory, so that they do not raise a step's peak."""
 
 
 def product(op: str, entry: Callable[..., Any]) -> Callable[..., Any]:
-    """What to call for an out= overload of a product: `entry`, or ours where the result's dtype is slow."""
+    """Function for an out= overload of a product: `entry`, or the blocked one where the result's dtype is slow."""
     own, slow = _OWN[op], compat.tensors.slow_products()
     if not slow:
         return entry
@@ -36,32 +35,32 @@ def product(op: str, entry: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """As `torch.mm`: (m, k) by (k, n)."""
+    """`torch.mm`: (m, k) by (k, n)."""
     return addmm(out, a, b, beta=0, out=out)
 
 
 def addmm(
     added: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1, out: torch.Tensor
 ) -> torch.Tensor:
-    """As `torch.addmm`; `added` may lie where the result goes."""
+    """`torch.addmm`; `added` may be stored where the result goes."""
     added, side = added.expand(out.shape), _side(a.nbytes + b.nbytes + out.nbytes)
     for top in range(0, out.shape[0], side):
         for left in range(0, out.shape[1], side):
             rows, columns = slice(top, top + side), slice(left, left + side)
-            # no name for the block: it would be there until the next one is made
+            # no name for the block: it would stay alive until the next one is made
             _store(out[rows, columns], _block(a[rows], b[:, columns], side), added[rows, columns], beta, alpha)
     return out
 
 
 def bmm(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """As `torch.bmm`: (count, m, k) by (count, k, n)."""
+    """`torch.bmm`: (count, m, k) by (count, k, n)."""
     return baddbmm(out, a, b, beta=0, out=out)
 
 
 def baddbmm(
     added: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: float = 1, alpha: float = 1, out: torch.Tensor
 ) -> torch.Tensor:
-    """As `torch.baddbmm`; `added` may lie where the result goes."""
+    """`torch.baddbmm`; `added` may be stored where the result goes."""
     added = added.expand(out.shape)
     nbytes = a.nbytes + b.nbytes + out.nbytes
     together = 12 * _side(nbytes) ** 2 * len(a) // max(2 * nbytes, 1)
@@ -84,12 +83,12 @@ _OWN: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def _side(nbytes: int) -> int:
-    """Of square blocks, three of which take their share in float32."""
+    """Side of square blocks, three of which take their share of memory in float32."""
     return min(max(math.isqrt(nbytes // MAX_BLOCK_FRACTION // 12), MIN_BLOCK_SIDE), MAX_BLOCK_SIDE)
 
 
 def _block(a: torch.Tensor, b: torch.Tensor, depth: int) -> torch.Tensor:
-    """The product of a few rows and columns, in float32."""
+    """Product of a few rows and columns, in float32."""
     sums = torch.mm(a[:, :depth].float(), b[:depth].float())
     for first in range(depth, a.shape[1], depth):
         sums.addmm_(a[:, first : first + depth].float(), b[first : first + depth].float())
@@ -99,6 +98,6 @@ def _block(a: torch.Tensor, b: torch.Tensor, depth: int) -> torch.Tensor:
 def _store(out: torch.Tensor, sums: torch.Tensor, added: torch.Tensor, beta: float, alpha: float) -> None:
     if alpha != 1:
         sums.mul_(alpha)
-    if beta != 0:  # what is added may be NaN otherwise
+    if beta != 0:  # with beta 0, `added` may be NaN
         sums.add_(added.float(), alpha=beta)
     out.copy_(sums)

@@ -1,4 +1,4 @@
-"""Functions that host programs call besides ATen's: checks on values that only the run shows."""
+"""Functions that host programs call besides ATen's, mostly checks of values that are known only at run time."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dcompile.errors import DcompileError
 
 
 def check_bounds(positions: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    """Raise IndexError, as eager does, unless low <= position < high for every one; returns a copy of `positions`.
+    """Raise IndexError, as eager does, unless low <= position < high for every one. Return a copy of `positions`.
 
-    A copy, for the memory plan takes what a library call returns for memory of its own: `positions` may lie in an arena
-    buffer that is reused from here on, or in an input that a later step writes to.
+    The memory plan takes a library call's result for memory of its own. But `positions` may be stored in an arena
+    buffer that is reused from here on, or in an input that a later step writes.
     """
     if positions.numel() and positions.is_cuda:
         inside = ((positions >= low) & (positions < high)).all()
@@ -33,28 +33,28 @@ def check_bounds(positions: torch.Tensor, low: int, high: int) -> torch.Tensor:
         return positions
     if positions.is_contiguous():
         return positions.clone()
-    # with its strides, zeros (of an expanded dimension) included, for the kernels were made for them
+    # keep its strides, with the zeros of expanded dimensions, since kernels were made for them
     extent = 1 + sum((size - 1) * stride for size, stride in zip(positions.shape, positions.stride(), strict=True))
     return positions.as_strided((extent,), (1,)).clone().as_strided(positions.shape, positions.stride())
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:
-    """For ops whose arguments have no text (graphs, dictionaries): lowering binds them into `function`."""
+    """Call an op whose arguments have no text (graphs, dictionaries): lowering binds them into `function`."""
     return function(*args)
 
 
 def region(made: Callable[[list[Any]], Any], values: list[Any]) -> Any:
-    """Call what another compiler has made of a part of the graph; `values` is emptied on the way."""
+    """Call another compiler's code for a region of the graph; `values` is emptied."""
     return made(values)
 
 
 def set_data(tensor: torch.Tensor, source: torch.Tensor, copies: bool) -> None:
-    """`tensor.data = source`. With `copies`, of a copy: `source` lies in memory that the program uses again."""
+    """`tensor.data = source`; with `copies`, of a copy, because `source` is in memory that the program reuses."""
     tensor.set_(source.clone() if copies else source)  # type: ignore[call-overload, unused-ignore]
 
 
 def differs(tensor: torch.Tensor, wanted: tuple[tuple[int, ...], torch.dtype], origin: str) -> NoReturn:
-    """Raise, for a custom operator has not returned what its fake implementation said it would."""
+    """Raise DcompileError: a custom operator's result differs from its fake implementation."""
     shape, dtype = wanted
     raise DcompileError(
         f"dcompile: {origin} returned shape {tuple(tensor.shape)}, {tensor.dtype}, where its fake implementation says "
@@ -63,7 +63,7 @@ def differs(tensor: torch.Tensor, wanted: tuple[tuple[int, ...], torch.dtype], o
 
 
 def check_number(found: int, wanted: int, origin: str) -> None:
-    """Raise RuntimeError unless a number out of a tensor is what `torch._check` says: kernels were made for that."""
+    """Raise RuntimeError unless a tensor's element is the number that `torch._check` states, as kernels assume."""
     if found != wanted:
         raise RuntimeError(
             f"Runtime assertion failed: {origin} gave {found}, where the program says, by torch._check or a guard, "
@@ -72,7 +72,7 @@ def check_number(found: int, wanted: int, origin: str) -> None:
 
 
 def unlike(tensor: torch.Tensor, wanted: tuple[int, ...], origin: str) -> NoReturn:
-    """Raise RuntimeError, for a size that depends on values is not what `torch._check` says."""
+    """Raise RuntimeError: a data-dependent size differs from the one that `torch._check` states."""
     raise RuntimeError(
         f"Runtime assertion failed: {origin} returned shape {tuple(tensor.shape)}, where the program says, by "
         f"torch._check or a guard, that it is {wanted}. Correct the check, or the input"
@@ -80,7 +80,7 @@ def unlike(tensor: torch.Tensor, wanted: tuple[int, ...], origin: str) -> NoRetu
 
 
 def lay_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """A copy of a tensor with these strides; raises RuntimeError where two elements would share a place."""
+    """Copy a tensor to these strides. Raises RuntimeError where two elements would share an address."""
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
@@ -96,7 +96,7 @@ _MODULES: Mapping[str, Any] = {"operator": operator, "math": math, "builtins": b
 
 
 def function(op: str) -> Callable[..., Any]:
-    """What an op that is not in `torch.ops` stands for: one of ours, or a function of Python or torch on numbers."""
+    """Function for an op outside of `torch.ops`: one of this module's, or a function of Python or torch on numbers."""
     if op in _OWN:
         return _OWN[op]
     module, name = op.split(".", 1)

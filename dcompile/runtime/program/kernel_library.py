@@ -21,7 +21,7 @@ def library(path: Path) -> ctypes.CDLL:
 
 
 def kernel(path: Path, name: str) -> Any:
-    """A function of a compiled library, returning an integer."""
+    """Find a function of a compiled library; it returns an integer."""
     try:
         function = getattr(library(path), name)
     except AttributeError:

@@ -1,9 +1,8 @@
-"""What a backward gets of its forward lies as its kernels expect, or is copied to where it does.
+"""Check the layouts of saved tensors that a backward receives, and copy those that its kernels cannot read.
 
-Autograd hands over an input of the forward as it is by now: whoever gives it other memory (`p.data = p.data.t()`,
-`module.double()`) changes its strides or dtype, and its count of changes does not show it. Hooks for saved tensors may
-return what lies in any order (`save_on_cpu` with pinned memory). Eager's operators ask each tensor how it lies; kernels
-of ours were compiled for one layout.
+Autograd passes an input of the forward in its present state. New memory (`p.data = p.data.t()`, `module.double()`)
+changes its strides or dtype without a change of its version counter. Hooks for saved tensors may return any layout
+(`save_on_cpu` with pinned memory). Eager's operators read each tensor's strides; compiled kernels expect one layout.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ import torch
 from dcompile.compat.guards import like_these
 
 Layout: TypeAlias = "tuple[torch.dtype, tuple[int, ...], tuple[int, ...], str, bool]"
-"""Of a tensor: dtype, shape, strides and type of the device; and whether the program writes to it."""
+"""Layout of a tensor: dtype, shape, strides, device type, and whether the program writes to it."""
 
 NOTE = "a backward copied what a hook for saved tensors or a new `.data` has laid out otherwise than in the forward"
 
 
 class SavedLayouts:
-    """The layouts that one program expects."""
+    """Layouts that one program expects."""
 
     __slots__ = ("_layouts", "_notes", "check")
 
     def __init__(self, layouts: tuple[Layout, ...], notes: list[str]) -> None:
         self._layouts, self._notes = layouts, notes
         self.check = self._lie
-        """Whether these tensors lie so. Where it says no, `fit` looks more closely."""
+        """Quick check whether tensors have these layouts. If it fails, `fit` compares them in detail."""
 
     def _lie(self, *tensors: torch.Tensor) -> bool:
         if not all(map(_lies, tensors, self._layouts)):
@@ -37,7 +36,7 @@ class SavedLayouts:
         return True
 
     def fit(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors, copied where they lie otherwise."""
+        """Return the tensors, with copies of those that have other layouts."""
         if self._lie(*tensors):
             return [*tensors]
         if NOTE not in self._notes:
@@ -46,7 +45,7 @@ class SavedLayouts:
 
 
 def _lies(x: torch.Tensor, layout: Layout) -> bool:
-    """Strides along dimensions of one element, and of nothing, do not matter."""
+    """Whether a tensor has a layout. Strides of empty tensors and of dimensions with one element are ignored."""
     dtype, shape, strides, device, _ = layout
     if x.dtype != dtype or x.shape != shape or x.device.type != device or x.layout != torch.strided:
         return False

@@ -1,4 +1,4 @@
-"""The memory that programs of one model take turns in, and the calls that are prepared for it."""
+"""Workspaces: memory that the programs of one model use in turn, and the calls that are prepared for it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Call = Callable[[list[Any], AnySource | None, bool], list[Any]]
 
 SIZES_KEPT = 16
-"""Sizes for which a dynamic program keeps its prepared calls; preparing one takes about as long as running it once."""
+"""Number of sizes for which a dynamic program keeps prepared calls. Preparing one takes about as long as running it."""
 
 
 class PreparableProgram(Protocol):
@@ -47,7 +47,7 @@ class PreparableProgram(Protocol):
 
     @property
     def make(self) -> Callable[..., Call]:
-        """Prepares a call, given a `HostProgramServices` and the sizes."""
+        """Function that prepares a call, given a `HostProgramServices` and the sizes."""
 
     @property
     def needs(self) -> Callable[..., int]:
@@ -55,31 +55,31 @@ class PreparableProgram(Protocol):
 
 
 class Workspaces:
-    """The workspaces of one model; nothing in an arena outlives a call, so its forwards and backwards share them.
+    """Workspaces of one model. Nothing in an arena outlives a call, so its forwards and backwards share them.
 
-    A call takes one of the idle ones and puts it back; if there is none (a second thread, or a call within a call), it
-    gets another, which is dropped afterwards.
+    A call takes an idle workspace and returns it. If there is none (a second thread, or a call within a call), it makes
+    another one, which is dropped afterwards.
     """
 
     def __init__(self) -> None:
         self.idle: defaultdict[int, list[Workspace]] = defaultdict(list)
-        """For each GPU; -1 is none."""
+        """Idle workspaces by GPU number; -1 for the CPU."""
         self._begun: set[int] = set()
 
     def another(self, device: int) -> Workspace:
-        """A new one. The first of a device lasts."""
+        """Make a workspace. The first one of a device is kept after its call."""
         lasting = device not in self._begun
         self._begun.add(device)
         return Workspace(device, lasting)
 
     def release(self) -> None:
-        """Let go of the idle ones; a later call makes one anew."""
+        """Free the idle workspaces; a later call makes one anew."""
         self.idle.clear()
         self._begun.clear()
 
 
 class _Prepared:
-    """The calls of one program: one, or where sizes vary, one for each of the sizes met last."""
+    """Prepared calls of one program: one, or for dynamic sizes one for each of the last sizes."""
 
     def __init__(self) -> None:
         self.calls: OrderedDict[tuple[int, ...], Call] = OrderedDict()
@@ -89,18 +89,18 @@ class _Prepared:
 
 
 class Workspace:
-    """An arena as large as the largest of the programs that ran in it needs, and what they have prepared for it."""
+    """Arena as large as the largest program in it needs, and the calls that are prepared for it."""
 
     def __init__(self, device: int, lasting: bool = False) -> None:
         self.device, self.lasting = device, lasting
         self.arena: Arena | None = None
-        """Calls know only addresses in it."""
+        """Calls hold only addresses in it, not the arena itself."""
         self.fixed: dict[PreparableProgram, Call] = {}
-        """Calls that are prepared for it, of programs without sizes."""
+        """Prepared calls of programs without sizes."""
         self._prepared: dict[PreparableProgram, _Prepared] = {}
 
     def call(self, program: PreparableProgram, sizes: tuple[int, ...]) -> Call:
-        """The program's call for these sizes."""
+        """Prepared call of a program for these sizes."""
         prepared = self._prepared.get(program)
         found = None if prepared is None else prepared.calls.get(sizes)
         if prepared is None or found is None:
@@ -126,7 +126,7 @@ class Workspace:
 
     def _arena_of(self, nbytes: int) -> Arena:
         if self.arena is None or self.arena.nbytes < nbytes:
-            for prepared in self._prepared.values():  # before the arena goes to which they point
+            for prepared in self._prepared.values():  # drop them before the arena to which they point
                 prepared.run = None
                 prepared.calls.clear()
             self.fixed.clear()
@@ -136,7 +136,7 @@ class Workspace:
 
 
 class HostProgramServices:
-    """What a host program asks for while it prepares itself, and for rare cases while it runs."""
+    """Services for a host program: for its preparation, and for rare cases in its calls."""
 
     def __init__(
         self,
@@ -153,31 +153,31 @@ class HostProgramServices:
         """Memory of results whose size varies, by name."""
 
     def at(self, offset: int) -> Address:
-        """An address in the arena, for a launch table."""
+        """Address in the arena, for a launch table."""
         return Address(self.arena.address + offset)
 
     @staticmethod
     def number(value: int) -> Address:
-        """An integer, for a launch table."""
+        """Integer, for a launch table."""
         return Address(value)
 
     @staticmethod
     def grid(place: int) -> cuda_launch.SymbolicGrid:
-        """A number of programs that the call tells, for a launch table."""
+        """Grid size that the call passes, for a launch table."""
         return cuda_launch.SymbolicGrid(place)
 
     def launches(
         self, count: int, kernels: list[tuple[str, str, int | cuda_launch.SymbolicGrid, tuple[int, ...]]]
     ) -> Callable[..., Any]:
-        """A run of kernels: each its name, function, grid and arguments, which are known or one of `count` given ones.
+        """Sequence of kernel launches. Arguments are known addresses, or positions among `count` values of a call.
 
-        Kernels for which these sizes leave nothing to do are left out.
+        `kernels`: name, function, grid and arguments of each. Kernels with an empty grid are left out.
         """
         found = [(self.libraries[name], function, grid, given) for name, function, grid, given in kernels if grid]
         return cuda_launch.launches(library(self.libraries[cuda_launch.LAUNCHER]), self.device, count, found)
 
     def stream(self) -> int:
-        """The stream to launch on. The arena follows: what another stream still does with it is waited for."""
+        """Stream to launch on. The arena waits for pending work of another stream."""
         now = cuda_launch.stream_of(self.device)
         self.arena.follow(now, self.device)
         return now
@@ -186,16 +186,15 @@ class HostProgramServices:
     def realigned(
         call: Call, args: list[Any], written: tuple[int, ...], buckets: Any, sync: bool, whole: tuple[int, ...] = ()
     ) -> list[Any]:
-        """Call again with copies of those arguments that do not start at whole 16 bytes, as kernels expect.
+        """Repeat a call with copies of arguments that are not aligned to 16 bytes, as kernels expect.
 
-        A copy holds what lies between the elements, too, and at the positions `whole` all of the argument's storage:
-        the program looks at it by offsets from where that begins.
-
-        Arguments at the positions `written` get what the program wrote back. Results that look at a copy are looks at
-        the argument: AOTAutograd, which hands out views of what it was given, reads off where they begin.
+        A copy includes the memory between the elements. At the positions `whole` it includes the argument's whole
+        storage, which the program addresses by offsets from its beginning. Arguments at the positions `written` are
+        written back. Results that are views of a copy become views of the argument. AOTAutograd reads their offsets
+        when it returns views of its inputs.
         """
         given = [*args]
-        copies = dict[int, torch.Tensor]()  # held until the end: their addresses must be nobody else's in the call
+        copies = dict[int, torch.Tensor]()  # held until the end: no other tensor may get their addresses
         for place, arg in enumerate(given):
             has_memory = isinstance(arg, torch.Tensor) and arg.is_cuda and arg.untyped_storage().nbytes()
             if has_memory and arg.data_ptr() % 16:
@@ -210,23 +209,23 @@ class HostProgramServices:
         return [seen_in(moved, result) for result in results]
 
     def saved(self, *layouts: Layout) -> SavedLayouts:
-        """How the program's saved tensors have to lie."""
+        """Layouts that the program expects of its saved tensors."""
         return SavedLayouts(layouts, self.notes)
 
     @property
     def address(self) -> int:
-        """Where the arena begins."""
+        """Address of the arena."""
         return self.arena.address
 
     def view(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:
-        """A tensor in the arena."""
+        """Tensor in the arena."""
         return self.arena.view(dtype, shape, strides, offset)
 
     @staticmethod
     def inherit(tensor: torch.Tensor) -> torch.Tensor:
-        """Memory like `tensor`'s that may be overwritten: its own, if only the caller has it, or as much anew.
+        """Memory like `tensor`'s that may be overwritten: its own if only the caller holds it, else a new allocation.
 
-        A graph that is retained, a hook, or whoever else refers to the tensor must never see another one's values.
+        A retained graph, a hook, or any other holder of the tensor must never see overwritten values.
         """
         return tensor if is_only_reference(tensor) else like(tensor)
 
@@ -234,29 +233,32 @@ class HostProgramServices:
     def within(
         tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
     ) -> torch.Tensor:
-        """A tensor in the memory of another one, `offset` bytes behind its beginning."""
+        """Tensor in the memory of another one, `offset` bytes after its beginning."""
         return over(tensor, dtype, shape, strides, int(tensor.storage_offset()) * tensor.itemsize + offset)
 
     def fresh(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> ReusedResultMemory:
-        """An allocator of one large result."""
+        """Allocator of one large result."""
         return ReusedResultMemory(dtype, shape, strides)
 
     def recycled(
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
     ) -> Callable[[], torch.Tensor]:
-        """An allocator of one result whose size varies from call to call."""
+        """Allocator of one result whose size varies from call to call."""
         return self.results.setdefault(name, RecycledResultMemory()).of(dtype, shape, strides)
 
     def kernel(self, name: str, count: int) -> Callable[..., Any]:
-        """A compiled kernel that takes this many addresses and sizes. It returns 0, or how it has failed."""
+        """Compiled kernel that takes `count` addresses and sizes. It returns 0, or an error status."""
         return calls(self.libraries, count, [(name, range(count))])
 
     def calls(self, count: int, kernels: list[tuple[str, tuple[int, ...]]]) -> Callable[..., Any]:
-        """A run of compiled kernels: each its name and arguments, which are known or one of `count` given ones."""
+        """Sequence of compiled kernels, each given by its name and arguments.
+
+        Arguments are known addresses, or positions among `count` values of a call.
+        """
         return calls(self.libraries, count, kernels)
 
     def product(self, op: str, shape: tuple[Any, ...], algorithm: tuple[int, ...]) -> GemmCall:
-        """A matrix product of this geometry by this algorithm of cuBLASLt's, in place of ATen's `op`."""
+        """GEMM of this geometry by a cuBLASLt algorithm, in place of ATen's `op`."""
         del op
         return GemmCall(GemmDescription(Geometry(*shape), self.device), algorithm)
 
@@ -269,7 +271,7 @@ class HostProgramServices:
 
     @staticmethod
     def narrow_product(op: str, entry: Callable[..., Any]) -> Callable[..., Any]:
-        """A product of 16-bit matrices on a CPU: `entry`, or ours where the processor has no instructions for it."""
+        """Matmul of 16-bit matrices on a CPU: `entry`, or blocked float32 on processors without instructions for it."""
         return half_gemm.product(op, entry)
 
     @staticmethod
@@ -281,14 +283,14 @@ class HostProgramServices:
 
     @staticmethod
     def function(op: str) -> Callable[..., Any]:
-        """A function that is not in `torch.ops`."""
+        """Function that is not in `torch.ops`."""
         return host_checks.function(op)
 
     @staticmethod
     def bucket_view(
         memory: Any, name: str, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
     ) -> torch.Tensor:
-        """A tensor in bucket memory, built once for each memory."""
+        """Tensor in bucket memory, built once for each memory."""
         key = (name, shape, strides, offset)
         found = memory.tensors.get(key)
         if found is None:
@@ -297,7 +299,7 @@ class HostProgramServices:
 
     @staticmethod
     def fit(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-        """A library result with the strides that kernels were made for; strides of single elements do not matter."""
+        """Return a library result with the strides that kernels expect. Strides of single elements are ignored."""
         pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
         fits = tensor.numel() == 0 or all(size == 1 or actual == planned for size, actual, planned in pairs)
         if fits and not (tensor.is_cuda and tensor.data_ptr() % 16):
@@ -310,7 +312,7 @@ class HostProgramServices:
 
     @staticmethod
     def failed(status: int) -> None:
-        """What eager says after an integer division by zero, or where a position lies outside."""
+        """Raise eager's error for an integer division by zero (status 1), or for a position out of bounds."""
         if status == 1:
             raise RuntimeError("ZeroDivisionError")
         raise IndexError(f"index {status >> 2} is out of bounds")

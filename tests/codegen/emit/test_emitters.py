@@ -6,22 +6,22 @@ import pkgutil
 import pytest
 
 from dcompile.codegen import emit
-from dcompile.codegen.emit.target import Emitter
+from dcompile.codegen.emit.select_target import TARGETS
+from dcompile.device_traits import DEVICE_TRAITS
 from dcompile.ir.ops import OPS
 
 MODULES = [importlib.import_module(found.name) for found in pkgutil.walk_packages(emit.__path__, f"{emit.__name__}.")]
-EMITTERS = {
-    value.language: value for module in MODULES for value in vars(module).values() if isinstance(value, Emitter)
-}
 
 
-def test_the_targets_that_there_are_were_found():
-    assert "c++" in {language.lower() for language in EMITTERS}
+def test_every_device_that_says_so_has_a_target():
+    assert TARGETS.keys() == {name for name, row in DEVICE_TRAITS.items() if row.is_compiled}
+    assert {target.language for target in TARGETS.values()} == {"c++", "triton"}
+    assert all(target.traits is DEVICE_TRAITS[name] for name, target in TARGETS.items())
 
 
-@pytest.mark.parametrize("language", EMITTERS)
-def test_every_op_has_a_spelling_with_its_arguments(language):
-    spelling = EMITTERS[language].spelling
+@pytest.mark.parametrize("device", TARGETS)
+def test_every_op_has_a_spelling_with_its_arguments(device):
+    spelling = TARGETS[device].spelling
     assert spelling.keys() == OPS.keys()
     for name, op in OPS.items():
         words = [f"<{number}>" for number in range(op.arity)]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401  loads the OpenMP run time that kernels are linked with
 
-from dcompile.codegen.emit.cpp.compile import Built, build, find_compiler
-from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.emit.cpp.compile import build, find_compiler
+from dcompile.codegen.emit.target import Built, KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.runtime.cache import disk as cache_module

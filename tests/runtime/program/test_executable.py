@@ -25,9 +25,9 @@ from dcompile.collectives.fold_average import fold_average
 from dcompile.compat.tensors import storage_use_count
 from dcompile.config import Config
 from dcompile.errors import DcompileError
-from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Bucket, Buffer, Collective, Extern, Loop, Program, Store, Verbatim, View, Wait
+from dcompile.ir.nodes import Buffer, Extern, Program, View
+from dcompile.ir.parse import parse
 from dcompile.runtime.program import cuda_launch
 from dcompile.runtime.program.argument_table import Address
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
@@ -36,6 +36,7 @@ from dcompile.runtime.program.kernel_library import kernel, library
 from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.harness import store
 from tests.ir.fuzz import random_program
+from tests.traits import change_cpu
 
 
 def load(program: Program, constants=None) -> HostProgram:
@@ -56,20 +57,6 @@ def array(value: torch.Tensor) -> np.ndarray:
     return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
 
 
-def scale(name: str, source: str, target: str, n: int, factor: float) -> Loop:
-    body = loops.Body()
-    y = body.op("mul", body.load(source, loops.I0), body.const(factor))
-    return Loop(name, (n,), (), tuple(body.values), (Store(target, loops.I0, y),), (f"model.{name}",))
-
-
-def vector(name: str, n: int, storage: str | None = None, offset: int = 0) -> Buffer:
-    return Buffer(name, "float32", (n,), (1,), storage=storage, offset=offset)
-
-
-def whole(buffer: Buffer) -> View:
-    return View(buffer.name, buffer.shape, buffer.strides)
-
-
 def test_random_programs_run_as_interpreted_call_after_call():
     for seed in range(200, 212):
         program, inputs = random_program(seed, 8, exact=True)
@@ -82,25 +69,31 @@ def test_random_programs_run_as_interpreted_call_after_call():
             assert args == []
 
 
-def chain(n: int, storage: str = "arena") -> Program:
+def chain(n: int) -> Program:
     """y = 6 x through a temporary t = 2 x."""
-    x, t, y = vector("x", n, "input"), vector("t", n, storage), vector("y", n, "out")
-    steps = (scale("double", "x", "t", n, 2), scale("triple", "t", "y", n, 3))
-    return Program("chain", ("x",), (whole(y),), (x, t, y), steps, arena_bytes=4 * n)
+    return parse(f"""
+        program chain(x)
+          arena: {4 * n} bytes
+          x: float32[{n}] @ input+0
+          t: float32[{n}] @ arena+0
+          y: float32[{n}] @ out+0
+        loop double [{n}]  # model.double
+          t[i0] = mul(x[i0], 2.0)
+        loop triple [{n}]  # model.triple
+          y[i0] = mul(t[i0], 3.0)
+        return (y)
+    """)
 
 
 def test_inputs_come_back_as_themselves_and_views_of_them_as_aliases():
-    x, y = Buffer("x", "float32", (3, 4), (4, 1), storage="input"), vector("y", 12, "out")
-    outputs = (
-        whole(x),
-        View("x", (4, 3), (1, 4)),
-        View("x", (2,), (1,), 5),
-        whole(y),
-        View("y", (3,), (4,), 1),
-        7,
-        None,
-    )
-    program = Program("views", ("x",), outputs, (x, y), (scale("double", "x", "y", 12, 2),))
+    program = parse("""
+        program views(x)
+          x: float32[3, 4] @ input+0
+          y: float32[12] @ out+0
+        loop double [12]
+          y[i0] = mul(x[i0], 2.0)
+        return (x, x[4, 3] strides [1, 4], x[2] from 5, y, y[3] strides [4] from 1, 7, None)
+    """)
     base = torch.arange(20.0)
     given = base[8:].view(3, 4)
     same, turned, part, result, slice_, number, nothing = load(program)([given])
@@ -153,11 +146,19 @@ def test_gradients_may_be_on_around_a_call():
 
 
 def test_a_first_call_in_inference_mode_leaves_later_calls_free():
-    x = Buffer("x", "float32", (2, 2), (2, 1), storage="input")
-    m = Buffer("m", "float32", (2, 2), (2, 1), storage="arena")
-    y = vector("y", 4, "out")
-    steps = (Extern("aten.mm.default", (whole(x), whole(x)), (), ("m",), "out"), scale("double", "m", "y", 4, 2))
-    executable = load(Program("modes", ("x",), (whole(y),), (x, m, y), steps, arena_bytes=64))
+    executable = load(
+        parse("""
+            program modes(x)
+              arena: 64 bytes
+              x: float32[2, 2] @ input+0
+              m: float32[2, 2] @ arena+0
+              y: float32[4] @ out+0
+            m <- aten.mm.default(x, x) [out]
+            loop double [4]
+              y[i0] = mul(m[i0], 2.0)
+            return (y)
+        """)
+    )
     with torch.inference_mode():
         assert executable([torch.ones(2, 2)])[0].is_inference()
     (made,) = executable([torch.ones(2, 2, requires_grad=True)])
@@ -167,7 +168,7 @@ def test_a_first_call_in_inference_mode_leaves_later_calls_free():
 def test_a_call_within_a_call_and_a_call_in_another_thread_have_arenas_of_their_own():
     n = 64
     program = chain(n)
-    extern = Extern("test_launch.inside.default", (whole(program.table["t"]),), (), (), "mutate", effect=True)
+    extern = Extern("test_launch.inside.default", (View("t", (n,), (1,)),), (), (), "mutate", effect=True)
     program = replace(program, steps=(program.steps[0], extern, program.steps[1]))
     depth = []
     executable: HostProgram
@@ -212,8 +213,15 @@ def test_an_empty_tensor_is_no_address_to_follow():
 
 
 def test_constants_are_appended_to_the_arguments():
-    x, c, y = vector("x", 4, "input"), vector("c", 4, "input"), vector("y", 4, "out")
-    program = Program("constant", ("x", "c"), (whole(y), whole(c)), (x, c, y), (scale("s", "c", "y", 4, 2),))
+    program = parse("""
+        program constant(x, c)
+          x: float32[4] @ input+0
+          c: float32[4] @ input+0
+          y: float32[4] @ out+0
+        loop double [4]
+          y[i0] = mul(c[i0], 2.0)
+        return (y, c)
+    """)
     constant = torch.arange(4.0)
     y_, c_ = load(program, {"c": constant})([torch.zeros(4)])
     assert y_.tolist() == [0, 2, 4, 6] and c_ is constant
@@ -243,28 +251,23 @@ def test_positions_outside_raise_index_errors():
 
 
 def test_library_calls_write_where_they_are_told_or_allocate():
-    x = Buffer("x", "float32", (4, 6), (6, 1), storage="input")
-    m = Buffer("m", "float32", (4, 4), (4, 1), storage="arena", offset=64)
-    t = Buffer("t", "float32", (16,), (1,), storage="arena", offset=128)
-    values = Buffer("values", "float32", (4, 2), (2, 1), storage="library")
-    places = Buffer("places", "int64", (4, 2), (2, 1), storage="library")
-    s = Buffer("s", "float32", (4,), (1,), storage="out")
-    float32 = (("dtype", Verbatim("torch.float32")),)
-    steps = (
-        Extern("aten.mm.default", (whole(x), View("x", (6, 4), (1, 6))), (), ("m",), "out", origin=("layer.q: mm",)),
-        scale("double", "m", "t", 16, 2),
-        Extern("aten.topk.default", (View("t", (4, 4), (4, 1)), 2), (), ("values", "places"), "alloc"),
-        Extern("aten.sum.dim_IntList", (View("t", (4, 4), (4, 1)), (1,)), float32, ("s",), "out"),
-        Extern("aten.add_.Tensor", (whole(s), 1.0), (), ("s",), "mutate"),
-    )  # fmt: skip
-    program = Program(
-        "library",
-        ("x",),
-        (whole(values), whole(places), whole(s)),
-        (x, m, t, values, places, s),
-        steps,
-        arena_bytes=192,
-    )
+    program = parse("""
+        program library(x)
+          arena: 192 bytes
+          x: float32[4, 6] @ input+0
+          m: float32[4, 4] @ arena+64
+          t: float32[16] @ arena+128
+          values: float32[4, 2] @ library+0
+          places: int64[4, 2] @ library+0
+          s: float32[4] @ out+0
+        m <- aten.mm.default(x, x[6, 4] strides [1, 6]) [out]  # layer.q: mm
+        loop double [16]
+          t[i0] = mul(m[i0], 2.0)
+        values, places <- aten.topk.default(t[4, 4], 2) [alloc]
+        s <- aten.sum.dim_IntList(t[4, 4], (1,), dtype=torch.float32) [out]
+        s <- aten.add_.Tensor(s, 1.0) [mutate]
+        return (values, places, s)
+    """)
     executable = load(program)
     given = torch.randn(4, 6)
     want = 2 * given @ given.t()
@@ -277,12 +280,18 @@ def test_library_calls_write_where_they_are_told_or_allocate():
 
 
 def test_a_library_result_with_unforeseen_strides_is_brought_into_shape():
-    x = Buffer("x", "float32", (3, 4), (4, 1), storage="input")
-    t = Buffer("t", "float32", (4, 3), (3, 1), storage="library")  # aten.t gives strides (1, 4)
-    y = Buffer("y", "float32", (12,), (1,), storage="out")
-    steps = (Extern("aten.t.default", (whole(x),), (), ("t",), "alloc"), scale("double", "t", "y", 12, 2))
+    program = parse("""
+        program fit(x)
+          x: float32[3, 4] @ input+0
+          t: float32[4, 3] @ library+0
+          y: float32[12] @ out+0
+        t <- aten.t.default(x) [alloc]  # gives strides (1, 4)
+        loop double [12]
+          y[i0] = mul(t[i0], 2.0)
+        return (y)
+    """)
     given = torch.arange(12.0).view(3, 4)
-    (got,) = load(Program("fit", ("x",), (whole(y),), (x, t, y), steps))([given])
+    (got,) = load(program)([given])
     assert torch.equal(got, given.t().reshape(-1) * 2)
 
 
@@ -316,25 +325,31 @@ def test_a_custom_op_that_returns_other_than_its_fake_implementation_says_is_an_
 
 
 def test_dynamic_sizes_of_programs_that_leave_everything_to_the_library():
-    s0 = var("s0")
-    x = Buffer("x", "float32", (s0, 4), (4, 1), storage="input")
-    y = Buffer("y", "float32", (4, s0), (s0, 1), storage="library")
-    steps = (Extern("aten.new_zeros.default", (whole(x), (4, s0 * 2)), (), ("y",), "alloc"),)
-    executable = load(Program("dynamic", ("x",), (whole(y), s0 * 3 + 1), (x, y), steps))
+    executable = load(
+        parse("""
+            program dynamic(x)
+              x: float32[s0, 4] @ input+0
+              y: float32[4, s0] @ library+0
+            y <- aten.new_zeros.default(x, (4, 2*s0)) [alloc]
+            return (y, 3*s0 + 1)
+        """)
+    )
     for n in (3, 5):
         made, number = executable([torch.ones(n, 4)])
         assert made.shape == (4, 2 * n) and number == 3 * n + 1
 
 
 def test_a_number_read_from_a_tensor_is_a_result_by_itself():
-    x = Buffer("x", "int64", (), (), storage="input")
-    n = Buffer("n", "symint", (), (), storage="library")
-    y = Buffer("y", "float32", (var("n"),), (1,), storage="library")
-    steps = (
-        Extern("aten._local_scalar_dense.default", (whole(x),), (), ("n",), "alloc"),
-        Extern("aten.zeros.default", ((whole(n),),), (), ("y",), "alloc"),
-    )
-    (made,) = load(Program("scalar", ("x",), (whole(y),), (x, n, y), steps))([torch.tensor(3)])
+    program = parse("""
+        program scalar(x)
+          x: int64[] @ input+0
+          n: symint[] @ library+0
+          y: float32[n] @ library+0
+        n <- aten._local_scalar_dense.default(x) [alloc]
+        y <- aten.zeros.default((n[],)) [alloc]
+        return (y)
+    """)
+    (made,) = load(program)([torch.tensor(3)])
     assert made.tolist() == [0, 0, 0]
 
 
@@ -365,22 +380,22 @@ class Source:
 
 
 def test_gradients_are_written_into_buckets_and_handed_out_as_fresh_views():
-    x = Buffer("x", "float32", (2, 3), (3, 1), storage="input")
-    g = Buffer("g", "float32", (3, 3), (3, 1), storage="bucket:b0", offset=0)
-    h = Buffer("h", "float32", (6,), (1,), storage="bucket:b0", offset=64)
-    bucket = Bucket("b0", "float32", "cpu", "ddp", (0, 1), ("g", "h"), (0, 16), 24)
-    steps = (
-        Extern("aten.mm.default", (View("x", (3, 2), (1, 3)), whole(x)), (), ("g",), "out"),
-        scale("double", "x", "h", 6, 2),
-        Collective("all_reduce", "b0", "ddp", ("g", "h")),
-        Wait("b0", ("g", "h")),
-    )
-    program = Program(
-        "backward", ("x",), (View("g", (3, 3), (3, 1)), View("h", (2, 3), (3, 1))), (x, g, h), steps,
-        grads=((0, 0), (1, 1)), buckets=(bucket,),
-    )  # fmt: skip
+    program = parse("""
+        program backward(x)
+          gradients: output 0 of parameter 0, output 1 of parameter 1
+          bucket b0: all_reduce float32[24] on cpu over ddp, params (0, 1), buffers (g, h), offsets (0, 16)
+          x: float32[2, 3] @ input+0
+          g: float32[3, 3] @ bucket:b0+0
+          h: float32[6] @ bucket:b0+64
+        g <- aten.mm.default(x[3, 2] strides [1, 3], x) [out]
+        loop double [6]
+          h[i0] = mul(x[i0], 2.0)
+        start all_reduce b0 over ddp: g, h
+        wait b0: g, h
+        return (g, h[2, 3])
+    """)
     executable = load(program)
-    assert executable.buckets == (bucket,)
+    assert executable.buckets == program.buckets
     given = torch.randn(2, 3)
     source = Source(Memory(torch.zeros(24)))
     got = executable([given], buckets=source, sync=False)
@@ -394,17 +409,20 @@ def test_gradients_are_written_into_buckets_and_handed_out_as_fresh_views():
     assert storage_use_count(source.memory.flat) == 1 + len(source.memory.tensors)
 
 
-def test_a_product_writes_its_gradient_scaled_where_it_is_going_to_be_reduced():
-    x = Buffer("x", "float32", (2, 3), (3, 1), storage="input")
-    g = Buffer("g", "float32", (3, 3), (3, 1), storage="bucket:b0", offset=0)
-    bucket = Bucket("b0", "float32", "cpu", "ddp", (0,), ("g",), (0,), 16)
-    steps = (
-        Extern("aten.mm.default", (View("x", (3, 2), (1, 3)), whole(x)), (), ("g",), "out"),
-        Collective("all_reduce", "b0", "ddp", ("g",)),
-        Wait("b0", ("g",)),
-    )
-    program = Program("backward", ("x",), (whole(g),), (x, g), steps, grads=((0, 0),), buckets=(bucket,))
-    executable = load(fold_average(program, devices=("cpu",)))
+def test_a_product_writes_its_gradient_scaled_where_it_is_going_to_be_reduced(monkeypatch):
+    program = parse("""
+        program backward(x)
+          gradients: output 0 of parameter 0
+          bucket b0: all_reduce float32[16] on cpu over ddp, params (0), buffers (g), offsets (0)
+          x: float32[2, 3] @ input+0
+          g: float32[3, 3] @ bucket:b0+0
+        g <- aten.mm.default(x[3, 2] strides [1, 3], x) [out]
+        start all_reduce b0 over ddp: g
+        wait b0: g
+        return (g)
+    """)
+    change_cpu(monkeypatch, scales_matmul=True)
+    executable = load(fold_average(program))
     assert executable.buckets[0].scaled == (0,)
     given, source = torch.randn(2, 3), Source(Memory(torch.full((16,), torch.nan)))
     product = given.t() @ given
@@ -417,7 +435,7 @@ def test_a_product_writes_its_gradient_scaled_where_it_is_going_to_be_reduced():
 def test_inputs_are_released_after_their_last_use():
     n = 64
     program = chain(n)
-    extern = Extern("test_launch2.look.default", (whole(program.table["t"]),), (), (), "mutate", effect=True)
+    extern = Extern("test_launch2.look.default", (View("t", (n,), (1,)),), (), (), "mutate", effect=True)
     program = replace(program, steps=(program.steps[0], extern, program.steps[1]))
     alive = []
     with torch.library._scoped_library("test_launch2", "DEF") as library:
@@ -433,12 +451,15 @@ def test_inputs_are_released_after_their_last_use():
 
 
 def test_tracebacks_show_the_line_of_the_host_program():
-    x, y = (
-        Buffer("x", "float32", (2, 3), (3, 1), storage="input"),
-        Buffer("y", "float32", (2, 2), (2, 1), storage="library"),
+    executable = load(
+        parse("""
+            program shapes(x)
+              x: float32[2, 3] @ input+0
+              y: float32[2, 2] @ library+0
+            y <- aten.mm.default(x, x) [alloc]  # head: mm
+            return (y)
+        """)
     )
-    steps = (Extern("aten.mm.default", (whole(x), whole(x)), (), ("y",), "alloc", origin=("head: mm",)),)
-    executable = load(Program("shapes", ("x",), (whole(y),), (x, y), steps))
     with pytest.raises(RuntimeError) as caught:
         executable([torch.ones(2, 3)])
     lines = "".join(traceback.format_exception(caught.value))

@@ -17,10 +17,9 @@ from torch.fx import GraphModule, Node
 
 from dcompile.capture.passes.dynamo.causal_mask import ATTENTION
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
+from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
-DEVICES = ("cuda",)
-"""Where it was measured."""
 MAX_QUERIES = 132
 """Queries, one for each of an H200's multiprocessors: the library has enough to share out where there are more."""
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -67,7 +66,7 @@ def attend(
 def _rewritten(gm: GraphModule, node: Node) -> bool:
     given = dict(zip(_NAMES, node.args, strict=False)) | dict(node.kwargs)
     query, mask, shape = given["query"], given.get("attn_mask"), _shape(given["query"])
-    if len(shape) != 4 or shape[2] != 1 or _value(query).device.type not in DEVICES:
+    if len(shape) != 4 or shape[2] != 1 or traits_of(_value(query).device.type).aten.splits_single_query:
         return False
     if given.get("dropout_p") or given.get("is_causal"):
         return False

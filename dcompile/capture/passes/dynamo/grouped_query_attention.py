@@ -18,6 +18,7 @@ from dcompile import compat
 from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, MASK, argument, changes
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import sizes_of
+from dcompile.device_traits import traits_of
 from dcompile.ir.index import Size
 from dcompile.passes import PassReport
 
@@ -39,16 +40,16 @@ class RepeatedOutside:
 Source: TypeAlias = "Node | RepeatedOutside"
 
 
-def use_grouped_query_attention(gm: GraphModule, on: str = "cuda") -> PassReport:
+def use_grouped_query_attention(gm: GraphModule, planned_for: str | None = None) -> PassReport:
     """Have attention share heads of keys and values that are repeated, in the graph or in a body that it holds.
 
-    `on` is the kind of device that stands for GPUs: another one where a graph is only planned. The graph is changed in
-    place. Relies on: constant masks are gone. Gradients of a key's
-    copies are added up inside the kernel, without rounding each of them before.
+    `planned_for`: type of the device whose kernels count, if not the graph's own. The graph is changed in place.
+    Relies on: constant masks are gone. Gradients of a key's copies are added up inside the kernel, without rounding
+    each of them before.
     """
     nest, count, repeated = NestedGraphs(gm), 0, list[Node]()
     for node in nest.nodes():
-        if node.op != "call_function" or node.target is not ATTENTION or not _has_kernel(node, on):
+        if node.op != "call_function" or node.target is not ATTENTION or not _has_kernel(node, planned_for):
             continue
         query, *given = (argument(node, place, name) for place, name in enumerate(("query", "key", "value")))
         heads = sizes_of(query)[1]
@@ -65,7 +66,7 @@ def use_grouped_query_attention(gm: GraphModule, on: str = "cuda") -> PassReport
     return PassReport()
 
 
-def _has_kernel(node: Node, on: str) -> bool:
+def _has_kernel(node: Node, planned_for: str | None) -> bool:
     """Whether attention shares heads without falling back to matrix products: 16 bits, no mask, heads that fit."""
     values = [argument(node, place, name) for place, name in enumerate(("query", "key", "value"))]
     if argument(node, MASK, "attn_mask") is not None or node.kwargs.get(GROUPED):
@@ -75,7 +76,7 @@ def _has_kernel(node: Node, on: str) -> bool:
         return False
     example, width = values[0].meta["example_value"], shapes[0][3]
     return (
-        example.device.type == on
+        traits_of(planned_for or example.device.type).aten.shares_attention_heads
         and example.dtype in (torch.float16, torch.bfloat16)
         and all(shape[3] == width for shape in shapes)
         and isinstance(width, int)

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from dcompile.device_traits import traits_of
+
 NAMES = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
 """What functions and methods are called that become products of matrices, most of the time."""
 
 
 def multiplies(gm: Any) -> bool:
-    """Whether a Dynamo graph seems to multiply float32 matrices on the CPU, in itself or in graphs that it holds."""
+    """Whether a Dynamo graph, or one that it holds, seems to multiply float32 matrices where a kernel of ours may."""
     graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
     return any(_is_product(node) for graph in graphs for node in graph.nodes)
 
@@ -22,4 +24,4 @@ def _is_product(node: Any) -> bool:
     value = node.meta.get("example_value")
     if node.op not in ("call_function", "call_method") or name not in NAMES or not isinstance(value, torch.Tensor):
         return False
-    return value.dtype == torch.float32 and value.device.type == "cpu"
+    return value.dtype == torch.float32 and traits_of(value.device.type).has_own_sgemm

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 from dcompile import compat
 from dcompile.capture.passes.dynamo.causal_mask import argument, changes, shape_of
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import LOSS, between, given_to, is_call
+from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
 _CONVERSIONS = ("float", "to", "type", "contiguous")
@@ -71,7 +72,7 @@ def _is_worth(loss: Node) -> bool:
     if not plain or given["reduction"] not in ("mean", "sum") or not value.requires_grad:
         return False
     logits, target = (given[name].meta["example_value"] for name in ("input", "target"))
-    if value.device.type != "cpu" or logits.dim() != 2 or target.dim() != 1 or target.is_floating_point():
+    if not _is_early(value) or logits.dim() != 2 or target.dim() != 1 or target.is_floating_point():
         return False
     if any(map(compat.tensors.is_wrapper, (value, logits, target))):
         return False
@@ -82,6 +83,10 @@ def _is_worth(loss: Node) -> bool:
     return dtype in _DTYPES and exact and not any(map(_has_gradient, others))
 
 
+def _is_early(value: Any) -> bool:
+    return traits_of(value.device.type).computes_loss_gradient_early
+
+
 def _way_of(logits: Node) -> list[Node]:
     """The loss's logits, and what they were before they were reshaped and converted, the last first."""
     way = [logits]
@@ -89,7 +94,7 @@ def _way_of(logits: Node) -> list[Node]:
         above = argument(way[-1], 0, "input")
         value = above.meta.get("example_value") if isinstance(above, Node) else None
         rows = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-1] == shape_of(logits)[-1]
-        if not rows or value.device.type != "cpu" or not value.is_floating_point():  # type: ignore[union-attr]
+        if not rows or not _is_early(value) or not value.is_floating_point():  # type: ignore[union-attr]
             break
         way.append(above)
     return way

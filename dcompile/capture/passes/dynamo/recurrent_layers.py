@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dcompile import rnn_ops
+from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
 
@@ -21,7 +22,8 @@ def keep_recurrent_layers_whole(gm: Any) -> PassReport:
         device = node.args[0].meta["example_value"].device.type
         if isinstance(hidden, torch.fx.Node) and name == "lstm":  # a packed sequence, or states in one object
             continue
-        if dropout and train and device != "cpu":  # the state of a GPU's generator is no tensor of a program's
+        # the state of a GPU's generator is no tensor of a program's
+        if dropout and train and not traits_of(device).is_host:
             continue
         states = list(hidden) if name == "lstm" else [hidden]
         how = has_biases, layers, dropout, train, bidirectional, batch_first

@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from dcompile import compat
+from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
 aten = torch.ops.aten
@@ -31,8 +32,6 @@ IMAGES = {aten.convolution.default: (0,), aten.convolution_backward.default: (0,
 """Which arguments are images (or their gradients)."""
 FILTERS = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
 """Where their filters are, which cuDNN wants channels-last as well; oneDNN has layouts of its own for them."""
-DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
-"""What is laid out so on each kind of device. float32 on GPUs is left alone: it was not measured."""
 TRANSPOSED = {aten.convolution.default: 6, aten.convolution_backward.default: 7}
 """Where these say that they are transposed: such convolutions are left alone."""
 STRIDES = {aten.convolution.default: 3, aten.convolution_backward.default: 4}
@@ -191,7 +190,7 @@ def _images(node: Node) -> list[Node]:
     fit = bool(values) and all(isinstance(v, torch.Tensor) and v.dim() == 4 and _may_change(v) for v in values)
     if not fit:
         return []
-    return images if values[0].device.type == "cuda" else images[:-1]
+    return images[:-1] if traits_of(values[0].device.type).aten.converts_filters else images
 
 
 def _has_to_stay(node: Node) -> bool:
@@ -199,7 +198,9 @@ def _has_to_stay(node: Node) -> bool:
     target: Any = node.target
     weight: Any = node.args[FILTERS[target]]
     filters, steps = weight.meta.get("val"), node.args[STRIDES[target]]
-    if not isinstance(filters, torch.Tensor) or filters.device.type != "cpu" or filters.dim() != 4:
+    if not isinstance(filters, torch.Tensor) or filters.dim() != 4:
+        return False
+    if not traits_of(filters.device.type).aten.miscomputes_strided_pixels:
         return False
     single = all(isinstance(size, int) and size == 1 for size in filters.shape[2:])
     return single and max(steps) > 1 and filters.shape[1] < FEW_CHANNELS  # type: ignore[arg-type]
@@ -208,7 +209,7 @@ def _has_to_stay(node: Node) -> bool:
 def _may_change(value: torch.Tensor) -> bool:
     """Of fixed size, and of a dtype whose layout matters to its device's libraries."""
     fixed = compat.sizes.is_fixed(value)
-    return fixed and value.dtype in DTYPES.get(value.device.type, ())
+    return fixed and str(value.dtype).removeprefix("torch.") in traits_of(value.device.type).aten.image_dtypes
 
 
 def _strides(value: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dcompile import compat
+from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
 aten = torch.ops.aten
@@ -25,7 +26,6 @@ aten = torch.ops.aten
 MATRICES = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
 """Which arguments of a product are its operands."""
 DTYPES = (torch.bfloat16, torch.float16)
-DEVICES = ("cuda",)
 PAD_MULTIPLE = 8
 """Elements of 16 bits in 16 bytes."""
 MIN_PADDED_SIDE = 512
@@ -70,7 +70,7 @@ def _padded_sizes(node: Node) -> tuple[int, int, int] | None:
 def _may_grow(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
-        and value.device.type in DEVICES
+        and traits_of(value.device.type).aten.wants_aligned_matmul
         and value.dtype in DTYPES
         and compat.sizes.is_fixed(value)
     )

@@ -1,1 +1,1 @@
-"""The C++ target: kernels of plain loops, their plan and their text, and what compiles them."""
+"""The C++ target: plans of loop kernels, their source text, and its compilation."""

@@ -1,4 +1,4 @@
-"""Column reductions: collected in the result itself, or in blocks of rows by each thread in memory of its own."""
+"""Column reductions: accumulated in the result itself, or by each thread in scratch memory, in blocks of rows."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dcompile.ir.nodes import ITEMSIZE
 from dcompile.ir.ops import REDUCTIONS
 
 MAX_SCRATCH_BYTES = 1 << 20
-"""Largest column reduction that each thread does in memory of its own."""
+"""Largest column reduction that each thread accumulates in scratch memory."""
 MAX_ELEMENTS_PER_POINT = 1
-"""Elements that blocks of rows may have to be added up, for each that is taken in: bags of embeddings, of which there
-were four, took 2.6 times as long as in place (1 MB)."""
+"""Elements that combining blocks may add for each accumulated element. Bags of embeddings, with four, took 2.6 times as
+long as in place (1 MB)."""
 
 
 # --- the decision -----------------------------------------------------------------------------------------------------
 
 
 def collect_columns(plan: NestPlan) -> NestPlan:
-    """Decide whether column reductions are collected in the results themselves: too large ones, or few rows' ones."""
+    """Decide to accumulate column reductions in the results themselves if these are large or the rows few."""
     rows = size_product(axis.count for axis in plan.row_axes)
     results = [plan.table[plan.nest.stores[n].buffer] for n in plan.columns]
     in_place = any(collects_in_place(rows, plan.nest.points, b.extent, ITEMSIZE[b.dtype]) for b in results)
@@ -33,14 +33,14 @@ def collect_columns(plan: NestPlan) -> NestPlan:
 
 
 def rows_of_block(rows: int) -> int:
-    """How many rows are added up before they are added to the others."""
+    """Return how many rows are added up before their sum is added to the others."""
     return max(min(max(64, math.isqrt(rows)), rows // 64), 1)
 
 
 def collects_in_place(rows: Size, points: Size, count: Size, itemsize: int) -> bool:
-    """Is a result of `count` elements too large for memory of each thread, or for the points that are added to it?
+    """Is a result of `count` elements too large for scratch memory of each thread, or for the points added to it?
 
-    To add up blocks of rows would then take longer than the rows: a scatter of 1 MB into as much took 5 times as long.
+    Combining blocks of rows would then take longer than the rows: a scatter of 1 MB into as much took 5 times as long.
     """
     if not isinstance(count, int) or count * itemsize > MAX_SCRATCH_BYTES:
         return True
@@ -53,7 +53,7 @@ def collects_in_place(rows: Size, points: Size, count: Size, itemsize: int) -> b
 
 
 def open_in_place(p: Printer) -> None:
-    """Fill the results with what their reductions begin with."""
+    """Fill the results with the identities of their reductions."""
     for number, name in p.plan.columns.items():
         kind, identity = _identity(p, number)
         target, count = p.argument(p.nest.stores[number].buffer), _count(p, number)
@@ -64,10 +64,10 @@ def open_in_place(p: Printer) -> None:
 
 
 def print_row_blocks(p: Printer) -> None:
-    """Rows in blocks; a block's sums are added to its thread's, and in the end the threads' in their order.
+    """Print rows in blocks: a block's sums are added to its thread's, and finally the threads' sums in thread order.
 
-    Two levels, of about the square root of the rows each, keep the error of a sum over many rows small: 100 000
-    float32 in blocks of 64 were 1.2e-6 off, ten times eager's error.
+    Two levels, of about the square root of the rows each, keep the error of a long sum small. With blocks of 64, 100
+    000 float32 were 1.2e-6 off, ten times eager's error.
     """
     axes, columns = p.plan.row_axes, p.plan.columns
     for number in columns:
@@ -113,7 +113,7 @@ def print_row_blocks(p: Printer) -> None:
 
 
 def _row_blocks(p: Printer) -> tuple[str, str, str]:
-    """Number of rows, rows in a block, number of blocks."""
+    """Return the number of rows, the rows of a block, and the number of blocks."""
     rows = size_product(axis.count for axis in p.plan.row_axes)
     if isinstance(rows, int):
         block = rows_of_block(rows)
@@ -127,19 +127,19 @@ def _row_blocks(p: Printer) -> tuple[str, str, str]:
 
 
 def _count(p: Printer, number: int) -> Size:
-    """Elements of a column reduction."""
+    """Return the number of elements of a column reduction."""
     return p.plan.table[p.nest.stores[number].buffer].extent
 
 
 def _stride(p: Printer, number: int) -> int:
-    """Elements from one partial result to the next: whole cache lines, so that threads do not share one."""
+    """Return the elements from one partial result to the next: whole cache lines, so that threads share none."""
     count = _count(p, number)
     assert isinstance(count, int), "results of symbolic size are collected in place"
     return (count + 63) // 64 * 64
 
 
 def _identity(p: Printer, number: int) -> tuple[str, str]:
-    """Type and identity of a column reduction."""
+    """Return type and identity of a column reduction."""
     store = p.nest.stores[number]
     dtype = p.plan.table[store.buffer].dtype
     return memory_type(dtype), literal(REDUCTIONS[store.mode].identity(dtype), dtype)

@@ -1,7 +1,7 @@
-"""Compiles kernels: one file per core, in parallel, by whatever C++ compiler there is; nothing is built twice.
+"""Compile kernels with the available C++ compiler: one file per core, in parallel, and nothing twice.
 
-The cache is handed in (the pipeline brings `runtime.cache.KernelCache`). A kernel's key covers its text, the prelude,
-the flags, the compiler, the processor and dcompile's version; a graph takes from the cache what any graph built before.
+The pipeline passes in the cache (`runtime.cache.KernelCache`). A kernel's key covers its text, the prelude, the flags,
+the compiler, the processor and dcompile's version. A graph uses every kernel in the cache, whichever graph compiled it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from dcompile.codegen.emit.cpp.library.base import PRELUDE
 from dcompile.codegen.emit.cpp.library.prune import prune_prelude
-from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.emit.target import Built, Cache, KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.logs import report
@@ -41,58 +40,20 @@ from dcompile.toolchain import (
 
 FLAGS = (
     "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w",
-    "-fno-math-errno",  # sqrtf does not vectorise otherwise
+    "-fno-math-errno",  # sqrtf does not vectorize otherwise
     "-fno-trapping-math",  # nor do masked loads and comparisons
     "-ffp-contract=off",  # an fma that appears when two loops are fused would change bits
     "-fwrapv",
-    "-fno-exceptions",  # nothing throws; without, 14 of the linker's 35 ms go to the C++ library
-    "-fno-strict-aliasing",  # one arena holds all dtypes, and a result may take the very memory of an argument
+    "-fno-exceptions",  # nothing throws; otherwise the C++ library takes 14 of the linker's 35 ms
+    "-fno-strict-aliasing",  # one arena holds all dtypes, and a result may overwrite an argument
 )  # fmt: skip
 CRASHED = "internal compiler error"
 SIMPLER = ("-fno-tree-slp-vectorize",)
-"""Without the pass in which g++ 12.2 crashed on some random programs; it changes no value."""
+"""Flag that disables the pass in which g++ 12.2 crashed on some random programs; it changes no value."""
 ADVICE = 'set CXX to a C++ compiler (g++ 9 or later), or run without one: options={"kernels": "aten"}'
 
 
 NONE: Mapping[str, str] = {}
-
-
-class Cache(Protocol):
-    """Where compiled kernels are kept."""
-
-    @property
-    def directory(self) -> Path:
-        """Compilers write their output below here, so that publishing it is a rename."""
-
-    def find(self, key: str) -> Path | None:
-        """The library that holds a kernel, checked; None if it has to be built."""
-
-    def put(self, keys: Sequence[str], built: Path) -> Path:
-        """Take over a library that holds these kernels; returns where it is now."""
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """Where each kernel is, by name; which were compiled now; their keys."""
-
-    libraries: Mapping[str, Path]
-    compiled: frozenset[str]
-    keys: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def built(self) -> int:
-        """How many were compiled now."""
-        return len(self.compiled)
-
-    @property
-    def cached(self) -> frozenset[str]:
-        """Names of those that were there already."""
-        return frozenset(self.libraries) - self.compiled
-
-    @property
-    def cache_hits(self) -> int:
-        """How many were there already."""
-        return len(self.cached)
 
 
 def build(sources: Iterable[KernelSource], config: Config, cache: Cache) -> Built:
@@ -101,20 +62,20 @@ def build(sources: Iterable[KernelSource], config: Config, cache: Cache) -> Buil
 
 
 class Compilers:
-    """The compilers at work for one model: what they have begun for one graph they do not begin for another."""
+    """The running compilers of one model: a kernel started for one graph is not started again for another."""
 
     def __init__(self, config: Config) -> None:
         self._timeout_s = config.compile_timeout_s
         self._begun: dict[str, Future[Path]] = {}
-        """By key: what nobody has waited for yet."""
+        """Compilations without a waiting graph, by key."""
         self._early: set[str] = set()
-        """Those begun before it was known that a graph has them: the first that does has had them built."""
+        """Keys of compilations started before a graph needed them; the first graph that does counts them as built."""
         self._room, self._owner = threading.BoundedSemaphore(workers()), os.getpid()
 
     def begin(
         self, sources: Iterable[KernelSource], cache: Cache, *, early: bool = False, aliases: Mapping[str, str] = NONE
     ) -> Building:
-        """Have compiled what is not in the cache. `aliases`: name -> another key that it is to be found by."""
+        """Start compiling kernels that are not in the cache. `aliases`: name -> another key to store it under."""
         self._after_fork()
         unique = {source.name: source for source in sources}
         if not unique:
@@ -133,7 +94,7 @@ class Compilers:
         return Building(self, keys, libraries, jobs, frozenset(built))
 
     def _after_fork(self) -> None:
-        """A forked process has none of the threads that wait for compilers."""
+        """Reset the state in a forked process, which has none of the threads that wait for compilers."""
         if os.getpid() != self._owner:
             self._begun, self._early = {}, set()
             self._room, self._owner = threading.BoundedSemaphore(workers()), os.getpid()
@@ -152,7 +113,7 @@ class Compilers:
             with room:
                 return _compile(compiler, part, self._timeout_s, cache, names)
 
-        pool = ThreadPoolExecutor(len(parts))  # of its own: a process forked later would miss its threads
+        pool = ThreadPoolExecutor(len(parts))  # a pool of its own: a process forked later would lack its threads
         for part in parts:
             job = pool.submit(compile_part, part)
             found |= {source.name: job for source in part}
@@ -161,7 +122,7 @@ class Compilers:
         return found
 
     def forget(self, keys: Iterable[str]) -> None:
-        """These are in the cache now, or have failed and may be tried again."""
+        """Remove these: they are in the cache now, or have failed and may be tried again."""
         for key in keys:
             self._begun.pop(key, None)
 
@@ -178,7 +139,7 @@ class Building:
 
     @property
     def waits(self) -> bool:
-        """Whether compilers are at work for it."""
+        """Whether compilers are running for it."""
         return not all(job.done() for job in self.jobs.values())
 
     def result(self) -> Built:
@@ -190,7 +151,7 @@ class Building:
 
 
 def balance(sources: Sequence[KernelSource], count: int) -> list[list[KernelSource]]:
-    """Share kernels out so that the parts cost about the same; the same sources give the same parts."""
+    """Split kernels into parts of about equal cost; the same sources give the same parts."""
     parts: list[list[KernelSource]] = [[] for _ in range(min(count, len(sources)))]
     for source in sorted(sources, key=lambda s: (-s.cost, s.name)):
         min(parts, key=lambda part: sum(s.cost for s in part)).append(source)
@@ -198,9 +159,9 @@ def balance(sources: Sequence[KernelSource], count: int) -> list[list[KernelSour
 
 
 def workers() -> int:
-    """Compilers to run at once: this process's share of the cores, with one rank on each of LOCAL_WORLD_SIZE.
+    """Return how many compilers to run at once: this process's share of the cores, given LOCAL_WORLD_SIZE ranks.
 
-    At most MAX_JOBS, which those who build torch's own extensions know.
+    At most MAX_JOBS, the variable that torch's own extension builds use.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     share = max(cores // _number("LOCAL_WORLD_SIZE", 1), 1)
@@ -208,7 +169,7 @@ def workers() -> int:
 
 
 def _number(variable: str, otherwise: int) -> int:
-    """A variable of the environment that is a positive number."""
+    """Return an environment variable as a positive number."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdigit() and int(text) else otherwise
 
@@ -218,7 +179,7 @@ def _number(variable: str, otherwise: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CppCompiler:
-    """A command, what it says its version is, the flags it is run with, and the libraries to link with by name."""
+    """A command, its reported version, its flags, and the names of the libraries to link with."""
 
     command: tuple[str, ...]
     version: str
@@ -227,7 +188,7 @@ class CppCompiler:
 
 
 def find_compiler(timeout_s: int) -> CppCompiler:
-    """$CXX if set, else the first of g++, c++, clang++."""
+    """Return $CXX if set, else the first of g++, c++, clang++."""
     return _probe(tuple(compilers()), os.environ.get("PATH", ""), timeout_s)
 
 
@@ -237,7 +198,7 @@ def _probe(candidates: tuple[tuple[str, ...], ...], path: str, timeout_s: int) -
         if shutil.which(command[0], path=path):
             text = _version(command, timeout_s)
             clang = "clang" in text
-            # clang's OpenMP needs a runtime of its own, a second thread pool beside torch's: simd only, one thread
+            # clang's OpenMP needs its own runtime, with a second thread pool beside torch's: only simd, one thread
             openmp = ("-fopenmp-simd",) if clang else ("-fopenmp",)
             wide = ("-mprefer-vector-width=512",) if "avx512f" in cpu_features().split() else ()
             caches = (f"-DCACHE_BYTES={cache_bytes()}", *(("-DFAR_CACHES",) if caches_are_far() else ()))
@@ -273,7 +234,7 @@ def _key(source: KernelSource, compiler: CppCompiler) -> str:
 
 
 def text_of(sources: Sequence[KernelSource]) -> str:
-    """A whole file, for people: each kernel under the modules that it came from."""
+    """Return a whole file, for people: each kernel after the modules that it came from."""
     notes = [", ".join(source.origin).replace("*/", "* /") or source.name for source in sources]
     text = "\n".join(f"/* {note} */\n{source.text}" for note, source in zip(notes, sources, strict=True))
     return prune_prelude(text) + text
@@ -288,7 +249,7 @@ def _compile(
 ) -> Path:
     """Build one library and publish it in the cache."""
     ordered = sorted(sources, key=lambda source: source.name)
-    # origins are left out: the same kernels make the same file, whichever model asked for them
+    # origins are left out: equal kernels make equal files, whatever model needs them
     kernels = "".join(source.text for source in ordered)
     text = prune_prelude(kernels) + kernels
     try:
@@ -300,10 +261,10 @@ def _compile(
         openmp = (openmp_library(),) if openmp_library() else ()
         libraries = ("-x", "none", "-Wl,--as-needed", *openmp, *compiler.libraries)
         command = (*compiler.command, *compiler.flags, "-x", "c++", "-", *libraries, "-o", str(output))
-        # the compiler's own temporary files go where the output goes
+        # the compiler's temporary files go to the same directory as its output
         environment = {**os.environ, "TMPDIR": str(folder), "LC_ALL": "C"}
         code, hung, messages = run_process(command, text, timeout_s, environment)
-        if not hung and (code < 0 or "signal terminated program" in messages):  # killed, perhaps for want of memory
+        if not hung and (code < 0 or "signal terminated program" in messages):  # killed, perhaps because memory ran out
             code, hung, messages = run_process(command, text, timeout_s, environment)
         name = shlex.join(compiler.command)
         if not hung and CRASHED in messages:
@@ -325,12 +286,12 @@ def _compile(
 def run_process(
     command: Sequence[str], text: str, timeout_s: int, environment: dict[str, str]
 ) -> tuple[int, bool, str]:
-    """(exit code, whether it ran too long, all it printed). Children are ended with it."""
+    """Run a command with input; return (exit code, whether it timed out, its output). Its children are ended, too."""
     return send_text(start_process(command, environment), text, timeout_s)
 
 
 def start_process(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A process that waits for its input; `send_text` or `end_process` has to follow."""
+    """Start a process that waits for its input; the caller must call `send_text` or `end_process`."""
     try:
         return subprocess.Popen(
             command,
@@ -345,7 +306,7 @@ def start_process(command: Sequence[str], environment: dict[str, str]) -> subpro
 
 
 def send_text(process: subprocess.Popen[bytes], text: str, timeout_s: int) -> tuple[int, bool, str]:
-    """Give a process its input and wait for its end, as `run_process`."""
+    """Send a process its input and wait for its end, as `run_process`."""
     try:
         messages, _ = process.communicate(text.encode(), timeout=timeout_s)
         return process.returncode, False, messages.decode(errors="replace")
@@ -356,7 +317,7 @@ def send_text(process: subprocess.Popen[bytes], text: str, timeout_s: int) -> tu
 
 
 def end_process(process: subprocess.Popen[bytes]) -> None:
-    """End a process, and those that it has started, unless it has ended itself."""
+    """End a process and its children, unless it has ended by itself."""
     if process.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -368,7 +329,7 @@ def failure(code: int) -> str:
 
 
 def tail(text: str) -> str:
-    """The end of what a compiler printed: enough to see the cause."""
+    """Return the end of a compiler's output: enough to see the cause."""
     return "\n".join(text.strip().splitlines()[-12:])[-2000:]
 
 
@@ -378,7 +339,7 @@ def _is_space(messages: str, code: int) -> bool:
 
 
 def _can_write(folder: Path) -> bool:
-    """Some compilers do not say that the disk is full: try what they would have needed."""
+    """Write a trial file, since some compilers do not report a full disk."""
     trial = folder / "trial"
     try:
         trial.write_bytes(bytes(1 << 20))

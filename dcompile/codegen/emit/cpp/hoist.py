@@ -1,4 +1,4 @@
-"""Hoist values that are equal in every row: they are computed once, before all rows, into an array of the stack."""
+"""Hoist values that are equal in every row: they are computed once, before all rows, into a stack array."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from dcompile.ir.index import is_symbol, size_product
 from dcompile.ir.nodes import ITEMSIZE, Apply, Const, IndexOf, Ref, Value
 
 MIN_HOIST_ROWS = 8
-"""Rows from which on an array is worth its memory."""
+"""Rows from which an array is worth its memory."""
 MAX_HOISTED_BYTES = 32768
-"""Memory of all hoisted values of a kernel, on the stack."""
+"""Stack memory of all hoisted values of a kernel."""
 MIN_HOIST_COST = 4
-"""Additions from which on a value is hoisted: what a load and a store cost, and a conversion."""
+"""Additions from which a value is hoisted: the cost of a load, a store and a conversion."""
 
 
 def hoist_values(plan: NestPlan) -> NestPlan:
-    """Hoist element values that depend on the place in the row alone: where to read, and with which weights."""
+    """Hoist element values that depend only on the position in the row: where to read, and with which weights."""
     hoisted = find_row_invariant(plan.nest, plan.levels)
     return replace(plan, hoisted=hoisted, kept=dict.fromkeys(hoisted, BEFORE_ROWS)) if hoisted else plan
 
 
 def find_row_invariant(nest: Nest, levels: Levels) -> tuple[Ref, ...]:
-    """Values of elements that depend on nothing but the place in the row, and are used together with what does."""
+    """Return element values that depend only on the position in the row, and have users that do not."""
     if nest.lane or len(nest.elements) != 1 or not nest.rows:
         return ()
     (axis,) = nest.elements
@@ -38,7 +38,7 @@ def find_row_invariant(nest: Nest, levels: Levels) -> tuple[Ref, ...]:
     used |= {arg for ref in levels.live if not same[ref] for arg in operands(nest.body[ref])}
     found, size = list[Ref](), 0
     for ref in sorted(used & levels.live):
-        number = same[ref] and levels.element[ref] and nest.body[ref].dtype != "bool"  # conditions divide loops
+        number = same[ref] and levels.element[ref] and nest.body[ref].dtype != "bool"  # conditions split loops
         costly = number and cone_cost(ref, nest.body, frozenset()) >= MIN_HOIST_COST
         if costly and (size := size + axis.size * ITEMSIZE[nest.body[ref].dtype]) <= MAX_HOISTED_BYTES:
             found.append(ref)
@@ -46,7 +46,7 @@ def find_row_invariant(nest: Nest, levels: Levels) -> tuple[Ref, ...]:
 
 
 def hoisted_computation(plan: NestPlan) -> list[Ref]:
-    """All values that hoisted ones are made of, in order."""
+    """Return all values that hoisted ones are computed from, in order."""
     return sorted(ancestors(plan.nest.body, plan.hoisted))
 
 

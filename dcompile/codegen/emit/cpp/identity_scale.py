@@ -1,6 +1,6 @@
-"""Skip loops that multiply a tensor by one number where that turns out to be 1: its own memory holds the result then.
+"""Skip loops that multiply a tensor by a number that equals 1 at run time, if the result overwrites the tensor.
 
-A loss's backward begins so where its gradient was computed in the forward
+A loss's backward starts with such a loop where the forward computed its gradient
 (`capture/passes/dynamo/loss_gradient_in_forward.py`).
 """
 
@@ -13,7 +13,7 @@ from dcompile.codegen.nest.loop_nest import Nest
 from dcompile.ir.nodes import Apply, Load, Ref
 
 _WIDER = {"bfloat16": ("float32", "float64"), "float16": ("float32", "float64"), "float32": ("float64",)}
-"""What holds every value of a dtype, so that a cast there and back changes nothing."""
+"""Dtypes that hold every value of a dtype, so that a cast there and back changes nothing."""
 
 
 def skip_identity_scale(plan: NestPlan) -> NestPlan:
@@ -23,7 +23,7 @@ def skip_identity_scale(plan: NestPlan) -> NestPlan:
 
 
 def find_scaling(nest: Nest) -> Scaling | None:
-    """What a loop multiplies by what, if that is all that it does, and 1 would leave every element as it is."""
+    """Return a loop's tensor and factor, if it only multiplies them and a factor of 1 changes no element."""
     if len(nest.stores) != 1 or nest.stores[0].mode != "set":
         return None
     (store,) = nest.stores
@@ -44,7 +44,7 @@ def find_scaling(nest: Nest) -> Scaling | None:
 
 
 def _uncast(nest: Nest, ref: Ref) -> tuple[Ref, tuple[str, ...]]:
-    """What was cast, if anything, and the dtypes that it was cast to."""
+    """Return the value before casts, if there are any, and their dtypes."""
     value = nest.body[ref]
     if not isinstance(value, Apply) or value.op != "cast":
         return ref, ()

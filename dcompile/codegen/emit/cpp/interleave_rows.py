@@ -1,4 +1,4 @@
-"""Interleave rows (unroll-and-jam): sums of rows and of columns do little but wait for memory, so several are read."""
+"""Interleave rows (unroll-and-jam): sums of rows and columns mostly wait for memory, so several are read at once."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from dcompile.ir.index import size_product
 from dcompile.ir.nodes import ITEMSIZE, Apply, Const, Load, Reduce, Ref
 
 SUMMED_ROWS = 4
-"""Rows that are added up side by side."""
+"""Rows summed together."""
 ADDED_ROWS = 8
-"""Rows that are added to column sums at a time, where each is one stream from memory."""
+"""Rows added to column sums at a time, each a stream from memory."""
 VECTORS_OF_ROW = 4
-"""Vectors of each of them with AVX-512: whole lines, one after another."""
+"""Vectors of each row with AVX-512: whole cache lines, one after another."""
 MAX_L1_COLUMNS = 4096
-"""Columns up to which sums stay in the first level cache from row to row."""
+"""Columns up to which sums stay in L1 from row to row."""
 
 
 # --- sums of columns --------------------------------------------------------------------------------------------------
 
 
 def interleave_column_sums(plan: NestPlan) -> NestPlan:
-    """Add several rows at a time where all that the kernel does is to add up columns, with little work an element."""
+    """Add several rows at a time in kernels that only sum columns, with little work for each element."""
     nest = plan.nest
     if plan.in_place or not plan.row_axes or plan.pass_count > 1 or plan.pass_roots[0][0] or plan.kept or plan.tile:
         return plan
@@ -58,11 +58,10 @@ def interleave_column_sums(plan: NestPlan) -> NestPlan:
 
 
 def print_added_rows(p: Printer, at: str, high: str, block: str) -> None:
-    """Add some rows at a time to column sums, which are read and written once for all of them.
+    """Print the addition of several rows at a time to column sums, which are then read and written once for all rows.
 
-    Reading several places of memory side by side is faster as well: 8 rows take 0.89 of the time of 4 in float32,
-    0.7 in bfloat16 (Zen 3), 16 rows 0.97 and 1.3. With AVX-512 several vectors of each take 0.93 of the time of
-    one, and in bfloat16 a row at a time 0.7 of it, 0.8 from the caches, of two tensors 0.54 (Zen 5; float32 1.0).
+    Several streams from memory are faster as well: 8 rows take 0.89 of the time of 4 in float32 (docs/lab/constants.md,
+    K5).
     """
     (last,), columns, steps = p.nest.elements, p.plan.columns, VectorStep(p)
     assert isinstance(last.size, int), "columns of symbolic size are not added up together"
@@ -86,7 +85,7 @@ def print_added_rows(p: Printer, at: str, high: str, block: str) -> None:
 
 
 def _open_add(steps: VectorStep, sums: str) -> None:
-    """Begin the function that adds some elements of a row to `sums`, its parameters: where there are vectors."""
+    """Open the function that adds some elements of a row to `sums`, its parameters; only on machines with vectors."""
     p, (last,) = steps.printer, steps.printer.nest.elements
     p.line("#ifdef VECTORS")
     p.open(f"const auto add = [=](int64 r, int64 {last.name}, {sums}) __attribute__((always_inline))")
@@ -96,7 +95,7 @@ def _open_add(steps: VectorStep, sums: str) -> None:
 
 
 def _print_some_rows(p: Printer, at: str, high: str, most: int, short: bool) -> None:
-    """The same for as long as there are so many; of short rows one at a time, with AVX-512."""
+    """Print the loop over groups of `most` rows; `short` rows are added one at a time with AVX-512."""
     (last,), stores = p.nest.elements, p.nest.stores
     places = {n: f"&{name}[{p.index(stores[n].index)} + v * WIDTH]" for n, name in p.plan.columns.items()}
     p.line(f"constexpr int64 rows{most} = {f'WIDTH == 16 ? 1 : {most}' if short else most};")
@@ -113,7 +112,7 @@ def _print_some_rows(p: Printer, at: str, high: str, most: int, short: bool) -> 
 
 
 def _print_across(p: Printer, *lines: str) -> None:
-    """Do the same with each of some vectors of a row."""
+    """Print lines for each of several vectors of a row."""
     p.line(f"#pragma GCC unroll {VECTORS_OF_ROW}")
     p.open("for (int64 v = 0; v < across; v++)")
     for line in lines:
@@ -125,16 +124,12 @@ def _print_across(p: Printer, *lines: str) -> None:
 
 
 def interleave_row_sums(plan: NestPlan) -> NestPlan:
-    """Read rows side by side for a sum that is all a kernel does with their elements.
+    """Interleave rows in a kernel that only sums their elements.
 
-    With four, each its own stream from memory, a sum of rows of 16 MB took 0.86 of the time, 0.94 where it came
-    from farther than the caches (Zen 3). Their accumulators take all sixteen registers: squares gained nothing.
-    With AVX-512 they are read one after another: four at a time took 1.09 of that with two threads, 0.99 with one
-    (Zen 4). There each line is prefetched once before it is read: 0.95 of the time with one thread, 0.99 with two.
-    Where caches are far (Intel's servers), four side by side and prefetched take 0.86 and 0.88 of one after another
-    without, 0.98 and 0.99 of four without. In bfloat16 they take 0.91 to 0.97 of one after another prefetched 4 KB
-    ahead there (8 MB from memory; two threads 0.98 to 1.01, from the caches 0.99 to 1.0), with AVX2's instructions
-    0.77 from memory and 0.87 from the caches, 0.82 and 0.99 with two threads (there).
+    Four rows, each a stream from memory, took 0.86 of the time of one in float32 (docs/lab/constants.md, K6). Their
+    accumulators occupy all sixteen registers of AVX2, so sums of squares gained nothing. With AVX-512, rows are read
+    one after another, and each line is prefetched once. Where caches are far (Intel's servers), four rows are
+    interleaved and prefetched.
     """
     nest, loop, (reduces, stores) = plan.nest, plan.vectors.get(0), plan.pass_roots[0]
     if plan.columns or plan.shared_columns or plan.tile or plan.kept or stores or len(nest.elements) != 1:
@@ -163,7 +158,7 @@ def _is_stream(plan: NestPlan, reduce: Reduce) -> bool:
 
 
 def _summed_load(plan: NestPlan, reduce: Reduce) -> Load | None:
-    """The elements that are added up, if nothing is done to them before: float32, or bfloat16."""
+    """Return the load of a sum's elements, if nothing is done to them before: float32, or bfloat16."""
     match value := plan.nest.body[reduce.arg]:
         case Load(_, _, "float32"):
             return value
@@ -173,7 +168,7 @@ def _summed_load(plan: NestPlan, reduce: Reduce) -> Load | None:
 
 
 def print_summed_rows(p: Printer, ref: Ref) -> Mapping[Ref, str]:
-    """Add up some rows, from `r_at` on, each as one alone would be; returns the sum that row `r` finds."""
+    """Print the sums of several rows, from `r_at` on, each as if alone; return the expression of row `r`'s sum."""
     (last,), n, load = p.nest.elements, p.number(ref), _summed_load(p.plan, p.plan.reduce(ref))
     assert load is not None, "rows that are added up as they are"
     loop = p.plan.vectors[0]

@@ -1,7 +1,7 @@
 """Interleave running sums of several rows: each waits for its own additions, and the others fill the time.
 
-What a row is summed up in, and in what order, stays the same. A row at a time took twice as long
-(float32, 1 MB, Zen 3).
+The accumulator's dtype and the order of each row stay the same. One row at a time took twice as long (float32, 1 MB,
+Zen 3).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from dcompile.ir.index import size_product
 from dcompile.ir.nodes import Load, Reduce, Ref
 
 SCANNED_ROWS = 4
-"""Rows at a time: an addition takes 3 cycles, and L1 holds what goes in and comes out."""
+"""Rows at a time: an addition takes 3 cycles, and L1 holds inputs and outputs."""
 MIN_INTERLEAVED_ROWS = 32
-"""Rows from which on they are taken so: fewer are left to as many threads."""
+"""Rows from which they are interleaved: fewer are left to separate threads."""
 
 
 def interleave_scans(plan: NestPlan) -> NestPlan:
-    """Scan several rows at a time where running sums, one after another, are all that takes long in the kernel."""
+    """Scan several rows at a time in kernels whose running sums take most of the time."""
     nest, rounds = plan.nest, plan.scans.get(0, NO_SCANS)
     if len(rounds.scans) != 1 or rounds.serial:
         return plan
@@ -48,7 +48,7 @@ def interleave_scans(plan: NestPlan) -> NestPlan:
 
 
 def print_scanned_rows(p: Printer, parallel: bool) -> None:
-    """The loop over rows that are scanned together."""
+    """Print the loop over groups of interleaved rows."""
     (last,), rounds = p.nest.elements, p.plan.scans[0]
     (scans,), rows = rounds.scans, p.size(size_product(axis.count for axis in p.nest.rows))
     length = block_length(p.plan)
@@ -73,7 +73,7 @@ def print_scanned_rows(p: Printer, parallel: bool) -> None:
 
 
 def _open_rows(p: Printer) -> None:
-    """One row after another, with its parts of the arrays."""
+    """Open the loop over the rows of a group, with each row's parts of the arrays."""
     p.open("for (int64 r = g; r < g_end; r++)")
     p.name_coordinates("r")
     for ref in sorted(p.plan.scans[0].held):
@@ -83,7 +83,7 @@ def _open_rows(p: Printer) -> None:
 
 
 def _print_arguments(p: Printer, scans: tuple[Ref, ...], blocked: bool, at: str) -> frozenset[Ref]:
-    """Compute what the scans take; returns what arrays hold then, scans included."""
+    """Compute the arguments of the scans; return the values that arrays then hold, scans included."""
     (last,) = p.nest.elements
     _open_rows(p)
     p.line("#pragma omp simd")
@@ -96,7 +96,7 @@ def _print_arguments(p: Printer, scans: tuple[Ref, ...], blocked: bool, at: str)
 
 
 def _print_scans(p: Printer, scans: Iterable[Ref], blocked: bool, at: str) -> None:
-    """All rows by one element, then by the next; or, if some are missing, row by row."""
+    """Advance all rows by one element at a time; an incomplete group runs row by row."""
     (last,), length = p.nest.elements, block_length(p.plan)
     for ref in scans:
         n, kind = p.number(ref), c_type(p.plan.scan(ref).dtype)
@@ -121,7 +121,7 @@ def _print_scans(p: Printer, scans: Iterable[Ref], blocked: bool, at: str) -> No
 
 
 def _print_results(p: Printer, ready: frozenset[Ref], blocked: bool, at: str) -> None:
-    """Compute and store what is made of the scans."""
+    """Compute and store the results of the scans."""
     (last,), stores = p.nest.elements, p.plan.pass_roots[0][1]
     _open_rows(p)
     if all(p.plan.can_store_at_once(n, last.name) for n in stores):

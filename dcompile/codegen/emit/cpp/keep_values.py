@@ -1,4 +1,4 @@
-"""Rematerialize or keep: values that several passes over a row need are recomputed where that is cheap."""
+"""Choose between keeping and rematerializing: values that several passes over a row need are recomputed if cheap."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from dcompile.ir.index import Size, size_product
 from dcompile.ir.nodes import ITEMSIZE, Load, Ref
 
 MAX_KEPT_BYTES = 1 << 18
-"""Stack for values kept from pass to pass. It fits into the second level of caches, from which they come for less than
-an exponential takes: softmax of rows of 32000 took 0.75 of the time in float32 and 0.7 in bfloat16 (Zen 3)."""
+"""Stack bytes for values kept from pass to pass. They fit into L2, from which a load costs less than an exponential.
+Softmax of rows of 32000 took 0.75 of the time in float32 (0.7 in bfloat16, Zen 3)."""
 MIN_KEEP_COST = 10
-"""Additions from which a value is kept rather than recomputed: one exp, about what a store and a load cost."""
+"""Additions from which a value is kept rather than recomputed: one exp, about the cost of a store and a load."""
 MAX_STACK_ELEMENTS = 4096
-"""Elements of a kept value that the stack holds where the length of rows is known at run time only; longer rows are
-kept on the heap."""
+"""Elements of a kept value on the stack where the length of rows is symbolic; longer rows use the heap."""
 
 
 def keep_values(plan: NestPlan) -> NestPlan:
-    """Keep element values from the pass that computes them to later ones where recomputing them costs more."""
+    """Keep element values for later passes where recomputation costs more."""
     if plan.nest.lane:
         return plan
     count = size_product(axis.size for axis in plan.nest.elements)
@@ -54,6 +53,6 @@ def _is_costly(plan: NestPlan, ref: Ref, kept: frozenset[Ref]) -> bool:
 
 
 def _array_bytes(plan: NestPlan, ref: Ref, count: Size) -> int:
-    """Stack that the array of a value takes."""
+    """Return the stack bytes of a value's array."""
     dtype = plan.nest.body[ref].dtype
     return (count if isinstance(count, int) else MAX_STACK_ELEMENTS) * ITEMSIZE["float32" if dtype in MEMORY else dtype]

@@ -1,4 +1,4 @@
-"""Loads of a whole row or of none of it: a pointer decides once a row, rather than a condition at each element."""
+"""Select rows of masked loads by a pointer: one decision for each row replaces a condition at each element."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dcompile.ir.index import ZERO, substitute
 from dcompile.ir.nodes import ITEMSIZE, Load, Ref
 
 ZEROS_BYTES = 16384
-"""Length of the library's `zeros`: rows up to it are read from there where their mask is false."""
+"""Length of the library's `zeros`, which rows with a false mask are read from if they are no longer."""
 
 
 def select_masked_rows(plan: NestPlan) -> NestPlan:
-    """Choose once a row whether a masked load reads memory or zeros."""
+    """Select once a row whether a masked load reads memory or zeros."""
     if plan.nest.lane or plan.shared_elements or len(plan.nest.elements) > 1:
         return plan
     used = (ref for number in range(plan.pass_count) for ref in plan.new_values(number))
@@ -25,7 +25,7 @@ def select_masked_rows(plan: NestPlan) -> NestPlan:
 
 
 def _is_whole_row(plan: NestPlan, ref: Ref) -> bool:
-    """Is this a load of a whole row or of none of it?"""
+    """Is this a load of a whole row, with one mask for all of it?"""
     load, (last,) = plan.nest.body[ref], plan.nest.elements
     if not isinstance(load, Load) or load.mask is None or plan.levels.element[load.mask]:
         return False

@@ -1,4 +1,4 @@
-"""Narrower numbers where they do: NaNs that rounding need not care for, positions that an int32 counts."""
+"""Narrow values: NaNs that need no care in rounding, and positions that fit into an int32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dcompile.codegen.nest.loop_nest import may_exceed
 
 
 def shorten_nans(plan: NestPlan) -> NestPlan:
-    """Shorten the NaNs of numbers of a row where they are read, if elements made of them are rounded to bfloat16."""
+    """Shorten NaNs of row values at their load, if elements computed from them are rounded to bfloat16."""
     if plan.nest.lane:
         return plan
     shortened = to_shorten(plan.nest.body, plan.levels.element, plan.nest.stores)
@@ -20,7 +20,7 @@ def shorten_nans(plan: NestPlan) -> NestPlan:
 
 
 def count_positions(plan: NestPlan) -> NestPlan:
-    """Count elements in an int32 where passes compute with positions: a vector holds twice as many of these."""
+    """Count elements in an int32 where passes compute with positions: a vector holds twice as many."""
     if plan.nest.lane:
         return plan
     found = {number: counter for number in range(plan.pass_count) if (counter := _counter(plan, number))}
@@ -28,7 +28,7 @@ def count_positions(plan: NestPlan) -> NestPlan:
 
 
 def _counter(plan: NestPlan, number: int) -> PositionCounter | None:
-    """What of a pass an int32 can count, if it can count anything there."""
+    """Return the values of a pass that an int32 counter can replace, or None."""
     last, stores = plan.nest.elements[-1], plan.pass_roots[number][1]
     scans = plan.scans.get(number, NO_SCANS)
     at_once = all(plan.can_store_at_once(n, last.name) for n in stores)

@@ -1,4 +1,4 @@
-"""How C++ spells operations, types and constants, and which reductions OpenMP knows."""
+"""C++ spellings of operations, types and constants, and the reductions that OpenMP supports."""
 
 from __future__ import annotations
 
@@ -32,24 +32,8 @@ SPELLING: Mapping[str, str] = {
     "where": "{0} ? {1} : {2}", "cast": "to_{dtype}({0})",
 }  # fmt: skip
 
-VECTOR_FUNCTIONS = frozenset((
-    "exp", "exp2", "tanh", "sigmoid", "erf", "one_plus_erf", "sin", "cos", "pow", "fmod", "mod", "tan", "asin", "acos",
-    "atan2", "sinh",
-    "cosh", "erfc", "log", "log1p", "log2", "log10", "expm1", "asinh", "acosh", "atanh", "philox",
-))  # fmt: skip
-"""Ops that are faster on explicit vectors. So is rounding to bfloat16, and are float16's conversions."""
-ROUNDING = frozenset(("floor", "ceil", "trunc", "round"))
-VECTOR_ARITHMETIC = VECTOR_FUNCTIONS | ROUNDING | {
-    "add", "sub", "mul", "div", "neg", "abs", "min", "max", "sqrt", "rsqrt", "reciprocal",
-}  # fmt: skip
-COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge", "isnan", "signbit"))
-LOGIC = frozenset(("and", "or", "xor", "not"))
-RANDOM_BITS = frozenset(("cast", "lt", "and", "shr"))
-"""Ops that take an int32 and a number: random bits and their shares."""
-SLOW = frozenset(("div", "sqrt", "rsqrt", "reciprocal"))
-"""Ops that delay the loads after them: few fill what a processor has in flight."""
 FLOATS = frozenset(("float32", "bfloat16", "float16"))
-"""Dtypes that vectors of floats are read from and written to."""
+"""Dtypes that vectors of floats are loaded from and stored to."""
 
 MEMORY = {"bool": "uint8", "bfloat16": "u16", "float16": "u16"}
 COMPOUND = {"sum": "+", "prod": "*", "any": "|", "all": "&"}
@@ -64,7 +48,7 @@ def c_type(dtype: str) -> str:
 
 
 def literal(value: bool | int | float, dtype: str) -> str:
-    """A constant as C++ text that reads back as exactly this value."""
+    """Return a constant as C++ text that reads back as exactly this value."""
     kind = DTYPES[dtype]
     if kind == "bool":
         return "true" if value else "false"
@@ -82,7 +66,7 @@ def literal(value: bool | int | float, dtype: str) -> str:
 
 
 def clause(reduce: Reduce) -> str:
-    """The operator of an OpenMP reduction."""
+    """Return the operator of an OpenMP reduction."""
     if reduce.dtype == "bool" and reduce.op in ("max", "min"):
         return {"max": "|", "min": "&"}[reduce.op]
     return COMPOUND.get(reduce.op, reduce.op)

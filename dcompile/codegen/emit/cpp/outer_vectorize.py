@@ -1,9 +1,8 @@
-"""Vectorize rows: passes over `OUTER_VECTOR_ROWS` rows at a time, where neighbours in memory belong to different rows.
+"""Vectorize along rows: passes over `OUTER_VECTOR_ROWS` rows together, where adjacent elements are in different rows.
 
-Each row value is an array over the rows, and so is what a reduction collects. Passes over floats are written in vectors
-along the rows, two at a time; a reduction takes some elements of each row before it goes on to the next rows, so that
-what it collects stays in registers meanwhile: a sum over a middle dimension took 0.6 of the time, softmax 0.67, in
-float16 0.3 (Zen 3).
+Each row value is an array over the rows, and so is each accumulator. Passes over floats use vectors along the rows, two
+at a time. A reduction takes several elements of each row before the next rows, so that accumulators stay in registers
+meanwhile. A sum over a middle dimension took 0.6 of the time, softmax 0.67, in float16 0.3 (Zen 3).
 """
 
 from __future__ import annotations
@@ -25,18 +24,19 @@ from dcompile.ir.nodes import ITEMSIZE, Const, Ref
 from dcompile.ir.ops import REDUCTIONS
 
 GROUP = 8
-"""Elements of each row that a reduction takes at a time: the longest run of float additions.
+"""Elements of each row that a reduction takes at a time: the longest run of float32 additions.
 
-Runs are added up in float64."""
+Runs are added up in float64.
+"""
 COLLECTED = {"sum": "{0} + {1}", "prod": "{0} * {1}", "max": "greater({1}, {0})", "min": "lesser({1}, {0})"}
-"""Reductions that are written in vectors: what is collected with one more. The largest is NaN from the first one on."""
+"""Vectorized reductions: the accumulator combined with one more value. A maximum stays NaN from the first NaN on."""
 
 
 # --- the decision -----------------------------------------------------------------------------------------------------
 
 
 def vectorize_rows(plan: NestPlan) -> NestPlan:
-    """Write passes over several rows at a time in vectors along the rows, where that can be done and is faster."""
+    """Write passes over several rows in vectors along the rows, where that is possible and faster."""
     if plan.nest.lane is None:
         return plan
     lane = plan.nest.lane.name
@@ -57,7 +57,7 @@ def _gains(plan: NestPlan, number: int, name: str) -> bool:
 
 
 def _used(plan: NestPlan, number: int) -> set[Ref]:
-    """What a pass makes use of."""
+    """Return the values that a pass uses."""
     targets = plan.targets(number)
     return {ref for value in plan.needed(number, targets) for ref in operands(plan.nest.body[value])} | {*targets}
 
@@ -66,13 +66,13 @@ def _used(plan: NestPlan, number: int) -> set[Ref]:
 
 
 def lane_of(p: Printer) -> Axis:
-    """The variable of rows that are computed side by side."""
+    """Return the variable of the rows that are computed together."""
     assert p.nest.lane is not None
     return p.nest.lane
 
 
 def open_lane(p: Printer, simd: bool, start: str = "0") -> None:
-    """Begin the loop over rows side by side."""
+    """Open the loop over the rows computed together."""
     lane = lane_of(p)
     if simd:
         p.line("#pragma omp simd")
@@ -94,7 +94,7 @@ def read_row_values(p: Printer, refs: Iterable[Ref], vectors: VectorStep | None 
 
 
 def print_lane_pass(p: Printer, number: int) -> None:
-    """One pass over several rows at a time."""
+    """Print one pass over several rows at a time."""
     for ref in p.plan.pass_roots[number][0]:
         reduce, name = p.plan.reduce(ref), f"s{p.number(ref)}"
         kind = "float64" if _is_long(p, ref) else c_type(reduce.dtype)
@@ -112,12 +112,12 @@ def print_lane_pass(p: Printer, number: int) -> None:
 
 
 def _is_long(p: Printer, ref: Ref) -> bool:
-    """Is this collected in float64?"""
+    """Is this reduction accumulated in float64?"""
     return p.plan.reduce(ref).op == "sum" and p.plan.reduce(ref).dtype == "float32"
 
 
 def _print_plain(p: Printer, number: int, scans: Sequence[Ref], start: str = "0") -> None:
-    """The plain loop over the rows, for one element of each."""
+    """Print the plain loop over the rows, for one element of each."""
     reduces, stores = p.plan.pass_roots[number]
     open_lane(p, simd=all(p.plan.can_store_at_once(n, lane_of(p).name) for n in stores), start=start)
     read_row_values(p, _used(p.plan, number))
@@ -135,7 +135,7 @@ def _print_plain(p: Printer, number: int, scans: Sequence[Ref], start: str = "0"
 
 
 def _print_groups(p: Printer, number: int) -> None:
-    """Some elements of each row at a time where the pass reduces, otherwise one."""
+    """Print a pass: groups of elements of each row where it reduces, otherwise one element at a time."""
     last = p.nest.elements[-1]
     if not p.plan.pass_roots[number][0]:
         for axis in p.nest.elements:
@@ -155,7 +155,7 @@ def _print_groups(p: Printer, number: int) -> None:
 
 
 def _print_vectors(p: Printer, number: int, each: str) -> None:
-    """The loop over the rows in vectors, and the plain one for the rows that are left, or without vectors.
+    """Print the vector loop over the rows, and the plain one for remaining rows or machines without vectors.
 
     `each`: the loop over elements inside, if there are several.
     """
@@ -194,10 +194,10 @@ def _print_vectors(p: Printer, number: int, each: str) -> None:
 
 
 def _prefetch_elements(p: Printer, number: int) -> None:
-    """Where caches are far, prefetch what the same rows hold a little further: as near as rows are, memory is not read
+    """Prefetch the next elements of the same rows where caches are far.
 
-    ahead by itself. A sum over a middle dimension took 0.94 of the time, in bfloat16 0.68, softmax over it 0.92 and
-    0.85 (Intel's servers, 16 and 8 MB).
+    Rows are so close that hardware prefetch misses them: a sum over a middle dimension took 0.94 of the time
+    (docs/lab/constants.md, K7).
     """
     last = p.nest.elements[-1].name
     for load in far_loads(p.plan, number, lane_of(p).name):

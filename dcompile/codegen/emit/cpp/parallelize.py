@@ -1,4 +1,4 @@
-"""Threads: whether a kernel has several, and whether they share rows, blocks of one long row, or columns."""
+"""Distribute a kernel among threads: by rows, by blocks of one long row, or by columns."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from dcompile.ir.index import Var
 from dcompile.ir.nodes import Reduce, Scan
 
 MIN_PARALLEL_WORK = 32768
-"""Element operations from which a kernel has several threads: about 10 us, what waking a thread pool costs."""
+"""Element operations from which a kernel uses several threads: about 10 us, the cost of waking a thread pool."""
 COLUMNS_OF_THREAD = 64
-"""Columns that a thread takes, where threads share rows, are a multiple of this: whole cache lines."""
+"""Columns of a thread are a multiple of this where threads share rows: whole cache lines."""
 MAX_RUN = 4096
-"""Longest run of float additions into one vector of accumulators; runs are added up in float64."""
+"""Longest run of float32 additions into one vector of accumulators; runs are added up in float64."""
 
 
 def parallelize(plan: NestPlan) -> NestPlan:
-    """Share rows among threads where there is work enough; sizes that only the call knows are asked at run time."""
+    """Share rows among threads if there is enough work; work of symbolic size is checked at run time."""
     return replace(plan, parallel=True) if may_exceed(plan.work, MIN_PARALLEL_WORK) else plan
 
 
 def share_columns(plan: NestPlan) -> NestPlan:
-    """Let threads share columns where column reductions are collected in place, as in an embedding's gradient.
+    """Share columns among threads where column reductions are accumulated in place, as in an embedding's gradient.
 
-    Each must keep its values apart along the innermost variable, whatever the row is.
+    Each element along the innermost variable must store to its own address, whatever the row is.
     """
     last, stores = plan.nest.elements[-1], plan.nest.stores
     if not (plan.in_place and plan.parallel) or any(plan.nest.row_stores):
@@ -41,7 +41,7 @@ def share_columns(plan: NestPlan) -> NestPlan:
 
 
 def _keeps_apart(plan: NestPlan, number: int, axis: Axis) -> bool:
-    """Do different elements along an axis never store to one place?"""
+    """Do different elements along an axis always store to different addresses?"""
     index, size = plan.nest.stores[number].index, axis.size
     others = [coefficient for monomial, coefficient in index.terms if monomial != (Var(axis.name),)]
     unit = index.coefficient(axis.name)
@@ -56,7 +56,7 @@ def _keeps_apart(plan: NestPlan, number: int, axis: Axis) -> bool:
 
 
 def share_elements(plan: NestPlan) -> NestPlan:
-    """Let threads take blocks of one long row, whose results are combined in order."""
+    """Share blocks of one long row among threads, and combine their results in order."""
     if plan.row_axes or len(plan.nest.elements) != 1 or not may_exceed(plan.nest.elements[0].size, 2 * MAX_RUN):
         return plan
     serial = any(isinstance(value, Scan) for value in plan.nest.body)

@@ -1,4 +1,4 @@
-"""The plan of a kernel: a nest, all that is decided about it before it is printed, and questions about both.
+"""The plan of a kernel: a nest, all decisions about it before printing, and queries on both.
 
 `make_plan` decides nothing: its text is plain loops on one thread. The rows of `NEST_PASSES` (`pipeline.py`) then fill
 in one decision each, as pure functions from a plan to a plan. The printer reads the plan and decides nothing.
@@ -19,16 +19,16 @@ from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, IndexOf, Load, Reduce, Re
 from dcompile.ir.ops import OPS
 
 BEFORE_ROWS = -1
-"""The pass that computes hoisted values."""
+"""Number of the pass that computes hoisted values."""
 FIRST_DECISION = 7
-"""Fields of a plan before this one are what decisions are made from."""
+"""Number of fields before the decisions, which decisions are made from."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransposeTile:
     """A tile whose accesses are transposed in registers: `across` is contiguous in memory, `along` is the simd loop.
 
-    `loads` and `stores` (by number) are what is transposed, with the elements between neighbours along `along`.
+    `loads` and `stores` (by number) are the transposed accesses, with the elements between neighbours along `along`.
     """
 
     across: Axis
@@ -48,18 +48,18 @@ class TransposeTile:
         return self.across.divides and self.along.divides
 
     def corner(self, index: Index) -> Index:
-        """Where a tile begins in memory."""
+        """Return the index of a tile's first element in memory."""
         names = (self.across.name, self.along.name)
         return substitute(index, {name: var(f"{name}_low") for name in names}, {})
 
     def extent(self, axis: Axis) -> str:
-        """Elements of a tile along one of its variables."""
+        """Return the elements of a tile along one of its variables."""
         return str(axis.tile) if self.full else f"{axis.name}_high - {axis.name}_low"
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """A tensor, which is stored at the places that it is read at, and the value that it is multiplied by."""
+    """A tensor that is stored at the indices of its load, and the value that it is multiplied by."""
 
     tensor: Load
     number: Ref
@@ -67,7 +67,7 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class ScanRounds:
-    """The scans of each round of a pass, and the values that block arrays hold: scans, and what is costly.
+    """The scans of each round of a pass, and the values in block arrays: scans, and costly values.
 
     A `serial` pass has no arrays and one round: it is one loop, one element after another.
     """
@@ -82,7 +82,7 @@ NO_SCANS = ScanRounds()
 
 @dataclass(frozen=True, slots=True)
 class GatherPrefetch:
-    """A load of a row of a large table, and the load that says which row."""
+    """A load of a row of a large table, and the load of the row's number."""
 
     table: Load
     position: Load
@@ -90,27 +90,27 @@ class GatherPrefetch:
 
 @dataclass(frozen=True, slots=True)
 class VectorLoop:
-    """How a pass is written in vectors."""
+    """The vectorization of a pass."""
 
     guard: str
-    """The macro of the machines on which it is."""
+    """Macro that is defined on the machines that use it."""
     step: str = ""
-    """What a step takes (`vectorize.STEP_ELEMENTS`)."""
+    """Vectors of a step (`vectorize.STEP_ELEMENTS`)."""
     accumulators: int = 1
     searched: Ref | None = None
-    """The condition whose first place is all that the pass looks for."""
+    """The condition, if the pass only searches for its first position."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatePass:
-    """The last pass of a row, which runs beside pass `host` of the next row."""
+    """The software-pipelined last pass of a row, which runs in the steps of pass `host` of the next row."""
 
     number: int
     host: int
     kept: tuple[Ref, ...]
-    """What rows keep for it."""
+    """Values that rows keep for it."""
     step: str
-    """What one of its steps takes (`vectorize.STEP_ELEMENTS`)."""
+    """Vectors of one of its steps (`vectorize.STEP_ELEMENTS`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,29 +119,29 @@ class NestPlan:
 
     nest: Nest
     table: Mapping[str, Buffer]
-    """The buffers of the loop."""
+    """Buffers of the loop."""
     levels: Levels
     pass_roots: tuple[tuple[tuple[Ref, ...], tuple[int, ...]], ...]
-    """For each pass: its reductions, and its element stores."""
+    """Reductions and element stores of each pass."""
     exact: Mapping[str, frozenset[Ref]]
-    """Narrow dtype -> float values that it holds as they are."""
+    """16-bit dtype -> float values that it represents exactly."""
     short_nans: frozenset[Ref]
-    """Float values whose NaNs have no bits that bfloat16 has not."""
+    """Float values whose NaNs have no bits beyond those of bfloat16."""
     read_again: frozenset[str] = frozenset()
-    """Buffers that are read again once the kernel is through."""
+    """Buffers that later steps read again."""
     scaling: Scaling | None = None
-    """Return at once where the tensor would be multiplied by 1 in its own memory."""
+    """Return at once if the tensor would be multiplied by 1 in its own memory."""
     parallel: bool = False
     """Share rows, or blocks of one long row, among threads."""
     shared_elements: bool = False
     """Threads share the elements of one long row."""
     in_place: bool = False
-    """Collect column reductions in the results themselves."""
+    """Accumulate column reductions in the results themselves."""
     shared_columns: Axis | None = None
     """Threads share columns instead: each takes a part of this variable in every row."""
     tile: TransposeTile | None = None
     shortened: frozenset[Ref] = frozenset()
-    """Loads of the row whose NaNs are shortened where they are read."""
+    """Loads of row values whose NaNs are shortened at the load."""
     hoisted: tuple[Ref, ...] = ()
     """Element values that are equal in every row: computed once, before all rows."""
     kept: Mapping[Ref, int] = field(default_factory=dict)
@@ -151,32 +151,32 @@ class NestPlan:
     selected_rows: frozenset[Ref] = frozenset()
     """Masked loads that read through a pointer of their row: to the row, or to zeros."""
     counters: Mapping[int, PositionCounter] = field(default_factory=dict)
-    """Passes that count their elements in an int32 -> what that stands for."""
+    """Passes that count their elements in an int32 -> the values that it replaces."""
     copies: bool = False
-    """All that the kernel does is to write what it reads."""
+    """The kernel only writes the elements that it reads."""
     streamed: frozenset[int] = frozenset()
     """Stores that bypass the caches."""
     next_row: tuple[Load, ...] = ()
-    """Loads of the next row that are prefetched, and the pass that does so."""
+    """Loads of the next row, which pass `next_row_pass` prefetches."""
     next_row_pass: int | None = None
     gathers: tuple[GatherPrefetch, ...] = ()
-    """Rows of tables that are prefetched before the indices of later rows are reached."""
+    """Rows of tables that are prefetched before their row numbers are used."""
     vectors: Mapping[int, VectorLoop] = field(default_factory=dict)
     """Passes over elements that are written in vectors."""
     row_vectors: frozenset[int] = frozenset()
     """Passes over several rows at a time (`nest.lane`) that are written in vectors along the rows."""
     late: LatePass | None = None
-    """Software pipelining: the last pass runs beside the next row."""
+    """Software pipelining: the last pass runs during the next row."""
     interleaved_scans: bool = False
     interleaved_sum: Ref | None = None
-    """The sum for which rows are read side by side."""
+    """The sum whose rows are interleaved."""
     interleaved_columns: bool = False
-    """Rows are added to column sums side by side."""
+    """Interleave rows that are added to column sums."""
     pieces: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    """Passes whose loop is split -> where each part begins and ends."""
+    """Passes whose loop is split -> the bounds of each part."""
 
     def decisions(self) -> Iterator[str]:
-        """What has been decided, a line each: the name of a field and its value."""
+        """Yield the decisions, one line each: the name of a field and its value."""
         for decided in fields(self)[FIRST_DECISION:]:
             if value := getattr(self, decided.name):
                 shown = sorted(value) if isinstance(value, frozenset) else value
@@ -186,22 +186,25 @@ class NestPlan:
 
     @property
     def pass_count(self) -> int:
-        """Passes over a row."""
+        """Number of passes over a row."""
         return len(self.pass_roots)
 
     @property
     def columns(self) -> dict[int, str]:
-        """Column reductions: the number of each store, and the name of what collects it."""
+        """Column reductions: the number of each store, and the name of its accumulator."""
         return {n: f"q{n}" for n, store in enumerate(self.nest.stores) if store.mode != "set"}
 
     def targets(self, number: int) -> list[Ref]:
-        """The values that a pass needs for its reductions and stores."""
+        """Return the values that a pass needs for its reductions and stores."""
         reduces, stores = self.pass_roots[number]
         uses = [ref for n in stores for ref in store_operands(self.nest.stores[n])]
         return [self.reduce(ref).arg for ref in reduces] + uses
 
     def needed(self, number: int, targets: Iterable[Ref], held: frozenset[Ref] = frozenset()) -> list[Ref]:
-        """Element values that `targets` are made of, in order; kept ones of earlier passes and held ones end it."""
+        """Return the element values that `targets` depend on, in order, up to held ones and those of earlier passes.
+
+        Values of earlier passes are those that these keep.
+        """
         stack, seen = list(targets), set[Ref]()
         while stack:
             ref = stack.pop()
@@ -212,15 +215,15 @@ class NestPlan:
         return sorted(seen)
 
     def pass_values(self, number: int) -> list[Ref]:
-        """Element values that a pass needs."""
+        """Return the element values that a pass needs."""
         return self.needed(number, self.targets(number))
 
     def new_values(self, number: int) -> list[Ref]:
-        """Element values that a pass computes or reads itself: none that an earlier one keeps."""
+        """Return the element values that a pass computes or loads itself, none kept by an earlier pass."""
         return [ref for ref in self.pass_values(number) if self.kept.get(ref, number) == number]
 
     def vector_values(self, number: int) -> list[Ref]:
-        """The element values of a pass, without positions that are only compared."""
+        """Return the element values of a pass, without positions that are only compared."""
         targets = self.targets(number)
         needed, used = self.needed(number, targets), set(targets)
         for ref in needed:
@@ -228,11 +231,11 @@ class NestPlan:
         return [ref for ref in needed if ref in used]
 
     def new_vector_values(self, number: int) -> list[Ref]:
-        """Those of `vector_values` that are not kept from earlier passes."""
+        """Return those of `vector_values` that are not kept from earlier passes."""
         return [ref for ref in self.vector_values(number) if self.kept.get(ref, number) == number]
 
     def _has_known_places(self, number: int, ref: Ref) -> bool:
-        """Are the places of a value's elements known without a vector of them?"""
+        """Are the positions of a value's elements known without a vector of them?"""
         value, counter = self.nest.body[ref], self.counters.get(number)
         is_random = isinstance(value, Apply) and value.op == "philox"
         return is_random or (counter is not None and ref in counter.matches)
@@ -251,28 +254,28 @@ class NestPlan:
         return as_size(self.nest.points * (self.cost(range(len(self.nest.body))) + len(self.nest.stores)))
 
     def cost(self, refs: Iterable[Ref]) -> int:
-        """Cost of some values for one element, in additions."""
+        """Return the cost of some values for one element, in additions."""
         values = (self.nest.body[ref] for ref in refs)
         return sum(OPS[value.op].cost if isinstance(value, Apply) else 1 for value in values)
 
     def bytes_of(self, name: str) -> Size:
-        """Bytes from a buffer's first to its last element."""
+        """Return the bytes from a buffer's first to its last element."""
         return as_size(self.table[name].extent * ITEMSIZE[self.table[name].dtype])
 
     def has_bytes(self, name: str, least: float) -> bool:
-        """Is a buffer known to be as large as that?"""
+        """Is a buffer known to have at least `least` bytes?"""
         return isinstance(size := self.bytes_of(name), int) and size >= least
 
     # --- values and stores ---
 
     def reduce(self, ref: Ref) -> Reduce:
-        """A value that is a reduction."""
+        """Return a value as a reduction."""
         value = self.nest.body[ref]
         assert isinstance(value, Reduce)
         return value
 
     def scan(self, ref: Ref) -> Scan:
-        """A value that is a scan."""
+        """Return a value as a scan."""
         value = self.nest.body[ref]
         assert isinstance(value, Scan)
         return value
@@ -286,7 +289,7 @@ class NestPlan:
         return store.mode != "set" and not depends
 
     def can_store_at_once(self, number: int, name: str) -> bool:
-        """May neighbours along `name` make this store at the same time?"""
+        """May neighbours along `name` execute this store at the same time?"""
         store = self.nest.stores[number]
         if store.mode == "set":
             return True
@@ -302,7 +305,7 @@ class NestPlan:
         return direct or any(self._varies(operand, name) for operand in operands(value))
 
     def constant_stride(self, index: Index, name: str) -> int | None:
-        """Elements between neighbours along `name` in memory, if they are the same number everywhere."""
+        """Return the elements between neighbours along `name` in memory, if that is one number everywhere."""
         if any(self.nest.lane or self.levels.element[int(v[1:])] for v in index.variables if v[0] == "v"):
             return None
         found = stride(index, name)
@@ -314,11 +317,11 @@ class NestPlan:
 
 
 NestDecision: TypeAlias = Callable[[NestPlan], NestPlan]
-"""A row of `NEST_PASSES`: the same plan with one more decision."""
+"""A row of `NEST_PASSES`: returns the same plan with one more decision."""
 
 
 def make_plan(nest: Nest, table: Mapping[str, Buffer], read_again: frozenset[str] = frozenset()) -> NestPlan:
-    """The plan that decides nothing: plain loops on one thread."""
+    """Return the plan without decisions: plain loops on one thread."""
     found = find_levels(nest)
     roots = tuple(_roots(nest, found, number) for number in range(max(found.store_at) + 1))
     exact = {narrow: round_values(nest.body, narrow) for narrow in ("bfloat16", "float16")}
@@ -326,7 +329,7 @@ def make_plan(nest: Nest, table: Mapping[str, Buffer], read_again: frozenset[str
 
 
 def _roots(nest: Nest, levels: Levels, number: int) -> tuple[tuple[Ref, ...], tuple[int, ...]]:
-    """Reductions and element stores of a pass."""
+    """Return the reductions and element stores of a pass."""
     live = sorted(levels.live)
     reduces = tuple(r for r in live if isinstance(nest.body[r], Reduce) and levels.known[r] == number + 1)
     stores = (n for n, row in enumerate(nest.row_stores) if not row and levels.store_at[n] == number)

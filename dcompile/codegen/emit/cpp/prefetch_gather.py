@@ -1,4 +1,4 @@
-"""Prefetch rows of a large table that are read where an index says, since no processor foresees them."""
+"""Prefetch rows of a large table that are addressed by an index, since hardware prefetch cannot predict them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from dcompile.ir.index import ZERO, substitute, var
 from dcompile.ir.nodes import ITEMSIZE, Const, Load, Ref
 
 PREFETCH_ROWS = 4
-"""How many rows ahead. Bags of rows of 1 KB of a table of 4 MB took 0.86, 0.79, 0.76 and 0.74 of the time with 1, 2, 4
-and 8 (Zen 5)."""
+"""Rows ahead: bags of rows of 1 KB took 0.76 of the time with 4 (docs/lab/constants.md, K9)."""
 MIN_ROW_BYTES, MAX_ROW_BYTES = 64, 2048
-"""Bytes of a row that are prefetched: a cache line at least; behind the most, memory is read ahead by itself."""
+"""Bytes of a row that are prefetched: at least a cache line; hardware prefetch takes over after the most."""
 
 
 def prefetch_gathers(plan: NestPlan) -> NestPlan:
-    """Prefetch, at the start of a row, the rows of tables that a later one reads."""
+    """Prefetch, at the start of a row, the rows of tables that a later row reads."""
     nest = plan.nest
     if nest.lane or not nest.rows or len(nest.elements) != 1 or nest.rows[-1].tile > 1:
         return plan
@@ -30,7 +29,7 @@ def prefetch_gathers(plan: NestPlan) -> NestPlan:
 
 
 def _position_of(plan: NestPlan, load: Load) -> Load | None:
-    """What is loaded to say which row of a large table this load reads, if the next row's can be loaded as well."""
+    """Return the load of the row number that this load uses, if the table is large and the next number loadable."""
     (last,), row = plan.nest.elements, plan.nest.rows[-1].name
     refs = runtime_refs(load.index)
     if len(refs) != 1 or plan.levels.element[refs[0]] or not plan.has_bytes(load.buffer, MIN_PREFETCH_BYTES):
@@ -46,7 +45,7 @@ def _position_of(plan: NestPlan, load: Load) -> Load | None:
 
 
 def _source(plan: NestPlan, ref: Ref) -> Load | None:
-    """The only tensor that a position is made from."""
+    """Return the load of the only tensor that a position is computed from."""
     value = plan.nest.body[ref]
     if isinstance(value, Load):
         return _plain_load(value)
@@ -59,7 +58,7 @@ def _plain_load(value: object) -> Load | None:
 
 
 def print_gather_prefetches(p: Printer) -> None:
-    """Prefetch, at the start of a row, the rows of tables that a later one reads."""
+    """Prefetch, at the start of a row, the rows of tables that a later row reads."""
     if not p.plan.gathers:
         return
     row, last, shared = p.nest.rows[-1], p.nest.elements[-1], p.plan.shared_columns

@@ -15,7 +15,7 @@ from dcompile.codegen.nest.loop_nest import Axis, Nest
 from dcompile.ir.analysis import runtime_refs
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, is_symbol, size_product
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Value
-from dcompile.ir.ops import DTYPES, REDUCTIONS
+from dcompile.ir.ops import DTYPES, OPS, REDUCTIONS
 
 
 class Printer:
@@ -26,17 +26,17 @@ class Printer:
         self.lines: list[str] = []
         self.depth = 1
         self.arguments: dict[str, str] = {}
-        """Buffers -> the arguments that they are."""
+        """Buffers -> their arguments."""
         self.symbols: dict[str, str] = {}
-        """Size symbols -> the arguments that they are."""
+        """Size symbols -> their arguments."""
         self.numbers: dict[Ref, int] = {}
         self.declared: set[str] = set()
-        """Variables that later lines find declared."""
+        """Variables declared by earlier lines."""
         self.checked = False
-        """Whether a value may fail: an integer division by zero, or a position outside."""
+        """Whether a value may fail: an integer division by zero, or a position out of range."""
         indices = [v.index for v in plan.nest.body if isinstance(v, Load)] + [s.index for s in plan.nest.stores]
         self._positions = {ref for index in indices for ref in runtime_refs(index)}
-        """Values that say where to read or write."""
+        """Values that are run-time indices of loads or stores."""
 
     @property
     def nest(self) -> Nest:
@@ -50,18 +50,18 @@ class Printer:
         self.lines.append("  " * self.depth + text)
 
     def open(self, text: str) -> None:
-        """Begin a block."""
+        """Open a block."""
         self.line(text + " {")
         self.depth += 1
 
     def close(self, count: int = 1) -> None:
-        """End some blocks."""
+        """Close some blocks."""
         for _ in range(count):
             self.depth -= 1
             self.line("}")
 
     def local_function(self, head: Callable[[Sequence[str]], str], body: Callable[[], None]) -> list[str]:
-        """Print a lambda: `head` makes its beginning from the lines that `body` prints. Returns these lines."""
+        """Print a lambda: `head` makes its first line from the lines that `body` prints. Returns these lines."""
         begin = len(self.lines)
         self.depth += 1
         body()
@@ -72,12 +72,12 @@ class Printer:
         return lines
 
     def open_axis(self, axis: Axis, bounded: bool = False) -> None:
-        """Begin the loop over an axis."""
+        """Open the loop over an axis."""
         low, high = self.bounds(axis, bounded)
         self.open(f"for (int64 {axis.name} = {low}; {axis.name} < {high}; {axis.name}++)")
 
     def open_blocks(self, axis: Axis, block: int) -> None:
-        """Begin a loop over blocks of an axis."""
+        """Open a loop over blocks of an axis."""
         name, size = axis.name, self.size(axis.size)
         self.open(f"for (int64 {name}_low = 0; {name}_low < {size}; {name}_low += {block})")
         self.line(f"const int64 {name}_high = {name}_low + {block} < {size} ? {name}_low + {block} : {size};")
@@ -100,24 +100,24 @@ class Printer:
     # --- names, sizes and places ---
 
     def argument(self, buffer: str) -> str:
-        """The argument that a buffer is."""
+        """Return the argument of a buffer."""
         return self.arguments.setdefault(buffer, f"a{len(self.arguments)}")
 
     def symbol(self, name: str) -> str:
-        """The argument that a size symbol is."""
+        """Return the argument of a size symbol."""
         return self.symbols.setdefault(name, f"d{len(self.symbols)}")
 
     def number(self, ref: Ref) -> int:
-        """The number in a value's names."""
+        """Return the number in a value's names."""
         return self.numbers.setdefault(ref, len(self.numbers))
 
     def name(self, ref: Ref) -> str:
-        """A value that has been declared, or a constant."""
+        """Return the name of a declared value, or a constant's text."""
         value = self.nest.body[ref]
         return literal(value.value, value.dtype) if isinstance(value, Const) else f"t{self.number(ref)}"
 
     def index(self, index: Index) -> str:
-        """A position, as an expression."""
+        """Return a position as an expression."""
         parts = []
         for monomial, coefficient in index.terms:
             factors = [self._atom(atom) for atom in monomial]
@@ -141,32 +141,32 @@ class Printer:
                 return f"(({self.index(base)}) % {self.size(divisor)})"
 
     def size(self, size: Size) -> str:
-        """A length, in parentheses unless it is a number or a name."""
+        """Return a length, in parentheses unless it is a number or a name."""
         if isinstance(size, int):
             return str(size)
         text = self.index(size)
         return text if text.isidentifier() else f"({text})"
 
     def bounds(self, axis: Axis, bounded: bool) -> tuple[str, str]:
-        """Where a loop over an axis begins and ends."""
+        """Return the bounds of a loop over an axis."""
         tiled = any(row.name == axis.name and row.tile > 1 for row in self.nest.rows)
         if bounded or tiled or axis == self.plan.shared_columns:
             return f"{axis.name}_low", f"{axis.name}_high"
         return "0", self.size(axis.size)
 
     def place(self, buffer: str, index: Index) -> str:
-        """An element in memory."""
+        """Return an element in memory."""
         return f"{self.argument(buffer)}[{self.index(index)}]"
 
     def place_in_row(self) -> str:
-        """Position of an element in its row."""
+        """Return the position of an element in its row."""
         text = ""
         for axis in self.nest.elements:
             text = f"({text}) * {self.size(axis.size)} + {axis.name}" if text else axis.name
         return text
 
     def if_worthwhile(self) -> str:
-        """Whether there is work for several threads, where the sizes decide: a clause for the pragma."""
+        """Return a clause for the pragma if the sizes decide whether there is work for several threads."""
         work = self.plan.work
         return "" if isinstance(work, int) else f" if({self.size(work)} > {MIN_PARALLEL_WORK})"
 
@@ -177,7 +177,7 @@ class Printer:
     # --- values ---
 
     def expression(self, value: Value) -> str:
-        """The right-hand side of a value's declaration."""
+        """Return the right-hand side of a value's declaration."""
         body = self.nest.body
         match value:
             case Const(number, dtype):
@@ -197,7 +197,7 @@ class Printer:
             ):
                 return f"picked({self.name(mask)}, {', '.join(map(self.name, args))})"
             case Apply(op, args, dtype):
-                if DTYPES[body[args[0]].dtype] == "int" and op in ("floordiv", "truncdiv", "mod", "fmod", "within"):
+                if DTYPES[body[args[0]].dtype] == "int" and OPS[op].fails is not None:
                     self.checked = True
                 text = self.spelling(value).format(*map(self.name, args), dtype=dtype)
                 return f"{dtype}({text})" if dtype in ("int8", "int16", "uint8") else text
@@ -214,21 +214,21 @@ class Printer:
         return SPELLING["cast"].format(decoded(self.name(arg), source), dtype=dtype)
 
     def _is_gathered(self, ref: Ref) -> bool:
-        """Is this read where a value of the element says? No loop with such a load is vectorised."""
+        """Is this loaded at an index that an element value gives? No loop with such a load is vectorized."""
         value = self.nest.body[ref]
         if isinstance(value, Apply) and value.op == "cast":
             return self._is_gathered(value.args[0])
         return isinstance(value, Load) and not all(map(self._is_fixed_in_row, runtime_refs(value.index)))
 
     def is_zero_anyway(self, mask: Ref, arg: Ref, other: Ref) -> bool:
-        """Does a masked load give the zero that is to be taken where its mask is false?"""
+        """Does a masked load already return the zero that is selected where its mask is false?"""
         load, zero = self.nest.body[arg], self.nest.body[other]
         return (
             isinstance(load, Load) and load.mask == mask and isinstance(zero, Const) and str(zero.value) in ("0", "0.0")
         )
 
     def spelling(self, value: Apply) -> str:
-        """How an operation is written; beside a constant, only the other argument may be NaN."""
+        """Return the spelling of an operation; next to a constant, only the other argument may be NaN."""
         if value.op == "exp" and value.dtype == "float32" and self._is_at_most_0(value.args[0]):
             return "exp_below_({0})"
         last = self.nest.body[value.args[-1]]
@@ -238,14 +238,14 @@ class Printer:
         return SPELLING[value.op]
 
     def _is_at_most_0(self, ref: Ref) -> bool:
-        """Is this an element minus the largest one (or NaN)? Softmax's exponentials need half the care then."""
+        """Is this an element minus the maximum (or NaN)? Softmax's exponentials then need half the care."""
         match self.nest.body[ref]:
             case Apply("sub", (x, top), "float32"):
                 return self.nest.body[top] == Reduce("max", x, "float32")
         return False
 
     def declare(self, ref: Ref, counter: PositionCounter | None = None) -> None:
-        """Compute a value; `counter` is what the loop around it counts in an int32."""
+        """Declare a value; `counter` lists the values that the loop counts in an int32."""
         value, plan = self.nest.body[ref], self.plan
         if isinstance(value, Const):
             return
@@ -263,29 +263,29 @@ class Printer:
         self.line(f"const {c_type(value.dtype)} {self.name(ref)} = {text};")
 
     def array_of(self, ref: Ref) -> str:
-        """The element that a load reads from a pointer of the row or from a transposed tile; empty if from neither."""
+        """Return the element that a load reads from a row pointer or a transposed tile; empty if from neither."""
         if ref in self.plan.selected_rows:
             return f"z{self.number(ref)}[{self.nest.elements[-1].name}]"
         tile = self.plan.tile
         return f"x{self.number(ref)}[{tile.place}]" if tile and ref in tile.loads else ""
 
     def _is_fixed_in_row(self, ref: Ref) -> bool:
-        """Is an index that a value gives the same for a whole row? Then `position` stands before the loop over the row.
+        """Is an index value equal for a whole row? Then `position` is called before the loop over the row.
 
-        Loops that have it inside are not vectorised: embeddings took 1.7 times as long, sums into rows 3.3 times.
+        Loops with that call inside are not vectorized: embeddings took 1.7 times as long, sums into rows 3.3 times.
         """
         value, element = self.nest.body[ref], self.plan.levels.element[ref]
         return self.nest.lane is None and not element and not isinstance(value, Const | Reduce)
 
     def declare_once(self, name: str, dtype: str, size: str = "") -> str:
-        """A variable of the row; a later pass finds it there."""
+        """Declare a variable of the row, unless an earlier pass has."""
         if name not in self.declared:
             self.declared.add(name)
             self.line(f"{'alignas(64) ' if size else ''}{c_type(dtype)} {name}{size};")
         return name
 
     def declare_kept(self, ref: Ref, count: Size) -> None:
-        """The array of a value that is kept from pass to pass."""
+        """Declare the array of a value that is kept from pass to pass."""
         kind, name = c_type(self.nest.body[ref].dtype), f"r{self.number(ref)}"
         if isinstance(count, int):
             self.line(f"alignas(64) {kind} {name}[{max(count, 1)}];")
@@ -298,7 +298,7 @@ class Printer:
     # --- stores and reductions ---
 
     def store(self, number: int) -> None:
-        """Write one store's value to its place."""
+        """Print one store."""
         store = self.nest.stores[number]
         dtype = self.plan.table[store.buffer].dtype
         value = self.name(store.value)
@@ -312,7 +312,7 @@ class Printer:
         self.line(f"{place} = {packed};")
 
     def combine(self, mode: str, place: str, value: str, dtype: str) -> str:
-        """A statement that adds a value to what is at `place`."""
+        """Return a statement that combines a value with the one at `place`."""
         op = REDUCTIONS[mode].combine
         assert op is not None
         if dtype == "bool" and mode in ("max", "min"):
@@ -320,7 +320,7 @@ class Printer:
         return f"{place} = {c_type(dtype)}({SPELLING[op].format(place, value, dtype=dtype)});"
 
     def accumulate(self, ref: Ref, value: str) -> None:
-        """Take a value into the accumulator of a reduction, in a form that OpenMP recognises."""
+        """Combine a value with a reduction's accumulator, in a form that OpenMP recognizes."""
         s, how = f"s{self.number(ref)}", clause(self.plan.reduce(ref))
         if how in ("max", "min"):
             self.line(f"{s} = {value} {'>' if how == 'max' else '<'} {s} ? {value} : {s};")

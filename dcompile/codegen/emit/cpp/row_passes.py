@@ -28,13 +28,13 @@ from dcompile.ir.nodes import ITEMSIZE, Const, Load, Reduce, Ref
 from dcompile.ir.ops import REDUCTIONS
 
 MAX_BLOCKS = 1024
-"""Blocks at most that threads take of one long row."""
+"""Most blocks of one long row for threads."""
 
 
 def print_row(p: Printer, late: LateRow | None = None, sums: Mapping[Ref, str] = NO_SUMS) -> None:
-    """All passes over one row (over `OUTER_VECTOR_ROWS` rows, if there is a lane).
+    """Print all passes over one row (over `OUTER_VECTOR_ROWS` rows, if there is a lane).
 
-    `late`: the last pass runs beside the next row. `sums`: reductions that are known already.
+    `late`: the last pass runs during the next row. `sums`: reductions that are known already.
     """
     print_gather_prefetches(p)
     count, early = size_product(axis.size for axis in p.nest.elements), late.late.kept if late else ()
@@ -57,7 +57,7 @@ def print_row(p: Printer, late: LateRow | None = None, sums: Mapping[Ref, str] =
 
 
 def print_row_values(p: Printer, number: int) -> None:
-    """Row values that become known after pass `number - 1`, and their stores."""
+    """Print the row values that are known after pass `number - 1`, and their stores."""
     body, levels, lane = p.nest.body, p.plan.levels, p.nest.lane
     rows = (ref for ref in sorted(levels.live) if not levels.element[ref] and levels.known[ref] == number)
     here = [ref for ref in rows if not isinstance(body[ref], Const)]
@@ -99,7 +99,7 @@ def _name_result(p: Printer, ref: Ref) -> None:
 
 
 def _print_pass(p: Printer, number: int, late: LateRow | None, sums: Mapping[Ref, str], *, plain: bool = False) -> None:
-    """One pass over the elements of the row; a `plain` one is for machines without vectors."""
+    """Print one pass over the elements of the row; `plain`: without its vector loop."""
     if not any(p.plan.pass_roots[number]):
         return
     if p.nest.lane:
@@ -111,7 +111,7 @@ def _print_pass(p: Printer, number: int, late: LateRow | None, sums: Mapping[Ref
 
 
 class ElementPass:
-    """Prints a pass of one thread over the elements of a row, with its plain loop and the one in `vectors`, if any."""
+    """Prints a pass of one thread over a row's elements, with its plain loop and its vector loop, if any."""
 
     def __init__(self, printer: Printer, number: int, vectors: VectorLoop | None) -> None:
         self.printer, self.number, self.vectors = printer, number, vectors
@@ -128,7 +128,7 @@ class ElementPass:
         """Position of an element in block arrays."""
 
     def print(self, late: LateRow | None, sums: Mapping[Ref, str]) -> None:
-        """What the pass accumulates in, its loops, and what becomes of that."""
+        """Print the pass's accumulators, its loops, and the use of the accumulators."""
         p, partial = self.printer, sorted(self.partial)
         for ref in self.reduces:
             _open_accumulator(p, ref, "w" if ref in partial else "s", wide=ref in partial)
@@ -167,7 +167,7 @@ class ElementPass:
             p.line(p.combine(store.mode, place, f"c{n}", p.plan.table[store.buffer].dtype))
 
     def _print_loops(self, ready: frozenset[Ref], late: LateRow | None, sums: Mapping[Ref, str]) -> None:
-        """The innermost loops: in vectors, and the plain one or its parts; or one copy."""
+        """Print the innermost loops: the vector loop, and the plain loop or its parts; or one copy."""
         p, plan, number, last = self.printer, self.printer.plan, self.number, self.last
         low, high = p.bounds(last, self.blocked)
         if self.counter:
@@ -190,7 +190,7 @@ class ElementPass:
         p.close(bool(self.counter))
 
     def _open_counter(self, counter: PositionCounter, low: str) -> None:
-        """Begin to count in an int32, where that stands for a value of the pass."""
+        """Start an int32 counter that stands for a value of the pass."""
         p = self.printer
         p.open("")
         p.line(f"int32 place = {low};")
@@ -198,7 +198,7 @@ class ElementPass:
             p.line(f"const int32 e{p.number(ref)} = as_place({p.name(ref)});")
 
     def _print_loop(self, begin: str, end: str, ready: frozenset[Ref]) -> None:
-        """The plain loop over elements, or a part of it. `ready` is what block arrays hold."""
+        """Print the plain loop over elements, or a part of it. `ready`: values in block arrays."""
         p, plan, last, number = self.printer, self.printer.plan, self.last, self.number
         stores = (*self.stores, *self.scalars)
         if not self.scans.serial and all(plan.can_store_at_once(n, last.name) for n in stores):
@@ -217,7 +217,7 @@ class ElementPass:
 
 
 def _print_copy(p: Printer, stores: Iterable[int], last: Axis, bounds: tuple[str, str]) -> None:
-    """Write elements past the caches, as they are read."""
+    """Copy elements with streaming stores."""
     (low, high), tile = bounds, p.plan.tile
     p.line(f"const int64 {last.name} = {low};")
     for n in stores:
@@ -250,7 +250,7 @@ def _simd_pragma(p: Printer, reduces: Iterable[Ref], scalars: Iterable[int], cou
 
 
 def _long_sums(plan: NestPlan, number: int) -> frozenset[Ref]:
-    """Float sums too long, or too nested, for one vector of accumulators."""
+    """Return float32 sums too long, or too nested, for one vector of accumulators."""
     long = len(plan.nest.elements) > 1 or may_exceed(plan.nest.elements[-1].size, 2 * MAX_RUN)
     sums = (r for r in plan.pass_roots[number][0] if plan.reduce(r).op == "sum" and plan.reduce(r).dtype == "float32")
     return frozenset(sums) if long else frozenset()
@@ -267,7 +267,7 @@ def _open_accumulator(p: Printer, ref: Ref, prefix: str, wide: bool) -> None:
 
 
 def _combine_elements(p: Printer, reduces: Iterable[Ref], stores: Iterable[int]) -> None:
-    """What becomes of an element: reductions, then stores."""
+    """Print an element's reductions, then its stores."""
     for ref in reduces:
         value = p.name(p.plan.reduce(ref).arg)
         p.accumulate(ref, value)
@@ -281,7 +281,7 @@ def _combine_elements(p: Printer, reduces: Iterable[Ref], stores: Iterable[int])
 
 
 def _print_shared_pass(p: Printer, number: int) -> None:
-    """A pass over one long row; the blocks depend on its length only, so the result on no number of threads."""
+    """Print a pass over one long row; blocks depend only on its length, so the result is independent of threads."""
     (axis,), (reduces, stores), wide = p.nest.elements, p.plan.pass_roots[number], _long_sums(p.plan, number)
     block, blocks, most = _blocks_of_row(p, axis)
     for ref in reduces:
@@ -318,7 +318,7 @@ def _print_shared_pass(p: Printer, number: int) -> None:
 
 
 def _blocks_of_row(p: Printer, axis: Axis) -> tuple[int | str, int | str, int]:
-    """Length and number of blocks of one long row, and their greatest number."""
+    """Return length and number of blocks of one long row, and the largest number."""
     if isinstance(axis.size, int):
         block = MAX_RUN * math.ceil(axis.size / (MAX_RUN * MAX_BLOCKS))
         return block, math.ceil(axis.size / block), math.ceil(axis.size / block)

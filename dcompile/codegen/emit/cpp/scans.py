@@ -1,9 +1,9 @@
-"""Scans within a row: a block of the row at a time, first what goes in, side by side, then one element after another.
+"""Scans within a row, one block at a time: first vectorized arguments, then the scan, one element after another.
 
-A pass with scans takes several rounds over each block: a round computes what the next scans take and runs these over
-the block in memory; the last round is the pass's own. So whatever surrounds a scan is vectorised, and a row of any
-length needs no more memory than a block. The order of combination is that of the row, as eager's, on any number of
-threads and whatever else the kernel does.
+A pass with scans takes several rounds over each block. A round computes the arguments of the next scans and runs these
+over the block in memory; the last round is the pass's own. So everything around a scan is vectorized, and a row of any
+length needs no more memory than a block. The order of combination is the row's, as in eager mode, on any number of
+threads and with any fusion.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dcompile.ir.ops import OPS, SCANS
 MAX_SERIAL_COST = 8
 """Additions for each element up to which a pass with scans is one loop, one element after another."""
 SCAN_BLOCK = 1024
-"""Elements of a block: 8 KB of float64 for each scan, so that a few of them share L1 with what they are made from."""
+"""Elements of a block: 8 KB of float64 for each scan, so that a few scans and their arguments share L1."""
 NONE_READY: frozenset[Ref] = frozenset()
 
 
@@ -40,7 +40,7 @@ def block_scans(plan: NestPlan) -> NestPlan:
 
 
 def _scan_rounds(plan: NestPlan, number: int) -> ScanRounds:
-    """What a pass has to scan, in rounds: a scan comes after those that its argument is made of."""
+    """Return the scans of a pass in rounds: a scan follows those that its argument depends on."""
     body, depth = plan.nest.body, dict[Ref, int]()
     targets = plan.targets(number)
     needed, new = plan.needed(number, targets), plan.new_values(number)
@@ -63,14 +63,14 @@ def _scan_rounds(plan: NestPlan, number: int) -> ScanRounds:
 
 
 def _is_serial(plan: NestPlan, needed: Iterable[Ref], scans: Iterable[Ref]) -> bool:
-    """Is there so little besides the scans that it may wait for them? Float sums take long enough by themselves."""
+    """Is there so little work besides the scans that it may wait for them? Float sums alone take too long."""
     cost = sum(OPS[value.op].cost for ref in needed if isinstance(value := plan.nest.body[ref], Apply))
     slow = all(plan.scan(ref).op not in ("max", "min") and "float" in plan.scan(ref).dtype for ref in scans)
     return cost <= MAX_SERIAL_COST and not slow
 
 
 def scan_arguments(plan: NestPlan, scans: Iterable[Ref]) -> list[Ref]:
-    """What scans take."""
+    """Return the arguments of scans."""
     return [plan.scan(ref).arg for ref in scans]
 
 
@@ -78,7 +78,7 @@ def scan_arguments(plan: NestPlan, scans: Iterable[Ref]) -> list[Ref]:
 
 
 def open_scans(p: Printer, number: int) -> None:
-    """Memory of a block, and what each scan carries from block to block."""
+    """Declare a block's memory, and the values that scans carry from block to block."""
     rounds = p.plan.scans.get(number, NO_SCANS)
     for ref in sorted(rounds.held):
         p.declare_once(f"h{p.number(ref)}", p.nest.body[ref].dtype, f"[{block_length(p.plan)}]")
@@ -88,13 +88,13 @@ def open_scans(p: Printer, number: int) -> None:
 
 
 def block_length(plan: NestPlan) -> int:
-    """Elements of a block array."""
+    """Return the elements of a block array."""
     size = plan.nest.elements[-1].size
     return max(min(size, SCAN_BLOCK) if isinstance(size, int) else SCAN_BLOCK, 1)
 
 
 def print_rounds(p: Printer, number: int, axis: Axis, blocked: bool, at: str) -> frozenset[Ref]:
-    """All rounds over a block but the last; returns what that finds in block arrays."""
+    """Print all rounds over a block but the last; return the values that block arrays then hold."""
     ready, rounds = NONE_READY, p.plan.scans.get(number, NO_SCANS)
     for group in () if rounds.serial else rounds.scans:
         p.line("#pragma omp simd")
@@ -123,9 +123,9 @@ def declare_elements(
     at: str = "",
     counter: PositionCounter | None = None,
 ) -> frozenset[Ref]:
-    """Declare the element values of a pass that `targets` are made of, and hold what is to be held at `at`.
+    """Declare the element values of a pass that `targets` depend on, and store held values at `at`.
 
-    `ready` is what block arrays hold already. Returns what was declared.
+    `ready`: values in block arrays already. Returns the declared values.
     """
     plan, place = p.plan, p.place_in_row()
     held = plan.scans.get(number, NO_SCANS).held
@@ -149,13 +149,13 @@ def declare_elements(
 
 
 def advance_scan(p: Printer, ref: Ref, carried: str) -> None:
-    """The next value of a scan, from what it carries."""
+    """Declare the next value of a scan, from the value it carries."""
     p.line(scan_step(p.plan, ref, carried, p.name(p.plan.scan(ref).arg)))
     p.line(f"const {c_type(p.plan.scan(ref).dtype)} {p.name(ref)} = {carried};")
 
 
 def scan_step(plan: NestPlan, ref: Ref, carried: str, value: str) -> str:
-    """A statement that takes a value into what a scan carries."""
+    """Return a statement that combines a value with the one that a scan carries."""
     scan = plan.scan(ref)
     combine = SCANS[scan.op].combine
     assert combine is not None
@@ -163,13 +163,13 @@ def scan_step(plan: NestPlan, ref: Ref, carried: str, value: str) -> str:
 
 
 def identity_of(plan: NestPlan, ref: Ref) -> str:
-    """What a scan begins with."""
+    """Return the initial value of a scan."""
     scan = plan.scan(ref)
     return literal(SCANS[scan.op].identity(scan.dtype), scan.dtype)
 
 
 def open_row_scans(p: Printer, needed: Iterable[Ref]) -> list[Ref]:
-    """What each scan carries from element to element, for `OUTER_VECTOR_ROWS` rows side by side."""
+    """Declare the values that each scan carries from element to element, for `OUTER_VECTOR_ROWS` rows together."""
     scans = [ref for ref in needed if isinstance(p.nest.body[ref], Scan)]
     for ref in scans:
         carried = p.declare_once(f"u{p.number(ref)}", p.plan.scan(ref).dtype, f"[{OUTER_VECTOR_ROWS}]")

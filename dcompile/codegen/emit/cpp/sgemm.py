@@ -1,11 +1,11 @@
-"""float32 GEMM for processors on which ATen's library leaves half of the vector unit unused.
+"""float32 GEMM for processors whose AVX-512 units ATen's library does not use.
 
-ATen's float32 GEMM is MKL's. On processors that are not Intel's, MKL does not use AVX-512: 105 GFLOP/s on one
-core of an AMD EPYC (Zen 5), where the kernel below reaches 235 (`python -m benchmarks.gemm`). It is one function for
-all sizes, compiled once per machine. The algorithm is that of Goto and van de Geijn, "Anatomy of high-performance
-matrix multiplication", ACM TOMS 34 (2008): a block of the left matrix is packed for L2, a panel of the right one for
-L1, and a tile of the result is held in registers over a whole panel. Each element is summed up in the order of the
-inner dimension, 256 products at a time, wherever the tiles and threads fall: its value depends on nothing else.
+ATen's float32 GEMM is MKL's, which does not use AVX-512 on processors other than Intel's. It reaches 105 GFLOP/s on one
+core of an AMD EPYC (Zen 5), where the kernel below reaches 235 (`python -m benchmarks.gemm`). One function serves all
+sizes and is compiled once per machine. The algorithm is that of Goto and van de Geijn, "Anatomy of high-performance
+matrix multiplication", ACM TOMS 34 (2008). It packs a block of the left matrix for L2 and a panel of the right one for
+L1. A tile of the result is held in registers over a whole panel. Each element is summed in the order of the inner
+dimension, 256 products at a time. So its value does not depend on tiles and threads.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ATEN_MATMULS = ("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "at
 
 
 def replace_matmuls(program: Program) -> dict[int, LibraryReplacement]:
-    """The library calls of a program, by their position among the steps, that the function computes."""
+    """Return the library calls of a program, by position among the steps, that the function computes."""
     table = program.table
     found = {n: replace_matmul(step, table) for n, step in enumerate(program.steps) if isinstance(step, Extern)}
     return {position: call for position, call in found.items() if call is not None}
 
 
 def replace_matmul(step: Extern, table: Mapping[str, Buffer]) -> LibraryReplacement | None:
-    """How the function computes `step`; None if it does not: other dtypes, vectors, results in strided pieces."""
+    """Return the replacement of `step`; None for other dtypes, vectors, and strided results."""
     if step.op not in ATEN_MATMULS or step.mode != "out" or step.outs[0] is None:
         return None
     if any(value != 1 for name, value in step.kwargs if name in ("alpha", "beta")):
@@ -41,7 +41,7 @@ def replace_matmul(step: Extern, table: Mapping[str, Buffer]) -> LibraryReplacem
     if not all(_is_float_matrix(table[view.buffer]) for view in (*added, left, right, out)):
         return None
     a, b, c, *start = (_Matrix.of(view, len(out.shape)) for view in (left, right, out, *added))
-    if c.column != 1:  # a result that is stored column by column: the GEMM of the transposed matrices
+    if c.column != 1:  # a column-major result: the GEMM of the transposed matrices
         a, b, c, start = b.transposed(), a.transposed(), c.transposed(), [matrix.transposed() for matrix in start]
     if any(matrix.column != 1 for matrix in (c, *start)) or any(size == 1 for size in (c.rows, c.columns, a.columns)):
         return None
@@ -58,7 +58,7 @@ def _is_float_matrix(buffer: Buffer) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """Sizes, and the elements from one matrix of a batch, one row, one column to the next."""
+    """Sizes, and the strides of a batch, of rows and of columns."""
 
     view: View | None
     rows: Size
@@ -69,20 +69,20 @@ class _Matrix:
 
     @classmethod
     def of(cls, view: View, dims: int) -> _Matrix:
-        """`view` as matrices in so many dimensions: dimensions of one element, or none, are repeated."""
+        """Return `view` as matrices in `dims` dimensions: dimensions of one element, or none, are repeated."""
         lead = dims - len(view.shape)
         sizes = [*([1] * lead), *view.shape]
         steps = [0 if size == 1 else step for size, step in zip(sizes, [*([0] * lead), *view.strides], strict=True)]
         return cls(view, sizes[-2], sizes[-1], steps[0] if dims == 3 else 0, steps[-2], steps[-1])
 
     def transposed(self) -> _Matrix:
-        """The transposed matrices, in the same memory."""
+        """Return the transposed matrices, in the same memory."""
         return _Matrix(self.view, self.columns, self.rows, self.batch, self.column, self.row)
 
 
 @functools.cache
 def source() -> KernelSource:
-    """The function; every graph that needs it has the same one."""
+    """Return the function; every graph that needs it has the same one."""
     name = "p" + hashlib.sha256(_TEXT.encode()).hexdigest()[:24]
     return KernelSource(name, _TEXT.replace("NAME", name), (), cost=600, checked=False, origin=("matrix products",))
 

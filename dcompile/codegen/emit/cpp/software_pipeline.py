@@ -1,10 +1,10 @@
-"""Software pipelining: the last pass over a row runs beside the next row, so that memory takes results in meanwhile.
+"""Software pipelining: the last pass over a row runs during the next row, so that its stores overlap with computation.
 
-The last pass over a row does nothing but write, and the processor waits for memory in it; in the pass before, with its
-exponentials, memory waits for the processor. A thread keeps what the last pass needs of its row, and takes each of its
-steps beside one over the next row: cross-entropy with its gradient took 0.68 of the time so (128 rows of 32000 in
-float32, one thread; 0.73 with two, Zen 4). What the row has kept from pass to pass is read before the next row writes
-there, so it is held once.
+The last pass over a row only writes, and the processor waits for memory in it. In the pass before, with its
+exponentials, memory waits for the processor. A thread keeps the last pass's inputs of its row, and runs each of its
+steps together with one over the next row. Cross-entropy with its gradient took 0.68 of the time (128 rows of 32000 in
+float32, one thread; 0.73 with two, Zen 4). Each step reads the kept values before the next row overwrites them, so one
+copy suffices.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dcompile.ir.index import size_product
 from dcompile.ir.nodes import Scan
 
 _NAMES = re.compile(r"\b[tie]\d+\b")
-"""What a row may have named."""
+"""Pattern of names that a row may have declared."""
 
 
 def pipeline_last_pass(plan: NestPlan) -> NestPlan:
-    """Run the last pass of a row beside the next row: it only writes, by whole vectors; so goes the pass beside it."""
+    """Run the last pass of a row during the next row, if it only stores, and if it and its host use whole vectors."""
     nest, number = plan.nest, plan.pass_count - 1
     if not plan.parallel or nest.lane or plan.columns or plan.shared_columns or plan.tile or len(nest.elements) != 1:
         return plan
@@ -47,12 +47,12 @@ def pipeline_last_pass(plan: NestPlan) -> NestPlan:
     if last.size % STEP_ELEMENTS[step] or not has_vectors(plan, number):
         return plan
     late = LatePass(number, host, kept, step)
-    # the last pass, which may be the busiest, is no longer one of its row: its host prefetches the next row
+    # the last pass, perhaps the busiest, is no longer one of its row: its host prefetches the next row
     return vectorize(replace(plan, late=late, next_row_pass=host if plan.next_row else None))
 
 
 def _can_host(plan: NestPlan, number: int) -> bool:
-    """Does a pass go through the row by whole vectors, one behind the other?"""
+    """Does a pass go through the row in whole vectors, one after another?"""
     (last,), loop = plan.nest.elements, plan.vectors.get(number)
     if loop is None or number in plan.counters or not plan.selected_rows.isdisjoint(plan.new_values(number)):
         return False
@@ -62,7 +62,7 @@ def _can_host(plan: NestPlan, number: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LateRow:
-    """Prints the last pass of the row that waits: as a function, which each step beside the next row calls."""
+    """Prints the last pass of the waiting row: as a function that each step of the next row calls."""
 
     printer: Printer
     late: LatePass
@@ -70,7 +70,7 @@ class LateRow:
     """Parameters of the function: type, name, and the value at the end of the row's own passes."""
 
     def print_beside(self, step: str, at: str) -> None:
-        """Beside a step of the host: take the same elements of the row that waits."""
+        """In a step of the host pass: run the last pass of the waiting row on the same elements."""
         p, width = self.printer, step_width(self.late.step)
         p.open("if (waits)")
         for n in range(STEP_ELEMENTS[step] // STEP_ELEMENTS[self.late.step]):
@@ -78,7 +78,7 @@ class LateRow:
         p.close()
 
     def leave(self) -> None:
-        """In place of the last pass: let the row wait. Without vectors, the pass follows."""
+        """In place of the last pass: let the row wait. Without vectors, the pass follows here."""
         p = self.printer
         p.line("#ifdef VECTORS")
         for _, name, value in self.given:
@@ -87,7 +87,7 @@ class LateRow:
         p.line("#else")
 
     def close(self) -> None:
-        """After a thread's rows: the last pass over the last of them."""
+        """After a thread's rows: run the last pass of the last row."""
         p, (last,), width = self.printer, self.printer.nest.elements, step_width(self.late.step)
         p.line("#ifdef VECTORS")
         loop = f"for (int64 {last.name} = 0; {last.name} < {last.size}; {last.name} += {width})"
@@ -99,7 +99,7 @@ class LateRow:
 
 
 def open_late_row(p: Printer) -> LateRow | None:
-    """Before a thread's rows: what it keeps of the row before, and a step of that row's last pass."""
+    """Before a thread's rows: declare the values kept of the row before, and a step of its last pass."""
     if (late := p.plan.late) is None:
         return None
     (last,), stores = p.nest.elements, p.plan.pass_roots[late.number][1]
@@ -122,7 +122,7 @@ def open_late_row(p: Printer) -> LateRow | None:
 
 
 def _given(p: Printer, lines: Iterable[str]) -> tuple[tuple[str, str, str], ...]:
-    """What lines use of their row."""
+    """Return the row values that these lines use."""
     used = {name for line in lines for name in _NAMES.findall(line)}
     rows = [("int64", axis.name, axis.name) for axis in p.nest.rows if axis.name in used]
     levels = p.plan.levels

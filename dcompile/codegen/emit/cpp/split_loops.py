@@ -1,4 +1,4 @@
-"""Split loops into parts of an axis within which it is known what is read (index-set splitting)."""
+"""Split loops into parts of an axis where index comparisons and quotients are constant (index-set splitting)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dcompile.ir.index import Div, Index, Mod, Var, substitute, var
 from dcompile.ir.nodes import Apply, IndexOf, Load, Ref, Store, Value
 
 MAX_PIECES = 8
-"""Parts at most that a loop is written in."""
+"""Most parts of a loop."""
 
 
 def split_loops(plan: NestPlan) -> NestPlan:
-    """Split the loops of plain passes that only store, where comparisons of positions or quotients turn."""
+    """Split the loops of plain passes that only store, at the positions where comparisons or quotients change."""
     if plan.nest.lane or plan.shared_elements:
         return plan
     found = {number: pieces for number in range(plan.pass_count) if len(pieces := _pieces_of_pass(plan, number)) > 1}
@@ -25,7 +25,7 @@ def split_loops(plan: NestPlan) -> NestPlan:
 
 
 def _pieces_of_pass(plan: NestPlan, number: int) -> tuple[tuple[int, int], ...]:
-    """The parts of a pass's loop; none where it is written otherwise."""
+    """Return the parts of a pass's loop; none where it is written in another form."""
     (reduces, stores), axis = plan.pass_roots[number], plan.nest.elements[-1]
     late = plan.late is not None and number == plan.late.number  # its plain loop is for machines without vectors
     if reduces or not stores or number in plan.counters or (number in plan.vectors and not late):
@@ -40,10 +40,10 @@ def _pieces_of_pass(plan: NestPlan, number: int) -> tuple[tuple[int, int], ...]:
 
 
 def find_pieces(nest: Nest, axis: Axis, needed: Iterable[Ref], stores: Iterable[Store]) -> list[tuple[int, int]]:
-    """Parts of a whole axis within which comparisons of positions with numbers, and quotients, have one result.
+    """Return parts of a whole axis where comparisons of positions with numbers, and quotients, are constant.
 
-    What is joined (cat, pad) or rolled is then read where it is, and not looked for at each
-    element: two rows of 2 to 3 KB took 0.45 to 0.67 of the time, images with a frame 0.85, rolled rows 0.4.
+    Joined (cat, pad) or rolled tensors are then read without a lookup at each element. Two rows of 2 to 3 KB took 0.45
+    to 0.67 of the time, images with a frame 0.85, rolled rows 0.4.
     """
     assert isinstance(axis.size, int)
     values = [nest.body[ref] for ref in needed]
@@ -59,13 +59,13 @@ def find_pieces(nest: Nest, axis: Axis, needed: Iterable[Ref], stores: Iterable[
 
 
 def indices(values: Iterable[Value], stores: Iterable[Store]) -> Iterator[Index]:
-    """Where these read and write."""
+    """Yield the indices of loads and stores."""
     yield from (value.index for value in values if isinstance(value, Load | IndexOf))
     yield from (store.index for store in stores)
 
 
 def _turns(index: Index, name: str, size: int) -> Iterator[int]:
-    """Where a quotient in an index takes another value, as `name` goes from 0 to `size`."""
+    """Yield the positions where a quotient in an index changes, as `name` goes from 0 to `size`."""
     for atom in {atom for monomial, _ in index.terms for atom in monomial}:
         if not isinstance(atom, Div | Mod) or not isinstance(atom.divisor, int):
             continue
@@ -78,7 +78,7 @@ def _turns(index: Index, name: str, size: int) -> Iterator[int]:
 
 
 def nest_within(nest: Nest, axis: Axis, low: int, high: int) -> Nest:
-    """The nest as it is in a part of an axis, where quotients are known."""
+    """Return the nest restricted to a part of an axis, where quotients are known."""
     known = {a.name: a.size for a in nest.axes} | {axis.name: high - low}
     there, back = {axis.name: var(axis.name) + low}, {axis.name: var(axis.name) - low}
 

@@ -1,4 +1,4 @@
-"""Streaming stores: large results bypass the caches, which spares reading what is overwritten."""
+"""Streaming stores: large results bypass the caches, which avoids reading the overwritten memory."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dcompile.codegen.emit.host.buffer_uses import known_bytes
 from dcompile.ir.nodes import Buffer, Load, Reduce, Scan
 
 MIN_STREAM_BYTES = 12 << 20
-"""Size from which a result is streamed. With 32 MB of L3, writing it and reading it again was 1.09 times as fast then,
-32 MB 1.18 times, 8 MB about as fast as without, 4 MB 0.7 times (one core of an AMD EPYC; writing alone 1.7 times)."""
+"""Size from which a result is streamed. Writing it and reading it again was then 1.09 times as fast with 32 MB of L3
+(docs/lab/constants.md, K10)."""
 TILES_SOONER = 2 / 3
-"""The same of a result that is written tile by tile, of that size: 8 MB of a transposed tensor took 0.64 (int64) to 0.8
-(bfloat16) of the time (AVX2)."""
+"""Factor of that size for results written tile by tile. 8 MB of a transposed tensor took 0.64 (int64) to 0.8 (bfloat16)
+of the time (AVX2)."""
 
 
 def may_stream(buffer: Buffer) -> bool:
-    """Is a buffer so large that what is written to it may be streamed?"""
+    """Is a buffer so large that its stores may be streamed?"""
     return known_bytes(buffer) >= MIN_STREAM_BYTES * TILES_SOONER
 
 
 def stream_stores(plan: NestPlan) -> NestPlan:
-    """Stream stores too large for caches, of what the kernel does not read, and of what is only copied."""
-    if plan.shared_columns:  # threads there share rows, and none of them ends a row
+    """Stream stores of large results that the kernel does not read, of float dtypes or pure copies."""
+    if plan.shared_columns:  # threads share rows there, and none of them ends a row
         return plan
     copies = _copies(plan)
     read = {value.buffer for value in plan.nest.body if isinstance(value, Load)}
@@ -41,14 +41,14 @@ def stream_stores(plan: NestPlan) -> NestPlan:
 
 
 def _copies(plan: NestPlan) -> bool:
-    """Is all that the kernel does to write what it reads, in the same order, once tiles are transposed?"""
+    """Does the kernel only write the elements that it reads, in the same order after transposing tiles?"""
     if plan.nest.lane or any(isinstance(value, Reduce | Scan) for value in plan.nest.body):
         return False
     return all(_is_copied(plan, number) for number in range(len(plan.nest.stores)))
 
 
 def _is_copied(plan: NestPlan, number: int) -> bool:
-    """Does a store write elements as they are read, with neighbours side by side in both?"""
+    """Does a store write loaded elements unchanged, contiguous in both?"""
     store, last = plan.nest.stores[number], plan.nest.elements[-1].name
     value = plan.nest.body[store.value]
     if not isinstance(value, Load) or value.mask is not None or value.dtype != plan.table[store.buffer].dtype:
@@ -59,10 +59,10 @@ def _is_copied(plan: NestPlan, number: int) -> bool:
 
 
 def cached_condition(plan: NestPlan, number: int) -> str:
-    """The condition on which a result that would be streamed is left to the caches, if there is one.
+    """Return the condition on which a streamed result goes through the caches instead, if there is one.
 
-    Four linear layers with norms and residuals, tensors of 16 and 64 MB, train in 0.97 to 1.0 of the time so in
-    float32 and in 0.94 to 0.96 in bfloat16, a Llama's layer in 0.99 (Intel with 480 MB of L3, one and two threads).
+    It keeps results that later steps read again, if the caches are large enough: a Llama's layer trains in 0.99 of the
+    time (docs/lab/constants.md, K11).
     """
     store = plan.nest.stores[number]
     return f"stays<{plan.bytes_of(store.buffer)}>" if store.buffer in plan.read_again else ""

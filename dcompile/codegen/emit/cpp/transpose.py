@@ -1,8 +1,9 @@
 """Transpose tiles through a small array, so that memory is read in order.
 
-A tile of a tensor whose rows run across the simd loop is transposed in registers (`turn` of the library) into an array
-that the simd loop reads in order. A gather of 16 elements would touch 16 cache lines. At a stride of a power of two
-these share a few sets of the cache (2048x2048: 4.5 ms with gathers, 1.3 ms transposed, a plain copy 0.7 ms).
+A tile of a tensor whose rows run across the simd loop is transposed in registers by the library's `turn`. It goes into
+an array that the simd loop reads in order. A gather of 16 elements would touch 16 cache lines. At a stride of a power
+of two these share a few sets of the cache. Of 2048x2048 elements, gathers took 4.5 ms, transposing 1.3 ms, a plain copy
+0.7 ms.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from dcompile.ir.index import Index, Size, as_size, is_symbol, substitute, typic
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Load
 
 ITEMSIZES = (1, 2, 4, 8)
-"""Bytes of elements that `turn` knows how to exchange between registers."""
+"""Bytes of elements that `turn` can exchange between registers."""
 
 
 def transpose_tiles(plan: NestPlan) -> NestPlan:
-    """Transpose tiles of what is contiguous in memory across the simd loop."""
+    """Transpose tiles of accesses that are contiguous across the simd loop."""
     tile = find_transposed(plan.nest, plan.table)
     return replace(plan, tile=tile) if tile else plan
 
 
 def find_transposed(nest: Nest, table: Mapping[str, Buffer]) -> TransposeTile | None:
-    """What a tiled pointwise loop had better transpose; None for every other loop."""
+    """Return the accesses to transpose in a tiled pointwise loop; None for every other loop."""
     tiled = {row.name: row for row in nest.rows if row.tile > 1}
     if len(nest.elements) != 2 or not all(axis.name in tiled for axis in nest.elements):
         return None
@@ -50,7 +51,7 @@ def find_transposed(nest: Nest, table: Mapping[str, Buffer]) -> TransposeTile | 
 
 
 def _distance(index: Index, across: str, along: str) -> Size | None:
-    """Elements between neighbours along `along`, if `index` is contiguous across it only."""
+    """Return the elements between neighbours along `along`, if `index` is contiguous across it only."""
     unit, step = index.coefficient(across), index.coefficient(along)
     if unit is None or step is None or any(name[0] == "v" for name in index.variables):
         return None
@@ -62,7 +63,7 @@ def _distance(index: Index, across: str, along: str) -> Size | None:
 
 
 def open_tiles(p: Printer) -> None:
-    """Read a tile of each tensor whose rows are across the simd loop, and make room for those of results."""
+    """Read a tile of each tensor whose rows are across the simd loop, and declare those of results."""
     if (tile := p.plan.tile) is None:
         return
     area = tile.across.tile * tile.along.tile
@@ -81,9 +82,10 @@ def open_tiles(p: Printer) -> None:
 
 
 def _prefetch_tile(p: Printer, tile: TransposeTile, load: Load, distance: Size) -> None:
-    """Prefetch the next tile, if its rows are so short that memory is not read ahead by itself.
+    """Prefetch the next tile, if its rows are too short for hardware prefetch.
 
-    Of 2 bytes, a transposed tensor took 0.85 of the time with AVX-512, 0.7 to 1.05 with AVX2; of 4 and 8 none less.
+    With 2-byte elements, a transposed tensor took 0.85 of the time with AVX-512, 0.7 to 1.05 with AVX2; 4 and 8 bytes
+    gained nothing.
     """
     along, nbytes = tile.along, p.plan.bytes_of(load.buffer)
     small = isinstance(nbytes, int) and nbytes < MIN_PREFETCH_BYTES

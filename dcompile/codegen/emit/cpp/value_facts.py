@@ -1,4 +1,4 @@
-"""Facts about values that make loops shorter: what an int32 can count, whose NaNs survive rounding, what is round."""
+"""Facts about values that shorten loops: int32 counters, NaNs that survive rounding, exactly representable values."""
 
 from __future__ import annotations
 
@@ -10,21 +10,14 @@ import numpy as np
 from dcompile.ir.analysis import operands
 from dcompile.ir.index import var
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Store, Value
-from dcompile.ir.ops import DTYPES
-
-_KEEPING = frozenset(
-    ("add", "sub", "mul", "div", "neg", "abs", "min", "max", "where", "reciprocal", "sqrt", "rsqrt", "exp", "exp2",
-     "expm1", "log", "log1p", "tanh", "sigmoid", "erf", "one_plus_erf", "floor", "ceil", "trunc", "round", "sign",
-     "cast"),
-)  # fmt: skip
-"""Operations whose NaN is that of an argument or the processor's own: arithmetic, and functions of the prelude."""
+from dcompile.ir.ops import DTYPES, OPS
 
 
 def short_nans(body: tuple[Value, ...], made: frozenset[Ref] = frozenset()) -> frozenset[Ref]:
-    """Float values whose NaNs, if they are any, have no bits that bfloat16 has not: those of `made` have been made so.
+    """Return float values whose NaNs, if any, have no bits beyond those of bfloat16; `made`: values assumed to be such.
 
-    Those of bfloat16 in memory, those that arithmetic makes, and those that it passes on. Rounding adds to the lower
-    half and carries; without bits there nothing can be carried, and a NaN needs no care: 5 instructions rather than 8.
+    These are bfloat16 loads, results of arithmetic, and values that it passes on. Rounding adds to the lower half and
+    carries. Without bits there nothing is carried, and a NaN needs no care: 5 instructions rather than 8.
     """
     short: set[Ref] = set()
     for ref, value in enumerate(body):
@@ -34,7 +27,7 @@ def short_nans(body: tuple[Value, ...], made: frozenset[Ref] = frozenset()) -> f
             case Apply("cast", (arg,), dtype):
                 known = arg in short or dtype == "bfloat16" or DTYPES[body[arg].dtype] != "float"
             case Apply(op, args, _):
-                known = op in _KEEPING and all(arg in short for arg in args)
+                known = OPS[op].keeps_nan and all(arg in short for arg in args)
             case Reduce(_, arg, _) | Scan(_, arg, _):
                 known = arg in short
             case Const() | IndexOf():
@@ -45,9 +38,9 @@ def short_nans(body: tuple[Value, ...], made: frozenset[Ref] = frozenset()) -> f
 
 
 def to_shorten(body: tuple[Value, ...], element: tuple[bool, ...], stores: Iterable[Store]) -> frozenset[Ref]:
-    """Floats read once for many elements whose NaN is to be made short there: with it, what is rounded needs no care.
+    """Return float32 row loads whose NaN is shortened at the load, so that rounding their elements needs no care.
 
-    None that is stored as it is.
+    None that is stored unchanged.
     """
     stored = {store.value for store in stores}
     read = frozenset(
@@ -64,14 +57,10 @@ def to_shorten(body: tuple[Value, ...], element: tuple[bool, ...], stores: Itera
     return read if any(arg in gained for arg in rounded) else frozenset()
 
 
-_CHOOSING = frozenset(("neg", "abs", "min", "max", "floor", "ceil", "trunc", "round", "sign"))
-"""Operations whose result has no more significant bits than their arguments have (integer parts: one carry at most)."""
-
-
 def round_values(body: tuple[Value, ...], narrow: str) -> frozenset[Ref]:
-    """Float values that bfloat16 or float16 holds as they are: rounding them to it changes nothing.
+    """Return float values that bfloat16 or float16 represents exactly: rounding to it changes nothing.
 
-    What was read or rounded, and what is chosen among such values: a ReLU of a rounded sum needs no rounding.
+    These are loaded or rounded values, and selections among them: a ReLU of a rounded sum needs no rounding.
     """
     found: set[Ref] = set()
     for ref, value in enumerate(body):
@@ -88,7 +77,7 @@ def round_values(body: tuple[Value, ...], narrow: str) -> frozenset[Ref]:
             case Apply("where", (_, one, other), _):
                 known = one in found and other in found
             case Apply(op, args, _):
-                known = op in _CHOOSING and all(arg in found for arg in args)
+                known = OPS[op].keeps_bits and all(arg in found for arg in args)
             case Reduce("max" | "min", arg, _):
                 known = arg in found
             case _:
@@ -108,10 +97,10 @@ def _is_round(number: float, narrow: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PositionCounter:
-    """What an int32 counter of a loop stands for, beside the loop's own variable of 64 bits, which addresses need.
+    """The values that an int32 counter of a loop replaces, next to the 64-bit loop variable that addresses need.
 
-    Vectors of 64-bit integers hold half as many elements. `positions` are the variable as an int32. `matches` ask
-    whether it equals a number of the row: that number's ref.
+    Vectors of 64-bit integers hold half as many elements. `positions` are the variable as an int32. `matches` compare
+    it with a number of the row: that number's ref.
     """
 
     positions: frozenset[Ref]
@@ -124,7 +113,7 @@ class PositionCounter:
 def count_in_int32(
     body: tuple[Value, ...], needed: Iterable[Ref], element: tuple[bool, ...], name: str
 ) -> PositionCounter:
-    """What of `needed` an int32 counter can stand for; the loop's variable `name` stays below 2**31."""
+    """Return which of `needed` an int32 counter can replace; the loop's variable `name` stays below 2**31."""
     counts = {ref for ref, value in enumerate(body) if isinstance(value, IndexOf) and value.index == var(name)}
     positions, matches = set[Ref](), {}
     for ref in needed:

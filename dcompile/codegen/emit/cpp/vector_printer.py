@@ -1,4 +1,4 @@
-"""Print loops over vectors of floats; `vectorize.py` decides which loops are written so."""
+"""Print loops over vectors of floats; `vectorize.py` decides which loops use them."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ NO_SUMS: Mapping[Ref, str] = {}
 
 
 def _arguments(lines: Sequence[str]) -> list[str]:
-    """The kernel's arguments that some lines name."""
+    """Return the kernel's arguments in some lines."""
     return sorted({argument for line in lines for argument in _ARGUMENT.findall(line)})
 
 
 def step_width(step: str) -> str:
-    """Elements of a step, as the library's constant."""
+    """Return the elements of a step, as the library's constant."""
     return KINDS[step].upper() if step else "WIDTH"
 
 
 @dataclass(frozen=True, slots=True)
 class VectorStep:
-    """Prints what one step of a vector loop does: `step` says how many vectors it takes at a time.
+    """Prints one step of a vector loop: `step` says how many vectors it takes at a time.
 
-    `counter` is what the loop counts in an int32. A `branching` step knows from its parameter `held` whether it holds a
-    place that is looked for.
+    `counter`: values that the loop counts in an int32. A `branching` step learns from its parameter `held` whether it
+    contains a searched position.
     """
 
     printer: Printer
@@ -56,21 +56,21 @@ class VectorStep:
 
     @property
     def widen(self) -> str:
-        """The function that makes a vector of one float."""
+        """The function that broadcasts a float to a vector."""
         return {"wide": "widen", "pair": "both", "quad": "twice"}[KINDS[self.step]]
 
     def type(self, dtype: str) -> str:
-        """The type of a vector of a dtype."""
+        """Return the vector type of a dtype."""
         return KINDS[self.step] + ("_int" if dtype in INTS else "")
 
     def moved(self, dtype: str) -> str:
-        """The ending of functions that move elements of a dtype between memory and registers, as in `load_float32`."""
+        """Return the suffix of functions that load or store elements of a dtype, as in `load_float32`."""
         return {"": dtype, "two": f"two_{dtype}"}.get(self.step, self.step)
 
     # --- values ---
 
     def declare(self, number: int, name: str, values: Sequence[Ref]) -> None:
-        """Compute element values of a pass from element `name` on."""
+        """Declare element values of a pass, from element `name` on."""
         p, kept_by = self.printer, self.printer.plan.kept
         place = p.place_in_row()
         for ref in values:
@@ -83,7 +83,7 @@ class VectorStep:
                 p.line(f"put_{kept}(&r{n}[{place}], {p.name(ref)});")
 
     def _expression(self, ref: Ref, name: str) -> str:
-        """The right-hand side of an element value's declaration."""
+        """Return the right-hand side of an element value's declaration."""
         p = self.printer
         value = p.nest.body[ref]
         if self.counter and ref in self.counter.positions:
@@ -112,7 +112,7 @@ class VectorStep:
         return f"{self.widen}({p.expression(load)})"
 
     def _random(self, value: Apply, name: str) -> str:
-        """Random bits of the elements from `name` on."""
+        """Return random bits of the elements from `name` on."""
         p, (key, position, draw) = self.printer, value.args
         first, many = p.nest.body[position], f"_{self.step}" if self.step else ""
         assert isinstance(first, IndexOf)
@@ -120,14 +120,14 @@ class VectorStep:
         return f"philox_at{many}({p.name(key)}, {p.index(first.index)}, {stride}, {p.name(draw)})"
 
     def value(self, ref: Ref) -> str:
-        """A value as a vector."""
+        """Return a value as a vector."""
         name = self.printer.name(ref)
         return name if self.printer.plan.levels.element[ref] else f"{self.widen}({name})"
 
     # --- stores and reductions ---
 
     def store(self, number: int) -> None:
-        """Write a store's vector to its place."""
+        """Print one store of a vector."""
         p = self.printer
         store = p.nest.stores[number]
         value, dtype = self.value(store.value), p.plan.table[store.buffer].dtype
@@ -142,7 +142,7 @@ class VectorStep:
         p.line(f"{unless}{stream}" if number in p.plan.streamed else put)
 
     def open_accumulators(self, ref: Ref, count: int) -> None:
-        """The accumulators of a reduction."""
+        """Declare the accumulators of a reduction."""
         p, reduce = self.printer, self.printer.plan.reduce(ref)
         identity = literal(REDUCTIONS[reduce.op].identity("float32"), "float32")
         n, several = p.number(ref), f"[{count}]" if count > 1 else ""
@@ -152,7 +152,7 @@ class VectorStep:
             p.line(f"{self.type('bool')} y{n}{several} = {{}};")
 
     def accumulate(self, ref: Ref, way: str = "") -> None:
-        """Take a vector into an accumulator, `way` of several."""
+        """Combine a vector with an accumulator; `way` selects one of several."""
         p, reduce = self.printer, self.printer.plan.reduce(ref)
         x, y = f"x{p.number(ref)}{way}", f"y{p.number(ref)}{way}"
         value = self.value(reduce.arg)
@@ -163,7 +163,7 @@ class VectorStep:
         p.line(f"{y} |= {value} != {value};")
 
     def fold(self, ref: Ref) -> None:
-        """Take what the vectors hold into the accumulator of the row."""
+        """Reduce the vector accumulators into the accumulator of the row."""
         p, reduce = self.printer, self.printer.plan.reduce(ref)
         n = p.number(ref)
         p.accumulate(ref, f"{FOLDS[reduce.op]}(x{n})")
@@ -173,13 +173,13 @@ class VectorStep:
     # --- steps ---
 
     def prefetch(self, number: int, stores: Sequence[int], name: str) -> None:
-        """Prefetch what comes later than the elements from `name` on."""
+        """Prefetch elements after those from `name` on."""
         p = self.printer
         for how, load in step_prefetches(p.plan, number, stores, name):
             p.line(f"{how}<{self.width} * {ITEMSIZE[load.dtype]}>(&{p.place(load.buffer, load.index)});")
 
     def elements(self, number: int, name: str, reduces: Sequence[Ref], stores: Sequence[int], way: str = "") -> None:
-        """What becomes of the elements from `name` on."""
+        """Process the elements from `name` on."""
         p = self.printer
         self.prefetch(number, stores, name)
         if self.counter and self.counter.positions:
@@ -191,10 +191,10 @@ class VectorStep:
             self.store(n)
 
     def print(self, number: int, name: str, reduces: Sequence[Ref], stores: Sequence[int]) -> None:
-        """One step of the loop; where it looks for places in the row, once for steps that hold one, once for others.
+        """Print one step of the loop; with searched positions, one copy for steps that contain one and one for others.
 
-        Nearly all hold none, and then nothing is chosen between: cross-entropy's backward took 0.92 of the time in
-        bfloat16 so, and as long in float32 (Zen 3).
+        Nearly all steps contain none and then need no selects. Cross-entropy's backward took 0.92 of the time in
+        bfloat16, and the same in float32 (Zen 3).
         """
         p, matches = self.printer, self.counter.matches if self.counter else {}
         searched = {matches[ref] for ref in p.plan.vector_values(number) if ref in matches}
@@ -216,9 +216,9 @@ def print_vector_loop(
     sums: Mapping[Ref, str] = NO_SUMS,
     alongside: Callable[[str, str], None] | None = None,
 ) -> str:
-    """Print the vector loop of a pass; returns where the plain one has to begin.
+    """Print the vector loop of a pass; return the start of the plain one.
 
-    `sums` are reductions that are known already. `alongside(step, at)` prints what else a step does, from `at` on.
+    `sums`: reductions that are known already. `alongside(step, at)` prints further work of a step, from `at` on.
     """
     loop, last, (reduces, stores) = p.plan.vectors[number], p.nest.elements[-1], p.plan.pass_roots[number]
     low, high = p.bounds(last, bounded)
@@ -262,7 +262,7 @@ def print_vector_loop(
 
 
 def _search(steps: VectorStep, number: int, ref: Ref, searched: Ref, at: str, bounds: tuple[str, str]) -> None:
-    """Go on until the condition holds anywhere in a vector; `at`, if given, is where the plain loop begins."""
+    """Search for the first vector in which the condition holds; `at`, if given, is the start of the plain loop."""
     p = steps.printer
     last, where = p.nest.elements[-1], p.nest.body[p.plan.reduce(ref).arg]
     assert isinstance(where, Apply)
@@ -282,11 +282,11 @@ def _search(steps: VectorStep, number: int, ref: Ref, searched: Ref, at: str, bo
 
 
 def _accumulate_in_turn(steps: VectorStep, number: int, at: str, high: str) -> None:
-    """One vector into each accumulator, and so on; what vectors are left into the first.
+    """Print the loop that fills the accumulators in turn, one vector each; remaining vectors go to the first.
 
-    Addresses are the function's own, for g++ would read them again behind each store of later passes: RMSNorm took
-    0.88 to 0.98 of the time so, LayerNorm 0.9, cross-entropy 0.82 to 0.93 (Zen 5; with AVX2 0.88 to 1.01). Not where a
-    later pass prefetches two tensors: RMSNorm's backward took 1.2 with AVX-512 (0.89 with AVX2).
+    The lambda captures addresses by value, since g++ would reload them after each store of later passes: RMSNorm took
+    0.88 to 0.98 of the time (docs/lab/constants.md, K12). Where a later pass prefetches two tensors, captures by value
+    took 1.2 and are not used.
     """
     p, name, width = steps.printer, steps.printer.nest.elements[-1].name, steps.width
     few, count = len(p.plan.next_row) < 2, p.plan.vectors[number].accumulators

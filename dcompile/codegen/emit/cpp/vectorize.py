@@ -1,61 +1,55 @@
 """Vectorize loops over elements explicitly where g++ does not find the best instructions by itself.
 
-These are rounding to bfloat16, float16's conversions (F16C), and what multiplies by a power of two at the end, as exp
-does (3 instructions for 5 and 1 for 9 with AVX-512): functions of the library on vectors (`library/simd.py`). Each does
-to an element what the function on one float does, so it does not matter where in a loop an element is. Beside it stands
-the plain loop: for the elements that are left, and for machines without these instructions. A chain of four operations
-in bfloat16 took 0.65 of the plain loop's time, a cross-entropy in float32 0.75 (one core of an AMD EPYC, Zen 4);
-rounding to float16 0.35, SwiGLU in float16 0.45 (Zen 3).
+These are rounding to bfloat16, float16's conversions (F16C), and functions such as exp that end in a multiplication by
+a power of two. With AVX-512, rounding takes 3 instructions instead of 5, and the multiplication 1 instead of 9. The
+loops call functions of the library on vectors (`library/simd.py`). Each gives an element the same result as the
+function on one float, so its place in a loop does not matter. A plain loop follows for remaining elements, and for
+machines without these instructions. A chain of four operations in bfloat16 took 0.65 of the plain loop's time
+(docs/lab/constants.md, K14).
 
-Where all is bfloat16 in memory, elements of even and of odd places are vectors of their own, and four are taken at a
-time: with AVX-512 0.62 to 0.76 of the time of single vectors.
+Where all memory is bfloat16, even and odd elements are separate vectors, and four vectors are taken at a time. With
+AVX-512 this took 0.62 to 0.76 of the time of single vectors.
 
-Reductions of little work have several accumulators, since g++ gives them one vector, in which each addition waits for
-the one before.
+Reductions of little work have several accumulators. g++ gives them one vector, in which each addition waits for the one
+before.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from dcompile.codegen.emit.cpp.ops import (
-    COMPARISONS,
-    FLOATS,
-    LOGIC,
-    RANDOM_BITS,
-    VECTOR_ARITHMETIC,
-    VECTOR_FUNCTIONS,
-)
+from dcompile.codegen.emit.cpp.ops import FLOATS
 from dcompile.codegen.emit.cpp.plan import NO_SCANS, NestPlan, VectorLoop
 from dcompile.codegen.emit.cpp.prefetch import updates_slowly
 from dcompile.codegen.nest.loop_nest import may_exceed
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Ref
+from dcompile.ir.ops import OPS
 
 WIDTH = 16
 """Elements of the widest vectors; narrower ones divide it."""
 STEP_ELEMENTS = {"": WIDTH, "pair": 2 * WIDTH, "quad": 4 * WIDTH, "two": 2 * WIDTH}
-"""Elements of the widest vector, of two of them that are bfloat16 in memory, of twice that, and of two one behind the
-other.
+"""Elements of a step: one widest vector; a pair of vectors from bfloat16 memory; two pairs; two consecutive vectors.
 
-A polynomial's operations wait for each other, and those of a second vector fill the time (exp 0.9, GELU 0.87)."""
+A polynomial's operations wait for each other, and those of a second vector fill the time (exp 0.9, GELU 0.87).
+"""
 MAX_QUAD_VALUES = 64
-"""Values up to which a loop takes two pairs at a time: each of them is four vectors, and sixteen registers hold few."""
+"""Values up to which a loop takes two pairs at a time: each value is four vectors, and there are sixteen registers."""
 MAX_SHORT_ROW = 8 * WIDTH
-"""Length up to which a row must be whole vectors: what is left of it takes as long as the vectors."""
+"""Length up to which a row must be whole vectors: a remainder takes as long as the vectors."""
 PAIR_ACCUMULATORS = 2
-"""Accumulators that are pairs of vectors."""
+"""Number of accumulators that are pairs of vectors."""
 ACCUMULATORS = 4
-"""Accumulators of a reduction of little work: an addition takes 3 to 4 cycles, and two could begin in each."""
+"""Accumulators of a reduction of little work: an addition takes 3 to 4 cycles, and two can start in each cycle."""
 MAX_WAITING_COST = 8
 """Work up to which a reduction waits for its accumulator, in additions for each element."""
 KEPT_AS = {"float32": "float32", "bfloat16": "float32", "float16": "float32", "bool": "bool"}
-"""How values that are kept from pass to pass are stored."""
+"""Dtypes in which values kept from pass to pass are stored."""
 FOLDED = frozenset(("max", "min", "sum"))
-"""Reductions that collect in vectors."""
+"""Reductions with vector accumulators."""
 
 
 def vectorize(plan: NestPlan) -> NestPlan:
-    """Write passes in vectors where that can be done and is faster."""
+    """Write passes in vectors where that is possible and faster."""
     if plan.nest.lane or plan.shared_elements:
         return plan
     found = {number: loop for number in range(plan.pass_count) if (loop := _vector_loop(plan, number))}
@@ -63,7 +57,7 @@ def vectorize(plan: NestPlan) -> NestPlan:
 
 
 def _vector_loop(plan: NestPlan, number: int) -> VectorLoop | None:
-    """How a pass is written in vectors; None for a plain loop."""
+    """Return the vectorization of a pass; None for a plain loop."""
     (reduces, stores), last = plan.pass_roots[number], plan.nest.elements[-1]
     scans = plan.scans.get(number, NO_SCANS)
     if scans.serial or scans.held or (plan.copies and plan.streamed.issuperset(stores)):
@@ -86,7 +80,7 @@ def _vector_loop(plan: NestPlan, number: int) -> VectorLoop | None:
 
 
 def has_vectors(plan: NestPlan, number: int) -> bool:
-    """Can all that a pass does be done with vectors?"""
+    """Can everything in a pass be done with vectors?"""
     (reduces, stores), last = plan.pass_roots[number], plan.nest.elements[-1].name
     return (
         all(has_vector(plan, ref, number, last) for ref in plan.vector_values(number))
@@ -96,21 +90,21 @@ def has_vectors(plan: NestPlan, number: int) -> bool:
 
 
 def _gains_anyway(plan: NestPlan, number: int) -> bool:
-    """Is the pass faster in vectors for another reason than what it computes?"""
+    """Is the pass faster in vectors for a reason other than its operations?"""
     streams = any(n in plan.streamed for n in plan.pass_roots[number][1])
     several = _accumulators(plan, number) > 1 or _sums_whole_pairs(plan, number)
     return several or streams or number == plan.next_row_pass
 
 
 def _sums_whole_pairs(plan: NestPlan, number: int) -> bool:
-    """Are rows of bfloat16 added up by whole vectors? g++ widens and adds up in two to four times the time."""
+    """Are rows of bfloat16 summed in whole vectors? g++ takes two to four times as long to widen and add."""
     (reduces, stores), last = plan.pass_roots[number], plan.nest.elements[-1]
     whole = isinstance(last.size, int) and last.size % WIDTH == 0
     return whole and bool(reduces) and not stores and _reads_pairs(plan, number)
 
 
 def _guard(plan: NestPlan, number: int, gains: bool) -> str:
-    """The macro of machines on which it is faster. AVX2 rounds no faster than g++'s loop, but for bfloat16 alone."""
+    """Return the macro of machines on which it is faster. AVX2 rounds no faster than g++, except pure bfloat16."""
     functions = _has_functions(plan, number)
     functions = functions or any(_converts_half(plan, ref) for ref in plan.new_vector_values(number))
     if functions or _gains_anyway(plan, number) or _is_paired(plan, number):
@@ -121,17 +115,17 @@ def _guard(plan: NestPlan, number: int, gains: bool) -> str:
 def _has_functions(plan: NestPlan, number: int) -> bool:
     """Does a pass compute functions that are faster on vectors?"""
     values = (plan.nest.body[ref] for ref in plan.new_vector_values(number))
-    return any(isinstance(value, Apply) and value.op in VECTOR_FUNCTIONS for value in values)
+    return any(isinstance(value, Apply) and OPS[value.op].vector == "function" for value in values)
 
 
 def _is_paired(plan: NestPlan, number: int) -> bool:
-    """Is all that the pass reads and writes bfloat16 in memory, or the same for all elements of a vector?"""
+    """Are all loads and stores of the pass bfloat16, or equal for all elements of a vector?"""
     narrow = (plan.table[plan.nest.stores[n].buffer].dtype == "bfloat16" for n in plan.pass_roots[number][1])
     return _reads_pairs(plan, number) and all(narrow)
 
 
 def _reads_pairs(plan: NestPlan, number: int) -> bool:
-    """The same of what it reads."""
+    """Are all loads of the pass bfloat16, or equal for all elements of a vector?"""
     needed, last = plan.vector_values(number), plan.nest.elements[-1].name
     counter = plan.counters.get(number)
     if plan.tile or any(ref in plan.kept for ref in needed) or (counter and counter.positions):
@@ -144,9 +138,9 @@ def _reads_pairs(plan: NestPlan, number: int) -> bool:
 
 
 def step_of_pass(plan: NestPlan, number: int) -> str:
-    """How many vectors a pass takes at a time, and how elements are stored in them (STEP_ELEMENTS).
+    """Return the vectors that a pass takes at a time, and their layout (STEP_ELEMENTS).
 
-    A tile is whole steps: of one that is narrower none would fit, and what is behind the last is nobody's.
+    A tile consists of whole steps: a narrower tile fits no step, and what follows the last one belongs to no tile.
     """
     last = plan.nest.elements[-1]
     found = _widest_step(plan, number)
@@ -155,12 +149,12 @@ def step_of_pass(plan: NestPlan, number: int) -> str:
 
 
 def _widest_step(plan: NestPlan, number: int) -> str:
-    """The same of an axis that is not tiled."""
+    """Return the widest step of an axis without tiles."""
     last = plan.nest.elements[-1]
     if not _is_paired(plan, number):
         return "two" if _has_functions(plan, number) and _accumulators(plan, number) == 1 else ""
     if isinstance(last.size, int) and last.size <= MAX_SHORT_ROW and last.size % STEP_ELEMENTS["pair"]:
-        return ""  # what a pair leaves of such a row takes as long as all pairs
+        return ""  # the remainder of such a row takes as long as all pairs
     if plan.pass_roots[number][0]:
         return "pair"
     fits = not isinstance(last.size, int) or last.size > 2 * MAX_SHORT_ROW or last.size % STEP_ELEMENTS["quad"] == 0
@@ -169,7 +163,7 @@ def _widest_step(plan: NestPlan, number: int) -> str:
 
 
 def find_searched(plan: NestPlan, number: int) -> Ref | None:
-    """The condition, if all that a pass does is look for the first place where it holds, as argmax's second."""
+    """Return the condition, if the pass only searches for its first position, as argmax's second pass does."""
     (reduces, stores), last, counter = plan.pass_roots[number], plan.nest.elements[-1], plan.counters.get(number)
     if stores or len(reduces) != 1 or not counter or not isinstance(last.size, int):
         return None
@@ -183,7 +177,7 @@ def find_searched(plan: NestPlan, number: int) -> Ref | None:
 
 
 def _accumulators(plan: NestPlan, number: int) -> int:
-    """How many accumulators each reduction of a pass has."""
+    """Return the number of accumulators of each reduction of a pass."""
     reduces, stores = plan.pass_roots[number]
     if not reduces or stores or not may_exceed(plan.nest.elements[-1].size, MAX_SHORT_ROW):
         return 1
@@ -194,19 +188,19 @@ def _accumulators(plan: NestPlan, number: int) -> int:
 
 
 def gains_from_vectors(plan: NestPlan, ref: Ref) -> bool:
-    """Is a value faster in explicit vectors than in those that g++ makes?"""
+    """Is a value faster in explicit vectors than in g++'s?"""
     match plan.nest.body[ref]:
         case Apply("cast", (arg,), "bfloat16"):
             return arg not in plan.exact["bfloat16"]
         case Apply("cast"):
             return _converts_half(plan, ref)
         case Apply(op, _, _):
-            return op in VECTOR_FUNCTIONS
+            return OPS[op].vector == "function"
     return False
 
 
 def _converts_half(plan: NestPlan, ref: Ref) -> bool:
-    """Is the value rounded to float16, or read from it? Without instructions of their own both take several."""
+    """Is the value rounded to float16, or loaded from it? Without special instructions both take several."""
     match plan.nest.body[ref]:
         case Apply("cast", (arg,), "float16"):
             return arg not in plan.exact["float16"]
@@ -239,26 +233,29 @@ def has_vector(plan: NestPlan, ref: Ref, number: int, name: str) -> bool:
 
 
 def _has_result_vector(plan: NestPlan, value: Apply) -> bool:
-    """Can what an op computes be a vector, if its arguments are?"""
+    """Can an op's result be a vector, if its arguments are?"""
     body, element = plan.nest.body, plan.levels.element
     match value:
         case Apply(op, (first, *others), _) if body[first].dtype == "int32":
-            return op in RANDOM_BITS and element[first] and all(isinstance(body[ref], Const) for ref in others)
+            return OPS[op].on_random_bits and element[first] and all(isinstance(body[ref], Const) for ref in others)
         case Apply("cast", (arg,), dtype):
             source = body[arg].dtype
             return (source, dtype) == ("bool", "float32") or {source, dtype} <= FLOATS
         case Apply("where", _, dtype):
             return dtype in FLOATS
-        case Apply(op, args, dtype) if op in LOGIC:
-            return dtype == "bool" and all(element[arg] for arg in args)
-        case Apply(op, args, _) if op in COMPARISONS:
-            return all(body[arg].dtype == "float32" for arg in args)
-        case Apply(op, _, dtype):
-            return op in VECTOR_ARITHMETIC and dtype == "float32"
+    match OPS[value.op].vector:
+        case "logic":
+            return value.dtype == "bool" and all(element[arg] for arg in value.args)
+        case "comparison":
+            return all(body[arg].dtype == "float32" for arg in value.args)
+        case "arithmetic" | "function":
+            return value.dtype == "float32"
+        case None:
+            return False
 
 
 def random_stride(plan: NestPlan, position: Ref, name: str) -> int | None:
-    """From the number of an element to its neighbour's, for random bits, if all are the same."""
+    """Return the constant distance between the numbers of neighbouring elements, for random bits, or None."""
     value = plan.nest.body[position]
     return plan.constant_stride(value.index, name) if isinstance(value, IndexOf) else None
 

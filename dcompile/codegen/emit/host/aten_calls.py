@@ -1,4 +1,4 @@
-"""How operators of torch are called: the function, its out= overload, what it returns."""
+"""Calls of torch's operators: the function, its out= overload, and its results."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from typing import Any
 import torch
 
 NARROWED = {f"aten.{name}.out": f"torch.{name}" for name in ("mm", "addmm", "bmm", "baddbmm")}
-"""Products, which have another way for 16 bits on some processors (`runtime/program/half_gemm.py`)."""
+"""Matmuls, which use another algorithm for 16 bits on some processors (`runtime/program/half_gemm.py`)."""
 _PYTHON = NARROWED | {"aten.convolution.default": "torch.convolution"}
-"""Functions whose arguments torch reads in half the time that it takes for an operator's: 0.8 for 1.5 us."""
+"""Functions whose arguments torch parses in half the time of an operator's: 0.8 us for 1.5."""
 
 
 def resolve(op: str) -> Any:
-    """The overload that a name such as `aten.mm.default` stands for."""
+    """Return the overload of a name such as `aten.mm.default`."""
     return functools.reduce(getattr, op.split("."), torch.ops)
 
 
 def function(op: str) -> str:
-    """What to call for an overload."""
+    """Return the expression to call for an overload."""
     return _PYTHON.get(op, f"entry(torch.ops.{op})")
 
 
 def in_torch(op: str) -> bool:
-    """Whether an op is in `torch.ops`; the others are checks of ours and Python's own functions on numbers."""
+    """Return whether an op is in `torch.ops`; others are dcompile's checks and Python functions on numbers."""
     return op.split(".", 1)[0] not in ("dcompile", "operator", "math", "builtins", "torch")
 
 
 def is_custom(op: str) -> bool:
-    """Whether an op is registered by someone else than torch, who says in a fake implementation what it returns."""
+    """Return whether an op is registered outside torch, with a fake implementation that describes its results."""
     return in_torch(op) and op.split(".", 1)[0] not in ("aten", "prims", "_c10d_functional")
 
 
 @functools.cache
 def has_late_shape(op: str) -> bool:
-    """Whether the shape of what an op returns depends on its arguments' elements."""
+    """Return whether the shape of an op's results depends on its arguments' elements."""
     return in_torch(op) and torch.Tag.dynamic_output_shape in getattr(resolve(op), "tags", ())
 
 
 @functools.cache
 def returns_one_tensor(op: str) -> bool:
-    """Whether a call returns a tensor (or a number, as aten.sym_numel does) rather than a tuple or a list of them."""
+    """Return whether a call returns a tensor (or a number, as aten.sym_numel does) and not a tuple or list."""
     schema = getattr(resolve(op), "_schema", None) if in_torch(op) else None
     return schema is None or (len(schema.returns) == 1 and not str(schema.returns[0].type).startswith("List["))
 
 
 @functools.cache
 def out_overload(op: str) -> tuple[str, tuple[str, ...]]:
-    """The out= overload of an op, and the names of its out arguments."""
+    """Return the out= overload of an op, and the names of its out arguments."""
     function = resolve(op)
     outs = tuple(a.name for a in function._schema.arguments if a.is_out)
     if outs:

@@ -1,7 +1,7 @@
-"""Kernels that a host program starts together: a run of them between library calls is one call, by way of a table.
+"""Batch kernel launches: a run of kernels between library calls becomes one call, driven by a table.
 
-The table is made beforehand. It says which kernels run and where their arguments are found: known addresses are in it,
-the others are filled in at each call. An optimizer's 64 kernels on 16 small tensors take 0.93 of the time so.
+The table is prepared once. It lists the kernels and the sources of their arguments. Known addresses are in it, and each
+call fills in the others. An optimizer's 64 kernels on 16 small tensors take 0.93 of the time.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from dcompile.ir.index import Size, as_index
 from dcompile.ir.nodes import Buffer, Program, View
 
 ROOM_BYTES = 1 << 24
-"""Kernels on GPUs are started together where that does not hold this much memory longer: a start takes some 3 us."""
+"""Bytes that batching GPU kernels may hold longer: a launch takes about 3 us."""
 CPU_ROOM_BYTES = 1 << 16
-"""The same for kernels on CPUs, and for memory whose size is not known: a call takes about as long."""
+"""The same for kernels on CPUs, and the size assumed for memory of unknown size: a call takes about as long."""
 
 
 class LaunchBatch:
-    """Collects the kernels of a run, and what is released behind it."""
+    """Collects the kernels of a run, and the tensors released after it."""
 
     def __init__(self, program: Program, kernels: Kernels, text: HostExpressions) -> None:
         self.text, self.lines = text, text.lines
         self.allocated: set[str] = set(program.inputs)
         self.outputs = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
         self.shown = frozenset(text.hosts[name] for name in self.outputs if name in text.hosts)
-        """Buffers in whose memory results lie."""
+        """Donor buffers whose memory holds results."""
         self.waiting: list[tuple[KernelSource, list[str]]] = []
-        """Kernels to be started together, all of a program on a CPU, or those on GPUs; what the latter are given."""
+        """Kernels of the current run: all kernels of a CPU program, or the GPU kernels with their arguments."""
         self.dying: list[str] = []
-        """Tensors to be released behind them."""
+        """Tensors to be released after them."""
         self.on_gpu = any(kernel.launches for kernel in kernels.sources)
 
     def add(self, kernel: KernelSource) -> None:
-        """A kernel to be started with its neighbours. One on a CPU may turn out to have none.
+        """Add a kernel to the run. On a CPU the run may stay a single call.
 
-        One that may fail is a call of its own, whose line tells where in the user's program it comes from.
+        A CPU kernel that may fail is a call of its own, whose line names its place in the user's program.
         """
         if not self.on_gpu and (kernel.checked or (self.waiting and self.waiting[-1][0].checked)):
             self.launch()
         self.waiting.append((kernel, self._named(kernel) if self.on_gpu else []))
 
     def drop(self, buffers: list[str]) -> None:
-        """Release tensors after their last use, so that their memory can be used again."""
+        """Release tensors after their last use, so that their memory can be reused."""
         ours = [b for b in buffers if b in self.allocated and b in self.text.table]
-        # a size that a call has told is used under its own name to the end
+        # a size defined by a call is used under its own name until the end
         held = [b for b in ours if b not in self.outputs and b not in self.text.late]
         names = [
             *map(self.text.name, held),
@@ -57,7 +57,7 @@ class LaunchBatch:
             self.lines.append(f"del {', '.join(names)}")
 
     def make_room(self, buffer: Buffer) -> None:
-        """Before a large allocation: start the waiting kernels if memory as large is released behind them."""
+        """Launch the run before a large allocation if as much memory is released after it."""
         if not self.waiting or (self.on_gpu and buffer.device == "cpu"):
             return
         room = ROOM_BYTES if self.on_gpu else CPU_ROOM_BYTES
@@ -70,7 +70,7 @@ class LaunchBatch:
         return known_bytes(buffer) if known else CPU_ROOM_BYTES
 
     def launch(self) -> None:
-        """Start the waiting kernels, then release what only they needed."""
+        """Launch the run, then release the tensors that only it needed."""
         waiting, self.waiting = self.waiting, []
         if self.on_gpu and waiting:
             self._launch_on_gpu(waiting)
@@ -84,7 +84,7 @@ class LaunchBatch:
     # --- CPUs ---
 
     def call_kernel(self, kernel: KernelSource) -> None:
-        """One kernel by itself."""
+        """Call one kernel by itself."""
         given = [*map(self.text.pointer, kernel.arguments), *map(self.text.name, kernel.sizes)]
         function = self.text.once(f"run.kernel({kernel.name!r}, {len(given)})", "k")
         self.lines += [f"# {', '.join(kernel.origin)}"] if kernel.origin else []
@@ -117,17 +117,17 @@ class LaunchBatch:
         self.lines.append(f"{run}({', '.join(['stream', *slots])})")
 
     def _named(self, kernel: KernelSource) -> list[str]:
-        """What a kernel's arguments are called."""
+        """Return the names of a kernel's arguments."""
         given = [self.text.place(name) for name in kernel.arguments]
         given += [self._prepared_size(symbol) for symbol in kernel.sizes]
         return given + [f"run.number({number})" for number in kernel.numbers]
 
     def _prepared_size(self, symbol: str) -> str:
-        """A size symbol in a launch table: a number that is known beforehand, or the name of one known at each call."""
+        """Return a size symbol in a launch table: a number known in advance, or the name of one known at each call."""
         return self.text.name(symbol) if symbol in self.text.late else f"run.number({self.text.name(symbol)})"
 
     def _grid(self, grid: Size, slots: dict[str, str]) -> str:
-        """A number of programs in a launch table; one that only the call knows is added to what the call gives."""
+        """Return a number of programs in a launch table; one known only at the call becomes an argument of the call."""
         text = self.text.index(grid)
         if self.text.late.isdisjoint(as_index(grid).variables):
             return text
@@ -135,7 +135,7 @@ class LaunchBatch:
 
 
 def _slots(named: Iterable[list[str]]) -> dict[str, str]:
-    """What a call gives, each once -> its place."""
+    """Return the distinct arguments of a call -> their positions."""
     given = {name: None for names in named for name in names if not name.startswith("run.")}
     return {name: str(place) for place, name in enumerate(given)}
 

@@ -1,4 +1,4 @@
-"""Where a program looks at its buffers, and when it is done with them: what the host program's text goes by."""
+"""Find the views and the last use of each buffer, for the host program."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def all_views(program: Program) -> Iterator[View]:
 
 
 def known_bytes(buffer: Buffer) -> int:
-    """Its size; 0 where that is not known yet."""
+    """Return the size of a buffer, or 0 where it is symbolic."""
     return buffer.nbytes if isinstance(buffer.extent, int) else 0
 
 
 def last_uses(program: Program, calls: Iterable[KernelSource], hosts: Mapping[str, str]) -> dict[str, int]:
-    """The last step that touches each buffer, or another one in its memory.
+    """Return the last step that touches each buffer, or another buffer in its memory.
 
-    A kernel may do what earlier loops are for, too: it touches all that it is given.
+    A kernel may include the work of earlier loops, so it touches all of its arguments.
     """
     given = iter(calls)
     touched = (

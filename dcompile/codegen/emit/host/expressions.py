@@ -1,4 +1,4 @@
-"""Names, sizes, addresses and tensors in the text of a host program: expressions, and what `make` computes of them."""
+"""Expressions of the host program for names, sizes, addresses and tensors, and the values that `make` prepares."""
 
 from __future__ import annotations
 
@@ -34,36 +34,36 @@ _TAKEN = frozenset(
 
 
 class HostExpressions:
-    """Expressions for what a program works on. Lines of the call are added where an address has to be asked for."""
+    """Expressions for the buffers of a program. A lookup of an address adds its line to the call."""
 
     def __init__(self, program: Program, late: frozenset[str]) -> None:
         self.program, self.table = program, program.table
         self.prepared: dict[str, str] = {}
-        """Expression -> name of what `make` computes once."""
+        """Expression -> name of the value that `make` computes once."""
         self.lines: list[str] = []
         self.names: dict[str, str] = {}
         self.pointers: set[str] = set()
         self.hosts = {b.name: (b.storage or "").removeprefix(IN_DONOR) for b in program.buffers if _is_lodged(b)}
-        """Buffer -> the buffer in whose memory it lies."""
+        """Buffer -> the donor buffer that it is placed in."""
         self.inherited: set[str] = set()
-        """Buffers whose memory others have got so far, after they were read."""
+        """Donor buffers whose memory was reused so far, after their last read."""
         self.late = late
-        """Size symbols that only the call tells."""
+        """Size symbols known only in the call."""
 
     def once(self, expression: str, prefix: str) -> str:
-        """The name of a value that `make` computes."""
+        """Return the name of a value that `make` computes once."""
         if expression not in self.prepared:
             self.prepared[expression] = f"_{prefix}{len(self.prepared)}"
         return self.prepared[expression]
 
     def once_if_known(self, expression: str, prefix: str, sizes: Iterable[Size]) -> str:
-        """As `once`, for what depends on `sizes`: worked out in the call if one is known only there."""
+        """As `once`, for a value of `sizes`: computed in the call if one of them is known only there."""
         if any(not self.late.isdisjoint(as_index(size).variables) for size in sizes):
             return expression
         return self.once(expression, prefix)
 
     def name(self, buffer: str) -> str:
-        """A Python name for a buffer or a size symbol."""
+        """Return a Python name for a buffer or a size symbol."""
         if buffer not in self.names:
             name = re.sub(r"\W", "_", buffer)
             name = f"b{name}" if not name or name[0] == "_" or name[0].isdigit() else name
@@ -73,26 +73,26 @@ class HostExpressions:
         return self.names[buffer]
 
     def memory(self, bucket: str) -> str:
-        """The name of a bucket's memory."""
+        """Return the name of a bucket's memory."""
         return "_bucket_" + re.sub(r"\W", "_", bucket)
 
     def bucket_of(self, buffer: Buffer) -> str | None:
-        """The bucket that a buffer is a part of, if it is one of any."""
+        """Return the bucket that a buffer is a part of, if any."""
         return (buffer.storage or "").removeprefix("bucket:") if (buffer.storage or "").startswith("bucket:") else None
 
     def placed(self, name: str) -> Buffer:
-        """The buffer that memory planning has placed: this one, or the one that it is a part of."""
+        """Return the buffer that memory planning has placed: this one, or the one that it is a part of."""
         buffer = self.table[name]
         holder = holder_of(buffer)
         return buffer if holder is None else self.table[holder]
 
     def _within(self, name: str) -> Size:
-        """Bytes from the start of the placed buffer to this one."""
+        """Return the bytes from the start of the placed buffer to this one."""
         buffer = self.table[name]
         return 0 if holder_of(buffer) is None else buffer.offset
 
     def pointer(self, name: str) -> str:
-        """The address of a buffer, for a kernel."""
+        """Return the address of a buffer, for a kernel."""
         buffer = self.placed(name)
         if buffer.name != name:
             within = self._within(name)
@@ -110,7 +110,7 @@ class HostExpressions:
         return f"{pointer} + {buffer.offset}" if buffer.offset else pointer
 
     def _known_pointer(self, tensor: str, part: str = "") -> str:
-        """The address of a tensor, or a part of an object, asked for once."""
+        """Return the address of a tensor, or of a part of an object, looked up once."""
         pointer = f"_p{tensor}" if tensor.startswith("_") else f"_p_{tensor}"
         if pointer not in self.pointers:
             self.pointers.add(pointer)
@@ -118,30 +118,30 @@ class HostExpressions:
         return pointer
 
     def room(self, host: str) -> str:
-        """The name of the memory in which others lie that take over a buffer's: its own, if nobody else sees it."""
+        """Return the name of the memory that buffers in a donor use: its own, if nobody else refers to it."""
         return self.name(host if self.table[host].storage == "out" else f"{host} over")
 
     def address(self, view: View) -> str:
-        """Where a view begins."""
+        """Return the address of a view's first element."""
         pointer, buffer = self.pointer(view.buffer), self.table[view.buffer]
         if as_index(view.offset) == as_index(0):
             return pointer
         return f"{pointer} + {self.index(as_index(view.offset) * ITEMSIZE[buffer.dtype])}"
 
     def place(self, name: str) -> str:
-        """A kernel's argument in a launch table: an address in the arena, or the name of one known at each call."""
+        """Return a kernel's argument in a launch table: an arena address, or the name of one known at each call."""
         buffer = self.placed(name)
         if buffer.storage != "arena":
             return self.pointer(name)
         return f"run.at({self.index(as_size(as_index(buffer.offset) + as_index(self._within(name))))})"
 
     def tuple_of(self, sizes: Sequence[Size]) -> str:
-        """A tuple of sizes."""
+        """Return a tuple of sizes."""
         items = [self.index(size) for size in sizes]
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
 
     def index(self, size: Size) -> str:
-        """A size or a position."""
+        """Return a size or a position."""
         if isinstance(size, int):
             return str(size)
         terms = []
@@ -164,9 +164,9 @@ class HostExpressions:
                 return f"(({self.index(base)}) % ({self.index(divisor)}))"
 
     def view(self, view: View, fresh: bool = False, written: bool = False) -> str:
-        """An expression for a tensor; `fresh` where it is handed to the caller, who may keep it.
+        """Return an expression for a tensor; `fresh` if it is returned to the caller, who may keep it.
 
-        `written` where the library may write to it: autograd's count of changes to the caller's tensor must show that.
+        `written` if the library may write to it: autograd's version counter of the caller's tensor must show that.
         """
         buffer = self.placed(view.buffer)
         if buffer.name != view.buffer:
@@ -196,7 +196,7 @@ class HostExpressions:
         ):
             return name
         if buffer.storage == "out" and fresh and self._is_shown_once(view.buffer):
-            # no view of another tensor, which would keep that one: a backward may take the memory of what is saved
+            # a view would keep its base alive, but a backward may reuse the memory of a saved tensor
             return f"look({name}, {shape}, {strides}, {self.index(view.offset)})"
         if buffer.storage == "out" and fresh:
             return f"as_strided({name}, {shape}, {strides}, {self.index(view.offset)})"
@@ -209,7 +209,7 @@ class HostExpressions:
         return sum(isinstance(output, View) and output.buffer == name for output in self.program.outputs) == 1
 
     def _view_in_host(self, view: View, shape: str, strides: str) -> str:
-        """A tensor in another buffer's memory."""
+        """Return a tensor in a donor buffer's memory."""
         buffer, host = self.table[view.buffer], self.table[self.hosts[view.buffer]]
         assert isinstance(buffer.offset, int), f"{buffer.name} has no fixed place in {host.name}"
         name, itemsize = self.room(host.name), ITEMSIZE[buffer.dtype]
@@ -222,7 +222,7 @@ class HostExpressions:
         return f"look({name}, {shape}, {strides}, {at})"
 
     def output(self, output: View | Index | int | float | bool | None) -> str:
-        """What the call returns for an output."""
+        """Return the call's result for an output."""
         match output:
             case View():
                 return self.view(output, fresh=True)
@@ -234,7 +234,7 @@ class HostExpressions:
                 return repr(output)
 
     def argument(self, arg: Arg, written: bool = False) -> str:
-        """What a library call is given; `written` where it may write to it."""
+        """Return an argument of a library call; `written` if the call may write to it."""
         match arg:
             case View():
                 return self.view(arg, written=written)

@@ -1,19 +1,19 @@
-"""Matrix products as BLAS describes them: which library calls another algorithm than ATen's may compute."""
+"""GEMM geometries in BLAS's terms, for library matmuls that another algorithm than ATen's may compute."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 
-from dcompile.ir.gemm import TENSOR_CORE_DTYPES, Geometry, gemm_layout
+from dcompile.ir.gemm import TENSOR_CORE_DTYPES, Chosen, Geometry, gemm_layout
 from dcompile.ir.nodes import SCALED, Buffer, Extern, Program, View
 
 MIN_FLOP_SHARE = 0.02
-"""Of a program's multiplications: products of a geometry that is less of them are not worth measuring."""
+"""Fraction of a program's matmul FLOPs below which a geometry is not worth measuring."""
 
 
 def geometry(step: Extern, table: Mapping[str, Buffer]) -> Geometry | None:
-    """Of a product on a GPU, if the library can be asked for it: known sizes, rows or columns dense in memory."""
+    """Return the geometry of a GPU matmul that the library supports: static sizes, rows or columns contiguous."""
     factors = factors_of(step)
     if step.mode != "out" or factors is None or step.outs[0] is None:
         return None
@@ -31,7 +31,7 @@ def geometry(step: Extern, table: Mapping[str, Buffer]) -> Geometry | None:
 
 
 def factors_of(step: Extern) -> tuple[View, View] | None:
-    """What a plain product multiplies, or one that is scaled as it is written (`collectives.scale`)."""
+    """Return the factors of a plain matmul, or of one scaled as it is written (`collectives/fold_average.py`)."""
     match step:
         case Extern("aten.mm.default", (View() as left, View() as right), ()):
             return left, right
@@ -42,9 +42,18 @@ def factors_of(step: Extern) -> tuple[View, View] | None:
 
 
 def measurable_geometries(program: Program) -> dict[Geometry, int]:
-    """The geometries of a program's products, and how many have each: those that are much of its multiplications."""
+    """Return the geometries with a large share of a program's matmul FLOPs, and their counts."""
     table = program.table
     found = (geometry(step, table) for step in program.steps if isinstance(step, Extern))
     counts = Counter(g for g in found if g is not None)
     total = sum(g.flops * count for g, count in counts.items())
     return {g: count for g, count in counts.items() if g.flops * count >= MIN_FLOP_SHARE * total}
+
+
+def read_by_chosen(program: Program, chosen: Chosen) -> set[str]:
+    """Return inputs of matmuls with a chosen algorithm, which needs known strides and 16-byte alignment."""
+    if not chosen:
+        return set()
+    table = program.table
+    found = (step for step in program.steps if isinstance(step, Extern) and geometry(step, table) in chosen)
+    return {view.buffer for step in found for view in factors_of(step) or ()}

@@ -1,1 +1,1 @@
-"""Triton kernels: tiling, printing, compiling."""
+"""The Triton target: row passes, source text and compilation of GPU kernels."""

@@ -1,8 +1,8 @@
-"""Compiles Triton kernels to machine code, in parallel and without a GPU; nothing is built twice.
+"""Compile Triton kernels to machine code, in parallel and without a GPU; nothing is built twice.
 
-A process imports Triton while the first program is still being planned, and becomes one worker for each core
-(`triton_worker.py`), which serve all programs of a model. Only `triton.compile` is used, never the just-in-time path:
-what comes out is a cubin, which `runtime.gpu` loads without importing Triton.
+A process imports Triton while the first program is still being planned. It forks one worker for each core
+(`worker.py`), and these serve all programs of a model. Only `triton.compile` is used, never the just-in-time path. The
+result is a cubin, which `runtime.program.cuda_launch` loads without importing Triton.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from dcompile.codegen.emit.cpp import compile as cpp_compile
-from dcompile.codegen.emit.cpp.compile import Built, Cache, end_process, failure, tail, workers
-from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.emit.cpp.compile import end_process, failure, tail, workers
+from dcompile.codegen.emit.target import Built, Cache, KernelSource
 from dcompile.codegen.emit.triton import worker as worker_module
 from dcompile.config import Config
 from dcompile.errors import BuildError
@@ -37,17 +35,17 @@ Process: TypeAlias = "subprocess.Popen[bytes]"
 
 OPTIONS: Mapping[str, bool] = {
     "enable_fp_fusion": False,  # an fma that appears when two loops are fused would change bits
-    "enable_reflect_ftz": False,  # CUDA's library flushes denormals otherwise, where eager does not
+    "enable_reflect_ftz": False,  # CUDA's library flushes denormals otherwise, unlike eager
 }
 TOLD = 512
-"""Kernels that workers are told of before they have answered: less than a pipe holds, in either direction."""
+"""Kernels sent to workers before they answer: fewer than a pipe holds, in either direction."""
 OUTPUT = "output"
-"""File of what the workers print."""
+"""File of the workers' output."""
 ADVICE = 'run without it: options={"kernels": "aten"}'
 
 
 class TritonBuild:
-    """Kernels of one program, of which those that were not in the cache are being compiled."""
+    """Kernels of one program; those that were not in the cache are being compiled."""
 
     def __init__(
         self, sources: Iterable[KernelSource], arch: int, config: Config, cache: Cache, crew: WorkerPool
@@ -59,17 +57,17 @@ class TritonBuild:
         self._missing = [source for name, source in unique.items() if name not in self._archives]
         self._cache, self._crew = cache, crew
         self._timeout_s = config.compile_timeout_s
-        # what takes longest first; of equal cost in a fixed order
+        # longest first; on ties in a fixed order
         ranked = sorted(self._missing, key=lambda source: (-source.cost, source.name))
         self._team = crew.begin(ranked) if ranked else None
 
     @property
     def waits(self) -> bool:
-        """Whether any has to be compiled."""
+        """Whether any must be compiled."""
         return bool(self._missing)
 
     def result(self) -> Built:
-        """All kernels, once they are there. Raises BuildError."""
+        """Wait for all kernels. Raises BuildError."""
         files: dict[str, Path] = {}
         try:
             if self._team is not None:
@@ -78,34 +76,13 @@ class TritonBuild:
             raise BuildError(
                 f"dcompile: Triton did not finish in {self._timeout_s} s (compile_timeout_s); {ADVICE}"
             ) from error
-        for name, file in files.items():  # another program may have had the same one compiled, and kept it
+        for name, file in files.items():  # another program may have compiled and stored the same kernel
             self._archives[name] = self._cache.find(self._keys[name]) or self._cache.put([self._keys[name]], file)
         return Built(self._archives, frozenset(files), self._keys)
 
 
-@dataclass(frozen=True, slots=True)
-class PendingBuild:
-    """The kernels of a graph, which compilers of two kinds work on at the same time."""
-
-    cpu: cpp_compile.Building
-    gpu: TritonBuild | None
-
-    @property
-    def waits(self) -> bool:
-        return self.cpu.waits or (self.gpu is not None and self.gpu.waits)
-
-    def result(self) -> Built:
-        """All of them, once they are there. Raises BuildError."""
-        cpu = self.cpu.result()
-        if self.gpu is None:
-            return cpu
-        gpu = self.gpu.result()
-        libraries, keys = {**cpu.libraries, **gpu.libraries}, {**cpu.keys, **gpu.keys}
-        return Built(libraries, cpu.compiled | gpu.compiled, keys)
-
-
 class WorkerPool:
-    """The processes that compile kernels for one model. They end when nothing has come for a while, or when it ends."""
+    """The processes that compile kernels for one model. They end after an idle time, or with the model."""
 
     def __init__(self, arch: int, directory: Path) -> None:
         self._arch, self._directory = arch, directory
@@ -113,21 +90,21 @@ class WorkerPool:
         self._team: _WorkerTeam | None = None
 
     def ready(self) -> None:
-        """See that there are workers, or soon will be: importing Triton takes a second."""
+        """Start workers if there are none: importing Triton takes a second."""
         with self._lock:
             self._present()
 
     def begin(self, sources: Sequence[KernelSource]) -> _WorkerTeam:
-        """Have kernels compiled, the first ones first, by those who are named. Returns at once."""
+        """Start compiling kernels in this order; return the team that does it at once."""
         with self._lock:
             team = self._present()
             team.begin(sources)
             return team
 
     def finish(self, team: _WorkerTeam, sources: Sequence[KernelSource], until: float) -> dict[str, Path]:
-        """Wait for kernels that a team has begun: name -> archive. Raises BuildError, or TimeoutError at `until`.
+        """Wait for kernels that a team has started: name -> archive. Raises BuildError, or TimeoutError at `until`.
 
-        The team may have ended since: with all of them done, or just when they were begun.
+        The team may have ended since, with all of them compiled or just when they were sent; then a new team starts.
         """
         with self._lock:
             try:
@@ -141,13 +118,13 @@ class WorkerPool:
             return {source.name: team.archive(source.name) for source in sources}
 
     def close(self) -> None:
-        """End them now."""
+        """End the processes now."""
         with self._lock:
             self._end()
 
     def _present(self) -> _WorkerTeam:
         if self._team is not None and self._team.process.poll() is not None:
-            self._team = None  # what it has done may be waited for still
+            self._team = None  # its results may still be waited for
         if self._team is None:
             self._team = _WorkerTeam(self._arch, self._directory)
         return self._team
@@ -159,20 +136,20 @@ class WorkerPool:
 
 
 class _WorkerTeam:
-    """One process that prepares, its workers, and the folder that they share with this one."""
+    """A process that imports Triton, its forked workers, and the folder that they share with this process."""
 
     def __init__(self, arch: int, directory: Path) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=directory))
         self.process = _start(self.folder, arch)
         self.close = weakref.finalize(self, _close, self.process, self.folder, os.getpid())
-        """Ends the processes and removes the folder: also when this is forgotten, or Python ends."""
+        """Ends the processes and removes the folder, also when this object is collected or Python exits."""
         self._begun: set[str] = set()
         self._done: set[str] = set()
         self._untold: deque[str] = deque()
-        """What the workers have not been told of yet: a pipe holds only so much."""
+        """Kernels not sent to the workers yet: a pipe has limited room."""
 
     def begin(self, sources: Iterable[KernelSource]) -> None:
-        """Describe what is new, and tell the workers."""
+        """Describe new kernels in files, and send their names to the workers."""
         for source in sources:
             if source.name not in self._begun:
                 (self.folder / f"{source.name}.json").write_text(json.dumps(_record(source)))
@@ -182,13 +159,13 @@ class _WorkerTeam:
 
     def _tell(self) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # `finish` finds out why
+        with contextlib.suppress(BrokenPipeError):  # `finish` reports the reason
             while self._untold and len(self._begun) - len(self._done) - len(self._untold) < TOLD:
                 self.process.stdin.write(worker_module.token(self._untold[0]))
                 self._untold.popleft()
 
     def finish(self, sources: Iterable[KernelSource], until: float) -> bool:
-        """Wait for these; False if the workers ended before, having waited in vain, or were ended."""
+        """Wait for these kernels; return False if the workers have ended before, by their idle time or from outside."""
         wanted = {source.name for source in sources}
         if not self.close.alive:
             return False
@@ -206,7 +183,7 @@ class _WorkerTeam:
         return True
 
     def _reply(self, until: float) -> str:
-        """The next kernel that is there, or has failed; none where nobody is left to say so."""
+        """Return the next kernel that is compiled or has failed; an empty name if no worker is left."""
         stdout = self.process.stdout
         assert stdout is not None
         if not select.select([stdout], [], [], max(until - time.monotonic(), 0.0))[0]:

@@ -1,7 +1,7 @@
-"""Floats of 8 bits in Triton: kernels hold them as their bytes, as loops do, and convert them by way of float32.
+"""8-bit floats in Triton: kernels hold them as bytes, as loops do, and convert them through float32.
 
-In integer arithmetic, which runs on every GPU: Triton's conversions saturate, and need compute capability 8.9 for
-float8_e4m3fn.
+The code is integer arithmetic, which runs on every GPU. Triton's own conversions saturate, and need compute capability
+8.9 for float8_e4m3fn.
 """
 
 from __future__ import annotations
@@ -58,4 +58,4 @@ def from_float8_e8m0fnu(a):
     bits = tl.where(u == 0, 0x400000, tl.where(u == 0xFF, 0x7F800001, u << 23))
     return bits.to(tl.float32, bitcast=True)
 """
-"""Functions of kernels, in the form of `triton_prelude`."""
+"""Functions of kernels, in the form of `library.py`."""

@@ -1,8 +1,7 @@
-"""Several loops as one launch: small kernels that need nothing of one another run side by side instead of in turn.
+"""Horizontal fusion: several independent small loops become one launch and run at the same time.
 
-A launch in a CUDA graph costs a microsecond or two, and the end of one kernel leaves most of a GPU idle. The programs
-of a joint kernel ask by their number which loop they belong to; each loop's statements are what they are alone, so that
-values do not depend on what was joined.
+A launch in a CUDA graph costs a microsecond or two, and the end of one kernel leaves most of a GPU idle. A program of a
+fused kernel finds its loop by its number. Each loop keeps its own statements, so values do not depend on fusion.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from dcompile.codegen.emit.triton.printer import overlap
 from dcompile.ir.nodes import Buffer, Collective, Extern, Loop, Program, Wait
 
 MAX_DIFFERENT_LOOPS = 8
-"""Loops in one launch, unless they are equal; of equal ones, how many different sizes."""
+"""Loops in one launch, unless they are equal; of equal loops, the number of different sizes."""
 MAX_ADDRESSES = 448
-"""Of buffers in one launch: a kernel takes 4 KiB of arguments. Equal loops are only limited by that."""
+"""Buffers in one launch: a kernel takes 4 KiB of arguments. For equal loops this is the only limit."""
 MOST_BYTES = 1 << 28
-"""Of a loop's buffers: longer kernels lose nothing by running in turn, and may lose by sharing registers."""
+"""Bytes of a loop's buffers: longer kernels lose nothing by running in turn, and may lose by sharing registers."""
 TINY_BYTES = 1 << 22
-"""Of a loop's buffers: whatever it is, it takes no longer than a launch."""
+"""Bytes of a loop's buffers below which it takes no longer than a launch, whatever it computes."""
 PID = "tl.program_id(0)"
 TABLE = "kernel_param_0"
-"""What LLVM calls a kernel's first argument."""
+"""LLVM's name of a kernel's first argument."""
 
 
 def fuse_launches(program: Program, calls: Sequence[KernelSource]) -> tuple[KernelSource, ...]:
-    """The kernels of a program's loops, neighbours that may run at the same time as one.
+    """Return the kernels of a program's loops, with concurrent neighbours fused into one.
 
-    A joint kernel stands where the last of its loops does, and a launch of no programs in the place of each other.
-    Relies on: memory being planned, for loops that need nothing of one another may still take turns with memory.
+    A fused kernel takes the place of its last loop; each other place gets a launch of no programs. Relies on: memory is
+    planned, since independent loops may still share memory at different times.
     """
     table, found = program.table, list(calls)
     group: list[int] = []
@@ -61,9 +60,9 @@ def fuse_launches(program: Program, calls: Sequence[KernelSource]) -> tuple[Kern
 
 
 def constants(program: Program) -> frozenset[str] | None:
-    """Inputs that no step of the program writes, so that its kernels may read them while others still run.
+    """Return the inputs that no step of the program writes, so that kernels may read them while others still run.
 
-    None where kernels are to start in turn: beside NCCL's streams nothing else was tried.
+    None where kernels must start in turn: nothing else was tried beside NCCL's streams.
     """
     if any(isinstance(step, (Collective, Wait)) for step in program.steps):
         return None
@@ -74,16 +73,16 @@ def constants(program: Program) -> frozenset[str] | None:
 
 
 def first_launch(calls: Sequence[KernelSource]) -> int:
-    """The first kernel that starts whatever the sizes are: once a later one comes, what ran before the program is over.
+    """Return the first kernel that starts for all sizes; when a later one starts, no earlier program runs any more.
 
-    See `triton_prelude.AFTER`.
+    See `library.AFTER`.
     """
     grids = ([launch.grid for launch in kernel.launches] for kernel in calls)
     return next((n for n, found in enumerate(grids) if any(isinstance(g, int) and g > 0 for g in found)), len(calls))
 
 
 def _close(group: list[int], loops: Mapping[int, Loop], found: list[KernelSource]) -> None:
-    """Join what has been collected, and begin anew."""
+    """Fuse the collected group, and start a new one."""
     if len(group) > 1:
         kernel = _joint([found[n] for n in group])
         (launch,) = kernel.launches
@@ -103,18 +102,18 @@ def _is_room(group: Sequence[int], calls: Sequence[KernelSource]) -> bool:
 
 
 def _are_equal(kernels: Sequence[KernelSource]) -> bool:
-    """Do these differ in their buffers and in how many programs they have alone?"""
+    """Do these differ only in their buffers and numbers of programs?"""
     first, *others = ((kernel.text, replace(kernel.launches[0], grid=0)) for kernel in kernels)
     return all(other == first for other in others)
 
 
 def _runs(kernels: Sequence[KernelSource]) -> list[tuple[int, int]]:
-    """(programs of each, how many kernels) of neighbours that have as many programs."""
+    """Return (programs of each, number of kernels) for runs of neighbours with equally many programs."""
     return [(grid, sum(1 for _ in run)) for grid, run in groupby(map(_grid, kernels))]
 
 
 def _is_small(loop: Loop, kernel: KernelSource, table: Mapping[str, Buffer]) -> bool:
-    """One launch that is told nothing but addresses, of buffers that are not large?"""
+    """Is it one launch with addresses as its only arguments, and are its buffers not large?"""
     if len(kernel.launches) != 1 or kernel.numbers or kernel.sizes or loop.product is not None:
         return False
     known = [kernel.launches[0].grid, *(table[name].extent for name in loop.reads | loop.writes)]
@@ -128,13 +127,13 @@ def _nbytes(loop: Loop, table: Mapping[str, Buffer]) -> int:
 
 
 def _are_alike(first: KernelSource, second: KernelSource) -> bool:
-    """Of one kind and about as much work: a kernel of few registers would run with the few programs of one of many."""
+    """Are both of one kind and of similar work? Otherwise the larger one's registers would limit programs of both."""
     costs = sorted(kernel.cost for kernel in (first, second))
     return first.kind == second.kind and costs[1] <= 2 * costs[0]
 
 
 def _may_join(a: Loop, first: KernelSource, b: Loop, second: KernelSource, table: Mapping[str, Buffer]) -> bool:
-    """As many threads a program, both or neither waiting, and neither writes memory that the other touches?"""
+    """Do both have as many threads a program and wait alike, and does neither write memory that the other touches?"""
     if first.launches[0].warps != second.launches[0].warps or (AFTER in first.text) != (AFTER in second.text):
         return False
     if not _are_alike(first, second) and not all(_nbytes(loop, table) <= TINY_BYTES for loop in (a, b)):
@@ -144,7 +143,7 @@ def _may_join(a: Loop, first: KernelSource, b: Loop, second: KernelSource, table
 
 
 def _joint(kernels: Sequence[KernelSource]) -> KernelSource:
-    """One kernel whose programs are those of all `kernels`, one after another."""
+    """Return one kernel whose programs are those of all `kernels`, one after another."""
     types: dict[str, str] = {}
     for kernel in kernels:
         (launch,) = kernel.launches
@@ -173,18 +172,18 @@ def _grid(kernel: KernelSource) -> int:
 
 
 def _statements(kernel: KernelSource) -> str:
-    """A kernel as a function of a program's number and the addresses, from its parenthesis on."""
+    """Return a kernel as a function of a program's number and the addresses, from its parenthesis on."""
     body = kernel.text[kernel.text.index(f"def {kernel.launches[0].function}(") :].split("):\n", 1)[1]
     head = ", ".join(("pid", *(f"a{n}" for n in range(len(kernel.arguments)))))
     return f"({head}):\n{body.replace(PID, 'pid')}"
 
 
 Parts = tuple[dict[str, str], tuple[str, ...], list[str]]
-"""Functions by their text, the buffers that a joint kernel is given, and its statements."""
+"""Functions by their text, the buffers of a fused kernel, and its statements."""
 
 
 def _branches(kernels: Sequence[KernelSource]) -> Parts:
-    """Each program takes the branch of its kernel."""
+    """Fuse different kernels: each program takes the branch of its kernel."""
     buffers = tuple(dict.fromkeys(name for kernel in kernels for name in kernel.arguments))
     names = {buffer: f"a{n}" for n, buffer in enumerate(buffers)}
     functions: dict[str, str] = {}
@@ -200,10 +199,10 @@ def _branches(kernels: Sequence[KernelSource]) -> Parts:
 
 
 def _equal_kernels(kernels: Sequence[KernelSource]) -> Parts:
-    """Equal kernels: their statements are there once, and take the addresses of the kernel that a program belongs to.
+    """Fuse equal kernels: one copy of their statements takes the addresses of a program's own kernel.
 
-    Those are a table, kernel by kernel, that is the kernel's arguments themselves: in a GPU's constant memory, where an
-    instruction reads one at a place that the program works out. The table comes first; behind it is what all share.
+    These addresses are a table, kernel by kernel, in the kernel's arguments themselves. A GPU holds these in constant
+    memory, where an instruction reads one at a computed offset. The table comes first, shared arguments follow.
     """
     rows = list(zip(*(kernel.arguments for kernel in kernels), strict=True))
     own = [n for n, row in enumerate(rows) if len(set(row)) > 1]
@@ -222,7 +221,7 @@ def _equal_kernels(kernels: Sequence[KernelSource]) -> Parts:
 
 
 def _dispatch_statements(runs: Sequence[tuple[int, int]]) -> list[str]:
-    """Statements that tell a program the number of its kernel, and its own among that one's."""
+    """Return statements that compute the number of a program's kernel, and the program's number in it."""
     if len(runs) == 1:
         return [f"    number = pid // {runs[0][0]}", f"    place = pid % {runs[0][0]}"]
     lines: list[str] = []
@@ -236,7 +235,7 @@ def _dispatch_statements(runs: Sequence[tuple[int, int]]) -> list[str]:
 
 
 def _argument(place: int) -> str:
-    """An argument `place` behind the first one of a program's row, as a number."""
+    """Return an expression for the argument at `place` of a program's row of the table, as a number."""
     text = f"{{ .reg .b64 p, o; mov.b64 p, {TABLE}; cvt.u64.u32 o, $1; add.s64 p, p, o; "
     text += f"ld.param.b64 $0, [p+{8 * place}]; }}"
     return f'tl.inline_asm_elementwise("{text}", "=l,r", [row], dtype=tl.int64, is_pure=True, pack=1)'

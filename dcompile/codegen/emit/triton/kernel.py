@@ -1,9 +1,9 @@
-"""The Triton target: a loop becomes one kernel, or one and a second that fills what it adds to before.
+"""The Triton target: a loop becomes one kernel, or two if the buffers that it combines into must be filled first.
 
-A program of a kernel works on a tile, and a tile's values are tensors: over rows `x`, over elements `r`, over both, or
+A program of a kernel computes a tile, and a tile's values are tensors: over rows `x`, over elements `r`, over both, or
 scalars. Row programs keep a row in registers from its first pass to its last, and read longer rows again in every pass.
-Text is normalised, and known sizes are literals in it: equal text is an equal kernel. Size symbols are arguments behind
-the addresses; positions then have 64 bits, and grids are worked out when the host program prepares a call.
+Text is normalized, and static sizes are literals in it: equal text is an equal kernel. Size symbols are arguments after
+the addresses. Positions then have 64 bits, and grids are computed when the host program prepares a call.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from dcompile.codegen.emit.kernel_name import describe_loop, kernel_name
-from dcompile.codegen.emit.target import Emitter, Kernels, KernelSource, Launch
+from dcompile.codegen.emit.target import Kernels, KernelSource, Launch, Target
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
 from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, SPELLING, literal
 from dcompile.codegen.emit.triton.printer import TritonText
 from dcompile.codegen.emit.triton.row_passes import RowPassWriter
 from dcompile.codegen.nest.gpu_tiling import ceil_div, leaves_gaps, make_plan
 from dcompile.codegen.nest.loop_nest import may_exceed
+from dcompile.device_traits import CUDA
 from dcompile.ir.index import exact_quotient
 from dcompile.ir.nodes import Buffer, Loop, Program, Store
 from dcompile.ir.ops import REDUCTIONS
 
 FILL = 1024
 INTEGER = "i64"
-"""Type of a size symbol, or of another number that kernels are told."""
+"""Type of a size symbol, or of another number argument."""
 
 
 def emit(loop: Loop, table: Mapping[str, Buffer], constant: frozenset[str] | None = None) -> KernelSource:
-    """The source of one kernel; `table` says how large the buffers are, and where those of the arena lie.
+    """Return the source of one kernel; `table` gives the buffers' sizes, and offsets in the arena.
 
-    Buffers in `constant` are written neither by the kernel nor by the one before it: if any are named, the kernel may
-    start while that ends, and read them. If none can be, it may still start then; with None it may not.
+    Buffers in `constant` are written neither by this kernel nor by the one before it. If it reads some, it may start
+    and read them while that kernel ends. If it reads none, it may still start then; with None it may not.
     """
     plan = make_plan(loop)
     filled = [
@@ -63,10 +64,10 @@ def emit(loop: Loop, table: Mapping[str, Buffer], constant: frozenset[str] | Non
     shape = [(launch.function, launch.warps, launch.types) for launch in launches]
     digest = hashlib.sha256(f"{text}\n{shape}".encode()).hexdigest()[:24]
     described = describe_loop(loop)
-    entry = f"dcompile_{plan.kind}_{described}_{digest[:8]}"  # what profilers show
+    entry = f"dcompile_{plan.kind}_{described}_{digest[:8]}"  # the name in profilers
     text = text.replace("def kernel(", f"def {entry}(")
     launches = [replace(n, function=entry) if n.function == "kernel" else n for n in launches]
-    cost = sum(map(bool, body.classes)) + 4  # what is one number for all programs costs next to nothing
+    cost = sum(map(bool, body.classes)) + 4  # scalars of all programs cost next to nothing
     name = kernel_name(described, digest)
     return KernelSource(
         name, text, arguments, cost, False, loop.origin, sizes, tuple(launches), numbers, kind=plan.kind
@@ -74,12 +75,12 @@ def emit(loop: Loop, table: Mapping[str, Buffer], constant: frozenset[str] | Non
 
 
 def emit_all(program: Program) -> Kernels:
-    """The kernels of a program, one for each of its loops."""
+    """Emit the kernels of a program, one for each of its loops."""
     table = program.table
     return Kernels(tuple(emit(step, table) for step in program.steps if isinstance(step, Loop)))
 
 
-EMITTER = Emitter("triton", SPELLING)
+TARGET = Target("triton", SPELLING, CUDA)
 
 
 def function_text(name: str, arguments: Iterable[str], lines: list[str]) -> str:
@@ -87,7 +88,7 @@ def function_text(name: str, arguments: Iterable[str], lines: list[str]) -> str:
 
 
 def _fill(body: TritonText, store: Store) -> tuple[str, str, str]:
-    """(buffer, name and text of the function that fills it with what combining begins with)."""
+    """Return (buffer, name and text of the function that fills it with the identity of its reduction)."""
     dtype, size = body.table[store.buffer].dtype, body.extent(store.buffer)
     identity, name = literal(REDUCTIONS[store.mode].identity(dtype), dtype), f"fill_{body.argument(store.buffer)}"
     wide = "tl.program_id(0).to(tl.int64)" if may_exceed(size, 2**31 - 1) else "tl.program_id(0)"
@@ -99,7 +100,7 @@ def _fill(body: TritonText, store: Store) -> tuple[str, str, str]:
 
 
 def types_of(buffers: Iterable[str], count: int, table: Mapping[str, Buffer]) -> tuple[str, ...]:
-    """The types of `count` arguments: buffers, and 64-bit integers behind them."""
+    """Return the types of `count` arguments: buffers, followed by 64-bit integers."""
     offsets = [(POINTERS[table[name].dtype], exact_quotient(table[name].offset, 16)) for name in buffers]
     types = [pointer + ("" if whole is None else ALIGNED) for pointer, whole in offsets]
     return (*types, *[INTEGER] * (count - len(types)))

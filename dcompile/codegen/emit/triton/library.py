@@ -1,6 +1,6 @@
-"""The functions that a Triton kernel's text brings along.
+"""The functions that the text of a Triton kernel includes.
 
-A kernel is a file of its own: the functions it uses are copied into it. They compute as eager's CUDA kernels do:
+A kernel is a separate file, and the functions it uses are copied into it. They compute as eager's CUDA kernels do:
 division and square root are correctly rounded, the rest is CUDA's own library, without flushing denormals.
 """
 
@@ -19,11 +19,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, libdevic
 """
 
 AFTER = "after_others_()"
-"""What a kernel calls that starts while the one before it ends, before it touches memory that others may have touched.
+"""Call by which a kernel that starts early waits for the previous one, before it touches memory that others write.
 
-That is programmatic dependent launch, from compute capability 9.0 on; for other GPUs the worker leaves the line out,
-and the kernel starts in its turn. Such a kernel lets its successor come only once it has passed this line itself, and
-others only with their end: so whoever has come knows that all kernels but the one before it have ended.
+This is programmatic dependent launch, from compute capability 9.0 on. For other GPUs the worker removes the line, and
+the kernel starts in its turn. A kernel with this line lets its successor start only after it; other kernels do so at
+their end. So a running kernel knows that all kernels except the one before it have ended.
 """
 
 _FUNCTIONS = """
@@ -339,14 +339,14 @@ def to_float16(a):
 
 @lru_cache(maxsize=1)
 def functions() -> Mapping[str, str]:
-    """Name -> text of each function that kernels may use."""
+    """Return name -> text of each function that kernels may use."""
     whole = _FUNCTIONS + FLOAT8_FUNCTIONS
     texts = [f"@triton.jit{text.rstrip()}\n" for text in whole.split("@triton.jit")[1:]]
     return {text.split("def ", 1)[1].split("(", 1)[0]: text for text in texts}
 
 
 def used_functions(text: str) -> str:
-    """The functions that `text` calls, and those that they call, each after what it needs."""
+    """Return the functions that `text` calls, directly or indirectly, each after those that it needs."""
     found: dict[str, str] = {}
 
     def visit(where: str) -> None:

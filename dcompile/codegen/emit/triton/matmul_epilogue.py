@@ -1,7 +1,7 @@
-"""Matrix products in Triton that end in a loop: what the loop does with the result, while it is still in registers.
+"""Triton matmuls with an epilogue: the loop uses the result while it is still in registers.
 
-A program multiplies one tile after another. Sums are in float32; the product is rounded to its own dtype before the
-loop sees it, as where a library writes it to memory. The loop's statements are those of any kernel (`printer.py`).
+A program multiplies one tile after another. Sums are in float32. The result is rounded to its own dtype before the loop
+uses it, as if a library had written it to memory. The loop's statements are those of any kernel (`printer.py`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dcompile.ir.analysis import product_buffer
 from dcompile.ir.nodes import Buffer, Loop, Matmul, View
 
 TOGETHER = 8
-"""Rows of tiles that are gone through column by column: programs that run at a time then share what they read."""
+"""Rows of tiles that are traversed column by column, so that concurrent programs share their inputs."""
 PRODUCT = "product"
-"""What kernels call the rounded result."""
+"""Name of the rounded result in kernels."""
 
 
 def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
-    """The source of one kernel. Sizes are known."""
+    """Return the source of one kernel. Sizes are static."""
     assert loop.product is not None, f"{loop.name} ends no product"
     writer = MatmulWriter(loop, loop.product, table)
     writer.run()
@@ -41,7 +41,7 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
     entry = f"dcompile_product_{digest[:8]}"
     launch = Launch(entry, tile.programs or writer.tiles, tile.warps, tuple(range(len(named))), types)
     text = text.replace("def kernel(", f"def {entry}(")
-    cost = 200 + sum(map(bool, body.classes))  # takes Triton seconds
+    cost = 200 + sum(map(bool, body.classes))  # Triton compiles it for seconds
     return KernelSource(
         kernel_name("product", digest), text, arguments, cost, False, loop.origin, (), (launch,), numbers
     )
@@ -56,7 +56,7 @@ class MatmulWriter:
         nest = replace(nest, rows=(), elements=(*y.axes, *x.axes), row_stores=(False,) * len(nest.stores))
         self.product, self.result = product, product_buffer(product)
         (rows, columns), plan = self.sizes, TilePlan("turn", nest, (y, x), tile.warps)
-        # a run of columns of the last tile may be beyond the loop as a whole
+        # a run of columns of the last tile may be outside the loop as a whole
         ragged = [name for name, rest in (("y", rows % tile.rows), ("x", columns % tile.columns)) if rest]
         buffers = {**table, product.out: self.result}
         self.text = TritonText(plan, buffers, registers={product.out: PRODUCT}, ragged=ragged)
@@ -69,7 +69,7 @@ class MatmulWriter:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Rows and columns of the product."""
+        """Rows and columns of the result."""
         rows, columns = self.result.shape
         assert isinstance(rows, int) and isinstance(columns, int), "products of known sizes end in loops"
         return rows, columns
@@ -87,7 +87,7 @@ class MatmulWriter:
     # --- text ---
 
     def run(self) -> None:
-        """All statements."""
+        """Write all statements."""
         tile = self.product.tile
         for view in (self.left, self.right, *([self.bias] if self.bias else [])):
             self.text.argument(view.buffer)
@@ -106,7 +106,7 @@ class MatmulWriter:
             self._end(part, name)
 
     def _place(self) -> None:
-        """Where a tile begins: neighbours in time share rows of the left or columns of the right factor."""
+        """Compute a tile's position: consecutive tiles share rows of the left or columns of the right factor."""
         tile, group = self.product.tile, TOGETHER * self.across
         high: int | str = TOGETHER
         self.line(f"top = tile // {group} * {TOGETHER}")
@@ -118,7 +118,7 @@ class MatmulWriter:
         self.line(f"x0 = tile % {group} // {high} * {tile.columns}")
 
     def _multiply(self) -> None:
-        """The sums of a tile, in float32."""
+        """Compute the sums of a tile, in float32."""
         tile = self.product.tile
         read = self._through_descriptors() if tile.descriptors else self._through_pointers()
         self.line(f"sums = tl.zeros([{tile.rows}, {tile.columns}], tl.float32)")
@@ -126,7 +126,7 @@ class MatmulWriter:
         self.line(f"    sums = tl.dot({read[0]}, {read[1]}, sums)")
 
     def _describe(self, name: str, view: View, rows: int, columns: int) -> None:
-        """A descriptor of a factor, and of the blocks of it that are read, as it lies in memory."""
+        """Make a descriptor of a factor and of its blocks, in the order of memory."""
         turned = is_turned(view)
         shape, block = view.shape, (rows, columns)
         if turned:
@@ -146,7 +146,7 @@ class MatmulWriter:
         return left, "right.load([x0, k]).T" if is_turned(self.right) else "right.load([k, x0])"
 
     def _through_pointers(self) -> tuple[str, str]:
-        """Rows and columns beyond the end are read as others again, so that masks are along the depth alone."""
+        """Return loads through pointers; rows and columns beyond the end wrap around, so only the depth needs masks."""
         tile, (rows, columns) = self.product.tile, self.sizes
         whole = self.deep % tile.depth == 0
         self.line(f"z = tl.arange(0, {tile.depth})")
@@ -167,7 +167,7 @@ class MatmulWriter:
         return read[0], read[1]
 
     def _parts(self) -> list[str]:
-        """The names of runs of columns of the sums, in order."""
+        """Split the sums into runs of columns; return their names, in order."""
         tile, names, width = self.product.tile, ["sums"], self.product.tile.columns
         while len(names) < tile.parts:
             width //= 2
@@ -180,7 +180,7 @@ class MatmulWriter:
         return names
 
     def _end(self, part: int, sums: str) -> None:
-        """The loop, for a run of columns of the tile."""
+        """Write the loop for a run of columns of the tile."""
         y, x = self.plan.dims
         if part == 0:
             self.text.position(y, "y0")
@@ -200,12 +200,12 @@ class MatmulWriter:
             self.text.store(number)
 
     def _bias(self, view: View) -> str:
-        """What is added to each row, before it is rounded."""
+        """Return the bias of each row, which is added before rounding."""
         mask = f", mask={self.text.mask({'x'})}" if self.text.mask({"x"}) else ""
         step = view.strides[-1]
         return f"tl.load({self._start(view)} + x{'' if step == 1 else f' * {step}'}{mask}).to(tl.float32)"
 
 
 def is_turned(view: View) -> bool:
-    """Whether a factor lies column by column."""
+    """Return whether a factor is column-major."""
     return view.strides[0] == 1 and view.strides[1] != 1

@@ -1,4 +1,4 @@
-"""How Triton spells operations, types and constants; functions ending in _ are in `triton_prelude`."""
+"""Triton spellings of operations, types and constants; functions ending in _ are in `library.py`."""
 
 from __future__ import annotations
 
@@ -47,16 +47,16 @@ POINTERS: Mapping[str, str] = {
 }  # fmt: skip
 """The type of a pointer to elements of each dtype, in a kernel's signature."""
 ALIGNED = ":16"
-"""Behind the type of a pointer to whole 16 bytes, which every buffer starts at: see `runtime.gpu`."""
+"""Suffix of a pointer type aligned to 16 bytes, as the start of every buffer is: see `runtime.program.cuda_launch`."""
 
 
 def register_type(dtype: str) -> str:
-    """The Triton type in which values of a dtype are computed: 16-bit floats are float32 values that they can hold."""
+    """Return the Triton type for values of a dtype: 16-bit floats are float32 values that they can represent."""
     return "float32" if dtype in ("bfloat16", "float16") else TYPES[dtype]
 
 
 def literal(value: bool | int | float, dtype: str) -> str:
-    """A constant as an expression of exactly this value and type."""
+    """Return a constant as an expression of exactly this value and type."""
     kind = DTYPES[dtype]
     if kind == "bool":
         text = str(bool(value))

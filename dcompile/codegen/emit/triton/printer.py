@@ -1,4 +1,4 @@
-"""The statements of a Triton kernel: coordinates and masks of a tile, values, loads and stores."""
+"""Print the statements of a Triton kernel: coordinates and masks of a tile, values, loads and stores."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 
 from dcompile.codegen.emit.float8 import decoded
 from dcompile.codegen.emit.triton.ops import SPELLING, literal, register_type
-from dcompile.codegen.nest.device_traits import MAX_INT32_ELEMENTS
 from dcompile.codegen.nest.gpu_tiling import MULTIPROCESSORS, TileDim, TilePlan, count, row_number
 from dcompile.codegen.nest.loop_nest import Axis, Levels, levels, may_exceed
+from dcompile.device_traits import MAX_INT32_ELEMENTS
 from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.index import (
     Atom,
@@ -28,20 +28,21 @@ from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, WITHIN, Apply, Buffer, Const, 
 from dcompile.ir.ops import REDUCTIONS, SCANS
 
 CHECK = "tl.device_assert"
-"""Ends the kernel, and with it the process's work on the GPU, as the library's own checks of positions do."""
+"""Assertion that ends the kernel, and with it the process's GPU work, as the library's checks of positions do."""
 MAX_COLUMN_WARPS = 2 * MULTIPROCESSORS * 64
-"""Of all programs, twice what a GPU runs at a time. Waiting takes each program some 0.3 us, starting behind an end 1 us
-once: the rotary embedding of 8192 tokens (40960 programs of 4 warps) took 53 us with it, 46 without (one H200)."""
+"""Warps of all programs that may start early: twice what a GPU runs at a time. Waiting costs each program about 0.3 us,
+a start after the previous kernel's end 1 us once. With waits, the rotary embedding of 8192 tokens (40960 programs of 4
+warps) took 53 us, without 46 (one H200)."""
 COMBINE = {"prod": "mul_", "max": "max_", "min": "min_", "logsumexp": "logaddexp_"}
-"""The function of a kernel that joins two partial results."""
+"""The kernel function that combines two partial results."""
 NOWHERE: Mapping[Axis, str] = {}
 NO_REGISTERS: Mapping[str, str] = {}
 Class = frozenset[str]
-"""The directions of the tile along which a value varies."""
+"""The dimensions of the tile along which a value varies."""
 
 
 class TritonText:
-    """Collects lines, and knows along which directions of the tile each value varies."""
+    """Collects lines, and knows the dimensions of the tile along which each value varies."""
 
     def __init__(
         self,
@@ -54,21 +55,21 @@ class TritonText:
     ) -> None:
         self.plan, self.nest, self.table, self.constant = plan, plan.nest, table, constant or frozenset[str]()
         self.registers = registers
-        """Buffers whose elements are in registers already -> the name of the tile that holds them."""
+        """Buffers with elements in registers already -> the name of the tile that holds them."""
         self._ragged = ragged
-        """Directions along which the last tile reaches beyond the loop, where not the plan says so."""
+        """Dimensions along which the last tile exceeds the loop, if the plan does not say so."""
         brief = isinstance(plan.grid, int) and plan.grid * plan.warps <= MAX_COLUMN_WARPS * (1 + plan.looped)
         self.waits = constant is not None and brief
-        """Whether the kernel starts while the one before it ends, even if it can read nothing meanwhile."""
+        """Whether the kernel starts while the previous one ends, even if it can read nothing meanwhile."""
         self.levels: Levels = levels(plan.nest)
         self.lines: list[str] = []
         self.depth = 1
         self.arguments: dict[str, str] = {}
         self.symbols: dict[str, str] = {}
-        """Size symbols -> the arguments that they are."""
+        """Size symbols -> their arguments."""
         self.numbers: dict[Ref, int] = {}
         self.draws: dict[int, str] = {}
-        """Number of a random operation in its graph -> the argument that tells it: layers then share their kernels."""
+        """Number of a random operation in its graph -> its argument. So layers share their kernels."""
         self.drawn = {v.args[2] for v in self.nest.body if isinstance(v, Apply) and v.op == "philox"}
         self.names = {axis.name: dim.name for dim in plan.dims for axis in dim.axes if axis not in self.fixed(dim)}
         self._ranges = {axis.name: axis.size for axis in self.nest.axes}
@@ -84,18 +85,18 @@ class TritonText:
             own: Class = self.class_of(value.index, found) if isinstance(value, (Load, IndexOf)) else frozenset()
             own = own.union(*(found[ref] for ref in operands(value)))
             if isinstance(value, Scan):
-                own = self.everything  # Triton 3.6 fails on scans of one row that is the same for all rows of a tile
+                own = self.everything  # Triton 3.6 fails on scans of one row that all rows of a tile share
             found.append(own - {"r"} if isinstance(value, Reduce) else own)
         return found
 
     def class_of(self, index: Index, classes: list[Class] | None = None) -> Class:
-        """The directions along which an index varies."""
+        """Return the dimensions along which an index varies."""
         known = self.classes if classes is None else classes
         direct = frozenset(self.names[name] for name in index.variables if name in self.names)
         return direct.union(*(known[ref] for ref in runtime_refs(index)))
 
     def extent(self, buffer: str) -> Size:
-        """Elements from the first to the last of a buffer."""
+        """Return the elements from the first to the last of a buffer."""
         return self.table[buffer].extent
 
     def _is_wide(self) -> bool:
@@ -114,7 +115,7 @@ class TritonText:
         return False
 
     def _overlaps(self) -> bool:
-        """Does the kernel write memory that it reads? Threads that hold an element may not be those that read it."""
+        """Does the kernel write memory that it reads? The thread that writes an element may not be its reader."""
         reads = {value.buffer for value in self.nest.body if isinstance(value, Load)} - self.registers.keys()
         return any(overlap(self.table[a], self.table[store.buffer]) for a in reads for store in self.nest.stores)
 
@@ -158,29 +159,29 @@ class TritonText:
         if chunked and atom.base == row_number(self.plan.dims[0].axes):
             return "part"
         divides = isinstance(atom, Div)
-        # LLVM computes signed remainders of small numbers in 8 bits, two at a time; what ptxas (Triton 3.6) made of
-        # windows shifted around an edge (Swin v2) read other places
+        # LLVM computes signed remainders of small numbers in 8 bits, two at a time. ptxas (Triton 3.6) compiled these
+        # for windows shifted around an edge (Swin v2) such that they read wrong addresses.
         if isinstance(atom.divisor, int) and is_nonnegative(as_index(atom.base), self._ranges):
             return f"{'quotient_' if divides else 'remainder_'}({self.index(atom.base)}, {atom.divisor})"
         return f"(({self.index(atom.base)}) {'//' if divides else '%'} {self.size(atom.divisor)})"
 
     def symbol(self, name: str) -> str:
-        """The argument that a size symbol is."""
+        """Return the argument of a size symbol."""
         return self.symbols.setdefault(name, f"d{len(self.symbols)}")
 
     def size(self, size: Size) -> str:
-        """A length, as an operand."""
+        """Return a length as an operand."""
         return str(size) if isinstance(size, int) else f"({self.index(size)})"
 
     # --- the tile ---
 
     @property
     def flat_rows(self) -> bool:
-        """One row, or a part of it, at a time: row values are scalars, and a tile has one direction."""
+        """Whether a tile is one row or a part of it: row values are scalars, and a tile has one dimension."""
         return self.plan.kind != "flat" and self.plan.dims[0].block == 1
 
     def shape(self, of: Iterable[str]) -> str:
-        """The shape of a tensor that varies along some directions."""
+        """Return the shape of a tensor that varies along some dimensions."""
         kept = set(of)
         dims = self.plan.dims[1:] if self.flat_rows else self.plan.dims
         return "[" + ", ".join(str(dim.block) if dim.name in kept else "1" for dim in dims) + "]"
@@ -190,7 +191,7 @@ class TritonText:
         return frozenset(dim.name for dim in self.plan.dims)
 
     def arange(self, dim: TileDim) -> str:
-        """Positions within a tile along one of its directions."""
+        """Return positions within a tile along one of its dimensions."""
         text = f"tl.arange(0, {dim.block})"
         if len(self.plan.dims) > 1 and not self.flat_rows:
             text += "[:, None]" if dim is self.plan.dims[0] else "[None, :]"
@@ -211,7 +212,7 @@ class TritonText:
         self.coordinates(dim.name, dim.axes, dict.fromkeys(fixed, first))
 
     def fixed(self, dim: TileDim) -> tuple[Axis, ...]:
-        """Variables that are the same all over a tile, which lies between two of their steps: a number for it."""
+        """Return variables that are constant over a tile, which fits between two of their steps."""
         if dim.block == 1 or (self.plan.kind == "columns" and dim is self.plan.dims[0]):
             return ()
         behind = [count(dim.axes[place + 1 :]) for place in range(len(dim.axes))]
@@ -222,7 +223,7 @@ class TritonText:
         return "last" if self.plan.kind == "columns" and dim is self.plan.dims[0] else self.size(dim.size)
 
     def coordinates(self, place: str, axes: tuple[Axis, ...], starts: Mapping[Axis, str] = NOWHERE) -> None:
-        """Name the loop variables that make up a position; of some, the position where the tile starts tells all."""
+        """Name the loop variables of a position; `starts` has the tile's start for variables constant in the tile."""
         inner: Size = 1
         for axis in reversed(axes):
             at = starts.get(axis, place)
@@ -231,7 +232,7 @@ class TritonText:
             self.line(f"{axis.name} = {text if axis is axes[0] else f'{text} % {self.size(axis.size)}'}")
 
     def has_mask(self, dim: TileDim) -> bool:
-        """Does the last tile reach beyond the loop?"""
+        """Does the last tile exceed the loop?"""
         if self._ragged is not None:
             return dim.name in self._ragged
         if self.plan.kind == "columns" and dim is self.plan.dims[0]:
@@ -240,7 +241,7 @@ class TritonText:
         return dim.size == 0 or exact_quotient(dim.size, dim.block) is None
 
     def mask(self, of: Iterable[str]) -> str:
-        """Where a tile that varies along some directions lies inside the loop; empty if everywhere."""
+        """Return the mask of a tile that varies along some dimensions; empty if all of it is inside the loop."""
         kept = set(of)
         return " & ".join(f"{dim.name}m" for dim in self.plan.dims if dim.name in kept and self.has_mask(dim))
 
@@ -250,7 +251,7 @@ class TritonText:
         self.line(f"{self.name(ref)} = {self.expression(ref)}")
 
     def expression(self, ref: Ref) -> str:
-        """The right-hand side of a value's declaration."""
+        """Return the right-hand side of a value's declaration."""
         match self.nest.body[ref]:
             case Const(value, "int64") if ref in self.drawn:
                 draw, word = divmod(int(value), 4)
@@ -282,7 +283,7 @@ class TritonText:
         index = self.index(load.index)
         masks = [self.mask(place)] if self.mask(place) else []
         if load.mask is not None:
-            if not self.classes[load.mask] <= place:  # the address has to have the shape of the mask
+            if not self.classes[load.mask] <= place:  # the address must have the shape of the mask
                 place |= self.classes[load.mask]
                 index = self.spread(load.index, place)
                 masks = [self.mask(place)] if self.mask(place) else []
@@ -294,19 +295,19 @@ class TritonText:
         return f"tl.load({pointer}{options}){wide}"
 
     def spread(self, index: Index, of: Class) -> str:
-        """An index as a tensor of the shape of `of`; a scalar where nothing along `of` is a tensor."""
+        """Return an index as a tensor of the shape of `of`; a scalar where nothing along `of` is a tensor."""
         if self.flat_rows and not of & {dim.name for dim in self.plan.dims[1:]}:
             return self.index(index)
         text = self.index(index) if index.variables else literal(index.constant or 0, "int32")
         return f"tl.broadcast_to({text}, {self.shape(of)})"
 
     def packed(self, ref: Ref, dtype: str) -> str:
-        """A value as it lies in memory."""
+        """Return a value in its memory dtype."""
         name = self.name(ref)
         return f"{name}.to(tl.{dtype})" if dtype in ("bfloat16", "float16") else name
 
     def store(self, number: int) -> None:
-        """Write one store's value to its place, or combine it with what is there."""
+        """Print one store, or a combination with the value in memory."""
         store = self.nest.stores[number]
         dtype = self.table[store.buffer].dtype
         if store.mode != "set":
@@ -322,14 +323,14 @@ class TritonText:
         self.line(f"tl.store({pointer}, {self.packed(store.value, dtype)}{f', {mask}' if mask else ''})")
 
     def pointer(self, store: Store) -> str:
-        """The address that a store writes to."""
+        """Return the address that a store writes to."""
         index = self.index(store.index)
         return self.argument(store.buffer) if index == "0" else f"{self.argument(store.buffer)} + ({index})"
 
     def _atomic(self, number: int, store: Store, dtype: str) -> None:
         space = self.everything - ({"r"} if self.nest.row_stores[number] else frozenset())
         value, mask = self.name(store.value), self.mask(space)
-        if dtype.startswith("float") and store.mode in ("max", "min"):  # a NaN's sign would decide
+        if dtype.startswith("float") and store.mode in ("max", "min"):  # the sign of a NaN would decide
             value = f'tl.where({value} == {value}, {value}, float("nan"))'
         shape = self.shape(space)
         if self.flat_rows and space == {"x"}:
@@ -349,7 +350,7 @@ class TritonText:
         return literal((REDUCTIONS.get(op) or SCANS[op]).identity(dtype), dtype)
 
     def reduced(self, op: str, dtype: str, value: str, axis: int) -> str:
-        """All of a tensor along one axis, combined."""
+        """Reduce a tensor along one axis."""
         kind = register_type(dtype)
         if dtype == "bool":
             how = "max" if op in ("max", "any") else "min"
@@ -359,13 +360,13 @@ class TritonText:
         return f"tl.{op}({value}, {axis}).to(tl.{kind})"
 
     def scanned(self, op: str, dtype: str, value: str, axis: int) -> str:
-        """Each element of a tensor combined with those before it along one axis."""
+        """Scan a tensor along one axis."""
         if op == "sum":
             return f"tl.cumsum({value}, {axis}).to(tl.{register_type(dtype)})"
         return f"tl.associative_scan({value}, {axis}, {COMBINE[op]})"
 
     def combine(self, op: str, a: str, b: str, dtype: str) -> str:
-        """Two partial results as one."""
+        """Combine two partial results."""
         if dtype == "bool":
             return f"{a} {'|' if op in ('max', 'any') else '&'} {b}"
         how = (REDUCTIONS.get(op) or SCANS[op]).combine
@@ -374,7 +375,7 @@ class TritonText:
         return f"({text}).to(tl.{dtype})" if dtype in ("int8", "int16", "uint8") else text
 
     def whole(self, ref: Ref, of: Class) -> str:
-        """A value as a tensor of the full shape of the tile along `of`, whatever it varies along."""
+        """Return a value as a tensor of the tile's full shape along `of`."""
         return self.name(ref) if self.classes[ref] == of else f"tl.broadcast_to({self.name(ref)}, {self.shape(of)})"
 
 
@@ -390,7 +391,7 @@ def overlap(a: Buffer, b: Buffer) -> bool:
 
 
 def _home(buffer: Buffer) -> str:
-    """The memory in which the buffer's offset counts: shared, or that of one buffer."""
+    """Return the memory that the buffer's offset refers to: shared, or that of one buffer."""
     storage = buffer.storage or ""
     if storage == "arena" or storage.startswith(("bucket:", WITHIN)):
         return storage

@@ -1,4 +1,4 @@
-"""The order of a Triton kernel's statements: passes over rows, and what column reductions keep between rows."""
+"""Order the statements of a Triton kernel: passes over rows, and accumulators of column reductions between rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dcompile.ir.nodes import ITEMSIZE, Load, Reduce, Ref, Scan
 
 PID = "tl.program_id(0)"
 PREFETCHED = 96 << 10
-"""Bytes of shared memory that loads of later iterations may take: GPUs from compute capability 8.0 on have 99 KiB."""
+"""Bytes of shared memory for loads of later iterations: GPUs from compute capability 8.0 on have 99 KiB."""
 
 
 class RowPassWriter:
@@ -30,7 +30,7 @@ class RowPassWriter:
         return PID + (".to(tl.int64)" if self.text.wide else "")
 
     def run(self) -> None:
-        """All statements."""
+        """Write all statements."""
         match self.plan.kind:
             case "flat":
                 (x,) = self.plan.dims
@@ -54,7 +54,7 @@ class RowPassWriter:
     # --- everything at once ---
 
     def _turn(self) -> None:
-        """Where a two-dimensional tile lies: neighbours along the contiguous direction run side by side."""
+        """Compute the position of a two-dimensional tile; tiles along the contiguous dimension run concurrently."""
         y, x = self.plan.dims
         self.line(f"pid = {self.pid}")
         self.text.position(x, f"(pid % {self.text.size(x.blocks)}) * {x.block}")
@@ -64,7 +64,7 @@ class RowPassWriter:
             self.text.coordinates("batch", self.plan.batch)
 
     def _straight(self) -> None:
-        """Each value once, then the stores."""
+        """Write each value once, then the stores."""
         live = sorted(self.levels.live)
         early = [ref for ref in live if self._may_be_early(ref)]
         for ref in early:
@@ -78,12 +78,12 @@ class RowPassWriter:
             self.text.store(number)
 
     def _wait(self, has_begun: bool = False) -> None:
-        """For the kernel before, if this one may have started meanwhile, or has `has_begun` to read."""
+        """Wait for the previous kernel, if this one may have started meanwhile, or `has_begun` to read."""
         if self.text.waits or has_begun:
             self.line(AFTER)
 
     def _may_be_early(self, ref: Ref) -> bool:
-        """Is a value what no kernel writes, at a place that is known before anything is read?"""
+        """Is a value a load of memory that no kernel writes, at a position that depends on no load?"""
         value = self.nest.body[ref]
         return (
             isinstance(value, Load)
@@ -111,11 +111,11 @@ class RowPassWriter:
 
     @property
     def _column(self) -> str:
-        """What makes a reduced tensor broadcast over elements again."""
+        """The suffix that broadcasts a reduced tensor over elements again."""
         return "" if self.text.flat_rows else "[:, None]"
 
     def _inside(self, reduce: Reduce | Scan, r: TileDim) -> str:
-        """What is reduced, as a tensor that holds the identity where it reaches beyond the row."""
+        """Return the reduced tensor, with the identity beyond the row."""
         kept: Class = self.classes[reduce.arg] | {"r"}
         value = self.text.whole(reduce.arg, kept)
         return (
@@ -136,7 +136,7 @@ class RowPassWriter:
                 self._pass(number, r)
 
     def _between(self, number: int) -> None:
-        """Row values that become known after a pass, and their stores."""
+        """Write the row values that are known after a pass, and their stores."""
         for ref in sorted(self.levels.live):
             reduces = isinstance(self.nest.body[ref], Reduce)
             if not self.levels.element[ref] and self.levels.known[ref] == number and not reduces:
@@ -146,7 +146,7 @@ class RowPassWriter:
                 self.text.store(store)
 
     def _pass(self, number: int, r: TileDim) -> None:
-        """One loop over the pieces of a row."""
+        """Write one loop over the blocks of a row."""
         body, known = self.nest.body, self.levels.known
         reduces = [n for n in sorted(self.levels.live) if isinstance(body[n], Reduce) and known[n] == number + 1]
         stores = [n for n, row in enumerate(self.nest.row_stores) if not row and self.levels.store_at[n] == number]
@@ -155,7 +155,7 @@ class RowPassWriter:
         online: dict[Ref, list[Ref]] = {
             reduce.arg: [] for reduce in map(self._reduce, reduces) if reduce.op == "sum_exp"
         }
-        for ref in reduces:  # the largest element comes with the sum of exponentials below it
+        for ref in reduces:  # the maximum comes with the sum of exponentials below it
             if self._reduce(ref).op in ("sum_exp", "max") and self._reduce(ref).arg in online:
                 online[self._reduce(ref).arg].append(ref)
         reduces = [ref for ref in reduces if all(ref not in together for together in online.values())]
@@ -198,11 +198,11 @@ class RowPassWriter:
         for arg, together in online.items():
             self._end_online(arg, together)
 
-    # a running maximum and a sum below it for each few elements that a thread reads at once: Milakov and Gimelshein,
+    # A running maximum, and a sum below it, for each few elements that a thread reads at once: Milakov and Gimelshein,
     # "Online normalizer calculation for softmax", 2018
 
     def _width(self, arg: Ref, r: TileDim) -> int:
-        """Neighbouring elements that share a running maximum: 16 bytes of what is read, which one thread holds."""
+        """Return how many adjacent elements share a running maximum: 16 bytes of loads, which one thread holds."""
         loads = [value for ref in self._elements_below({arg}) if isinstance(value := self.nest.body[ref], Load)]
         return min(16 // max((ITEMSIZE[load.dtype] for load in loads), default=4), r.block)
 
@@ -224,7 +224,7 @@ class RowPassWriter:
         self.line(f"m{n} = h{n}")
 
     def _end_online(self, arg: Ref, together: list[Ref]) -> None:
-        """Join the running maxima and sums, and name the reductions of `arg` that they are."""
+        """Combine the running maxima and sums, and name the reductions of `arg` that they are."""
         n = self.text.number(arg)
         self.line(f"h{n} = tl.reduce(m{n}, 0, max_)" if self.text.flat_rows else f"h{n} = m{n}")
         self.line(f"s{n} = s{n} * libdevice.exp(m{n} - h{n})")
@@ -234,7 +234,7 @@ class RowPassWriter:
             self.line(f"{self.text.name(ref)} = {'h' if self._reduce(ref).op == 'max' else 's'}{n}{self._column}")
 
     def _carried(self, ref: Ref, r: TileDim) -> None:
-        """An element value of one piece of a row; a scan goes on where the piece before ended."""
+        """Write an element value of one block of a row; a scan continues from the previous block."""
         value = self.nest.body[ref]
         self._value(ref)
         if isinstance(value, Scan):
@@ -244,7 +244,7 @@ class RowPassWriter:
             self.line(f"{carry} = {self.text.combine(value.op, carry, f'{total}{self._column}', value.dtype)}")
 
     def _elements_below(self, roots: set[Ref]) -> list[Ref]:
-        """Element values that `roots` are computed from, in order: each pass computes them again."""
+        """Return the element values that `roots` depend on, in order: each pass recomputes them."""
         stack, seen = list(roots), set[Ref]()
         while stack:
             ref = stack.pop()
@@ -261,7 +261,7 @@ class RowPassWriter:
     # --- columns ---
 
     def _columns(self) -> None:
-        """Walk over some rows, keeping what column reductions have collected."""
+        """Write the loop over some rows, with accumulators of column reductions."""
         self._wait()
         x, r = self.plan.dims
         pieces, chunk = self.text.size(r.blocks), self.text.size(self.plan.chunk)
@@ -297,7 +297,7 @@ class RowPassWriter:
             self._finish_column(n)
 
     def _stages(self) -> int:
-        """Iterations that are on their way at a time: each but the last holds its loads in shared memory."""
+        """Return the number of iterations in flight: each but the last holds its loads in shared memory."""
         loads = [self.nest.body[ref] for ref in self.levels.live if "x" in self.classes[ref]]
         held = sum(self._tile_bytes(load) for load in loads if isinstance(load, Load))
         return next((stages for stages in (3, 2) if (stages - 1) * held <= PREFETCHED), 1)
@@ -308,15 +308,15 @@ class RowPassWriter:
 
     @property
     def _tile(self) -> Class:
-        """The directions of the tile that are directions of its tensors."""
+        """The dimensions of the tile that are dimensions of its tensors."""
         return frozenset(("r",)) if self.text.flat_rows else self.text.everything
 
     def _space(self, number: int) -> Class:
-        """The directions over which a combining store happens."""
+        """Return the dimensions over which a combining store happens."""
         return frozenset(("x",)) if self.nest.row_stores[number] else self.text.everything
 
     def _collect(self, number: int) -> None:
-        """Take a tile's values into those of a column reduction."""
+        """Combine a tile's values with the accumulator of a column reduction."""
         store, space = self.nest.stores[number], self._space(number)
         dtype = self.table[store.buffer].dtype
         value = self.text.whole(store.value, space) if space & self._tile else self.text.name(store.value)

@@ -1,20 +1,20 @@
-"""Sums of rows that belong together, on GPUs: without a sort, and in an order that depends on nothing.
+"""Segment sums of rows on GPUs: without a sort, and in a deterministic order.
 
 `dcompile.sum_groups(values, index, chunk) -> sums, keys, order, parts` adds up the rows of `values` that have the same
 index, as the gradient of an embedding does. Row `p` of `sums` is the sum of its group where `p` is the last row of one;
-others are not written. The rest is room to work in. Three kernels:
+others are not written. The other results are scratch memory. There are three kernels.
 
-rank: a row's place, if rows were sorted by index, is the number of those with a lower index, and of those before it
-with the same one. Every row is compared with all: 8192 rows are 67 million comparisons, some 10 us of a GPU, where
-sorting takes a dozen kernels. `keys` are the indices in that order, `order` the rows that they belong to.
-collect: each program adds up the groups in a run of `chunk` sorted rows, one row after another, all of which are read
-at once. What reaches beyond the run is a part: in parts[0] that of the group that began before it, in parts[1] that of
-the one that goes on behind.
-join: the program of the run that a long group begins in adds the parts up, in their order: equal rows by the thousand
-cost as much as different ones.
+rank: computes a row's position in sorted order. It is the number of rows with a lower index, and of earlier rows with
+the same one. Every row is compared with all: 8192 rows are 67 million comparisons, about 10 us of a GPU, where sorting
+takes a dozen kernels. `keys` are the indices in that order, `order` their rows.
+collect: each program adds up the groups in a run of `chunk` sorted rows, one row after another, with all loads at once.
+Sums of groups that extend beyond the run are parts. parts[0] has that of the group that began before it, parts[1] that
+of the group that continues after it.
+join: the program of the run in which a long group begins adds up the group's parts, in order. So thousands of equal
+rows cost as much as different ones.
 
-Floats that meet in memory (atomic additions) would come in any order, and took 0.29 ms for the 8192 x 1024 gradients of
-Llama's table of 32000 words on an H200, four times what reading and writing takes.
+Atomic additions of floats would come in any order. For the 8192 x 1024 gradients of Llama's table of 32000 words they
+took 0.29 ms on an H200. That is four times the time of the memory traffic.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from dcompile.ir.index import contiguous_strides, exact_quotient
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Extern, Program, View
 
 OP = "dcompile.sum_groups"
-"""As `lower/rules/embedding_backward.py` calls it."""
+"""Name of the call in `lower/rules/embedding_backward.py`."""
 RANKED, COMPARED = 32, 128
-"""Rows whose place a program finds, and with how many others it compares them at a time."""
+"""Rows that a program ranks, and the rows that it compares them with at a time."""
 ENDS = 1024
-"""Runs that a group may reach across which are looked at in one go."""
+"""Runs of a long group that are checked at a time."""
 WARPS = 4
 OUTSIDE = 2**31 - 1
-"""Above every index, and none of the numbers below 0 that stand for no key."""
+"""A key above every index; it also differs from the negative numbers that stand for no key."""
 
 
 def products(program: Program) -> dict[int, LibraryReplacement]:
-    """The kernels of a program's calls of `sum_groups`, by their position among the steps."""
+    """Return the kernels of a program's calls of `sum_groups`, by position among the steps."""
     table = program.table
     calls = ((n, step) for n, step in enumerate(program.steps) if isinstance(step, Extern) and step.op == OP)
     return {position: LibraryReplacement(source(step, table)) for position, step in calls}
@@ -51,13 +51,13 @@ def products(program: Program) -> dict[int, LibraryReplacement]:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """What the text depends on."""
+    """The sizes and dtypes that the text depends on."""
 
     rows: int
     width: int
     chunk: int
     block: int
-    """Columns of a program: 16 bytes of them for each thread, if there are so many."""
+    """Columns of a program: 16 bytes for each thread, if there are enough."""
     dtype: str
     compute: str
 
@@ -78,7 +78,7 @@ class _Sizes:
 
 
 def source(step: Extern, table: Mapping[str, Buffer]) -> KernelSource:
-    """The kernels of one call."""
+    """Return the kernels of one call."""
     whole, found, chunk = step.args
     assert isinstance(whole, View) and isinstance(found, View) and isinstance(chunk, int), f"{OP} of {step.args}"
     arguments = (_start(whole), _start(found), *(name for name in step.outs if name is not None))
@@ -106,7 +106,7 @@ def source(step: Extern, table: Mapping[str, Buffer]) -> KernelSource:
 
 
 def _start(view: View) -> str:
-    """The buffer that a view begins with."""
+    """Return the buffer that a view starts with."""
     dense = view.offset == 0 and view.strides == contiguous_strides(view.shape)
     assert dense, f"groups are summed of rows one after another, not of {view}"
     return view.buffer
@@ -121,7 +121,7 @@ def _warps(sizes: _Sizes) -> int:
 
 
 def _below(place: str, size: int, block: int) -> str:
-    """A mask, where the last block reaches beyond the end."""
+    """Return a mask where the last block exceeds the size, else nothing."""
     return f"{place} < {size}" if size % block else ""
 
 
@@ -135,7 +135,7 @@ def _function(name: str, arguments: str, lines: list[str]) -> str:
 
 
 def _key(index: str) -> str:
-    """An index as a key; those that name no row of any table are one group, which nobody fetches."""
+    """Return an index as a key; indices outside every table form one group, which nobody reads."""
     return f"tl.where(({index} >= 0) & ({index} < {OUTSIDE}), {index}, {OUTSIDE}).to(tl.int32)"
 
 
@@ -163,7 +163,7 @@ def _rank(sizes: _Sizes) -> str:
 
 
 def _columns(sizes: _Sizes) -> list[str]:
-    """The columns of a program, and the run of rows that it is for."""
+    """Return statements for the columns and the run of rows of a program."""
     inside = [f"inside = x < {sizes.width}"] if sizes.width % sizes.block else []
     return [
         f"run = tl.program_id(0) // {sizes.blocks}",
@@ -199,7 +199,7 @@ def _collect(sizes: _Sizes) -> str:
             lines.append(f"early = tl.where(k{n} == before, total, early)")
         ends = f"(k{n} != k{n + 1}) & (k{n} != before)"
         lines.append(_store(f"sums + p{n} * {width} + x", f"total.to(tl.{sizes.dtype})", inside, ends))
-    # rarely: what a thread holds is laid out anew for the wider type
+    # a rare branch: it converts the layout of registers for the wider type
     lines += [
         f"if (k0 == before) & ((k{last} != before) | (k{last} != k{chunk})):",
         f"    {_store(f'parts + run * {width} + x', 'early', inside)}",
@@ -227,7 +227,7 @@ def _join(sizes: _Sizes) -> str:
         f"    total = {_load(f'parts + (run + {chunks}) * {width} + x', inside)}",
         f"    for start in range(run + 1, end, {chunk}):",
     ]
-    # several at a time are on their way, and added in their order
+    # several loads in flight, added in order
     for n in range(chunk):
         place = f"parts + (start + {n + chunks}) * {width} + x"
         lines.append(f"        g{n} = {_load(place, inside, f'start + {n} < end', other='0.0')}")

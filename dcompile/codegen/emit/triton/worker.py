@@ -1,10 +1,10 @@
-"""Compiles Triton kernels in processes of their own: one description after another, an archive of each as a result.
+"""Compile Triton kernels in worker processes: each takes kernel descriptions and produces archives.
 
-Run as a file, so that it imports Triton alone: `python -P triton_worker.py FOLDER ARCH WORKERS OPTIONS`, with -P
-because the triton.py beside it is not Triton. Standard input has names of kernels, SIZE bytes each, described in
-FOLDER/NAME.json; workers take them in turn, leave FOLDER/NAME.gpu or FOLDER/NAME.error, and say the name on standard
-output; what Triton prints goes to standard error. An archive is a line of JSON, which lists functions with the memory
-they need, shared or for each program, and the lengths of their cubins, and the cubins behind it.
+Run as a file, so that it imports only Triton: `python -P worker.py FOLDER ARCH WORKERS OPTIONS`. -P keeps this folder
+out of the import path, so that its files shadow no module. Standard input has names of kernels, SIZE bytes each,
+described in FOLDER/NAME.json. Workers take them in turn, write FOLDER/NAME.gpu or FOLDER/NAME.error, and then the name
+to standard output. Triton's own output goes to standard error. An archive is a line of JSON followed by cubins. The
+line lists the functions, their shared and scratch memory, and the lengths of their cubins.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from pathlib import Path
 from typing import Any
 
 SIZE = 64
-"""Bytes of a name in a pipe: so few are written, and read, at once, by however many processes."""
+"""Bytes of a name in a pipe: few enough to be written and read atomically by any number of processes."""
 IDLE_S = 30.0
-"""Seconds without a kernel after which a worker ends: nobody is compiling any more."""
+"""Seconds without a kernel after which a worker ends, since no build is running any more."""
 ENDED = "!"
-"""Before the exit code of a worker that has ended while it compiled, in place of a name."""
+"""Prefix, in place of a name, of the exit code of a worker that ended while it compiled."""
 ALIGNED = ":16"
 AFTER = "    after_others_()\n"
-"""The line with which kernels wait for those before them: see `triton_prelude.AFTER`."""
+"""The line with which kernels wait for the previous one: see `library.AFTER`."""
 CHECK = "tl.device_assert"
-"""What is left out of kernels unless they are compiled for debugging: see `triton_text.CHECK`."""
+"""Assertions, which Triton removes unless it compiles for debugging: see `printer.CHECK`."""
 EARLY = 90
-"""Compute capability from which on they can: a kernel that does is started while the one before it ends."""
+"""Compute capability from which kernels with that line may start while the previous one ends."""
 SETTINGS = {
-    "TRITON_STORE_BINARY_ONLY": "1",  # each form on the way to machine code in a file: a tenth of the CPU time
-    "TRITON_DISABLE_LINE_INFO": "1",  # lines of files that are gone: 3/5 of an archive; the instructions are the same
+    "TRITON_STORE_BINARY_ONLY": "1",  # the files of all intermediate forms take a tenth of the CPU time
+    "TRITON_DISABLE_LINE_INFO": "1",  # line tables of temporary files, 3/5 of an archive; the same instructions
 }
 TRIVIAL = "import triton\n\n\n@triton.jit\ndef nothing(a):\n    pass\n"
 
 
 def main() -> None:
-    """Get ready, then compile what standard input names, on WORKERS processes, until it ends or nothing comes."""
+    """Import Triton, then compile the kernels named on standard input, with WORKERS processes, until it is idle."""
     folder, arch, workers, options = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
     os.environ.update(SETTINGS, TRITON_CACHE_DIR=str(folder / "triton"), TMPDIR=str(folder))
     tempfile.tempdir = str(folder)
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def name_nothing() -> None:
-    """Keep Triton from digesting its own 400 MB for names of files that nobody looks for: 1 s where they are cold."""
+    """Stop Triton from hashing its own 400 MB for names of cache files that are never read: 1 s if they are cold."""
     from triton.runtime import cache
 
     if hasattr(cache, "triton_key"):
@@ -66,7 +66,7 @@ def name_nothing() -> None:
 
 
 def warm_up(arch: int, options: dict[str, Any], folder: Path) -> None:
-    """Do once, for all workers, which are forks, what Triton does at its first kernel: mostly imports, 0.2 s.
+    """Compile a trivial kernel before forking workers, since Triton's first kernel takes 0.2 s, mostly imports.
 
     Meanwhile the program is still being planned.
     """
@@ -90,7 +90,7 @@ def _fork(arch: int, options: dict[str, Any], folder: Path, replies: int) -> Non
 
 
 def _work(arch: int, options: dict[str, Any], folder: Path, replies: int) -> None:
-    """Compile one kernel after another. What cannot be compiled is no end: it is said in the kernel's file."""
+    """Compile one kernel after another. A failure ends nothing: it is written to the kernel's file."""
     while name := _next():
         description = json.loads((folder / f"{name}.json").read_text())
         try:
@@ -102,7 +102,7 @@ def _work(arch: int, options: dict[str, Any], folder: Path, replies: int) -> Non
 
 
 def _next() -> str:
-    """The next kernel's name, once there is one; none if there will be no more."""
+    """Return the next kernel's name, once there is one; empty if there will be no more."""
     until = time.monotonic() + IDLE_S
     while (left := until - time.monotonic()) > 0:
         if not select.select([0], [], [], left)[0]:
@@ -115,13 +115,13 @@ def _next() -> str:
 
 
 def token(name: str) -> bytes:
-    """A kernel's name as pipes have it."""
+    """Encode a kernel's name for pipes."""
     return name.ljust(SIZE).encode()
 
 
 def compile_kernel(kernel: dict[str, Any], arch: int, options: dict[str, Any], folder: Path) -> bytes:
-    """The archive of one kernel: {"name", "text", "functions": [{"name", "warps", "types"}]}."""
-    if CHECK in kernel["text"]:  # the other things that debugging adds are not wanted
+    """Return the archive of one kernel: {"name", "text", "functions": [{"name", "warps", "types"}]}."""
+    if CHECK in kernel["text"]:  # without the other checks of debugging
         options = {**options, "debug": True, "sanitize_overflow": False}
     module = load(kernel["name"], kernel["text"], arch, folder)
     found = [
@@ -137,7 +137,7 @@ def compile_kernel(kernel: dict[str, Any], arch: int, options: dict[str, Any], f
 
 
 def load(name: str, text: str, arch: int, folder: Path) -> Any:
-    """A kernel's text as a module: Triton reads the source of functions from their file."""
+    """Load a kernel's text as a module from a file, which Triton reads the functions' source from."""
     path = folder / f"{name}.py"
     path.write_text(text if arch >= EARLY else text.replace(AFTER, ""))
     spec = importlib.util.spec_from_file_location(name, path)
@@ -148,7 +148,7 @@ def load(name: str, text: str, arch: int, folder: Path) -> Any:
 
 
 def compile_function(function: Any, types: list[str], warps: int, arch: int, options: dict[str, Any]) -> Any:
-    """One function for one architecture: assembly under .asm, sizes under .metadata."""
+    """Compile one function for one architecture: assembly under .asm, sizes under .metadata."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,1 +1,1 @@
-"""ATen operators written as simpler ATen operators while AOTAutograd traces."""
+"""Decompositions: ATen operators written as simpler ATen operators while AOTAutograd traces."""

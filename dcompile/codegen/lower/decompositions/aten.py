@@ -1,4 +1,4 @@
-"""Decompositions of our own: where torch has none, or one that gives other strides or shapes than eager does."""
+"""dcompile's own decompositions: where torch has none, or one whose strides or shapes differ from eager's."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from dcompile import compat
+from dcompile.device_traits import traits_of
 
 aten = torch.ops.aten
 
 
 def table() -> dict[Any, Callable[..., Any]]:
-    """Op to decomposition, for AOTAutograd."""
+    """Return op to decomposition, for AOTAutograd."""
     return {
         aten.bmm.default: bmm,
         aten.cat.default: cat,
@@ -41,7 +42,7 @@ def table() -> dict[Any, Callable[..., Any]]:
 
 
 def bmm(x: Tensor, y: Tensor) -> Any:
-    """Products that add nothing up, as rotary angles are made: element by element, so that they need not be saved."""
+    """Turn matmuls of inner size 1, such as rotary angles, into elementwise products, which need not be saved."""
     if not (x.is_floating_point() and compat.sizes.is_known_one(x.shape[-1])):
         return NotImplemented
     product = x * y
@@ -49,11 +50,11 @@ def bmm(x: Tensor, y: Tensor) -> Any:
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    """One tensor several times over, as rotary angles are laid side by side: the backward may make it again."""
+    """Turn a concatenation of copies of one tensor, such as rotary angles, into a repeat, which may be recomputed."""
     first, *others = tensors
     same = bool(others) and all(other is first for other in others)
     if not -first.dim() <= dim < first.dim():
-        return NotImplemented  # of tensors of shape (0,) eager mode takes any dimension
+        return NotImplemented  # for tensors of shape (0,) eager mode accepts any dimension
     if not same or compat.aot.suggest_memory_format(first) != torch.contiguous_format:
         return NotImplemented
     times = [1] * first.dim()
@@ -62,7 +63,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
 
 
 def channel_shuffle(x: Tensor, groups: int) -> Tensor:
-    """Channels of `groups` groups, dealt out in turn; laid out as in eager: like `x` on the CPU, row-major on GPUs."""
+    """Interleave the channels of `groups` groups; layout as in eager: like `x` on the CPU, row-major on GPUs."""
     if compat.sizes.is_known_empty(x):
         return x.clone()
     split = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
@@ -70,13 +71,14 @@ def channel_shuffle(x: Tensor, groups: int) -> Tensor:
 
 
 def _layout(x: Tensor) -> torch.memory_format:
-    return compat.aot.suggest_memory_format(x) if x.device.type == "cpu" else torch.contiguous_format
+    keeps = traits_of(x.device.type).aten.keeps_image_layout
+    return compat.aot.suggest_memory_format(x) if keeps else torch.contiguous_format
 
 
 def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
-    """The slices at `index` of dimension `dim` become `value`, a number or a tensor of one; laid out as `x` is.
+    """Fill the slices at `index` of dimension `dim` with `value`, a number or a tensor of one; layout as of `x`.
 
-    torch 2.11's decomposition lays the result out by a copy in place, which AOTAutograd refuses.
+    torch 2.11's decomposition sets the layout by an in-place copy, which AOTAutograd refuses.
     """
     if x.dim() == 0:
         return index_fill(x.unsqueeze(0), 0, index, value).squeeze(0).clone()
@@ -90,7 +92,7 @@ def index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
 
 
 def pixel_shuffle(x: Tensor, factor: int) -> Tensor:
-    """Channels become squares of `factor` x `factor`; laid out as in eager: like `x` on the CPU, row-major on GPUs."""
+    """Turn channels into squares of `factor` x `factor`; layout as in eager: like `x` on the CPU, row-major on GPUs."""
     *lead, channels, height, width = x.shape
     n, kept = len(lead), channels // factor**2
     split = x.reshape(*lead, kept, factor, factor, height, width)
@@ -99,8 +101,8 @@ def pixel_shuffle(x: Tensor, factor: int) -> Tensor:
 
 
 def pixel_unshuffle(x: Tensor, factor: int) -> Tensor:
-    """Every `factor` x `factor` square becomes channels; without elements the shape stays, as in eager on the CPU."""
-    if compat.sizes.is_known_empty(x) and x.device.type == "cpu":
+    """Turn every `factor` x `factor` square into channels; an empty tensor keeps its shape, as in eager on the CPU."""
+    if compat.sizes.is_known_empty(x) and traits_of(x.device.type).aten.keeps_empty_shape:
         return x.clone()
     *lead, channels, height, width = x.shape
     n = len(lead)
@@ -111,20 +113,20 @@ def pixel_unshuffle(x: Tensor, factor: int) -> Tensor:
 
 
 def put_at_positions(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> Tensor:
-    """Writes at positions of the flattened tensor."""
+    """Write at positions of the flattened tensor."""
     flat = aten.index_put(x.reshape(-1), [index.reshape(-1)], source.reshape(-1), accumulate)
     result: Tensor = aten.copy(torch.empty_like(x), flat.reshape(x.shape))
     return result
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """Reads at positions of the flattened tensor."""
+    """Read at positions of the flattened tensor."""
     found: Tensor = aten.index(x.reshape(-1), [index.reshape(-1)])
     return found.reshape(index.shape)
 
 
 def fitting_slices(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch's decomposition of index_add, which would broadcast slices where eager refuses."""
+    """Wrap torch's decomposition of index_add, which would broadcast slices where eager refuses."""
 
     def index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, **more: Any) -> Tensor:
         if x.dim() and source.dim():
@@ -137,25 +139,23 @@ def fitting_slices(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def laid_out_as_input(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch's decomposition, and on the CPU its result channels-last if the input is, as eager has it there."""
+    """Wrap torch's decomposition; on the CPU the result is channels-last if the input is, as in eager."""
 
     def laid_out(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         result = rule(x, *args, **kwargs)
-        if x.device.type != "cpu":
-            return result.contiguous()
-        return result.contiguous(memory_format=compat.aot.suggest_memory_format(x))
+        return result.contiguous(memory_format=_layout(x))
 
     return laid_out
 
 
 def replication_pad(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch's decomposition, on CPUs of images with channels last alone: others have a rule (`pads.py`).
+    """Wrap torch's decomposition, which on CPUs serves channels-last images only: others have a rule (`padding.py`).
 
-    torch 2.11's leaves channels first.
+    torch 2.11's returns channels first.
     """
 
     def padded(x: Tensor, padding: Sequence[int]) -> Tensor:
-        if x.device.type != "cpu" or compat.sizes.is_known_empty(x):
+        if not traits_of(x.device.type).aten.keeps_image_layout or compat.sizes.is_known_empty(x):
             return rule(x, padding)
         layout = compat.aot.suggest_memory_format(x)
         rows = layout == torch.contiguous_format
@@ -165,17 +165,17 @@ def replication_pad(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def replication_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    """What was repeated beyond an edge is added to the edge."""
+    """Add gradients beyond an edge to the edge."""
     return _unpadded(grad, x, padding, lambda at, last: at.clamp(0, last))
 
 
 def reflection_pad_backward(grad: Tensor, x: Tensor, padding: Sequence[int]) -> Tensor:
-    """What was mirrored is added to what it was mirrored from."""
+    """Add gradients of mirrored elements to their sources."""
     return _unpadded(grad, x, padding, lambda at, last: last - (last - at.abs()).abs())
 
 
 def _unpadded(grad: Tensor, x: Tensor, padding: Sequence[int], place: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """The sums of what came from each element, one dimension after the other."""
+    """Sum the gradients of each element's copies, one dimension after another."""
     for n in range(len(padding) // 2):
         dim, before = x.dim() - 1 - n, padding[2 * n]
         places = place(torch.arange(grad.shape[dim], device=grad.device) - before, x.shape[dim] - 1)
@@ -185,21 +185,22 @@ def _unpadded(grad: Tensor, x: Tensor, padding: Sequence[int], place: Callable[[
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """What is computed in where a result is rounded once: 16 bits in float32."""
+    """Return the dtype of computation for results that are rounded once: float32 for 16 bits."""
     return torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
-    """(v * (g / norms), norms), rounded once, as ATen's kernel does: norms are those of v over all dims but `dim`."""
+    """Return (v * (g / norms), norms), rounded once as by ATen's kernel; norms are over all dims of v but `dim`."""
     wide = v.to(compute_dtype(v))
     others = [d for d in range(v.dim()) if d != dim % v.dim()]
     norms = torch.linalg.vector_norm(wide, 2, others, keepdim=True) if others else wide.abs()
-    kept = norms if v.dtype == torch.bfloat16 or v.device.type != "cpu" else norms.to(g.dtype)
+    rounds = v.dtype != torch.bfloat16 and traits_of(v.device.type).aten.rounds_norms
+    kept = norms.to(g.dtype) if rounds else norms
     return (wide * (g.to(wide.dtype) / norms)).to(v.dtype), kept
 
 
 def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Gradients of v and g, where w = v * (g / norms) and norms are those of v over all dimensions but `dim`."""
+    """Return the gradients of v and g, where w = v * (g / norms) and norms are over all dims of v but `dim`."""
     compute = compute_dtype(v)
     wide, into, scale, length = v.to(compute), grad.to(compute), g.to(compute), norms.to(compute)
     others = [d for d in range(v.dim()) if d != dim % v.dim()]
@@ -210,7 +211,7 @@ def weight_norm_backward(grad: Tensor, v: Tensor, g: Tensor, norms: Tensor, dim:
 
 
 def tril_indices(row: int, col: int, offset: int = 0, **how: Any) -> Any:
-    """(2, count): rows and columns of the elements on and below a diagonal, row by row."""
+    """Return (2, count): rows and columns of the elements on and below a diagonal, row by row."""
     if not all(isinstance(size, int) for size in (row, col, offset)):
         return NotImplemented
     positions, dtype = torch.arange(_count_below(row, col, offset), device=how.get("device")), how.get("dtype")
@@ -218,7 +219,7 @@ def tril_indices(row: int, col: int, offset: int = 0, **how: Any) -> Any:
 
 
 def triu_indices(row: int, col: int, offset: int = 0, **how: Any) -> Any:
-    """(2, count): those on and above a diagonal, which are those below one, counted from the other corner."""
+    """Return (2, count): elements on and above a diagonal, which are those below one from the opposite corner."""
     if not all(isinstance(size, int) for size in (row, col, offset)):
         return NotImplemented
     turned, dtype = col - row - offset, how.get("dtype")
@@ -228,7 +229,7 @@ def triu_indices(row: int, col: int, offset: int = 0, **how: Any) -> Any:
 
 
 def _steps(row: int, col: int, offset: int) -> tuple[int, int, int, int]:
-    """(rows without elements, elements of the next row, rows that each have one more, elements in those)."""
+    """Return (empty rows, elements of the next row, rows with one more element each, elements in those)."""
     empty = min(max(0, -offset), row)
     first = min(max(empty + offset + 1, 0), col)
     rising = min(row - empty, col - first)
@@ -241,13 +242,13 @@ def _count_below(row: int, col: int, offset: int) -> int:
 
 
 def _places_below(position: Tensor, row: int, col: int, offset: int) -> tuple[Tensor, Tensor]:
-    """Row and column of the elements on and below a diagonal at these places of their row-major order."""
+    """Return row and column of the elements on and below a diagonal at these positions in row-major order."""
     empty, first, rising, risen = _steps(row, col, offset)
 
     def before(n: Tensor) -> Tensor:
         return n * first + n * (n - 1) // 2
 
-    # a root of before(n) == position, which may be off by one where a double cannot hold the square
+    # a root of before(n) == position, possibly off by one where a double cannot hold the square
     root = ((1.0 - 2 * first) + ((2.0 * first - 1) ** 2 + 8.0 * position.double()).sqrt()) * 0.5
     n = root.floor().long()
     n = torch.where(before(n) > position, n - 1, n)
@@ -261,5 +262,5 @@ def _places_below(position: Tensor, row: int, col: int, offset: int) -> tuple[Te
 def rrelu(
     x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
 ) -> Any:
-    """(result, noise) outside of training, where the slope is the mean of its bounds."""
+    """Return (result, noise) outside training, where the slope is the mean of its bounds."""
     return NotImplemented if training else (torch.nn.functional.leaky_relu(x, (lower + upper) / 2), noise.clone())

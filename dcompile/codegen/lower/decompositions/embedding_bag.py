@@ -1,6 +1,6 @@
-"""Decompositions of embedding bags, sums and means of rows, into rows that are added where their bag is.
+"""Decompositions of embedding bags, sums and means, into gathered rows that are added to their bags.
 
-Bags of largest elements, sparse gradients and gradients scaled by frequency are left to the library.
+Bags in max mode, sparse gradients and gradients scaled by frequency are left to the library.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dcompile.codegen.lower.decompositions.aten import compute_dtype
 
 aten = torch.ops.aten
 SUM, MEAN, MAX = 0, 1, 2
-"""What torch calls the modes."""
+"""torch's numbers of the modes."""
 
 
 def table() -> dict[Any, Callable[..., Any]]:
-    """Op to decomposition, for AOTAutograd."""
+    """Return op to decomposition, for AOTAutograd."""
     return {
         aten._embedding_bag.default: embedding_bag,
         aten._embedding_bag_forward_only.default: embedding_bag,
@@ -32,10 +32,10 @@ def embedding_bag(
     weight: Tensor, indices: Tensor, offsets: Tensor, scale: bool = False, mode: int = SUM, sparse: bool = False,
     sample_weights: Tensor | None = None, include_last: bool = False, padding: int = -1,
 ) -> Any:  # fmt: skip
-    """(bags, the bag of each row, the number of rows of each bag, the same again)."""
+    """Return (bags, the bag of each row, the number of rows of each bag, a copy of that)."""
     if mode == MAX or sparse or not weight.is_floating_point():
         return NotImplemented
-    bags = offsets.shape[0] - int(include_last)  # torch 2.11 takes a truth value from no symbolic size
+    bags = offsets.shape[0] - int(include_last)  # torch 2.11 has no truth value of a symbolic size
     place = _bag_of_row(indices.shape[0], offsets[1 : max(bags, 1)])
     rows = _kept(_weighted(aten.embedding(weight, indices), sample_weights), indices, padding)
     ones = _kept(torch.ones_like(indices, dtype=torch.int64), indices, padding)
@@ -47,7 +47,7 @@ def embedding_bag(
 
 
 def _bag_of_row(rows: int, starts: Tensor) -> Tensor:
-    """Bags begin at `starts`, all but the first; several may begin at the same row, and at the end."""
+    """Return the bag of each row; `starts` are those of all bags but the first, with repetitions for empty bags."""
     marks = torch.zeros(rows + 1, dtype=torch.int64, device=starts.device)
     marks = marks.index_add(0, starts.long(), torch.ones_like(starts, dtype=torch.int64))
     return marks.cumsum(0)[:rows]
@@ -58,13 +58,13 @@ def _weighted(rows: Tensor, sample_weights: Tensor | None) -> Tensor:
 
 
 def _added(shape: tuple[int, int], place: Tensor, rows: Tensor) -> Tensor:
-    """Rows added up where they belong, and rounded once, as eager does: index_add rounds each sum."""
+    """Add rows to their bags and round once, as eager does: index_add rounds each sum."""
     wide = compute_dtype(rows)
     return rows.new_zeros(shape, dtype=wide).index_add(0, place, rows.to(wide)).to(rows.dtype)
 
 
 def _kept(rows: Tensor, indices: Tensor, padding: int) -> Tensor:
-    """Zero where the index is that of the padding."""
+    """Set rows to zero where the index equals the padding's."""
     if padding < 0:
         return rows
     kept = indices != padding
@@ -75,7 +75,7 @@ def embedding_bag_backward(
     grad: Tensor, indices: Tensor, offsets: Tensor, place: Tensor, sizes: Tensor, largest: Tensor, count: int,
     scale: bool, mode: int, sparse: bool, sample_weights: Tensor | None, padding: int = -1,
 ) -> Any:  # fmt: skip
-    """The gradient of the weight."""
+    """Return the gradient of the weight."""
     if mode == MAX or sparse or scale or not grad.is_floating_point():
         return NotImplemented
     if mode == MEAN:
@@ -87,6 +87,6 @@ def embedding_bag_backward(
 def sample_weights_backward(
     grad: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, place: Tensor, mode: int, padding: int = -1
 ) -> Tensor:
-    """The gradient of the weights of single rows."""
+    """Return the gradient of the weights of single rows."""
     products = grad.index_select(0, place) * aten.embedding(weight, indices)
     return _kept(products.sum(1), indices, padding)

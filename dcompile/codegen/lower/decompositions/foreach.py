@@ -1,4 +1,4 @@
-"""Operations over lists of tensors, as optimizers use them: one operation for each tensor, which fuse by tensor."""
+"""Decompositions of list operations, as optimizers use them, into one operation for each tensor, which fuse."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _OTHER_NAME = {
     ("norm", "Scalar"): "linalg_vector_norm",
 }  # fmt: skip
 _KEYWORDS = {"alpha": "alpha", "value": "value", "scalars": "value", "dtype": "dtype"}
-"""Arguments that the operation on one tensor takes by keyword, by their name in the operation over lists."""
+"""Keyword arguments of the single-tensor operation, by their names in the list operation."""
 
 
 def table() -> dict[Any, Callable[..., list[torch.Tensor]]]:
-    """Each operation over lists that has a counterpart for single tensors, with its decomposition."""
+    """Return each list operation that has a single-tensor counterpart, with its decomposition."""
     names = {(name, overload): name for name, overloads in _SAME_NAME.items() for overload in overloads}
     found = {}
     for (name, overload), single in (names | _OTHER_NAME).items():
@@ -45,7 +45,7 @@ def table() -> dict[Any, Callable[..., list[torch.Tensor]]]:
 
 
 def _each(op: Any, single: Any) -> Callable[..., list[torch.Tensor]]:
-    """The list operation `op` by way of `single`: lists are taken element by element, all else goes to every call."""
+    """Apply `single` to each element of the list operation `op`'s lists; other arguments go to every call."""
     parameters = [argument.name for argument in op._schema.arguments]
     by_keyword = _KEYWORDS if "addc" in op.__name__ else {n: k for n, k in _KEYWORDS.items() if n != "scalars"}
 

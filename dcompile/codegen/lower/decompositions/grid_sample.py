@@ -1,4 +1,4 @@
-"""Decompositions of sampling an image at given places (`grid_sample`), forward and backward: reads, weights, sums."""
+"""Decompositions of `grid_sample`, forward and backward, into reads, weights and sums."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from dcompile.codegen.lower.decompositions.aten import compute_dtype
+from dcompile.device_traits import traits_of
 
 aten = torch.ops.aten
 
 _BILINEAR, _ZEROS = 0, 0
-"""torch.nn.functional's mode="bilinear" and padding_mode="zeros", as ATen counts."""
+"""ATen's numbers of torch.nn.functional's mode="bilinear" and padding_mode="zeros"."""
 
 
 def table() -> dict[Any, Callable[..., Any]]:
-    """Op to decomposition, for AOTAutograd."""
+    """Return op to decomposition, for AOTAutograd."""
     return {
         aten.grid_sampler_2d.default: grid_sampler_2d,
         aten.grid_sampler_2d_backward.default: grid_sampler_2d_backward,
@@ -25,9 +26,10 @@ def table() -> dict[Any, Callable[..., Any]]:
 
 
 def grid_sampler_2d(x: Tensor, grid: Tensor, mode: int, padding: int, align_corners: bool) -> Any:
-    """x (n, c, h, w), grid (n, i, j, 2) -> (n, c, i, j): between the four pixels around each place, 0 outside.
+    """Map x (n, c, h, w), grid (n, i, j, 2) to (n, c, i, j): interpolate the four pixels around a position, 0 outside.
 
-    16 bits are computed in float32 and rounded once: in bfloat16, places would be parts of a pixel off, as in ATen.
+    16-bit tensors are computed in float32 and rounded once: positions in bfloat16 would be fractions of a pixel off, as
+    in ATen.
     """
     if not _is_ours(x, mode, padding):
         return NotImplemented
@@ -43,7 +45,7 @@ def grid_sampler_2d(x: Tensor, grid: Tensor, mode: int, padding: int, align_corn
 def grid_sampler_2d_backward(
     grad: Tensor, x: Tensor, grid: Tensor, mode: int, padding: int, align_corners: bool, mask: list[bool]
 ) -> Any:
-    """(gradient of x, or None; gradient of grid)."""
+    """Return (gradient of x, or None; gradient of grid)."""
     if not _is_ours(x, mode, padding):
         return NotImplemented
     compute = compute_dtype(x)
@@ -62,12 +64,12 @@ def grid_sampler_2d_backward(
 
 
 def _is_ours(x: Tensor, mode: int, padding: int) -> bool:
-    """On GPUs, gradients that meet in a pixel are better left to the library's atomic additions."""
-    return (mode, padding, x.device.type) == (_BILINEAR, _ZEROS, "cpu")
+    """Where stores have no order, gradients that meet in a pixel are better left to the library's atomic additions."""
+    return (mode, padding) == (_BILINEAR, _ZEROS) and traits_of(x.device.type).ordered_stores
 
 
 def _channels_last(x: Tensor) -> Tensor:
-    """(n, pixels, c), without a copy unless rows lie apart."""
+    """Return (n, pixels, c), without a copy unless rows are not adjacent."""
     return x.flatten(2).permute(0, 2, 1).to(compute_dtype(x))
 
 
@@ -86,10 +88,10 @@ def _pixels_per_unit(size: int, align_corners: bool) -> float:
 
 
 def _corners(grid: Tensor, x: Tensor, align_corners: bool) -> Iterator[tuple[Tensor, ...]]:
-    """Of the four pixels around each place: the number, whether they are inside of `x`, weight, its derivatives
+    """Yield, for each of the four pixels around a position: number, inside, weight, and the weight's two derivatives.
 
-    along the columns and along the rows. Pixels outside have the first one's number. Rows and columns apart, looked at
-    in each channel, took three times as long as reading.
+    The derivatives are along columns and along rows. Pixels outside `x` have number 0. Separate row and column indices,
+    read for each channel, took three times as long.
     """
     height, width = x.shape[2], x.shape[3]
     column, row = _place(grid[..., 0], width, align_corners), _place(grid[..., 1], height, align_corners)
@@ -107,5 +109,5 @@ def _corners(grid: Tensor, x: Tensor, align_corners: bool) -> Iterator[tuple[Ten
 
 
 def _place(along: Tensor, size: int, align_corners: bool) -> Tensor:
-    """-1 and 1 are the outer pixels' centres if corners are aligned, otherwise their outer edges."""
+    """Map -1 and 1 to the outer pixels' centres if corners are aligned, otherwise to their outer edges."""
     return (along + 1) / 2 * (size - 1) if align_corners else ((along + 1) * size - 1) / 2

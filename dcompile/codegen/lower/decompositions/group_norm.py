@@ -1,8 +1,8 @@
-"""Group norms on GPUs, of groups that no program holds: read once for their statistics, whatever the layout.
+"""Decompose group norms on GPUs whose groups exceed one program, reading the input once for its statistics.
 
-A few elements of each channel have a mean and a variance of their own. Their kernel reads neighbours in memory,
-channels or pixels. Those of groups follow from them (Chan, Golub and LeVeque, "Updating formulae and a pairwise
-algorithm for computing sample variances", 1979). torch's decomposition reads a group as a row, once for each.
+Parts of a few elements of each channel have their own mean and variance. Their kernel reads adjacent memory, whether
+channels or pixels. The groups' statistics follow from them (Chan, Golub and LeVeque, "Updating formulae and a pairwise
+algorithm for computing sample variances", 1979). torch's decomposition reads a group as a row, once for each statistic.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import torch
 
 from dcompile import compat
 from dcompile.codegen.lower.decompositions.aten import compute_dtype
+from dcompile.device_traits import traits_of
 
 Tensor = torch.Tensor
 MAX_PART, MIN_PART = 32, 8
-"""Elements of a channel that have statistics of their own: a tile of 64 channels is held by 128 threads then."""
+"""Elements of a channel in a part: with these, 128 threads hold a tile of 64 channels."""
 MAX_PERSISTENT_ELEMENTS = 16384
-"""Elements of a group that one program holds, so that nothing is read twice."""
+"""Elements of a group that one program holds, so that it reads each once."""
 
 
 def by_parts(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """`rule`, torch's decomposition of `native_group_norm`; on GPUs by way of parts where groups are large."""
+    """Wrap `rule`, torch's decomposition of `native_group_norm`; on GPUs large groups are computed from parts."""
 
     def native_group_norm(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, inner: int, groups: int, eps: float
@@ -43,14 +44,18 @@ def by_parts(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def part_of(x: Tensor, inner: int, channels: int) -> int:
-    """How many elements of a channel have statistics of their own; 0 where groups are better read as rows."""
-    if x.device.type == "cpu" or not compat.sizes.is_fixed(x) or inner * channels <= MAX_PERSISTENT_ELEMENTS:
+    """Return the number of elements of a channel in a part; 0 where groups are better read as rows."""
+    if (
+        not traits_of(x.device.type).many_threads
+        or not compat.sizes.is_fixed(x)
+        or inner * channels <= MAX_PERSISTENT_ELEMENTS
+    ):
         return 0
     return next((size for size in range(MAX_PART, MIN_PART - 1, -1) if inner % size == 0), 0)
 
 
 def _statistics(parts: Tensor, groups: int, eps: float) -> tuple[Tensor, Tensor]:
-    """(means, reciprocals of standard deviations), both (n, groups), of parts (n, channels, parts, elements)."""
+    """Return (means, reciprocal standard deviations), both (n, groups), of parts (n, channels, parts, elements)."""
     n, c, count, _ = parts.shape
     variances, means = torch.var_mean(parts.permute(0, 2, 1, 3), dim=3, correction=0)
     means, variances = (value.view(n, count, groups, c // groups) for value in (means, variances))

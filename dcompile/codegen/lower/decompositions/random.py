@@ -1,4 +1,4 @@
-"""Which random operations of ATen are made of ours (`random_ops.py`), and how: for AOTAutograd's decompositions."""
+"""Decompositions of ATen's random operations into dcompile's (`random_ops.py`), for AOTAutograd."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ import torch
 
 from dcompile import random_ops
 from dcompile.codegen.lower.decompositions import aten as decompositions_aten
+from dcompile.device_traits import HOST, traits_of
 
 ours = torch.ops.dcompile_random
 aten = torch.ops.aten
 
-DEVICES = ("cpu", "cuda")
-"""Device types that have an emitter which spells Philox: elsewhere random numbers stay ATen's."""
+
+def _is_ours(device: torch.device) -> bool:
+    """Whether a target spells Philox: elsewhere random numbers stay ATen's."""
+    return traits_of(device.type).is_compiled
 
 
 def _float(dtype: torch.dtype | None) -> torch.dtype | None:
-    """A dtype that uniform and normal numbers are made in."""
+    """Return the dtype in which uniform and normal numbers are generated, or None."""
     dtype = torch.get_default_dtype() if dtype is None else dtype
     return dtype if str(dtype).removeprefix("torch.") in random_ops.DIGITS else None
 
 
 def _made(op: Any, size: Any, dtype: torch.dtype | None, device: Any, layout: Any = None, generator: Any = None) -> Any:
-    device = torch.device("cpu" if device is None else device)
+    device = torch.device(HOST if device is None else device)
     dtype = _float(dtype)
-    if dtype is None or generator is not None or device.type not in DEVICES or layout not in (None, torch.strided):
+    if dtype is None or generator is not None or not _is_ours(device) or layout not in (None, torch.strided):
         return NotImplemented
     return op(size, dtype, device)
 
@@ -55,7 +58,7 @@ def _like(op: Any) -> Callable[..., Any]:
 
 
 def _as(values: Any, like: Any) -> Any:
-    """`values` in the layout of `like`."""
+    """Return `values` in the layout of `like`."""
     if like.is_contiguous():
         return values
     like = torch.empty_like(like, memory_format=torch.preserve_format)  # dense, where `like` may overlap or have gaps
@@ -65,7 +68,7 @@ def _as(values: Any, like: Any) -> Any:
 
 
 def _from(op: Any, finish: Callable[..., Any]) -> Callable[..., Any]:
-    """A functional form of an in-place operation: numbers of the tensor's dtype, and what is made of them."""
+    """Decompose the functional form of an in-place operation: generate numbers and transform them."""
 
     def decomposition(x: Any, *args: Any, generator: Any = None, **kwargs: Any) -> Any:
         compute = decompositions_aten.compute_dtype(x) if op is ours.normal else x.dtype
@@ -84,7 +87,7 @@ def _normal(z: Any, mean: float = 0.0, std: float = 1.0) -> Any:
 
 
 def _exponential(u: Any, rate: float = 1.0) -> Any:
-    # never 0, as eager: who takes the logarithm of the result relies on it
+    # never 0, as in eager: callers may take the logarithm
     return torch.clamp(torch.log(1 - u), max=-torch.finfo(u.dtype).eps / 2) * (-1 / rate)
 
 
@@ -101,13 +104,13 @@ def _log_normal(z: Any, mean: float = 1.0, std: float = 2.0) -> Any:
 
 
 def _bernoulli_p(x: Any, p: float = 0.5, generator: Any = None) -> Any:
-    if generator is not None or x.device.type not in DEVICES:
+    if generator is not None or not _is_ours(x.device):
         return NotImplemented
     return _as(ours.less(x.shape, p, x.device).to(x.dtype), x)
 
 
 def _bernoulli(x: Any, p: Any = None, generator: Any = None) -> Any:
-    """With the probabilities in a tensor: `x` itself, or `p` where that is given."""
+    """Draw with probabilities from a tensor: `x` itself, or `p` where that is given."""
     shares = x if p is None else p.expand(x.shape)
     compute = torch.float64 if shares.dtype == torch.float64 else torch.float32
     made = _made(ours.uniform, x.shape, compute, x.device, generator=generator)
@@ -119,7 +122,7 @@ def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:
         return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
-    if x.device.type not in DEVICES:
+    if not _is_ours(x.device):
         return NotImplemented
     mask = ours.less(x.shape, 1 - p, x.device)
     return x * mask * (1 / (1 - p)), mask
@@ -128,7 +131,7 @@ def _native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
 def _rrelu(
     x: Any, noise: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
 ) -> Any:
-    """(result, noise): what each element was multiplied by, 1 where it is positive."""
+    """Return (result, noise): noise is the factor of each element, 1 where it is positive."""
     if not training:
         return decompositions_aten.rrelu(x, noise, lower, upper)
     made = _made(ours.uniform, x.shape, x.dtype, x.device, generator=generator)
@@ -139,11 +142,11 @@ def _rrelu(
 
 
 def _integers(low: int, high: int, size: Any, dtype: Any, device: Any) -> Any:
-    device = torch.device("cpu" if device is None else device)
+    device = torch.device(HOST if device is None else device)
     span = high - low
-    if device.type not in DEVICES or not 0 < span < 2**62:
+    if not _is_ours(device) or not 0 < span < 2**62:
         return NotImplemented
-    # a share of `span` where that needs no division: as even as eager's remainder
+    # multiply and shift where that needs no division: as even as eager's remainder
     share = aten.bitwise_right_shift.Tensor_Scalar
     drawn = share(ours.bits(size, 32, device) * span, 32) if span < 2**31 else ours.bits(size, 63, device) % span
     return (drawn + low).to(torch.int64 if dtype is None else dtype)
@@ -172,7 +175,7 @@ def _random_to(x: Any, high: int, generator: Any = None) -> Any:
 
 
 def table() -> dict[Any, Callable[..., Any]]:
-    """ATen op to decomposition."""
+    """Return ATen op to decomposition."""
     return {
         aten.native_dropout.default: _native_dropout,
         aten.bernoulli.default: _bernoulli,
@@ -193,6 +196,6 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.randint.low: _randint,
         aten.randint_like.default: _randint_like,
         aten.randint_like.low_dtype: _randint_like,
-        getattr(aten.random, "from"): _random_from,  # no attribute that Python could spell
+        getattr(aten.random, "from"): _random_from,  # a keyword of Python
         aten.random.to: _random_to,
     }

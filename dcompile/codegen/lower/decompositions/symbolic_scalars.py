@@ -1,8 +1,8 @@
-"""Numbers that change from call to call, such as a learning rate, as operands of tensors: a program then takes them.
+"""Decompose operations with a changing number, such as a learning rate, so that the program takes it as an input.
 
-Dynamo makes a symbol of a float once it has changed, and torch then takes it into the graph as a tensor, where products
-and sums alone have it for an operand. Where it is a factor inside of another operation (`add` with an `alpha`, which is
-how SGD steps), torch compiles for each value anew, up to its limit, and runs eagerly from there on.
+Dynamo makes a float symbolic once it has changed, and torch then passes it into the graph as a tensor. Such a tensor
+can be an operand of products and sums only. Where it is a factor inside another operation, torch recompiles for each
+value up to its limit, and runs eagerly after that. `add` with an `alpha`, which SGD uses, is such an operation.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 
+from dcompile.device_traits import traits_of
+
 _WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-"""What eager computes such an operation in, before it rounds once."""
+"""Dtypes in which eager computes such an operation before it rounds once."""
 
 
 def table() -> dict[Any, Callable[..., Any]]:
-    """Operations with a factor of their own, in parts where it is a symbol; they are left whole where it is not."""
+    """Return operations with a factor, decomposed where the factor is a symbol and left whole otherwise."""
     aten = torch.ops.aten
-    # Dynamo makes it of `addcmul_` and `addcdiv_`, and defines it when it first does
+    # Dynamo derives it from `addcmul_` and `addcdiv_`, and defines it at the first use
     late = {torch.ops.prims.fma.default: fma} if hasattr(torch.ops.prims, "fma") else {}
     return late | {
         aten.add.Tensor: add,
@@ -42,14 +44,14 @@ def sub(x: Any, y: Any, *, alpha: Any = 1) -> Any:
 
 
 def _with_factor(op: Callable[[Any, Any], Any], x: Any, y: Any, alpha: Any) -> Any:
-    """On CPUs eager has the factor, and it alone, in the dtype of 16 bits that it computes for."""
-    low = isinstance(x, torch.Tensor) and x.dtype in _WIDER and x.device.type == "cpu"
+    """On CPUs eager rounds the factor, and only the factor, to the 16-bit dtype."""
+    low = isinstance(x, torch.Tensor) and x.dtype in _WIDER and traits_of(x.device.type).aten.rounds_factors
     if isinstance(alpha, torch.SymFloat):
         given = _filled(torch.ones((), dtype=x.dtype, device=x.device), alpha) if low else alpha
         return _in_parts(lambda x, y: op(x, y * given), alpha, x, y)
     if not low or not isinstance(alpha, float) or not isinstance(y, torch.Tensor) or y.dtype != x.dtype:
         return NotImplemented
-    from dcompile.codegen.lower.loop_builder import as_dtype  # late: it is a stage, which a warm start does without
+    from dcompile.codegen.lower.loop_builder import as_dtype  # late import: warm starts load no compiler stage
 
     nearest = as_dtype(alpha, str(x.dtype).removeprefix("torch."))
     whole = {operator.add: torch.add, operator.sub: torch.sub}[op]
@@ -73,7 +75,7 @@ def fma(x: Any, y: Any, z: Any) -> Any:
 
 def lerp(x: Any, end: Any, weight: Any) -> Any:
     is_symbol = isinstance(weight, torch.SymFloat)
-    if is_symbol and weight >= 0.5:  # eager is exact at both ends
+    if is_symbol and weight >= 0.5:  # exact at both ends, as in eager
         return _in_parts(lambda x, end: end - (end - x) * (1 - weight), weight, x, end)
     return _in_parts(lambda x, end: x + (end - x) * weight, weight, x, end)
 

@@ -1,4 +1,4 @@
-"""Which ATen ops AOTAutograd takes apart before lowering sees them."""
+"""The table of ATen ops that AOTAutograd decomposes before lowering."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from dcompile.codegen.lower.decompositions import (
     random,
     symbolic_scalars,
 )
+from dcompile.device_traits import traits_of
 
 _ALSO = (
     "_native_batch_norm_legit", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training",
@@ -29,13 +30,13 @@ _ALSO = (
     "upsample_nearest2d", "rot90", "xlogy", "diag_embed",
     "special_xlog1py", "erfc", "copysign", "dot", "mv", "addmv", "addr", "split_with_sizes_copy",
     "rrelu_with_noise_backward",
-    # in parts, the partitioner saves a row's largest element and sum rather than all logits once more
+    # decomposed: the partitioner saves a row's maximum and sum rather than all logits again
     "_log_softmax",
 )  # fmt: skip
-"""Beside torch's core set: what becomes pointwise operations and reductions."""
+"""Ops decomposed in addition to torch's core set: into pointwise operations and reductions."""
 
 _WHOLE = (
-    # one rule each: fewer nodes, and one loop where the parts would be several
+    # ops with a lowering rule: fewer nodes, and one loop instead of several
     "silu", "silu_backward", "gelu_backward", "sigmoid_backward", "tanh_backward", "threshold_backward",
     "leaky_relu", "addcmul", "addcdiv", "lerp", "rsub", "masked_fill", "stack", "select_scatter",
     "_softmax_backward_data", "_log_softmax_backward_data", "logsumexp", "var_mean", "std",
@@ -69,9 +70,9 @@ def _table() -> dict[Any, Any]:
 
 
 def table(*, fallback_random: bool = False) -> dict[Any, Any]:
-    """Op to decomposition, for AOTAutograd: it may change the copy it gets.
+    """Return op to decomposition, for AOTAutograd, as a copy that it may change.
 
-    With `fallback_random` every random number is drawn as eager draws it, by ATen.
+    With `fallback_random` ATen draws every random number, as in eager mode.
     """
     own = random.table()
     found = {**_table(), **symbolic_scalars.table(), torch.ops.aten.ldexp.Tensor: ldexp}
@@ -90,14 +91,14 @@ def table(*, fallback_random: bool = False) -> dict[Any, Any]:
     else:
         found |= own
     dividing = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward)
-    # torch's rules for these divide by the number of elements, as a Python number
+    # torch's decompositions of these divide by the number of elements, a Python number
     return found | {op: _unless_empty(found[op]) for packet in dividing if (op := packet.default) in found}
 
 
 def with_random(found: dict[Any, Any], *, fallback_random: bool = False) -> dict[Any, Any]:
-    """Another compiler's table, with random numbers of ours: they stay outside of what that compiler is handed.
+    """Return another compiler's table with dcompile's random operations, which stay outside its regions.
 
-    With `fallback_random` they are drawn by ATen, as eager draws them.
+    With `fallback_random` ATen draws random numbers, as in eager mode.
     """
     own = random.table()
     left = {op: rule for op, rule in found.items() if op not in own}
@@ -105,14 +106,14 @@ def with_random(found: dict[Any, Any], *, fallback_random: bool = False) -> dict
 
 
 def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """As eager computes it: the power of two in the default dtype, so that it may overflow."""
+    """Compute ldexp as eager does: the power of two in the default dtype, so that it may overflow."""
     return x * torch.pow(2.0, exponent)
 
 
 def as_strided_scatter(
     x: torch.Tensor, values: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
 ) -> Any:
-    """`values` where they replace every element in order, as functionalized `squeeze_` and `resize_` ask for."""
+    """Return `values` if they replace every element in order, as in functionalized `squeeze_` and `resize_`."""
     if offset or list(size) != list(values.shape) or x.storage_offset() or values.numel() != x.numel():
         return NotImplemented
     places = torch.empty_strided(size, stride, device="meta")
@@ -120,7 +121,7 @@ def as_strided_scatter(
 
 
 def _unless_empty(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """`rule`, or the empty gradient where there are no elements."""
+    """Wrap `rule` to return an empty gradient for empty inputs."""
 
     def guarded(grad: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return torch.zeros_like(x) if compat.sizes.is_known_empty(x) else rule(grad, x, *args, **kwargs)
@@ -129,24 +130,24 @@ def _unless_empty(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> Any:
-    """On GPUs without the bias, which cuDNN's caller adds by a kernel of its own: here what follows adds it."""
-    if bias is None or x.device.type == "cpu":
+    """Add the bias separately on GPUs, where cuDNN's caller would launch a kernel for it: here it fuses."""
+    if bias is None or not traits_of(x.device.type).aten.adds_bias_apart:
         return NotImplemented
     found = torch.ops.aten.convolution.default(x, weight, None, *how)
     return found + bias.view(-1, *[1] * (x.dim() - 2))
 
 
 def convolution_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *how: Any) -> Any:
-    """The gradient of the bias as a sum of ours: the library's reads the gradient another time, on one core in places.
+    """Sum the gradient of the bias in a loop: the library reads the gradient again, in places on one core.
 
-    That of large depthwise filters is a call of its own, as it is inside the library's: it takes much memory for itself
-    and can wait (`schedule/memory/reorder_for_peak.py`). `how` ends with the mask of wanted gradients.
+    The gradient of large depthwise filters is a separate call, as it is inside the library. Its workspace is large, and
+    it can run later (`schedule/memory/reorder_for_peak.py`). `how` ends with the mask of requested gradients.
     """
     *more, mask = how
     groups = more[-1]
     large = weight.shape[0] == groups and weight.shape[1] == 1 and weight.numel() > 9 * groups
     apart = mask[0] and mask[1] and large
-    if grad.device.type != "cpu" or not (mask[2] or apart):
+    if not traits_of(grad.device.type).aten.sums_bias_gradient_apart or not (mask[2] or apart):
         return NotImplemented
 
     def gradients(*wanted: bool) -> Any:
@@ -160,16 +161,17 @@ def convolution_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tens
 
 
 def native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
-    """Dropout whose mask is ATen's and whose product is ours: it draws from the generator as eager does.
+    """Decompose dropout into ATen's mask and a multiplication: it draws from the generator as eager does.
 
-    On a GPU eager has one kernel for both, which draws other numbers than one for the mask alone: that is left whole.
-    So is what lies otherwise than row by row, since `bernoulli` draws for rows, and eager for how the argument lies.
+    On a GPU eager has one kernel for both, which draws other numbers than one for the mask alone, so dropout is left
+    whole. It is also left whole for arguments that are not row-major: `bernoulli` draws in row-major order, eager in
+    the argument's memory order.
     """
     if not train or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     if p == 1:
         return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
-    if x.device.type != "cpu" or not compat.sizes.is_known_contiguous(x):
+    if not traits_of(x.device.type).aten.draws_dropout_masks or not compat.sizes.is_known_contiguous(x):
         return NotImplemented
     mask = torch.ops.aten.bernoulli.p(torch.empty_like(x, dtype=torch.bool), 1 - p)
     return x * mask * (1 / (1 - p)), mask
@@ -184,9 +186,9 @@ def nll_loss_backward(
     ignore_index: int,
     total_weight: torch.Tensor,
 ) -> torch.Tensor:
-    """Every class asks whether it is the target: no scatter, no bounds to check again (the forward did), and zeros
+    """Compare every class with the target: no scatter, and no bounds to check again, since the forward did.
 
-    where it is not, also if the gradient is infinite. A row's sum of this is one element of it.
+    Other classes get zeros even if the gradient is infinite. A row's sum of this is one element of it.
     """
     dim = 0 if x.dim() < 2 else 1
     if reduction == _MEAN:
@@ -205,4 +207,4 @@ def nll_loss_backward(
 
 
 _MEAN = 1
-"""torch.nn.functional's reduction="mean", as ATen counts."""
+"""ATen's number of torch.nn.functional's reduction="mean"."""

@@ -1,4 +1,4 @@
-"""Rules for averages over windows: every element of the result reads its window, every gradient the windows over it."""
+"""Rules for average pooling: each result reads its window, each gradient the windows that contain its element."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dcompile.ir.nodes import Ref, Store
 from dcompile.ir.ops import DTYPES
 
 MAX_WINDOW = 27
-"""Elements of a window that are written out one by one (3 x 3 x 3); larger windows are reductions in a loop."""
+"""Elements of a window that are unrolled (3 x 3 x 3); larger windows are reductions in a loop."""
 
 
 def each(value: Any, rank: int, default: Sequence[int] | None = None) -> tuple[int, ...]:
-    """One number for each dimension; one given stands for all."""
+    """Return one number for each dimension; a single one applies to all."""
     given = list(value) if isinstance(value, (list, tuple)) else [value]
     if not given and default is not None:
         return tuple(default)
@@ -38,7 +38,7 @@ def _clamped(body: Body, index: Index, low: int, high: Size) -> Ref:
 
 
 class _Window:
-    """kernel, stride and padding along each of the last dimensions, and how many elements an average counts."""
+    """Kernel, stride and padding along each of the last dimensions, and the divisor of an average."""
 
     def __init__(self, size: Shape, kernel: Any, stride: Any, padding: Any, include: bool, by: Any) -> None:
         rank = len(size)
@@ -49,7 +49,7 @@ class _Window:
         self.include, self.by = include, by
 
     def divisor(self, body: Body, at: Coords, compute: str) -> Ref:
-        """How many elements the window at `at` counts."""
+        """Return the number of elements that the window at `at` counts."""
         if self.by is not None:
             return body.const(self.by, compute)
         total = body.const(1, "int64")
@@ -60,7 +60,7 @@ class _Window:
                 count = body.apply("sub", end, body.index(start))
             else:
                 count = body.apply("sub", _clamped(body, start + kernel, 0, size), _clamped(body, start, 0, size))
-            # at places outside, which are masked, nothing is to be divided by 0
+            # positions outside are masked, but must not divide by 0
             total = body.apply("mul", total, body.apply("max", count, body.const(1, "int64")))
         return body.cast(total, compute)
 
@@ -71,7 +71,7 @@ def _average(rank: int) -> Callable[..., Any]:
         ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
     ) -> Result:  # fmt: skip
         if divisor_override == 0:
-            return NotImplemented  # the library says what is wrong
+            return NotImplemented  # the library raises the error
         window = _Window(x.shape[-rank:], kernel, stride, padding, count_include_pad, divisor_override)
         compute = opmath(dtype_name(value.dtype))
         division = "div" if DTYPES[compute] == "float" else "truncdiv"
@@ -99,9 +99,9 @@ def sum_windows(
     element: Callable[[Body, Coords, Coords], Ref],
     finish: Callable[[Body, Ref, Coords], Ref],
 ) -> LazyTensor:
-    """Sums of `element(body, coordinates, offsets)` over all offsets below `counts`, in the compute dtype.
+    """Sum `element(body, coordinates, offsets)` over all offsets below `counts`, in the compute dtype.
 
-    A few terms are written out where the sum is used; many are a reduction in a loop of its own.
+    A few terms are unrolled at the uses of the sum; many become a reduction in a loop of its own.
     """
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     if prod(counts) <= MAX_WINDOW or 0 in shape:
@@ -125,7 +125,7 @@ def sum_windows(
 
 
 def element_where(body: Body, inside: Ref | bool, x: LazyTensor, place: Coords, compute: str, other: float = 0) -> Ref:
-    """The element in the compute dtype, `other` outside."""
+    """Return the element in the compute dtype, and `other` outside."""
     if isinstance(inside, bool):
         return to_dtype(body, body.trace(x, place), compute) if inside else body.const(other, compute)
     with body.masked(inside):
@@ -146,7 +146,7 @@ def _average_backward(rank: int) -> Callable[..., Any]:
             return constant(0, shape_of(value), dtype) if 0 in grad.shape else NotImplemented
 
         def element(body: Body, coords: Coords, back: Coords) -> Ref:
-            """The windows over an element start at (c + pad) // stride and go back."""
+            """Read a window that contains an element; these start at (c + pad) // stride and go backward."""
             place, inside = [], []
             for c, size, k, s, pad, b in zip(
                 coords[-rank:], grad.shape[-rank:], window.kernel, window.stride, window.padding, back, strict=True

@@ -1,4 +1,4 @@
-"""Rules that join or pad tensors: every element knows by its coordinates which argument it comes from."""
+"""Rules that join or pad tensors: an element's coordinates determine the argument that it comes from."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dcompile.ir.index import Index, Size, as_index, as_size, floordiv, is_below
 from dcompile.ir.nodes import Ref
 
 MAX_PIECES = 12
-"""Tensors that one loop joins; with more, the chain of choices for each element costs more than a library copy."""
+"""Tensors that one loop joins; with more, a library copy is faster than the chain of selects for each element."""
 
 Inside = Callable[[Body, Coords], Ref | bool]
-"""Whether an element comes from a piece: known while compiling, or a truth value of the body."""
+"""Whether an element comes from a piece: known at compile time, or a truth value of the body."""
 
 
 def below(body: Body, index: Index, limit: Size) -> Ref | bool:
-    """`index < limit`, decided now where the ranges say so."""
+    """Return `index < limit`, decided at compile time where the ranges suffice."""
     if is_below(index, limit, body.ranges):
         return True
     if is_nonnegative(index - limit, body.ranges):
@@ -50,7 +50,7 @@ def both(body: Body, *conditions: Ref | bool) -> Ref | bool:
 
 
 def either(body: Body, inside: Ref | bool, element: Callable[[], Ref], other: Callable[[], Ref]) -> Ref:
-    """`element` where `inside`, touching its memory only there."""
+    """Return `element` where `inside`, with its loads masked elsewhere, and `other` outside."""
     if isinstance(inside, bool):
         return element() if inside else other()
     with body.masked(inside):
@@ -69,7 +69,7 @@ def _cat(_: Lowering, value: torch.Tensor, /, tensors: Sequence[LazyTensor], dim
 
 
 def cat(pieces: Sequence[LazyTensor], dim: int, shape: Shape, dtype: str) -> Result:
-    """Pieces one after another along `dim`."""
+    """Concatenate pieces along `dim`."""
     if len(pieces) > MAX_PIECES:
         return NotImplemented
     starts: list[Size] = [0]
@@ -77,7 +77,7 @@ def cat(pieces: Sequence[LazyTensor], dim: int, shape: Shape, dtype: str) -> Res
         starts.append(as_size(starts[-1] + piece.shape[dim]))
 
     def choose(body: Body, coords: Coords, number: int) -> Ref:
-        """The element, knowing that it does not come from a piece before `number`."""
+        """Return the element, given that it does not come from a piece before `number`."""
         piece, start, at = pieces[number], starts[number], coords[dim]
 
         def element() -> Ref:
@@ -116,8 +116,8 @@ def _pad(low: Lowering, value: torch.Tensor, /, x: LazyTensor, pad: Sequence[Siz
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     rank = len(shape)
     before = {rank - 1 - n: pad[2 * n] for n in range(len(pad) // 2)}
-    if low.device != "cpu" and x.view is None and not x.reads <= low.inputs.keys():
-        x = low.memory(x)  # a loop over more elements than x has would not join the one that computes x
+    if not low.traits.fuses_padding and x.view is None and not x.reads <= low.inputs.keys():
+        x = low.memory(x)  # a loop over more elements than x would not fuse with the loop that computes x
 
     def at(body: Body, coords: Coords) -> Ref:
         moved = tuple(c - before.get(d, 0) for d, c in enumerate(coords))
@@ -149,7 +149,7 @@ def _slice_scatter(
 def _put(
     x: LazyTensor, source: LazyTensor, shape: Shape, dtype: str, dim: int, first: Size, count: Size, step: Size = 1
 ) -> LazyTensor:
-    """`x` with `source` in `count` places along `dim`."""
+    """Return `x` with `source` at `count` positions along `dim`."""
     expected = (*shape[:dim], count, *shape[dim + 1 :])
     if count == 0:
         return copy_of(x)
@@ -158,7 +158,7 @@ def _put(
     def at(body: Body, coords: Coords) -> Ref:
         moved = coords[dim] - first
         inside = both(body, not_below(body, moved, 0), below(body, moved, as_size((count - 1) * step + 1)))
-        if step != 1 and inside is not False:  # a symbolic step is asked for even where it is 1
+        if step != 1 and inside is not False:  # a symbolic step is checked even if it is 1
             on = body.apply("eq", body.index(modulo(moved, step, body.ranges)), body.const(0, "int64"))
             inside = both(body, inside, on)
         place = (*coords[:dim], floordiv(moved, step, body.ranges), *coords[dim + 1 :])
@@ -173,7 +173,7 @@ def _put(
 def _slice_of(
     size: Size, start: Size | None, end: Size | None, step: Size, source: LazyTensor, dim: int
 ) -> tuple[Size, Size]:
-    """Where a slice that `source` is written to begins, and its length."""
+    """Return the start and the length of the slice that `source` is written to."""
     if (
         isinstance(size, int)
         and isinstance(step, int)
@@ -182,7 +182,7 @@ def _slice_of(
     ):
         first, last, _ = slice(start, end, step).indices(size)
         return first, max(0, -(-(last - first) // step))
-    return first_of(start, size), source.shape[dim]  # eager demands as much, though tracing would expand it
+    return first_of(start, size), source.shape[dim]  # eager requires this length; tracing would expand
 
 
 def _select_scatter(
@@ -222,7 +222,7 @@ def _diagonal_scatter(
 
 
 def _triangle(keep_below: bool) -> Callable[..., LazyTensor]:
-    """tril and triu: zero on the other side of a diagonal."""
+    """Make the rule of tril or triu: zero on the other side of a diagonal."""
 
     def rule(_: Lowering, value: torch.Tensor, /, x: LazyTensor, diagonal: int = 0) -> LazyTensor:
         dtype = dtype_name(value.dtype)
@@ -254,10 +254,10 @@ def _copying(rule: Callable[..., LazyTensor]) -> Callable[..., Any]:
 
 
 def _copy_of(view: str) -> str | None:
-    """aten.slice.Tensor -> aten.slice_copy.Tensor, if torch has it."""
+    """Return the copying variant of a view op: aten.slice.Tensor -> aten.slice_copy.Tensor, if torch has it."""
     namespace, name, overload = view.split(".")
     if name == "as_strided":
-        return None  # reads what lies in memory, whatever the tensor: a rule of its own decides where that is known
+        return None  # reads memory beyond the tensor: a separate rule decides where that is known
     packet = getattr(torch.ops.aten, f"{name}_copy", None)
     return f"{namespace}.{name}_copy.{overload}" if packet is not None and overload in packet.overloads() else None
 

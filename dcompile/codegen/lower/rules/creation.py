@@ -1,4 +1,4 @@
-"""Rules for tensors made from nothing: constants and ranges stay expressions until memory is asked for."""
+"""Rules for tensors without tensor inputs: constants and ranges stay expressions until they must be stored."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _zeros(_: Lowering, value: torch.Tensor, /, *__: Any, **___: Any) -> Result:
 
 
 def _strided(low: Lowering, value: torch.Tensor, /, *_: Any, **__: Any) -> Result:
-    """To make room for elements that lie apart, or on top of one another, is the library's: no loop writes them."""
+    """Leave tensors with gaps or overlapping elements to the library, since no loop can write them."""
     return _zeros(low, value) if is_dense(shape_of(value), strides_of(value)) else NotImplemented
 
 
@@ -57,7 +57,7 @@ def _scalar_tensor(_: Lowering, value: torch.Tensor, /, number: Any, **__: Any) 
 
 
 def arithmetic(value: torch.Tensor, start: Size | float, step: Size | float) -> LazyTensor:
-    """start + n * step, in 64 bits as eager computes it."""
+    """Return start + n * step, in 64 bits as eager computes it."""
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     whole = DTYPES[dtype] != "float"
 
@@ -92,7 +92,7 @@ def _iota(_: Lowering, value: torch.Tensor, /, length: Size, *, start: Size, ste
 _EMPTY = ("empty.memory_format", "empty_like.default", "new_empty.default", "empty_permuted.default")
 
 RULES: dict[str, Rule] = {
-    # reading uninitialised memory gives anything: zero costs nothing where it is only an expression
+    # uninitialized memory may hold anything: zero is free while it is an expression
     **{f"aten.{name}": Rule(_zeros) for name in _EMPTY},
     **{f"aten.{name}.default": Rule(_strided) for name in ("empty_strided", "new_empty_strided")},
     **{f"aten.{name}.default": Rule(_zeros) for name in ("zeros", "zeros_like", "new_zeros", "_efficientzerotensor")},

@@ -1,7 +1,8 @@
-"""The gradient of an embedding: rows that are added up where their index says.
+"""The gradient of an embedding: rows are added at their index.
 
-On the CPU they are combined in memory, in a fixed order. On a GPU a small table's rows look at all indices; for larger
-ones, rows of one index are summed first, as a group (`emit/triton/segment_sum.py`). Each table row fetches its sum.
+On the CPU they are combined in memory, in a fixed order. On a GPU, each row of a small table compares itself with all
+indices. For larger tables, rows of one index are summed first, as a group (`emit/triton/segment_sum.py`), and each
+table row reads its group's sum.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.rules.scatter import collect, collected_by_rows, few_rows, meets, needs_order
 from dcompile.codegen.lower.rules.views import reshape
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous
-from dcompile.codegen.nest.device_traits import MAX_INT32_ELEMENTS
+from dcompile.device_traits import MAX_INT32_ELEMENTS
 from dcompile.ir.index import Index, Size, as_index, as_size, size_product
 from dcompile.ir.nodes import Ref, View
 
 GROUPED = "dcompile.sum_groups"
-"""sum_groups(values, index, chunk) -> sums, keys, order, parts: see `emit/triton/segment_sum.py`, which computes it."""
+"""sum_groups(values, index, chunk) -> sums, keys, order, parts: implemented in `emit/triton/segment_sum.py`."""
 CHUNK_ROWS = 8
-"""Rows that a program adds up; for each so many there is room for two parts of sums."""
+"""Rows that a program adds up; each chunk has room for two partial sums."""
 MAX_COMPARED_ROWS = 1 << 15
-"""Rows that are compared with one another, all with all: some 0.15 ms of a GPU, as long as a sort takes."""
+"""Rows compared pairwise: about 0.15 ms of a GPU, as long as a sort takes."""
 
 
 def _embedding_backward(
@@ -39,7 +40,7 @@ def _embedding_backward(
     padding: int,
     by_frequency: bool,
 ) -> Result:
-    """The sum of the gradients of every row. The forward has checked the indices: one outside would add nothing."""
+    """Sum the gradients of every row. The forward has checked the indices; one outside would add nothing."""
     shape, dtype = shape_of(value), dtype_name(value.dtype)
     if by_frequency:
         return NotImplemented
@@ -69,19 +70,19 @@ def _embedding_backward(
 
 
 def are_grouped(low: Lowering, shape: Shape, index: LazyTensor) -> bool:
-    """Are the rows of each index summed before a table is touched? On GPUs, where sizes are known.
+    """Are the rows of each index summed before the table is written? On GPUs, where sizes are static.
 
-    Atomic additions in memory would need a table of float32 beside the result, filled, added to and read again, and
-    would come in any order; a sort takes a dozen kernels.
+    Atomic additions would need a float32 table beside the result, to fill, add to and read again, and would come in any
+    order. A sort takes a dozen kernels.
     """
     count, (rows, width) = size_product(index.shape), shape
-    if low.device == "cpu" or not (isinstance(count, int) and isinstance(rows, int) and isinstance(width, int)):
+    if low.traits.ordered_stores or not (isinstance(count, int) and isinstance(rows, int) and isinstance(width, int)):
         return False
     return count <= MAX_COMPARED_ROWS and max(rows, count * width) <= MAX_INT32_ELEMENTS
 
 
 def summed_by_group(low: Lowering, shape: Shape, index: LazyTensor, values: LazyTensor, padding: int) -> LazyTensor:
-    """For each row of a table of `shape` the sum of the values with its index, zero where there are none."""
+    """Return, for each row of a table of `shape`, the sum of the values with its index, or zero."""
     count, (rows, width), dtype = size_product(index.shape), shape, values.dtype
     given = _laid_out(low, reshape(values, (count, width)))
     found = _laid_out(low, reshape(index, (count,)))
@@ -105,7 +106,7 @@ def summed_by_group(low: Lowering, shape: Shape, index: LazyTensor, values: Lazy
 
 
 def _last_of_each(low: Lowering, rows: Size, index: LazyTensor, padding: int) -> LazyTensor:
-    """For each row of a table the last place of its index; negative where there is none, and for the padding."""
+    """Return, for each row of a table, the last position of its index; negative for none, and for the padding."""
 
     def row(body: Body, coords: Coords) -> Ref:
         return body.cast(body.trace(index, coords), "int64")
@@ -121,7 +122,7 @@ def _last_of_each(low: Lowering, rows: Size, index: LazyTensor, padding: int) ->
 
 
 def _laid_out(low: Lowering, tensor: LazyTensor) -> View:
-    """`tensor` from where a buffer begins, row by row."""
+    """Return `tensor` in row-major order at the start of a buffer."""
     view, wanted = low.memory(tensor).view, contiguous(tensor.shape)
     if view is None or view.strides != wanted or view.offset != 0:
         view = low.store(low.memory(tensor), wanted).view
@@ -135,7 +136,7 @@ def _clamped(body: Body, row: Ref, rows: Size) -> Index:
 
 
 def _is_inside(body: Body, row: Ref, rows: Size, padding: int) -> Ref:
-    """Does an index name a row of the table, and not that of the padding?"""
+    """Is an index a row of the table other than the padding?"""
     above, below = (body.apply(op, row, body.const(end, "int64")) for op, end in (("ge", 0), ("lt", rows)))
     inside = body.apply("and", above, below)
     if padding >= 0:
@@ -144,7 +145,7 @@ def _is_inside(body: Body, row: Ref, rows: Size, padding: int) -> Ref:
 
 
 def _rounded(total: LazyTensor, dtype: str) -> LazyTensor:
-    """A sum in the dtype of its result."""
+    """Round a sum to the dtype of its result."""
     if total.dtype == dtype:
         return total
     return make_lazy(

@@ -18,16 +18,16 @@ class Numbers:
         return self.body.apply(op, *(self.ref(arg) for arg in args))
 
     def ref(self, value: Ref | float) -> Ref:
-        """A number is a float; a value of the body is an integer, its position."""
+        """Return a value's number; floats become constants, integers are values of the body already."""
         return self.body.const(value, self.dtype) if isinstance(value, float) else value
 
     def polynomial(self, x: Ref, coefficients: Sequence[float]) -> Ref:
-        """The highest power comes first."""
+        """Evaluate a polynomial by Horner's rule, highest power first."""
         result = self.ref(coefficients[0])
         for coefficient in coefficients[1:]:
             result = self("add", self("mul", result, x), coefficient)
         return result
 
     def signed(self, magnitude: Ref, like: Ref) -> Ref:
-        """The magnitude with the sign of another number."""
+        """Return the magnitude with the sign of another number."""
         return self("where", self("signbit", like), self("neg", magnitude), magnitude)

@@ -1,8 +1,8 @@
-"""Rules for products of one row with a matrix, on GPUs: each element of the result is a sum over a row of memory.
+"""Rules for vector-matrix products (GEMV) on GPUs: each element of the result is a sum over a row of memory.
 
-Decoding one sequence multiplies a row by every weight of a model. Such a product does one multiplication for each
-element that it reads, so all that counts is how fast the matrix is read, and a row reduction reads as fast as memory
-gives. As a loop it shares a kernel with what surrounds it: products of the same row, activations, sums.
+Decoding one sequence multiplies a row by every weight of a model. Such a matmul does one multiplication for each
+element read, so memory bandwidth decides, and a row reduction reaches it. As a loop it fuses with its neighbours:
+matmuls of the same row, activations, sums.
 """
 
 from __future__ import annotations
@@ -19,18 +19,16 @@ from dcompile.codegen.lower.symbolic.strides import ranges_of, variables
 from dcompile.ir.index import as_index, flatten
 from dcompile.ir.nodes import Store
 
-DEVICES = ("cuda",)
-"""Where a product of one row waits for memory alone."""
 DTYPES = ("bfloat16", "float16", "float32")
 MIN_MATRIX_ELEMENTS = 1 << 16
-"""Elements of a matrix from which on it is worth a look: smaller ones are read in no time, and cuBLAS has kernels."""
+"""Elements of a matrix from which a loop is used: smaller ones take almost no time, and cuBLAS has kernels for them."""
 MIN_ROW_ELEMENTS = 256
-"""Elements of its rows: a program that sums up fewer has too little to read at a time."""
+"""Elements of its rows: a program that sums fewer has too few loads in flight."""
 
 
 def is_by_rows(low: Lowering, left: LazyTensor, right: LazyTensor) -> bool:
-    """One row times a matrix that lies column by column, as a transposed weight does, of known size on a GPU?"""
-    if not low.own_rows or low.device not in DEVICES or right.view is None or left.dtype not in DTYPES:
+    """Is it one row times a column-major matrix, such as a transposed weight, of static size on a GPU?"""
+    if not low.own_rows or not low.traits.has_row_matmul or right.view is None or left.dtype not in DTYPES:
         return False
     sizes = (*left.shape, *right.shape, *right.view.strides)
     if not all(isinstance(size, int) for size in sizes) or left.dtype != right.dtype:
@@ -47,7 +45,7 @@ def is_by_rows(low: Lowering, left: LazyTensor, right: LazyTensor) -> bool:
 def _row(
     low: Lowering, value: torch.Tensor, left: LazyTensor, right: LazyTensor, added: LazyTensor | None
 ) -> LazyTensor:
-    """`left @ right` (+ `added`), summed up in float32 and rounded once, as cuBLAS does."""
+    """Return `left @ right` (+ `added`), summed in float32 and rounded once, as by cuBLAS."""
     left, dtype, zero = low.memory(left), dtype_name(value.dtype), as_index(0)
     depth, columns = right.shape
     compute = opmath(dtype)

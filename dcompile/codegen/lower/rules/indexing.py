@@ -1,8 +1,8 @@
 """Rules that read or write at positions computed at run time.
 
-Loops on the CPU check the positions that they read by, or where they collect values in memory of their own, each as it
-is used: one that is none is taken for the first. On GPUs, and where the size is not known, all of them are checked
-before, in a pass of its own.
+CPU loops check the positions that they read by, or collect at in buffers of their own, one by one at their use. An
+invalid one is replaced by the first position. On GPUs, and where the size is symbolic, a separate pass checks all
+positions before.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from dcompile.ir.ops import DTYPES
 CHECK = "dcompile.check_bounds"
 """check_bounds(positions, low, high) -> positions: raises IndexError unless low <= position < high for all of them.
 
-It hands its argument on, so that whatever reads by these positions depends on the check.
+It returns its argument, so that readers of these positions depend on the check.
 """
 
 
 MAX_PICKED_FRACTION = 8
-"""Picking less than one element in so many is no reason for a tensor to be stored."""
+"""Divisor: picking less than 1/8 of a tensor's elements is no reason to store it."""
 
 
 def check_positions(low: Lowering, positions: LazyTensor, size: Size, *, wrap: bool) -> LazyTensor:
-    """`positions`, known to lie in [0, size) (with `wrap` from -size): by their form, or by a check at run time."""
+    """Return `positions` within [0, size) (with `wrap` from -size), known by their form or checked at run time."""
     lowest = as_size(size * -1) if wrap else 0
     if 0 in positions.shape or is_within(positions, lowest, size):
         return positions
-    if not positions.reads:  # also one number of the CPU's: what is checked is read by loops of this device
+    if not positions.reads:  # also a single CPU number: the checked copy is read by loops of this device
         positions = replace(positions, device=low.device)
     stored = low.memory(positions)
     assert stored.view is not None
@@ -61,9 +61,9 @@ def check_positions(low: Lowering, positions: LazyTensor, size: Size, *, wrap: b
 
 @dataclass(frozen=True, slots=True)
 class IndexPositions:
-    """Where to read: positions along a dimension of `size` elements; with `wrap`, negative ones count from the end.
+    """Positions along a dimension of `size` elements; with `wrap`, negative ones count from the end.
 
-    With `check`, they may lie outside, and the loop that reads has to see to it.
+    With `check`, they may be out of range, and the loop that uses them checks.
     """
 
     positions: LazyTensor
@@ -72,15 +72,18 @@ class IndexPositions:
     check: bool
 
     def at(self, body: Body, coords: Coords) -> Index:
-        """The run-time index at `coords`."""
+        """Return the run-time index at `coords`."""
         return position(body, self.positions, coords, self.size, wrap=self.wrap, check=self.check)
 
 
 def places(low: Lowering, positions: LazyTensor, size: Size, *, wrap: bool) -> IndexPositions:
-    """Positions to read by, or to collect at. A pass of its own over 2 million of them, which copies them, took as
-    long as reading; a scatter of as many took half the time without it."""
+    """Return positions to read by, or to collect at, checked inside the loop where possible.
+
+    A separate pass over 2 million of them, which copies them, took as long as reading. A scatter of as many took half
+    the time without it.
+    """
     lowest = as_size(size * -1) if wrap else 0
-    in_loop = low.device == "cpu" and isinstance(size, int) and size > 0 and 0 not in positions.shape
+    in_loop = low.traits.checks_positions and isinstance(size, int) and size > 0 and 0 not in positions.shape
     if in_loop and not is_within(positions, lowest, size):
         return IndexPositions(positions, size, wrap, check=True)
     return IndexPositions(check_positions(low, positions, size, wrap=wrap), size, wrap, check=False)
@@ -89,10 +92,10 @@ def places(low: Lowering, positions: LazyTensor, size: Size, *, wrap: bool) -> I
 def position(
     body: Body, positions: LazyTensor, coords: Coords, size: Size, *, wrap: bool, check: bool = False
 ) -> Index:
-    """The run-time index at `coords`; negative ones count from the end if they may."""
+    """Return the run-time index at `coords`; with `wrap`, negative ones count from the end."""
     ref = body.cast(body.trace(positions, coords), "int64")
     if check:
-        if body.mask is not None:  # what is not read need not be anywhere
+        if body.mask is not None:  # positions of masked loads need no check
             ref = body.apply("where", body.mask, ref, body.const(0, "int64"))
         lowest = as_size(size * -1) if wrap else 0
         ref = body.apply("within", ref, body.const(lowest, "int64"), body.const(size, "int64"))
@@ -103,9 +106,9 @@ def position(
 
 
 def picks_few(low: Lowering, x: LazyTensor, count: Size) -> bool:
-    """Are `count` elements of `x` so few that computing them anew is better than storing all of `x` for them?
+    """Are `count` elements of `x` so few that recomputing them is better than storing all of `x`?
 
-    A cross-entropy picks one logit of a row that its other users compute and forget.
+    A cross-entropy picks one logit of a row that other users compute without storing it.
     """
     return typical(count) * MAX_PICKED_FRACTION <= typical(x.numel) and not x.sources & low.overwritten
 
@@ -152,10 +155,10 @@ def _index_select(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int
 
 @dataclass(frozen=True, slots=True)
 class IndexedSpace:
-    """What x[indices] looks like: its shape, and where in x each of its elements lies.
+    """The space of x[indices]: its shape, and the position in x of each element.
 
-    The dimensions `found` of x are those whose places are known at run time only. They depend on the `rank` dimensions
-    of this space from `start` on, and on no other; the others are the same in both, in order.
+    The dimensions `found` of x have positions known at run time only. They depend on the `rank` dimensions of this
+    space from `start` on, and on no other; the remaining dimensions are equal in both, in order.
     """
 
     shape: Shape
@@ -168,10 +171,10 @@ class IndexedSpace:
 def indexed_space(
     low: Lowering, x: LazyTensor, indices: Sequence[LazyTensor | None], *, check: bool = True, on_the_way: bool = False
 ) -> IndexedSpace:
-    """x[a, :, b]: index tensors broadcast together; their dimensions go to the front unless they are neighbours.
+    """Return the space of x[a, :, b]: index tensors broadcast together; their dimensions come first unless adjacent.
 
-    Without `check`, who reads or writes there sees to it that no position lies outside. Who reads, or writes what
-    nobody else has seen, may find out `on_the_way`.
+    Without `check`, the caller ensures that no position is out of range. With `on_the_way`, the loop may check while it
+    runs: readers may, and writers of memory that nobody else has seen.
     """
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     dims = [dim for dim, _ in given]
@@ -197,14 +200,14 @@ def indexed_space(
 
 
 def indexed_shape(x: LazyTensor, indices: Sequence[LazyTensor | None]) -> Shape:
-    """The sizes of x[indices], in any order."""
+    """Return the sizes of x[indices], in any order."""
     given = {dim: index for dim, index in enumerate(indices) if index is not None}
     common = broadcast_shape([index.shape for index in given.values()])
     return (*common, *(size for dim, size in enumerate(x.shape) if dim not in given))
 
 
 def every_place(shape: Shape, place: Callable[[Body, Coords], Coords]) -> IndexedSpace:
-    """A space of as many dimensions as x has, where any place may depend on all of them."""
+    """Return a space with the dimensions of x, where each position may depend on all of them."""
     return IndexedSpace(shape, place, tuple(range(len(shape))), 0, len(shape))
 
 
@@ -230,7 +233,7 @@ def _index(
 
 
 def _unsafe_index(low: Lowering, value: torch.Tensor, /, x: LazyTensor, indices: Sequence[LazyTensor | None]) -> Result:
-    """What decompositions read by positions that they have computed: the name says that nobody needs to check them."""
+    """Index without checks: decompositions read by positions that they computed themselves."""
     return _index(low, value, x, indices, check=False)
 
 

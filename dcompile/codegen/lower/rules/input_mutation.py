@@ -1,4 +1,4 @@
-"""Writing to an input of the graph: how functionalised in-place operations come back to the caller's memory."""
+"""Write to inputs of the graph: functionalized in-place operations return to the caller's memory."""
 
 from __future__ import annotations
 
@@ -21,19 +21,17 @@ from dcompile.ir.nodes import Load, Store
 from dcompile.ir.ops import DTYPES
 
 OVERWRITES = frozenset(("aten.copy_.default",))
-DEVICES = ("cuda",)
-"""Whose library checks positions while it writes. A CPU's raises an error when something is written already."""
 PUTS = frozenset(("aten.index_put.default", "aten._unsafe_index_put.default"))
 
 
 def overwrite_input(low: Lowering, value: torch.Tensor, target: LazyTensor, source: LazyTensor, *_: Any) -> LazyTensor:
-    """`copy_` into an input: a loop that stores to the input's memory, after everything that reads what was there.
+    """Lower `copy_` into an input to a loop that stores to its memory, after all reads of its old values.
 
-    Relies on: steps stay behind earlier steps that read the same buffer.
+    Relies on: steps stay after earlier steps that read the same buffer.
     """
     view = target.view
     if view is not None and source.view == view and view.buffer in low.overwritten:
-        return target  # the values were put in place
+        return target  # already written in place
     if view is None or view.buffer not in low.inputs or {target.dtype, source.dtype} - DTYPES.keys():
         raise Unsupported("dcompile: copy_ into something that is not an input of the graph")
     if source.dtype != target.dtype and {source.dtype, target.dtype} & {*OPAQUE}:
@@ -56,19 +54,14 @@ def overwrite_input(low: Lowering, value: torch.Tensor, target: LazyTensor, sour
 
 
 def put_in_place(low: Lowering, node: Node, args: Sequence[Any]) -> LazyTensor | None:
-    """An index_put whose result only replaces the input that it starts from, in the input's memory.
+    """Lower an index_put in place if its result only replaces the input that it starts from.
 
-    So a decoder's cache takes a token's keys and values: written as functions, each step would copy the whole cache.
-    On GPUs one position is a loop of ours, which other loops may join; several, which may be equal, are the library's.
-    On CPUs few values are the library's, with positions that were checked before anything is written.
-    None where something else needs the old values.
+    A decoder's cache takes a token's keys and values this way: as a function, each step would copy the whole cache. On
+    GPUs a single position becomes a loop, which may fuse; several positions, which may be equal, are the library's. On
+    CPUs few values are the library's, with positions checked before anything is written. None where something else
+    needs the old values.
     """
-    if (
-        low.device not in (*DEVICES, "cpu")
-        or str(node.target) not in PUTS
-        or len(args) < 3
-        or (len(args) > 3 and args[3])
-    ):
+    if not low.traits.is_compiled or str(node.target) not in PUTS or len(args) < 3 or (len(args) > 3 and args[3]):
         return None
     target, indices, values = args[:3]
     start: Any = node.args[0]
@@ -87,11 +80,11 @@ def put_in_place(low: Lowering, node: Node, args: Sequence[Any]) -> LazyTensor |
         return None
     if any(view.buffer in step.writes for step in low.steps):
         return None
-    if low.device not in DEVICES:
+    if not low.traits.aten.checks_while_writing:
         return _put_few(low, target, indices, values)
     low.keep_before_overwrite(view.buffer, low.position)
     if all(index is None or index.numel == 1 for index in indices) and 0 not in (*target.shape, *values.shape):
-        # a kernel reads no memory of the CPU, where a number that is put, or its place, may be
+        # a kernel cannot read CPU memory, where the value or its position may be
         seen = [None if index is None else low.brought(index, low.device) for index in indices]
         _put_at(low, target, seen, low.brought(values, low.device))
         return target
@@ -102,7 +95,7 @@ def put_in_place(low: Lowering, node: Node, args: Sequence[Any]) -> LazyTensor |
 def _put_few(
     low: Lowering, target: LazyTensor, indices: Sequence[LazyTensor | None], values: LazyTensor
 ) -> LazyTensor | None:
-    """Values that one thread puts in order; None if they are many, or none."""
+    """Write values that the library puts in order on one thread; None if they are many, or none."""
     assert target.view is not None, "an input is in memory"
     count = size_product(indexed_shape(target, indices))
     if not isinstance(count, int) or not 0 < count < ONE_THREAD:
@@ -118,10 +111,10 @@ def _put_few(
 
 
 def _put_at(low: Lowering, target: LazyTensor, indices: Sequence[LazyTensor | None], values: LazyTensor) -> None:
-    """A loop that stores `values` at one position.
+    """Add a loop that stores `values` at one position.
 
-    A kernel checks its places while it writes, which tells every wrong position: in all other directions the loop
-    reaches from one end to the other.
+    A kernel's bounds check while writing catches every wrong position: in all other dimensions the loop covers the full
+    size.
     """
     assert target.view is not None, "an input is in memory"
     space = indexed_space(low, target, indices, check=False)

@@ -1,6 +1,7 @@
-"""Rules for the largest element of each window, and for windows of uneven size, forward and backward.
+"""Rules for max pooling, and for adaptive pooling with windows of uneven size, forward and backward.
 
-Gradients are gathered: every element of the input looks at the windows that hold it, so no two threads meet.
+Gradients are gathered: every element of the input reads the windows that contain it, so no two threads write to one
+address.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dcompile.ir.ops import DTYPES, REDUCTIONS
 
 @dataclass(frozen=True, slots=True)
 class FixedWindows:
-    """Windows of one dimension: `count` elements, `dilation` apart, that begin at `o * stride - padding`."""
+    """Windows of one dimension: `count` elements with distance `dilation`, starting at `o * stride - padding`."""
 
     size: int
     count: int
@@ -38,16 +39,16 @@ class FixedWindows:
     dilation: int
 
     def start(self, body: Body, o: Index) -> Index:
-        """Where window `o` begins, perhaps before the first element."""
+        """Return the start of window `o`, possibly before the first element."""
         return o * self.stride - self.padding
 
     def place(self, body: Body, o: Index, offset: Index) -> tuple[Index, Ref | bool]:
-        """An element of window `o`, and whether it is there."""
+        """Return an element of window `o`, and whether it exists."""
         place = self.start(body, o) + offset * self.dilation
         return place, both(body, not_below(body, place, 0), below(body, place, self.size))
 
     def first(self, body: Body, o: Index) -> Ref:
-        """The first element that is there."""
+        """Return the first existing element of window `o`."""
         start = self.start(body, o)
         early = not_below(body, start, 0)
         if isinstance(early, bool):
@@ -69,7 +70,7 @@ class AdaptiveWindows:
         return max(-(-(o + 1) * self.size // self.windows) - o * self.size // self.windows for o in range(self.windows))
 
     def start(self, body: Body, o: Index) -> Index:
-        """Where window `o` begins."""
+        """Return the start of window `o`."""
         return floordiv(o * self.size, self.windows, body.ranges)
 
     def _end(self, body: Body, o: Index) -> Index:
@@ -79,23 +80,23 @@ class AdaptiveWindows:
         return body.index(self.start(body, o))
 
     def place(self, body: Body, o: Index, offset: Index) -> tuple[Index, Ref | bool]:
-        """An element of window `o`, and whether it is there."""
+        """Return an element of window `o`, and whether it exists."""
         place, known = self.start(body, o) + offset, offset.constant
         if known is not None and known < max(self.size // self.windows, 1):
-            return place, True  # every window is as large
+            return place, True  # within the smallest window
         return place, _less(body, place, self._end(body, o))
 
     def elements(self, body: Body, o: Index) -> Ref:
-        """How many elements window `o` has."""
+        """Return the number of elements of window `o`."""
         return body.apply("sub", body.index(self._end(body, o)), body.index(self.start(body, o)))
 
     @property
     def reach(self) -> int:
-        """Windows that may hold one element."""
+        """Most windows that contain one element."""
         return AdaptiveWindows(self.windows, self.size).count
 
     def over(self, body: Body, p: Index, offset: Index) -> tuple[Index, Ref | bool]:
-        """A window that holds element `p`, counted from the first of them, and whether there are so many."""
+        """Return the window of number `offset` among those that contain element `p`, and whether it exists."""
         return AdaptiveWindows(self.windows, self.size).place(body, p, offset)
 
 
@@ -108,7 +109,7 @@ def _less(body: Body, left: Index, right: Index) -> Ref:
 
 
 def _largest(low: Lowering, values: Sequence[torch.Tensor | None], x: LazyTensor, windows: Sequence[Windows]) -> Result:
-    """(largest element of each window, its position in the plane): the first of equals, and NaN wins."""
+    """Return (maximum of each window, its position in the plane); the first of equal elements, and NaN wins."""
     shape = next(shape_of(value) for value in values if value is not None)
     counts = tuple(w.count for w in windows)
     inner = counts if prod(counts) > MAX_WINDOW else ()
@@ -131,7 +132,7 @@ def _largest(low: Lowering, values: Sequence[torch.Tensor | None], x: LazyTensor
 
 
 def _chosen(body: Body, x: LazyTensor, windows: Sequence[Windows], coords: Coords) -> tuple[Ref, Ref]:
-    """One element after the other, written out."""
+    """Unroll the search of the maximum over the window."""
     rank, compute, sizes = len(windows), opmath(x.dtype), [w.size for w in windows]
     lead, at = coords[:-rank], coords[-rank:]
     best = body.const(REDUCTIONS["max"].identity(compute), compute)
@@ -152,7 +153,7 @@ def _chosen(body: Body, x: LazyTensor, windows: Sequence[Windows], coords: Coord
 
 
 def _reduced(body: Body, x: LazyTensor, windows: Sequence[Windows], coords: Coords, offsets: Coords) -> tuple[Ref, Ref]:
-    """A reduction over the window."""
+    """Search the maximum by a reduction over the window."""
     rank, compute = len(windows), opmath(x.dtype)
     places = [w.place(body, o, n) for w, o, n in zip(windows, coords[-rank:], offsets, strict=True)]
     inside = both(body, *(there for _, there in places))
@@ -180,7 +181,7 @@ def _flat(body: Body, places: Sequence[Ref], sizes: Sequence[int]) -> Ref:
 def _gathered(
     low: Lowering, value: torch.Tensor, grad: LazyTensor, indices: LazyTensor, windows: Sequence[AdaptiveWindows]
 ) -> Result:
-    """The gradients of the windows that chose each element."""
+    """Sum the gradients of the windows whose maximum is each element."""
     rank, compute = len(windows), opmath(dtype_name(value.dtype))
     strides = _strides([w.size for w in windows])
 
@@ -200,8 +201,11 @@ def _max_pool(rank: int) -> Callable[..., Any]:
         low: Lowering, values: Any, /, x: LazyTensor, kernel: Any, stride: Any = (), padding: Any = 0,
         dilation: Any = 1, ceil_mode: bool = False,
     ) -> Result:  # fmt: skip
-        """Where a channel's plane is one block; the library is 1.7 times faster where channels are neighbours, and ten
-        times faster at the gradient, for which it needs no search (64 planes of 112 x 112, one thread)."""
+        """Lower max pooling of contiguous planes, with the maximum's position.
+
+        Channels-last images stay the library's: its forward is 1.7 times faster there. Its gradient needs no search and
+        is ten times faster (64 planes of 112 x 112, one thread).
+        """
         if 0 in x.shape or not same_layout(x.shape, x.strides, contiguous(x.shape)):
             return NotImplemented
         kernel = each(kernel, rank)
@@ -236,7 +240,7 @@ def _adaptive_max_backward(rank: int) -> Callable[..., Any]:
 
 
 def _windows(size: Shape, result: Shape) -> list[AdaptiveWindows] | None:
-    """None if there are no elements, or no windows."""
+    """Return the windows of each dimension; None without elements or windows."""
     pairs = zip(numbers(size, PLANE), numbers(result, PLANE), strict=True)
     return None if 0 in (*size, *result) else [AdaptiveWindows(n, m) for n, m in pairs]
 
@@ -262,7 +266,7 @@ def _adaptive_average(rank: int) -> Callable[..., Any]:
 
 
 def _shared(body: Body, ref: Ref, windows: Sequence[AdaptiveWindows], at: Coords, compute: str) -> Ref:
-    """Divided by the number of elements of the window at `at`."""
+    """Divide by the number of elements of the window at `at`."""
     for w, o in zip(windows, at, strict=True):
         ref = body.apply("div", ref, body.cast(w.elements(body, o), compute))
     return ref

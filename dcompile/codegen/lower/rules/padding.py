@@ -1,7 +1,7 @@
-"""Rules that pad tensors with what they hold, mirrored at their edges, or with the edges.
+"""Rules that pad tensors by reflection or by replication of their edges.
 
-Edges of images with channels last are repeated by torch's decomposition, which alone knows how eager lays them out
-(`rewrites.replication_pad`).
+Replication of channels-last images is torch's decomposition, which alone reproduces eager's layout
+(`decompositions.aten.replication_pad`).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from dcompile.ir.nodes import Ref
 
 
 def _mirrored(body: Body, at: Index, size: Size) -> Ref:
-    """Which of `size` elements is seen at a place before, among or behind them."""
+    """Return the element, among `size`, that reflection shows at a position before, inside or after them."""
     last = body.index(as_index(size) - 1)
     near = body.apply("sub", last, body.apply("abs", body.index(at)))
     return body.apply("sub", last, body.apply("abs", near))
 
 
 def _nearest(body: Body, at: Index, size: Size) -> Ref:
-    """The same where edges are repeated."""
+    """Return the element, among `size`, that replication shows at a position."""
     return body.apply("min", body.apply("max", body.index(at), body.index(ZERO)), body.index(as_index(size) - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class _PaddingRule:
-    """Which of `size` elements is seen at a place anywhere, at one before them, and at one behind them."""
+    """The element shown at any position, at a position before the elements, and at one after them."""
 
     anywhere: Callable[[Body, Index, Size], Ref]
     before: Callable[[Index, Size], Index]
@@ -49,23 +49,23 @@ _REPEATED = _PaddingRule(_nearest, lambda *_: ZERO, lambda _, size: as_index(siz
 
 
 def _where(body: Body, condition: Ref | bool) -> AbstractContextManager[None]:
-    """What is read inside is read where this holds."""
+    """Restrict loads inside to where the condition holds."""
     return nullcontext() if isinstance(condition, bool) else body.masked(condition)
 
 
 def _pad(
     low: Lowering, value: torch.Tensor, /, x: LazyTensor, padding: Sequence[Size], *, way: _PaddingRule
 ) -> LazyTensor:
-    """Along the last dimension a CPU is told apart what lies beyond which edge, so that loops read in order.
+    """Pad by `way`. On CPUs the last dimension has a case for each side of its edges, so that loops read in order.
 
-    (`emit/cpp/split_loops.py`; looked up element by element, it took 1.7 to 3 times as long.) Along others the place
-    is the same for a whole row.
+    `emit/cpp/split_loops.py` splits the loop at these edges; a lookup of each element took 1.7 to 3 times as long.
+    Along other dimensions the position is constant for a whole row.
     """
     shape, dtype, last = shape_of(value), dtype_name(value.dtype), len(x.shape) - 1
     if 0 in shape:
         return constant(0, shape, dtype)
     first = {last - n: padding[2 * n] for n in range(len(padding) // 2)}
-    looked_up = [dim for dim in first if dim != last or low.device != "cpu"]
+    looked_up = [dim for dim in first if dim != last or not low.traits.splits_loops]
     x = x if x.is_cheap else low.memory(x)
 
     def at(body: Body, coords: Coords) -> Ref:

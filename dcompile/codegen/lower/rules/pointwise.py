@@ -1,4 +1,4 @@
-"""Rules for operations on one element at a time: a table from ATen op to a small function over values of a body."""
+"""Rules for elementwise operations: a table from ATen op to a small function over values of a body."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dcompile.codegen.lower.rules import scalar_ops
 from dcompile.codegen.lower.symbolic.strides import Shape
 from dcompile.ir.float8 import FLOAT8
 from dcompile.ir.nodes import Ref
-from dcompile.ir.ops import DTYPES
+from dcompile.ir.ops import DTYPES, OPS
 
 Promotion = Literal["result", "common", "bool"]
-"""Operands become the result's dtype, their own common dtype, or truth values, before the operation."""
+"""Dtype of operands before the operation: the result's, their common one, or bool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pointwise:
-    """`meaning(body, *operands, **settings)` in the compute dtype, on that many leading arguments."""
+    """`meaning(body, *operands, **settings)` in the compute dtype, on `operands` leading arguments."""
 
     meaning: Callable[..., Ref]
     operands: int
@@ -33,8 +33,8 @@ class Pointwise:
     heavy: bool = False
     ops: int = 1
     exact_numbers: bool = False
-    """A number after the first operand keeps the compute dtype's precision, as ATen's CPU kernels of mul and div have
-    it (measured on torch 2.13; add, sub and comparisons round it to the tensor's dtype first)."""
+    """Whether a number after the first operand keeps the compute dtype's precision, as in ATen's CPU kernels of mul and
+    div. Measured on torch 2.13; add, sub and comparisons round it to the tensor's dtype first."""
 
     def __call__(self, _: Lowering, value: torch.Tensor, /, *args: Any, **settings: Any) -> LazyTensor:
         shape, dtype = shape_of(value), dtype_name(value.dtype)
@@ -64,7 +64,7 @@ class Pointwise:
 
 
 def to_dtype(body: Body, ref: Ref, dtype: str) -> Ref:
-    """A cast by way of a compute dtype: integers become floats of 8 and 16 bits through float32, as in eager."""
+    """Cast via a compute dtype: integers become floats of 8 and 16 bits through float32, as in eager."""
     source = body.dtype(ref)
     if source == dtype:
         return ref
@@ -73,25 +73,26 @@ def to_dtype(body: Body, ref: Ref, dtype: str) -> Ref:
     return body.cast(saturate(body, ref) if dtype == "float8_e4m3fn" else ref, dtype)
 
 
-_UNARY = {
-    "neg": False, "abs": False, "reciprocal": True, "sqrt": True, "rsqrt": True, "exp": True,
-    "exp2": True, "expm1": True, "log": True, "log1p": True, "log2": True, "log10": True, "sin": True, "cos": True,
-    "tan": True, "tanh": True, "sigmoid": True, "erf": True,
-    "erfc": True, "lgamma": True, "asin": True, "acos": True, "sinh": True, "cosh": True, "asinh": True, "acosh": True,
-    "atanh": True,
-}  # fmt: skip
+_UNARY = (
+    "neg", "abs", "reciprocal", "sqrt", "rsqrt", "exp", "exp2", "expm1", "log", "log1p", "log2", "log10", "sin", "cos",
+    "tan", "tanh", "sigmoid", "erf", "erfc", "lgamma", "asin", "acos", "sinh", "cosh", "asinh", "acosh", "atanh",
+)  # fmt: skip
+"""Ops that compute what the ATen operation of the same name does."""
+MIN_HEAVY_COST = 4
+"""Divisions and what costs more: whole rows of a reader that repeats them should not compute them again."""
 _PRIMS = (
     "neg", "abs", "sqrt", "exp", "log", "sin", "cos", "tanh", "floor", "ceil", "erfc", "lgamma", "asin", "acos", "sinh",
     "cosh", "asinh", "acosh", "atanh", "signbit",
 )  # fmt: skip
-"""Decompositions use these in place of their ATen namesakes."""
+"""Operations that decompositions use in place of their ATen namesakes."""
 _COMPARE = ("eq", "ne", "lt", "le", "gt", "ge")
 _BOTH = ("Tensor", "Scalar")
 
 
 def _table() -> dict[str, Pointwise]:
     table: dict[str, Pointwise] = {}
-    for name, heavy in _UNARY.items():
+    for name in _UNARY:
+        heavy = OPS[name].cost >= MIN_HEAVY_COST
         table[f"aten.{name}.default"] = Pointwise(scalar_ops.simple(name), 1, heavy=heavy)
     for name in ("floor", "ceil", "trunc", "round"):
         table[f"aten.{name}.default"] = Pointwise(scalar_ops.round_to_integer(name), 1)
@@ -169,7 +170,7 @@ def _table() -> dict[str, Pointwise]:
 
 
 def _nextafter(low: Lowering, value: torch.Tensor, /, x: LazyTensor, y: LazyTensor) -> Result:
-    """The next number of the dtype itself."""
+    """Return the next number in the tensor's own dtype."""
     dtype = dtype_name(value.dtype)
     if dtype in ("float32", "float64"):
         return Pointwise(scalar_ops.simple("nextafter"), 2)(low, value, x, y)
@@ -184,9 +185,9 @@ def _frexp(low: Lowering, values: Sequence[torch.Tensor], /, x: LazyTensor) -> t
 
 
 def _div(low: Lowering, value: torch.Tensor, /, a: Any, b: Any) -> LazyTensor:
-    on_gpu = low.device != "cpu" and low.is_number(b) and not low.is_number(a)
-    meaning = scalar_ops.div_by_number if on_gpu else scalar_ops.div
-    return Pointwise(meaning, 2, heavy=not on_gpu, exact_numbers=True)(low, value, a, b)
+    multiplies = low.traits.aten.divides_by_reciprocal and low.is_number(b) and not low.is_number(a)
+    meaning = scalar_ops.div_by_number if multiplies else scalar_ops.div
+    return Pointwise(meaning, 2, heavy=not multiplies, exact_numbers=True)(low, value, a, b)
 
 
 def _hardtanh(low: Lowering, value: torch.Tensor, /, x: LazyTensor, a: float = -1.0, b: float = 1.0) -> LazyTensor:
@@ -195,18 +196,17 @@ def _hardtanh(low: Lowering, value: torch.Tensor, /, x: LazyTensor, a: float = -
 
 def _power(low: Lowering, value: torch.Tensor, /, base: Any, exponent: Any) -> Result:
     cheap = not isinstance(exponent, LazyTensor) and exponent in (0, 1, 2, 3)
-    # ATen's CPU kernel takes no roots of float16 numbers
-    has_roots = value.dtype is not torch.float16 or low.device != "cpu"
+    has_roots = value.dtype is not torch.float16 or low.traits.aten.has_half_roots
     return Pointwise(scalar_ops.pow, 2, heavy=not cheap, ops=2)(low, value, base, exponent, has_roots=has_roots)
 
 
 def _where(_: Lowering, value: torch.Tensor, /, condition: LazyTensor, a: Any, b: Any) -> LazyTensor:
-    """The condition is a truth value, the two choices become the result's dtype."""
+    """Select by a truth value; both choices are converted to the result's dtype."""
     return select(condition, a, b, shape_of(value), dtype_name(value.dtype))
 
 
 def select(condition: LazyTensor, a: LazyTensor | float, b: LazyTensor | float, shape: Shape, dtype: str) -> LazyTensor:
-    """`a` where the condition holds, else `b`."""
+    """Return `a` where the condition holds, else `b`."""
     condition = broadcast(condition, shape)
     choices = [broadcast(arg, shape) if isinstance(arg, LazyTensor) else arg for arg in (a, b)]
     compute = opmath(dtype)
@@ -234,7 +234,7 @@ def _masked_fill(_: Lowering, value: torch.Tensor, /, x: LazyTensor, mask: LazyT
 RULES: dict[str, Rule] = {name: Rule(rule) for name, rule in _table().items()} | {
     "aten.div.Tensor": Rule(_div),
     "aten.div.Scalar": Rule(_div),
-    # autograd's own name for a division, where AOTAutograd does not take it apart
+    # autograd's name for a division that AOTAutograd does not decompose
     "aten.true_divide.Tensor": Rule(_div),
     "aten.nextafter.default": Rule(_nextafter),
     "aten.frexp.Tensor": Rule(_frexp),

@@ -1,7 +1,7 @@
 """Rules for random numbers: the operators of `random_ops.py` as loops.
 
-A number is a function of the call's key and of the element's position, so it is computed where it is used and never
-stored for a backward.
+A number is a function of the call's key and of the element's position. So it is computed at its use and never saved for
+a backward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dcompile.ir.index import ZERO, flatten
 from dcompile.ir.nodes import Ref
 
 Build = Callable[[Body, Callable[[int], Ref]], Ref]
-"""From the words of an element's block (by number) to its value."""
+"""From the words of an element's Philox block (by number) to its value."""
 
 
 def _drawn(value: torch.Tensor, key: LazyTensor | None, draw: int, build: Build, ops: int) -> Result:
@@ -96,7 +96,8 @@ def _lower_normal(
         if compute == "float64":
             cosine = body.apply("cos", body.apply("mul", turn, const(math.pi * 2.0**-31)))
         else:
-            # cos(pi t) = sin(pi (1/2 - |t|)), by its series: 6e-8 off at most, and unlike the library's it vectorises
+            # cos(pi t) = sin(pi (1/2 - |t|)), by its series: an error of at most 6e-8, and unlike the library's it
+            # vectorizes
             share_of_pi = body.apply("sub", const(0.5), body.apply("mul", body.apply("abs", turn), const(2.0**-31)))
             cosine = _sine(body, body.apply("mul", share_of_pi, const(math.pi)))
         return body.cast(body.apply("mul", radius, cosine), name)
@@ -105,7 +106,7 @@ def _lower_normal(
 
 
 def _sine(body: Body, x: Ref) -> Ref:
-    """The sine of |x| <= pi/2, in float32."""
+    """Return the sine of |x| <= pi/2, in float32."""
     square = body.apply("mul", x, x)
     total = body.const(-1 / math.factorial(11), "float32")
     for power in (9, 7, 5, 3, 1):
@@ -155,4 +156,4 @@ RULES: dict[str, Rule] = {
     "dcompile_random.less.default": Rule(_lower_less),
     "dcompile_random.bits.default": Rule(_lower_bits),
 }
-"""Without a key there is nothing to compute from: then the operator is called, and draws one."""
+"""Without a key these rules do not apply: the operator itself is called, and draws a key."""

@@ -1,4 +1,4 @@
-"""Rules for reductions: rows over the dimensions that stay, the reduced ones inside each row."""
+"""Rules for reductions: rows over the remaining dimensions, with the reduced ones inside each row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Build = Callable[[Body, Ref, Size], tuple[Ref, ...]]
 
 
 def dims_of(x: LazyTensor, dim: Any) -> tuple[int, ...]:
-    """The reduced dimensions, sorted; None and [] mean all."""
+    """Return the reduced dimensions, sorted; None and [] mean all."""
     rank = len(x.shape)
     if dim is None or dim == []:
         return tuple(range(rank))
@@ -34,7 +34,7 @@ def dims_of(x: LazyTensor, dim: Any) -> tuple[int, ...]:
 def reduce_dims(
     low: Lowering, values: Sequence[torch.Tensor | None], x: LazyTensor, dim: Any, build: Build
 ) -> tuple[LazyTensor | None, ...]:
-    """One loop that reduces `x` over `dim` and stores every result that is asked for."""
+    """Add one loop that reduces `x` over `dim` and stores every result with users."""
     inner_dims = dims_of(x, dim)
     outer_dims = tuple(d for d in range(len(x.shape)) if d not in inner_dims)
     body, element, _ = low.trace_over(x, outer_dims, inner_dims)
@@ -67,7 +67,7 @@ def _one(
 
 
 def _lower_sum_or_product(op: str) -> Callable[..., LazyTensor]:
-    """Sums and products: in the result's dtype, 16-bit floats in float32."""
+    """Make the rule of a sum or product: in the result's dtype, 16-bit floats in float32."""
 
     def rule(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any = None, *_: Any, **__: Any) -> LazyTensor:
         compute = opmath(dtype_name(value.dtype))
@@ -116,7 +116,7 @@ def _position(op: str) -> Callable[..., LazyTensor]:
 
 
 def _with_position(op: str) -> Callable[..., tuple[LazyTensor | None, ...]]:
-    """(values, indices) along one dimension."""
+    """Make the rule of (values, indices) along one dimension."""
 
     def rule(
         low: Lowering, value: Sequence[torch.Tensor], /, x: LazyTensor, dim: int, *_: Any
@@ -140,7 +140,7 @@ def _truth(op: str) -> Callable[..., LazyTensor]:
 
 
 def moments(body: Body, ref: Ref, count: Size, correction: float, compute: str) -> tuple[Ref, Ref]:
-    """(variance, mean) in two passes: exact mean first, so that no cancellation needs more than `compute`."""
+    """Return (variance, mean) in two passes: the exact mean comes first, so that `compute` suffices as precision."""
     element = to_dtype(body, ref, compute)
     mean = divide_sum(body, body.reduce("sum", element), count)
     difference = body.apply("sub", element, mean)
@@ -161,8 +161,11 @@ def _var(
 def _std(
     low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any = None, *, correction: Any = None, keepdim: Any = 0
 ) -> LazyTensor:
-    # the variance of numbers beyond 1e19 overflows float32, its root does not: ATen's CPU kernel has it in double
-    compute, by = "float64" if low.device == "cpu" else opmath(x.dtype), 1 if correction is None else correction
+    # the variance of numbers beyond 1e19 overflows float32, its root does not: ATen's CPU kernel computes in double
+    compute, by = (
+        "float64" if low.traits.aten.sums_in_float64 else opmath(x.dtype),
+        1 if correction is None else correction,
+    )
 
     def build(body: Body, ref: Ref, count: Size) -> Ref:
         return body.apply("sqrt", moments(body, ref, count, by, compute)[0])
@@ -190,7 +193,7 @@ def _logsumexp(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any, *
 
 
 def finite(body: Body, ref: Ref) -> Ref:
-    """0 instead of an infinity, so that inf - inf does not come up where a row is infinite."""
+    """Replace infinities by 0, so that inf - inf does not occur in infinite rows."""
     return body.apply("where", body.apply("isinf", ref), body.const(0, body.dtype(ref)), ref)
 
 

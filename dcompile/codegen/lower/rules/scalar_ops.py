@@ -1,4 +1,4 @@
-"""What operations on single elements compute: functions over values of a body, in the dtype that they are given in."""
+"""Scalar operations as functions over values of a body, in the dtype of their operands."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def div(body: Body, a: Ref, b: Ref, rounding_mode: str | None = None) -> Ref:
 
 
 def div_by_number(body: Body, a: Ref, b: Ref) -> Ref:
-    """As ATen's GPU kernel divides by what lies on the CPU: it multiplies by the reciprocal, and rounds twice."""
+    """Divide as ATen's GPU kernel does by a CPU scalar: multiply by the reciprocal, and round twice."""
     return body.apply("mul", a, body.apply("div", body.const(1, body.dtype(a)), b))
 
 
 def floor_divide(body: Body, a: Ref, b: Ref) -> Ref:
-    """Floats as torch: exact multiples of b first, so that rounding of a/b cannot cross an integer."""
+    """Divide floats as torch does: exact multiples of b first, so that rounding of a/b cannot cross an integer."""
     if DTYPES[body.dtype(a)] == "int":
         return body.apply("floordiv", a, b)
     zero, one = body.const(0, body.dtype(a)), body.const(1, body.dtype(a))
@@ -75,15 +75,15 @@ def floor_divide(body: Body, a: Ref, b: Ref) -> Ref:
     half = body.const(0.5, body.dtype(a))
     up = body.apply("gt", body.apply("sub", quotient, floor), half)
     rounded = body.apply("where", up, body.apply("add", floor, one), floor)
-    # where the quotient is 0, a / b is small: times 0 it is a zero of its sign
+    # where the quotient is 0, a / b is small: times 0 it is a zero with its sign
     rounded = body.apply("where", body.apply("eq", quotient, zero), body.apply("mul", exact, zero), rounded)
     return body.apply("where", body.apply("eq", b, zero), exact, rounded)
 
 
 def pow(body: Body, base: Ref, exponent: Ref, *, has_roots: bool = True) -> Ref:
-    """Powers that eager computes exactly are products here too; with `has_roots`, those of 1/2 are square roots.
+    """Multiply for powers that eager computes exactly; with `has_roots`, powers of 1/2 become square roots.
 
-    They differ in -inf, whose root is NaN, and in the sign of the root of -0.
+    A power of 1/2 and a square root differ for -inf, whose root is NaN, and in the sign of the root of -0.
     """
     value = body.values[exponent]
     power = value.value if isinstance(value, Const) else None
@@ -109,10 +109,10 @@ def pow(body: Body, base: Ref, exponent: Ref, *, has_roots: bool = True) -> Ref:
 
 
 def nextafter_short(body: Body, a: Ref, b: Ref, *, eps: float, least: float, most: float) -> Ref:
-    """The float32 nearest to which is the number of a shorter dtype that follows `a` towards `b`.
+    """Return a float32 that rounds to the number of a shorter dtype next to `a` towards `b`.
 
-    A step of 5/8 eps is more than half of the distance to the next number and less than three halves, above and below
-    a power of two; `least` is the smallest number there is, `most` the largest.
+    A step of 5/8 eps is between 1/2 and 3/2 of the distance to the next number, above and below a power of two. `least`
+    is the smallest positive number, `most` the largest.
     """
     apply, zero = body.apply, body.const(0.0, "float32")
     at_zero, size = apply("eq", a, zero), apply("abs", a)
@@ -208,7 +208,7 @@ def addcmul(body: Body, x: Ref, a: Ref, b: Ref, value: float = 1) -> Ref:
 
 
 def fma(body: Body, a: Ref, b: Ref, x: Ref) -> Ref:
-    """What Dynamo makes of `x.addcmul_(a, b)`: rounded twice, as ATen's addcmul is on a CPU."""
+    """Compute what Dynamo makes of `x.addcmul_(a, b)`: rounded twice, as ATen's addcmul is on a CPU."""
     return body.apply("add", body.apply("mul", a, b), x)
 
 
@@ -217,7 +217,7 @@ def addcdiv(body: Body, x: Ref, a: Ref, b: Ref, value: float = 1) -> Ref:
 
 
 def lerp(body: Body, start: Ref, end: Ref, weight: Ref) -> Ref:
-    """From the nearer end, as torch, so that weight 1 gives `end` exactly."""
+    """Interpolate from the nearer end, as torch, so that weight 1 gives `end` exactly."""
     difference = body.apply("sub", end, start)
     near = body.apply("lt", body.apply("abs", weight), body.const(0.5, body.dtype(weight)))
     from_start = body.apply("add", start, body.apply("mul", weight, difference))
@@ -226,12 +226,12 @@ def lerp(body: Body, start: Ref, end: Ref, weight: Ref) -> Ref:
 
 
 def round_to_integer(op: str) -> Callable[..., Ref]:
-    """Rounding leaves integers as they are."""
+    """Make a rounding that leaves integers as they are."""
     return lambda body, x: body.apply(op, x) if DTYPES[body.dtype(x)] == "float" else x
 
 
 def asks(op: str) -> Callable[..., Ref]:
-    """A question that is false for integers."""
+    """Make a predicate that is false for integers."""
     return lambda body, x: body.apply(op, x) if DTYPES[body.dtype(x)] == "float" else body.const(False, "bool")
 
 
@@ -240,7 +240,7 @@ def atan(body: Body, x: Ref) -> Ref:
 
 
 def ignoring_nan(op: str) -> Callable[..., Ref]:
-    """The other operand where one is NaN. Which of two zeros it gives differs between dtypes in eager."""
+    """Make an extremum that ignores a NaN operand. Eager's choice between two zeros differs between dtypes."""
 
     def meaning(body: Body, a: Ref, b: Ref) -> Ref:
         extreme = body.apply("where", asks("isnan")(body, a), b, body.apply(op, a, b))
@@ -261,7 +261,7 @@ def signbit(body: Body, x: Ref) -> Ref:
 
 
 def angle(body: Body, x: Ref) -> Ref:
-    """Of a real number: 0 or pi, and NaN stays."""
+    """Return the angle of a real number: 0 or pi; NaN stays."""
     dtype = body.dtype(x)
     half = body.apply(
         "where", body.apply("lt", x, body.const(0, dtype)), body.const(math.pi, dtype), body.const(0, dtype)
@@ -282,7 +282,7 @@ def same(_: Body, x: Ref, *__: Any, **___: Any) -> Ref:
 
 
 def round_to(body: Body, x: Ref, decimals: int) -> Ref:
-    """To so many decimals, or to a power of ten, as torch computes it: scale, round, scale back."""
+    """Round to `decimals`, or to a power of ten, as torch computes it: scale, round, scale back."""
     if decimals == 0 or DTYPES[body.dtype(x)] != "float":
         return round_to_integer("round")(body, x)
     ten = body.const(10.0 ** abs(decimals), body.dtype(x))
@@ -291,7 +291,10 @@ def round_to(body: Body, x: Ref, decimals: int) -> Ref:
 
 
 def lcm(body: Body, a: Ref, b: Ref) -> Ref:
-    """The absolute value is taken of a product in C's int, as eager does: one of 8 or 16 bits would wrap before."""
+    """Compute the least common multiple; its product is taken in C's int, as in eager, before the absolute value.
+
+    In 8 or 16 bits it would wrap before that.
+    """
     common = body.apply("gcd", a, b)
     if body.dtype(a) in ("uint8", "int8", "int16"):
         a, b, common = (body.cast(ref, "int32") for ref in (a, b, common))

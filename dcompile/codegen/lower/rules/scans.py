@@ -1,6 +1,6 @@
-"""Rules for running sums and their kind: rows over the other dimensions, the scanned one inside each row.
+"""Rules for cumulative operations: rows over the other dimensions, with the scanned one inside each row.
 
-They accumulate in the dtype that ATen's kernels accumulate in, and in their order, one element after another.
+They accumulate in the dtype and in the order of ATen's kernels, one element after another.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rule import Rule
 from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.rules.views import reshape
+from dcompile.device_traits import traits_of
 from dcompile.ir.index import Index, flatten
 from dcompile.ir.nodes import Ref, Store
 from dcompile.ir.ops import DTYPES
@@ -25,16 +26,20 @@ Build = Callable[[Body, Ref, Index], tuple[Ref, ...]]
 
 
 def accumulator(dtype: str, device: str) -> str:
-    """The dtype that ATen accumulates `dtype` in."""
+    """Return the dtype in which ATen accumulates `dtype`."""
     if DTYPES[dtype] != "float":
         return "int64"
-    return "float64" if dtype == "float64" or (dtype == "float32" and device == "cpu") else "float32"
+    return (
+        "float64"
+        if dtype == "float64" or (dtype == "float32" and traits_of(device).aten.sums_in_float64)
+        else "float32"
+    )
 
 
 def _scan_dim(
     low: Lowering, values: Sequence[torch.Tensor], x: LazyTensor, dim: int, build: Build
 ) -> tuple[LazyTensor, ...]:
-    """One loop that scans `x` along `dim` and stores every result."""
+    """Add one loop that scans `x` along `dim` and stores every result."""
     shape = x.shape or (1,)
     x = reshape(x, shape)
     rank = len(shape)
@@ -52,7 +57,7 @@ def _scan_dim(
 
 
 def _lower_cumulative(op: str) -> Callable[..., LazyTensor]:
-    """Sums and products: of elements in the result's dtype."""
+    """Make the rule of a cumulative sum or product, of elements in the result's dtype."""
 
     def rule(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, **_: Any) -> LazyTensor:
         dtype = dtype_name(value.dtype)
@@ -67,7 +72,7 @@ def _lower_cumulative(op: str) -> Callable[..., LazyTensor]:
 
 
 def _extreme(op: str) -> Callable[..., tuple[LazyTensor, ...]]:
-    """(values, indices): of equal values the last one, and every NaN."""
+    """Make the rule of (values, indices): the index of the last of equal values, and of every NaN."""
 
     def rule(low: Lowering, value: Sequence[torch.Tensor], /, x: LazyTensor, dim: int) -> tuple[LazyTensor, ...]:
         def build(body: Body, ref: Ref, position: Index) -> tuple[Ref, ...]:

@@ -1,8 +1,8 @@
-"""Rules that write at positions computed at run time, as combining stores: any number of values may meet at one place.
+"""Rules that write at positions computed at run time, as combining stores: several values may share a position.
 
-Sums are collected from zero and then added to what was there. Where values replace one another, the last in row-major
-order wins, as in eager on one thread: first the number of the last value for each place is found, a maximum, then every
-place fetches its value. So the result is the same however many threads there are.
+Sums are collected from zero and then added to the tensor. Where values replace one another, the last in row-major order
+wins, as in eager on one thread. A maximum first finds the number of the last value for each position; then every
+position reads its value. So the result does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -30,40 +30,39 @@ from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.rules.scatter_by_aten import by_library, puts_by_library, scatters_by_library
 from dcompile.codegen.lower.rules.views import reshape
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous, ranges_of, variables
-from dcompile.codegen.nest.device_traits import has_atomic
 from dcompile.ir.index import Index, flatten, size_product, typical, unflatten
 from dcompile.ir.nodes import Ref, Store
 from dcompile.ir.ops import DTYPES
 
 Place = Callable[[Body, Coords], Coords]
-"""From the number of a value, as coordinates of the space of values, to where it goes."""
+"""From the coordinates of a value in the space of values to its position."""
 Value = Callable[[Body, Coords], Ref]
 
 MAX_COMPARISONS = 1 << 25
-"""Comparisons of a row's number with an index that are worth sparing a sort: some 10 us on a GPU."""
+"""Comparisons of a row's number with an index up to which a sort is avoided: about 10 us on a GPU."""
 
 MIN_EMPTY_SHARE = 8
-"""Places for each value up to which floats are added up by kernels of ours on GPUs: they fill, read and write each
-place, where the library sorts the positions and touches those with values alone."""
+"""Positions for each value up to which GPU loops add floats: they fill, read and write each position. The library sorts
+the positions and touches only those with values."""
 MAX_SMALL_ELEMENTS = 1 << 22
-"""Elements of a tensor that is small for that: some 10 us on an H200, where a sort takes more."""
+"""Elements up to which a tensor is small enough for that: about 10 us on an H200, where a sort takes more."""
 
 REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "sum", "prod": "prod", "multiply": "prod", "amax": "max",
               "amin": "min"}  # fmt: skip
-"""What torch calls them -> the mode of a store."""
+"""torch's names -> modes of a store."""
 
 
 def needs_order(low: Lowering) -> bool:
-    """Are values that fall on one place combined in a fixed order?"""
-    return low.device == "cpu"
+    """Are values at one position combined in a fixed order?"""
+    return low.traits.ordered_stores
 
 
 def meets(low: Lowering, dtype: str, how: str, shape: Shape, values: Shape) -> bool:
-    """Can `values` numbers of `dtype` be combined in memory where they fall in a tensor of `shape`?
+    """Can numbers of `dtype` and shape `values` be combined in memory, in a tensor of `shape`?
 
-    On the CPU always, in a fixed order. On a GPU there is none: integers and maxima do not care, sums of floats differ
-    by roundings, as eager's do. With `torch.use_deterministic_algorithms` the library is asked for them, whose kernels
-    know about that; so it is for what the hardware has no atomic operation for, and for few values in a large tensor.
+    On the CPU always, in a fixed order. A GPU has none. Integers and maxima do not need it, and sums of floats differ
+    by roundings, as eager's do. The library takes float sums under `torch.use_deterministic_algorithms`, which its
+    kernels observe. It also takes dtypes without an atomic operation, and few values in a large tensor.
     """
     if needs_order(low):
         return True
@@ -73,11 +72,11 @@ def meets(low: Lowering, dtype: str, how: str, shape: Shape, values: Shape) -> b
         return not low.deterministic and places <= max(
             MIN_EMPTY_SHARE * typical(size_product(values)), MAX_SMALL_ELEMENTS
         )
-    return has_atomic(mode, compute)
+    return low.traits.has_atomic(mode, compute)
 
 
 def collect(low: Lowering, shape: Shape, dtype: str, mode: str, space: IndexedSpace, value: Value) -> LazyTensor:
-    """A tensor of `shape` in which the values of `space` are combined where they fall."""
+    """Return a tensor of `shape` that combines the values of `space` at their positions."""
     view = low.buffer(shape, dtype, name=f"{low.node}_{mode}")
     body = low.body(ranges_of("i", space.shape))
     coords = variables("i", space.shape)
@@ -87,7 +86,7 @@ def collect(low: Lowering, shape: Shape, dtype: str, mode: str, space: IndexedSp
 
 
 def few_rows(shape: Shape, index: LazyTensor) -> bool:
-    """May each row of a table look at all values? Asked where `meets` says no: then no two of them meet in memory."""
+    """May each row of a table read all values? On GPUs this avoids combining values in memory."""
     numbers = (*shape, *index.shape)
     return all(isinstance(n, int) for n in numbers) and typical(size_product(numbers)) <= MAX_COMPARISONS
 
@@ -95,9 +94,9 @@ def few_rows(shape: Shape, index: LazyTensor) -> bool:
 def collected_by_rows(
     low: Lowering, shape: Shape, index: LazyTensor, values: LazyTensor, padding: int = -1
 ) -> LazyTensor:
-    """The sums of the values for each row of a table of `shape`, in a fixed order; `padding` is a row that gets none.
+    """Return the sum of the values for each row of a table of `shape`, in a fixed order; row `padding` gets none.
 
-    `values` is of the shape of `index` and of a row, one after the other. A negative index counts from the end.
+    `values` has the shape of `index` followed by that of a row. A negative index counts from the end.
     """
     index, values, rank = low.memory(index), low.memory(values), len(index.shape)
     rows, compute = shape[0], opmath(values.dtype)
@@ -121,7 +120,7 @@ def collected_by_rows(
 
 
 def _scatter_set(low: Lowering, x: LazyTensor, space: IndexedSpace, source: LazyTensor) -> LazyTensor:
-    """`x` with the values of `source` put in place; the last one wins, which whole rows have in common."""
+    """Return `x` with the values of `source` at their positions; the last one wins, the same for whole rows."""
     start, end = space.start, space.start + space.rank
     common, zero = space.shape[start:end], Index()
     before, behind = (zero,) * start, (zero,) * (len(space.shape) - end)
@@ -132,7 +131,7 @@ def _scatter_set(low: Lowering, x: LazyTensor, space: IndexedSpace, source: Lazy
 
     shape = tuple(x.shape[dim] for dim in space.found)
     strides, count = contiguous(common), size_product(common)
-    kind = "int32" if isinstance(count, int) and count < 2**31 else "int64"  # half of what is read and written
+    kind = "int32" if isinstance(count, int) and count < 2**31 else "int64"  # half the memory traffic
     last = collect(
         low,
         shape,
@@ -149,8 +148,8 @@ def _scatter_set(low: Lowering, x: LazyTensor, space: IndexedSpace, source: Lazy
         found = body.cast(body.apply("max", number, body.const(0, kind)), "int64")
         where = body.as_index(found, count)
         others = tuple(coord for dim, coord in enumerate(coords) if dim not in space.found)
-        # the first value is there to be read wherever none falls: a branch that nobody foresees costs a CPU more. Of
-        # sizes that depend on values there may be none.
+        # unwritten positions read the first value: a mispredicted branch costs a CPU more. With data-dependent sizes
+        # there may be no first value.
         with nullcontext() if needs_order(low) and isinstance(count, int) else body.masked(hit):
             middle = unflatten(where, common, body.ranges)
             new = body.trace(source, (*others[:start], *middle, *others[start:]))
@@ -164,7 +163,10 @@ def _scatter_set(low: Lowering, x: LazyTensor, space: IndexedSpace, source: Lazy
 def _scatter_combine(
     low: Lowering, x: LazyTensor, space: IndexedSpace, source: LazyTensor, how: str, include_self: bool = True
 ) -> LazyTensor:
-    """`x` combined with all values that fall on each element, or where some fall, those alone."""
+    """Return `x` combined with the values at each position, or without `include_self` only those values.
+
+    A position without values keeps its element.
+    """
     dtype, compute = x.dtype, opmath(x.dtype)
     mode = REDUCTIONS[how]
     mode = "any" if dtype == "bool" and mode == "sum" else mode
@@ -174,7 +176,7 @@ def _scatter_combine(
 
     total = collect(low, x.shape, compute, mode, space, value)
     if mode == "sum" and how != "mean" and compute == dtype and include_self and constant_of(x) == 0:
-        return total  # what is collected begins at zero, which no sum turns into -0.0
+        return total  # collected from zero, so no sum becomes -0.0
     count = None
     if how == "mean" or not include_self:
         count = collect(low, x.shape, "int64", "sum", space, lambda body, _: body.const(1, "int64"))
@@ -205,7 +207,7 @@ def _scatter_combine(
 def _lines(
     low: Lowering, x: LazyTensor, dim: int, index: LazyTensor
 ) -> tuple[LazyTensor, int, LazyTensor, IndexedSpace | None]:
-    """`x`, `dim` and `index`, with one dimension at least, and where each value goes; None if there are no values."""
+    """Return `x`, `dim` and `index`, with at least one dimension, and the space of positions; None without values."""
     x, index = (t if t.shape else reshape(t, (1,)) for t in (x, index))
     dim %= len(x.shape)
     if 0 in index.shape or 0 in x.shape:
@@ -221,7 +223,7 @@ def _lines(
 def scatter(
     low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, index: LazyTensor, source: Any, *, reduce: str = ""
 ) -> Result:
-    """scatter in full: replace, or with `reduce` combine."""
+    """Lower a general scatter: replace, or combine with `reduce`."""
     shape = x.shape
     if reduce and not meets(low, x.dtype, reduce, shape, index.shape):
         return NotImplemented
@@ -245,7 +247,7 @@ def scatter_add(
 
 
 def _one_a_line(combine: Callable[[Body, Ref, Ref], Ref], several: Callable[..., Any]) -> Callable[..., Any]:
-    """Scatter of one element for each line along `dim`: every element asks whether it is the one. Else `several`."""
+    """Make the rule of a scatter of one element for each line along `dim`: every element compares. Else `several`."""
 
     def rule(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, index: LazyTensor, source: Any) -> Result:
         at_dim = dim % len(x.shape) if x.shape else 0
@@ -362,14 +364,14 @@ def _index_put(
 
 
 def _put_sizes(x: LazyTensor, indices: Sequence[LazyTensor | None]) -> Shape:
-    """Sizes whose product is how many values are put, where indices are of one shape."""
+    """Return sizes whose product is the number of values, where all indices have one shape."""
     given = {dim for dim, index in enumerate(indices) if index is not None}
     largest = max((i.shape for i in indices if i is not None), key=lambda shape: typical(size_product(shape)))
     return (*largest, *(size for dim, size in enumerate(x.shape) if dim not in given))
 
 
 def _added_by_rows(low: Lowering, x: LazyTensor, indices: Sequence[LazyTensor | None], values: LazyTensor) -> Result:
-    """index_put that adds whole rows to a small table."""
+    """Lower an index_put that adds whole rows to a small table."""
     given = [index for index in indices if index is not None]
     if indices[0] is None or len(given) > 1 or DTYPES[x.dtype] != "float" or not few_rows(x.shape, given[0]):
         return NotImplemented
@@ -385,11 +387,11 @@ def _added_by_rows(low: Lowering, x: LazyTensor, indices: Sequence[LazyTensor | 
 
 
 def _put_where(x: LazyTensor, indices: Sequence[LazyTensor | None], values: LazyTensor, accumulate: bool) -> Result:
-    """One mask, and values that are the same for all its places."""
+    """Lower an index_put with one mask and a value that is the same at all its positions."""
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     (dim, mask), rank, dtype = given[0], len(x.shape), x.dtype
     after = rank - dim - len(mask.shape)
-    lead = len(values.shape) - after - 1  # where in `values` the dimension is that counts the places
+    lead = len(values.shape) - after - 1  # the dimension of `values` that counts positions
     if len(given) > 1 or x.shape[dim : rank - after] != mask.shape or (lead >= 0 and values.shape[lead] != 1):
         return NotImplemented
     if 0 in x.shape or values.numel == 0:

@@ -1,7 +1,7 @@
-"""Inputs that get other memory: `p.data = h` in a forward.
+"""Give inputs other memory: `p.data = h` in a forward.
 
-What becomes their memory is copied, since programs use their own again. But where the graph returns what looks at it
-(`p.detach()`), that memory is the caller's already, and both lie in it, as in eager mode.
+The new data is copied, since programs reuse their memory. But where the graph returns a view of it (`p.detach()`), the
+memory belongs to the caller already, and both share it, as in eager mode.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from dcompile.ir.nodes import Extern, Step, View
 
 
 def with_shared_data(low: Lowering, returned: Sequence[Any], outputs: Sequence[Any]) -> tuple[Step, ...]:
-    """The steps of a program; `outputs` are those that the caller sees, of the nodes that are `returned`.
+    """Return the steps of a program; `outputs` are the results of the nodes `returned` that the caller sees.
 
-    A copy of a value may lie where the value does in a program. Only tracing tells the two apart.
+    A program may store a copy of a value at the value's address. Only tracing distinguishes the two.
     """
     if not low.data_given:
         return tuple(low.steps)
     shared = {
         (view.buffer, compat.tensors.storage_key(node.meta["val"]))
-        for node, view in zip(returned, outputs, strict=False)  # what is saved for a backward is no result
+        for node, view in zip(returned, outputs, strict=False)  # tensors saved for a backward are no results
         if isinstance(node, Node) and isinstance(view, View)
     }
     memories = {id(step): memory for step, memory in low.data_given}

@@ -1,8 +1,8 @@
-"""Tensors put together of slices of one other, as circular padding is: read from that one, in a single loop.
+"""Assemble tensors from slices of one other tensor, such as circular padding, in a single loop.
 
-AOTAutograd writes each slice that is filled as a tensor of its own, which the next slice is taken from: nine loops for
-an image with four edges, at 0.36 to 0.64 of eager's speed. Where every slice is one of the same tensor, an element's
-place along each dimension says what place it comes from along it, and nothing between the two is computed.
+AOTAutograd writes each filled slice as a tensor of its own, from which the next slice is taken. That is nine loops for
+an image with four edges, at 0.36 to 0.64 of eager's speed. Where every slice comes from the same tensor, each
+coordinate of an element determines its source coordinate. No intermediate tensor is computed.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from dcompile.ir.nodes import Ref
 from dcompile.ir.ops import DTYPES
 
 Stretch = tuple[int, int | None]
-"""A number of neighbours, and where the first of them comes from; None where nobody has written."""
+"""A number of adjacent elements, and the source of the first; None for uninitialized memory."""
 Line = tuple[Stretch, ...]
-"""All places along a dimension."""
+"""All positions along a dimension."""
 
 FRESH = frozenset((
     "aten.new_empty.default", "aten.empty.memory_format", "aten.empty_strided.default", "aten.empty_permuted.default",
 ))  # fmt: skip
-"""Memory that nobody has written."""
+"""Operations that return uninitialized memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PiecewiseSource:
-    """What a tensor is read from, along each dimension by itself; no source: memory that nobody has written."""
+    """The source of a tensor, independently along each dimension; a source of None is uninitialized memory."""
 
     source: Node | None
     lines: tuple[Line, ...]
@@ -49,14 +49,17 @@ class PiecewiseSource:
 
 @dataclass(frozen=True, slots=True)
 class SliceChains:
-    """`whole` nodes are read from their source, `needless` ones by nobody else then."""
+    """`whole` nodes are read from their source; then nothing else reads `needless` nodes."""
 
     whole: Mapping[Node, PiecewiseSource] = field(default_factory=dict)
     needless: frozenset[Node] = frozenset()
 
 
 def find_assembled(graph: Graph) -> SliceChains:
-    """Relies on: nodes change nothing but what OVERWRITES and PUTS name, behind which the search begins anew."""
+    """Find the tensors assembled from slices of one other tensor.
+
+    Relies on: nodes change nothing but the targets of OVERWRITES and PUTS, after which the search starts again.
+    """
     if not graph.find_nodes(op="call_function", target=torch.ops.aten.slice_scatter.default):
         return SliceChains()
     known: dict[Node, PiecewiseSource] = {}
@@ -77,7 +80,7 @@ def find_assembled(graph: Graph) -> SliceChains:
 
 
 def _assembled(node: Node, known: Mapping[Node, PiecewiseSource]) -> PiecewiseSource | None:
-    """What a node is made of, if it is a slice, what slices are put into, or memory for it."""
+    """Return a node's source if it is a slice, a target of slices, or memory for one."""
     value: Any = node.meta.get("val")
     if not _is_plain(value) or not all(_is_plain(given.meta.get("val")) for given in node.all_input_nodes):
         return None
@@ -97,7 +100,7 @@ def _assembled(node: Node, known: Mapping[Node, PiecewiseSource]) -> PiecewiseSo
 def _put(
     base: Node, part: Node, bounds: tuple[int, int, int] | None, known: Mapping[Node, PiecewiseSource]
 ) -> PiecewiseSource | None:
-    """`base` with `part` in its place, where other dimensions are the same in both."""
+    """Return the source of `base` with `part` in its place, if their other dimensions have the same source."""
     if bounds is None or not _alike(base, part):
         return None
     dim, low, high = bounds
@@ -128,12 +131,12 @@ def _alike(one: Node, other: Node) -> bool:
 
 
 def _of(node: Node, known: Mapping[Node, PiecewiseSource]) -> PiecewiseSource:
-    """What is not put together is read from itself."""
+    """Return the known source of a node; other nodes are their own source."""
     return known.get(node) or PiecewiseSource(node, tuple(((size, 0),) for size in node.meta["val"].shape))
 
 
 def _bounds(of: Node, where: list[Any]) -> tuple[int, int, int] | None:
-    """Dimension, first place and end of a slice of neighbours."""
+    """Return dimension, start and end of a slice of step 1."""
     given = dict(enumerate(where))
     dim, start, end, step = given.get(0, 0), given.get(1), given.get(2), given.get(3, 1)
     if step != 1 or not all(isinstance(number, int | None) for number in (dim, start, end)):
@@ -153,7 +156,7 @@ def _without(lines: tuple[Line, ...], dim: int) -> tuple[Line, ...]:
 
 
 def _cut(line: Line, low: int, high: int) -> Line:
-    """The places from `low` to before `high`."""
+    """Return the positions from `low` to before `high`."""
     kept, begin = [], 0
     for length, first in line:
         skipped, end = max(low - begin, 0), min(high - begin, length)
@@ -164,7 +167,7 @@ def _cut(line: Line, low: int, high: int) -> Line:
 
 
 def _joined(line: Line) -> Line:
-    """Stretches that go on in the next are one with it."""
+    """Join stretches that continue each other."""
     joined: list[Stretch] = []
     for length, first in line:
         if joined and (first is None) == (joined[-1][1] is None):
@@ -180,9 +183,12 @@ def _joined(line: Line) -> Line:
 
 
 def read_from(low: Lowering, value: torch.Tensor, x: LazyTensor, lines: tuple[Line, ...]) -> LazyTensor:
-    """Along the last dimension a CPU is told the stretches apart, along others one place is looked up (`pads.py`)."""
+    """Read `x` by `lines`: a case for each stretch of the last dimension on CPUs, lookups of positions elsewhere.
+
+    See `padding.py`.
+    """
     shape, dtype, last = shape_of(value), dtype_name(value.dtype), len(lines) - 1
-    apart = last if low.device == "cpu" else None
+    apart = last if low.traits.splits_loops else None
     x = x if x.is_cheap else low.memory(x)
 
     def at(body: Body, coords: Coords) -> Ref:
@@ -192,7 +198,7 @@ def read_from(low: Lowering, value: torch.Tensor, x: LazyTensor, lines: tuple[Li
         ]
 
         def element(number: int, begin: int) -> Ref:
-            """The element, knowing that it does not come from a stretch before `number`."""
+            """Return the element, given that it does not come from a stretch before `number`."""
             if apart is None:
                 return value_of(body, x, tuple(found), dtype)
             length, first = lines[apart][number]
@@ -216,7 +222,7 @@ def read_from(low: Lowering, value: torch.Tensor, x: LazyTensor, lines: tuple[Li
 
 
 def _looked_up(body: Body, place: Index, line: Line, size: Any) -> Index:
-    """Where along a dimension of the source an element lies."""
+    """Return the source position of an element along a dimension."""
     if len(line) == 1:
         return place + (line[0][1] or 0)
     begins = [sum(length for length, _ in line[:number]) for number in range(len(line))]

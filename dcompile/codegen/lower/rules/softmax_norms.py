@@ -1,4 +1,4 @@
-"""Rules for operations that work on whole rows: softmax, layer normalisation and their gradients, one loop each."""
+"""Rules for operations on whole rows: softmax, layer normalization and their gradients, one loop each."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Build = Callable[..., Ref]
 def _by_row(
     low: Lowering, value: torch.Tensor, /, tensors: Sequence[LazyTensor], dim: int, compute: str, build: Build
 ) -> Result:
-    """A loop over rows along `dim` of equally shaped tensors that stores one result for each element."""
+    """Add a loop over rows along `dim` of equally shaped tensors that stores one result for each element."""
     shape = tensors[0].shape or (1,)
     tensors = [reshape(tensor, shape) for tensor in tensors]
     rank = len(shape)
@@ -47,7 +47,7 @@ def _softmax(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, hal
         exp = body.apply("exp", _shifted_logits(body, x))
         return body.apply("div", exp, body.reduce("sum", exp))
 
-    # of integers, eager takes those without elements
+    # eager accepts integers only without elements
     compute = opmath(x.dtype) if value.dtype.is_floating_point else "float32"
     return _by_row(low, value, [x], dim, compute, build)
 
@@ -89,7 +89,7 @@ def _layer_norm(
     bias: LazyTensor | None,
     eps: float,
 ) -> tuple[LazyTensor, ...]:
-    """(output, mean, 1 / standard deviation)."""
+    """Return (output, mean, 1 / standard deviation)."""
     rank, first = len(x.shape), len(x.shape) - len(normalized)
     compute = opmath(x.dtype)
     body, element, coords = low.trace_over(x, range(first), range(first, rank))

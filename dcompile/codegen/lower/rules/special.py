@@ -1,7 +1,7 @@
-"""Rules for the special functions that distributions and initializers use: the inverse error function and digamma.
+"""Rules for special functions of distributions and initializers: the inverse error function and digamma.
 
-Both are polynomials and series over existing operations, with Cephes' coefficients (S. L. Moshier, Methods and Programs
-for Mathematical Functions, 1989), as in eager. Results agree to rounding, also for infinite, undefined and out-of-range
+Both are polynomials and series over existing operations, with Cephes' coefficients as in eager (S. L. Moshier, Methods
+and Programs for Mathematical Functions, 1989). Results agree to rounding, also for infinite, undefined and out-of-range
 arguments. Rarer functions (Bessel, Airy, zeta, polygamma, ...) have no rule: ATen computes them, as counted fallbacks.
 """
 
@@ -22,7 +22,7 @@ DIGAMMA = (
 
 
 def _erfinv(body: Body, y: Ref) -> Ref:
-    """A rational approximation and two steps of Newton's method."""
+    """Evaluate a rational approximation and two steps of Newton's method."""
     n = Numbers(body, body.dtype(y))
     size, square = n("abs", y), n("mul", y, y)
     top = n.polynomial(square, (-0.140543331, 0.914624893, -1.645349621, 0.886226899))
@@ -40,7 +40,7 @@ def _erfinv(body: Body, y: Ref) -> Ref:
 
 
 def _digamma(body: Body, x: Ref) -> Ref:
-    """Below 0 by reflection, up to 10 by recurrence, from there a series."""
+    """Evaluate digamma: below 0 by reflection, up to 10 by recurrence, and beyond by a series."""
     n = Numbers(body, body.dtype(x))
     negative = n("lt", x, 0.0)
     part = n("sub", x, n("trunc", x))
@@ -50,7 +50,7 @@ def _digamma(body: Body, x: Ref) -> Ref:
     at = n("where", negative, n("sub", 1.0, x), x)
     total = n.ref(0.0)
     for _ in range(10):
-        step = n("where", n("lt", at, 10.0), 1.0, 0.0)  # of two values chosen at once, g++ makes branches, no vectors
+        step = n("where", n("lt", at, 10.0), 1.0, 0.0)  # selecting two values at once, g++ emits branches, not vectors
         total, at = n("sub", total, n("div", step, at)), n("add", at, step)
     square = n("div", 1.0, n("mul", at, at))
     series = n("where", n("lt", at, 1e17), n("mul", square, n.polynomial(square, DIGAMMA)), 0.0)

@@ -1,4 +1,4 @@
-"""Rules for views: maps from the view's coordinates to those of what it views; nothing is copied."""
+"""Rules for views: maps from the view's coordinates to those of its base; nothing is copied."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _reshape(_: Lowering, value: torch.Tensor, /, x: LazyTensor, *__: Any) -> La
 
 
 def _view(_: Lowering, value: torch.Tensor, /, x: LazyTensor, *__: Any) -> LazyTensor:
-    """As `_reshape`; torch has seen that nothing moves, also where sizes are equal by a guard of its own alone."""
+    """Reshape without a copy, as torch has checked, even where only a guard makes sizes equal."""
     seen = reshape(x, shape_of(value))
     if seen.view is None and x.view is not None and has_layout(x, x.strides):
         shape, strides = opaque_shape(value)
@@ -32,7 +32,7 @@ def _view(_: Lowering, value: torch.Tensor, /, x: LazyTensor, *__: Any) -> LazyT
 
 
 def reshape(x: LazyTensor, shape: Shape) -> LazyTensor:
-    """The same elements in row-major order as another shape."""
+    """Return the same elements, in row-major order, as another shape."""
     if x.shape == shape:
         return x
     if x.view is not None:
@@ -54,7 +54,7 @@ def _permute(_: Lowering, value: torch.Tensor, /, x: LazyTensor, dims: Sequence[
 
 
 def permute(x: LazyTensor, dims: Sequence[int]) -> LazyTensor:
-    """Dimension n of the result is dimension dims[n] of `x`."""
+    """Permute dimensions: dimension n of the result is dimension dims[n] of `x`."""
     rank = len(x.shape)
     order = [d % rank for d in dims]
     back = [order.index(d) for d in range(rank)]
@@ -92,7 +92,7 @@ def _slice(
 
 
 def first_of(start: Size | None, size: Size) -> Size:
-    """Where a slice begins; a slice that begins behind the end has no elements, so where does not matter."""
+    """Return the start of a slice; a start beyond the end leaves no elements, so any value will do."""
     if start is None:
         return 0
     if isinstance(start, int) and isinstance(size, int):
@@ -105,7 +105,7 @@ def first_of(start: Size | None, size: Size) -> Size:
 
 
 def along(x: LazyTensor, dim: int, shape: Shape, move: Callable[[Any], Any]) -> LazyTensor:
-    """`x` with a map on one coordinate."""
+    """Return `x` with a map on one coordinate."""
     dim %= len(x.shape)
 
     def remap(_: Body, coords: Coords) -> Coords:
@@ -115,7 +115,7 @@ def along(x: LazyTensor, dim: int, shape: Shape, move: Callable[[Any], Any]) -> 
 
 
 def select(x: LazyTensor, dim: int, position: Size) -> LazyTensor:
-    """`x` at one position of a dimension, which goes away."""
+    """Return `x` at one position of a dimension, which is removed."""
     dim %= len(x.shape)
     at = as_index(place_of(position, x.shape[dim]))
     shape = (*x.shape[:dim], *x.shape[dim + 1 :])
@@ -123,7 +123,7 @@ def select(x: LazyTensor, dim: int, position: Size) -> LazyTensor:
 
 
 def place_of(position: Size, size: Size) -> Size:
-    """A position that may count from the end, as one that does not."""
+    """Convert a position that may count from the end to one from the start."""
     if is_nonnegative(as_index(position), {}):
         return position
     if is_nonnegative(as_index(position) * -1 - 1, {}):
@@ -132,7 +132,7 @@ def place_of(position: Size, size: Size) -> Size:
 
 
 def _from_the_end_if_negative(number: Size, size: Size) -> Size:
-    """A place whose sign is not known while compiling; 0 for what lies before the beginning."""
+    """Convert a position of unknown sign; positions before the beginning become 0."""
     one_if_negative = extreme("min", extreme("max", as_index(number) * -1, 0), 1)
     return as_size(extreme("max", as_index(number) + one_if_negative * size, 0))
 
@@ -142,7 +142,7 @@ def _select(_: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, positi
 
 
 def _pieces(_: Lowering, values: Sequence[torch.Tensor], /, x: LazyTensor, __: Any, dim: int = 0) -> list[LazyTensor]:
-    """Consecutive pieces along a dimension, as long as the fake results say."""
+    """Return consecutive pieces along a dimension, with the lengths of the fake results."""
     result: list[LazyTensor] = []
     start: Size = 0
     for value in values:
@@ -195,7 +195,7 @@ def _as_strided(
     stride: Sequence[int],
     offset: int | None = None,
 ) -> Result:
-    """Strides into memory mean what torch's layout says: `x` has to lie there exactly so."""
+    """View memory with given strides; `x` must be stored exactly in torch's layout."""
     stored = low.memory(x)
     if not has_layout(stored, x.strides):
         return NotImplemented
@@ -205,12 +205,12 @@ def _as_strided(
     for n, step in zip(size, stride, strict=True):
         last = last + (as_index(n) - 1) * step
     if not is_below(last, low.buffers[stored.view.buffer].extent, {}):
-        return NotImplemented  # beyond what this tensor shows of its storage
+        return NotImplemented  # beyond this tensor's part of its storage
     if offset is not None and (stored.view.buffer in low.inputs or not _is_whole(low, stored.view)):
-        return NotImplemented  # the offset counts from the start of a storage that is not ours
+        return NotImplemented  # the offset counts from the start of a storage that belongs to others
     own = is_dense(stored.view.shape, stored.view.strides) and is_below(last - start, stored.numel, {})
     if offset is None and stored.view.buffer not in low.inputs and not (own or _is_whole(low, stored.view)):
-        return NotImplemented  # what lies behind a part of our own need not lie as in eager mode
+        return NotImplemented  # memory after a part of a buffer may differ from eager mode's
     return from_view(View(stored.view.buffer, tuple(size), tuple(stride), start), x.dtype)
 
 
@@ -261,7 +261,7 @@ def _roll(_: Lowering, value: torch.Tensor, /, x: LazyTensor, shifts: Any, dims:
 
 
 def _turned_back(shift: Size, size: Size) -> Size:
-    """`-shift % size`."""
+    """Return `-shift % size`."""
     if isinstance(shift, int) and isinstance(size, int):
         return -shift % size
     if is_nonnegative(as_index(shift) * -1, {}):
@@ -298,4 +298,4 @@ COPIES: dict[str, Rule] = {
     "aten.repeat.default": Rule(_repeat),
     "aten.roll.default": Rule(_roll),
 }
-"""Index maps that torch copies: their results are tensors of their own."""
+"""Index maps that torch copies: their results are separate tensors."""

@@ -1,9 +1,9 @@
-"""Numbers that a model makes of its own program text, as `torch.sqrt(torch.tensor(8.0))`: worked out while compiling.
+"""Evaluate numbers that depend on program text only, such as `torch.sqrt(torch.tensor(8.0))`, while compiling.
 
-Tracing keeps each as a tensor of no dimensions on the CPU, which would cost a kernel there, and on a GPU a copy that
-the host waits for. ATen itself works them out, so that they are eager's to the last bit: DeBERTa rounds up a quotient
-of two logarithms that is 1 for the largest distance (with one of them off in the last place, that distance fell into
-another bucket on a GPU, and the loss was off by 0.3 %).
+Tracing keeps each as a CPU tensor without dimensions. It would cost a kernel there, and on a GPU a copy that the host
+waits for. ATen itself evaluates them, so they equal eager's to the last bit. DeBERTa needs that: it rounds up a
+quotient of two logarithms that is 1 for the largest distance. With one logarithm off in the last place, a GPU put that
+distance into another bucket, and the loss was off by 0.3 %.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dcompile.ir.float8 import OPAQUE
 from dcompile.ir.ops import DTYPES
 
 OWN = ("aten", "prims")
-"""Namespaces whose operations do nothing but what they return; a collective, say, is run when the program is."""
+"""Namespaces of operations without effects; a collective, for example, must run with the program."""
 LIFTED = "aten.lift_fresh_copy.default"
-"""A copy of what the program text says: nothing can change the constant behind it."""
+"""Copy of a constant in the program text: nothing can change the constant itself."""
 
 
 def numbers_of(gm: GraphModule) -> dict[Node, bool | int | float]:
-    """What nodes are worth that depend on nothing but numbers in the program text."""
+    """Return the values of nodes that depend only on numbers in the program text."""
     known: dict[Node, torch.Tensor] = {}
     with compat.tensors.real_tensors(), torch.no_grad():
         for node in gm.graph.nodes:
@@ -37,7 +37,7 @@ def numbers_of(gm: GraphModule) -> dict[Node, bool | int | float]:
 
 
 def _is_real(value: Any) -> bool:
-    """Whether it is a number with a value: no fake one."""
+    """Return whether it is a number with a value, not a fake one."""
     return _is_number(value) and type(value) is torch.Tensor
 
 
@@ -54,7 +54,7 @@ def _lifted(gm: GraphModule, node: Node) -> torch.Tensor | None:
 
 
 def _worked_out(node: Node, known: dict[Node, torch.Tensor]) -> torch.Tensor | None:
-    """By ATen, if all that it takes is known and it does nothing else than return its result."""
+    """Evaluate a node by ATen, if all inputs are known and it has no effect."""
     inputs = node.all_input_nodes
     target: Any = node.target
     if not inputs or not all(given in known for given in inputs) or getattr(target, "namespace", "") not in OWN:

@@ -1,4 +1,4 @@
-"""Floats that follow from sizes, such as `1 / x.shape[0]`: kernels compute them as Python would."""
+"""Floats computed from sizes, such as `1 / x.shape[0]`: kernels evaluate them as Python would."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ OPS: Mapping[str, str | None] = MappingProxyType(
         "math.sqrt": "sqrt",
     }
 )  # fmt: skip
-"""Python's operations on floats -> ours in float64; None: the argument as a float."""
+"""Python operations on floats -> operations of the IR in float64; None: the argument as a float."""
 
 
 @dataclass(frozen=True, slots=True)
 class Real:
-    """`target(*args)`, a key of OPS. Rules hand it on to `Body.const`; those that decide by a number's value cannot."""
+    """`target(*args)`, a key of OPS. Rules pass it to `Body.const`; rules that branch on its value cannot use it."""
 
     target: str
     args: tuple[Real | Index | int | float, ...]
     name: str = field(compare=False)
-    """What the host program calls it where a library call needs it."""
+    """Its name in the host program, if a library call needs it."""
 
     def _unknown(self, *_: Any) -> NoReturn:
         raise Inexpressible("a decision by a number that sizes give")
@@ -37,12 +37,12 @@ class Real:
 
 
 def follows(args: Iterable[Any], known: frozenset[str]) -> bool:
-    """Whether these are numbers of the program text, or made of sizes that are known."""
+    """Return whether these are numbers of the program text, or computed from known sizes."""
     return all(
         isinstance(arg, Real | int | float) or (isinstance(arg, Index) and arg.variables <= known) for arg in args
     )
 
 
 def real(target: str, args: Any, name: str, known: frozenset[str]) -> Real | None:
-    """The number that a node computes, if it is one of these operations on sizes that follow from the arguments'."""
+    """Return the number that a node computes, if it is one of these operations on sizes known from the arguments."""
     return Real(target, tuple(args), name) if target in OPS and follows(args, known) else None

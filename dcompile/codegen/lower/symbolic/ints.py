@@ -1,4 +1,4 @@
-"""Numbers of the graph that are no tensors: sizes, and what is made of them, stay expressions where they can."""
+"""Lower numbers of the graph that are not tensors: sizes and expressions of them stay expressions where possible."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dcompile.ir.nodes import NUMBER
 
 OUT_OF_A_TENSOR = "aten._local_scalar_dense.default"
 CHECK = "dcompile.check_number"
-"""check_number(found, wanted, origin): raises unless a number is the one that kernels were made for."""
+"""check_number(found, wanted, origin): raise unless a number equals the one that kernels were compiled for."""
 
 
 def _check(low: Lowering, node: Node, args: Any, size: Size) -> None:
-    """Have the program see that a number out of a tensor is what `torch._check` says that it is.
+    """Check at run time that a number from a tensor equals the value given to `torch._check`.
 
-    Tracing believes the check, and simplifies the assertion of it in the graph to one that always holds.
+    Tracing trusts the check, and simplifies its assertion in the graph to one that always holds.
     """
     view = low.buffer((), NUMBER, name=node.name)
     low.extern(OUT_OF_A_TENSOR, args, [view.buffer], effect=True)
@@ -29,7 +29,7 @@ def _check(low: Lowering, node: Node, args: Any, size: Size) -> None:
 
 
 def scalar(low: Lowering, node: Node, value: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A node whose value is a symbolic number: an expression of sizes where it is one, otherwise a call."""
+    """Lower a node with a symbolic number as its value: an expression of sizes if possible, otherwise a call."""
     name = node.name
     if type(value).__name__ == "SymFloat":
         number = real(op_text(node.target), args, name, low.known | low.followed)
@@ -46,7 +46,7 @@ def scalar(low: Lowering, node: Node, value: Any, args: Any, kwargs: dict[str, A
             if op_text(node.target) == OUT_OF_A_TENSOR:
                 _check(low, node, args, size)
             return size
-        name = symbol  # a number out of a tensor: from here on the symbol has a value
+        name = symbol  # a number from a tensor: this call defines the symbol
     view = low.buffer((), NUMBER, name=name)
     tells = () if size is None else (name,)
     low.extern(op_text(node.target), args, [view.buffer], kwargs=kwargs, effect=True, tells=tells)

@@ -1,6 +1,6 @@
-"""From torch's symbolic sizes to ours: the one place where sympy is read. Nothing here asks for a size's value.
+"""Convert torch's symbolic sizes to the IR's. Only this file reads sympy, and nothing here needs a size's value.
 
-A guard would follow from asking, and the plan would depend on the sizes that happened to be there when tracing.
+Reading a value would add a guard, and the plan would depend on the sizes at tracing time.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from dcompile.ir.index import (
 
 Shape: TypeAlias = "tuple[Size, ...]"
 Fact: TypeAlias = "tuple[Any, int | None, int]"
-"""A size symbol, the least value that it may have, and what torch has guarded to divide it. Or a number made of floats,
-`int(1.7 * size)`, where the index algebra has no form for it: a symbol too, whose value the graph's own node tells."""
+"""A size symbol, its lower bound, and its divisor by a guard of torch's. A number computed by floats, such as `int(1.7
+* size)`, is a symbol, too, if the index algebra has no form for it. Its own node in the graph defines it."""
 
 
 class Inexpressible(DcompileError):
-    """A size, or a decision about sizes, that the index algebra has no form for: the op is left to the library."""
+    """A size, or a decision about sizes, without a form in the index algebra: the op becomes a library call."""
 
 
 def size_of(value: Any) -> Size:
-    """A size as torch has it, an int or a SymInt. Raises Inexpressible."""
+    """Convert one of torch's sizes, an int or a SymInt. Raises Inexpressible."""
     if isinstance(value, int):
         return value
     return _read(value, strides=False)
@@ -66,30 +66,30 @@ def _symbols_in(expression: Any) -> tuple[Any, ...]:
     return tuple(sorted(expression.free_symbols, key=str))
 
 
-@lru_cache(maxsize=1 << 14)  # every tensor of a layer has the same few sizes, which may be pages long
+@lru_cache(maxsize=1 << 14)  # a layer's tensors share few sizes, whose expressions may be long
 def _known(expression: Any, strides: bool, facts: tuple[Fact, ...]) -> Size:
     return as_size(_Reader({fact[0]: _as_multiple(*fact) for fact in facts}, strides).read(expression))
 
 
 def shape_of(value: torch.Tensor) -> Shape:
-    """The sizes of a (fake) tensor. Raises Inexpressible."""
+    """Return the sizes of a (fake) tensor. Raises Inexpressible."""
     return tuple(size_of(size) for size in value.shape)
 
 
 def strides_of(value: torch.Tensor) -> Shape:
-    """The strides of a (fake) tensor. Raises Inexpressible."""
+    """Return the strides of a (fake) tensor. Raises Inexpressible."""
     return tuple(_stride(stride) for stride in value.stride())
 
 
 def _stride(value: Any) -> Size:
-    """A stride; torch's `Max(1, size)` differs from the size for tensors without elements only."""
+    """Convert a stride; torch's `Max(1, size)` counts as the size, from which it differs only without elements."""
     if isinstance(value, int):
         return value
     return _read(value, strides=True)
 
 
 def numbers(shape: Shape, what: str) -> tuple[int, ...]:
-    """Sizes that have to be known while compiling. Raises Inexpressible."""
+    """Return sizes that must be known at compile time. Raises Inexpressible."""
     known = tuple(size for size in shape if isinstance(size, int))
     if len(known) != len(shape):
         raise Inexpressible(f"{what} of symbolic size")
@@ -97,12 +97,12 @@ def numbers(shape: Shape, what: str) -> tuple[int, ...]:
 
 
 def variables_of(sizes: Iterable[Size]) -> frozenset[str]:
-    """The symbols that sizes are made of."""
+    """Return the symbols in sizes."""
     return frozenset(name for size in sizes if isinstance(size, Index) for name in size.variables)
 
 
 def opaque_shape(value: torch.Tensor) -> tuple[Shape, Shape]:
-    """Sizes and strides of a library result, in which what we have no form for is a symbol that nobody can look up."""
+    """Return sizes and strides of a library result; inexpressible ones become unique symbols without a definition."""
     return tuple(_opaque(size, size_of) for size in value.shape), tuple(_opaque(s, _stride) for s in value.stride())
 
 
@@ -114,7 +114,7 @@ def _opaque(value: Any, read: Callable[[Any], Size]) -> Size:
 
 
 def estimate(value: Any) -> int:
-    """A size for decisions that only concern speed."""
+    """Return a size for decisions that affect only speed."""
     try:
         return typical(size_of(value))
     except Inexpressible:
@@ -122,18 +122,18 @@ def estimate(value: Any) -> int:
 
 
 def _named(least: int | None, name: str) -> str:
-    """Our name of a size symbol: the first letter says how small it may be (`ir.polynomial.Var`)."""
-    if not name.isidentifier():  # a number made of floats: its text, told apart from others of the same letters
+    """Return the name of a size symbol: its first letter encodes the lower bound (`ir.polynomial.Var`)."""
+    if not name.isidentifier():  # a number computed by floats: its text, with a hash for uniqueness
         name = re.sub(r"\W+", "_", name).strip("_")[:40] + "_" + sha256(name.encode()).hexdigest()[:8]
     letter = "s" if least is not None and least >= 2 else "u" if least is not None and least >= 0 else "z"
     return name if name[0] == letter else f"{letter}_{name}"
 
 
 def _symbol(symbol: Any, shape_env: Any) -> tuple[str, int]:
-    """(name, number): the symbol is the number times the variable of that name.
+    """Return (name, number): the symbol is the number times the variable of that name.
 
-    Where torch has guarded that a number divides the size, sizes made of the size and of its parts become products of
-    one variable, and are seen to be equal.
+    The number is a divisor that torch has guarded. Expressions of the size and of its parts then become multiples of
+    one variable, and equal ones are recognized.
     """
     return _as_multiple(
         symbol, compat.sizes.least_value(shape_env, symbol), compat.sizes.known_divisor(shape_env, symbol)
@@ -147,7 +147,7 @@ def _as_multiple(symbol: Any, least: int | None, divisor: int) -> tuple[str, int
 
 
 def traced_sizes(gm: Any) -> dict[str, int]:
-    """What each size symbol of a graph was while it was traced: for checks, never for decisions."""
+    """Return the value of each size symbol of a graph at tracing: for checks, never for decisions."""
     found: dict[str, int] = {}
     for symbol, environment in compat.sizes.size_symbols(gm).items():
         hint = compat.sizes.size_hint(environment, symbol)
@@ -158,7 +158,7 @@ def traced_sizes(gm: Any) -> dict[str, int]:
 
 
 def is_symbolic(value: Any) -> bool:
-    """Is there a symbolic number in a node's value?"""
+    """Does a node's value contain a symbolic number?"""
     if isinstance(value, torch.Tensor):
         return any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
     if isinstance(value, (tuple, list)):
@@ -167,7 +167,7 @@ def is_symbolic(value: Any) -> bool:
 
 
 class _Reader:
-    """Reads one expression, by the name of its head: sympy itself is not imported."""
+    """Converts one expression, by the name of its head: sympy itself is not imported."""
 
     def __init__(self, symbols: Mapping[Any, tuple[str, int]], strides: bool) -> None:
         self.symbols, self.strides = symbols, strides
@@ -237,7 +237,7 @@ class _Reader:
         return self._checked(self.read(base), self.read(divisor))
 
     def _divided(self, base: Index, divisor: Index) -> Index:
-        """Rounded down. What may be negative, but is bounded (what a convolution leaves of few columns), is shifted."""
+        """Divide and round down; a bounded base that may be negative (a convolution of few columns) is shifted."""
         least, number = bounds(base, {})[0], divisor.constant
         if least is None or least >= 0 or not number or number < 0:
             return floordiv(*self._checked(base, divisor), {})
@@ -245,7 +245,7 @@ class _Reader:
         return floordiv(base + shift * number, number, {}) - shift
 
     def _checked(self, base: Index, divisor: Index) -> tuple[Index, Size]:
-        """A division whose meaning in C, Python and our algebra is one: nothing is negative."""
+        """Check that C, Python and the index algebra agree on a division: nothing is negative."""
         if not is_nonnegative(base, {}) or not is_nonnegative(divisor, {}) or divisor.constant == 0:
             raise Inexpressible(f"({base}) divided by ({divisor}), which may be negative")
         return base, as_size(divisor)
@@ -255,7 +255,7 @@ class _Reader:
         return self._divided(number + by - 1, by)
 
     def _fraction(self, expression: Any) -> tuple[Index, Index]:
-        """(numerator, denominator) of a float such as `1.5 * size` or `size - 0.5`, where a double holds it exactly."""
+        """Return (numerator, denominator) of a float that a double holds exactly: `1.5 * size` or `size - 0.5`."""
         head, args = type(expression).__name__, expression.args
         if head == "ToFloat":
             return self.read(args[0]), as_index(1)

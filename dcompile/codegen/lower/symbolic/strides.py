@@ -1,4 +1,4 @@
-"""What lowering needs beside ir.index: bounds from below, joining what a reshape took apart, strides."""
+"""Strides and index maps of lowering: lower bounds, simplification after reshapes, layouts of views."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Shape = tuple[Size, ...]
 
 
 def lower_bound(index: Index, ranges: Ranges) -> int | None:
-    """The smallest value of `index`, or None if it has no known bound."""
+    """Return the smallest value of `index`, or None if it has no known bound."""
     bound = upper_bound(index * -1, ranges)
     return None if bound is None else -bound
 
 
 @lru_cache(maxsize=8192)
 def simplify(index: Index) -> Index:
-    """Join `d*(x//d) + x%d` to `x`, and `d*((x//d)%m) + x%d` to `x%(d*m)`: what is left of a reshape that is undone."""
+    """Join `d*(x//d) + x%d` to `x`, and `d*((x//d)%m) + x%d` to `x%(d*m)`: the remains of an undone reshape."""
     if index.is_affine:
         return index
     single = {monomial[0]: (monomial, c) for monomial, c in index.terms if len(monomial) == 1}
@@ -64,7 +64,7 @@ def _without(index: Index, *monomials: Monomial) -> Index:
 
 
 def variables(prefix: str, shape: Shape) -> tuple[Index, ...]:
-    """`i0, i1, ...`, and 0 where the size is 1."""
+    """Return `i0, i1, ...`, with 0 where the size is 1."""
     return tuple(var(f"{prefix}{n}") if size != 1 else Index() for n, size in enumerate(shape))
 
 
@@ -73,9 +73,9 @@ def ranges_of(prefix: str, shape: Shape) -> dict[str, Size]:
 
 
 def reshape_coords(coords: tuple[Index, ...], source: Shape, target: Shape, ranges: Ranges) -> tuple[Index, ...]:
-    """Coordinates in `target` (what is read) of the element at `coords` in `source` (what it is seen as)."""
+    """Return coordinates in `target` (the base) of the element at `coords` in `source` (the view)."""
     if 0 in source:
-        return (coords[source.index(0)],) * len(target)  # no such element, and no point in the loop either
+        return (coords[source.index(0)],) * len(target)  # no such element, and no iteration in the loop either
     return unflatten(simplify(flatten(coords, _contiguous(source))), target, ranges)
 
 
@@ -90,12 +90,12 @@ def _contiguous(shape: Shape) -> Shape:
 
 
 def contiguous(shape: Shape) -> Shape:
-    """Row-major strides."""
+    """Return row-major strides."""
     return _contiguous(shape)
 
 
 def affine_strides(index: Index, shape: Shape) -> tuple[Shape, Size] | None:
-    """Strides and offset of an index over `i0, i1, ...` if it is a strided view."""
+    """Return strides and offset of an index over `i0, i1, ...` if it is a strided view."""
     if not _divides_sizes_only(index):
         return None
     strides: list[Size] = []
@@ -113,7 +113,7 @@ def affine_strides(index: Index, shape: Shape) -> tuple[Shape, Size] | None:
 
 
 def _divides_sizes_only(index: Index) -> bool:
-    """No division or remainder of a loop variable."""
+    """Return whether no loop variable is divided."""
     if index.is_affine:
         return True
     atoms = (atom for monomial, _ in index.terms for atom in monomial if isinstance(atom, Div | Mod))
@@ -121,7 +121,7 @@ def _divides_sizes_only(index: Index) -> bool:
 
 
 def is_dense(shape: Shape, strides: Shape) -> bool:
-    """The elements are known to fill a block of memory without gaps or overlap (any order of dimensions)."""
+    """Return whether the elements provably fill memory without gaps or overlap (any order of dimensions)."""
     if 0 in shape:
         return True
     left = [(stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1]
@@ -136,7 +136,7 @@ def is_dense(shape: Shape, strides: Shape) -> bool:
 
 
 def is_distinct(shape: Shape, strides: Shape) -> bool:
-    """No two elements share a place; there may be gaps between them."""
+    """Return whether no two elements share an address; there may be gaps between them."""
     if 0 in shape or is_dense(shape, strides):
         return True
     pairs = [(stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1]
@@ -144,27 +144,27 @@ def is_distinct(shape: Shape, strides: Shape) -> bool:
     left = [
         *fixed,
         *(pair for pair in reversed(pairs) if pair not in fixed),
-    ]  # symbolic ones from the last dimension on
+    ]  # symbolic ones start with the last dimension
     reach = as_index(0)
     for stride, size in left:
         if not is_nonnegative(as_index(stride) - reach - 1, {}):
-            return False  # not known to be
+            return False  # not provable
         reach = reach + stride * (as_index(size) - 1)
     return True
 
 
 def same_layout(shape: Shape, left: Shape, right: Shape) -> bool:
-    """Equal strides wherever there is more than one element to step over."""
+    """Return whether strides are equal in all dimensions of more than one element."""
     if 0 in shape:
         return True
     return all(size == 1 or a == b for size, a, b in zip(shape, left, right, strict=True))
 
 
 def view_strides(shape: Shape, strides: Shape, target: Shape) -> Shape | None:
-    """Strides with which a strided array of `shape` is seen as `target` without a copy, as torch's view decides."""
+    """Return the strides of a view of a strided array as `target`, or None where torch's view would need a copy."""
     if 0 in shape:
         return contiguous(target)
-    blocks: list[tuple[Size, Size]] = []  # (elements, innermost stride) of runs that lie one after another
+    blocks: list[tuple[Size, Size]] = []  # (elements, innermost stride) of contiguous runs
     for size, stride in zip(shape, strides, strict=True):
         if size == 1:
             continue

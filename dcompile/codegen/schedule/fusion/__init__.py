@@ -1,1 +1,1 @@
-"""Which loops run together, and in which form."""
+"""Fusion: the loops that become one kernel, and the form of each."""

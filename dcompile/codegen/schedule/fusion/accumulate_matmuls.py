@@ -1,4 +1,4 @@
-"""Sums of matrix products: each product adds to the one before, instead of all being kept until a loop adds them up."""
+"""Accumulate sums of matmuls: each matmul adds to the previous result, instead of a loop that adds up all results."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from dataclasses import dataclass, replace
 from dcompile.ir.nodes import Apply, Buffer, Extern, Load, Loop, Program, Step, View
 
 ADDING = {"aten.mm.default": "aten.addmm.default", "aten.bmm.default": "aten.baddbmm.default"}
-DTYPES = ("float32", "float64")  # narrower ones are rounded after each operation, which a product that adds does not do
+DTYPES = ("float32", "float64")  # narrower ones round after each addition, and an accumulating matmul does not
 
 
 @dataclass(frozen=True, slots=True)
 class SummedMatmuls:
-    """A loop that adds up products, and perhaps one other value in front. All by position among the steps."""
+    """A loop that adds up matmul results, and at most one other value first. Steps are given by position."""
 
     loop: int
     start: str
-    """The first addend, to which the others are added."""
+    """Buffer of the first addend."""
     begun: int
-    """The step that writes it."""
+    """Step that writes the first addend."""
     products: tuple[int, ...]
-    """The others, in order."""
+    """Steps of the other addends' matmuls, in order."""
 
 
 def accumulate_matmuls(program: Program) -> Program:
-    """Let matrix products add to one another where a loop would only add up their results.
+    """Accumulate matmuls into one another where a loop would only add up their results.
 
-    A weight that is used many times, such as a recurrent layer's, gets as many gradients: they need the memory of one
-    then, and no loop reads them all again.
-    Guarantees: the same values, but for the order and rounding of these sums.
-    Relies on: no step having been fused, so that a loop that only adds is seen as one.
+    A weight used many times, such as a recurrent layer's, gets as many gradients. They then need the memory of one, and
+    no loop reads them again.
+    Guarantees: the same values, up to the order and rounding of these sums.
+    Relies on: no step is fused yet, so a loop that only adds is recognized.
     """
     sums = find_sums(program)
     if not sums:
@@ -59,7 +59,7 @@ def accumulate_matmuls(program: Program) -> Program:
 
 
 def find_sums(program: Program) -> list[SummedMatmuls]:
-    """Loops that add up products which nothing else reads, and at most one value that nothing reads later."""
+    """Find loops that add up matmul results without other readers, and at most one value without later readers."""
     writers: dict[str, list[int]] = defaultdict(list)
     readers: dict[str, list[int]] = defaultdict(list)
     for number, step in enumerate(program.steps):
@@ -79,7 +79,7 @@ def find_sums(program: Program) -> list[SummedMatmuls]:
         others = [name for name in addends if name not in products]
         read = frozenset().union(*(program.steps[writers[name][0]].reads for name in products))
         changes = any(len(writers[name]) > (name not in program.inputs) for name in read)
-        if len(others) > 1 or not products or changes:  # a product that waits for its turn must find what it reads
+        if len(others) > 1 or not products or changes:  # the matmul may move later, so its inputs must not change
             continue
         products.sort(key=lambda name: writers[name][0])
         start, *rest = [*others, *products]
@@ -93,7 +93,7 @@ def _stored_sum(step: Step) -> str:
 
 
 def _addends(loop: Loop, table: Mapping[str, Buffer]) -> list[str] | None:
-    """What a loop adds up, if it does nothing else: buffers that lie as the one it writes does."""
+    """Return the buffers that a loop adds up, if it does nothing else and all have the layout of the result."""
     if len(loop.stores) != 1 or loop.stores[0].mode != "set" or len(loop.body) < 3:
         return None
     (store,) = loop.stores

@@ -1,4 +1,4 @@
-"""Which loops become one kernel: pairs are merged greedily, those that save the most memory traffic first."""
+"""Fuse loops into kernels: pairs are merged greedily, those that save the most memory traffic first."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from dataclasses import replace
 from dcompile.codegen.schedule.fusion.iteration_space import canonical
 from dcompile.codegen.schedule.fusion.merge import LoopMerger, without
 from dcompile.codegen.schedule.order.dependences import edges
+from dcompile.device_traits import traits_of
 from dcompile.ir.analysis import takes_over
 from dcompile.ir.index import typical
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, Step, View
 
 BRIEF_BYTES = 1 << 16
-"""What a kernel on a GPU moves in less time than its start takes, 5 us: it joins another that reads what it reads."""
+"""Bytes that a GPU kernel moves within its launch time, 5 us: a smaller kernel joins another with a common input."""
 LARGE_BYTES, MOST_BETWEEN = 1 << 20, 4
-"""Two loops that save so much as one take along so many that stand between them."""
-MIN_SHARED_BYTES = 4096  # below this a shared read is in L1 anyway, and merging siblings only lengthens the kernel
+"""Two loops whose merge saves `LARGE_BYTES` also merge up to `MOST_BETWEEN` loops that stand between them."""
+MIN_SHARED_BYTES = 4096  # a smaller shared read is in L1 anyway, and merging siblings only lengthens the kernel
 
 
 def fuse(program: Program) -> Program:
-    """Merge loops that share memory, and leave out the buffers that then live in registers only.
+    """Merge loops that share memory, and remove the buffers that then exist in registers only.
 
-    Guarantees: bitwise-equal outputs (every value keeps its rounding), library calls and collectives in their order.
+    Guarantees: bitwise-equal outputs (every value keeps its rounding); library calls and collectives keep their order.
     """
     steps = [canonical(step) if isinstance(step, Loop) else step for step in program.steps]
     graph = _StepGraph(steps, program)
@@ -65,20 +66,20 @@ def drop_internal(program: Program) -> Program:
 
 
 class _StepGraph:
-    """Steps under merging: who must run before whom, as bit sets over the numbers of the original steps.
+    """Steps under merging, with dependences as bit sets over the numbers of the original steps.
 
-    A merged step has the bits of all that it was made of; others have all of them or none.
+    A merged step has the bits of all its original steps; another step's set contains all of them or none.
     """
 
     def __init__(self, steps: list[Step], program: Program) -> None:
         self.steps: dict[int, Step] = dict(enumerate(steps))
         self.merge = LoopMerger()
-        self.reads = {number: step.reads for number, step in self.steps.items()}  # steps work them out at each call
+        self.reads = {number: step.reads for number, step in self.steps.items()}  # cached: computed at each access
         self.writes = {number: step.writes for number, step in self.steps.items()}
         self.alive = set(self.steps)
         self.members = {number: 1 << number for number in self.steps}
         self.living = list(self.steps)
-        """What each original step is a part of by now."""
+        """The current step that contains each original one."""
         self.nbytes = {buffer.name: _nbytes(buffer) for buffer in program.buffers}
         self.table, self.donated = program.table, frozenset(program.donated)
         self.devices = {buffer.name: buffer.device for buffer in program.buffers}
@@ -102,25 +103,25 @@ class _StepGraph:
                 self.touching.setdefault(name, set()).add(number)
 
     def pairs(self) -> Iterator[tuple[int, int]]:
-        """Loops that touch a common buffer, in order."""
+        """Yield pairs of loops that touch a common buffer, in order."""
         seen: set[tuple[int, int]] = set()
         for members in self.touching.values():
             loops = sorted(n for n in members if isinstance(self.steps[n], Loop))
             for k, a in enumerate(loops):
-                for b in loops[k + 1 : k + 9]:  # a weight read by hundreds of kernels gives no reason to join them all
+                for b in loops[k + 1 : k + 9]:  # a weight read by hundreds of kernels is no reason to join them all
                     if (a, b) not in seen:
                         seen.add((a, b))
                         yield a, b
 
     def neighbours(self, number: int) -> list[int]:
-        """Living loops that share a buffer with this one, nearest first."""
+        """Return the remaining loops that share a buffer with this one, nearest first."""
         names = self.reads[number] | self.writes[number]
         found = {n for name in names for n in self.touching[name] if n in self.alive}
         loops = [n for n in found - {number} if isinstance(self.steps[n], Loop)]
         return sorted(loops, key=lambda n: (abs(self.first[n] - self.first[number]), n))[:24]
 
     def in_order(self, a: int, b: int) -> tuple[int, int]:
-        """The pair with the one that must or may run first in front."""
+        """Return the pair in its execution order: by dependence, else by original position."""
         if self.before[a] & self.members[b]:
             return b, a
         if self.before[b] & self.members[a]:
@@ -128,7 +129,7 @@ class _StepGraph:
         return (a, b) if self.first[a] <= self.first[b] else (b, a)
 
     def entry(self, a: int, b: int) -> Iterator[tuple[int, int, int, int]]:
-        """A queue entry for merging, if that saves anything: most bytes first, then nearest."""
+        """Yield a queue entry if merging saves anything: most bytes first, then nearest."""
         saved = self._saved(a, b)
         if saved > 0:
             yield -saved, abs(self.first[a] - self.first[b]), a, b
@@ -146,14 +147,14 @@ class _StepGraph:
     def _is_brief(self, number: int) -> bool:
         """Whether starting the loop takes longer than running it."""
         names = self.reads[number] | self.writes[number]
-        on_gpu = all(self.devices[name] != "cpu" for name in self.writes[number])
-        return on_gpu and sum(self.nbytes[name] for name in names) <= BRIEF_BYTES
+        started = all(traits_of(self.devices[name]).many_threads for name in self.writes[number])
+        return started and sum(self.nbytes[name] for name in names) <= BRIEF_BYTES
 
     def small_between(self, a: int, b: int) -> list[int]:
-        """What stands between two loops that share much, in order, if all of it can become one loop.
+        """Return the steps between two loops that share much, in order, if all of them can become one loop.
 
-        By itself it saves little, and so comes late: until then two others that it depends on may have been joined for
-        the sake of a few KiB, and stand between the large ones for good.
+        Each of them saves little and so merges late. Until then, two of its dependences may have merged for a few KiB,
+        and would separate the large loops for good.
         """
         bits = self.after[a] & self.before[b] & ~(self.members[a] | self.members[b])
         if not bits or self._saved(a, b) < LARGE_BYTES:
@@ -168,7 +169,7 @@ class _StepGraph:
         return between if one is not None else []
 
     def joined(self, a: int, b: int) -> Loop | None:
-        """Both as one loop, where that may be."""
+        """Merge two loops into one, or return None where that is not allowed."""
         first, second = self.steps[a], self.steps[b]
         if not self.may_join(a, b):
             return None
@@ -177,7 +178,7 @@ class _StepGraph:
         return None if merged is None or self.ends_takeover(a, b, merged) else merged
 
     def may_join(self, a: int, b: int) -> bool:
-        """No third step has to run between them, b does not have to run before a, and they touch no two parts."""
+        """Return whether no third step must run between, b need not run before a, and they touch at most one part."""
         if self.before[a] & self.members[b] or (self.parts and len(self._parts(a) | self._parts(b)) > 1):
             return False
         return not self.after[a] & self.before[b] & ~(self.members[a] | self.members[b])
@@ -186,10 +187,10 @@ class _StepGraph:
         return {self.parts[name] for name in self.reads[number] | self.writes[number] if name in self.parts}
 
     def ends_takeover(self, a: int, b: int, merged: Loop) -> bool:
-        """Whether a result could no longer lie over what is read for the last time, of more bytes than merging saves.
+        """Return whether merging loses in-place reuse of more bytes than it saves.
 
-        The gradient of a Llama's logits lies over the logits, 0.5 GiB, unless the loop also counts how often each token
-        is there, which spares one look at the tokens.
+        The gradient of a Llama's logits overwrites the logits, 0.5 GiB. It could not if the loop also counted tokens,
+        which would save one read of the tokens.
         """
         if self.writes[a] & self.reads[b]:
             return False
@@ -198,7 +199,7 @@ class _StepGraph:
         return handed > 0 and handed - self._handed_on(merged, {a, b}, before, saved) > saved
 
     def _handed_on(self, step: Step, numbers: set[int], before: int, least: int) -> int:
-        """Bytes of buffers, more than so many each, that a step reads for the last time and may write results over."""
+        """Return the bytes of buffers above `least` that the step reads last and may overwrite with results."""
         total, heirs = 0, sorted(name for name in step.writes if self.nbytes[name] > least)
         for name in sorted(step.reads) if heirs else ():
             others = (self.touching[name] & self.alive) - numbers
@@ -210,9 +211,9 @@ class _StepGraph:
         return total
 
     def replace_pair(self, a: int, b: int, merged: Loop) -> int:
-        """Put the merged loop in place of both; returns its number."""
+        """Replace both loops by the merged one; return its number."""
         new, own = len(self.steps), self.members[a] | self.members[b]
-        for one, other in ((a, b), (b, a)):  # who waits for one of them waits for both from now on
+        for one, other in ((a, b), (b, a)):  # steps that depend on one of them now depend on both
             for n in self._living(self.after[one] & ~self.after[other] & ~own):
                 self.before[n] |= self.before[other] | self.members[other]
             for n in self._living(self.before[one] & ~self.before[other] & ~own):
@@ -233,8 +234,8 @@ class _StepGraph:
         return new
 
     def ordered(self) -> list[Step]:
-        """All living steps, each as early as its place in the original program and its dependences allow."""
-        awaited: dict[int, list[int]] = {}  # step -> those that look again whether they are ready once it is through
+        """Return all remaining steps, each as early as its original position and its dependences allow."""
+        awaited: dict[int, list[int]] = {}  # step -> steps to check again for readiness after it
         ready: list[tuple[int, int]] = []
         result: list[Step] = []
         done, asked = 0, sorted(self.alive)
@@ -255,7 +256,7 @@ class _StepGraph:
         return result
 
     def _living(self, bits: int) -> set[int]:
-        """The steps that these original ones are part of."""
+        """Return the current steps that contain these original ones."""
         return {self.living[n] for n in _bits(bits)}
 
 

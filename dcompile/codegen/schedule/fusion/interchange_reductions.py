@@ -1,4 +1,4 @@
-"""Column reductions in row order: sums over the slow axis become stores that combine, so that rows are read once."""
+"""Interchange column reductions: a sum over the slow axis becomes a combining store over rows, read once in order."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from dcompile.codegen.schedule.fusion.iteration_space import canonical, respace
 from dcompile.codegen.schedule.fusion.merge import without
+from dcompile.device_traits import loop_traits
 from dcompile.ir.analysis import ancestors, is_row_store
 from dcompile.ir.index import contiguous_strides, flatten, size_product, var
 from dcompile.ir.nodes import Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
@@ -17,17 +18,17 @@ MAX_COLUMNS = 1 << 16  # every thread keeps one partial result for each column: 
 def interchange_reductions(program: Program) -> Program:
     """Turn reductions over the slow axis into loops over rows with combining stores.
 
-    `out[c] = sum over r of x[r, c]` as one row of r per c jumps through memory and shares no loop with the row-wise
-    work on x; with r outside, x is read in order and the loop can fuse with it (the two gradients of a norm).
-    Changes only the order in which a reduction is summed. On GPUs a reduction of another's results (a variance about
-    the mean, of channels-last images) becomes a walk over the rows of its own: one row a channel leaves most of a GPU
-    idle (28 of 115 ms of ResNet-50's step). On the CPU such loops stay as they are.
+    `out[c] = sum over r of x[r, c]` with one row for each c jumps through memory and shares no loop with row-wise work
+    on x. With r outside, x is read in order and the loop can fuse with that work (the two gradients of a norm). Only
+    the order of summation changes. On GPUs, a reduction that needs another's result becomes a second loop over rows,
+    for example the variance of channels-last images. One row for each channel leaves most of a GPU idle (28 of 115 ms
+    of ResNet-50's step). On CPUs such loops stay as they are.
     """
     table = dict(program.table)
     steps: list[Step] = []
     for step in program.steps:
         if isinstance(step, Loop) and step.inner:
-            deep = any(table[store.buffer].device != "cpu" for store in step.stores)
+            deep = loop_traits(step, table).many_threads
             loop = canonical(step)
             if wants_rows(loop, deep=deep):
                 steps += _split_by_depth(loop, table)
@@ -37,13 +38,13 @@ def interchange_reductions(program: Program) -> Program:
 
 
 def wants_rows(loop: Loop, *, deep: bool = False) -> bool:
-    """Is the reduction over a slow axis of everything it reads in full, with unit stride along the kept axis?
+    """Is the reduction over a slow axis of all its full-size loads, with unit stride along the kept axis?
 
-    `deep`: also if it reduces what another reduction has given.
+    `deep`: also accept reductions that need another reduction's result.
     """
     columns = size_product(loop.outer)
     if len(loop.outer) != 1 or not isinstance(columns, int) or not 8 <= columns <= MAX_COLUMNS:
-        return False  # also where the columns are symbolic: their number would be unbounded
+        return False  # symbolic columns included, since their number has no bound
     reduces = [value for value in loop.body if isinstance(value, Reduce)]
     if not reduces or any(REDUCTIONS[value.op].combine is None for value in reduces):
         return False
@@ -70,7 +71,7 @@ def _has_nested_reduction(loop: Loop) -> bool:
 
 
 def _split_by_depth(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
-    """The reductions that need no other, as walks over rows; then those that need these; and so on."""
+    """Split off the reductions that need no other as loops over rows, then those that need these, and so on."""
     steps: list[Loop] = []
     while _has_nested_reduction(loop):
         first = [
@@ -103,7 +104,7 @@ def _unused(name: str, table: dict[str, Buffer]) -> str:
 
 
 def _split(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
-    """The reductions as combining stores over rows, then one loop for what was done with their results."""
+    """Turn the reductions into combining stores over rows, followed by one loop for the uses of their results."""
     columns = size_product(loop.outer)
     device = next(table[store.buffer].device for store in loop.stores)
     results: dict[Ref, str] = {}
@@ -140,13 +141,13 @@ def _split(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
 
 
 def _harmless(value: Value) -> Value:
-    """Values over the inner space have no meaning in the finishing loop; nothing there may use them."""
+    """Replace values over the inner space, which have no meaning in the finishing loop and no use there."""
     inner = isinstance(value, Load | IndexOf) and any(name[0] == "j" for name in value.index.variables)
     return Const(0, value.dtype) if inner or isinstance(value, Reduce) else value
 
 
 def _rows_outside(loop: Loop) -> Loop:
-    """Swap the spaces: the reduced axes become the rows, the kept axis the row itself."""
+    """Swap the two spaces: the reduced axes become the rows, and the kept axis becomes the row itself."""
     outer, inner = loop.outer, loop.inner
     values = {f"i{k}": var(f"j{k}") for k in range(len(outer))} | {f"j{k}": var(f"i{k}") for k in range(len(inner))}
     moved = respace(loop, inner, outer, values)

@@ -1,4 +1,4 @@
-"""Iteration spaces: canonical form of a loop, and the same loop told over another space."""
+"""Iteration spaces: the canonical form of a loop, and the change of a loop to another space."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ Shape = tuple[Size, ...]
 
 
 def space_ranges(outer: Shape, inner: Shape) -> dict[str, Size]:
-    """Exclusive bound of every variable of a space."""
+    """Return the exclusive bound of every variable of a space."""
     return {f"i{k}": n for k, n in enumerate(outer)} | {f"j{k}": n for k, n in enumerate(inner)}
 
 
 def position(letter: str, shape: Shape) -> Index:
-    """Row-major position of the variables `letter0, letter1, ...` in `shape`."""
+    """Return the row-major position of the variables `letter0, letter1, ...` in `shape`."""
     return flatten([var(f"{letter}{k}") for k in range(len(shape))], contiguous_strides(shape))
 
 
 def coordinates(letter: str, shape: Shape, flat: Index, bounds: Ranges) -> dict[str, Index]:
-    """Variables `letter0, ...` of `shape` at row-major position `flat`."""
+    """Return the variables `letter0, ...` of `shape` at row-major position `flat`."""
     return {f"{letter}{k}": c for k, c in enumerate(unflatten(flat, shape, bounds))}
 
 
 def indices(loop: Loop) -> list[Index]:
-    """Every index expression of the loop."""
+    """Return every index expression of the loop."""
     found = [value.index for value in loop.body if isinstance(value, Load | IndexOf)]
     return found + [store.index for store in loop.stores]
 
 
 def divisions(loop: Loop) -> int:
-    """How many distinct divisions and remainders the loop's indices contain: what a bad choice of space costs."""
+    """Count the distinct divisions and remainders in the loop's indices: the cost of a badly chosen space."""
     atoms = {atom for index in indices(loop) for monomial, _ in index.terms for atom in monomial}
     return sum(not isinstance(atom, Var) for atom in atoms)
 
 
 def respace(loop: Loop, outer: Shape, inner: Shape, values: Mapping[str, Index]) -> Loop:
-    """The loop over another space, its old variables being `values` of the new ones."""
+    """Rewrite the loop over another space; `values` gives its old variables in terms of the new ones."""
     bounds = space_ranges(outer, inner)
 
     def moved(index: Index) -> Index:
@@ -74,7 +74,7 @@ def respace(loop: Loop, outer: Shape, inner: Shape, values: Mapping[str, Index])
 
 
 def refine(first: Loop, second: Loop) -> tuple[Loop, Loop]:
-    """Both loops of one space with axes split until no index divides a bare variable: (12*64,) becomes (12, 64)."""
+    """Split axes of both loops of one space until no index divides a bare variable: (12*64,) becomes (12, 64)."""
     for _ in range(6):
         split = _wanted_split((first, second), ranges(first))
         if split is None:
@@ -85,7 +85,7 @@ def refine(first: Loop, second: Loop) -> tuple[Loop, Loop]:
 
 
 def _wanted_split(loops: tuple[Loop, Loop], bounds: Ranges) -> tuple[str, Size] | None:
-    """The variable, and the smallest divisor, that some index divides it by."""
+    """Return a variable that some index divides, and the smallest such divisor."""
     found: dict[tuple[str, int, str], tuple[str, Size]] = {}
     for loop in loops:
         for index in indices(loop):
@@ -111,9 +111,9 @@ def _split_axis(loop: Loop, name: str, divisor: Size) -> Loop:
 
 
 def canonical(loop: Loop) -> Loop:
-    """Without axes of size 1, and with neighbouring axes merged wherever every index allows it."""
+    """Remove axes of size 1, and merge neighbouring axes wherever every index allows it."""
     if any(store.mode != "set" for store in loop.stores) and 1 in (*loop.outer, *loop.inner):
-        return loop  # a combining store takes in one value per row or per element: its index says which, ones included
+        return loop  # a combining store takes one value per row or per element, as its index says, ones included
     loop = elementwise(_drop_ones(loop))
     outer, inner = loop.outer, loop.inner
     used = indices(loop)
@@ -148,9 +148,9 @@ def _drop_ones(loop: Loop) -> Loop:
 
 
 def elementwise(loop: Loop) -> Loop:
-    """A loop without inner space, less its reductions: a row of one element is reduced to that element, at position 0.
+    """Remove the reductions of a loop without inner space: each reduces one element, at position 0, to itself.
 
-    Told over rows of many elements, they would reduce those instead.
+    Over longer rows, these reductions would have another meaning.
     """
     if loop.inner or not any(isinstance(value, (Reduce, Scan)) for value in loop.body):
         return loop
@@ -158,7 +158,7 @@ def elementwise(loop: Loop) -> Loop:
 
 
 def _mergeable(used: list[Index], letter: str, shape: Shape) -> list[list[int]]:
-    """Axes grouped into runs that every index treats as one: coefficient(k) == size(k+1) * coefficient(k+1)."""
+    """Group axes into runs that every index treats as one: coefficient(k) == size(k+1) * coefficient(k+1)."""
     groups: list[list[int]] = [[0]] if shape else []
     for k in range(1, len(shape)):
         here, before = f"{letter}{k}", f"{letter}{k - 1}"
@@ -177,9 +177,9 @@ def _one_axis(index: Index, before: str, here: str, size: Size) -> bool:
 
 
 def radix(index: Index, bounds: Ranges) -> list[tuple[str, Size]] | None:
-    """(variable, coefficient) of a one-to-one index onto 0..n-1 over all variables of `bounds`, else None.
+    """Return (variable, coefficient) pairs of an index that maps `bounds` one-to-one onto 0..n-1, else None.
 
-    That is a mixed-radix number: some order of the variables in which each coefficient is the product of the faster
+    Such an index is a mixed-radix number: in some order of the variables, each coefficient is the product of the faster
     variables' sizes.
     """
     digits: dict[str, Size] = {}
@@ -195,7 +195,7 @@ def radix(index: Index, bounds: Ranges) -> list[tuple[str, Size]] | None:
     left = dict(digits)
     expected: Size = 1
     while left:
-        # a variable of size 1 has any coefficient's place: it must not stand for the one that steps over more
+        # a variable of size 1 fits any coefficient: take it first, so that it does not replace a longer one
         found = [name for name, factor in left.items() if factor == expected]
         if not found:
             return None
@@ -208,7 +208,7 @@ def radix(index: Index, bounds: Ranges) -> list[tuple[str, Size]] | None:
 
 
 def solve(index: Index, own: Ranges, target: Index, bounds: Ranges) -> dict[str, Index] | None:
-    """Own variables at which `index` equals `target`; None unless `index` is one-to-one. `bounds`: target's ranges."""
+    """Return own variables where a one-to-one `index` equals `target`, else None. `bounds`: ranges of the target."""
     digits = radix(index, own)
     if digits is None:
         return None
@@ -222,10 +222,10 @@ def solve(index: Index, own: Ranges, target: Index, bounds: Ranges) -> dict[str,
 
 
 def size_of(space: Iterable[Size]) -> Size:
-    """Number of points."""
+    """Return the number of points of a space."""
     return size_product(space)
 
 
 def constant(value: int) -> Index:
-    """An index that is a number."""
+    """Return a number as an index."""
     return as_index(value)

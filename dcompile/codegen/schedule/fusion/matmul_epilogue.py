@@ -1,7 +1,7 @@
-"""Loops that a matrix product may end in: one kernel then multiplies, and does what the loop does with the result.
+"""Epilogue fusion: a matmul and the pointwise loop after it become one kernel.
 
-Where that is faster than the library's product and the loop behind it is measured, kernel by kernel and tile by tile
-(`pipeline.py`); here are which loops could, and the rewrite for those that shall.
+Kernels and tiles are measured on the program before this pass (`autotune.py`), against the library's matmul and a
+separate loop. This file finds the candidates and rewrites the chosen ones.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TypeAlias
 
-from dcompile.codegen.nest.device_traits import MAX_INT32_ELEMENTS
 from dcompile.codegen.nest.loop_nest import stride
 from dcompile.codegen.schedule.order.dependences import edges
+from dcompile.device_traits import MAX_INT32_ELEMENTS, traits_of
 from dcompile.ir.analysis import is_row_store, runtime_refs, sizes
 from dcompile.ir.canonical_names import buffers_in, rename_buffers
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES, gemm_layout
@@ -37,23 +37,23 @@ from dcompile.ir.nodes import (
 from dcompile.ir.symbols import used_symbols
 
 MIN_EPILOGUE_FLOPS = 1 << 30
-"""Multiplications and additions of a product below which there is nothing to gain: it takes two microseconds."""
+"""A matmul of fewer floating point operations takes two microseconds, and fusion gains nothing."""
 ANY = Tile(0, 0, 0, 0, 0)
-"""In place of a tile that is not chosen yet."""
+"""Placeholder for a tile that is not chosen yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpilogueCandidate:
-    """A product and the loop that it may end in, by position among the steps."""
+    """A matmul and a loop that can be its epilogue, by position among the steps."""
 
     product: int
     position: int
     joint: Loop
-    """Both as one loop, by ANY tile."""
+    """Both as one loop, with the tile `ANY`."""
 
     @property
     def kind(self) -> Loop:
-        """What a choice is made for: the joint loop without names, so that equal layers share it."""
+        """The joint loop without names: the key of a choice, which equal layers share."""
         return _nameless(self.joint)
 
     @property
@@ -63,17 +63,17 @@ class EpilogueCandidate:
 
 
 def flops(product: Matmul) -> int:
-    """Multiplications and additions of a product of known sizes."""
+    """Return the floating point operations of a matmul, static sizes only."""
     *_, left, right = (view for view in product.call.args if isinstance(view, View))
     known = [size for size in (*left.shape, right.shape[1]) if isinstance(size, int)]
     return 2 * prod(known)
 
 
 def fuse_matmul_epilogues(program: Program, chosen: Mapping[Loop, Tile]) -> Program:
-    """Let products end in the loops behind them, where a tile was chosen for this.
+    """Fuse matmuls with the loops after them, where a tile was chosen.
 
-    Guarantees: the same values, up to the order of summation in these products, which stand where the loops stood.
-    Relies on: `chosen` being the same wherever the program runs.
+    Guarantees: the same values, up to the order of summation in these matmuls, which move to the place of their loops.
+    Relies on: `chosen` is the same on every rank.
     """
     found = {e.position: (e, chosen[e.kind]) for e in endings(program) if e.kind in chosen} if chosen else {}
     if not found:
@@ -91,13 +91,13 @@ def fuse_matmul_epilogues(program: Program, chosen: Mapping[Loop, Tile]) -> Prog
 
 
 def with_tile(joint: Loop, tile: Tile) -> Loop:
-    """The joint loop, by a tile."""
+    """Return the joint loop with this tile."""
     assert joint.product is not None, "a joint loop has a product"
     return replace(joint, product=replace(joint.product, tile=tile))
 
 
 def endings(program: Program) -> list[EpilogueCandidate]:
-    """All products that may end in a loop, each with one such loop."""
+    """Return all matmuls that have an epilogue candidate, each with one loop."""
     table = program.table
     products = {n: out for n, step in enumerate(program.steps) if (out := _result(step, table)) is not None}
     if not products:
@@ -106,18 +106,18 @@ def endings(program: Program) -> list[EpilogueCandidate]:
     found: dict[int, EpilogueCandidate] = {}
     for at, out in products.items():
         behind = (n for n in range(at + 1, len(program.steps)) if at in before[n])
-        position = next(behind, None)  # no other step may need the product, or overwrite what it reads, before
+        position = next(behind, None)  # no other step may need the result, or overwrite the matmul's inputs, before
         joint = None if position is None else _fuse_epilogue(program, at, position, out)
         if position is None or joint is None:
             continue
         ending = EpilogueCandidate(at, position, joint)
         if position not in found or ending.flops >= found[position].flops:
-            found[position] = ending  # of two products that a loop reads, the larger one, or the one nearer to it
+            found[position] = ending  # of two matmuls that a loop reads: the larger, or on ties the later
     return [found[position] for position in sorted(found)]
 
 
 def _result(step: Step, table: Mapping[str, Buffer]) -> Buffer | None:
-    """Where a product is written that a kernel of ours can multiply; None if it is none of these."""
+    """Return the result buffer of a matmul that dcompile's kernel can compute; None for other steps."""
     match step:
         case Extern("aten.mm.default", (View() as left, View() as right), (), (str(out),), "out"):
             pass
@@ -132,7 +132,7 @@ def _result(step: Step, table: Mapping[str, Buffer]) -> Buffer | None:
     result = View(out, buffer.shape, buffer.strides)
     if (
         buffer.dtype not in TENSOR_CORE_DTYPES
-        or not buffer.device.startswith("cuda")
+        or not traits_of(buffer.device).has_matmul_epilogues
         or buffer.extent != _elements(result)
     ):
         return None
@@ -146,7 +146,7 @@ def _result(step: Step, table: Mapping[str, Buffer]) -> Buffer | None:
 
 
 def _elements(view: View) -> int:
-    """Elements of a view of known sizes; -1 of another."""
+    """Return the number of elements of a view of static size; -1 otherwise."""
     return prod(n for n in view.shape if isinstance(n, int)) if all(isinstance(n, int) for n in view.shape) else -1
 
 
@@ -157,7 +157,7 @@ def _reach(view: View) -> int:
 
 
 def _fuse_epilogue(program: Program, at: int, position: int, out: Buffer) -> Loop | None:
-    """The product and the loop as one, if the loop goes through the result element by element."""
+    """Return matmul and loop as one, if the loop covers the result element by element."""
     call, loop = program.steps[at], program.steps[position]
     assert isinstance(call, Extern), "found by _result"
     if not isinstance(loop, Loop) or loop.product is not None or not _is_pointwise(loop, program.table):
@@ -185,7 +185,7 @@ def _of_load(loop: Loop, ref: int) -> Index:
 
 
 def _is_pointwise(loop: Loop, table: Mapping[str, Buffer]) -> bool:
-    """Does each element by itself come to a value for each store, at a known place on a GPU?"""
+    """Does each iteration compute one element of each store independently, at an index known in advance on a GPU?"""
     if any(isinstance(value, (Reduce, Scan)) for value in loop.body):
         return False
     names = {name for name, size in sizes(loop).items() if size != 1}
@@ -194,15 +194,15 @@ def _is_pointwise(loop: Loop, table: Mapping[str, Buffer]) -> bool:
         and not runtime_refs(store.index)
         and names <= store.index.variables
         and not (loop.inner and is_row_store(loop, store))
-        and table[store.buffer].device.startswith("cuda")
+        and traits_of(table[store.buffer].device).has_matmul_epilogues
         for store in loop.stores
     )
 
 
 def by_rows(loop: Loop, out: Buffer) -> Loop | None:
-    """The loop over rows and columns of a matrix of which it reads each element where it is at it; None if it does not.
+    """Rewrite the loop over rows and columns of the matrix `out`, of which each iteration reads one element; else None.
 
-    Variables may run in any order, more than one along the rows or the columns, and one along both.
+    Variables may be in any order. Several may make up the rows or the columns, and one may span both.
     """
     loads = [value for value in loop.body if isinstance(value, Load) and value.buffer == out.name]
     columns, lengths = out.shape[1], sizes(loop)
@@ -231,11 +231,11 @@ def by_rows(loop: Loop, out: Buffer) -> Loop | None:
 
 
 Piece: TypeAlias = "tuple[str, int]"
-"""A variable, or its upper or lower part, and how far it runs."""
+"""A variable, or its upper or lower part, and its length."""
 
 
 def _in_order(loop: Loop, outer: list[Piece], inner: list[Piece]) -> Loop:
-    """The loop over these variables; of one that is in both, the upper part is in `outer`."""
+    """Rewrite the loop over these variables; `outer` has the upper part of a variable that is in both."""
     bounds = {f"i{k}": size for k, (_, size) in enumerate(outer)} | {f"j{k}": size for k, (_, size) in enumerate(inner)}
     moved = dict.fromkeys(sizes(loop), ZERO)
     for k, (name, _) in enumerate(outer):
@@ -252,7 +252,7 @@ def _in_order(loop: Loop, outer: list[Piece], inner: list[Piece]) -> Loop:
 
 
 def is_seen(program: Program, name: str, but: tuple[int, int]) -> bool:
-    """Whether anything but two steps needs a buffer, or knows where it lies."""
+    """Return whether a step other than these two needs a buffer, or an output or storage refers to it."""
     used = any(name in step.reads | step.writes for n, step in enumerate(program.steps) if n not in but)
     shown = any(isinstance(output, View) and output.buffer == name for output in program.outputs)
     return used or shown or program.table[name].storage is not None
@@ -262,7 +262,7 @@ def is_seen(program: Program, name: str, but: tuple[int, int]) -> bool:
 
 
 def _nameless(joint: Loop) -> Loop:
-    """The same with buffers numbered as they come, and nothing said of where it is from."""
+    """Return the joint loop with buffers numbered in order of use, and without its origin."""
     assert joint.product is not None, "a joint loop has a product"
     call, out = joint.product.call, joint.product.out
     names: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""Two loops as one: find a common iteration space, check that every shared element lines up, join the bodies.
+"""Merge two loops: find a common iteration space, check that shared elements line up, and join the bodies.
 
-The common space is always that of one of the two loops. A loop without an inner space can be told over any space it has
-a one-to-one map to: the whole space (it becomes element work) or the rows alone (it becomes row work).
+The common space is always that of one of the two loops. A loop without an inner space can change to any space that it
+maps to one-to-one. This is the whole space (element work) or the rows alone (row work).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from dcompile.ir.index import Index, Size, as_size, substitute, var
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Scan, Value
 from dcompile.ir.ops import COMPUTE_DTYPES
 
-MAX_VALUES = 320  # a body beyond this spills registers and takes g++ over 0.2 s
+MAX_VALUES = 320  # a larger body spills registers and takes g++ over 0.2 s
 MAX_BUFFERS = 28  # more streams than this defeat the hardware prefetchers
 
 
 def merge(first: Loop, second: Loop) -> Loop | None:
-    """`first` then `second` as one loop, or None if their elements do not line up. `second` may depend on `first`."""
+    """Merge `first` and then `second`, which may depend on it; return None if their elements do not line up."""
     if len(first.body) + len(second.body) > MAX_VALUES:
         return None
     if len(first.reads | first.writes | second.reads | second.writes) > MAX_BUFFERS:
@@ -43,7 +43,7 @@ def merge(first: Loop, second: Loop) -> Loop | None:
             a, b = refine(a, b)
         if divisions(a) + divisions(b) <= allowed and lines_up(a, b):
             joined = join(a, b)
-            updates = joined.reads & joined.writes  # inputs changed in place
+            updates = joined.reads & joined.writes  # inputs updated in place
             counts_kept = combinings(joined) == combinings(first) | combinings(second)
             if counts_kept and all(can_overwrite(joined, name, name) for name in updates):
                 return joined
@@ -51,7 +51,7 @@ def merge(first: Loop, second: Loop) -> Loop | None:
 
 
 class LoopMerger:
-    """`merge` for many pairs. Pairs that differ in names alone, as those of equal layers, are merged once."""
+    """Memoized `merge`: pairs that differ only in names, such as those of equal layers, are merged once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Nameless, Nameless], Loop | None] = {}
@@ -71,10 +71,10 @@ class LoopMerger:
 
 
 def combinings(loop: Loop) -> dict[str, Size]:
-    """How many values each combining store takes in: one per row if nothing in it varies within a row.
+    """Return the number of values that each combining store takes: one per row if it does not vary within a row.
 
-    A value that is taken over from the loop before may vary less than the load it replaces, and would then be counted
-    too few times.
+    A value forwarded from the first loop may vary less than the load that it replaces, and would be counted too few
+    times.
     """
     counts: dict[str, Size] = {}
     for store in loop.stores:
@@ -85,7 +85,7 @@ def combinings(loop: Loop) -> dict[str, Size]:
 
 
 def _common_spaces(first: Loop, second: Loop) -> Iterator[tuple[Loop, Loop]]:
-    """Both loops over one space, in order of preference."""
+    """Yield both loops over one space, in order of preference."""
     rows, columns = size_of(first.outer), size_of(first.inner)
     rows2, columns2 = size_of(second.outer), size_of(second.inner)
     if first.inner and second.inner:
@@ -103,7 +103,7 @@ def _common_spaces(first: Loop, second: Loop) -> Iterator[tuple[Loop, Loop]]:
 
 
 def _onto(loop: Loop, host: Loop) -> Loop:
-    """A row loop told over the space of another with as many rows and columns."""
+    """Rewrite a row loop over the space of another loop with as many rows and columns."""
     outer, inner, bounds = host.outer, host.inner, ranges(host)
     values = coordinates("i", loop.outer, position("i", outer), bounds)
     values |= coordinates("j", loop.inner, position("j", inner), bounds)
@@ -111,7 +111,7 @@ def _onto(loop: Loop, host: Loop) -> Loop:
 
 
 def _retold(loop: Loop, host: Loop) -> Iterator[Loop]:
-    """A loop without inner space, told over the space of `host`: first so that shared elements meet, then in order."""
+    """Rewrite a loop without inner space over the space of `host`: with shared elements aligned, then in order."""
     loop = elementwise(loop)
     outer, inner, bounds, own = host.outer, host.inner, ranges(host), ranges(loop)
     for mine, theirs in _shared_elements(loop, host):
@@ -126,13 +126,13 @@ def _retold(loop: Loop, host: Loop) -> Iterator[Loop]:
 
 
 def _one_to_one(index: Index, points: Size, outer: Shape, inner: Shape) -> bool:
-    """Does `index` meet each of `points` elements once, over all rows or over all elements?"""
+    """Does `index` reach each of `points` elements once, over all rows or over all elements?"""
     spaces = (space_ranges(outer, ()), space_ranges(outer, inner))
     return any(solve(index, space, index, space) is not None for space in spaces if size_of(space.values()) == points)
 
 
 def _shared_elements(loop: Loop, host: Loop) -> Iterator[tuple[Index, Index]]:
-    """(index in loop, index in host) of elements that both touch: writes against reads first, then common reads."""
+    """Yield (index in loop, index in host) of elements that both touch: writes against reads, then common reads."""
     for store in loop.stores:
         yield from ((store.index, load.index) for load in _loads(host) if load.buffer == store.buffer)
     for store in host.stores:
@@ -146,7 +146,7 @@ def _loads(loop: Loop) -> list[Load]:
 
 
 def lines_up(first: Loop, second: Loop) -> bool:
-    """Over one space: is every element that `second` reads of `first` the one just computed at the same point?"""
+    """Over one space: does `second` read of `first` only the element just computed at the same point?"""
     stores = {store.buffer: store for store in first.stores}
     if any(store.buffer in stores for store in second.stores):
         return False
@@ -156,13 +156,13 @@ def lines_up(first: Loop, second: Loop) -> bool:
             continue
         if store.mode != "set" or store.index != load.index:
             return False
-        if runtime_refs(store.index):  # equal names, but each body numbers its own values
+        if runtime_refs(store.index):  # equal variable names mean different values: each body has its own numbering
             return False
     return True
 
 
 def join(first: Loop, second: Loop) -> Loop:
-    """One loop over their common space; what `second` loads of `first` is taken from the value directly."""
+    """Join two loops over their common space; loads of what `first` stores become its values."""
     body: list[Value] = []
     known: dict[Value, Ref] = {}
     refs = append(body, known, first, {})
@@ -175,7 +175,7 @@ def join(first: Loop, second: Loop) -> Loop:
 
 
 def append(body: list[Value], known: dict[Value, Ref], loop: Loop, stored: dict[str, Ref]) -> dict[Ref, Ref]:
-    """Append a loop's values to `body`, sharing equal ones; loads of `stored` buffers become those values."""
+    """Append a loop's values to `body`, sharing equal ones; loads of `stored` buffers become the stored values."""
     refs: dict[Ref, Ref] = {}
     for old, value in enumerate(loop.body):
         refs[old] = append_value(body, known, move_value(value, refs, stored, body, known))
@@ -185,7 +185,7 @@ def append(body: list[Value], known: dict[Value, Ref], loop: Loop, stored: dict[
 def move_value(
     value: Value, refs: dict[Ref, Ref], stored: dict[str, Ref], body: list[Value], known: dict[Value, Ref]
 ) -> Value | Ref:
-    """A value whose operands are where `refs` says; where it loads one of `stored`, the value that was stored."""
+    """Renumber a value's operands by `refs`; a load of a `stored` buffer becomes the stored value."""
     match value:
         case Const():
             return value
@@ -205,7 +205,7 @@ def move_value(
 
 
 def mask_value(value: Ref, mask: Ref, dtype: str, body: list[Value], known: dict[Value, Ref]) -> Value:
-    """The value, or 0 where the mask is false: of 16 bits, in which loops do not compute, by way of float32."""
+    """Return the value, or 0 where the mask is false; 16-bit types go through float32, in which loops compute."""
     wide = dtype if dtype in COMPUTE_DTYPES else "float32"
     if wide != dtype:
         value = append_value(body, known, Apply("cast", (value,), wide))
@@ -215,11 +215,11 @@ def mask_value(value: Ref, mask: Ref, dtype: str, body: list[Value], known: dict
 
 
 def append_value(body: list[Value], known: dict[Value, Ref], value: Value | Ref) -> Ref:
-    """Append a value to a body unless it is `known` there; its number."""
+    """Append a value to a body unless it is `known` there; return its number."""
     if isinstance(value, int):
         return value
     if isinstance(value, Const):
-        # 0 and False, 0.0 and -0.0 compare equal: the text keeps them apart
+        # 0 and False, 0.0 and -0.0 compare equal: the text distinguishes them
         key: Value = replace(value, value=0, dtype=f"{value.dtype}:{value.value!r}")
     else:
         key = value
@@ -230,13 +230,13 @@ def append_value(body: list[Value], known: dict[Value, Ref], value: Value | Ref)
 
 
 def _renumber_indices(index: Index, refs: dict[Ref, Ref]) -> Index:
-    """Run-time variables `v7` follow the values they name."""
+    """Renumber run-time variables such as `v7` along with their values."""
     used = runtime_refs(index)
     return substitute(index, {f"v{old}": var(f"v{refs[old]}") for old in used}, {}) if used else index
 
 
 def without(loop: Loop, dead: frozenset[str]) -> Loop | None:
-    """The loop without its stores to `dead` buffers and without values that nothing uses; None if nothing is left."""
+    """Remove stores to `dead` buffers and unused values; return None if no store remains."""
     stores = tuple(store for store in loop.stores if store.buffer not in dead)
     if not stores:
         return None

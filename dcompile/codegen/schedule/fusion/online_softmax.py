@@ -1,9 +1,9 @@
-"""Softmax's divisor in one reading of long rows, for GPUs: the largest element and the sum of exponentials below it.
+"""Online softmax for GPUs: one pass over a long row computes its maximum and the sum of exponentials below it.
 
-A sum over `exp(x - max(x))` needs the maximum first. Rows that a program keeps in registers are read once anyway, but
-longer ones, such as logits over a vocabulary, would be read twice. Reduce("sum_exp") means the same sum, and a target
-may collect it beside a running maximum. Which sums become one follows from the graph before fusion, so that a value
-does not depend on what was fused.
+A sum over `exp(x - max(x))` needs the maximum first. Rows that fit into registers are read once anyway, but longer
+ones, such as logits over a vocabulary, would be read twice. Reduce("sum_exp") denotes the same sum, and a target may
+compute it beside a running maximum. The graph before fusion determines which sums are rewritten, so a value does not
+depend on fusion.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dcompile.codegen.nest.device_traits import on_gpu
 from dcompile.codegen.nest.gpu_tiling import MAX_PERSISTENT_ELEMENTS, MULTIPROCESSORS
 from dcompile.codegen.schedule.fusion.iteration_space import canonical
 from dcompile.codegen.schedule.fusion.merge import merge, without
+from dcompile.device_traits import loop_traits
 from dcompile.ir.index import size_product, typical
 from dcompile.ir.nodes import Apply, Buffer, Loop, Program, Reduce, Ref, Step, Value
 
 MAX_ROW_PASSES = 4
-"""Loops that may lie between a maximum and the sum that needs it."""
+"""Loops merged, at most, from a sum back to the loop of its maximum."""
 
 
 def use_online_softmax(program: Program) -> Program:
-    """Join a row's maximum and the sum of exponentials below it, where rows are long, into one pass over the row.
+    """Join a long row's maximum and the sum of exponentials below it into one pass over the row.
 
-    The sum is collected below a running maximum and scaled as that grows: it differs from the sum in two passes by its
-    rounding. Loops on the CPU, short rows and rows so few that several programs share each are left alone.
+    The sum is kept relative to a running maximum and rescaled when that grows, so its rounding differs from two passes.
+    Loops on CPUs, short rows, and rows so few that several programs share each are unchanged.
     """
     table = program.table
     steps: list[Step | None] = list(program.steps)
@@ -46,8 +46,8 @@ def use_online_softmax(program: Program) -> Program:
 
 
 def _is_long(loop: Loop, table: dict[str, Buffer]) -> bool:
-    """Is a row read in pieces, by one program?"""
-    if not on_gpu(loop, table) or any(store.mode != "set" for store in loop.stores):
+    """Does one program read the row in several blocks?"""
+    if not loop_traits(loop, table).many_threads or any(store.mode != "set" for store in loop.stores):
         return False
     return (
         typical(size_product(loop.inner)) > MAX_PERSISTENT_ELEMENTS
@@ -56,7 +56,7 @@ def _is_long(loop: Loop, table: dict[str, Buffer]) -> bool:
 
 
 def _sums(loop: Loop) -> Iterator[Ref]:
-    """Sums of exponentials."""
+    """Yield the sums of exponentials."""
     for ref, value in enumerate(loop.body):
         if isinstance(value, Reduce) and value.op == "sum":
             argument = loop.body[value.arg]
@@ -65,7 +65,7 @@ def _sums(loop: Loop) -> Iterator[Ref]:
 
 
 def rewritten(loop: Loop) -> Loop | None:
-    """The loop with every sum of `exp(x - max(x))` as one reduction of x; None if it has no such sum."""
+    """Replace every sum of `exp(x - max(x))` by one reduction of x; return None if there is no such sum."""
     body: list[Value] = list(loop.body)
     for ref in _sums(loop):
         total = body[ref]
@@ -81,7 +81,7 @@ def rewritten(loop: Loop) -> Loop | None:
 
 
 def _with_its_maximum(steps: list[Step | None], at: int) -> tuple[int, Loop] | None:
-    """The sum's loop and that of its maximum as one, and where that may stand: in the place of the latter."""
+    """Merge the sum's loop with its maximum's loop; return the merged loop and its position, which is the latter's."""
     step = steps[at]
     assert isinstance(step, Loop)
     joined, writers = canonical(step), {name: n for n, s in enumerate(steps[:at]) if s is not None for name in s.writes}
@@ -96,7 +96,7 @@ def _with_its_maximum(steps: list[Step | None], at: int) -> tuple[int, Loop] | N
             if producer.inner:
                 done = rewritten(merged)
                 return (place, done) if done is not None and _may_stand(done, steps[place + 1 : at]) else None
-            kept = without(merged, producer.writes)  # it stays for whoever else reads it
+            kept = without(merged, producer.writes)  # the producer stays for its other readers
             assert kept is not None
             joined = kept
             break
@@ -106,7 +106,7 @@ def _with_its_maximum(steps: list[Step | None], at: int) -> tuple[int, Loop] | N
 
 
 def _may_join(producer: Loop) -> bool:
-    """Something for each element, or maxima of rows?"""
+    """Is the producer a pointwise loop, or one that stores maxima of rows?"""
     if len(producer.stores) != 1 or producer.stores[0].mode != "set":
         return False
     result = producer.body[producer.stores[0].value]
@@ -114,5 +114,5 @@ def _may_join(producer: Loop) -> bool:
 
 
 def _may_stand(loop: Loop, between: list[Step | None]) -> bool:
-    """Is all that the loop reads there before these steps, which it overtakes?"""
+    """Are all inputs of the loop ready before these steps, which it overtakes?"""
     return not any(loop.reads & step.writes for step in between if step is not None)

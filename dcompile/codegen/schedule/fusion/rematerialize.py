@@ -1,8 +1,8 @@
-"""Elements that are cheaper to compute again than to keep: on a GPU, what kernels do costs less than what they move.
+"""Rematerialize cheap elements of large buffers on GPUs, where arithmetic costs less than memory traffic.
 
-Lowering stores what several operations read. Behind a reduction that leaves memory holding what its inputs tell: the
-backward of a batch norm would write two images in float32, for its sums and for its gradient, where three in 16 bits
-are there to be read again.
+Lowering stores values that several operations read. After a reduction, memory then holds values that its inputs
+determine. The backward of a batch norm would write two images in float32, for its sums and for its gradient.
+Recomputation reads three existing images in 16 bits instead.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from dcompile.codegen.nest.device_traits import on_gpu
 from dcompile.codegen.schedule.fusion.fuse import drop_internal
 from dcompile.codegen.schedule.fusion.iteration_space import divisions, solve
 from dcompile.codegen.schedule.fusion.merge import MAX_BUFFERS, MAX_VALUES, append_value, mask_value, move_value
+from dcompile.device_traits import loop_traits
 from dcompile.ir.analysis import ancestors, ranges, runtime_refs, turning_point
 from dcompile.ir.index import Index, Ranges, substitute, typical, var
 from dcompile.ir.nodes import (
@@ -34,25 +34,25 @@ from dcompile.ir.nodes import (
 from dcompile.ir.ops import OPS
 
 MIN_RECOMPUTE_BYTES = 1 << 20
-"""Bytes that a buffer has at least: smaller ones stay in the cache."""
+"""Smallest size of a buffer: smaller ones stay in the cache."""
 MIN_STEP_DISTANCE = 8
-"""Steps between writing and reading: what is read again has to live on that long."""
+"""Largest distance from writer to reader, in steps: the inputs of a recomputation must live that long."""
 MAX_RECOMPUTE_COST = 48
-"""Additions that an element may cost: about what a GPU does while it reads or writes eight bytes more."""
+"""Additions for each element: about what a GPU computes while it moves eight more bytes."""
 MAX_TRAFFIC_SHARE = 0.75
-"""Of the traffic that may be left."""
+"""Fraction of the traffic that may remain."""
 UNLIMITED = 1 << 62
-"""The end of a span that a comparison leaves open."""
+"""Bound of a range that a comparison leaves open."""
 
 
 def rematerialize(program: Program) -> Program:
-    """Have loops on a GPU compute elements of large buffers again from what made them, if that is less to read.
+    """Recompute elements of large buffers in the GPU loops that read them, if that reads fewer bytes.
 
-    Guarantees: bitwise-equal values: every operation rounds as it did.
-    Relies on: every buffer has one writer, but for inputs that are changed in place.
+    Guarantees: bitwise-equal values: every operation keeps its rounding.
+    Relies on: every buffer has one writer, except inputs that are updated in place.
     """
     table = program.table
-    if not any(isinstance(step, Loop) and on_gpu(step, table) for step in program.steps):
+    if not any(isinstance(step, Loop) and loop_traits(step, table).many_threads for step in program.steps):
         return program
     work = _Work(program)
     for number in range(len(work.steps)):
@@ -65,7 +65,7 @@ def rematerialize(program: Program) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class _RecomputableStore:
-    """A store of a loop whose elements others may compute: the values behind it, and the buffers that these load."""
+    """A store whose elements readers may recompute: the values it depends on, and the buffers that these load."""
 
     store: Store
     refs: Sequence[Ref]
@@ -73,7 +73,7 @@ class _RecomputableStore:
 
 
 class _Work:
-    """The steps while they change, and who touches each buffer."""
+    """The steps while they change, with the readers and writers of each buffer."""
 
     def __init__(self, program: Program) -> None:
         self.table: Mapping[str, Buffer] = program.table
@@ -87,9 +87,9 @@ class _Work:
                     found.setdefault(name, set()).add(number)
 
     def offers(self, number: int) -> Iterator[_RecomputableStore]:
-        """What others could compute in place of reading it from this step."""
+        """Yield the stores of this step that readers could recompute."""
         loop = self.steps[number]
-        if not isinstance(loop, Loop) or not on_gpu(loop, self.table):
+        if not isinstance(loop, Loop) or not loop_traits(loop, self.table).many_threads:
             return
         for store in loop.stores:
             users = self.readers.get(store.buffer, set())
@@ -114,7 +114,7 @@ class _Work:
         return isinstance(buffer.extent, int) and buffer.nbytes >= MIN_RECOMPUTE_BYTES
 
     def take(self, number: int, offers: Sequence[_RecomputableStore]) -> bool:
-        """Accept offers of one loop if all who read what is offered can, and less is read and written then."""
+        """Inline these stores into all their readers, if each reader can and memory traffic falls enough."""
         loop = self.steps[number]
         assert isinstance(loop, Loop), "only loops make offers"
         given = {offer.store.buffer: offer for offer in offers}
@@ -143,7 +143,7 @@ class _Work:
 
 
 def _may_repeat(value: Value) -> bool:
-    """A value that depends on nothing but elements at places known beforehand."""
+    """Return whether a value depends only on elements at indices known in advance."""
     match value:
         case Load(_, index, _, mask):
             return mask is None and not runtime_refs(index)
@@ -160,7 +160,7 @@ def _cost(value: Value) -> int:
 
 
 def _inline_recomputed(reader: Loop, maker: Loop, offers: Mapping[str, _RecomputableStore]) -> Loop | None:
-    """`reader` with what it loads of `offers` computed as `maker` does; None if the places do not line up."""
+    """Replace loads of `offers` in `reader` by `maker`'s computation; return None if the indices do not line up."""
     bounds, own = ranges(reader), ranges(maker)
     body: list[Value] = []
     known: dict[Value, Ref] = {}
@@ -197,9 +197,10 @@ def _inline_recomputed(reader: Loop, maker: Loop, offers: Mapping[str, _Recomput
 
 
 def _places(reader: Loop, load: Load, index: Index, own: Ranges, bounds: Ranges) -> dict[str, Index] | None:
-    """Where the loop that stores at `index`, with ranges `own`, is when it makes what `load` reads; None if unclear.
+    """Return the maker's variables at which its store at `index` writes what `load` reads; None if unknown.
 
-    A load under a mask reads within what is stored only where the mask holds: variables span what it leaves of them.
+    `own` are the maker's ranges. A masked load reads stored elements only where the mask holds, so variables range over
+    the part that the mask keeps.
     """
     left = {name: span for name, span in _spans(reader.body, load.mask, bounds).items() if span[0] < span[1]}
     within = {**bounds, **{name: high - low for name, (low, high) in left.items()}}
@@ -210,7 +211,7 @@ def _places(reader: Loop, load: Load, index: Index, own: Ranges, bounds: Ranges)
 
 
 def _spans(body: Sequence[Value], mask: Ref | None, bounds: Ranges) -> dict[str, tuple[int, int]]:
-    """What a mask leaves of each variable: from the first to before the second, as far as its comparisons tell."""
+    """Return the half-open range that a mask leaves of each variable, as far as its comparisons say."""
     found = {name: (0, size) for name, size in bounds.items() if isinstance(size, int)}
     for name, low, high in () if mask is None else _limits(body, mask, True):
         if name in found:
@@ -220,7 +221,7 @@ def _spans(body: Sequence[Value], mask: Ref | None, bounds: Ranges) -> dict[str,
 
 
 def _limits(body: Sequence[Value], ref: Ref, holds: bool) -> Iterator[tuple[str, int, int]]:
-    """(variable, least, one above the largest) of each comparison with a number that must hold, or must not."""
+    """Yield (variable, lower bound, exclusive upper bound) of each comparison that must hold, or must not."""
     match body[ref]:
         case Apply("not", (arg,), _):
             yield from _limits(body, arg, not holds)

@@ -1,7 +1,7 @@
-"""Reductions in two steps, for GPUs: where a loop has too few rows, or combines over rows, many programs take a part.
+"""Split reductions for GPUs: two stages, where a loop has too few rows or combines values over rows.
 
-What a program collects goes to memory of its own, and a second, small loop adds that up in a fixed order: the result
-does not depend on timing, as it would with atomic additions.
+Each of many programs writes its partial results to memory, and a second, small loop reduces these in a fixed order. So
+the result does not depend on timing, as it would with atomic additions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
 
-from dcompile.codegen.nest.device_traits import has_atomic, on_gpu
 from dcompile.codegen.nest.gpu_tiling import (
     COLUMN_ROWS,
     COLUMNS,
@@ -29,6 +28,7 @@ from dcompile.codegen.nest.loop_nest import Axis, Nest, expand, may_exceed, renu
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.codegen.schedule.fusion.iteration_space import coordinates, position, radix, respace
 from dcompile.codegen.schedule.fusion.merge import without
+from dcompile.device_traits import loop_traits
 from dcompile.ir.analysis import (
     ancestors,
     inner_names,
@@ -46,24 +46,24 @@ from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program
 from dcompile.ir.ops import REDUCTIONS
 
 MIN_SPLIT_ROW_ELEMENTS = 32768
-"""Elements from which a row is worth sharing: for fewer, a program takes no longer than another launch."""
+"""Elements from which a row is split: one program reduces a shorter row in the time of another launch."""
 UNKNOWN_ROWS = 64
-"""Rows that a program walks over where their number is a symbol: parts are as many as there are then."""
+"""Rows that a program covers where their number is symbolic, so the number of parts depends on the call."""
 PART_ELEMENTS = 2048
-"""Fewest elements of a row that a program takes."""
+"""Fewest elements of a row for one program."""
 MAX_LOADED_ELEMENTS = 16 * PART_ELEMENTS
-"""Elements from which a part is cut further: programs of fewer pieces each hide how long memory takes."""
+"""Elements from which a part is split further: more programs with less work each hide memory latency."""
 
 
 def split_column_reductions(program: Program) -> Program:
-    """Let each of many programs combine a run of rows, where a store combines values of all rows.
+    """Split stores that combine values of all rows: each of many programs combines a run of rows.
 
-    Changes only the order in which a reduction is summed. Loops on the CPU are left alone.
+    Only the order of summation changes. Loops on CPUs are unchanged.
     """
     table = dict(program.table)
     steps: list[Step] = []
     for step in program.steps:
-        if isinstance(step, Loop) and on_gpu(step, table) and 0 not in (*step.outer, *step.inner):
+        if isinstance(step, Loop) and loop_traits(step, table).many_threads and 0 not in (*step.outer, *step.inner):
             for loop in _detach_combining_stores(step, table):
                 steps += _in_parts(loop, table)
         else:
@@ -72,23 +72,23 @@ def split_column_reductions(program: Program) -> Program:
 
 
 def split_row_reductions(program: Program) -> Program:
-    """Let several programs share each row, where rows are long and few.
+    """Split long rows among several programs where rows are few.
 
-    Changes only the order in which a reduction is summed. Loops on the CPU are left alone.
+    Only the order of summation changes. Loops on CPUs are unchanged.
     """
     table = dict(program.table)
     steps: list[Step] = []
     for step in program.steps:
-        parts = row_parts(step) if isinstance(step, Loop) and on_gpu(step, table) else 1
+        parts = row_parts(step) if isinstance(step, Loop) and loop_traits(step, table).many_threads else 1
         steps += _split_reductions(step, parts, table) if isinstance(step, Loop) and parts > 1 else [step]
     return replace(program, steps=tuple(steps), buffers=tuple(table.values()))
 
 
 def refuse_after_split(program: Program) -> Program:
-    """Join the loops that add parts up with what is done with their results. As `fuse`, for GPUs."""
+    """Fuse second stages with the loops that use their results. As `fuse`, for GPUs."""
     table = program.table
     loops = [step for step in program.steps if isinstance(step, Loop)]
-    return fuse(program) if any(on_gpu(loop, table) for loop in loops) else program
+    return fuse(program) if any(loop_traits(loop, table).many_threads for loop in loops) else program
 
 
 # --- column reductions ------------------------------------------------------------------------------------------------
@@ -106,13 +106,13 @@ def _nest(loop: Loop) -> Nest:
 
 
 def _collects(nest: Nest, number: int) -> bool:
-    """Can a program that walks over rows collect a combining store in registers?"""
+    """Can a program that loops over rows accumulate a combining store in registers?"""
     elements = tuple(axis for axis in nest.elements if axis.size != 1)
     return chunk_of(nest.stores[number], nest.rows, elements, nest.row_stores[number]) == 0
 
 
 def _in_parts(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
-    """Every combining store into a row of a buffer of parts, and the sums of those."""
+    """Redirect every combining store to a row of a buffer of parts, and add a loop that reduces the parts."""
     nest = _nest(loop)
     combining = [n for n, store in enumerate(loop.stores) if store.mode != "set"]
     if not combining or not loop.outer or not all(_collects(nest, n) for n in combining):
@@ -146,7 +146,7 @@ def _in_parts(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
 
 
 def rows_per_program(nest: Nest) -> int:
-    """How many rows a program walks over."""
+    """Return how many rows a program covers."""
     rows, size = about(nest.rows), about(nest.elements)
     if not isinstance(count(nest.rows), int):
         return UNKNOWN_ROWS
@@ -158,7 +158,7 @@ def rows_per_program(nest: Nest) -> int:
 
 
 def _detach_combining_stores(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:
-    """The loop, and loops of their own for those combining stores that no walk over rows can collect."""
+    """Return the loop, and separate loops for combining stores that no loop over rows can accumulate."""
     saved: dict[Ref, str] = {}
     leaving = _uncollectable_stores(loop, table)
     loop, apart = _by_way_of_memory(loop, leaving, table)
@@ -174,9 +174,9 @@ def _detach_combining_stores(loop: Loop, table: dict[str, Buffer]) -> list[Loop]
 
 
 def _uncollectable_stores(loop: Loop, table: Mapping[str, Buffer]) -> list[int]:
-    """Combining stores that have to leave the loop, and can.
+    """Return the combining stores that must leave the loop, and can.
 
-    One that cannot, since values say where it stores, combines in memory, and so do all that stay with it.
+    A store at a run-time index cannot leave: it combines in memory with atomics, as do the stores that stay with it.
     """
     nest = _nest(loop)
     fits = not may_exceed(size_product(loop.inner), MAX_PERSISTENT_ELEMENTS) or not sees_whole_rows(nest)
@@ -185,7 +185,8 @@ def _uncollectable_stores(loop: Loop, table: Mapping[str, Buffer]) -> list[int]:
     able = [n for n in combining if _has_own_loop(loop, loop.stores[n], table)]
     if set(wrong) <= set(able):
         return wrong
-    return [n for n in able if not has_atomic(loop.stores[n].mode, table[loop.stores[n].buffer].dtype)]
+    traits = loop_traits(loop, table)
+    return [n for n in able if not traits.has_atomic(loop.stores[n].mode, table[loop.stores[n].buffer].dtype)]
 
 
 def _has_own_loop(loop: Loop, store: Store, table: Mapping[str, Buffer]) -> bool:
@@ -198,9 +199,9 @@ def _has_own_loop(loop: Loop, store: Store, table: Mapping[str, Buffer]) -> bool
 
 
 def _by_way_of_memory(loop: Loop, numbers: list[int], table: dict[str, Buffer]) -> tuple[Loop, list[Loop]]:
-    """Have combining stores that no other loop can compute write their values as they are, for loops that combine them.
+    """Write values of combining stores to memory where no loop can recompute them; return the loops that combine them.
 
-    Those of a scan are of that kind, and all where the loop writes what it reads.
+    This applies to values of a scan, and to all values of a loop that writes its own inputs.
     """
     rows, elements = position("i", loop.outer), position("j", loop.inner)
     stores, apart = list(loop.stores), list[Loop]()
@@ -219,7 +220,7 @@ def _by_way_of_memory(loop: Loop, numbers: list[int], table: dict[str, Buffer]) 
 
 
 def _as_reduction(loop: Loop, number: int, saved: dict[Ref, str], rows: Index, table: dict[str, Buffer]) -> Loop:
-    """One combining store as a loop over its results; row values that it needs are saved by the first loop."""
+    """Turn a combining store into a loop over its results; the first loop saves the row values that it needs."""
     store, bounds = loop.stores[number], ranges(loop)
     kept = store.index.variables & bounds.keys()
     row_store = is_row_store(loop, store)
@@ -254,7 +255,7 @@ def _as_reduction(loop: Loop, number: int, saved: dict[Ref, str], rows: Index, t
 
 
 def _new(name: str, dtype: str, shape: tuple[Size, ...], device: str, table: dict[str, Buffer]) -> str:
-    """A buffer for what programs leave for the next loop."""
+    """Add a buffer for intermediate results to the table; return its name."""
     unique, number = name, 0
     while unique in table:
         number += 1
@@ -268,25 +269,25 @@ def _new(name: str, dtype: str, shape: tuple[Size, ...], device: str, table: dic
 
 
 def row_parts(loop: Loop) -> int:
-    """In how many parts each row should be reduced: 1 if there are programs enough."""
+    """Return the number of parts for each row: 1 if rows alone occupy the GPU."""
     if not any(isinstance(value, Reduce) for value in loop.body) or any(store.mode != "set" for store in loop.stores):
         return 1
     if loop.reads & loop.writes or any(isinstance(value, Scan) for value in loop.body):
         return 1
     rows, size = size_product(loop.outer), size_product(loop.inner)
     if not (isinstance(rows, int) and isinstance(size, int)):
-        return 1  # how many rows there are decides
+        return 1  # the decision needs static sizes
     if rows == 0 or size < MIN_SPLIT_ROW_ELEMENTS or rows >= MULTIPROCESSORS:
         return 1
     most = max(size // PART_ELEMENTS, 1)
     wanted = min(max(PROGRAMS // rows, min(4 * PROGRAMS // rows, size // MAX_LOADED_ELEMENTS), 1), most)
-    # a divisor, if there is one nearby, saves masks
+    # a nearby divisor saves masks
     near = [n for n in range(max(wanted // 2, 1), min(2 * wanted, most) + 1) if size % n == 0 and size // n % 8 == 0]
     return min(near, key=lambda n: abs(n - wanted)) if near else wanted
 
 
 def _known(sizes: Iterable[Size]) -> tuple[int, ...]:
-    """Sizes of a loop whose rows are shared: numbers."""
+    """Return the sizes of a loop with split rows, all static."""
     found = tuple(sizes)
     ints = tuple(size for size in found if isinstance(size, int))
     assert len(ints) == len(found), "rows of symbolic size are not shared"
@@ -294,7 +295,7 @@ def _known(sizes: Iterable[Size]) -> tuple[int, ...]:
 
 
 def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[Loop]:
-    """The loop's reductions, pass by pass, each in two steps, and its element stores in a loop of their own."""
+    """Split the loop's reductions into two stages, pass by pass; element stores get a loop of their own."""
     inner = _axes(inner_names(loop), _known(loop.inner))
     body, stores = expand(loop.body, loop.stores, list(inner))
     loop = replace(loop, body=body, stores=stores)
@@ -325,7 +326,7 @@ def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[
 
 
 def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str]) -> Loop:
-    """Each row in `parts`, reduced apart; the last may be shorter, and positions beyond the row are masked."""
+    """Build the first stage: each row in `parts`; the last may be shorter, and positions beyond the row are masked."""
     outer, inner, rank = _known(loop.outer), _known(loop.inner), len(loop.outer)
     size = prod(inner)
     length = -(-size // parts)
@@ -371,7 +372,7 @@ def _sum(
     results: dict[Ref, str],
     row_stores: list[Store],
 ) -> Loop:
-    """Each row's reductions from their parts, and, in the end, the stores of the row."""
+    """Build the second stage: each row's reductions from their parts and, in the last pass, the row's stores."""
     rows, of_row = position("i", _known(loop.outer)), row_values(loop)
     body: list[Value] = []
     number: dict[Ref, Ref] = {}

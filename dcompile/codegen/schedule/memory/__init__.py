@@ -1,1 +1,1 @@
-"""Where each buffer is stored, and for how long."""
+"""Memory planning: the storage and the live range of each buffer."""

@@ -1,6 +1,6 @@
-"""What a planned program holds in memory: its arena, its peak and what is held there, and what is placed in what.
+"""Summarize a planned program's memory: its arena, its peak, the holders of the peak, and buffers placed in donors.
 
-Bytes of symbolic sizes are those of typical values. Inputs that stay the caller's are not counted.
+Symbolic sizes count with their typical values. Inputs that stay the caller's are not counted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dcompile.ir.index import typical
 from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, Buffer, Collective, Extern, Loop, Program, Step
 
 MAX_HOLDERS = 8
-"""Holders of the peak that are listed by name, the largest first."""
+"""Holders of the peak listed by name, the largest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Memory that is held at the peak: a buffer, the arena, or what a library call allocates for itself."""
+    """Memory held at the peak: a buffer, the arena, or the workspace of a library call."""
 
     name: str
     kind: str
@@ -31,7 +31,7 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class PlacedBuffer:
-    """A buffer in another one's memory."""
+    """A buffer placed in another buffer's memory."""
 
     name: str
     donor: str
@@ -44,22 +44,22 @@ class MemorySummary:
 
     arena_bytes: int
     in_arena: int
-    """How many buffers share the arena."""
+    """Number of buffers in the arena."""
     peak_bytes: int
     peak_step: int
     holders: tuple[Holder, ...]
-    """What is held at the peak, the largest first."""
+    """Memory held at the peak, the largest holder first."""
     placed: tuple[PlacedBuffer, ...]
     separate: tuple[str, ...]
     """Temporaries with an allocation of their own."""
     donated: tuple[str, ...]
-    """Inputs whose memory the program may use once it has read them."""
+    """Inputs whose memory the program may reuse after their last read."""
     held: tuple[int, ...]
-    """Bytes that are held in each step, with the arena."""
+    """Bytes held in each step, the arena included."""
 
 
 def summarize_memory(planned: Program) -> MemorySummary:
-    """Sizes, peak and places of a program after memory planning."""
+    """Return sizes, peak and placements of a program after memory planning."""
     kinds = _kinds(planned)
     spans = _spans(planned, kinds)
     table, steps = planned.table, len(planned.steps)
@@ -92,7 +92,7 @@ def summarize_memory(planned: Program) -> MemorySummary:
 
 
 def _kinds(planned: Program) -> dict[str, str]:
-    """What each buffer with memory of its own, outside the arena, is to a reader."""
+    """Return what each buffer outside the arena with memory of its own is, in words for people."""
     kept, found = escaping_buffers(planned), dict[str, str]()
     for buffer in planned.buffers:
         storage = buffer.storage or ""
@@ -108,7 +108,7 @@ def _kinds(planned: Program) -> dict[str, str]:
 
 
 def _spans(planned: Program, kinds: dict[str, str]) -> dict[str, tuple[int, int]]:
-    """First and last step that holds each of these buffers, for itself or for one that is placed in it."""
+    """Return the first and last step that holds each of these buffers, for itself or for a buffer placed in it."""
     lives, end = live_ranges(planned, held_by_results(planned)), len(planned.steps) - 1
     kept = escaping_buffers(planned)
     for buffer in planned.buffers:
@@ -138,7 +138,7 @@ def _step_name(step: Step) -> str:
 
 
 def memory_headline(planned: Program) -> str:
-    """The memory plan in one line."""
+    """Format the memory plan as one line."""
     found = summarize_memory(planned)
     at = f" at step {found.peak_step} ({_step_name(planned.steps[found.peak_step])})" if planned.steps else ""
     return (
@@ -149,7 +149,7 @@ def memory_headline(planned: Program) -> str:
 
 
 def holder_lines(found: MemorySummary) -> Iterator[str]:
-    """What is held at the peak: a line for each of the largest, and one for all others."""
+    """Yield a line for each of the largest holders of the peak, and one for all others."""
     for holder in found.holders[:MAX_HOLDERS]:
         yield f"{bytes_text(holder.nbytes)} of {holder.name} ({holder.kind})"
     if more := found.holders[MAX_HOLDERS:]:
@@ -157,7 +157,7 @@ def holder_lines(found: MemorySummary) -> Iterator[str]:
 
 
 def memory_lines(planned: Program) -> Iterator[str]:
-    """A line for each holder of the peak, each buffer in a donor, and the donated inputs."""
+    """Yield a line for each holder of the peak and each buffer in a donor, then the donated inputs."""
     found = summarize_memory(planned)
     yield from (f"at the peak: {line}" for line in holder_lines(found))
     for placed in found.placed:

@@ -1,4 +1,4 @@
-"""Offsets in one piece of memory, given from when to when each part of it is needed."""
+"""Assign offsets in one memory region to blocks with known lifetimes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 from dcompile.ir.index import Size, as_index, as_size, floordiv, is_nonnegative, typical
 
-ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
+ALIGNMENT = 64  # bytes: one cache line, and the widest vector register
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A piece of memory that is needed from step `first` to step `last`."""
+    """A memory region in use from step `first` to step `last`, both included."""
 
     first: int
     last: int
@@ -22,11 +22,11 @@ class Block:
 
 
 def place(blocks: Sequence[Block]) -> tuple[list[int], int]:
-    """Offsets such that blocks needed at the same time do not overlap, and the total size.
+    """Return each block's offset and the total size in bytes; blocks alive at the same time do not overlap.
 
-    The problem is NP-hard. Largest first is good for nets of a few sizes, longest-lived first for skip connections and
-    what is saved for later, first-come for chains; the best of the three was within 10% of the peak of live bytes on
-    random lifetimes (tests/codegen/schedule/memory/test_plan.py holds it to 30%).
+    The problem is NP-hard, so three greedy orders are tried and the smallest plan wins. Largest first suits nets of few
+    sizes; longest-lived first suits skip connections and saved tensors; first-come suits chains. On random lifetimes
+    the best was within 10 % of the peak of live bytes; tests/codegen/schedule/memory/test_plan.py holds it to 30 %.
     """
     sizes = [typical(block.nbytes) for block in blocks]
     orders: tuple[Callable[[int], tuple[int, ...]], ...] = (
@@ -39,12 +39,12 @@ def place(blocks: Sequence[Block]) -> tuple[list[int], int]:
 
 
 def align_size(nbytes: int) -> int:
-    """Rounded up to whole cache lines."""
+    """Round bytes up to whole cache lines."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _place_in_order(blocks: Sequence[Block], order: Sequence[int]) -> tuple[list[int], int]:
-    """Put each block, in turn, into the smallest gap among the placed blocks that it meets in time."""
+    """Place blocks in this order, each into the smallest gap among placed blocks that are alive at the same time."""
     count = len(blocks)
     first, last, start, end = (np.zeros(count, np.int64) for _ in range(4))
     offsets = [0] * count
@@ -59,7 +59,7 @@ def _place_in_order(blocks: Sequence[Block], order: Sequence[int]) -> tuple[list
 
 
 def best_gap(start: np.ndarray, end: np.ndarray, size: int) -> int:
-    """The offset of the smallest gap of at least `size` bytes; behind everything if there is none."""
+    """Return the offset of the smallest gap of at least `size` bytes, or the end of the last block if there is none."""
     if not len(start):
         return 0
     by_start = start.argsort(kind="stable")
@@ -75,22 +75,22 @@ def best_gap(start: np.ndarray, end: np.ndarray, size: int) -> int:
 
 @dataclass(slots=True)
 class _SymbolicSlot:
-    """Memory that blocks of symbolic size take turns in, those of the largest size first."""
+    """Memory shared by blocks of symbolic size with disjoint lifetimes; the first one sets its size."""
 
     nbytes: Size
     blocks: list[Block]
 
     def takes(self, block: Block) -> bool:
-        """Is it free, and known to be large enough whatever the sizes are?"""
+        """Is the slot free during the block's life, and provably large enough for every value of the symbols?"""
         free = all(block.first > other.last or block.last < other.first for other in self.blocks)
         return free and is_nonnegative(as_index(self.nbytes) - block.nbytes, {})
 
 
 def place_symbolic(blocks: Sequence[Block], start: Size) -> tuple[list[Size], Size]:
-    """Offsets of blocks of symbolic size behind `start`, and where the last one ends.
+    """Return offsets of blocks of symbolic size from `start` on, and the end of the last one.
 
-    A block joins a slot whose size is provably enough; slots lie one after another, so that their offsets are sums of
-    sizes, which a call works out when it begins.
+    A block joins a slot whose size is provably enough. Slots follow one another, so their offsets are sums of sizes,
+    which each call evaluates once at its start.
     """
     slots: list[_SymbolicSlot] = []
     member: dict[int, _SymbolicSlot] = {}
@@ -112,5 +112,5 @@ def place_symbolic(blocks: Sequence[Block], start: Size) -> tuple[list[Size], Si
 
 
 def _align_symbolic(nbytes: Size) -> Size:
-    """Rounded up to whole cache lines."""
+    """Round a symbolic number of bytes up to whole cache lines."""
     return as_size(floordiv(as_index(nbytes) + ALIGNMENT - 1, ALIGNMENT, {}) * ALIGNMENT)

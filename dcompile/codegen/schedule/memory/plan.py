@@ -1,4 +1,4 @@
-"""Where every buffer lies: lifetimes over the final order, then places in the arena, or in other buffers' memory."""
+"""Memory planning: live ranges over the final order of steps, then offsets in the arena or placements in donors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dcompile.codegen.schedule.memory.reuse_external import (
     lodge,
 )
 from dcompile.codegen.schedule.memory.separate_allocations import fits, heirs_of, movable, set_apart
+from dcompile.device_traits import main_device, traits_of
 from dcompile.ir.analysis import takes_over
 from dcompile.ir.index import Size, as_index, as_size
 from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, Buffer, Extern, Loop, Program, View, holder_of
@@ -27,15 +28,16 @@ Life = tuple[int, int]
 
 
 def plan_memory(program: Program, saves: bool = False) -> Program:
-    """Give every buffer a place.
+    """Assign a storage and an offset to every buffer.
 
-    Guarantees: the same steps; buffers that are alive at the same time do not overlap, except that a loop may write
-    over a buffer that it reads for the last time, element by element; on CPUs a result over a saved tensor, too.
-    Buffers that have a place already keep it.
-    Arena, results, the library's tensors and donated inputs together peak no higher than with all else in the arena:
-    temporaries may lie in others' memory, or in memory of their own (`lodging.py`; on a GPU `apart.py`).
-    `saves`: results are held while another program runs, a forward's while its backward does.
-    Relies on: nothing changes the order of steps afterwards.
+    Guarantees: the same steps. Buffers alive at the same time do not overlap, with two exceptions. A loop may
+    overwrite, element by element, a buffer that it reads for the last time. On CPUs a result may also overwrite a saved
+    tensor. Buffers that have a storage already keep it.
+    Arena, results, library tensors and donated inputs peak no higher together than with all temporaries in the arena.
+    For that, temporaries may reuse external memory (`reuse_external.py`) or have separate allocations
+    (`separate_allocations.py` on GPUs).
+    `saves`: whether results are held while another program runs, as a forward's are while its backward runs.
+    Relies on: no later pass changes the order of steps.
     """
     behind = held_by_results(program)
     lives = live_ranges(program, behind)
@@ -61,7 +63,11 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
         ending[host.edge].append(host)
     heirs = {k: _heirs(program, table, groups[n], lives, ending) for k, n in enumerate(fixed)}
     flying = in_flight(program)
-    bound = {k for k, n in enumerate(fixed) if any(b.name in flying or b.device != "cpu" for b in groups[n])}
+    bound = {
+        k
+        for k, n in enumerate(fixed)
+        if any(b.name in flying or traits_of(b.device).has_caching_allocator for b in groups[n])
+    }
     held = held_bytes(program, storages, lives, is_known, kept)
     beside = int(held[-1:].sum()) if saves else int(held[:1].sum()) if program.donated else None
     lodging = lodge([blocks[n] for n in fixed], hosts, heirs, held, bound, beside)
@@ -76,7 +82,7 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
     for n, given in {**apart, **own}.items():
         head = groups[n][0].name
         where |= {buffer.name: (given or head, 0) for buffer in groups[n]}
-        if given is None:  # memory of its own, in which the others of its group follow
+        if given is None:  # a separate allocation, which the rest of its group shares
             del where[head]
             storages[head] = "out"
     where |= {new: (old, 0) for new, old in over.items()}
@@ -90,9 +96,9 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
 def _over_saved(
     program: Program, lives: Mapping[str, Life], storages: Mapping[str, str], kept: Set[str]
 ) -> dict[str, str]:
-    """Results on the CPU that may be written over a saved tensor, read for the last time there, with that tensor.
+    """Map results on the CPU to the saved tensor that each may overwrite, in the step that reads it for the last time.
 
-    Each call looks whether anybody else holds it, as for all that lies in saved tensors.
+    Each call checks that nobody else holds the tensor, as it does for every placement in saved tensors.
     """
     found: dict[str, str] = {}
     table, flying = program.table, in_flight(program)
@@ -117,10 +123,10 @@ def _settle(buffer: Buffer, storage: str, place: tuple[str | None, Size] | None)
 
 
 def live_ranges(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[str, Life]:
-    """First and last touch of each buffer; `behind` names what else a buffer's readers may see.
+    """Return the first and last step that touches each buffer.
 
-    A wait touches the buffers of its collective, so they live while it is in flight. Who touches a part of a buffer
-    touches the buffer.
+    `behind` maps a buffer to others whose memory its readers may see: they live as long. A wait touches the buffers of
+    its collective, so they live while it is in flight. A touch of a part counts as a touch of the whole buffer.
     """
     lives: dict[str, Life] = {}
     holders = {buffer.name: holder for buffer in program.buffers if (holder := holder_of(buffer)) is not None}
@@ -133,10 +139,10 @@ def live_ranges(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[
 
 
 def held_by_results(program: Program) -> dict[str, frozenset[str]]:
-    """What must live as long as each result of a library allocation: arguments that it may be a view of.
+    """Map each result of a library allocation to the arguments that must live as long, since it may be a view of them.
 
-    That is so for fallbacks, about which nothing is known, and for calls with effects: a functional collective goes on
-    reading its argument until the wait on its result.
+    Fallbacks hold their arguments because nothing is known about them. Calls with effects hold theirs, too: a
+    functional collective reads its argument until the wait on its result.
     """
     behind: dict[str, frozenset[str]] = {}
     for step in program.steps:
@@ -147,7 +153,7 @@ def held_by_results(program: Program) -> dict[str, frozenset[str]]:
 
 
 def escaping_buffers(program: Program) -> frozenset[str]:
-    """Buffers whose memory results show, or may show."""
+    """Return the buffers whose memory results are views of, or may be views of."""
     return _escaping_names(program, held_by_results(program))
 
 
@@ -157,7 +163,7 @@ def _escaping_names(program: Program, behind: Mapping[str, frozenset[str]]) -> f
 
 
 def _storages(program: Program, escapes: frozenset[str]) -> dict[str, str]:
-    """The kind of memory of each buffer."""
+    """Return the kind of storage of each buffer."""
     library = {
         name
         for step in program.steps
@@ -166,7 +172,7 @@ def _storages(program: Program, escapes: frozenset[str]) -> dict[str, str]:
         if name is not None
     }
     late = late_symbols(program)
-    device = next((buffer.device for buffer in program.buffers if buffer.device != "cpu"), "cpu")
+    device = main_device(buffer.device for buffer in program.buffers)
     storages: dict[str, str] = {}
     for buffer in program.buffers:
         if buffer.storage is not None:
@@ -176,7 +182,7 @@ def _storages(program: Program, escapes: frozenset[str]) -> dict[str, str]:
         elif buffer.name in library:
             storages[buffer.name] = "library"
         elif buffer.name in escapes or _is_late(buffer, late) or buffer.device != device:
-            storages[buffer.name] = "out"  # besides what escapes: sizes or devices that the one arena cannot serve
+            storages[buffer.name] = "out"  # escapes, or has a size or device that the arena cannot serve
         else:
             storages[buffer.name] = "arena"
     return storages
@@ -188,7 +194,7 @@ def _is_late(buffer: Buffer, late: frozenset[str]) -> bool:
 
 
 def _in_place_groups(program: Program, arena: Sequence[Buffer], lives: Mapping[str, Life]) -> list[list[Buffer]]:
-    """Buffers that take over one another's memory, in order of time; most groups have one member."""
+    """Group buffers that take over one another's memory in place, in order of time; most groups have one member."""
     table = {buffer.name: buffer for buffer in arena}
     dying: dict[int, list[Buffer]] = defaultdict(list)
     for buffer in arena:
@@ -214,7 +220,7 @@ def _heirs(
     lives: Mapping[str, Life],
     hosts: Mapping[int, Sequence[DonorBuffer]],
 ) -> frozenset[str]:
-    """Of the hosts, by edge, those that hand memory over to the first of a group in place, or take over the last's."""
+    """Return the donors, by edge, whose memory passes in place to this group's first buffer or from its last."""
     spans = [lives.get(buffer.name, (0, 0)) for buffer in group]
     first, last = min(first for first, _ in spans), max(last for _, last in spans)
     head = next(b for b, (begin, _) in zip(group, spans, strict=True) if begin == first)

@@ -1,4 +1,4 @@
-"""The most memory that a planned program holds at once, and an order of steps that lowers it."""
+"""Compute a planned program's peak memory, and reorder its steps to lower it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from dcompile.codegen.schedule.order.dependences import edges
 from dcompile.ir.nodes import IN_DONOR, Collective, Program, Step, View
 
 WINDOW_STEPS = 6
-"""Steps that may be taken before the one whose turn it is: what is near shares caches, and planning stays linear."""
+"""Steps that may run before the one whose turn it is: neighbours share caches, and planning time stays linear."""
 MIN_SAVED_BYTES = 1 << 16
-"""Bytes of peak that another order must save."""
+"""Bytes of peak that another order must save to be chosen."""
 
 
 def plan_memory_for_peak(program: Program, saves: bool = False) -> Program:
-    """`plan_memory`, for an order of steps that needs less memory if there is one near the given one.
+    """Plan memory for the given order of steps, or for one near it that has a lower peak.
 
-    Guarantees: bitwise-equal values; library calls with effects in their order.
-    Relies on: as `plan_memory`. Programs with collectives keep their order, which decides what hides behind what.
+    Guarantees: bitwise-equal values; library calls with effects keep their order.
+    Relies on: as `plan_memory`. Programs with collectives keep their order, since it decides which computation hides
+    which collective.
     """
     planned = plan_memory(program, saves)
     if any(isinstance(step, Collective) for step in program.steps):
@@ -37,13 +38,13 @@ def plan_memory_for_peak(program: Program, saves: bool = False) -> Program:
 
 
 def _better(planned: Program, other: Program, saves: bool) -> Program:
-    """The plan of another order, if it is worth it."""
+    """Return the plan of another order if it saves at least `MIN_SAVED_BYTES`, else the given plan."""
     found = plan_memory(other, saves)
     return found if peak_bytes(found) + MIN_SAVED_BYTES <= peak_bytes(planned) else planned
 
 
 def peak_bytes(planned: Program) -> int:
-    """Arena, results, the library's tensors and donated inputs at the step where they are most; known sizes only."""
+    """Return the peak of arena, results, library tensors and donated inputs together; symbolic sizes do not count."""
     arena = planned.arena_bytes if isinstance(planned.arena_bytes, int) else 0
     begun, ended = _held_bytes(planned)
     table = planned.table
@@ -52,7 +53,7 @@ def peak_bytes(planned: Program) -> int:
 
 
 def _held_bytes(planned: Program) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes that each step is the first to hold, and the last, besides the arena; donated inputs from the beginning."""
+    """Return the bytes outside the arena that each step is the first, and the last, to hold; donated from step 0."""
     storages = {buffer.name: buffer.storage or "" for buffer in planned.buffers}
     guests = {
         name: storage.removeprefix(IN_DONOR) for name, storage in storages.items() if storage.startswith(IN_DONOR)
@@ -74,17 +75,17 @@ def _held_bytes(planned: Program) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _while(begun: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Bytes held while each step runs."""
+    """Return the bytes held while each step runs."""
     held: np.ndarray = np.cumsum(begun) - np.cumsum(ended) + ended
     return held
 
 
 def delay_peak_call(planned: Program) -> tuple[Step, ...] | None:
-    """The steps with the library call at the peak behind later ones, if it takes much memory for itself.
+    """Move the library call at the peak after later steps, if its workspace is large; return None if it cannot move.
 
-    The gradients of a model's last filters come first in its backward, where all that it has saved is still there, and
-    nothing waits for them: a few steps later what the layer before has saved is gone. What the call reads is held until
-    then. None where another step is at the peak, or the next one needs the call.
+    The gradients of a model's last filters come first in its backward, where everything saved is still live. Nothing
+    waits for them, and a few steps later the tensors saved by the layer before are freed. The call's inputs are held
+    until it runs. The result is None where the peak is at another step, or where the next step needs the call.
     """
     steps, table = planned.steps, planned.table
     own = np.array([workspace_bytes(step, table) for step in steps])
@@ -105,10 +106,10 @@ def delay_peak_call(planned: Program) -> tuple[Step, ...] | None:
 
 
 def reorder_for_frees(program: Program) -> Program:
-    """Of the steps that may run next, take the one after which the least memory is held; of equals, the earlier one.
+    """Pick, among ready steps, the one after which the least memory is held; on ties, the earlier one.
 
-    A weight's gradient, for which a saved activation ends, then comes before the activation's gradient, which may lie
-    where that was.
+    A weight's gradient, which frees a saved activation, then comes before the activation's gradient, which may reuse
+    that memory.
     """
     steps = program.steps
     before = edges(steps)
@@ -134,7 +135,7 @@ def reorder_for_frees(program: Program) -> Program:
 
 
 class _Balance:
-    """What each step would add to the memory held, given what has run."""
+    """Bytes that each step would add to the memory held, given the steps that have run."""
 
     def __init__(self, program: Program) -> None:
         shown = {output.buffer for output in program.outputs if isinstance(output, View)}

@@ -1,7 +1,8 @@
-"""Temporaries in memory that is there anyway: in results not written yet, and in saved tensors no longer needed.
+"""Place temporaries in memory allocated anyway: results not written yet, and saved tensors past their last read.
 
-What would still make the arena large, and is needed only while less than the most is held, has memory of its own: it is
-allocated before its first use and let go after its last. A small arena that is left, and needed later, goes there, too.
+A temporary may get a separate allocation instead, if it would enlarge the arena and its life misses the peak. The
+allocation is made before its first use and freed after its last. A small remaining arena may move into such an
+allocation as a whole.
 """
 
 from __future__ import annotations
@@ -13,32 +14,34 @@ from dataclasses import dataclass
 import numpy as np
 
 from dcompile.codegen.schedule.memory.offsets import Block, align_size, best_gap, place
+from dcompile.device_traits import traits_of
 from dcompile.ir.nodes import Buffer, Collective, Extern, Program, Step, View, Wait, holder_of
 
 SMALLEST_HOST, SMALLEST_GUEST = 1 << 12, 1 << 8
-"""Bytes: an address that each call works out anew costs more than less memory gains."""
+"""Bytes: below these, computing an address in each call costs more than the saved memory gains."""
 STEPS_OF_CAP = 8
 MIN_SAVED_BYTES = 1 << 16
-"""Bytes that must be saved at least."""
+"""Bytes that placements must save at least."""
 MIN_SEPARATE_BYTES = 1 << 17
 WORTH_APART = 100
-"""Nothing is allocated by itself for less than this part of the peak: fresh pages made steps up to 7 % slower (Llama,
+"""Divisor of the peak: separate allocations must save 1/100 of it. Fresh pages made steps up to 7 % slower (Llama,
 LSTM; a busy machine, with a lower limit than this)."""
 SMALL_ARENA = 1 << 16
-"""Bytes: a smaller arena may lie as a whole in memory of a block's own, once that block is done with it."""
+"""Bytes: a smaller arena may be placed as a whole in a separate allocation whose block is past its last use."""
 BYTES_PER_DONOR = 1024
-"""An allocation more must save this part of the peak."""
+"""Divisor of the peak: each further separate allocation must save 1/1024 of it."""
 SEPARATE = ""
-"""Where a block lies that has memory of its own."""
+"""Memory of a block that has a separate allocation."""
 Place = tuple[str | int | None, int]
-"""What a block lies in (None: the arena, a host's name, APART, the number of a block that lies apart); where there."""
+"""A block's memory and its offset there. The memory is None (the arena), a donor's name, `SEPARATE`, or the number of a
+block that has a separate allocation."""
 
 
 @dataclass(frozen=True, slots=True)
 class DonorBuffer:
-    """A buffer that others may lie in: until step `edge` writes it (`early`), or after step `edge` has read it.
+    """A buffer that may hold others: until step `edge` writes it (`early`), or after step `edge` has read it.
 
-    The step `edge` itself may hand its memory over in place, as `heirs` of `lodge` says.
+    At step `edge` itself, memory may change hands in place, for the pairs in `heirs` of `lodge`.
     """
 
     name: str
@@ -49,7 +52,7 @@ class DonorBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Each block's place; the arena's size; the peak of all."""
+    """The place of each block, the size of the arena, and the peak of all memory, in bytes."""
 
     places: list[Place]
     arena_bytes: int
@@ -59,12 +62,11 @@ class Placement:
 def hosts_of(
     program: Program, storages: Mapping[str, str], lives: Mapping[str, tuple[int, int]], kept: Set[str]
 ) -> list[DonorBuffer]:
-    """Buffers on the CPU whose memory is the call's before they are written, or becomes its own after they are read.
+    """Return donor buffers on the CPU: results before their first write, and dead saved or library tensors.
 
-    `kept`: buffers whose memory results show, or may show.
-
-    Before: results. After: saved tensors that the program may overwrite (`Program.donated`), and what the library
-    allocates and nobody else gets to see. Whether nobody refers to them is looked at again in each call.
+    Saved tensors must be in `Program.donated`; library tensors must not escape. Each call checks again that nobody else
+    refers to them.
+    `kept`: buffers whose memory results are views of, or may be.
     """
     barred = in_flight(program)
     written = frozenset().union(*(step.writes for step in program.steps))
@@ -82,7 +84,7 @@ def hosts_of(
 
 
 def in_flight(program: Program) -> frozenset[str]:
-    """Buffers that collectives work on, in part or as a whole; they stay where the run time expects them."""
+    """Return the buffers that collectives use, in part or as a whole; their storage is what the runtime expects."""
     holders = {buffer.name: holder for buffer in program.buffers if (holder := holder_of(buffer)) is not None}
     return frozenset(
         found
@@ -94,31 +96,31 @@ def in_flight(program: Program) -> frozenset[str]:
 
 
 def is_known(buffer: Buffer) -> bool:
-    """Whether it is memory of the CPU of a size known now, and large enough to share."""
-    if buffer.device != "cpu" or not buffer.is_tensor or not isinstance(buffer.extent, int):
+    """Return whether a buffer is CPU memory of static size, large enough to share."""
+    if traits_of(buffer.device).has_caching_allocator or not buffer.is_tensor or not isinstance(buffer.extent, int):
         return False
     return buffer.nbytes >= SMALLEST_HOST
 
 
 def workspace_bytes(step: Step, table: Mapping[str, Buffer]) -> int:
-    """What a library call allocates and lets go of by itself, where that is much and known.
+    """Return the bytes that a library call allocates and frees by itself, for calls whose large workspace is known.
 
-    The gradient of a convolution's filters, by oneDNN: the filters in row-major order, their gradient in the library's
-    order, and converted to ours, which is the result. That of depthwise filters larger than 3 x 3 it sums up in dense
-    blocks of 16 by 16 channels (seen in torch 2.13's, whatever the image's size).
+    The only such call is oneDNN's gradient of convolution filters. It holds the filters in row-major order, their
+    gradient in the library's layout, and that gradient converted to row-major order, which is the result. Depthwise
+    filters larger than 3 x 3 are summed in dense blocks of 16 x 16 channels (seen in torch 2.13, for every image size).
     """
     if not isinstance(step, Extern) or step.op != "aten.convolution_backward.default" or step.outs[1] is None:
         return 0
     filters = step.args[2]
     buffer = table[filters.buffer] if isinstance(filters, View) else None
-    if buffer is None or buffer.device != "cpu" or not isinstance(buffer.extent, int):
+    if buffer is None or not traits_of(buffer.device).aten.converts_filters or not isinstance(buffer.extent, int):
         return 0
     depthwise = len(buffer.shape) == 4 and buffer.shape[0] == step.args[9] and buffer.shape[1] == 1
     return buffer.nbytes * (259 if depthwise and buffer.extent > 9 * int(step.args[9]) else 3)  # type: ignore[arg-type]
 
 
 def workspaces(program: Program) -> np.ndarray:
-    """What each step, and the end, adds to the bytes that library calls hold for themselves."""
+    """Return the change of workspace bytes at each step, and at the end."""
     table = program.table
     return np.diff([0, *(workspace_bytes(step, table) for step in program.steps), 0])
 
@@ -130,9 +132,9 @@ def held_bytes(
     counts: Callable[[Buffer], bool],
     kept: Set[str],
 ) -> np.ndarray:
-    """At each step, what results, the library's tensors and donated inputs hold if nothing lies in them.
+    """Return the bytes that results, library tensors and donated inputs hold at each step if nothing is placed in them.
 
-    `kept`: buffers whose memory results show, or may show. Only buffers that `counts` says yes to are looked at.
+    `kept`: buffers whose memory results are views of, or may be. `counts` filters the buffers.
     """
     steps = len(program.steps)
     change = workspaces(program)
@@ -155,14 +157,14 @@ def lodge(
     bound: Set[int],
     beside: int | None = None,
 ) -> Placement:
-    """Places for blocks, in the arena or in hosts, such that arena and `held` together peak low.
+    """Place blocks in the arena or in donors (`hosts`), such that arena and `held` together have a low peak.
 
-    `heirs` says which hosts hand their memory to a block in place, or take it over from it; blocks of `bound` stay in
-    the arena. The arena is kept between calls, so its size counts at every step. Tries several sizes for it, and puts
-    what does not fit where it prolongs a host's life least: at first only where that raises no peak of `held`. What
-    fits nowhere then gets memory of its own, if that saves enough.
-    `beside`: what is held while the other program of a training step runs; the arena will be there, too. That program
-    is taken to need as much beside them as this one would in an arena alone.
+    `heirs` maps a block to the donors whose memory passes to it or from it in place. Blocks of `bound` stay in the
+    arena, which is kept between calls, so its size counts at every step. Several arena sizes are tried. A block that
+    does not fit goes to the donor whose life it extends least. At first this is allowed only where the peak of `held`
+    stays as it is. Remaining blocks get separate allocations if that saves enough.
+    `beside`: bytes held while the other program of a training step runs. The arena exists then, too, and that program
+    is assumed to need as much as this one would in an arena alone.
     """
     offsets, total = place(blocks)
     before = int(held.max(initial=0))
@@ -183,7 +185,7 @@ def lodge(
                 if cap + before >= cost(best):
                     break
                 most = cost(best) - cap if raises else before
-                # its arena and what is held only grow: an attempt ends where they cost as much as the best one
+                # arena and held bytes only grow: an attempt ends where they cost as much as the best one
                 limit = cost(best), cost(best) if beside is None else cost(best) - beside - total
                 found = _PlacementAttempt(blocks, hosts, heirs, options, held, most, barred, bound).run(cap, *limit)
                 best = best if found is None else min(best, found, key=cost)
@@ -200,7 +202,7 @@ def lodge(
 def _options(
     blocks: Sequence[Block], hosts: Sequence[DonorBuffer], heirs: Mapping[int, Set[str]], bound: Set[int]
 ) -> list[np.ndarray]:
-    """For each block the numbers of the hosts that are large enough, and free throughout its life."""
+    """Return, for each block, the numbers of the donors that are large enough and free during its whole life."""
     room, edge = (np.array(column, np.int64) for column in zip(*((h.nbytes, h.edge) for h in hosts), strict=True))
     early = np.array([host.early for host in hosts])
     numbers = {host.name: number for number, host in enumerate(hosts)}
@@ -218,7 +220,7 @@ def _options(
 
 
 class _DonorSpace:
-    """What is placed in one piece of memory: rows of first and last step, start and end."""
+    """Blocks placed in one memory region, as rows of (first step, last step, start, end)."""
 
     def __init__(self) -> None:
         self.rows, self.count = np.zeros((8, 4), np.int64), 0
@@ -228,12 +230,12 @@ class _DonorSpace:
         return placed[(placed[:, 0] <= block.last) & (placed[:, 1] >= block.first)]
 
     def gap(self, block: Block, size: int) -> int:
-        """The offset of the smallest gap for `size` bytes among what lives when the block does."""
+        """Return the offset of the smallest gap for `size` bytes among blocks alive at the same time."""
         met = self._met(block)
         return best_gap(met[:, 2], met[:, 3], size)
 
     def is_free(self, block: Block, at: int, nbytes: int) -> bool:
-        """Do these bytes hold nothing that lives when the block does?"""
+        """Are these bytes free of blocks alive at the same time?"""
         met = self._met(block)
         return bool(np.all((met[:, 3] <= at) | (at + nbytes <= met[:, 2])))
 
@@ -245,7 +247,7 @@ class _DonorSpace:
 
 
 class _PlacementAttempt:
-    """One way to place all blocks, such that hosts never hold more than `most` bytes together."""
+    """One placement of all blocks, such that donors and separate allocations never hold more than `most` bytes."""
 
     def __init__(
         self,
@@ -265,16 +267,16 @@ class _PlacementAttempt:
         self.arena = _DonorSpace()
         self.bins: dict[str, _DonorSpace] = defaultdict(_DonorSpace)
         self.edges = np.array([host.edge for host in hosts], np.int64)
-        """How far each host's life goes by now, to the front or to the back."""
+        """Current end of each donor's life: its first step if `early`, else its last."""
         self.early = np.array([host.early for host in hosts])
         self.room = np.array([host.nbytes for host in hosts], np.int64)
 
     def run(self, cap: int, peak: int, arena: int) -> Placement | None:
-        """Places with an arena of about `cap` bytes; None once the peak or the arena gets as large as is said."""
+        """Place all blocks with an arena of about `cap` bytes; return None once `peak` or `arena` bytes are reached."""
         places: list[Place] = [(None, 0)] * len(self.blocks)
         reached = 0
         has_choice = [len(found) > 0 or number not in self.barred for number, found in enumerate(self.options)]
-        # first those that have no choice
+        # blocks that can only be in the arena come first
         order = sorted(range(len(places)), key=lambda n: (has_choice[n], -self.sizes[n], self.blocks[n].first, n))
         for number in order:
             block, size = self.blocks[number], self.sizes[number]
@@ -291,13 +293,14 @@ class _PlacementAttempt:
         return Placement(places, reached, reached + self.high)
 
     def _stays(self, nbytes: int) -> int:
-        """What of an arena is sure to stay one."""
+        """Return the bytes of the arena that are certain to remain one."""
         return 0 if nbytes < SMALL_ARENA and len(self.barred) < len(self.blocks) else nbytes
 
     def _follows(self, places: list[Place], nbytes: int) -> bool:
-        """Put a small arena as a whole in the own memory of a block that ends before, if there is room for that longer.
+        """Move a small arena into the separate allocation of a block that ends before, if its life can be extended.
 
-        An LSTM's head needs 8 KB behind its last cell, which would be there beside all that is saved of the cells.
+        An LSTM's head needs 8 KB after its last cell; as an arena, these would count beside all tensors saved by the
+        cells.
         """
         inside = [number for number, (host, _) in enumerate(places) if host is None]
         if not 0 < nbytes < SMALL_ARENA or not self.bound.isdisjoint(inside):
@@ -305,7 +308,7 @@ class _PlacementAttempt:
         first = min(self.blocks[number].first for number in inside)
         last = max(self.blocks[number].last for number in inside)
         apart = [(number, self.blocks[number]) for number, (host, _) in enumerate(places) if host == SEPARATE]
-        # bytes that are there, not rounded up to a cache line as `sizes` are
+        # the allocation's exact bytes, not rounded up to a cache line as `sizes` are
         before = [n for n, block in apart if block.last < first and int(block.nbytes) >= nbytes]  # type: ignore[arg-type]
         if not before:
             return False
@@ -323,17 +326,17 @@ class _PlacementAttempt:
         self.high = max(self.high, int(self.held[span].max(initial=0)))
 
     def _host_for(self, number: int) -> tuple[str, int] | None:
-        """The host that lives longer by the fewest byte-steps, if one has a gap; and where."""
+        """Return the donor with a gap whose life grows by the fewest byte-steps, and the offset; None without one."""
         block, options = self.blocks[number], self.options[number]
         costs = np.abs(self._edges(options, block) - self.edges[options]) * self.room[options]
-        for k in options[np.lexsort((self.room[options], costs))]:  # of equals, the first
+        for k in options[np.lexsort((self.room[options], costs))]:  # on ties, the first
             host = self.hosts[k]
             nbytes = int(block.nbytes)  # type: ignore[arg-type]
             at = 0 if host.name in self.heirs.get(number, ()) else self.bins[host.name].gap(block, nbytes)
             if at + nbytes > host.nbytes or not self.bins[host.name].is_free(block, at, nbytes):
                 continue
             now, then = int(self.edges[k]), int(self._edges(k, block))
-            span = slice(then, now) if host.early else slice(now + 1, then + 1)  # the steps by which it lives longer
+            span = slice(then, now) if host.early else slice(now + 1, then + 1)  # steps added to its life
             if self.held[span].max(initial=0) + host.nbytes > self.most and span.start < span.stop:
                 continue
             self._hold(span, host.nbytes)
@@ -343,7 +346,7 @@ class _PlacementAttempt:
         return None
 
     def _apart(self, number: int) -> tuple[str, int] | None:
-        """Memory of the block's own, if there is room while it lives."""
+        """Give the block a separate allocation, if the budget has room during its life."""
         block, size = self.blocks[number], self.sizes[number]
         span = slice(block.first, block.last + 1)
         if number in self.barred or self.held[span].max(initial=0) + size > self.most:
@@ -352,7 +355,7 @@ class _PlacementAttempt:
         return SEPARATE, 0
 
     def _edges(self, numbers: np.ndarray | np.intp, block: Block) -> np.ndarray:
-        """How far hosts' lives go if the block lies there."""
+        """Return the ends of the donors' lives if the block were placed there."""
         now, early = self.edges[numbers], self.early[numbers]
         moved: np.ndarray = np.where(early, np.minimum(now, block.first), np.maximum(now, block.last))
         return moved

@@ -1,11 +1,11 @@
-"""Temporaries on a GPU that are allocated when they are needed, beside the arena.
+"""Allocate large temporaries on GPUs separately from the arena, when they are needed.
 
-An arena counts from the first step to the last, also when what the forward saved is most. On the CPU what would make
-it large lies in other memory (`lodging.py`), since pages that were used before are cheap. PyTorch's allocator on GPUs
-hands memory out again in a microsecond, in stream order: so there large temporaries are allocated by themselves and let
-go after their last use, and the first gradients lie in the saved tensor that they are computed from. A few small ones
-follow where they alone make the arena larger than it has to be at the peak: what is alive beside the largest one, but
-not when most is held, or what lies there from a step behind the peak to the end.
+An arena counts from the first step to the last, even while the forward's saved tensors are at their peak. On CPUs,
+temporaries reuse external memory instead (`reuse_external.py`), since pages that were used before are cheap. PyTorch's
+GPU allocator reuses memory in a microsecond, in stream order. So large temporaries are allocated separately and freed
+after their last use; the first gradients overwrite the saved tensor that they are computed from. A few small
+temporaries follow if they alone make the arena larger than its need at the peak. Such a block is alive with the largest
+one but not at the peak, or lives from a step after the peak to the end.
 """
 
 from __future__ import annotations
@@ -17,36 +17,38 @@ import numpy as np
 
 from dcompile.codegen.schedule.memory.offsets import Block
 from dcompile.codegen.schedule.memory.reuse_external import in_flight
+from dcompile.device_traits import traits_of
 from dcompile.ir.analysis import takes_over
 from dcompile.ir.nodes import Buffer, Program
 
 MIN_BLOCK_BYTES = 1 << 20
 """Bytes: an allocation costs about as much time as a small kernel."""
 MIN_PEAK_FRACTION = 16384
-"""Nothing is done for less than this part of the peak."""
+"""Divisor of the peak: separate allocations must save 1/16384 of it."""
 BYTES_PER_ALLOCATION = 262144
-"""An allocation more must save this part of the peak: kilobytes of gigabytes, for a microsecond of the host's time."""
+"""Divisor of the peak: each allocation must save 1/262144 of it. That is kilobytes of gigabytes, for a microsecond of
+host time."""
 
 MIN_SMALL_BLOCK_BYTES = 1 << 16
-"""Bytes that each block must save that lies apart although it is small."""
+"""Bytes that each separately allocated small block must save."""
 MAX_SMALL_BLOCKS = 12
-"""Blocks that are tried for that, one after another; the planner's time goes with their number."""
+"""Small blocks tried, one after another; the planner's time grows with their number."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeparateAllocations:
-    """Blocks outside of the arena: in the memory of the input that is named, or (None) in memory of their own."""
+    """Blocks outside the arena: each in the memory of the named input, or (None) in an allocation of its own."""
 
     hosts: Mapping[int, str | None]
 
 
 def fits(buffer: Buffer) -> bool:
-    """Whether it is memory of a GPU of a size known now."""
-    return buffer.device != "cpu" and isinstance(buffer.extent, int) and buffer.is_tensor
+    """Return whether a buffer is GPU memory of static size."""
+    return traits_of(buffer.device).has_caching_allocator and isinstance(buffer.extent, int) and buffer.is_tensor
 
 
 def movable(program: Program, groups: Sequence[Sequence[Buffer]]) -> frozenset[int]:
-    """Groups of buffers in one place that may lie outside of the arena: on a GPU, and no collective works on them."""
+    """Return the in-place groups that may leave the arena: on a GPU, and used by no collective."""
     flying = in_flight(program)
     return frozenset(n for n, group in enumerate(groups) if all(fits(b) and b.name not in flying for b in group))
 
@@ -58,9 +60,9 @@ def heirs_of(
     numbers: Set[int],
     kept: Set[str],
 ) -> dict[int, str]:
-    """Groups whose first buffer may take over a donated input in place, in the step that reads it for the last time.
+    """Map groups to the donated input that their first buffer may overwrite in place, in the step of its last read.
 
-    `kept`: buffers whose memory results show, or may show.
+    `kept`: buffers whose memory results are views of, or may be.
     """
     written = frozenset().union(*(step.writes for step in program.steps))
     table, barred = program.table, written | kept
@@ -81,9 +83,9 @@ def heirs_of(
 
 
 def set_apart(blocks: Mapping[int, Block], heirs: Mapping[int, str], held: np.ndarray) -> SeparateAllocations:
-    """Which of these blocks to keep out of the arena, such that it and `held` (bytes at each step) peak low.
+    """Choose the blocks to keep out of the arena, such that arena and `held` (bytes at each step) have a low peak.
 
-    What is larger goes first, since it saves most for each allocation; then what makes the arena large for others.
+    Larger blocks go first, since they save most for each allocation; then the blocks at the arena's fullest step.
     """
     sides = _Sides(blocks, heirs, held)
     _move_large(sides)
@@ -92,7 +94,7 @@ def set_apart(blocks: Mapping[int, Block], heirs: Mapping[int, str], held: np.nd
 
 
 class _Sides:
-    """Bytes at each step in the arena and outside of it, as blocks move out one after another."""
+    """Bytes at each step inside and outside the arena, as blocks move out one after another."""
 
     def __init__(self, blocks: Mapping[int, Block], heirs: Mapping[int, str], held: np.ndarray) -> None:
         self.blocks, self.heirs = blocks, heirs
@@ -103,12 +105,12 @@ class _Sides:
             self.inside[block.first : block.last + 1] += self.sizes[number]
 
     def move(self, number: int) -> None:
-        """Out of the arena."""
+        """Move a block out of the arena."""
         self.apart.append(number)
         self._add(number, self.sizes[number])
 
     def keep(self, count: int) -> None:
-        """So many of those that moved first; the others move back."""
+        """Keep the first `count` moved blocks outside, and move the others back."""
         while len(self.apart) > count:
             number = self.apart.pop()
             self._add(number, -self.sizes[number])
@@ -119,7 +121,7 @@ class _Sides:
         self.outside[block.first + (number in self.heirs) : block.last + 1] += nbytes
 
     def peak_without(self, number: int) -> int:
-        """The peak if this block moved, too."""
+        """Return the peak if this block moved out, too."""
         self.move(number)
         peak = self.peak
         self.keep(len(self.apart) - 1)
@@ -127,20 +129,20 @@ class _Sides:
 
     @property
     def peak(self) -> int:
-        """The arena counts at every step."""
+        """Peak bytes; the arena counts at every step."""
         return int(self.inside.max(initial=0)) + int(self.outside.max(initial=0))
 
     def fullest(self) -> list[int]:
-        """The blocks in the arena at the first step that makes it as large as it is."""
+        """Return the blocks in the arena at the first step at which it is fullest."""
         step = int(self.inside.argmax()) if self.inside.any() else -1
         alive = (number for number, block in self.blocks.items() if block.first <= step <= block.last)
         return [number for number in alive if self.sizes[number] and number not in self.apart]
 
 
 def _move_large(sides: _Sides) -> None:
-    """All blocks from some size on, or none."""
+    """Move out all blocks above the best size limit, or none."""
     usual, sizes = sides.peak, sides.sizes
-    peaks, costs = [usual], {usual + 1: usual}  # the smallest size that lies apart -> peak and price
+    peaks, costs = [usual], {usual + 1: usual}  # the smallest size that is allocated separately -> its cost
     for count, number in enumerate(sorted(sizes, key=lambda n: (-sizes[n], n)), 1):
         if sizes[number] < MIN_BLOCK_BYTES:
             break
@@ -153,7 +155,7 @@ def _move_large(sides: _Sides) -> None:
 
 
 def _move_crowding(sides: _Sides) -> None:
-    """What lies in the arena where that is largest, whatever its size, if something else makes the peak."""
+    """Move out up to `MAX_SMALL_BLOCKS` blocks at the arena's fullest step, if that lowers the peak enough."""
     best = sides.peak
     price, kept = max(best // BYTES_PER_ALLOCATION, MIN_SMALL_BLOCK_BYTES), len(sides.apart)
     for count in range(1, MAX_SMALL_BLOCKS + 1):

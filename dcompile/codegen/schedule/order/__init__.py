@@ -1,1 +1,1 @@
-"""When each step runs: collectives overlapped with kernels by a cost model."""
+"""The order of steps: collectives overlapped with kernels by a cost model."""

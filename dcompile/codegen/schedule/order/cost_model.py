@@ -1,7 +1,8 @@
-"""How long each step takes, by a model: work over the machine's rate for it, and no less than a least time.
+"""Cost model: the duration of each step is its work over the machine's rate for it, and at least a fixed minimum.
 
-A roofline (Williams, Waterman, Patterson, CACM 52, 2009) for each step alone: the longer of moving its bytes and doing
-its arithmetic. It orders what can hide behind what; it does not see caches, tile sizes or what runs at the same time.
+It is a roofline (Williams, Waterman, Patterson, CACM 52, 2009) for each step alone: the longer of moving its bytes and
+doing its arithmetic. Its purpose is to choose which computation hides which collective. It does not model caches, tile
+sizes or concurrent work.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
 from dcompile.codegen.schedule.order.simulate import is_copied_gather
+from dcompile.device_traits import main_device, traits_of
 from dcompile.ir import functional_collectives
 from dcompile.ir.analysis import operands, row_values, sizes
+from dcompile.ir.collective_kinds import COLLECTIVES
 from dcompile.ir.index import Index, Size, typical
 from dcompile.ir.nodes import (
     ITEMSIZE,
@@ -33,25 +36,22 @@ from dcompile.ir.nodes import (
 from dcompile.ir.ops import OPS
 from dcompile.machine_model import Figures, GroupSize, collective_seconds, copying_seconds
 
-TILE = 128
-"""Matrix products on GPUs work on whole tiles of about this many rows and columns."""
-
 
 def durations(program: Program, figures: Figures, groups: Mapping[str, GroupSize]) -> list[float]:
-    """Seconds of each step on the resource that it uses; a wait takes some of its own only where there are replicas.
+    """Return the seconds of each step on its resource; waits take time only for groups with replicas.
 
-    `groups` describes those of the plan; one that is not there counts as two ranks.
+    A group missing in `groups` counts as two ranks.
     """
     table = program.table
     started = {step.bucket: step for step in program.steps if isinstance(step, Collective)}
-    on_gpu = any(buffer.device != "cpu" for buffer in program.buffers)
+    tile = traits_of(main_device(buffer.device for buffer in program.buffers)).matmul_tile
     buckets = {bucket.name: bucket for bucket in program.buckets}
     found = []
     for step in program.steps:
         if isinstance(step, Wait):
             found.append(_among_replicas(started[step.bucket], table, figures, groups))
             continue
-        seconds = step_seconds(step, table, figures, groups, on_gpu)
+        seconds = step_seconds(step, table, figures, groups, tile)
         if isinstance(step, Collective) and step.bucket in buckets and not is_copied_gather(step, groups):
             seconds += members(buckets[step.bucket]) * figures.member_us * 1e-6
         found.append(seconds)
@@ -59,7 +59,7 @@ def durations(program: Program, figures: Figures, groups: Mapping[str, GroupSize
 
 
 def members(bucket: Bucket) -> int:
-    """How many messages a collective sends beside its first one."""
+    """Return the number of messages that a collective sends after its first one."""
     together = len(bucket.packed)
     return max(len(bucket.units) - together + (together > 0) - 1, 0)
 
@@ -67,23 +67,24 @@ def members(bucket: Bucket) -> int:
 def _among_replicas(
     step: Collective, table: Mapping[str, Buffer], figures: Figures, groups: Mapping[str, GroupSize]
 ) -> float:
-    """What a wait does itself: sum up the shards of a reduction among replicas."""
+    """Return the seconds of a wait's own work: an all-reduce of a reduce-scatter's shards among replicas (HSDP)."""
     group = groups.get(step.group, GroupSize())
-    if step.kind != "reduce_scatter" or group.replicas == 1:
+    traits = COLLECTIVES[step.kind].bucket
+    if traits is None or traits.among_replicas is None or group.replicas == 1:
         return 0.0
     shard = collective_bytes(step, table) // group.ranks
-    return collective_seconds(figures, "all_reduce", shard, group.replicas, stride=group.ranks)
+    return collective_seconds(figures, traits.among_replicas, shard, group.replicas, stride=group.ranks)
 
 
 def step_seconds(
-    step: Step, table: Mapping[str, Buffer], figures: Figures, groups: Mapping[str, GroupSize], on_gpu: bool = False
+    step: Step, table: Mapping[str, Buffer], figures: Figures, groups: Mapping[str, GroupSize], tile: int = 1
 ) -> float:
-    """Seconds of one step."""
+    """Return the seconds of one step."""
     match step:
         case Loop():
             moved = loop_bytes(step, table) / (figures.memory_gbs * 1e9)
             done = loop_operations(step) / (figures.arithmetic_gops * 1e9)
-            product = 0.0 if step.product is None else extern_seconds(step.product.call, table, figures, on_gpu)
+            product = 0.0 if step.product is None else extern_seconds(step.product.call, table, figures, tile)
             return max(moved, done) + product + figures.kernel_us * 1e-6
         case Extern() if (kind := functional_collectives.kind_of(step.op)) is not None:
             ranks = (
@@ -92,7 +93,7 @@ def step_seconds(
             )
             return collective_seconds(figures, kind, functional_collectives.whole_bytes(step, table), ranks)
         case Extern():
-            return extern_seconds(step, table, figures, on_gpu)
+            return extern_seconds(step, table, figures, tile)
         case Collective():
             group, nbytes = groups.get(step.group, GroupSize()), collective_bytes(step, table)
             if is_copied_gather(step, groups) and figures.copy_gbs:
@@ -102,11 +103,11 @@ def step_seconds(
             return 0.0
 
 
-# --- kernels of ours --------------------------------------------------------------------------------------------------
+# --- own kernels ------------------------------------------------------------------------------------------------------
 
 
 def loop_bytes(loop: Loop, table: Mapping[str, Buffer]) -> int:
-    """Bytes to and from memory: what an access reaches counts once, however often rows repeat it."""
+    """Return the bytes that a loop moves to and from memory; an element accessed repeatedly counts once."""
     lengths = sizes(loop)
     reached: dict[tuple[str, bool], int] = {}
     at_hand = None if loop.product is None else loop.product.out
@@ -120,7 +121,7 @@ def loop_bytes(loop: Loop, table: Mapping[str, Buffer]) -> int:
 
 
 def _places(index: Index, lengths: Mapping[str, Size]) -> int:
-    """How many places an index names at most; through a value of the body, one for each element of the loop."""
+    """Return the most elements that an index reaches; with a value of the body in it, one for each iteration."""
     names = index.variables
     if any(name not in lengths and name[0] == "v" for name in names):
         names = frozenset(lengths)
@@ -132,7 +133,7 @@ def _extent(buffer: Buffer) -> int:
 
 
 def loop_operations(loop: Loop) -> int:
-    """Arithmetic in additions, transcendental functions by their cost in the op table."""
+    """Return a loop's arithmetic in additions; transcendental functions count by their cost in the op table."""
     rows = row_values(loop)
     outer, inner = (prod(map(typical, space)) for space in (loop.outer, loop.inner))
     per_row = per_element = 0
@@ -152,8 +153,8 @@ def loop_operations(loop: Loop) -> int:
 # --- library calls ----------------------------------------------------------------------------------------------------
 
 
-def extern_seconds(step: Extern, table: Mapping[str, Buffer], figures: Figures, on_gpu: bool = False) -> float:
-    """Seconds of a library call: by its operations where they are known, by what it reads and writes otherwise."""
+def extern_seconds(step: Extern, table: Mapping[str, Buffer], figures: Figures, tile: int = 1) -> float:
+    """Return the seconds of a library call, from its FLOPs where they are known and from its bytes otherwise."""
     if step.cost_us:
         return step.cost_us * 1e-6
     views = list(_arguments(step))
@@ -161,7 +162,7 @@ def extern_seconds(step: Extern, table: Mapping[str, Buffer], figures: Figures, 
     moved += sum(typical(table[name].extent) * ITEMSIZE[table[name].dtype] for name in step.writes if name in table)
     if _is_view(step) or functional_collectives.is_wait(step.op):
         return 0.0
-    flops = extern_flops(step, table, padded=on_gpu)
+    flops = extern_flops(step, table, tile=tile)
     if not flops:
         return moved / (figures.memory_gbs * 1e9) + figures.library_us * 1e-6
     dtype = next((table[view.buffer].dtype for view in views if view.buffer in table), "float32")
@@ -170,24 +171,28 @@ def extern_seconds(step: Extern, table: Mapping[str, Buffer], figures: Figures, 
 
 
 def fused_seconds(program: Program, figures: Figures) -> float:
-    """Seconds of a program of library calls if a compiler fused all that is no arithmetic of a library.
+    """Return the seconds of a program of library calls under perfect fusion of everything between heavy calls.
 
-    What it reads and writes as a whole, and its products, convolutions and attention, each with its own bytes.
+    Inputs and results of the whole program move once. Matmuls, convolutions and attention count each with their own
+    bytes.
     """
     table = program.table
-    on_gpu = any(buffer.device != "cpu" for buffer in program.buffers)
+    tile = traits_of(main_device(buffer.device for buffer in program.buffers)).matmul_tile
     calls = [step for step in program.steps if isinstance(step, Extern)]
-    heavy = sum(extern_seconds(call, table, figures, on_gpu) for call in calls if extern_flops(call, table))
+    heavy = sum(extern_seconds(call, table, figures, tile) for call in calls if extern_flops(call, table))
     outside = {view.buffer for view in program.outputs if isinstance(view, View)} | {*program.inputs} & table.keys()
     moved = sum(typical(table[name].extent) * ITEMSIZE[table[name].dtype] for name in outside)
     return heavy + moved / (figures.memory_gbs * 1e9) + figures.library_us * 1e-6
 
 
-def extern_flops(step: Extern, table: Mapping[str, Buffer], *, padded: bool = False) -> int:
-    """Floating point operations of a library call; 0 where only its bytes are known. `padded`: in whole tiles."""
+def extern_flops(step: Extern, table: Mapping[str, Buffer], *, tile: int = 1) -> int:
+    """Floating point operations of a library call; 0 where only its bytes are known.
+
+    `tile`: products work on whole tiles of this many rows and columns.
+    """
     count = _FLOPS.get(_name(step))
     shapes = [_shape(view) for view in _arguments(step)]
-    return count(step, shapes, table, padded) if count is not None else 0
+    return count(step, shapes, table, tile) if count is not None else 0
 
 
 def _arguments(step: Extern) -> Iterable[View]:
@@ -199,14 +204,14 @@ def _shape(view: View) -> tuple[int, ...]:
 
 
 def _view_bytes(view: View, table: Mapping[str, Buffer]) -> int:
-    """What a view reaches: dimensions of stride 0 repeat the same elements."""
+    """Return the bytes that a view reaches: dimensions of stride 0 repeat the same elements."""
     pairs = zip(view.shape, view.strides, strict=True)
     count = prod(typical(size) for size, stride in pairs if stride != 0)
     return count * (ITEMSIZE[table[view.buffer].dtype] if view.buffer in table else 4)
 
 
 def _is_view(step: Extern) -> bool:
-    """Does the call only look at its argument in another way? Such results have no memory of their own to fill."""
+    """Does the call only return a view of its argument? Such results have no memory of their own to fill."""
     return _name(step) in _VIEWS
 
 
@@ -222,26 +227,26 @@ _VIEWS = frozenset(
 )  # fmt: skip
 
 _Shapes = list[tuple[int, ...]]
-_Count = Callable[[Extern, _Shapes, Mapping[str, Buffer], bool], int]
+_Count = Callable[[Extern, _Shapes, Mapping[str, Buffer], int], int]
 
 
-def _tiles(size: int, padded: bool) -> int:
-    return -(-size // TILE) * TILE if padded else size
+def _tiles(size: int, tile: int) -> int:
+    return -(-size // tile) * tile
 
 
-def _product(rows: int, inner: int, columns: int, padded: bool) -> int:
-    return 2 * _tiles(rows, padded) * inner * _tiles(columns, padded)
+def _product(rows: int, inner: int, columns: int, tile: int) -> int:
+    return 2 * _tiles(rows, tile) * inner * _tiles(columns, tile)
 
 
-def _mm(_step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], padded: bool) -> int:
-    """The last two tensors are multiplied; with a bias or a start value, that comes first."""
+def _mm(_step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], tile: int) -> int:
+    """Count the FLOPs of multiplying the last two tensors; a bias or an initial value comes before them."""
     left, right = [shape for shape in shapes if len(shape) in (2, 3)][-2:]
     batch = left[0] if len(left) == 3 else 1
-    return batch * _product(left[-2], left[-1], right[-1], padded)
+    return batch * _product(left[-2], left[-1], right[-1], tile)
 
 
-def _attention(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _padded: bool) -> int:
-    """Two products of queries by keys; five in the backward, whose first tensor is the gradient of the result."""
+def _attention(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _tile: int) -> int:
+    """Count two matmuls of queries by keys; five in the backward, whose first tensor is the result's gradient."""
     kind = _name(step).removeprefix("_scaled_dot_product_")
     backward = kind.endswith("_backward")
     query, key, value = shapes[1:4] if backward else shapes[:3]
@@ -262,11 +267,11 @@ _CAUSAL: Mapping[str, int] = {
     "cudnn_attention": 6,
     "cudnn_attention_backward": 14,
 }
-"""Which argument of each attention operator is `is_causal`."""
+"""Position of the argument `is_causal` of each attention operator."""
 
 
-def _convolution(step: Extern, shapes: _Shapes, table: Mapping[str, Buffer], _padded: bool) -> int:
-    """Each element of the result is a sum over one filter: weight's elements per output channel."""
+def _convolution(step: Extern, shapes: _Shapes, table: Mapping[str, Buffer], _tile: int) -> int:
+    """Count the FLOPs of a convolution: each element of the result is a sum over one output channel's filter."""
     weight = shapes[1]
     out = next((table[name] for name in step.outs if name is not None), None)
     if out is None:
@@ -274,8 +279,8 @@ def _convolution(step: Extern, shapes: _Shapes, table: Mapping[str, Buffer], _pa
     return 2 * prod(map(typical, out.shape)) * prod(weight[1:])
 
 
-def _convolution_backward(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _padded: bool) -> int:
-    """As much as the forward for each of the gradients of input and weight that is wanted."""
+def _convolution_backward(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _tile: int) -> int:
+    """Count the forward's FLOPs once for each requested gradient, of input and of weight."""
     gradient, _, weight = shapes[:3]
     wanted = sum(out is not None for out in step.outs[:2])
     return wanted * 2 * prod(gradient) * prod(weight[1:])
@@ -293,7 +298,7 @@ _FLOPS: Mapping[str, _Count] = {
 
 
 def collective_bytes(step: Collective, table: Mapping[str, Buffer]) -> int:
-    """The whole buffer's bytes: what a gather writes, what a reduction reads."""
+    """Return the bytes of a collective's whole buffer: the output of a gather, the input of a reduction."""
     if step.call is not None:
         return functional_collectives.whole_bytes(step.call, table)
     return max(

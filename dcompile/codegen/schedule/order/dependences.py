@@ -1,4 +1,4 @@
-"""Who must run before whom, and what need not run at all."""
+"""Dependences between steps, and removal of dead steps."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dcompile.ir.symbols import late_symbols, used_symbols
 
 
 def touches(steps: Sequence[Step]) -> list[frozenset[str]]:
-    """The buffers whose memory each step reads, writes or holds in flight.
+    """Return the buffers whose memory each step reads, writes or holds in flight.
 
-    A library call that allocates may answer with a view of its argument, so whoever uses its result counts as a user
-    of the argument too. That is followed only for memory that changes after it was first written: nothing else can be
-    seen through a view too early or too late.
+    A library call that allocates may return a view of its argument, so users of its result count as users of the
+    argument. This is tracked only for memory that is written again after its first use; other memory looks the same
+    through a view at any time.
     """
     return [reads | writes for reads, writes in _accesses(steps)]
 
 
 def edges(steps: Sequence[Step], *, ordered_starts: bool = True) -> list[frozenset[int]]:
-    """For each step, the earlier steps that it must not overtake.
+    """Return, for each step, the earlier steps that must stay before it.
 
-    Read after write, write after read and write after write, a collective and its wait counting as both on their
-    buffers; sizes that a library call tells, before what uses them; besides, collectives start in one order (each rank
-    must start the same ones), those that are library calls among them, and so run library calls with effects. Edges
-    implied by others through one buffer are left out. Without `ordered_starts`, the caller sees to the order of
-    collectives.
+    Edges are read after write, write after read and write after write; a collective and its wait count as both on their
+    buffers. A size symbol defined by a library call comes before its users. Collectives start in one order, since every
+    rank must start the same ones; the model's own collectives among library calls are included. Library calls with
+    effects keep their order, too. Edges implied by others through one buffer are left out. Without `ordered_starts`,
+    the caller fixes the order of collectives.
     """
     writer: dict[str, int] = {}
     readers: dict[str, list[int]] = defaultdict(list)
@@ -36,7 +36,7 @@ def edges(steps: Sequence[Step], *, ordered_starts: bool = True) -> list[frozens
     result: list[frozenset[int]] = []
     late = frozenset(symbol for step in steps if isinstance(step, Extern) for symbol in step.tells)
     for number, (step, (reads, writes)) in enumerate(zip(steps, _accesses(steps), strict=True)):
-        if late:  # a size counts as read by what uses it, and as written by the call that tells it
+        if late:  # a size counts as read by its users, and as written by the call that defines it
             reads |= used_symbols(step) & late
             writes = writes.union(step.tells if isinstance(step, Extern) else ())
         before = {writer[name] for name in reads | writes if name in writer}
@@ -56,7 +56,7 @@ def edges(steps: Sequence[Step], *, ordered_starts: bool = True) -> list[frozens
 
 
 def communicates(step: Step) -> bool:
-    """Whether a library call is a collective, or waits for one: what dcompile cannot start and wait for as a step."""
+    """Return whether a library call is a collective, or waits for one, which dcompile cannot split into two steps."""
     return isinstance(step, Extern) and "c10d" in step.op
 
 
@@ -72,10 +72,10 @@ def respects(after: Sequence[Step], before: Sequence[Step]) -> bool:
 
 
 def remove_dead_steps(program: Program) -> Program:
-    """Leave out steps and buffers that nothing observable depends on.
+    """Remove steps and buffers that no observable result depends on.
 
-    Kept: what outputs are computed from, what overwrites an input or works in place, collectives, library calls with
-    effects. Results of library allocations that nobody reads become None.
+    Kept: the steps that outputs depend on, writes to inputs, in-place calls, collectives, and library calls with
+    effects. Unread results of library allocations become None.
     """
     live = {output.buffer for output in program.outputs if isinstance(output, View)} | set(program.inputs)
     live |= _tellers(program)
@@ -95,7 +95,7 @@ def remove_dead_steps(program: Program) -> Program:
 
 
 def _tellers(program: Program) -> set[str]:
-    """Results that tell a size which no argument tells."""
+    """Return the results of calls that define a size symbol which no argument defines."""
     late = late_symbols(program)
     calls = (step for step in program.steps if isinstance(step, Extern) and not late.isdisjoint(step.tells))
     return {name for step in calls for name in step.writes}
@@ -108,7 +108,7 @@ def _has_effect(step: Step) -> bool:
 
 
 def _accesses(steps: Sequence[Step]) -> list[tuple[frozenset[str], frozenset[str]]]:
-    """(reads, writes) of each step, including what may be seen through results of library allocations."""
+    """Return (reads, writes) of each step, including accesses through views returned by library allocations."""
     changing = _overwritten_buffers(steps)
     behind: dict[str, frozenset[str]] = {}
     result: list[tuple[frozenset[str], frozenset[str]]] = []
@@ -125,7 +125,7 @@ def _accesses(steps: Sequence[Step]) -> list[tuple[frozenset[str], frozenset[str
 
 
 def _overwritten_buffers(steps: Sequence[Step]) -> frozenset[str]:
-    """Buffers that are written after an earlier step has touched them."""
+    """Return the buffers that are written after an earlier step has touched them."""
     touched: set[str] = set()
     changing: set[str] = set()
     for step in steps:

@@ -1,10 +1,10 @@
-"""When collectives start and where the program waits for them, by the cost model and within a memory budget.
+"""Choose the place of each collective's start and wait, by the cost model and within a memory budget.
 
-The order of starts comes first, from program and parameters alone: ranks whose batches differ in size have other
-costs, but must start the same collectives in the same order. Costs decide only how early each start comes and how late
-each wait, which every rank may answer in its own way.
+The order of starts comes first, from program and parameters alone. Ranks whose batches differ in size have other costs,
+but must start the same collectives in the same order. Costs decide only how early each start comes and how late each
+wait, which may differ between ranks.
 
-Steps that compute keep their order. Places are counted between them: 0 is before the first one.
+Computing steps keep their order. Places are counted between them: 0 is before the first one.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Extern, Loop, Progra
 from dcompile.machine_model import Figures, GroupSize
 
 SAFETY_FACTOR = 1.0
-"""A gather is to arrive so many of its own durations before its first use, a reduction may take as much longer before
-it is waited for: figures of a table are easily off by that much."""
+"""Slack in multiples of a collective's duration, since figures from a table are easily off by that much. A gather
+should arrive so much before its first use; a reduction may take so much longer before its wait."""
 
 
 COPY_SAFETY = 3.0
-"""The same of gathers that are copies: a rank's own part waits for a place beside products (two H200: 470 us of a
+"""The same slack for gathers by peer copies: a rank's own part waits for room beside matmuls (two H200: 470 us of a
 predicted 184)."""
 
 
 def overlap_collectives(
     program: Program, figures: Figures, groups: Mapping[str, GroupSize], early_bytes: int | None = None
 ) -> Program:
-    """Start collectives early enough to hide behind what is computed, wait for them as late as memory allows.
+    """Start collectives early enough to hide them behind computation, and wait for them as late as memory allows.
 
-    `early_bytes` is what this may add to the peak of live bytes; None: the largest gather and the largest
-    reduce-scatter, so that one unit is on its way in and one on its way out while another is computed with.
+    `early_bytes` is how much this may add to the peak of live bytes. None: the largest gather plus the largest
+    reduce-scatter, so that one unit arrives and one leaves while another is computed.
 
-    Guarantees: the same steps, those that compute in their old order, bitwise-equal values; buckets in the order in
-    which they are started, one that does not depend on `figures` or `groups`; no more live bytes than their old peak
-    and the budget. Where the order is the old one, by the model no more time than in the old places: else these are
+    Guarantees: the same steps; computing steps in their old order; bitwise-equal values. Live bytes stay within their
+    old peak plus the budget. Buckets are listed in the order of their starts, which depends neither on `figures` nor on
+    `groups`. If that order is the old one, the predicted time is no longer than before; otherwise the old places are
     kept.
     Relies on: nothing touches a buffer between the start and the wait of its collective.
     """
@@ -53,7 +53,7 @@ def overlap_collectives(
     order = start_order(given, incoming)
     budget = given.peak(given.places()) + incoming + outgoing
     places = _place(given, order, budget)
-    if given.peak(places) > budget:  # what was allowed to wait long left no room for what had to start late
+    if given.peak(places) > budget:  # late waits left no memory for gathers that had to start late
         places = _place(given, order, budget, tight=True)
     steps = tuple(given.sequence(order, places))
     table = {bucket.name: bucket for bucket in program.buckets}
@@ -62,7 +62,7 @@ def overlap_collectives(
     old = timeline(program.steps, given.seconds, groups)
     new = timeline(steps, [seconds[id(step)] for step in steps], groups)
     worse = new.total > old.total or given.peak(places) > budget
-    # by its own costs a rank may keep places, but not an order of starts that the other ranks do not have
+    # costs may keep a rank's places, but not an order of starts that other ranks do not have
     if worse and order == list(given.exchanges):
         return program
     return replace(program, steps=steps, buckets=buckets)
@@ -71,7 +71,10 @@ def overlap_collectives(
 def predict_schedule(
     program: Program, figures: Figures, groups: Mapping[str, GroupSize]
 ) -> tuple[list[tuple[str, str, float, float, float]], float, float]:
-    """Name, resource, start, duration and exposed time of each step, in microseconds; the whole; what is exposed."""
+    """Predict the timeline of a program, in microseconds.
+
+    Returns (name, resource, start, duration, exposed time) of each step, the total time, and the exposed time.
+    """
     found = timeline(program.steps, durations(program, figures, groups), groups, figures.interference, figures.crowding)
     rows = []
     for span in found.spans:
@@ -92,63 +95,63 @@ def step_label(step: Step) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTask:
-    """One collective with its wait: their steps, what may come before and must come behind, and what it holds."""
+    """One collective with its wait: their steps, the bounds of their places, and the memory in flight."""
 
     number: int
     start: Collective
     start_step: int
     wait_step: int
     low: int
-    """First place at which everything is there that it depends on."""
+    """First place for its start: every step that it depends on is done."""
     high: int
-    """Last place for its wait: before the first step that touches what it guards."""
+    """Last place for its wait: before the first step that touches the buffers it guards."""
     nbytes: int
-    """What it holds in memory while it is on its way: nothing if it works on memory that is kept anyway."""
+    """Bytes that it holds while in flight; 0 if its memory is held anyway."""
     before: frozenset[int]
-    """Exchanges that have to be through, their waits included."""
+    """Collectives that must be complete before it starts, their waits included."""
 
     @property
     def is_gather(self) -> bool:
-        """Whether it gathers parameters, which may start as early as memory allows; the model's own send results."""
-        return self.start.kind == "all_gather" and self.start.call is None
+        """Whether it gathers parameters, and so may start as early as memory allows; the model's own gather results."""
+        return self.start.gathers_parameters
 
     @property
     def fills(self) -> bool:
-        """Whether it makes what it writes, one of the model's own."""
+        """Whether it is one of the model's own and writes buffers that it does not read."""
         return self.start.call is not None and bool(self.start.writes - self.start.reads)
 
 
 @dataclass(frozen=True, slots=True)
 class CollectivePlaces:
-    """Place of the start and of the wait of each exchange."""
+    """Place of the start and of the wait of each collective, by number."""
 
     starts: Mapping[int, int]
     waits: Mapping[int, int]
 
 
 class OverlapProblem:
-    """The program, taken apart."""
+    """The scheduling problem of one program: computing steps, collectives with bounds, durations, and live bytes."""
 
     def __init__(self, program: Program, seconds: Sequence[float], groups: Mapping[str, GroupSize]) -> None:
         self.program, self.seconds, self.groups = program, seconds, groups
         self.computing = [n for n, step in enumerate(program.steps) if not isinstance(step, (Collective, Wait))]
         self.times = np.concatenate(([0.0], np.cumsum([seconds[n] for n in self.computing])))
-        """When the step behind each place would start if nothing were ever waited for."""
+        """Start time of the step after each place, if computation never waited."""
         table = program.table
         self.root = {name: holder_of(buffer) or name for name, buffer in table.items()}
         self.sizes = {name: _nbytes(table[name]) for name in {*self.root.values()} & table.keys()}
         for name in program.inputs:
-            self.sizes.pop(name, None)  # the caller's, in every order
+            self.sizes.pop(name, None)  # held by the caller in every order
         self.exchanges = tuple(self._exchanges())
         self.base = self._base()
 
     def one_each_way(self) -> tuple[int, int]:
-        """Bytes of the largest gather, and of the largest of the others."""
+        """Return the bytes of the largest gather, and of the largest other collective."""
         gathers = (e.nbytes for e in self.exchanges if e.is_gather)
         return max(gathers, default=0), max((e.nbytes for e in self.exchanges if not e.is_gather), default=0)
 
     def _exchanges(self) -> Iterator[CollectiveTask]:
-        """In the order of the program."""
+        """Yield the collectives in the order of the program."""
         steps = self.program.steps
         firsts = edges(steps, ordered_starts=False)
         starts = {step.bucket: n for n, step in enumerate(steps) if isinstance(step, Collective)}
@@ -164,14 +167,14 @@ class OverlapProblem:
             held = start.writes - start.reads if start.call is not None else start.reads | start.writes
             roots = {self.root[name] for name in held if name in self.root}
             nbytes = sum(self.sizes.get(name, 0) for name in roots)
-            if start.kind == "all_gather" and start.call is None:
+            if start.gathers_parameters:
                 nbytes = min(nbytes, collective_bytes(start, table))
             yield CollectiveTask(
                 numbers[n], start, n, waits[bucket], low[n], high[waits[bucket]], nbytes, frozenset(behind[n])
             )
 
     def _lows(self, firsts: Sequence[frozenset[int]]) -> dict[int, int]:
-        """First place of each start and wait; exchanges of the user's own graph are not overtaken."""
+        """Return the first place of each start and wait; no start passes a collective among library calls."""
         place = {n: position for position, n in enumerate(self.computing)}
         low: dict[int, int] = {}
         fence = 0
@@ -185,7 +188,7 @@ class OverlapProblem:
         return low
 
     def _highs(self, firsts: Sequence[frozenset[int]]) -> dict[int, int]:
-        """Last place of each start and wait."""
+        """Return the last place of each start and wait."""
         place = {n: position for position, n in enumerate(self.computing)}
         high: dict[int, int] = {}
         fence = end = len(self.computing)
@@ -205,7 +208,7 @@ class OverlapProblem:
     # --- memory ---
 
     def _base(self) -> np.ndarray:
-        """Live bytes at each computing step, of what it and other computing steps touch."""
+        """Return the live bytes at each computing step, of buffers touched by computing steps."""
         count = len(self.computing)
         first, last = dict[str, int](), dict[str, int]()
         for place, n in enumerate(self.computing):
@@ -223,24 +226,24 @@ class OverlapProblem:
         return np.cumsum(change)
 
     def flight(self, exchange: CollectiveTask, start: int, wait: int) -> slice:
-        """The computing steps during which an exchange holds memory that they do not hold themselves."""
+        """Return the computing steps during which a collective holds memory that they do not hold themselves."""
         return slice(start, exchange.high) if exchange.is_gather or exchange.fills else slice(exchange.low, wait)
 
     def load(self, places: CollectivePlaces) -> np.ndarray:
-        """Live bytes at each computing step."""
+        """Return the live bytes at each computing step."""
         load = self.base.copy()
         for e in self.exchanges:
             load[self.flight(e, places.starts[e.number], places.waits[e.number])] += e.nbytes
         return load
 
     def peak(self, places: CollectivePlaces) -> int:
-        """The most of them."""
+        """Return the peak of live bytes."""
         return int(self.load(places).max(initial=0))
 
     # --- sequences ---
 
     def places(self) -> CollectivePlaces:
-        """Where starts and waits are now."""
+        """Return the current places of starts and waits."""
         starts, waits, place = dict[int, int](), dict[int, int](), 0
         by_start = {e.start_step: e.number for e in self.exchanges}
         by_wait = {e.wait_step: e.number for e in self.exchanges}
@@ -254,7 +257,7 @@ class OverlapProblem:
         return CollectivePlaces(starts, waits)
 
     def sequence(self, order: Sequence[CollectiveTask], places: CollectivePlaces) -> Iterator[Step]:
-        """The steps with starts and waits at their places; there, what is waited for comes first, and gives memory."""
+        """Yield the steps with starts and waits at their places; at one place, waits free memory first."""
         steps = self.program.steps
         starting: dict[int, list[CollectiveTask]] = {}
         ending: dict[int, list[CollectiveTask]] = {}
@@ -276,14 +279,14 @@ class OverlapProblem:
 
 
 def _nbytes(buffer: Buffer) -> int:
-    """Bytes that a program needs for it; gradient buckets are there in every order."""
+    """Return the bytes that a program holds for a buffer; 0 for gradient buckets, which exist in every order."""
     if (buffer.storage or "").startswith("bucket:"):
         return 0
     return typical(buffer.extent) * ITEMSIZE[buffer.dtype]
 
 
 def _waited_for(steps: Sequence[Step], firsts: Sequence[Iterable[int]], waits: Mapping[int, int]) -> list[set[int]]:
-    """For each step, the exchanges whose waits it depends on. `waits`: step of a wait -> its exchange."""
+    """Return, for each step, the collectives whose waits it depends on. `waits`: step of a wait -> its collective."""
     found: list[set[int]] = []
     for n in range(len(steps)):
         mine = set[int]().union(*(found[first] for first in firsts[n]))
@@ -292,10 +295,10 @@ def _waited_for(steps: Sequence[Step], firsts: Sequence[Iterable[int]], waits: M
 
 
 def start_order(given: OverlapProblem, allowed: int) -> list[CollectiveTask]:
-    """The order in which collectives start: that of the program, but gathers may overtake reductions.
+    """Return the order in which collectives start: the program's, but gathers may overtake reductions.
 
-    A gather that waited for the reductions of the unit before would arrive when that unit's computing is long over; so
-    as many gathers go first as are together no larger than `allowed`.
+    A gather that waited for the previous unit's reductions would arrive long after that unit's computation. So gathers
+    go first, as long as those ahead hold at most `allowed` bytes together.
     """
     gathers = [e for e in given.exchanges if e.is_gather]
     order: list[CollectiveTask] = []
@@ -323,18 +326,19 @@ def start_order(given: OverlapProblem, allowed: int) -> list[CollectiveTask]:
 def _place(
     given: OverlapProblem, order: Sequence[CollectiveTask], budget: int, tight: bool = False
 ) -> CollectivePlaces:
-    """Starts as early and waits as late as they help, within the budget; in `order`, one after the other.
+    """Choose starts as early and waits as late as they help within the budget, one collective after another in `order`.
 
-    `tight`: gathers as late as reductions behind them can start at once, which are waited for at once.
+    `tight`: gathers start late enough for the reductions after them to start at once; waits follow their starts at
+    once.
     """
     latest = _latest_starts(given, order)
     caps = _caps(order)
     until = {e.number: e.high for e in order}
-    """The last place for each wait: another exchange may have to start behind it."""
+    """Last place for each wait: another collective may have to start after it."""
     for at, exchange in enumerate(order):
         until |= {other: min(until[other], caps[at]) for other in exchange.before}
     load = given.base.copy()
-    times = given.times.copy()  # moves on with what is held up
+    times = given.times.copy()  # advances with waits
     free: dict[str, float] = {}
     starts, waits = dict[int, int](), dict[int, int]()
     previous = 0
@@ -362,7 +366,7 @@ def _place(
 
 
 def _latest_starts(given: OverlapProblem, order: Sequence[CollectiveTask]) -> dict[int, float]:
-    """When each collective must start for nothing behind it to be late, were computing never held up."""
+    """Return the time by which each collective must start for nothing to be late, with undelayed computation."""
     latest: dict[int, float] = {}
     following = dict[str, float]()
     for exchange in reversed(order):
@@ -373,7 +377,7 @@ def _latest_starts(given: OverlapProblem, order: Sequence[CollectiveTask]) -> di
 
 
 def _caps(order: Sequence[CollectiveTask]) -> list[int]:
-    """The last place for each start: before what it, or one that has to start after it, is needed for."""
+    """Return the last place for each start: the smallest bound of this collective and those that start after it."""
     caps: list[int] = []
     for exchange in reversed(order):
         caps.append(min(exchange.high, caps[-1] if caps else exchange.high))
@@ -381,7 +385,7 @@ def _caps(order: Sequence[CollectiveTask]) -> list[int]:
 
 
 def _first_fit(load: np.ndarray, exchange: CollectiveTask, budget: int) -> int:
-    """The first place from which on a gather's memory fits in until it is needed anyway."""
+    """Return the first place from which a gather's memory fits into the budget until its own bound."""
     over = np.flatnonzero(load[: exchange.high] + exchange.nbytes > budget)
     return int(over[-1]) + 1 if len(over) else 0
 
@@ -389,7 +393,7 @@ def _first_fit(load: np.ndarray, exchange: CollectiveTask, budget: int) -> int:
 def _last_fit(
     load: np.ndarray, times: np.ndarray, exchange: CollectiveTask, start: int, limit: int, through: float, budget: int
 ) -> int:
-    """The place of a reduction's wait: when it is surely through, or where its memory is needed."""
+    """Return the place of a reduction's wait: when it is certainly complete, or where the budget needs its memory."""
     if not exchange.nbytes:
         return limit
     sure = through + SAFETY_FACTOR * (through - times[start])

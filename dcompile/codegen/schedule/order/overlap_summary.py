@@ -1,6 +1,7 @@
-"""What the scheduler decided for each collective of a program: its start, its wait, what hides it, what stays exposed.
+"""Summarize the schedule of each collective: its start, its wait, the computation that hides it, its exposed time.
 
-By the cost model, and of the final order of steps. Places are counted between computing steps: 0 is before the first.
+Times are the cost model's, for the final order of steps. Places are counted between computing steps: 0 is before the
+first one.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from dcompile.ir.nodes import Collective, Program, Wait
 from dcompile.machine_model import Figures, GroupSize
 
 MAX_NAMES = 3
-"""Names of a list that a line shows."""
+"""Names shown of a list."""
 MIN_OVERLAP_S = 1e-9
-"""Shorter ones are rounding."""
+"""Seconds: a shorter overlap is rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +29,22 @@ class CollectiveSummary:
     kind: str
     group: str
     earliest_start: int
-    """The first place at which what it depends on is there."""
+    """First place at which its inputs are complete."""
     start: int
     wait: int
     latest_wait: int
     """The last place for its wait: before the first step that needs its result."""
     seconds: float
     exposed_seconds: float
-    """How long its wait holds up what comes after it."""
+    """Seconds by which its wait delays later steps."""
     hidden_behind: tuple[str, ...]
-    """Kernels and library calls that run while it does."""
+    """Kernels and library calls that run at the same time."""
 
 
 def summarize_overlap(
     program: Program, figures: Figures, groups: Mapping[str, GroupSize]
 ) -> tuple[CollectiveSummary, ...]:
-    """Every collective that dcompile put into the program, in the order of their starts."""
+    """Summarize every collective that is a step of the program, in the order of their starts."""
     problem = OverlapProblem(program, durations(program, figures, groups), groups)
     places = problem.places()
     found = timeline(program.steps, problem.seconds, groups, figures.interference, figures.crowding)
@@ -67,7 +68,7 @@ def summarize_overlap(
 
 
 def _hidden_behind(program: Program, own: PredictedSpan, computing: list[PredictedSpan]) -> tuple[str, ...]:
-    """Labels of what is computed between the start and the end of a collective."""
+    """Return labels of the computing steps that run between the start and the end of a collective."""
     end = own.start + own.duration
     return tuple(
         step_label(program.steps[span.step])
@@ -77,7 +78,7 @@ def _hidden_behind(program: Program, own: PredictedSpan, computing: list[Predict
 
 
 def overlap_lines(program: Program, figures: Figures, groups: Mapping[str, GroupSize]) -> Iterator[str]:
-    """A line for each collective."""
+    """Yield a line for each collective."""
     names = [step_label(step) for step in program.steps if not isinstance(step, (Collective, Wait))]
     for found in summarize_overlap(program, figures, groups):
         yield (

@@ -1,4 +1,4 @@
-"""What a sequence of steps comes to: one stream that computes, one for each communicator, by durations."""
+"""Simulate a sequence of steps on one compute stream and one stream for each communicator, from given durations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dcompile.machine_model import GroupSize
 
 @dataclass(frozen=True, slots=True)
 class PredictedSpan:
-    """One step on its resource, in seconds from the start. `held_up`: how long its wait holds up what comes after."""
+    """One step on its resource, in seconds from the start; `held_up`: how long its wait delays later steps."""
 
     step: int
     resource: str
@@ -23,12 +23,12 @@ class PredictedSpan:
 
 @dataclass(frozen=True, slots=True)
 class PredictedTimeline:
-    """Spans of all steps but waits, in order of the steps."""
+    """Spans of all steps except waits, in the order of steps."""
 
     spans: tuple[PredictedSpan, ...]
     total: float
     exposed: float
-    """How long nothing is computed because a collective is waited for."""
+    """Seconds in which computation waits for a collective."""
 
 
 def timeline(
@@ -38,12 +38,12 @@ def timeline(
     interference: float = 0.0,
     crowding: float = 0.0,
 ) -> PredictedTimeline:
-    """Run the steps in their order; `groups` says which communicator each group is.
+    """Simulate the steps in their order; `groups` maps each group to its communicator.
 
-    A collective begins when all steps before it are computed and its communicator is done with the ones before;
-    computing goes on until a wait, which holds it up until its collective is through. While a collective runs, what is
-    computed takes longer by `interference` of the time, and the collective by `crowding` of it; gathers that are copies
-    have a lane to themselves, and do neither.
+    A collective begins when all steps before it are computed and its communicator is free. Computation continues until
+    a wait, which delays it until its collective is complete. While a collective runs, computation takes longer by the
+    fraction `interference`, and the collective by the fraction `crowding`. Gathers by peer copies have a stream of
+    their own and cause neither.
     """
     now = exposed = 0.0
     free: dict[str, float] = {}
@@ -91,17 +91,17 @@ def timeline(
 
 
 def _slowed_progress(moment: float, now: float, took: float, crowding: float) -> float:
-    """When a collective gets to what it would get to at `moment` if nothing were computed for `took` from `now` on."""
+    """Return when a collective reaches its state of `moment` if computation slows it for `took` s from `now` on."""
     ahead = max(moment - now, 0.0)
     return moment + crowding * min(ahead, took / (1 + crowding))
 
 
 def lane_of(step: Collective, groups: Mapping[str, GroupSize]) -> str:
-    """The communicator that a collective runs on; groups of which nothing is said are one each."""
+    """Return the communicator of a collective; a group missing in `groups` has one of its own."""
     lane = groups[step.group].lane if step.group in groups else step.group
     return f"{lane} copies" if is_copied_gather(step, groups) else lane
 
 
 def is_copied_gather(step: Collective, groups: Mapping[str, GroupSize]) -> bool:
-    """Whether a collective is a gather that copies from the other ranks' memory."""
-    return step.kind == "all_gather" and step.group in groups and groups[step.group].copies
+    """Return whether a collective is a gather that copies from the other ranks' memory."""
+    return step.gathers_parameters and step.group in groups and groups[step.group].copies

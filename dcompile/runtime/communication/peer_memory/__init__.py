@@ -1,1 +1,1 @@
-"""All-gathers by copy engines from other GPUs' memory (CUDA IPC)."""
+"""Copy-engine all-gathers from other GPUs' memory (CUDA IPC)."""

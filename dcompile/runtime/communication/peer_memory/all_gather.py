@@ -1,11 +1,15 @@
-"""All-gathers without kernels: each rank copies the others' shards to where its program wants them.
+"""All-gathers without kernels: each rank copies the others' shards to where its program needs them.
 
-Two rules keep that right, each with one meeting of the ranks (an all-reduce of one element) in a program: nobody copies
-before all ranks have come to the program, so that optimizers are done with the shards; and nobody leaves it before all
-have copied, so that no optimizer begins. Where shards are converted first, ranks meet once more: those of the
-first gather are converted before the first meeting, all others beside its copies, and before a second one. All are
-collectives like others: counted, compared between ranks, watched over, recorded in CUDA graphs; a copy itself waits for
-no other rank.
+Two rules make that correct. Each takes one meeting of the ranks (an all-reduce of one element) per program:
+
+- No rank copies before all ranks have come to the program, so that optimizers are done with the shards.
+- No rank leaves the program before all have copied, so that no optimizer starts.
+
+Where shards are converted first, ranks meet once more. The shards of the first gather are converted before the first
+meeting. All others are converted while the first gather copies, and before a second meeting.
+
+Meetings are collectives like others: counted, compared between ranks, supervised, recorded in CUDA graphs. A copy
+itself waits for no other rank.
 """
 
 from __future__ import annotations
@@ -20,32 +24,32 @@ from dcompile.runtime.communication.work import PendingCollective, start_sum
 
 
 class PendingCopyGather:
-    """One gather in flight; to be waited for like a `PendingCollective`."""
+    """One copy gather in flight, with the interface of a `PendingCollective`."""
 
     def __init__(self, events: list[Any]) -> None:
         self._events = events
 
     @property
     def work(self) -> PendingCopyGather:
-        """What measuring waits for."""
+        """This object, as measuring waits for it like for a Work."""
         return self
 
     def wait(self) -> None:
-        """The current stream waits for the copies."""
+        """Make the current stream wait for the copies."""
         for event in self._events:
             torch.cuda.current_stream().wait_event(event)
 
     def is_completed(self) -> bool:
-        """Whether all is copied."""
+        """Whether all copies are done."""
         return all(event.query() for event in self._events)
 
     def get_future(self) -> Any:
-        """As of a collective that does not tell when it ends."""
+        """Raise RuntimeError, like a collective that does not notify when it ends."""
         raise RuntimeError("copies have no future")
 
 
 class CopyGathers:
-    """The gathers of one call of a program from one process group's ranks: `buckets` of them, over these units."""
+    """Copy gathers of one call of a program within one process group: `buckets` gathers over these units."""
 
     def __init__(
         self,
@@ -56,19 +60,21 @@ class CopyGathers:
         convert: Callable[[Sequence[int]], None],
         beside: bool,
     ) -> None:
-        """`convert` writes what these units' shards are sent as; `beside`: all ranks are to do most of that beside the
-        first gather.
+        """Prepare the gathers of a call.
+
+        `convert` writes the converted shards of units. `begun` is called with each meeting. `beside`: all ranks convert
+        most shards while the first gather copies.
         """
         self._near, self._lanes, self._left = near, near.lanes, buckets
         self._units = units
         self._begun = begun
-        """Told of each meeting that begins."""
+        """Called with each meeting that begins."""
         self._convert, self._beside = convert, beside and buckets > 1
         self._opened = False
         self._closing: PendingCollective | None = None
 
     def start(self, bucket: str, units: Sequence[int], full: Sequence[torch.Tensor]) -> PendingCopyGather:
-        """Start filling `full`, flat tensors, with all ranks' shards of `units`, one behind the other."""
+        """Start filling `full`, flat tensors, with all ranks' shards of `units`, in the order of ranks."""
         near, lanes = self._near, self._lanes
         if not self._opened:
             self._opened = True
@@ -90,7 +96,7 @@ class CopyGathers:
             nbytes = whole.numel() // near.ranks * whole.element_size()
             sources, target = near.sources[number], whole.data_ptr()
             own.append((target + near.rank * nbytes, sources[near.rank], nbytes))
-            for step in range(1, near.ranks):  # each begins with another one, or all would ask the same
+            for step in range(1, near.ranks):  # each rank begins with another peer, to spread the load
                 rank = (near.rank + step) % near.ranks
                 others.append((target + rank * nbytes, sources[rank], nbytes))
         near.reach.copy(others, lanes.far)
@@ -111,7 +117,7 @@ class CopyGathers:
         return flight
 
     def finish(self) -> None:
-        """All that the program gathers has been waited for: before it ends, wait until all ranks have their copies."""
+        """Wait until all ranks have their copies. Called once the program has waited for all of its gathers."""
         if self._closing is not None:
             closing, self._closing = self._closing, None
             closing.wait()

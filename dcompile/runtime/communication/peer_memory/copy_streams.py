@@ -1,4 +1,4 @@
-"""The streams that gathers copy on."""
+"""CUDA streams for copy gathers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 class CopyStreams:
-    """The two streams that gathers of one process group copy on: from other ranks, and this rank's own part.
+    """Two streams for the copies of one process group's gathers: from other ranks, and of this rank's own part.
 
-    Copies inside a GPU's memory are kernels of the driver's: they have to wait for a place beside products.
+    Copies inside a GPU's memory are kernels of the driver, which have to wait for free multiprocessors beside GEMMs.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -21,36 +21,36 @@ class CopyStreams:
 
     @property
     def far(self) -> int:
-        """Of copies from other ranks, as the driver knows it."""
+        """Driver handle of the stream for copies from other ranks."""
         return self._streams[0].cuda_stream if self._streams else 0
 
     @property
     def near(self) -> int:
-        """Of copies of this rank's own."""
+        """Driver handle of the stream for copies of this rank's own part."""
         return self._streams[1].cuda_stream if self._streams else 0
 
     def on_far(self) -> contextlib.AbstractContextManager[Any]:
-        """What is started meanwhile, or waited for, concerns copies from other ranks."""
+        """Context in which the stream for copies from other ranks is current."""
         return torch.cuda.stream(self._streams[0]) if self._streams else contextlib.nullcontext()
 
     def on_near(self) -> contextlib.AbstractContextManager[Any]:
-        """What is started meanwhile comes behind copies of this rank's own."""
+        """Context in which the stream for copies of this rank's own part is current."""
         return torch.cuda.stream(self._streams[1]) if self._streams else contextlib.nullcontext()
 
     def far_behind_near(self) -> None:
-        """Copies from other ranks that start from now on come behind those of this rank's own so far."""
+        """Order later copies from other ranks after the current work of the stream for this rank's own part."""
         if self._streams:
             self._streams[0].wait_event(_event(self._streams[1]))
 
     def fork(self) -> None:
-        """Copies that start from now on come behind what the current stream has to do so far."""
+        """Order later copies after the current work of the current stream."""
         if self._streams:
             here = _event()
             for stream in self._streams:
                 stream.wait_event(here)
 
     def events(self) -> list[Any]:
-        """What to wait for, for all copies so far."""
+        """Events that complete after all copies so far."""
         return [_event(stream) for stream in self._streams]
 
 

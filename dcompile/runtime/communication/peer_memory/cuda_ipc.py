@@ -1,7 +1,8 @@
-"""Memory of other processes of the same machine, mapped into this one, and copied by a GPU's copy engines.
+"""Map memory of other processes of the same machine, and copy from it with a GPU's copy engines.
 
-CUDA's driver API (inter-process communication, and copies between devices), which torch does not show: torch's own copy
-between two GPUs goes by streams of both. A copy from another GPU's memory takes none of this GPU's processors.
+It uses CUDA's driver API for inter-process communication and copies between devices, which torch does not expose.
+torch's own copy between two GPUs synchronizes streams of both. A copy from another GPU's memory takes none of this
+GPU's multiprocessors.
 """
 
 from __future__ import annotations
@@ -15,37 +16,40 @@ import torch
 from dcompile.toolchain import boot
 
 Copy: TypeAlias = "tuple[int, int, int]"
-"""(address to write, address to read, bytes)."""
+"""(destination address, source address, bytes)."""
 
 _LAZY_PEER_ACCESS = 1
-"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS."""
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS of the driver API."""
 _IN_STREAM_ORDER = 1
-"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM."""
+"""CU_MEMCPY_SRC_ACCESS_ORDER_STREAM of the driver API."""
 _OVERLAP = 1
-"""CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
+"""CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE of the driver API."""
 
 
 class PeerMemoryAccess(Protocol):
-    """How one process gets at memory of others."""
+    """Access of one process to the memory of others."""
 
     def place(self) -> str:
-        """Processes can reach each other's memory only where this is the same, and not empty."""
+        """Name of the machine. Processes can access each other's memory only where it is equal and not empty."""
 
     def export(self, tensor: torch.Tensor) -> tuple[str, int]:
-        """A name for the allocation that a tensor lies in, and where in it. Raises RuntimeError if it has none."""
+        """Name of a tensor's allocation, and the tensor's offset in it in bytes.
+
+        Raises RuntimeError if it cannot be shared.
+        """
 
     def open(self, name: str) -> int:
-        """The address, in this process, of another one's allocation. Raises RuntimeError if it cannot be reached."""
+        """Map another process's allocation and return its address here. Raises RuntimeError if it cannot be reached."""
 
     def close(self, address: int) -> None:
         """Undo one `open`."""
 
     def copy(self, copies: Sequence[Copy], stream: int) -> None:
-        """Start copies, in any order, behind what the stream has to do so far."""
+        """Start copies, in any order, after the current work of the stream."""
 
 
 def reach_of(device: torch.device) -> PeerMemoryAccess | None:
-    """What gets at memory of other processes that is like this device's, if anything does."""
+    """Access to other processes' memory for a device's type; None if there is none."""
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     return CudaPeerMemoryAccess()
@@ -60,13 +64,13 @@ class _Location(ctypes.Structure):
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
+    """Structure CUmemcpyAttributes of the driver API."""
 
     _fields_ = (("order", ctypes.c_int), ("source", _Location), ("target", _Location), ("flags", ctypes.c_uint))
 
 
 class CudaPeerMemoryAccess:
-    """See `PeerMemoryAccess`; of the current device."""
+    """`PeerMemoryAccess` of the current CUDA device."""
 
     def __init__(self) -> None:
         cuda = ctypes.CDLL("libcuda.so.1")
@@ -74,7 +78,7 @@ class CudaPeerMemoryAccess:
         self._open, self._close = cuda.cuIpcOpenMemHandle_v2, cuda.cuIpcCloseMemHandle
         self._copy, self._error = cuda.cuMemcpyDtoDAsync_v2, cuda.cuGetErrorString
         self._batch: Any = getattr(cuda, "cuMemcpyBatchAsync_v2", None)
-        """All copies in one call, from CUDA 13 on; not while a CUDA graph is recorded."""
+        """Starts all copies in one call, from CUDA 13 on. It cannot be used while a CUDA graph is recorded."""
 
     def place(self) -> str:
         return boot()
@@ -92,7 +96,7 @@ class CudaPeerMemoryAccess:
         return address.value
 
     def close(self, address: int) -> None:
-        self._close(ctypes.c_uint64(address))  # at an end: what fails then is gone anyway
+        self._close(ctypes.c_uint64(address))  # called at the end of a group: an error has no consequence
 
     def copy(self, copies: Sequence[Copy], stream: int) -> None:
         if self._batch is None or torch.cuda.is_current_stream_capturing():

@@ -1,9 +1,9 @@
-"""Shards of the other ranks of one machine, where this rank's GPU can copy them from.
+"""Shards of the other ranks of one machine, where this rank's GPU can copy them.
 
-An all-gather by NCCL is a kernel: it takes processors away from what is computed meanwhile, and products beside it took
-a sixth longer (two H200). Where a GPU can map the others' memory, it needs no kernel: each rank copies the others'
-shards itself, by copy engines, to where the program wants them (`runtime.pulling`). Nothing is moved for that, and
-nothing copied twice: shards stay where FSDP has them, or where they are converted to (`runtime.converted`).
+An all-gather by NCCL is a kernel, which takes multiprocessors from the computation: GEMMs beside it took a sixth longer
+(two H200). A GPU that can map the others' memory needs no kernel. Each rank then copies the others' shards with copy
+engines to where the program needs them (`all_gather`). No shard is moved or copied twice for that: shards stay where
+FSDP stores them, or in the buffer of converted ones (`converted_shards`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from dcompile.runtime.communication.peer_memory.cuda_ipc import PeerMemoryAccess
 from dcompile.runtime.coordination.agreement import exchange_texts
 
 MOST_RANKS = 16
-"""Ranks of larger groups are not asked: they are on several machines."""
+"""Ranks above which a group is not asked: it spans several machines."""
 
 
 class PeerShardGroup:
-    """The units of one process group. All its ranks make theirs at the same point, and come to the same `reasons`."""
+    """Units of one process group whose shards its ranks can copy.
+
+    All ranks of the group construct theirs at the same point, and get the same `reasons`.
+    """
 
     def __init__(
         self,
@@ -45,14 +48,14 @@ class PeerShardGroup:
         self.group, self.device, self.reach, self._converted = group, device, reach, converted
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.sources: dict[int, list[int]] = {}
-        """Unit -> where each rank's shard of it lies, as addresses of this process."""
+        """Unit -> address of each rank's shard of it, in this process."""
         self._units = units
         self._held: dict[int, torch.Tensor] = {}
-        """This rank's shards, as the others know them: kept for as long as they may be read."""
+        """This rank's shards as the others have mapped them, kept for as long as they may be read."""
         self._moved = False
         self._opened: list[int] = []
         self.reasons: dict[int, str] = {}
-        """Unit -> why it cannot be copied. The others can."""
+        """Unit -> why it cannot be copied. All other units can."""
         if self.ranks > MOST_RANKS:
             self.reasons = dict.fromkeys(units, f"they are {self.ranks} ranks")
             return
@@ -69,13 +72,13 @@ class PeerShardGroup:
         if not self.sources.keys() - self.reasons.keys():
             return
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
-        """What ranks sum up to meet: nothing."""
+        """Operand of the all-reduce by which ranks meet; its value has no meaning."""
         self.lanes = CopyStreams(device)
 
     # --- who can reach what ---
 
     def _offers(self) -> dict[str, Any]:
-        """What this rank tells the others: its place, and of each unit where it lies, or why it may not be read."""
+        """Message to the other ranks: this rank's machine, and each unit's allocation, or why it cannot be read."""
         units: dict[str, Any] = {}
         for number, unit in self._units.items():
             if unit.offloaded:
@@ -107,7 +110,7 @@ class PeerShardGroup:
         return found
 
     def _open(self, said: list[Any]) -> str:
-        """Map the others' memory; what went wrong, if anything."""
+        """Map the other ranks' memory. Return an error text, or an empty string."""
         names: dict[str, int] = {}
         try:
             for number, held in self._held.items():
@@ -137,9 +140,9 @@ class PeerShardGroup:
         return all(number in self.sources and number not in self.reasons for number in numbers)
 
     def refresh(self, numbers: Iterable[int]) -> None:
-        """See that the others find this rank's shards: should one lie elsewhere by now, copy it to where they look.
+        """Make this rank's shards readable for the others: copy a shard that has moved to its exported address.
 
-        What is converted lies where it did; its user sees to it that it was.
+        Converted shards have a fixed address; their owner converts them before the meeting.
         """
         for number in numbers:
             unit, held = self._units[number], self._held[number]
@@ -157,9 +160,9 @@ class PeerShardGroup:
 
 
 class PeerShards:
-    """The ranks that share a model's sharded parameters, as far as they are near one another.
+    """Groups of a model's sharded parameters whose ranks can copy each other's shards.
 
-    Ranks meet when the first question is asked, which is before anything is compiled: the answers are part of plans.
+    Ranks meet at the first question, which comes before compilation: the answers are part of plans.
     """
 
     def __init__(
@@ -167,20 +170,22 @@ class PeerShards:
     ) -> None:
         self._units, self._groups, self._gathers, self._converted = units, groups, gathers, converted
         self._near: dict[int, PeerShardGroup] | None = None
-        """Identity of a process group -> what its ranks can copy."""
+        """Identity of a process group -> the units that its ranks can copy."""
         self._of: dict[str, PeerShardGroup | None] = {}
         self._parted = set[str]()
-        """Groups on GPUs whose forward leaves them spread over fewer ranks: the backward gathers something else."""
+        """Groups on GPUs whose forward reshards over fewer ranks (`reshard_after_forward=N`): the backward gathers
+        those parts.
+        """
 
     def of(self, name: str) -> PeerShardGroup | None:
-        """What one group's units are copied with; None where they are gathered by collectives."""
+        """Peers that copy a group's units; None where a collective gathers them."""
         if name not in self._of:
             near = self._met().get(id(self._groups[name].gather_group()))
             self._of[name] = near if near is not None and near.covers(self._numbers(name)) else None
         return self._of[name]
 
     def reason(self, name: str) -> str:
-        """Why a group's units are gathered by collectives, where that was not to be expected; or nothing."""
+        """Why a group's units are gathered by collectives, where copies could be expected; else empty."""
         near = self._met().get(id(self._groups[name].gather_group()))
         if name in self._parted:
             return "reshard_after_forward=N: the backward gathers them from fewer ranks"
@@ -225,7 +230,7 @@ class PeerShards:
 
 def _close(reach: PeerMemoryAccess, opened: list[int]) -> None:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return  # unmapping would spoil the recording; the memory stays mapped until the process ends
+        return  # unmapping would invalidate the recording; the memory stays mapped until the process ends
     with contextlib.suppress(RuntimeError):
         for address in opened:
             reach.close(address)

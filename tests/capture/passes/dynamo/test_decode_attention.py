@@ -7,6 +7,8 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 from dcompile.capture.passes.dynamo import decode_attention
 from dcompile.capture.passes.dynamo.causal_mask import ATTENTION
 from dcompile.capture.passes.dynamo.decode_attention import attend, decompose_decode_attention
+from dcompile.device_traits import CPU, CUDA
+from tests.traits import change_cpu
 
 HEADS, TIMES, LENGTH, WIDTH = 2, 3, 10, 8
 
@@ -29,7 +31,7 @@ def rewritten(monkeypatch, function, *args):
         return gm.forward
 
     torch._dynamo.reset()
-    monkeypatch.setattr(decode_attention, "DEVICES", ("cpu",))
+    change_cpu(monkeypatch, splits_single_query=False)
     expected = function(*args)
     torch.testing.assert_close(torch.compile(function, backend=backend, dynamic=False)(*args), expected)
     assert len(seen) == 1
@@ -136,7 +138,7 @@ def test_what_changes_the_cache_stays(monkeypatch):
         return by_index(q, k, v, mask) + k.sum()
 
     torch._dynamo.reset()
-    monkeypatch.setattr(decode_attention, "DEVICES", ("cpu",))
+    change_cpu(monkeypatch, splits_single_query=False)
     seen = []
 
     def backend(gm, _inputs):
@@ -151,4 +153,4 @@ def test_what_changes_the_cache_stays(monkeypatch):
 
 
 def test_only_where_the_cache_is_on_a_gpu():
-    assert decode_attention.DEVICES == ("cuda",)
+    assert not CUDA.aten.splits_single_query and CPU.aten.splits_single_query

@@ -89,7 +89,7 @@ def test_batches_and_lengths_may_be_symbols():
         return x[:, :, None].expand(batch, H, R, length, D).reshape(batch, H * R, length, D)
 
     def backend(gm, _inputs):
-        notes.extend(use_grouped_query_attention(gm, on="cpu").notes)
+        notes.extend(use_grouped_query_attention(gm, planned_for="cuda").notes)
         gm.graph.lint()
         return gm
 

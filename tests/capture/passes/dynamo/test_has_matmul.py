@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-import dcompile
 from dcompile.capture.passes.dynamo.has_matmul import multiplies
 from dcompile.codegen.emit.cpp import compile as cpp_compile
+from dcompile.codegen.emit.cpp import sgemm
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.driver import Pipeline
@@ -82,7 +82,7 @@ def test_it_is_built_once_and_found_without_the_compilers_stages(begun, monkeypa
     monkeypatch.setattr(cpp_compile, "workers", lambda: 2)
     compiler = CachingCompiler(Config(matmul="own", cache_dir=str(tmp_path / "cache")))
     compiler.expect_products()
-    compiler._pipeline()._compilers.begin([dcompile.driver.sgemm.source()], None).result()
+    compiler._pipeline()._compilers._cpp.begin([sgemm.source()], None).result()
     assert len(built) == 1
     monkeypatch.setattr(CachingCompiler, "_pipeline", lambda self: pytest.fail("it is there"))
     CachingCompiler(compiler.config).expect_products()
@@ -92,4 +92,4 @@ def test_with_one_core_it_waits_for_its_turn(monkeypatch, tmp_path):
     monkeypatch.setattr(cpp_compile, "workers", lambda: 1)
     compiler = CachingCompiler(Config(matmul="own", cache_dir=str(tmp_path / "cache")))
     compiler.expect_products()
-    assert not compiler._pipeline()._compilers._begun
+    assert not compiler._pipeline()._compilers._cpp._begun

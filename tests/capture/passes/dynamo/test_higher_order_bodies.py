@@ -16,6 +16,7 @@ from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, recognize_caus
 from dcompile.capture.passes.dynamo.decode_attention import decompose_decode_attention
 from dcompile.capture.passes.dynamo.grouped_query_attention import use_grouped_query_attention
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs, placeholders
+from tests.traits import change_cpu
 
 S = 6
 
@@ -238,7 +239,7 @@ def test_repeated_heads_are_brought_in_through_two_bodies():
 
 
 def test_single_queries_are_written_out_inside(monkeypatch):
-    monkeypatch.setattr("dcompile.capture.passes.dynamo.decode_attention.DEVICES", ("cpu",))
+    change_cpu(monkeypatch, splits_single_query=False)
 
     def function(q, flag):
         return torch.cond(flag, lambda q: attention(q[:, :, :1], q, q), lambda q: q[:, :, :1] * 2, (q,))

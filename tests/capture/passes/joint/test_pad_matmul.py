@@ -6,13 +6,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import dcompile
 from dcompile.capture.passes.joint import pad_matmul
+from tests.traits import change_cpu
 
 aten = torch.ops.aten
 
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
-    monkeypatch.setattr(pad_matmul, "DEVICES", ("cpu",))
+    change_cpu(monkeypatch, wants_aligned_matmul=True)
     monkeypatch.setattr(pad_matmul, "MIN_PADDED_SIDE", 8)
     torch.compiler.reset()
 

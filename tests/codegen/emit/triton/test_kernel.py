@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcompile.codegen.emit.cpp.compile import Built
 from dcompile.codegen.emit.host import program as host_program
-from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.emit.target import Built, KernelSource
 from dcompile.codegen.emit.triton import compile as triton_compile
 from dcompile.codegen.emit.triton import kernel as triton_kernel
 from dcompile.codegen.emit.triton import worker
@@ -61,7 +60,7 @@ def test_threads_wait_before_they_write_what_others_read(a, b, meet):
 
 
 def test_every_op_has_a_spelling():
-    assert triton_kernel.EMITTER.spelling.keys() == OPS.keys()
+    assert triton_kernel.TARGET.spelling.keys() == OPS.keys()
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

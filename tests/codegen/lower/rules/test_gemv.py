@@ -10,11 +10,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.codegen.lower.lower import Lowered, lower
-from dcompile.codegen.lower.rules import gemv
 from dcompile.codegen.schedule.fusion.fuse import fuse
+from dcompile.device_traits import CPU, CUDA
 from dcompile.ir.nodes import Extern, Loop
 from dcompile.ir.verify import verify
 from tests.codegen.lower.lowered import run
+from tests.traits import change_cpu
 
 N, K = 320, 512
 linear = torch.nn.functional.linear
@@ -22,7 +23,7 @@ linear = torch.nn.functional.linear
 
 @pytest.fixture(autouse=True)
 def _on_the_cpu(monkeypatch: Any) -> None:
-    monkeypatch.setattr(gemv, "DEVICES", ("cpu",))
+    change_cpu(monkeypatch, has_row_matmul=True)
 
 
 def lowered(function: Any, *args: torch.Tensor, **more: Any) -> Lowered:
@@ -94,5 +95,5 @@ def test_who_multiplies_is_an_option() -> None:
 
 def test_by_default_on_gpus_alone(monkeypatch: Any) -> None:
     monkeypatch.undo()
-    assert gemv.DEVICES == ("cuda",)
+    assert CUDA.has_row_matmul and not CPU.has_row_matmul
     assert kinds(lowered(torch.mm, torch.randn(1, K), weight().t())) == [Extern]

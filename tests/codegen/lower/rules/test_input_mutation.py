@@ -14,11 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import dcompile
 from dcompile.codegen.lower.lower import lower
-from dcompile.codegen.lower.rules import input_mutation
 from dcompile.ir.nodes import Extern, Loop
 from dcompile.ir.verify import verify
 from tests.codegen.lower.lowered import run
 from tests.fuzz.recordings import recorded
+from tests.traits import change_cpu
 
 
 def check(function: Any, *args: torch.Tensor) -> list[Any]:
@@ -129,14 +129,14 @@ def in_place(steps: list[Any]) -> bool:
 
 @pytest.mark.parametrize("at", [4, -2, 8])
 def test_a_cache_takes_values_in_place(at: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(input_mutation, "DEVICES", ("cpu",))
+    change_cpu(monkeypatch, checks_while_writing=True)
     steps = check(put, *ARGS[:2], torch.tensor([at]))
     (writer,) = [step for step in steps if "arg0_1" in step.writes]
     assert in_place(steps) and isinstance(writer, Loop) and writer.outer == (3, 1)
 
 
 def test_a_position_outside_of_the_cache_is_found(monkeypatch: Any) -> None:
-    monkeypatch.setattr(input_mutation, "DEVICES", ("cpu",))
+    change_cpu(monkeypatch, checks_while_writing=True)
     gm = make_fx(put, tracing_mode="fake")(*ARGS)
     lowered = lower(gm, "graph")
     with pytest.raises(IndexError):
@@ -144,20 +144,20 @@ def test_a_position_outside_of_the_cache_is_found(monkeypatch: Any) -> None:
 
 
 def test_several_positions_are_the_librarys(monkeypatch: Any) -> None:
-    monkeypatch.setattr(input_mutation, "DEVICES", ("cpu",))
+    change_cpu(monkeypatch, checks_while_writing=True)
     steps = check(put, ARGS[0], torch.randn(3, 2), torch.tensor([4, 7]))
     assert in_place(steps) and not any("arg0_1" in step.writes for step in steps if isinstance(step, Loop))
 
 
 @pytest.mark.parametrize("function", [put_after_a_look, put_twice, put_and_add])
 def test_else_it_is_written_whole(function: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(input_mutation, "DEVICES", ("cpu",))
+    change_cpu(monkeypatch, checks_while_writing=True)
     assert not in_place(check(function, *ARGS))
 
 
 def test_on_the_cpu_the_library_takes_positions_that_were_checked() -> None:
     steps = check(put, *ARGS)
-    assert input_mutation.DEVICES == ("cuda",) and in_place(steps)
+    assert in_place(steps)
     assert [s.op for s in steps if isinstance(s, Extern)] == ["dcompile.check_bounds", "aten.index_put_.default"]
 
 

@@ -120,12 +120,12 @@ def test_transposed_memory_is_not_added_to():
 
 @pytest.mark.parametrize("matmul", ["own", "aten"])
 def test_a_recurrent_weight(matmul):
-    """Gradients of a weight that is used ten times: the values, and one matrix of memory instead of ten."""
+    """Gradients of a weight that is used five times: the values, and one matrix of memory instead of five."""
     torch.manual_seed(0)
     cell, x = torch.nn.Linear(128, 128), torch.randn(16, 128)
 
     def run(x):
-        for _ in range(10):
+        for _ in range(5):
             x = torch.tanh(cell(x))
         return x.square().sum()
 

@@ -101,7 +101,7 @@ def test_operations_of_library_calls(step, flops):
 
 def test_tiles_count_whole_on_gpus():
     step = call("mm.default", view("a", 1, 64), view("b", 64, 200))
-    assert extern_flops(step, {}, padded=True) == 2 * 128 * 64 * 256
+    assert extern_flops(step, {}, tile=128) == 2 * 128 * 64 * 256
 
 
 QKV = (view("q", 2, 8, 512, 64), view("k", 2, 8, 512, 64), view("v", 2, 8, 512, 64))

@@ -1,1 +1,1 @@
-"""The C++ functions that kernels call, as text, and what of it a file of kernels needs."""
+"""The C++ functions that kernels call, as text, and its pruning to what a file of kernels needs."""

@@ -1,13 +1,14 @@
-"""The C++ that every kernel file begins with: types, rounding to half precision, and functions that vectorise.
+"""The C++ prelude of every kernel file: types, rounding to half precision, and functions that vectorize.
 
 A file has as much of it as its kernels need (`prune.py`). No header is included: a kernel then costs 0.02-0.08 s of
 compiler time, against seconds with the standard library's.
-The float functions are branch-free polynomials rather than libm's or libmvec's: g++ calls libmvec in the vectorised
-part of a loop and libm in the remainder, so an element's value would depend on where in a loop it falls, and fusing two
+
+The float functions are branch-free polynomials rather than libm's or libmvec's. g++ calls libmvec in the vectorized
+part of a loop and libm in the remainder. An element's value would then depend on its place in the loop, and fusing two
 loops could change bits. Here scalar and vector code run the same operations. float64 functions without polynomials
 (`math_f64.py`) are libm's, one element at a time.
 
-bfloat16 and float16 live in registers as the float of the same value: `to_bfloat16` rounds, `store_bfloat16` packs.
+In registers, bfloat16 and float16 are floats of the same value: `to_bfloat16` rounds, `store_bfloat16` packs.
 """
 
 from __future__ import annotations

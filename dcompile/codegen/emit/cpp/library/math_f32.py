@@ -1,4 +1,4 @@
-"""The float functions of the prelude: branch-free polynomials, for one element and for vectors of them."""
+"""The float functions of the prelude: branch-free polynomials, for one element and for vectors."""
 
 from __future__ import annotations
 

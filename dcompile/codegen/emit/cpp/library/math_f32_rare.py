@@ -1,7 +1,7 @@
-"""Float functions that networks call less often: the tangent, arcs, hyperbolic functions, logarithms to other bases.
+"""Rarer float functions: the tangent, inverse trigonometric and hyperbolic functions, logarithms to other bases.
 
-Part of the prelude's functions (`math_f32.py`), written as those: without branches, for one element and for vectors.
-The library's, one element at a time, took 2 to 10 times as long as eager's vectors.
+They are part of the prelude (`math_f32.py`), without branches, for one element and for vectors. The library's, one
+element at a time, took 2 to 10 times as long as eager's vectors.
 """
 
 from __future__ import annotations

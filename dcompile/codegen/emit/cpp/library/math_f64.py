@@ -1,6 +1,6 @@
 """Branch-free functions of float64, which g++ vectorizes: exponentials, logarithms, sines, erf, powers, remainders.
 
-libm takes 2 to 10 times as long, one element at a time. Arguments that no polynomial reaches are left to libm
+libm takes 2 to 10 times as long, one element at a time. Arguments beyond a polynomial's range are left to libm
 (`math_f64_libm.py`), and so are other float64 functions. Largest errors are in tests/codegen/emit/cpp/library:
 test_base.py and test_math_f64.py.
 """

@@ -1,7 +1,7 @@
-"""Numbers of float64 that no polynomial reaches: they are left to the library, alone among their neighbours.
+"""Send float64 arguments beyond a polynomial's range to libm, without their neighbours.
 
-A loop calls a function of vectors, by the name under which g++ looks for one, and that looks whether any of its lanes
-is far. g++ may not make a branch before the call, or it has no vectors: see the beginning of `base.py`.
+A loop calls a vector function, by the name under which g++ looks for one. That function checks whether any vector lane
+is out of range. g++ must not emit a branch before the call, or there are no vectors: see the beginning of `base.py`.
 """
 
 from __future__ import annotations

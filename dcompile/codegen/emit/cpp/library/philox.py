@@ -1,4 +1,4 @@
-"""Random bits in C++, for one element and for vectors of them: `ir/philox.py` says what they are."""
+"""Random bits in C++, for one element and for vectors, as defined by `ir/philox.py`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Prune the C++ prelude to the declarations that a kernel file uses. Parsing all of it costs g++ 50 ms a file.
 
-Declarations are kept by name, all of one name together, so that a call finds the overloads that it would have found in
-the whole prelude; lines of the preprocessor are kept always.
+Declarations are kept by name, all of one name together, so that a call finds the same overloads as in the whole
+prelude. Preprocessor lines are always kept.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from typing import TypeAlias
 from dcompile.codegen.emit.cpp.library.base import PRELUDE
 
 Macros: TypeAlias = dict[str, list[tuple[list[str], str]]]
-"""Each macro with arguments: their names, and what it stands for; it may be defined in several ways."""
+"""Macros with parameters: parameter names and replacement text of each definition."""
 
 CALLED = "calls_from_python"
-"""What is called from outside of the file."""
+"""Function called from outside the file."""
 OPERATOR = "operator"
-"""The name of what is called without one: kept always."""
+"""Name of declarations without one, which are always kept."""
 SIGNS = {
     "VECTORS": re.compile("VECTORS|stream_bytes"), "PAIRS": re.compile("pair|quad|two|twice|both", re.IGNORECASE),
     "DOUBLES": re.compile("float64|lgamma_"),
 }  # fmt: skip
-"""Patterns that find vectors in the text of kernels, steps of several vectors (`vectorize.py`), and float64, in which
-lgamma is computed."""
+"""Patterns in the text of kernels that need a part of the prelude: vectors; steps of several vectors (`vectorize.py`);
+float64, in which lgamma is computed."""
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 _MACRO = re.compile(r"#define (\w+)\(([^()]*)\)(.*)", re.DOTALL)
 _MACROS, _MACROS_ALONE = re.compile(r"\w+\([^()]*\)"), re.compile(r"(?:\w+\([^()]*\)\s*)+")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _AROUND = re.compile(r"template *<[^<>]*>|__attribute__\(\((?:[^()]|\([^()]*\))*\)\)|alignas\(\d+\)|\[[^][]*\]")
-"""Of a declaration, what is not its name."""
+"""Parts of a declaration that are not its name."""
 _FUNCTION = re.compile(r"INLINE [^(]*?(\w+)\(")
 _BODY, _STRUCT, _CALL = re.compile(r"\{[^{}]*\}"), re.compile(r"\bstruct (\w+)"), re.compile(r"(\w+)\(")
 
 
 @dataclass(frozen=True, slots=True)
 class Declarations:
-    """Declarations that stand together, or a line of the preprocessor."""
+    """Declarations that belong together, or a preprocessor line."""
 
     text: str
     names: frozenset[str]
-    """What it declares; nothing in a line of the preprocessor, which every file has."""
+    """Declared names; none for a preprocessor line, which every file has."""
     words: frozenset[str]
-    """All that it mentions."""
+    """All words in it."""
 
 
 def prune_prelude(kernels: str) -> str:
-    """The part of the prelude that the text of some kernels uses."""
+    """Return the part of the prelude that the text of some kernels uses."""
     pieces, where = _declarations()
     found: set[str] = set()
     new = {*_WORD.findall(kernels), CALLED, OPERATOR}
@@ -64,7 +64,7 @@ def prune_prelude(kernels: str) -> str:
 
 @functools.cache
 def _declarations() -> tuple[list[Declarations], Mapping[str, list[int]]]:
-    """All of the prelude, in its order, and where each name is declared."""
+    """Return the whole prelude, in order, and the declarations of each name."""
     texts = list(_split(_COMMENT.sub("", PRELUDE)))
     macros: Macros = defaultdict(list)
     for made in filter(None, map(_MACRO.match, texts)):
@@ -86,7 +86,7 @@ def _declarations() -> tuple[list[Declarations], Mapping[str, list[int]]]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Whole declarations, and lines of the preprocessor between them."""
+    """Yield whole declarations, and the preprocessor lines between them."""
     piece, depth = "", 0
     for line in filter(str.strip, text.splitlines(keepends=True)):
         piece += line
@@ -99,7 +99,7 @@ def _split(text: str) -> Iterator[str]:
 
 
 def _expanded(code: str, macros: Macros) -> str:
-    """A declaration as the preprocessor makes it, by each of a macro's definitions."""
+    """Expand a declaration as the preprocessor does, by each definition of a macro."""
 
     def made(found: re.Match[str]) -> str:
         given = [one.strip() for one in found[2].split(",")]
@@ -113,7 +113,7 @@ def _filled(body: str, given: Mapping[str, str]) -> str:
 
 
 def _declared(code: str, words: frozenset[str]) -> frozenset[str]:
-    """The names that declarations make known."""
+    """Return the names that declarations define."""
     if names := {OPERATOR} if OPERATOR in words else {*_FUNCTION.findall(code), *_STRUCT.findall(code)}:
         return frozenset(names)
     count = 1

@@ -1,8 +1,8 @@
-"""Vectors of floats, with instructions that g++ does not find by itself: for loops that `vectorize.py` decides.
+"""Vectors of floats, with instructions that g++ does not find by itself, for the loops that `vectorize.py` selects.
 
-Sixteen at a time with AVX-512, eight with AVX2, FMA and F16C. Without either, or with another compiler than g++,
-VECTORS is not defined, and loops are g++'s to vectorise; nor where NO_VECTORS is. With VECTORS_ROUND vectors are
-rounded to bfloat16 in fewer instructions, with VECTORS_FAR what is read next is worth asking for (`base.py`).
+They have sixteen elements with AVX-512, and eight with AVX2, FMA and F16C. Without these, with another compiler than
+g++, or with NO_VECTORS, VECTORS is undefined, and g++ vectorizes the loops. With VECTORS_ROUND, vectors round to
+bfloat16 in fewer instructions. With VECTORS_FAR, prefetching later loads pays off (`base.py`).
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ INLINE quad_int match_quad(int32 first, int32 place) {
 
 
 def _of_quads(pairs: str) -> str:
-    """What is defined of pairs, of quads."""
+    """Return the definitions for quads that correspond to those for pairs."""
     words = ("PAIR", "QUAD"), ("pair", "quad"), (".even", ".one"), (".odd", ".two"), ("both(", "twice(")
     return functools.reduce(lambda text, word: text.replace(*word), words, pairs)
 

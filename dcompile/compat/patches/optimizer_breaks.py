@@ -1,4 +1,4 @@
-"""Steps of torch.optim's optimizers, traced as a whole."""
+"""Trace steps of torch.optim's optimizers as a whole."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 def optimizers_whole() -> Iterator[None]:
     """Trace through the graph breaks that torch.optim puts around every optimizer's step.
 
-    They are there for AOTAutograd to see that nothing in the step asks for gradients, which it finds by itself today.
-    With them a step is three frames, and two of them are searched for the optimizer's tensors by guards.
-    Functions of fused optimizers, which Dynamo is kept out of, have stand-ins.
+    They let AOTAutograd see that nothing in the step needs gradients, which it now finds by itself. With them, a step
+    is three frames, two of which search for the optimizer's tensors in guards. Functions of fused optimizers, which are
+    hidden from Dynamo, are replaced.
     """
     import torch._dynamo
     from torch._dynamo.variables import ConstantVariable

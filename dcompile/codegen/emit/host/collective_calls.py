@@ -1,0 +1,75 @@
+"""Statements that start collectives and wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dcompile.codegen.emit.host.allocate import HostBuffers
+from dcompile.codegen.emit.host.expressions import HostExpressions
+from dcompile.ir.collective_kinds import bucket_traits
+from dcompile.ir.nodes import Bucket, Buffer, Collective, Extern, Program, View, Wait, views_of
+
+
+class CollectiveCalls:
+    """Writes them by the table of kinds: dcompile's own go through a source, the model's through `run.collective`."""
+
+    def __init__(self, program: Program, text: HostExpressions, buffers: HostBuffers) -> None:
+        self.table: Mapping[str, Buffer] = buffers.table
+        self.text, self.lines, self.buffers = text, text.lines, buffers
+        self.exchanged = {bucket.name: bucket for bucket in program.buckets}
+        self.started: dict[str, str] = {}
+        """Name of one of the model's own collectives -> the object that starts it and waits for it."""
+
+    def start(self, step: Collective) -> None:
+        """Start one."""
+        if step.call is not None:
+            self._start_own(step, step.call)
+        else:
+            self._start(step)
+
+    def wait(self, step: Wait) -> None:
+        """Wait for one."""
+        if step.bucket in self.exchanged:
+            self._wait(step.bucket)
+        else:
+            self.lines.append(f"{self.started[step.bucket]}.wait()")
+
+    def _start(self, step: Collective) -> None:
+        """Start one of dcompile's own, by the method that the table of kinds names."""
+        traits = bucket_traits(step.kind)
+        match traits.carries:
+            case "gradients":
+                memory = self.text.memory(step.bucket)
+                self.lines += ["if sync:", f"    buckets.{traits.start}({step.bucket!r}, {memory})"]
+            case "units":
+                self._start_units(traits.start, self.exchanged[step.bucket])
+
+    def _start_units(self, method: str, bucket: Bucket) -> None:
+        """Start gathering or reducing units, each as one flat tensor."""
+        for name in bucket.holders:
+            self.buffers.ensure(name)
+        whole = [View(name, (size,), (1,)) for name, size in zip(bucket.holders, bucket.sizes, strict=True)]
+        tensors = ", ".join(map(self.text.view, whole))
+        self.lines.append(f"buckets.{method}({bucket.name!r}, [{tensors}])")
+
+    def _start_own(self, step: Collective, call: Extern) -> None:
+        """Start one of the model's own collectives: on tensors that it sends and others that it fills, or in place."""
+        for name in step.buffers:
+            self.buffers.ensure(name)
+        sent = [self.text.view(view) for view in views_of(call.args[0])]
+        made = [name for name in step.buffers if name not in call.reads]
+        filled = [self.text.view(View(name, self.table[name].shape, self.table[name].strides)) for name in made]
+        rest = [self.text.argument(arg) for arg in call.args[1:]]
+        exchange = self.text.once(f"run.collective({call.op!r}, {step.bucket!r})", "exchange")
+        self.started[step.bucket] = exchange
+        if call.origin:
+            self.lines.append(f"# {', '.join(call.origin)}")
+        self.lines.append(f"{exchange}([{', '.join(sent)}], [{', '.join(filled)}], {', '.join(rest)})")
+
+    def _wait(self, name: str) -> None:
+        traits = self.exchanged[name].traits
+        match traits.carries:
+            case "gradients":
+                self.lines += ["if sync:", f"    buckets.{traits.wait}({name!r}, {self.text.memory(name)})"]
+            case "units":
+                self.lines.append(f"buckets.{traits.wait}({name!r})")

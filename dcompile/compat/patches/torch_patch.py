@@ -1,0 +1,70 @@
+"""What is said of a patch of torch."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from dcompile.compat.versions import torch_version
+
+Stage: TypeAlias = Literal["frame", "graph", "partition"]
+"""frame: Dynamo compiles a frame; graph: AOTAutograd traces a graph; partition: a joint graph is cut."""
+Version: TypeAlias = tuple[int, int]
+FIRST, LAST = (2, 11), (2, 15)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchRequest:
+    """What patches of a stage may be given."""
+
+    example_inputs: Sequence[Any] = ()
+    sync_batch_norm: Callable[..., Any] | None = None
+    group_experts: Callable[..., Any] | None = None
+    told_of_hooks: bool = False
+    fusible: frozenset[Any] = frozenset()
+    recomputable: frozenset[Any] = frozenset()
+    minimum_cut: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TorchPatch:
+    """One patch. `apply` makes it: a context manager, unless `undone` says otherwise."""
+
+    apply: Callable[..., Any]
+    targets: tuple[str, ...]
+    """What is replaced, by its dotted name."""
+    kind: Literal["correctness", "speed", "takeover"]
+    """takeover: torch is to do what dcompile wants in its place."""
+    reason: str
+    stages: tuple[Stage, ...] = ()
+    given: Callable[[PatchRequest], tuple[Any, ...]] = lambda _: ()
+    """What of the request it is called with."""
+    first: Version = FIRST
+    last: Version = LAST
+    """The versions of torch that need it."""
+    undone: str = "when its stage ends"
+
+    @property
+    def name(self) -> str:
+        return self.apply.__name__
+
+    def applies_to(self, version: Version) -> bool:
+        """Whether a version of torch needs it."""
+        return self.first <= version <= self.last
+
+    @property
+    def versions(self) -> str:
+        """As people write them."""
+        ends = [f"{major}.{minor}" for major, minor in dict.fromkeys((self.first, self.last))]
+        return " to ".join(ends)
+
+
+@functools.cache
+def installed_version() -> Version:
+    """Major and minor version of the installed torch."""
+    found = re.match(r"(\d+)\.(\d+)", torch_version())
+    assert found is not None, "checked by `versions.check_torch`"
+    return int(found[1]), int(found[2])

@@ -1,0 +1,73 @@
+"""What a setting is: a field with a help text, its names as an option and as a variable, and values of its type."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from dcompile.errors import OptionError
+
+
+def setting(default: Any, text: str, *, in_key: bool = True, option: str = "", idle: str = "") -> Any:
+    """Define a field of `Config`: default, help, whether kernels depend on it, and its option name if that has a dot.
+
+    `idle`: why an option that torch.compile knows has no effect here. The docs and the receipt repeat it.
+    """
+    return dataclasses.field(default=default, metadata={"help": text, "in_key": in_key, "option": option, "idle": idle})
+
+
+def variable_name(name: str) -> str:
+    """Environment variable of a field."""
+    return f"DCOMPILE_{name.upper()}"
+
+
+def option_name(f: dataclasses.Field[Any]) -> str:
+    """Name of a field in options={...}; some of torch's have a dot."""
+    return str(f.metadata["option"] or f.name)
+
+
+def suggestion(name: str, valid: Iterable[str]) -> str:
+    """`, did you mean 'dump'?`, or an empty string if no name is similar."""
+    near = difflib.get_close_matches(name, list(valid), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+def check_type(name: str, hint: Any, value: Any) -> Any:
+    """`value` as the type that a field declares; strings are read as the environment writes them.
+
+    Raises OptionError.
+    """
+    if typing.get_origin(hint) in (Literal, types.UnionType):
+        if value not in typing.get_args(hint):
+            valid = ", ".join(map(str, typing.get_args(hint)))
+            raise OptionError(f"dcompile: {name}={value!r} is not one of: {valid}")
+        return value
+    if hint is bool and isinstance(value, str):
+        if value.lower() not in ("0", "1", "false", "true", ""):
+            raise OptionError(f"dcompile: {name}={value!r} is not a truth value (use 0 or 1)")
+        return value.lower() in ("1", "true")
+    if hint is float:
+        return _fraction(name, value)
+    if hint is int and isinstance(value, str) and value.lstrip("-").isdigit():
+        value = int(value)
+    if not isinstance(value, hint):
+        raise OptionError(f"dcompile: {name}={value!r} should be {hint.__name__}, not {type(value).__name__}")
+    return value
+
+
+def _fraction(name: str, value: Any) -> float:
+    try:
+        found = float(value)
+    except (TypeError, ValueError):
+        found = -1.0
+    if isinstance(value, bool) or not 0 <= found <= 1:
+        raise OptionError(f"dcompile: {name}={value!r} should be a number from 0 to 1")
+    return found
+
+
+def idle_text(f: dataclasses.Field[Any]) -> str:
+    return f" Accepted without effect: {f.metadata['idle']}." if f.metadata["idle"] else ""

@@ -1,0 +1,303 @@
+"""Graphs for the rows of `DYNAMO_PASSES` and `JOINT_PASSES`: small functions, and how they are captured."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from dcompile.capture.graph_pass import GraphRequest
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import chunked_cross_entropy
+from dcompile.codegen.lower.decompositions.table import table
+from dcompile.config import Config
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """Makes a graph, and says what the pass is told besides."""
+
+    graph: Callable[[], GraphModule]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    device_kind: str = "cuda"
+    sharded_parameters: Callable[[Any], Any] = lambda gm: ()
+
+    def request(self) -> GraphRequest:
+        """The request of a run with these settings."""
+        config = Config.make(options={"receipt": False, **self.options})
+        return GraphRequest(config, "graph0", self.device_kind, self.sharded_parameters)
+
+
+# --- how graphs come about --------------------------------------------------------------------------------------------
+
+
+def captured(function: Callable[..., Any], *args: Any) -> GraphModule:
+    """The graph that Dynamo captures."""
+    graphs: list[GraphModule] = []
+
+    def keep(gm: GraphModule, _inputs: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=keep, dynamic=False, fullgraph=True)(*args)
+    (found,) = graphs
+    return found
+
+
+def joint(function: Callable[..., Any], *args: Any) -> GraphModule:
+    """Forward and backward in one graph, as AOTAutograd traces them, with the first result's gradient taken."""
+    graphs: list[GraphModule] = []
+
+    class Found(Exception):
+        """The graph is known: nothing has to be compiled."""
+
+    def keep(gm: GraphModule, *_args: Any, **_how: Any) -> Any:
+        graphs.append(gm)
+        raise Found
+
+    with contextlib.suppress(Found):
+        aot_function(function, make_boxed_func, make_boxed_func, partition_fn=keep)(*args)
+    (found,) = graphs
+    return found
+
+
+def traced(function: Callable[..., Any], *args: Any) -> GraphModule:
+    """The operators that a function calls, taken apart as for kernels of ours, without gradients."""
+    return make_fx(function, table(), tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32, learns: bool = False) -> torch.Tensor:
+    """An input."""
+    return torch.zeros(shape, dtype=dtype, requires_grad=learns)
+
+
+# --- graphs that Dynamo captures --------------------------------------------------------------------------------------
+
+
+def experts() -> GraphModule:
+    """A call of transformers' operator, which need not be installed."""
+    graph = torch.fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("rows", "weights", "offsets")]
+
+    def fallback() -> None:
+        """Stands for the operator, by its name."""
+
+    class Operator:
+        """Has the operator's name."""
+
+        __name__ = "grouped_mm_fallback"
+        __module__ = "transformers"
+
+        def __call__(self, *args: Any) -> None:
+            """Is never called."""
+
+        def __str__(self) -> str:
+            return "transformers.grouped_mm_fallback.default"
+
+    graph.output(graph.call_function(Operator(), tuple(inputs)))
+    return GraphModule({}, graph)
+
+
+def recurrent() -> GraphModule:
+    """A call of torch's GRU, as Dynamo captures it where that is allowed."""
+    graph = torch.fx.Graph()
+    value, hidden, *weights = [graph.placeholder(name) for name in ("x", "h", "w_ih", "w_hh", "b_ih", "b_hh")]
+    value.meta["example_value"] = zeros(5, 2, 4)
+    graph.output(graph.call_function(torch._VF.gru, (value, hidden, weights, True, 1, 0.0, True, False, False)))
+    return GraphModule({}, graph)
+
+
+def changed_windows(x: torch.Tensor) -> torch.Tensor:
+    """Windows of 4, which are changed in place."""
+    y = x * 1
+    y.unfold(1, 4, 4).mul_(2)
+    return y
+
+
+def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """A mask that hides what comes later."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(12, 12, dtype=torch.bool).tril())
+
+
+def grouped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Two heads of keys and values for six of queries."""
+    k, v = (x[:, :, None].expand(2, 2, 3, *x.shape[2:]).reshape(2, 6, *x.shape[2:]) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def head(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The loss of a linear layer's result."""
+    return F.cross_entropy(F.linear(hidden, weight), target)
+
+
+TARGET = torch.zeros(6, dtype=torch.int64)
+DYNAMO_INPUTS: Mapping[str, GraphInput] = {
+    "group_experts": GraphInput(experts),
+    "keep_recurrent_layers_whole": GraphInput(recurrent),
+    "view_unfold_by_slices": GraphInput(lambda: captured(changed_windows, zeros(3, 12))),
+    "recognize_causal_masks": GraphInput(lambda: captured(masked_attention, *(zeros(2, 3, 12, 8) for _ in range(3)))),
+    "decompose_decode_attention": GraphInput(
+        lambda: captured(grouped_attention, zeros(2, 6, 1, 8), zeros(2, 2, 10, 8), zeros(2, 2, 10, 8))
+    ),
+    "use_grouped_query_attention": GraphInput(
+        lambda: captured(grouped_attention, *(zeros(2, heads, 8, 16, dtype=torch.bfloat16) for heads in (6, 2, 2))),
+        device_kind="cpu",
+    ),
+    "chunk_losses": GraphInput(
+        lambda: captured(head, zeros(6, 8, learns=True), zeros(70, 8, learns=True), TARGET), {"chunked_loss": 2}
+    ),
+    "compute_loss_gradient_in_forward": GraphInput(
+        lambda: captured(F.cross_entropy, zeros(6, 1500, learns=True), TARGET)
+    ),
+}
+"""By name of the pass."""
+
+
+# --- joint graphs -----------------------------------------------------------------------------------------------------
+
+
+def product_of_sizes() -> GraphModule:
+    """A size as the product of three, which torch writes as one call."""
+    graph = torch.fx.Graph()
+    sizes = [graph.placeholder(name) for name in ("s0", "s1", "s2")]
+    for number, size in enumerate(sizes):
+        size.meta["val"] = number + 2
+    graph.output(graph.call_function(operator.mul, tuple(sizes)))
+    return GraphModule({}, graph)
+
+
+def freed() -> GraphModule:
+    """An input that is written and freed again, as a gathered parameter, the way AOTAutograd notes it."""
+    graph = torch.fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    y = graph.call_function(aten.mul.Tensor, (x, w))
+    graph.call_function(torch.ops.inductor.resize_storage_bytes_.default, (y, 0))
+    graph.call_function(aten.copy_.default, (x, y))
+    graph.output((graph.call_function(aten.sin.default, (w,)),))
+    return GraphModule({}, graph)
+
+
+def counted(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    """A buffer that is changed, and what the backward needs of it."""
+    n.add_(1)
+    return x * n
+
+
+def pooled(x: torch.Tensor) -> torch.Tensor:
+    """Max pooling as ResNet has it."""
+    return F.max_pool2d(x, 3, 2, 1)
+
+
+def enlarged(x: torch.Tensor) -> torch.Tensor:
+    """An image in 16 bits, which torch enlarges in 32."""
+    places = torch.arange(8) // 2
+    return aten._unsafe_index(x.to(torch.float32), [None, None, places[:, None], places]).to(x.dtype)
+
+
+def convolved(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A convolution and what follows it."""
+    return torch.conv2d(x, w, padding=1).relu()
+
+
+def sorted_rows(x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Rows in the order of their keys."""
+    return x[keys.sort()[1]]
+
+
+def dropped(x: torch.Tensor) -> torch.Tensor:
+    """Dropout, which is taken apart to random numbers of ours."""
+    return aten.native_dropout(x, 0.4, True)[0]
+
+
+def drawn_again() -> GraphModule:
+    """The library's random numbers in a checkpointed function, as AOTAutograd marks them."""
+    gm = joint(lambda x: x * torch.poisson(x), learning(4))
+    for node in gm.graph.find_nodes(op="call_function", target=aten.poisson.default):
+        node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    return gm
+
+
+def chunked(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss by two parts of the classes."""
+    settings: dict[str, Any] = {"dtype": torch.float32, "result": torch.float32, "grad": True, "ignore_index": -100}
+    settings |= {"reduction": "mean", "label_smoothing": 0.0}
+    return chunked_cross_entropy(hidden, weight, None, target, chunks=2, begun=0, **settings)
+
+
+def first_input(gm: GraphModule) -> Any:
+    """The first placeholder."""
+    return gm.graph.find_nodes(op="placeholder")[:1]
+
+
+def learning(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """An input with a gradient."""
+    return zeros(*shape, dtype=dtype, learns=True)
+
+
+JOINT_INPUTS: Mapping[str, GraphInput] = {
+    "multiply_pairwise": GraphInput(product_of_sizes),
+    "assign_rng_keys": GraphInput(lambda: traced(dropped, zeros(8, 6))),
+    "resize_only_inputs": GraphInput(freed),
+    "copy_changed_inputs": GraphInput(lambda: joint(counted, learning(4), zeros(4))),
+    "save_as_strided_views": GraphInput(lambda: joint(lambda x: x.as_strided((2, 3), (1, 4)).sin(), learning(12))),
+    "remove_clones": GraphInput(lambda: joint(lambda x: x.relu().clone().sin(), learning(3, 4))),
+    "gather_permutation_gradients": GraphInput(lambda: joint(sorted_rows, learning(6, 3), zeros(6))),
+    "compact_pool_indices": GraphInput(lambda: joint(pooled, learning(2, 3, 20, 20))),
+    "pad_matmuls": GraphInput(
+        lambda: traced(torch.mm, zeros(640, 512, dtype=torch.bfloat16), zeros(512, 1001, dtype=torch.bfloat16))
+    ),
+    "narrow_gathers": GraphInput(lambda: traced(enlarged, zeros(2, 3, 4, 4, dtype=torch.bfloat16))),
+    "use_channels_last": GraphInput(lambda: traced(convolved, zeros(2, 8, 6, 6), zeros(16, 8, 3, 3))),
+    "drop_saved_pool_inputs": GraphInput(lambda: joint(lambda x: F.avg_pool2d(x, 2), learning(2, 3, 4, 4))),
+    "recompute_loss_chunks": GraphInput(lambda: joint(chunked, learning(6, 4), learning(10, 4), TARGET)),
+    "save_random_values": GraphInput(drawn_again),
+    "recompute_views": GraphInput(
+        lambda: joint(lambda w, x: x @ w.t(), learning(3, 4), learning(2, 4)), sharded_parameters=first_input
+    ),
+}
+"""By name of the pass."""
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def graph_text(gm: GraphModule) -> str:
+    """A line for each node: what it computes, what tracing says of its result, and marks for the partitioner."""
+    return "\n".join(_node_text(node) for node in gm.graph.nodes)
+
+
+def _node_text(node: Any) -> str:
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    said = ", ".join(filter(None, (_value_text(node), _mark_text(node))))
+    said = f"  # {said}" if said else ""
+    if node.op in ("placeholder", "get_attr"):
+        return f"{node.name}{'' if node.op == 'placeholder' else f' = {node.target}'}{said}"
+    arguments = [repr(arg) for arg in node.args] + [f"{name}={value!r}" for name, value in node.kwargs.items()]
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    target = str(node.target) if isinstance(node.target, torch._ops.OpOverload) else target
+    return f"{node.name} = {'.' if node.op == 'call_method' else ''}{target}({', '.join(arguments)}){said}"
+
+
+def _value_text(node: Any) -> str:
+    value = node.meta.get("val", node.meta.get("example_value"))
+    if not isinstance(value, torch.Tensor):
+        return ""
+    strides = "" if value.is_contiguous() else f" strides {[*value.stride()]}"
+    return f"{str(value.dtype).removeprefix('torch.')}{[*value.shape]}{strides}"
+
+
+def _mark_text(node: Any) -> str:
+    policy = node.meta.get("recompute")
+    return "" if policy is None else policy.name.lower().replace("_", " ")

@@ -118,10 +118,10 @@ def callable_text(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return op_name(target)
     if isinstance(target, torch._ops.HigherOrderOperator):
-        name = str(target.name())  # type: ignore[no-untyped-call, unused-ignore]
-        if name not in _TRACED_BODIES:
-            raise NotKeepable(f"it has {name}, an operator on functions")
-        return name
+        called = str(target.name())  # type: ignore[no-untyped-call, unused-ignore]
+        if called not in _TRACED_BODIES:
+            raise NotKeepable(f"it has {called}, an operator on functions")
+        return called
     name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
     if name is not None and (_is_builtin(target) or _is_plain_function(target) or _is_plain_class(target)):
         owner = getattr(target, "__self__", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -12,6 +13,7 @@ from dcompile.capture.trace_cache.traced_graph import KeptTrace, TraceFacts, Tra
 from dcompile.collectives.contract import TraceStore
 from dcompile.compat import aot_trace
 from dcompile.compat.trace_records import NotKeepable, Record
+from dcompile.logs import report
 
 
 class GraphTrace:
@@ -28,13 +30,22 @@ class GraphTrace:
         if store is None:
             return
         try:
-            if not aot_trace.can_replay():
-                raise NotKeepable("this torch traces in another way")
+            if not aot_trace.can_replay() or aot_trace.tracing_mode() is None:
+                raise NotKeepable("AOTAutograd is called in a way that is not known")
             self._key = key()
-            text = store.find_trace(self._key)
-            self.cached = None if text is None else kept_trace(text)
         except NotKeepable as reason:
             self.objection = str(reason)
+            return
+        text = store.find_trace(self._key)
+        if text is not None:
+            self._read(text)
+
+    def _read(self, text: str) -> None:
+        """Make graphs of an entry; of one that cannot be read, say so, and it will be written anew."""
+        try:
+            self.cached = kept_trace(text)
+        except NotKeepable as reason:
+            report(logging.WARNING, f"a cached trace is damaged ({reason}); tracing it again")
 
     @property
     def is_noted(self) -> bool:

@@ -62,8 +62,6 @@ class KeptTrace:
 def kept_trace(text: str) -> KeptTrace:
     """The trace of a text, in the mode that the graph is being captured in. Raises NotKeepable of a damaged one."""
     mode = aot_trace.tracing_mode()
-    if mode is None:
-        raise NotKeepable("it is traced outside of Dynamo")
     try:
         found = json.loads(text)
         with real_tensors():
@@ -75,7 +73,7 @@ def kept_trace(text: str) -> KeptTrace:
                 _facts(found["facts"]),
             )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
-        raise NotKeepable(f"its entry cannot be read: {error}") from error
+        raise NotKeepable(f"{type(error).__name__}: {error}") from error
 
 
 def _facts(found: Mapping[str, Any]) -> TraceFacts:

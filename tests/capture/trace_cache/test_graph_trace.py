@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -162,7 +163,16 @@ def test_whoever_looks_at_the_compilers_work_has_it_traced(settings, monkeypatch
         assert (receipt.traces_cached, receipt.traces_uncacheable) == (0, {}) and not traces(settings)
 
 
+def _forge(text):
+    """An entry of another format, whose checksum is right."""
+    key, _, text = text.partition("\n")
+    text = text.replace('"aten.', '"antes.')
+    digest = hashlib.sha256(f"{key.split()[0]}\n{text}".encode()).hexdigest()
+    return f"{key.split()[0]} {digest}\n{text}"
+
+
 DAMAGES = {
+    "another format": _forge,
     "cut off": lambda text: text[: len(text) // 2],
     "one letter": lambda text: text.replace("aten.addmm", "aten.admmm", 1),
     "empty": lambda _: "",

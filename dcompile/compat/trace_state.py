@@ -141,6 +141,8 @@ def _is_builtin(target: Any) -> bool:
     owner = target.__self__
     if owner is None or owner in _PLAIN_MODULES:
         return True
+    if type(owner).__name__.startswith(("PyCapsule", "pybind11_detail_function_record")):  # nothing that it is bound to
+        return (target.__module__ or "").startswith("torch._C")
     if isinstance(owner, types.ModuleType):
         return owner.__name__.startswith(("torch", "_operator", "math", "builtins"))
     return isinstance(owner, type) and owner.__module__.startswith(("torch", "builtins"))

@@ -1,4 +1,4 @@
-"""The models of gpu_models.py: known architectures at the sizes people train, and small ones to try a script on."""
+"""The models of gpu_models.py: known architectures at the sizes people train, and small sizes to test a script."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ CLASSES = 1000
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """`make(small)` gives the module, whose call with `batch(small)` returns the loss; both from torch's generator."""
+    """A model: `make(small)` returns a module, which returns the loss of `batch(small)`; both use torch's generator."""
 
     make: Callable[[bool], nn.Module]
     batch: Callable[[bool], Batch]
     autocast: bool = True
-    """Under bfloat16 autocast, as its users run it; otherwise parameters have the dtype that it computes in."""
+    """Whether it runs under bfloat16 autocast, as its users do; otherwise parameters have the dtype of computation."""
     training: bool = True
-    """Otherwise it is called without gradients, and returns a result in place of a loss."""
+    """Whether it is trained; otherwise it is called without gradients, and returns a result in place of a loss."""
 
 
 class WithLoss(nn.Module):
-    """A model whose result has its loss."""
+    """Wrapper of a model whose result contains its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Classifier(nn.Module):
 
 
 def language(kind: str, config: str, head: str, small: Mapping[str, Any], **full: Any) -> Callable[[bool], nn.Module]:
-    """A transformers model. `small` are the sizes to try it with."""
+    """Return a function that makes a transformers model. `small`: sizes to test a script."""
 
     def make(is_small: bool) -> nn.Module:
         import transformers
@@ -65,7 +65,7 @@ def language(kind: str, config: str, head: str, small: Mapping[str, Any], **full
 
 
 def in_bfloat16(make: Callable[[bool], nn.Module]) -> Callable[[bool], nn.Module]:
-    """The same model with bfloat16 parameters."""
+    """Return a function that makes the same model with bfloat16 parameters."""
     return lambda is_small: make(is_small).bfloat16()
 
 
@@ -170,7 +170,7 @@ MODELS: Mapping[str, Model] = {
                   num_experts_per_tok=8, norm_topk_prob=True, vocab_size=151936, use_cache=False),
         tokens(4, 1024, 151936),
     ),
-    "deepseek_v3": Model(  # one layer, with fewer experts and words, or it would not fit beside its peers
+    "deepseek_v3": Model(  # one layer, with fewer experts and a smaller vocabulary, so that all peers fit in memory
         language("DeepseekV3", "Config", "ForCausalLM", _DEEPSEEK, num_hidden_layers=1, first_k_dense_replace=0,
                   n_routed_experts=16, vocab_size=32000, use_cache=False),
         tokens(2, 1024, 32000),
@@ -185,7 +185,7 @@ MODELS: Mapping[str, Model] = {
 
 
 def without_dropout(module: nn.Module) -> nn.Module:
-    """The module with all its random layers off, to compare gradients with."""
+    """Disable all random layers of a module, so that gradients can be compared; return it."""
     for part in module.modules():
         for name in (
             "p",

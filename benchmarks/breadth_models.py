@@ -1,4 +1,4 @@
-"""The models of gpu_breadth.py: what people compile besides language models under AMP, at the sizes they use."""
+"""The models of gpu_breadth.py: other workloads than language models under AMP, at the sizes people use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from benchmarks.amp_models import DECODER, Batch, Model, in_bfloat16, language, tokens
 
-# --- attention of one's own -------------------------------------------------------------------------------------------
+# --- custom attention -------------------------------------------------------------------------------------------------
 
 
 class FlexBlock(nn.Module):
@@ -185,7 +185,7 @@ def _denoised(is_small: bool) -> Batch:
 
 
 def _float8(is_small: bool) -> nn.Module:
-    """torchao's recipe for every linear layer, tensorwise."""
+    """Make a model with torchao's tensorwise float8 recipe in every linear layer."""
     from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found, unused-ignore]
 
     width, inner = (64, 128) if is_small else (4096, 8192)
@@ -236,7 +236,7 @@ def _classified(is_small: bool) -> Batch:
 
 
 def _lora(is_small: bool) -> nn.Module:
-    """Llama of 8B shape, PEFT's adapters of rank 16 at all linear layers, checkpointed."""
+    """Make a checkpointed Llama of 8B shape with PEFT's adapters of rank 16 at all linear layers."""
     from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found, unused-ignore]
 
     made: Any = _llama_8b(is_small)

@@ -1,4 +1,4 @@
-"""What benchmarks share: interleaved timing, fresh processes, memory, the machine's description, tables, files."""
+"""Functions shared by benchmarks: interleaved timing, fresh processes, memory, the machine's description, files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one call: the median over rounds, the fastest, and the middle half's width over the median."""
+    """Seconds of one call: median over rounds, minimum, and the interquartile range over the median."""
 
     median: float
     fastest: float
@@ -49,11 +49,11 @@ def time_interleaved(
     shortest_sample: float = 0.02,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Time all peers in turn, round after round, so that a slow spell of the machine falls on all of them.
+    """Time all peers in turn, round after round, so that a slow phase of the machine affects all of them.
 
-    Each runs behind each other one equally often (`orders`). Short calls are timed several at once, since one of 0.1 ms
-    would measure the clock and the scheduler. On a machine that others use too, `clock` may be
-    `time.process_time`: with one thread it counts the work alone, not the turns that others take.
+    Each peer follows each other one equally often (`orders`). A sample has several short calls, since one of 0.1 ms
+    would measure the clock and the scheduler. On a shared machine, `clock` may be `time.process_time`: with one thread
+    it excludes the time of other processes.
     """
     calls: dict[str, int] = {}
     longest = 0.0
@@ -77,11 +77,12 @@ def time_interleaved(
 
 
 def orders(peers: Sequence[str]) -> list[list[str]]:
-    """Orders of the peers in which each comes directly behind each other one equally often: a Williams design.
+    """Return orders of the peers in which each directly follows each other one equally often: a Williams design.
 
-    Whoever runs behind another finds caches as that one leaves them. Where the order rotated only, dcompile always ran
-    behind inductor, and loops by hand always behind dcompile, which leaves what it has read in the last level. Of
-    cross-entropy in both directions our first call behind another peer took 2.6 ms and the eighth 2.1 (Zen 4).
+    A peer finds caches as the previous one leaves them. With a rotated order, dcompile always ran after inductor.
+    Hand-written loops always ran after dcompile, which leaves the data that it has read in the last-level cache.
+    dcompile's first call of cross-entropy after another peer, forward and backward, took 2.6 ms, the eighth 2.1 ms
+    (Zen 4).
     E. J. Williams, Experimental designs balanced for the estimation of residual effects of treatments (1949).
     """
     count = len(peers)
@@ -98,7 +99,7 @@ def _time(call: Callable[[], object], calls: int, clock: Callable[[], float]) ->
 
 
 def gpu_time(step: Callable[[], object], steps: int) -> float:
-    """Milliseconds a step on the GPU, over `steps` of them."""
+    """Return the milliseconds a step on the GPU, averaged over `steps`."""
     import torch
 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -113,9 +114,9 @@ def gpu_time(step: Callable[[], object], steps: int) -> float:
 def in_fresh_process(
     module: str, arguments: Sequence[str], threads: int, timeout: float, settings: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Run `python -m module arguments` with empty compiler caches; return what it handed to `hand_back`.
+    """Run `python -m module arguments` with empty compiler caches; return the argument of its call of `hand_back`.
 
-    `settings` are further environment variables.
+    `settings`: additional environment variables.
     """
     with tempfile.TemporaryDirectory(prefix="dcompile-bench-") as folder:
         environment = {
@@ -139,7 +140,7 @@ def in_fresh_process(
 
 
 def resumed(names: Sequence[str], run: Callable[[str], dict[str, Any]], kept: Path | None) -> list[dict[str, Any]]:
-    """A line for each name. Lines in the file `kept` are not run again, each new one without errors is added to it."""
+    """Return a line for each name, from the file `kept` or from `run`; add new lines without errors to the file."""
     texts = kept.read_text().splitlines() if kept is not None and kept.exists() else []
     done = {line["name"]: line for line in map(json.loads, texts)}
     for name in names:
@@ -153,13 +154,13 @@ def resumed(names: Sequence[str], run: Callable[[str], dict[str, Any]], kept: Pa
 
 
 def hand_back(result: Mapping[str, Any]) -> None:
-    """Give a result to the process that started this one."""
+    """Send a result to the parent process, through standard output."""
     sys.stdout.write(f"{MARK}{json.dumps(result)}\n")
     sys.stdout.flush()
 
 
 def resident_mib() -> float:
-    """Memory this process has now, after giving freed memory back to the system."""
+    """Return the resident MiB of this process, after freed memory is returned to the system."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -168,8 +169,8 @@ def resident_mib() -> float:
 
 
 def peak_mib_during(call: Callable[[], object], calls: int = 3) -> float:
-    """The most memory this process has while `call` runs. Linux only."""
-    Path("/proc/self/clear_refs").write_text("5")  # starts the high-water mark anew
+    """Return the peak resident MiB of this process while `call` runs. Linux only."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     for _ in range(calls):
         call()
     return _status_mib("VmHWM")
@@ -182,8 +183,8 @@ def _status_mib(field: str) -> float:
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """Everything a number depends on: hardware, versions, threads, and how busy the machine was."""
-    import torch  # its own word: the package's version does not say which build it is (+cpu, +cu130)
+    """Describe the conditions of a measurement: hardware, versions, threads, and the machine's load."""
+    import torch  # torch.__version__ names the build (+cpu, +cu130), which the package's version does not
 
     return {
         "cpu": _cpu_name(),
@@ -224,18 +225,18 @@ def _first_line(*command: str) -> str:
 
 
 def geomean(values: Sequence[float]) -> float | None:
-    """The mean for ratios; None of nothing."""
+    """Return the geometric mean; None without values."""
     return math.exp(statistics.fmean(map(math.log, values))) if values else None
 
 
 def worst_of(differences: Iterable[float]) -> float:
-    """The largest, infinite if any is NaN: `max` would pass over that, as NaN is larger than nothing."""
+    """Return the largest difference; infinite if any is NaN, which `max` may skip."""
     found = [0.0, *differences]
     return math.inf if any(map(math.isnan, found)) else max(found)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their longest cell, the first one left-aligned."""
+    """Format a table: columns are as wide as their longest cell, the first one is left-aligned."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [header, ["-" * width for width in widths], *rows]
     aligned = [
@@ -255,7 +256,7 @@ def save(benchmark: str, device: str, result: Mapping[str, Any]) -> Path:
 
 
 def stored(files: Sequence[str | Path]) -> list[dict[str, Any]]:
-    """Results that earlier runs have kept, for `--merge`."""
+    """Load results of earlier runs, for `--merge`."""
     found = []
     for file in files:
         try:
@@ -268,12 +269,12 @@ def stored(files: Sequence[str | Path]) -> list[dict[str, Any]]:
 
 
 def last_lines(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of each line the last."""
+    """Return the last result of each line."""
     return {name: line for result in results for name, line in result["lines"].items()}
 
 
 def last_peers(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Lines that are peers by name: of each peer of each line the last."""
+    """Return the last result of each peer of each line, for lines that map peers by name."""
     lines: dict[str, dict[str, Any]] = {}
     for result in results:
         for label, line in result["lines"].items():
@@ -284,9 +285,9 @@ def last_peers(results: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]
 def parser(
     benchmark: str, doc: str | None, names: Sequence[str], seconds: float, *, several: bool = False
 ) -> argparse.ArgumentParser:
-    """The arguments that the CPU benchmarks share; `doc` is the module's own, `names` are its lines.
+    """Make a parser with the shared arguments of CPU benchmarks; `doc`: the module's docstring, `names`: its lines.
 
-    With `several`, thread counts are a list, and the clock may follow them.
+    With `several`, thread counts are a list, and the clock may depend on them.
     """
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -309,7 +310,7 @@ def parser(
 def parse(
     made: argparse.ArgumentParser, names: Sequence[str], arguments: Sequence[str] | None = None
 ) -> argparse.Namespace:
-    """Parsed arguments, `only` as a list of lines that there are."""
+    """Parse arguments; `only` becomes a list of known lines."""
     parsed = made.parse_args(arguments)
     parsed.only = parsed.only.split(",")
     if unknown := [name for name in parsed.only if name not in names]:
@@ -318,7 +319,7 @@ def parse(
 
 
 def finish(benchmark: str, device: str, result: dict[str, Any], *, keep: bool, as_json: bool) -> int:
-    """What every benchmark ends with: the file, the one line of JSON, and an exit status that says if all lines ran."""
+    """Finish a benchmark: write the file and the line of JSON; return the exit status, which is 0 if all lines ran."""
     if keep:
         print(f"saved {save(benchmark, device, result)}")
     if as_json:

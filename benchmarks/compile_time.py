@@ -1,18 +1,18 @@
-"""How long until the first training step is through: cold against inductor, warm against aot_eager, and where it goes.
+"""Benchmark of the time to the first training step: cold against inductor, warm against aot_eager, and its stages.
 
 python -m benchmarks.compile_time [--threads N] [--only llama_block,gpt2] [--peers aot_eager,inductor]
                                   [--rounds 3] [--keep FILE] [--json] [--save]
-python -m benchmarks.compile_time --warm [--only llama_16,llama_16_length] [--rounds 3]
+python -m benchmarks.compile_time --warm [--only llama_16] [--rounds 3]
 
-Every figure is of a fresh process: from the first use of the compiler (its imports included) to the end of the first
-forward and backward. Cold: empty caches, dcompile's or inductor's. Warm: a cache that one process before has filled.
-Rounds interleave all four, and medians are compared: wall time, and CPU time for machines that others use too. Against
-inductor it is told for the whole (`total_over_inductor`) and for the model's own seconds (`cold_over_inductor`), less
-what a peer does once per process, such as inductor's imports and its precompiled header. Sources must not change while
+Each figure is from a fresh process. It is the time from the compiler's first use, including imports, to the end of the
+first forward and backward. Cold: empty caches, dcompile's or inductor's. Warm: a cache filled by one process before.
+Rounds interleave all four, and medians are compared: wall time, and CPU time for shared machines. There are two ratios
+to inductor: of the whole (`total_over_inductor`) and of the model's own seconds (`cold_over_inductor`). The latter
+excludes costs of each process, such as inductor's imports and precompiled header. Sources must not change while
 this runs: dcompile's cache notices, and warm starts compile.
 
-With --warm (`benchmarks/warm_starts.py`), warm starts of dcompile beside those of inductor, by depth, and the first
-batch of another length: each compiler has a cache that one start before has filled.
+With --warm (`benchmarks/warm_starts.py`), warm starts of dcompile beside those of inductor, by depth: each compiler has
+a cache that one start before has filled.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from benchmarks import common
 MODULE = "benchmarks.compile_time"
 TIMEOUT = 900.0
 STAGES = ("dynamo", "aot", "lower", "schedule", "emit", "build", "load", "run")
-"""Where the time of a cold start goes. `load`: keys, libraries, the host program; `run`: a second step's time."""
+"""Stages of a cold start. `load`: keys, libraries, the host program; `run`: a second step's time."""
 PARTS = {"lower": "lower", "emit": "emit", "host": "emit", "build": "build"}
-"""Stages as the pass log names them; all its other lines are passes of the schedule."""
+"""Name in the log of passes -> stage; all other lines of the log are passes of the schedule."""
 
 
 def llama(layers: int) -> Any:
-    """A narrow Llama: what grows with depth is compiling, not running."""
+    """Make a narrow Llama, so that compile time, not run time, grows with depth."""
     import transformers
 
     from benchmarks.models import VOCABULARY, Language
@@ -53,10 +53,8 @@ def llama(layers: int) -> Any:
     return Language(transformers.LlamaForCausalLM(config))
 
 
-CASES = ("llama_block", "llama_4", "llama_32", "gpt2", "bert", "resnet")
-"""llama_N: N layers, narrow; the others are those of cpu_models."""
-LENGTH = "_length"
-"""What ends the name of a line that measures the first batch of another length."""
+CASES = ("llama_block", "llama_4", "llama_32", "gpt2", "bert", "resnet", "other_lengths_16")
+"""llama_N: N layers, narrow; other_lengths_N: see `OTHER_LENGTHS`; the others are those of cpu_models."""
 
 
 def make(name: str) -> tuple[Any, Mapping[str, Any]]:
@@ -68,16 +66,61 @@ def make(name: str) -> tuple[Any, Mapping[str, Any]]:
     torch.manual_seed(0)
     if name in MODELS:
         return MODELS[name].make(), MODELS[name].batch()
-    return llama(int(name.removesuffix(LENGTH).removeprefix("llama_"))), tokens(1, 64)()
+    return llama(int(name.rpartition("_")[2])), tokens(1, 64)()
 
 
 # --- child process ----------------------------------------------------------------------------------------------------
 
 
-def measure(name: str, peer: str) -> dict[str, Any]:
-    """Seconds of the first use of a compiler, then of one model's first step; of dcompile also where they went."""
+OTHER_LENGTHS = "other_lengths_"
+"""other_lengths_N: the first batch of another length of a Llama of N layers, caches filled by a process before."""
+
+
+def measure_other_length(layers: int, peer: str) -> dict[str, Any]:
+    """Return the seconds of the first batch of a length, and of the first one of another length (symbolic sizes)."""
     import torch
 
+    from benchmarks.models import tokens
+
+    model, batches = llama(layers), [tokens(1, length)() for length in (64, 96)]
+    options = {"options": {"receipt": False}} if peer == "dcompile" else {}
+    call: Any = torch.compile(model, backend=peer, fullgraph=True, **options)
+    began, cpu = time.perf_counter(), sum(os.times()[:4])
+    times = []
+    for batch in batches:
+        call(**batch).backward()
+        times.append((time.perf_counter(), sum(os.times()[:4])))
+    (first, first_cpu), (other, other_cpu) = times
+    return {"first": first - began, "other": other - first, "cpu": [first_cpu - cpu, other_cpu - first_cpu]}
+
+
+def line_of_lengths(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure another length with dcompile and with inductor, each with its own caches, filled by a process before."""
+    layers = name.removeprefix(OTHER_LENGTHS)
+    peers = ("dcompile", *(("inductor",) if "inductor" in arguments.peers else ()))
+    found: dict[str, list[dict[str, Any]]] = {peer: [] for peer in peers}
+    with tempfile.TemporaryDirectory(prefix="dcompile-bench-") as folder:
+        caches = {"DCOMPILE_CACHE_DIR": f"{folder}/ours", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+        for turn in range(arguments.rounds + 1):
+            for peer in peers[:: 1 if turn % 2 else -1]:
+                given = ["--child", peer, "--only", OTHER_LENGTHS + layers]
+                run = common.in_fresh_process(MODULE, given, arguments.threads, TIMEOUT, caches)
+                found[peer] += [run] if turn or "error" in run else []
+    errors = {peer: run["error"] for peer, runs in found.items() for run in runs if "error" in run}
+    if errors:
+        return {"name": name, "errors": errors}
+    seconds = {peer: statistics.median(run["other"] for run in runs) for peer, runs in found.items()}
+    cpu = {peer: statistics.median(run["cpu"][1] for run in runs) for peer, runs in found.items()}
+    ratio = {"other_over_inductor": seconds["dcompile"] / seconds["inductor"]} if "inductor" in seconds else {}
+    return {"name": name, "errors": {}, "other_seconds": seconds, "other_cpu": cpu, **ratio}
+
+
+def measure(name: str, peer: str) -> dict[str, Any]:
+    """Measure the first use of a compiler, then one model's first step; for dcompile, also its stages, in seconds."""
+    import torch
+
+    if name.startswith(OTHER_LENGTHS):
+        return measure_other_length(int(name.removeprefix(OTHER_LENGTHS)), peer)
     model, batch = make(name)
     began, cpu = time.perf_counter(), sum(os.times()[:4])
     log: list[str] = []
@@ -87,24 +130,17 @@ def measure(name: str, peer: str) -> dict[str, Any]:
         options["options"] = {"receipt": False, "log": "passes"}
         _watch(log, clock)
 
-    dynamic = None if name.endswith(LENGTH) else False
-
     def compiled(target: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(target, backend=peer, fullgraph=True, dynamic=dynamic, **options)
+        return torch.compile(target, backend=peer, fullgraph=True, dynamic=False, **options)
 
     with torch.no_grad():
         compiled(lambda x: x.exp() + 1)(torch.zeros(64))
     first_use = time.perf_counter() - began
-    call = compiled(model)
-    if dynamic is None:
-        from benchmarks.models import tokens
-
-        call(**batch).backward()
-        first_use, batch = 0.0, tokens(1, 96)()
     log.clear()
     clock |= {"aot": 0.0, "compile": 0.0}
+    call = compiled(model)
     step = _timed(lambda: call(**batch).backward())
-    cpu = sum(os.times()[:4]) - cpu  # with that of compilers that were waited for
+    cpu = sum(os.times()[:4]) - cpu  # includes finished child processes, such as compilers
     run = min(_timed(lambda: call(**batch).backward()) for _ in range(2))
     result = {"first_use": first_use, "seconds": step, "total": first_use + step, "cpu": cpu}
     if peer == "dcompile":
@@ -123,7 +159,7 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def _watch(log: list[str], clock: dict[str, float]) -> None:
-    """Keep dcompile's log, and time AOTAutograd (which calls our compiler for the forward) and our compiler."""
+    """Collect dcompile's log; time AOTAutograd, which calls dcompile's compiler for the forward, and that compiler."""
     from dcompile import compat
     from dcompile.compiler import CachingCompiler
 
@@ -148,7 +184,7 @@ def _watch(log: list[str], clock: dict[str, float]) -> None:
 
 
 def stages(log: Sequence[str], clock: Mapping[str, float], step: float, run: float) -> dict[str, float]:
-    """Seconds of each stage. What is neither logged nor AOTAutograd nor running is Dynamo."""
+    """Return the seconds of each stage. The remainder, after logged stages, AOTAutograd and the run, is Dynamo."""
     found = dict.fromkeys(STAGES, 0.0)
     for line in log:
         if match := re.search(r"^\w+ (\w+): ([0-9.]+) ms", line):
@@ -162,10 +198,12 @@ def stages(log: Sequence[str], clock: Mapping[str, float], step: float, run: flo
 
 
 def line_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One model: rounds of dcompile cold and warm, inductor cold, and aot_eager."""
+    """Measure one model: rounds of dcompile cold and warm, inductor cold, and aot_eager."""
+    if name.startswith(OTHER_LENGTHS):
+        return line_of_lengths(name, arguments)
 
     def child(peer: str, cache: str | None = None) -> dict[str, Any]:
-        # inductor's directory is always empty; its caches stay on, as users have them: it reuses within one start
+        # inductor's directory is always empty; its caches stay on, as for users, for reuse within one start
         settings = {"DCOMPILE_CACHE_DIR": cache} if cache else {}
         return common.in_fresh_process(MODULE, ["--child", peer, "--only", name], arguments.threads, TIMEOUT, settings)
 
@@ -181,7 +219,7 @@ def line_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def compared(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Medians, and the figures that are aimed at."""
+    """Return medians, and the figures with targets."""
     totals = {peer: statistics.median(run["total"] for run in runs) for peer, runs in found.items()}
     seconds = {peer: statistics.median(run["seconds"] for run in runs) for peer, runs in found.items()}
     cpu = {peer: statistics.median(run["cpu"] for run in runs) for peer, runs in found.items()}
@@ -203,12 +241,12 @@ def compared(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]
 
 
 def _usual(runs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The run whose seconds are the median, the longer one of two."""
+    """Return the run with the median of seconds, the longer one of two."""
     return sorted(runs, key=lambda run: float(run["seconds"]))[len(runs) // 2]
 
 
 def summary(lines: Sequence[Mapping[str, Any]], threads: int) -> dict[str, Any]:
-    """What --json prints and --save keeps."""
+    """Return the result that --json prints and --save writes."""
     named = {line["name"]: line for line in lines if not line["errors"]}
     kernels = {name: named[name]["counts"]["kernels"] for name in ("llama_4", "llama_32") if name in named}
     return {
@@ -219,7 +257,8 @@ def summary(lines: Sequence[Mapping[str, Any]], threads: int) -> dict[str, Any]:
         "worst_total_over_inductor": max(_all(named, "total_over_inductor"), default=None),
         "worst_warm_beyond_aot_eager": max(_all(named, "warm_beyond_aot_eager"), default=None),
         "worst_cpu_beyond_aot_eager": max(_all(named, "cpu_beyond_aot_eager"), default=None),
-        "warm_compiled_nothing": not any(line["warm_worked"] for line in named.values()),
+        "worst_other_length_over_inductor": max(_all(named, "other_over_inductor"), default=None),
+        "warm_compiled_nothing": not any(line.get("warm_worked") for line in named.values()),
         "kernels_32_over_4": kernels["llama_32"] / kernels["llama_4"] if len(kernels) == 2 else None,
         "environment": common.environment(threads),
         "lines": list(lines),
@@ -231,8 +270,9 @@ def _all(lines: Mapping[str, Mapping[str, Any]], figure: str) -> list[float]:
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """For people: two tables, and what is aimed at."""
-    good = [line for line in result["lines"] if not line["errors"]]
+    """Return two tables and the targets as text."""
+    good = [line for line in result["lines"] if not line["errors"] and "counts" in line]
+    lengths = [line for line in result["lines"] if "other_seconds" in line]
     rows = [
         [
             line["name"],
@@ -270,6 +310,7 @@ def page(result: Mapping[str, Any]) -> str:
             "",
             common.table(("seconds of dcompile", *STAGES), times),
             "",
+            *(f"{line['name']}: seconds {line['other_seconds']}, of CPU time {line['other_cpu']}" for line in lengths),
             *(f"{key}: {value}" for key, value in result.items() if isinstance(value, bool | int | float)),
             *failed,
         ]
@@ -283,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="starts of each peer")
     parser.add_argument("--peers", default="aot_eager,inductor", help="what dcompile is compared with")
     parser.add_argument("--keep", default="", help="file of finished lines: a later run goes on where this one stopped")
-    parser.add_argument("--warm", action="store_true", help="warm starts beside inductor's, by depth, another length")
+    parser.add_argument("--warm", action="store_true", help="warm starts beside inductor's, by depth")
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)

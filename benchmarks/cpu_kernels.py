@@ -1,18 +1,17 @@
-"""Are dcompile's CPU kernels as fast as plain loops written by hand, and faster than inductor's and eager's?
+"""Benchmark of dcompile's CPU kernels against hand-written loops, inductor and eager.
 
 python -m benchmarks.cpu_kernels [--threads 1,2] [--dtype float32,bfloat16] [--only softmax,adamw] [--runs 3] [--json]
                                  [--save]
 
-Eager, inductor, dcompile and the hand-written kernels of benchmarks/plain run in one process, interleaved, under one
-allocator setting (memory is kept, since mapping fresh pages costs more than most of these kernels). The hand-written
-ones are built with dcompile's flags and write to memory that is there already. All read the same tensors, but for
-optimizers, which change them: by where its 16 MB lay, one sum of rows took 352 or 381 us. Ratios are speed-ups of
-dcompile: above 1, dcompile is faster. One thread is timed by the processor's clock, which does not count the turns of
-other programs.
+Eager, inductor, dcompile and the hand-written kernels of benchmarks/plain run in one process, interleaved. The
+allocator keeps freed memory, since mapping fresh pages costs more than most of these kernels. Hand-written kernels are
+built with dcompile's flags, and write to existing memory. All peers read the same tensors, since a row reduction of
+16 MB took 352 or 381 us depending on the address. Only optimizers have their own tensors, as they change them. Ratios
+are speed-ups of dcompile: above 1, dcompile is faster. One thread is timed by CPU time, which excludes other programs.
 
-What is the same in one process (where tensors lie, who else uses the machine) is another in the next: lines that wait
-for memory differ by more from process to process than within one. With `--runs`, there are several processes for each
-line, one behind the last of all lines, and ratios are the medians of theirs.
+Addresses of tensors and the load of the machine differ between processes. So kernels that are limited by memory vary
+more between processes than within one. With `--runs`, each line has several processes, each after one pass over all
+lines, and ratios are the medians of theirs.
 """
 
 from __future__ import annotations
@@ -48,10 +47,11 @@ Compile = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`make` builds the step of a compiler or of eager, `by_hand` that of the plain loops, from the same seed.
+    """A kernel. `make` builds the step of a compiler or of eager, `by_hand` that of plain loops, from the same seed.
 
-    Where there are no `gradients`, all steps run in one `torch.no_grad()`, as inference does. Entered in each call of
-    all but the loops, it took 22 of 69 us of one behind 8 MB of other data, beside a kernel of 343.
+    Without `gradients`, all steps run in one `torch.no_grad()`, as in inference. Otherwise each call of all peers but
+    the loops would enter it. After 8 MB of other data were read, that took 22 of a call's 69 us in addition to a kernel
+    of 343 us.
     """
 
     name: str
@@ -68,7 +68,7 @@ def kernel(
     outputs: Callable[..., tuple[Any, ...]],
     sizes: tuple[int, ...] = (SIZE, SIZE),
 ) -> Case:
-    """A case without gradients. The plain kernel takes inputs, outputs (allocated by `outputs` once) and sizes."""
+    """Make a case without gradients. The plain kernel takes inputs, outputs (allocated once by `outputs`) and sizes."""
     inputs = functools.cache(inputs)
 
     def make(compiled: Compile) -> Step:
@@ -103,7 +103,7 @@ def _like_first(x: Any, *_: Any) -> tuple[Any, ...]:
     return (torch.empty_like(x),)
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------
+# --- cases ------------------------------------------------------------------------------------------------------------
 
 
 def rms_norm(x: Any, weight: Any) -> Any:
@@ -162,7 +162,7 @@ def _logits_and_labels(dtype: str) -> tuple[Any, Any]:
 
 
 def _logits(dtype: str, lse: bool = False) -> tuple[Any, ...]:
-    """(logits, labels), and the logarithms of the rows' sums of exponentials, float32, of which a backward computes."""
+    """Return (logits, labels), and with `lse` the rows' float32 logsumexp, which a backward reads."""
     logits, labels = _logits_and_labels(dtype)
     logits = logits.detach()
     return (logits, labels, logits.float().logsumexp(-1)) if lse else (logits, labels)
@@ -217,10 +217,11 @@ def _loss_and_gradient(logits: Any, labels: Any) -> tuple[Any, ...]:
 
 
 def cross_entropies(dtype: str) -> tuple[Case, ...]:
-    """Kernels made of formulas, as RMSNorm's backward is, and what training makes of the loss alone.
+    """Return cases of cross-entropy: kernels from formulas, as for RMSNorm's backward, and training with only the loss.
 
-    The latter has autograd's engine around it, for all but the loops. Of eight numbers, cross-entropy's backward takes
-    190 us behind 16 MB of other data, eager's and dcompile's, and 53 in a row (two Intel cores, 2026-11-26).
+    The latter includes autograd's engine for all peers but the loops. For eight elements, cross-entropy's backward
+    takes 190 us after reading 16 MB of other data, for eager and dcompile. Repeated calls take 53 us (two Intel cores,
+    2026-11-26).
     """
     given, with_lse = functools.partial(_logits, dtype), functools.partial(_logits, dtype, lse=True)
     forward = kernel("cross_entropy_forward", dtype, given, _cross_entropy, _loss, LOGITS)
@@ -262,7 +263,7 @@ def _parameters(dtype: str) -> list[Any]:
 
 
 def adamw_many(compiled: Compile, dtype: str) -> Step:
-    """torch.optim.AdamW over 16 parameters; its fused one, the fastest there is; inductor cannot compile that."""
+    """Make a step of torch.optim.AdamW over 16 parameters; eager's is the fused one, which inductor cannot compile."""
     import torch
 
     parameters = _parameters(dtype)
@@ -272,7 +273,7 @@ def adamw_many(compiled: Compile, dtype: str) -> Step:
 
     def step() -> Any:
         call()
-        return values  # as the loops by hand do: 16 tensors made in each step took 40 to 60 us of 4 ms
+        return values  # as hand-written loops do: making 16 tensors in each step took 40 to 60 us of 4 ms
 
     return step
 
@@ -321,11 +322,11 @@ def _dx_and_dw(dy: Any, x: Any, weight: Any) -> tuple[Any, ...]:
 
 DTYPES = ("float32", "bfloat16")
 TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2}
-"""One unit in the last place of bfloat16 is 1/128 of the largest element at most."""
+"""Largest differences from eager. One unit in the last place of bfloat16 is at most 1/128 of the largest element."""
 
 
 def cases(dtype: str) -> dict[str, Case]:
-    """All kernels on tensors of one dtype."""
+    """Return all kernels on tensors of one dtype."""
     row, one, two, three = (SIZE,), _randn(dtype, MATRIX), _randn(dtype, MATRIX, MATRIX), _randn(dtype, *[MATRIX] * 3)
     found = (
         kernel("rms_norm_forward", dtype, _randn(dtype, MATRIX, row), rms_norm, _like_first),
@@ -352,7 +353,7 @@ NAMES = (
     "adamw", "adamw_many", "bias_gelu", "swiglu", "pointwise", "sum_columns", "sum_rows", "argmax_rows", "transpose",
 )  # fmt: skip
 SAMPLE = 0.006
-"""Seconds of one sample: short ones, so that each peer has many turns in a line's time."""
+"""Seconds of one sample: short, so that each peer has many samples in a line's time."""
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -361,7 +362,7 @@ SAMPLE = 0.006
 def time_case(
     case: Case, seconds: float, tolerance: float, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Any]:
-    """Child process: all peers interleaved, after one step of each has been compared with eager's."""
+    """Time all peers interleaved, in a child process, after one step of each is compared with eager's."""
     import torch
 
     with torch.set_grad_enabled(case.gradients):
@@ -391,7 +392,7 @@ def _timed(case: Case, seconds: float, tolerance: float, clock: Callable[[], flo
 
 @functools.cache
 def _compiler(peer: str) -> Compile:
-    """As first_light's, but a graph may break: optimizers' steps do."""
+    """Return a peer's compiler, as in first_light, but with graph breaks allowed: optimizers' steps have some."""
     import torch
 
     if peer == "eager":
@@ -409,11 +410,11 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def run_child(arguments: argparse.Namespace) -> None:
-    """All cases in one process, so that what a compiler pays once per process is paid once."""
+    """Run all cases in one process, so that a compiler's costs for each process occur once."""
     import torch
     from torch._functorch import config
 
-    config.donated_buffer = False  # the backward of one forward is timed again and again
+    config.donated_buffer = False  # the backward of one forward is timed many times
     (threads,), (dtype,) = arguments.threads, arguments.dtype
     torch.set_num_threads(threads)
     made, lines = cases(dtype), []
@@ -429,7 +430,7 @@ def run_child(arguments: argparse.Namespace) -> None:
 
 
 def ratios(line: Mapping[str, Any]) -> dict[str, float]:
-    """How many times faster dcompile is, where both numbers are there."""
+    """Return dcompile's speed-up over each peer that both have times for."""
     steps = line["steps"]
     return {
         f"over_{peer}": steps[peer]["median"] / steps["dcompile"]["median"]
@@ -439,9 +440,9 @@ def ratios(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def over_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One kernel's lines of several processes as one: of times and ratios the medians, of errors all.
+    """Combine one kernel's lines of several processes: medians of times and ratios, and all errors.
 
-    `runs` keeps each process's ratios.
+    `runs` contains each process's ratios.
     """
     if len(runs) == 1:
         return dict(runs[0])
@@ -462,7 +463,7 @@ def over_runs(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def summary(lines: Sequence[Mapping[str, Any]], threads: Sequence[int]) -> dict[str, Any]:
-    """What --json prints and --save keeps."""
+    """Return the result that --json prints and --save writes."""
     means = {
         f"geomean_over_{peer}": common.geomean([line[f"over_{peer}"] for line in lines if f"over_{peer}" in line])
         for peer in OTHERS
@@ -477,7 +478,7 @@ def summary(lines: Sequence[Mapping[str, Any]], threads: Sequence[int]) -> dict[
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """The table for people."""
+    """Return the table as text."""
     columns = (*PEERS, "plain")
     header = ["median ms", "dtype", "threads", *columns, "spread", *(f"over {peer}" for peer in OTHERS)]
     rows = []
@@ -503,7 +504,7 @@ def page(result: Mapping[str, Any]) -> str:
 
 
 def _speedup(line: Mapping[str, Any], name: str) -> str:
-    """The median, and of several processes the least and the most."""
+    """Format the median speed-up, with minimum and maximum of several processes."""
     if name not in line:
         return "-"
     found = [run[name] for run in line.get("runs", ()) if name in run]
@@ -525,7 +526,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def measured(arguments: argparse.Namespace, threads: int, dtype: str) -> list[dict[str, Any]]:
-    """The lines of one process."""
+    """Measure the lines of one process."""
     clock = ("cpu" if threads == 1 else "wall") if arguments.clock == "auto" else arguments.clock
     child = ["--child", "steps", "--only", ",".join(arguments.only), "--seconds", str(arguments.seconds)]
     child += ["--threads", str(threads), "--dtype", dtype, "--clock", clock]

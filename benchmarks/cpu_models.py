@@ -1,4 +1,4 @@
-"""Is dcompile faster than inductor on whole training steps, with less memory and a fraction of the compile time?
+"""Benchmark of whole training steps on CPU against inductor: step time, memory and compile time.
 
 python -m benchmarks.cpu_models [--threads N] [--only llama,resnet] [--no-cold] [--no-memory] [--keep FILE] [--json]
                                 [--save]
@@ -7,9 +7,9 @@ Forward and backward of the models in benchmarks/models.py. Step times: eager, i
 interleaved, after their losses and gradients have been compared. Compile times and memory: one fresh process with empty
 caches per model and peer. Ratios are speed-ups of dcompile: above 1, dcompile is faster.
 
-Memory is told twice. "Tensors": the most bytes that torch's allocator has handed out at once during later steps, with
-parameters, gradients, and whatever the compiler holds between calls. "Resident": the process's high-water mark during
-later steps less what it had before the model; that includes what compiling leaves behind in Python.
+Memory has two figures. "Tensors" is the peak of bytes allocated by torch during later steps. It includes parameters,
+gradients, and memory that the compiler keeps between calls. "Resident" is the process's high-water mark during later
+steps minus its memory before the model. It includes Python objects that compilation leaves.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LATER = "later steps"
 
 
 def case(name: str) -> Case:
-    """A model's training step without the optimizer; its results are the loss and all gradients."""
+    """Return a model's training step without the optimizer; its results are the loss and all gradients."""
     from benchmarks.models import MODELS
 
     model = MODELS[name]
@@ -58,7 +58,7 @@ def case(name: str) -> Case:
 
 
 def difference(actual: Sequence[Any], expected: Sequence[Any]) -> float:
-    """The larger of the losses' relative difference and that of all gradients as one vector."""
+    """Return the larger relative difference: of the losses, or of all gradients as one vector."""
     loss = abs(float(actual[0]) - float(expected[0])) / abs(float(expected[0]))
     pairs = [(a.double(), b.double()) for a, b in zip(actual[1:], expected[1:], strict=True)]
     error, norm = (
@@ -68,14 +68,14 @@ def difference(actual: Sequence[Any], expected: Sequence[Any]) -> float:
 
 
 def tolerance(name: str) -> float:
-    """float32: sums in another order. bfloat16: roundings at other places (inductor's). Random: another mask."""
+    """Return a model's tolerance. float32: another order of sums. bfloat16: other roundings. Random: another mask."""
     from benchmarks.models import MODELS
 
     return 2.0 if MODELS[name].random else 0.1 if name.endswith("bf16") else 1e-3
 
 
 def time_steps(name: str, seconds: float, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
-    """Child process: all peers interleaved, after one step of each has been compared with eager's."""
+    """Time all peers interleaved, in a child process, after one step of each is compared with eager's."""
     steps, errors, expected = {}, {}, []
     for peer in PEERS:
         try:
@@ -95,12 +95,12 @@ def time_steps(name: str, seconds: float, clock: Callable[[], float] = time.perf
 
 
 def tensor_memory(step_of: Case, peer: str) -> dict[str, float]:
-    """Child process: the allocator's high-water mark over later steps, and allocations in one of them."""
+    """Measure, in a child process, the allocator's peak over later steps, and the allocations of one step."""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
     first_light.compiler_of(peer)(lambda x: x.exp() + 1)(torch.zeros(64))
-    # acc_events: torch 2.11 warns of cycles, of which there is one, where it is not given
+    # acc_events: without it, torch 2.11 warns about several cycles, although the profiler has one here
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
         step = first_light.build(step_of, peer)
         for _ in range(3):
@@ -120,7 +120,7 @@ def tensor_memory(step_of: Case, peer: str) -> dict[str, float]:
 
 
 def summary(lines: Sequence[dict[str, Any]], threads: int) -> dict[str, Any]:
-    """What --json prints and --save keeps."""
+    """Return the result that --json prints and --save writes."""
     found = first_light.summary(lines, threads)
     slower = [line["name"] for line in lines if line.get("over_eager", 1.0) < 1]
     memory = map(_memory_ratio, lines)
@@ -134,7 +134,7 @@ def summary(lines: Sequence[dict[str, Any]], threads: int) -> dict[str, Any]:
 
 
 def _memory_ratio(line: dict[str, Any]) -> float | None:
-    """Inductor's tensors over ours: above 1, dcompile needs less."""
+    """Return inductor's tensor memory over dcompile's: above 1, dcompile needs less."""
     found = [line["memory"].get(peer, {}).get("tensors_mib") for peer in COMPILERS]
     return found[0] / found[1] if all(found) else None
 
@@ -144,7 +144,7 @@ def _needing_more(lines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def memory_page(lines: Sequence[dict[str, Any]]) -> str:
-    """The table of tensors' memory, for people."""
+    """Return the table of tensors' memory as text."""
     rows = []
     for line in lines:
         found = line["memory"]
@@ -177,7 +177,7 @@ def run_child(arguments: argparse.Namespace) -> None:
 
 
 def measure_memory(name: str, arguments: argparse.Namespace, errors: dict[str, str]) -> dict[str, Any]:
-    """Of each peer in a process of its own; what fails is added to `errors`."""
+    """Measure each peer's memory in a separate process; failures are added to `errors`."""
     found = {}
     for peer in PEERS:
         command = ["--only", name, "--threads", str(arguments.threads), "--child", TENSORS + peer]
@@ -190,7 +190,7 @@ def measure_memory(name: str, arguments: argparse.Namespace, errors: dict[str, s
 
 
 def line_of(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All figures of one model."""
+    """Measure all figures of one model."""
     print(f"measuring {name} ...", file=sys.stderr, flush=True)
     line = first_light.measure(name, arguments, MODULE, TIMEOUT)
     return {**line, "memory": measure_memory(name, arguments, line["errors"]) if arguments.memory else {}}

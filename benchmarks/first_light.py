@@ -1,10 +1,11 @@
-"""Is dcompile as fast as inductor on one Llama block and its kernels, and does it compile in a third of the time?
+"""Benchmark of one Llama block and its kernels against inductor: step time, compile time and memory.
 
 python -m benchmarks.first_light [--threads N] [--only llama_block,softmax] [--json] [--save]
 
 Step times: eager, inductor and dcompile in one process, interleaved. Compile times and memory: one fresh process with
-empty caches per line and peer. What a peer does once per machine or process (imports, inductor's precompiled header) is
-paid by a throw-away function first and shown apart. Ratios are speed-ups of dcompile: above 1, dcompile is faster.
+empty caches for each line and peer. A throw-away function first pays a peer's costs for each machine or process
+(imports, inductor's precompiled header), which are listed separately. Ratios are speed-ups of dcompile: above 1,
+dcompile is faster.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ MODULE = "benchmarks.first_light"
 TIMEOUT = 900.0
 
 Step = Callable[[], Any]
-"""Runs once and returns the tensors to be compared with eager's."""
+"""Function that runs once and returns the tensors to compare with eager's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`make(compiled)` builds the inputs from a fixed seed; `compiled` is torch.compile or nothing at all."""
+    """A line: `make(compiled)` builds a step with inputs from a fixed seed; `compiled` is torch.compile or identity."""
 
     name: str
     make: Callable[[Callable[[Any], Any]], Step]
@@ -48,7 +49,7 @@ def compiler_of(peer: str) -> Callable[[Any], Any]:
 
 
 def llama_block(compiled: Callable[[Any], Any]) -> Step:
-    """Forward and backward of one decoder layer: width 768, 12 heads, MLP 2048, 2 x 512 tokens."""
+    """Make forward and backward of one decoder layer: width 768, 12 heads, MLP 2048, 2 x 512 tokens."""
     import torch
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -100,7 +101,7 @@ def softmax(compiled: Callable[[Any], Any]) -> Step:
 
 
 def cross_entropy(compiled: Callable[[Any], Any]) -> Step:
-    """Forward and backward."""
+    """Make forward and backward of cross-entropy."""
     import torch
 
     call = compiled(lambda logits, labels: torch.nn.functional.cross_entropy(logits, labels))
@@ -115,7 +116,7 @@ def cross_entropy(compiled: Callable[[Any], Any]) -> Step:
 
 
 def adamw(compiled: Callable[[Any], Any], dtype: str = "float32") -> Step:
-    """One parameter's update in place, the step count in a tensor as torch's capturable AdamW keeps it."""
+    """Make one parameter's update in place, with the step count in a tensor as in torch's capturable AdamW."""
     import torch
 
     def update(p: Any, g: Any, m: Any, v: Any, count: Any) -> None:
@@ -161,7 +162,7 @@ CASES = {
 
 
 def build(case: Case, peer: str) -> Step:
-    """The same inputs for every peer."""
+    """Build a peer's step, with the same inputs for every peer."""
     import torch
 
     torch.manual_seed(0)
@@ -169,7 +170,7 @@ def build(case: Case, peer: str) -> Step:
 
 
 def largest_difference(actual: Any, expected: Any) -> float:
-    """The largest difference of any two elements, over the largest element of their tensor."""
+    """Return the largest difference of two elements, over the largest element of their tensor."""
     import torch
 
     pairs = zip(_tensors(actual), _tensors(expected), strict=True)
@@ -183,7 +184,7 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def time_steps(case: Case, seconds: float, clock: Callable[[], float] = time.perf_counter) -> dict[str, Any]:
-    """Child process: all peers interleaved, after one step of each has been compared with eager's."""
+    """Time all peers interleaved, in a child process, after one step of each is compared with eager's."""
     steps, errors = {}, {}
     for peer in PEERS:
         try:
@@ -203,7 +204,7 @@ def time_steps(case: Case, seconds: float, clock: Callable[[], float] = time.per
 
 
 def compile_cold(case: Case, peer: str) -> dict[str, Any]:
-    """Child process: seconds to the end of the first step, and the memory that steps need after that."""
+    """Measure, in a child process, seconds to the end of the first step, and the memory of later steps."""
     import torch
 
     start = time.perf_counter()
@@ -215,7 +216,7 @@ def compile_cold(case: Case, peer: str) -> dict[str, Any]:
     start = time.perf_counter()
     step()
     seconds = time.perf_counter() - start
-    common.resident_mib()  # gives back what compiling had taken
+    common.resident_mib()  # returns the memory of compilation to the system
     return {"first_use": first_use, "seconds": seconds, "peak_mib": common.peak_mib_during(step) - before}
 
 
@@ -226,7 +227,7 @@ def measure(
     timeout: float = TIMEOUT,
     more: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """One line of the table."""
+    """Measure one line of the table."""
     shared = ["--only", name, "--threads", str(arguments.threads), "--seconds", str(arguments.seconds), *more]
     shared += ["--clock", arguments.clock]
     line = common.in_fresh_process(module, [*shared, "--child", "steps"], arguments.threads, timeout)
@@ -243,7 +244,7 @@ def measure(
 
 
 def ratios(line: Mapping[str, Any]) -> dict[str, float]:
-    """How many times faster dcompile is, where both numbers are there."""
+    """Return dcompile's speed-up over each peer that both have times for."""
     found = {}
     for peer in ("inductor", "eager"):
         if {peer, "dcompile"} <= line["steps"].keys():
@@ -254,7 +255,7 @@ def ratios(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def summary(lines: Sequence[Mapping[str, Any]], threads: int) -> dict[str, Any]:
-    """What --json prints and --save keeps."""
+    """Return the result that --json prints and --save writes."""
     means = {
         f"geomean_{key}": common.geomean([line[key] for line in lines if key in line])
         for key in ("over_inductor", "over_eager", "compile_over_inductor")
@@ -265,7 +266,7 @@ def summary(lines: Sequence[Mapping[str, Any]], threads: int) -> dict[str, Any]:
 
 
 def page(result: Mapping[str, Any]) -> str:
-    """The tables for people."""
+    """Return the tables as text."""
     header = ["step, ms: median (fastest)", *PEERS, "spread", "over inductor", "over eager"]
     rows = []
     for line in result["lines"]:

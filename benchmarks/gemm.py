@@ -1,4 +1,4 @@
-"""How fast are float32 matrix products of our own, beside ATen's and oneDNN's?
+"""Benchmark of dcompile's float32 GEMM against ATen's and oneDNN's.
 
 python -m benchmarks.gemm [--threads N] [--sizes 512x512x1376,...] [--clock cpu] [--json] [--save]
 
@@ -22,7 +22,7 @@ PEERS = ("aten", "onednn", "own")
 
 
 def products(rows: int, inner: int, outer: int) -> dict[str, tuple[Any, Any]]:
-    """The operands of each product, as they lie in memory when a linear layer is trained."""
+    """Return the operands of each matmul, with the strides that they have when a linear layer is trained."""
     import torch
 
     x, weight, gradient = torch.randn(rows, inner), torch.randn(outer, inner), torch.randn(rows, outer)
@@ -30,7 +30,7 @@ def products(rows: int, inner: int, outer: int) -> dict[str, tuple[Any, Any]]:
 
 
 def own_function() -> Callable[[Any, Any, Any], object]:
-    """Our kernel as a function of left, right and result."""
+    """Return dcompile's kernel as a function of left, right and result."""
     from dcompile.codegen.emit.cpp import compile as cpp_compile
     from dcompile.codegen.emit.cpp import sgemm
     from dcompile.config import Config
@@ -50,7 +50,7 @@ def own_function() -> Callable[[Any, Any, Any], object]:
 
 
 def calls(own: Callable[[Any, Any, Any], object], left: Any, right: Any) -> dict[str, Callable[[], object]]:
-    """One product by each peer."""
+    """Return one matmul by each peer."""
     import torch
 
     linear = torch.ops.mkldnn._linear_pointwise.default

@@ -1,21 +1,22 @@
-"""Training steps on several GPUs: DDP and FSDP2 under torch.compile and under dcompile, on the same Llama in one job.
+"""Benchmark of training steps on several GPUs: DDP and FSDP2 with torch.compile and with dcompile, in one job.
 
     python -m benchmarks.gpu_ddp_fsdp --ranks 2 --only 160M-ddp,160M-fsdp2 --json --save
     python -m benchmarks.gpu_ddp_fsdp --ranks 2 --only 1B-fsdp2-mixed --profile
     torchrun --standalone --nproc-per-node 4 -m benchmarks.gpu_ddp_fsdp --only 1B-ddp
     python -m benchmarks.gpu_ddp_fsdp --merge one.json two.json --save
 
-A step is forward with loss, backward, fused AdamW, zero_grad; parameters are bfloat16. Lines named `mixed`
-have float32 parameters under MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32), as torchtitan; `amp`:
-float32 parameters under autocast; `checkpointed`: gradient_checkpointing_enable; `accumulate`: float32 parameters, four
-batches a step, of which the last reduces, and clip_grad_norm_. 8B has SGD without momentum, so that it fits.
+A step is forward with loss, backward, fused AdamW, zero_grad; parameters are bfloat16. Parts of a line's name change
+this. `mixed`: float32 parameters under MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32), as torchtitan.
+`amp`: float32 parameters under autocast. `checkpointed`: gradient_checkpointing_enable. `accumulate`: float32
+parameters, four batches a step, of which the last reduces, and clip_grad_norm_. 8B has SGD without momentum, to fit in
+memory.
 
-All peers of a line live in one job and are timed in turn, round after round, by CUDA events; the slowest rank counts.
-FSDP2 is fully_shard on each block and on the root; torch.compile gets each block, as its users do, dcompile the model.
-Memory is what a peer adds to the job's: parameters, optimizer, and the peak of a step. Kernels are torch.profiler's:
-communication is NCCL's, and copies between and inside GPUs; exposed is the part of it in which no other kernel runs,
-idle the part of the step in which none runs at all. Tokens a second and MFU are of one GPU (the formula is in
-`benchmarks.utilization`). --profile prints the kernels' time by kinds, of each peer, in place of timing rounds.
+All peers of a line are in one job and are timed in turn, round after round, by CUDA events; the slowest rank counts.
+FSDP2 is fully_shard on each block and on the root. torch.compile compiles each block, as its users do, dcompile the
+model. Memory is a peer's addition to the job's: parameters, optimizer, and the peak of a step. Kernels are from
+torch.profiler. Communication is NCCL's kernels, and copies between and inside GPUs. It is exposed while no other kernel
+runs, and the GPU is idle while no kernel runs at all. Tokens a second and MFU are those of one GPU (the formula is in
+`benchmarks.utilization`). --profile prints each peer's kernel time by kinds instead of timing rounds.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ WARM_UP = 4
 """Steps before the first timing: they compile, and record CUDA graphs."""
 DCOMPILE = {"receipt": False}
 CLIP = 1.0
-"""Norm that gradients are clipped to, of lines with several batches a step."""
+"""Norm to which gradients are clipped, in lines with several batches a step."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A model and how it is spread."""
+    """A model and its data parallelism."""
 
     shape: Shape
     kind: str
@@ -58,14 +59,14 @@ class Line:
     exposed: float | None = None
     memory: float | None = None
     precision: str = "bf16"
-    """Of parameters ("bf16"); or float32 ones are computed with by FSDP2's policy ("mixed") or autocast ("amp")."""
+    """bfloat16 parameters ("bf16"), or float32 ones with FSDP2's mixed precision ("mixed") or autocast ("amp")."""
     checkpointed: bool = False
     batches: int = 1
-    """Of a step; the gradients of several are added up, and clipped."""
+    """Batches of a step; gradients of several are accumulated and clipped."""
     momentum: bool = True
-    """AdamW; otherwise SGD without momentum, whose memory is the parameters' and gradients' alone."""
+    """Whether the optimizer is AdamW; otherwise it is SGD without momentum, which needs no memory of its own."""
     peers: tuple[str, ...] = ()
-    """Whom to time unless asked otherwise; none: `DEFAULT_PEERS`."""
+    """Default peers of the line; none: `DEFAULT_PEERS`."""
 
 
 BASE = "torch.compile"
@@ -97,14 +98,16 @@ LINES = {
     "tiny-fsdp2-mixed": Line(TINY, "fsdp2", precision="mixed", checkpointed=True, batches=2),
     "tiny-ddp-amp": Line(TINY, "ddp", precision="amp", batches=2),
 }
-"""The tiny ones are there to try the benchmark itself, also on CPU."""
+"""Name -> line. The tiny ones test the benchmark itself, also on CPU."""
 PEERS = (
     "eager", BASE, "torch.compile reduce-overhead", "dcompile", "dcompile memory", "dcompile reduce-overhead",
     "dcompile collective", "dcompile collective reduce-overhead", "dcompile tuned", "dcompile tuned reduce-overhead",
     "torch.compile + optimizer", "dcompile + optimizer", "dcompile reduce-overhead + optimizer",
 )  # fmt: skip
-"""`memory` is dcompile's option recompute, `collective` its option gathers, `tuned` its option max_autotune. Peers with
-`+ optimizer` compile AdamW's step too, torch.compile of many small operations (`foreach`): the fused one it cannot."""
+"""`memory` is dcompile's option recompute, `collective` its option gathers, `tuned` its option max_autotune.
+
+Peers with `+ optimizer` compile AdamW's step, too. For torch.compile it has many small operations (`foreach`), since
+torch.compile cannot compile the fused one."""
 DEFAULT_PEERS = (BASE, "dcompile", "dcompile memory", "dcompile reduce-overhead")
 
 
@@ -114,7 +117,7 @@ DEFAULT_PEERS = (BASE, "dcompile", "dcompile memory", "dcompile reduce-overhead"
 def spread(
     model: Any, kind: str, name: str, device: Any, bucket_cap_mb: float | None = None, mixed: bool = False
 ) -> Any:
-    """What a peer's user writes: wrap or shard the model, and compile it; with any other name it stays eager."""
+    """Wrap or shard the model, and compile it, as the peer's user writes it; with other names it stays eager."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -135,7 +138,7 @@ def spread(
 
 
 def compiler(name: str) -> Callable[[Any], Any]:
-    """What a peer compiles with: its model, and its optimizer's step if it does so."""
+    """Return the compiler of a peer, for its model, and for its optimizer's step if that is compiled."""
     import torch
 
     import dcompile
@@ -154,7 +157,7 @@ def compiler(name: str) -> Callable[[Any], Any]:
 
 
 class Training(Peer):
-    """One peer: its model, its optimizer, and what a step of it takes."""
+    """A peer: its model, its optimizer, and measurements of its steps."""
 
     def __init__(self, name: str, line: Line, job: Job) -> None:
         import torch
@@ -180,7 +183,7 @@ class Training(Peer):
         self.warm_up_s = time.perf_counter() - began
 
     def step(self) -> Any:
-        """One step; the loss."""
+        """Run one step; return the loss."""
         import torch
 
         for batch in range(self.line.batches):
@@ -196,7 +199,7 @@ class Training(Peer):
 
     @contextlib.contextmanager
     def _reducing(self, reduces: bool) -> Iterator[None]:
-        """Around one of several batches: whether its backward reduces gradients."""
+        """Enable or disable gradient reductions for one of several batches."""
         if reduces:
             yield
         elif self.line.kind == "ddp":
@@ -208,11 +211,11 @@ class Training(Peer):
             self.call.set_requires_gradient_sync(True)
 
     def rate(self, ms: float, device: str) -> dict[str, float]:
-        """Tokens a second of a GPU whose step takes so long, and MFU."""
+        """Return the tokens a second of one GPU, and the MFU, from a step's milliseconds."""
         return utilization(self.line.shape, self.parameters, self.line.batches * self.tokens.numel(), ms, device)
 
     def look(self, steps: int, timelines: str) -> dict[str, Any]:
-        """Memory, kernels, exposed communication and idle time; what dcompile says about it. Of rank 0."""
+        """Measure memory, kernels, exposed communication and idle time on rank 0, with dcompile's own reports."""
         found: dict[str, Any] = {"warm_up_s": max(self.job.all(self.warm_up_s)), "losses": self.losses}
         if self.gpu:
             found |= self.peak_memory() | self._kernels(steps)
@@ -226,7 +229,7 @@ class Training(Peer):
         return lanes(events, steps) | {"longest": beside_communication(events, steps), "kinds": by_kind(events, steps)}
 
     def _explained(self, timelines: str) -> dict[str, Any]:
-        """The receipt, and each collective as dcompile.profile measures it, its pictures named so."""
+        """Return the receipt, and dcompile.profile's figures of each collective; its timelines go to `timelines`."""
         import dcompile
 
         try:
@@ -238,7 +241,7 @@ class Training(Peer):
         except Exception as error:  # a missing receipt is a result, and no reason to lose the times
             return {"took_over": False, "reasons": [first_line(error)]}
         if receipt.replays or not taken:
-            return said  # measuring one that is replayed would show it without its CUDA graphs
+            return said  # a profile of a replayed model would not use its CUDA graphs
         try:
             with dcompile.profile(self.call) as measured:
                 for _ in range(4):
@@ -253,7 +256,10 @@ class Training(Peer):
 
 
 def lanes(events: Iterable[tuple[str, float, float]], steps: int) -> dict[str, Any]:
-    """Milliseconds a step, of kernels given as (name, begin, end) in milliseconds."""
+    """Return the kernels a step, and milliseconds a step: computation, communication, exposed communication, idle, all.
+
+    `events`: kernels as (name, begin, end) in milliseconds.
+    """
     from dcompile.explain.timeline import covered_seconds
 
     kernels = list(events)
@@ -272,16 +278,16 @@ def lanes(events: Iterable[tuple[str, float, float]], steps: int) -> dict[str, A
 
 
 def is_communication(name: str) -> bool:
-    """NCCL's kernels, and copies: from other GPUs' memory, and inside this one's, which gathers need beside those."""
+    """Is a kernel communication? That is NCCL's kernels, and copies between GPUs or inside one, which gathers need."""
     return "nccl" in name.lower() or name.startswith(("Memcpy PtoP", "Memcpy DtoD"))
 
 
 def beside_communication(
     events: Iterable[tuple[str, float, float]], steps: int, count: int = 30
 ) -> list[tuple[str, float, float, float | None, float | None]]:
-    """(kernel, launches a step, ms a step, us of a launch alone, us of one with a collective beside it), longest first.
+    """Return (kernel, launches a step, ms a step, us of a launch alone, us of an overlapped one), longest first.
 
-    A launch is beside a collective if that takes more than half of its time, and alone if it touches none.
+    A launch is overlapped if a collective runs in more than half of its time, and alone if it overlaps with none.
     """
     kernels = list(events)
     network = sorted((begin, end) for name, begin, end in kernels if is_communication(name))
@@ -321,7 +327,7 @@ def beside_communication(
 def measure(
     label: str, arguments: argparse.Namespace, job: Job, keep: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """All peers of one line; `keep` gets what is known after each of its parts."""
+    """Measure all peers of one line; `keep` gets the results so far after each part."""
     import torch
 
     torch._dynamo.config.recompile_limit = 64  # the peers' models share the code of their class
@@ -354,7 +360,7 @@ def measure(
 
 
 def be_rank(arguments: argparse.Namespace) -> int:
-    """Measure all lines as one rank of a job; rank 0 writes them down as they come."""
+    """Measure all lines as one rank of a job; rank 0 writes each when it is done."""
     lines: dict[str, Any] = {}
     with joined(arguments.device) as (job, after):
         for label in arguments.only:
@@ -397,11 +403,11 @@ def _result(lines: dict[str, Any], arguments: argparse.Namespace, ranks: int) ->
     }
 
 
-# --- what it came to --------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def verdicts(label: str, line: dict[str, Any]) -> list[str]:
-    """How the best of dcompile's modes stands to the line's targets."""
+    """Compare the best of dcompile's modes with the line's targets."""
     base, line_ = line.get(BASE, {}), LINES[label]
     ours = {name: found for name, found in line.items() if name.startswith("dcompile") and "ms" in found}
     if not ours or "ms" not in base:
@@ -428,7 +434,7 @@ def verdicts(label: str, line: dict[str, Any]) -> list[str]:
 
 
 def show(result: dict[str, Any], longest: bool = False) -> None:
-    """Tables and verdicts; `longest`: also the kernels that take longest in each peer."""
+    """Print tables and verdicts; `longest`: also each peer's longest kernels."""
     head = [
         "ms",
         "spread",
@@ -474,7 +480,7 @@ def show(result: dict[str, Any], longest: bool = False) -> None:
 
 
 def merge(paths: Sequence[str]) -> dict[str, Any]:
-    """One result of several: lines of all, the environment of the last."""
+    """Merge several results: lines of all, the environment of the last."""
     results = stored(paths)
     ranks = {result["ranks"] for result in results}
     if len(ranks) > 1:
@@ -483,7 +489,7 @@ def merge(paths: Sequence[str]) -> dict[str, Any]:
 
 
 def launch(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Each line as a job of its own, shown and written down as soon as it is there."""
+    """Run each line as a separate job; print and write it when it is done."""
     lines: dict[str, Any] = {}
     last: dict[str, Any] = {"ranks": arguments.ranks, "complete": False}
     complete = True

@@ -1,17 +1,17 @@
-"""How long does one token take a Llama of 8B parameters, batch 1, with a static cache, on one GPU or on several?
+"""Benchmark of decoding with a Llama of 8B parameters, batch 1, and a static cache, on one GPU or several.
 
     python -m benchmarks.gpu_decode [--only eager,dcompile] [--layers 32] [--json] [--save]
     python -m benchmarks.gpu_decode --tp 2 [--route dtensor] [--device cpu --shape tiny --layers 2]
     python -m benchmarks.gpu_decode --merge FIRST.json SECOND.json
 
-Hugging Face's model with random weights in bfloat16. A prompt fills the cache, then each token is chosen from the
-logits of the one before on the GPU, as in greedy decoding; the figure is the median over runs of milliseconds a token.
-`floor` is what reading all weights that a token needs, and the cache as it is allocated, takes at 4.3 TB/s. Before it
-is timed, a peer decodes given tokens; its logits may be no further from those of the same weights in float32 than
-eager's are, but for a fifth.
+The model is Hugging Face's with random weights in bfloat16. A prompt fills the cache. Then each token is chosen from
+the previous logits on the GPU, as in greedy decoding. The figure is the median over runs of milliseconds a token.
+`floor` is the time to read all weights of a token, and the allocated cache, at 4.3 TB/s. Before it is timed, a peer
+decodes given tokens. Its logits are compared with those of the same weights in float32. Their distance may be at most
+1.2 times eager's.
 
-With `--tp`, as many ranks share the model (`benchmarks/tensor_parallel.py`), all peers in one job. The slowest rank's
-time counts. `floor` is then that of one rank's parts.
+With `--tp N`, N ranks split the model (`benchmarks/tensor_parallel.py`), all peers in one job. The slowest rank's time
+counts. `floor` is then that of one rank's parts.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from benchmarks.common import environment, finish, last_lines, stored, table
 from benchmarks.tensor_parallel import ROUTES, local_bytes
 
 BANDWIDTH = {"H100": 3.0e12, "H200": 4.3e12}
-"""Bytes a second that a GPU moves when it copies; `benchmarks.gpu_kernels` measures it. Others count as an H200."""
+"""Copy bandwidth in bytes a second, as `benchmarks.gpu_kernels` measures it. Other GPUs count as an H200."""
 PROMPT, CHECKED = 128, 16
 """Tokens of the prompt, and tokens decoded for the comparison of logits."""
 TOLERANCE = 1.2
-"""Of a peer's distance from float32's logits over eager's: bfloat16 rounds in each layer, whoever adds up how."""
+"""Limit of a peer's distance from float32's logits over eager's: each order of sums rounds differently in bfloat16."""
 SHAPES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
            "vocab_size": 128256},
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
              "vocab_size": 512},
 }  # fmt: skip
-"""`tiny` is there to try the benchmark itself."""
+"""Name -> shape. `tiny` tests the benchmark itself."""
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(token [1, 1], position [1, 1]) -> logits [vocabulary]."""
 PEERS: dict[str, Callable[[Step], Step]] = {
@@ -60,7 +60,7 @@ PEERS: dict[str, Callable[[Step], Step]] = {
 
 
 def make(shape: str, layers: int, device: str) -> Any:
-    """The model, the same each time."""
+    """Make the model, with the same parameters each time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**SHAPES[shape], num_hidden_layers=layers, max_position_embeddings=8192, use_cache=True,
@@ -75,7 +75,7 @@ def make(shape: str, layers: int, device: str) -> Any:
 
 
 class Decoder:
-    """One peer: a cache of its own, filled by the prompt, and a step."""
+    """A peer: its own cache, filled by the prompt, and its step."""
 
     def __init__(self, model: Any, length: int, peer: str, device: str) -> None:
         from transformers import StaticCache
@@ -98,18 +98,18 @@ class Decoder:
         self.position, self.step = PROMPT, PEERS[peer](step)
 
     def next(self, token: torch.Tensor) -> torch.Tensor:
-        """The logits behind `token`, which takes the next place in the cache."""
+        """Return the logits after `token`, which takes the next position in the cache."""
         torch.compiler.cudagraph_mark_step_begin()
         logits = self.step(token, self.positions[self.position])
         self.position += 1
         return logits
 
     def checked(self) -> torch.Tensor:
-        """Logits of given tokens [CHECKED, vocabulary], in float32."""
+        """Return the logits of given tokens [CHECKED, vocabulary], in float32."""
         return torch.stack([self.next(token).float() for token in self.tokens])
 
     def time(self, count: int) -> float:
-        """Milliseconds a token, over `count` of them."""
+        """Return the milliseconds a token, averaged over `count`."""
         token = self.tokens[0].clone()
         _wait(self.device)
         began = time.perf_counter()
@@ -119,7 +119,7 @@ class Decoder:
         return (time.perf_counter() - began) / count * 1e3
 
     def longest(self, count: int = 16) -> list[list[Any]]:
-        """What runs on the GPU in a step: name, how often, and microseconds in all."""
+        """Return a step's GPU kernels: name, launches, and microseconds in all."""
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             self.next(self.tokens[0])
             _wait(self.device)
@@ -128,7 +128,7 @@ class Decoder:
 
 
 def exact_logits(model: Any, length: int, device: str) -> torch.Tensor:
-    """Logits of the given tokens with the same weights in float32; the model is as it was afterwards."""
+    """Return the logits of the given tokens with the same weights in float32; the model is restored afterwards."""
     parameters = list(model.parameters())
     dtypes = [parameter.dtype for parameter in parameters]
     for parameter in parameters:
@@ -141,7 +141,7 @@ def exact_logits(model: Any, length: int, device: str) -> torch.Tensor:
 
 
 def spread(model: Any, route: str) -> Any:
-    """The model with this rank's parts of it."""
+    """Replace the model by this rank's part."""
     model = ROUTES[route](model)
     model.ranks = dist.get_world_size()
     gc.collect()
@@ -149,13 +149,13 @@ def spread(model: Any, route: str) -> Any:
 
 
 def slowest(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of a peer's lines of all ranks the one that the others wait for, or the first that failed."""
+    """Return the slowest of all ranks' lines of a peer, or the first that failed."""
     failed = [line for line in lines if "error" in line]
     return failed[0] if failed else max(lines, key=lambda line: line["ms"])
 
 
 def of_all_ranks(line: dict[str, Any]) -> dict[str, Any]:
-    """The same of one rank alone."""
+    """Return the slowest rank's line, from this rank's line; every rank calls it."""
     if not dist.is_initialized():
         return line
     lines: list[Any] = [None] * dist.get_world_size()
@@ -164,7 +164,7 @@ def of_all_ranks(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def distance(got: torch.Tensor, want: torch.Tensor) -> float:
-    """||got - want|| / ||want||."""
+    """Return ||got - want|| / ||want||."""
     return ((got - want).norm() / want.norm()).item()
 
 
@@ -177,7 +177,7 @@ def _wait(device: str) -> None:
 def measure(
     model: Any, peer: str, length: int, device: str, exact: torch.Tensor, eager: torch.Tensor, rounds: int
 ) -> dict[str, Any]:
-    """One peer's line; raises ArithmeticError where its logits are further from the exact ones than eager's."""
+    """Measure one peer. Raises ArithmeticError if its logits are too far from the exact ones, compared to eager's."""
     torch.compiler.reset()
     count = min((length - PROMPT - CHECKED - 8) // (rounds + 1), 40)
     decoder = Decoder(model, length, peer, device)
@@ -198,7 +198,7 @@ def measure(
 
 
 def floor_ms(model: Any, length: int, device: str) -> float:
-    """Milliseconds that reading one rank's weights and cache takes."""
+    """Return the milliseconds to read one rank's weights and cache."""
     config = model.config
     read = sum(local_bytes(p) for name, p in model.named_parameters() if "embed_tokens" not in name)
     heads = config.num_key_value_heads // getattr(model, "ranks", 1)
@@ -208,7 +208,7 @@ def floor_ms(model: Any, length: int, device: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All peers, one after another, each shown as soon as it is done."""
+    """Measure all peers one after another, and print each when it is done."""
     device = arguments.device
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     model = make(arguments.shape, arguments.layers, device)
@@ -238,21 +238,21 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def start_ranks(count: int) -> int:
-    """Run this benchmark once more, with the same arguments, as so many ranks of this machine; the exit status."""
+    """Run this benchmark with the same arguments as `count` ranks of this machine; return the exit status."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     settings = {"NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1", **os.environ}
     return subprocess.run([*launcher, "-m", "benchmarks.gpu_decode", *sys.argv[1:]], env=settings).returncode
 
 
 def join(device: str) -> None:
-    """Take a rank's place among the others."""
+    """Join the process group as a rank."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
-    """The table."""
+    """Return the rows of the table."""
     lines, floor = result["lines"], result["floor_ms"]
     base = lines.get("torch.compile reduce-overhead", {}).get("ms")
     found = []
@@ -299,7 +299,7 @@ def main() -> int:
 
 
 def merged(files: Sequence[str]) -> dict[str, Any]:
-    """Several runs as one: of each peer the last."""
+    """Merge several runs: the last result of each peer."""
     results = stored(files)
     lines = last_lines(results)
     return {**results[-1], "lines": lines, "complete": not any("error" in line for line in lines.values())}

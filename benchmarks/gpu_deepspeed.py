@@ -1,14 +1,15 @@
-"""Training steps by DeepSpeed on several GPUs: eager, by inductor, by DeepCompile and by dcompile, in one job.
+"""Benchmark of DeepSpeed's training steps on several GPUs: eager, inductor, DeepCompile and dcompile, in one job.
 
     python -m benchmarks.gpu_deepspeed --ranks 2 --only 160M-zero1,160M-zero3 --json --save
     torchrun --standalone --nproc-per-node 2 -m benchmarks.gpu_deepspeed --only 1B-zero3
     python -m benchmarks.gpu_deepspeed --device cpu --only tiny-zero1,tiny-zero3 --rounds 1 --steps 1
 
 A step is engine(...), engine.backward, engine.step with torch's fused AdamW; parameters are bfloat16, master weights
-float32, gradients clipped. ZeRO has overlap_comm. `deepspeed` is the engine as it is, `inductor` engine.compile(),
-`deepcompile` the same with compile.deepcompile in the config, `dcompile` level 0, `dcompile zero` ZeRO's collectives in
-the graph. All peers of a line live in one job and are timed in turn, by CUDA events; the slowest rank counts. Memory
-and kernels are measured as in `benchmarks.gpu_ddp_fsdp`. DeepSpeed, DeepCompile above all, builds C++ with ninja.
+float32, gradients clipped. ZeRO has overlap_comm. Peers: `deepspeed` is the stock engine, `inductor` engine.compile().
+`deepcompile` is the same with compile.deepcompile in the config. `dcompile` leaves collectives to DeepSpeed, `dcompile
+zero` has ZeRO's collectives in the graph. All peers of a line are in one job and are timed in turn, by CUDA events; the
+slowest rank counts. Memory and kernels are measured as in `benchmarks.gpu_ddp_fsdp`. DeepSpeed, and DeepCompile above
+all, builds C++ with ninja.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ WARM_UP = 4
 """Steps before the first timing: they compile."""
 CLIP = 1.0
 TARGET = 0.85
-"""dcompile's step over the best of the others'."""
+"""Target of dcompile's step over the best other peer's."""
 PEERS = ("deepspeed", "inductor", "deepcompile", "dcompile", "dcompile zero")
 
 
@@ -56,7 +57,7 @@ DEFAULT = ("160M-zero1", "160M-zero3", "1B-zero1", "1B-zero3")
 
 
 def deepspeed_config(line: Line, name: str, gpu: bool) -> dict[str, Any]:
-    """What a user of this peer writes."""
+    """Return DeepSpeed's config as a user of this peer writes it."""
     return {
         "train_micro_batch_size_per_gpu": line.shape.rows,
         "gradient_clipping": CLIP,
@@ -68,7 +69,7 @@ def deepspeed_config(line: Line, name: str, gpu: bool) -> dict[str, Any]:
 
 
 def make_engine(name: str, line: Line, job: Job) -> Any:
-    """The engine of a peer, compiled as it says."""
+    """Make the engine of a peer, and compile it."""
     import deepspeed
     import torch
 
@@ -86,7 +87,7 @@ def make_engine(name: str, line: Line, job: Job) -> Any:
 
 
 class Training(Peer):
-    """One peer: its engine, and what a step of it takes."""
+    """A peer: its engine, and measurements of its steps."""
 
     def __init__(self, name: str, line: Line, job: Job) -> None:
         import torch
@@ -103,18 +104,18 @@ class Training(Peer):
         self.warm_up_s = time.perf_counter() - began
 
     def step(self) -> Any:
-        """One step; the loss."""
+        """Run one step; return the loss."""
         loss = self.engine(input_ids=self.tokens, labels=self.tokens).loss
         self.engine.backward(loss)
         self.engine.step()
         return loss.detach()
 
     def rate(self, ms: float, device: str) -> dict[str, float]:
-        """Tokens a second of a GPU whose step takes so long, and MFU."""
+        """Return the tokens a second of one GPU, and the MFU, from a step's milliseconds."""
         return utilization(self.line.shape, self.parameters, self.tokens.numel(), ms, device)
 
     def look(self, steps: int) -> dict[str, Any]:
-        """Memory, kernels, exposed communication and idle time; what dcompile says about it."""
+        """Measure memory, kernels, exposed communication and idle time, with dcompile's receipt."""
         found: dict[str, Any] = {"warm_up_s": max(self.job.all(self.warm_up_s)), "losses": self.losses}
         norm = self.engine.get_global_grad_norm()
         found["norm"] = None if norm is None else float(norm)
@@ -153,7 +154,7 @@ class Training(Peer):
 def measure(
     label: str, arguments: argparse.Namespace, job: Job, keep: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """All peers of one line; `keep` gets what is known after each of its parts."""
+    """Measure all peers of one line; `keep` gets the results so far after each part."""
     import torch
 
     torch._dynamo.config.recompile_limit = 64  # the peers' models share the code of their class
@@ -179,7 +180,7 @@ def measure(
 
 
 def be_rank(arguments: argparse.Namespace) -> int:
-    """Measure all lines as one rank of a job; rank 0 writes them down as they come."""
+    """Measure all lines as one rank of a job; rank 0 writes each when it is done."""
     lines: dict[str, Any] = {}
     os.environ.setdefault("DS_ACCELERATOR", arguments.device)
     with joined(arguments.device) as (job, after):
@@ -216,11 +217,11 @@ def _result(lines: dict[str, Any], arguments: argparse.Namespace, ranks: int) ->
     }
 
 
-# --- what it came to --------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 def verdict(label: str, line: dict[str, Any]) -> str:
-    """How dcompile's step stands to the best of the others'."""
+    """Compare dcompile's step with the best other peer's."""
     others = {name: found["ms"] for name, found in line.items() if not name.startswith("dcompile") and "ms" in found}
     ours = {name: found["ms"] for name, found in line.items() if name.startswith("dcompile") and "ms" in found}
     if not ours or not others:
@@ -235,7 +236,7 @@ def verdict(label: str, line: dict[str, Any]) -> str:
 
 
 def show(result: dict[str, Any]) -> None:
-    """A table and a verdict for each line."""
+    """Print a table and a verdict for each line."""
     head = ["ms", "spread", "compute", "comm", "exposed", "idle", "peak MiB", "reserved", "kernels", "warm-up s"]
     for label, line in result["lines"].items():
         rows = []
@@ -252,7 +253,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def launch(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Each line as a job of its own, shown and written down as soon as it is there."""
+    """Run each line as a separate job; print and write it when it is done."""
     lines: dict[str, Any] = {}
     last: dict[str, Any] = {"ranks": arguments.ranks, "complete": False}
     complete = True

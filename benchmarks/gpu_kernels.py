@@ -1,12 +1,12 @@
-"""How close are kernels on a GPU to the speed of copying memory, and how do eager and torch.compile do?
+"""Benchmark of GPU kernels against eager and torch.compile, relative to the speed of a memory copy.
 
     python -m benchmarks.gpu_kernels [--only swiglu_forward,adamw] [--peers eager,inductor,dcompile] [--json] [--save]
     python -m benchmarks.gpu_kernels --merge FIRST.json SECOND.json
 
-Shapes are those of an 8B Llama with 8192 tokens, bfloat16. Each call is timed by CUDA events behind four writes of
-1 GiB, which empty the L2 cache and let the host run ahead; the figure is the median. `share` is the least traffic the
-operation can do with, over the time, over the rate at which `copy_` moves memory on the same GPU in the same run. The
-targets are 85 % forward and 75 % backward.
+Shapes are those of an 8B Llama with 8192 tokens, bfloat16. Each call is timed by CUDA events after four writes of
+1 GiB, which flush the L2 cache and let the host run ahead. The figure is the median. `share` is the operation's minimum
+traffic divided by its time, relative to the bandwidth of `copy_` on the same GPU in the same run. The targets are 85 %
+forward and 75 % backward.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ TOKENS, WIDTH, INNER, VOCABULARY, HEADS, KV_HEADS = 8192, 4096, 14336, 128256, 3
 PEERS = ("eager", "inductor", "dcompile")
 TARGETS = {"forward": 0.85, "backward": 0.75}
 AHEAD = 4
-"""Writes of 1 GiB before a call. One takes 0.35 ms on an H100, in which a host that others used did not get through a
-backward's call: of a kernel of 0.1 ms 0.29 were measured, of inductor's 0.17 0.25."""
+"""Number of 1 GiB writes before a call.
+
+One takes 0.35 ms on an H100, and the host, if shared, may take longer to launch a backward. With one write, a kernel of
+0.1 ms measured 0.29 ms, and inductor's of 0.17 ms measured 0.25 ms."""
 Function = Callable[..., Any]
 Step = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """`make(compiled)` builds a step that returns its results; `nbytes` is the least that it reads and writes."""
+    """A kernel: `make(compiled)` builds a step that returns its results; `nbytes` is its minimum traffic."""
 
     make: Callable[[Callable[[Any], Any]], Step]
     nbytes: float
@@ -72,7 +74,7 @@ def _backward(function: Function, inputs: Callable[[], tuple[Any, ...]], nbytes:
     return Case(make, nbytes, "backward", **more)
 
 
-# --- what is measured -------------------------------------------------------------------------------------------------
+# --- cases ------------------------------------------------------------------------------------------------------------
 
 
 def rms_norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -112,7 +114,7 @@ def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor)
 
 
 def _rope_inputs() -> tuple[Any, ...]:
-    """Queries and keys as they come from their projections: heads inside tokens."""
+    """Return queries and keys in the layout of their projections: heads inside tokens."""
     q = randn(1, TOKENS, HEADS, WIDTH // HEADS).transpose(1, 2)
     k = randn(1, TOKENS, KV_HEADS, WIDTH // HEADS).transpose(1, 2)
     angles = torch.randn(1, TOKENS, WIDTH // HEADS, device="cuda")
@@ -132,7 +134,7 @@ def _labels() -> torch.Tensor:
 
 
 def _adamw(compiled: Callable[[Any], Any]) -> Step:
-    """torch.optim.AdamW over eight matrices in float32; eager's is its fused one, the fastest it has."""
+    """Make a step of torch.optim.AdamW over eight float32 matrices; eager's is the fused one, the fastest."""
     parameters = [torch.nn.Parameter(randn(WIDTH, WIDTH, dtype=torch.float32)) for _ in range(8)]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
@@ -176,7 +178,7 @@ def as_it_is(target: Any) -> Any:
 
 
 def compiler(peer: str) -> Callable[[Any], Any]:
-    """What turns a function into a peer's."""
+    """Return a peer's compiler."""
     if peer == "eager":
         return as_it_is
     options = {"options": {"receipt": False}} if peer == "dcompile" else {}
@@ -190,7 +192,7 @@ class Clock:
         self.waste = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
 
     def __call__(self, step: Step, rounds: int) -> list[float]:
-        """Milliseconds of each of `rounds` calls."""
+        """Return the milliseconds of each of `rounds` calls."""
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
         for start, end in events:
             for _ in range(AHEAD):
@@ -203,7 +205,7 @@ class Clock:
 
 
 def copy_rate(clock: Clock) -> float:
-    """Bytes a second that `copy_` reads and writes, of 2 GiB."""
+    """Return the bytes a second that `copy_` of 2 GiB reads and writes."""
     source = torch.randn(1 << 29, device="cuda")
     target = torch.empty_like(source)
     times = clock(lambda: target.copy_(source), 20)
@@ -211,7 +213,7 @@ def copy_rate(clock: Clock) -> float:
 
 
 def difference(got: Any, want: Any) -> float:
-    """The largest difference between results, over the largest element of each."""
+    """Return the largest difference between results, over the largest element of each."""
     pairs = zip(_tensors(got), want, strict=True)
     return worst_of(((a.float() - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() for a, b in pairs)
 
@@ -221,7 +223,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def measure(case: Case, peers: Sequence[str], rate: float, clock: Clock, rounds: int) -> dict[str, Any]:
-    """All peers on one case, one after another, each compared with eager first."""
+    """Measure all peers on one case, one after another; each is compared with eager first."""
     line: dict[str, Any] = {"kind": case.kind, "bytes": case.nbytes, "peers": {}, "errors": {}}
     want: list[torch.Tensor] = []
     for peer in peers:
@@ -246,7 +248,7 @@ def measure(case: Case, peers: Sequence[str], rate: float, clock: Clock, rounds:
 
 
 def row(name: str, line: dict[str, Any]) -> list[str]:
-    """One line of the table."""
+    """Return one line of the table."""
     peers = line["peers"]
     cells = [f"{peers[p]['ms']:.3f} ({peers[p]['share']:.0%})" if p in peers else "failed" for p in PEERS]
     ours = peers.get("dcompile", {})
@@ -259,7 +261,7 @@ HEADER = ["ms (share of copying)", "MB", *PEERS, "over eager", "over inductor", 
 
 
 def summary(lines: dict[str, Any], rate: float) -> dict[str, Any]:
-    """What --json prints and --save keeps."""
+    """Return the result that --json prints and --save writes."""
     means = {}
     for peer in PEERS[:2]:
         both = [line["peers"] for line in lines.values() if {peer, "dcompile"} <= line["peers"].keys()]
@@ -274,7 +276,7 @@ def summary(lines: dict[str, Any], rate: float) -> dict[str, Any]:
 
 
 def merged(files: Sequence[str]) -> dict[str, Any]:
-    """Several runs as one: of each line the last."""
+    """Merge several runs: the last result of each line."""
     results = stored(files)
     kept = {key: value for key, value in results[-1].items() if key in ("device", "environment")}
     return {**summary(last_lines(results), results[-1]["copy_bytes_per_second"]), **kept}
@@ -300,10 +302,10 @@ def main() -> int:
 
 
 def run(names: Sequence[str], peers: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Measure cases, showing each as soon as it is done."""
+    """Measure cases, and print each when it is done."""
     from torch._functorch import config
 
-    config.donated_buffer = False  # the backward of one forward is timed again and again
+    config.donated_buffer = False  # the backward of one forward is timed many times
     clock = Clock()
     rate = copy_rate(clock)
     print(f"{torch.cuda.get_device_name()}: copying moves {rate / 1e12:.2f} TB/s", flush=True)

@@ -1,17 +1,17 @@
-"""Is dcompile faster than torch.compile and eager on whole training steps on a GPU, with no more memory?
+"""Benchmark of whole training steps on a GPU against torch.compile and eager: step time, memory and warm-up.
 
     python -m benchmarks.gpu_models [--only bert,vit] [--jobs 7] [--longest] [--json] [--save]
     python -m benchmarks.gpu_models --merge FIRST.json SECOND.json
 
 Forward and backward of the models in benchmarks/amp_models.py, float32 parameters under bfloat16 autocast. Each model
 has a process of its own with empty caches, and its peers are timed there in turn, round after round, by CUDA events.
-With `--jobs`, so many processes build their peers at a time (warm-up seconds are told with it), and then take turns:
-nothing else runs while one is timed. A line is written as soon as it is there.
+With `--jobs N`, N processes build their peers at the same time, which affects warm-up seconds. Then they take turns, so
+nothing else runs while one is timed. A line is written when it is done.
 
-Warm-up is the time of the first three steps; both compilers are imported before, and whoever of `--peers` comes later
-finds what PyTorch has cached while it traced for those before. Memory is the most that tensors have asked for in
-a later step, with parameters and whatever the peer keeps between steps, the pools of CUDA graphs included. Kernels and
-idle time are of one profiled step; idle is the part of it in which no kernel ran.
+Warm-up is the time of the first three steps. Both compilers are imported before, and later peers of `--peers` profit
+from PyTorch's caches of earlier traces. Memory is the peak of bytes requested by tensors in a later step. It includes
+parameters, and memory that the peer keeps between steps, such as pools of CUDA graphs. Kernels and idle time are those
+of one profiled step; idle is the time in which no kernel runs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ READY = "READY"
 
 
 class Training:
-    """One peer on one model: its steps, and what they take."""
+    """A peer on one model: its steps and their measurements."""
 
     def __init__(self, peer: str, kind: Model, device: torch.device, *, small: bool, dropout: bool) -> None:
         torch.manual_seed(0)
@@ -80,7 +80,7 @@ class Training:
         self.kept = allocated(device) - before
 
     def step(self) -> torch.Tensor:
-        """Forward and backward; the loss. In inference the result."""
+        """Run forward and backward, and return the loss; in inference, return the result."""
         self.clear()
         cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.kind.autocast)
         with cast, torch.set_grad_enabled(self.kind.training):
@@ -90,11 +90,11 @@ class Training:
         return loss.detach()  # type: ignore[no-any-return]
 
     def clear(self) -> None:
-        """Let go of the gradients."""
+        """Drop the gradients."""
         self.model.zero_grad(set_to_none=True)
 
     def time(self, steps: int) -> float:
-        """Milliseconds a step, over `steps` of them."""
+        """Return the milliseconds a step, averaged over `steps`."""
         if self.device.type == "cpu":
             began = time.perf_counter()
             for _ in range(steps):
@@ -103,7 +103,7 @@ class Training:
         return gpu_time(self.step, steps)
 
     def look(self) -> dict[str, Any]:
-        """Memory, kernels and idle time of a step."""
+        """Measure memory, kernels and idle time of a step."""
         if self.device.type == "cpu":
             return {}
         self.clear()
@@ -134,7 +134,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes that tensors take, and what CUDA graphs' pools have reserved beyond those of their tensors."""
+    """Return the bytes of tensors, and those that CUDA graphs' pools reserve beyond their tensors."""
     if device.type == "cpu":
         return 0
     gc.collect()
@@ -144,28 +144,28 @@ def allocated(device: torch.device) -> int:
 
 
 def asked_for(when: str, device: torch.device) -> int:
-    """Bytes that tensors were given now ("current") or at most ("peak"), as they asked for them.
+    """Return the bytes that tensors have requested: now ("current") or at most ("peak").
 
-    What the allocator hands out is up to 1 MiB more for each, by what the peers before have left free: with the same
-    parameters 2 MiB between two peers on a Llama (H200).
+    The allocator may return up to 1 MiB more for each, depending on blocks that earlier peers have freed. With the same
+    parameters, two peers differed by 2 MiB on a Llama (H200).
     """
     return int(torch.cuda.memory_stats(device)[f"requested_bytes.all.{when}"])
 
 
 def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    """All gradients, on the CPU."""
+    """Return all gradients, on the CPU."""
     return [parameter.grad.float().cpu() for parameter in model.parameters() if parameter.grad is not None]
 
 
 def difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
-    """The length of the difference of all gradients as one vector, over that of those that are wanted."""
+    """Return the norm of the difference of all gradients as one vector, over the norm of the wanted ones."""
     pairs = list(zip(found, wanted, strict=True))
     error = sum(float((a - b).double().square().sum()) for a, b in pairs)
     return (error / sum(float(b.double().square().sum()) for _, b in pairs)) ** 0.5  # type: ignore[no-any-return]
 
 
 def busy_of(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(time in which some span runs, time from the first to the last) of spans in order of their starts."""
+    """Return (time covered by spans, time from the first start to the last end) of spans in order of their starts."""
     busy, reached = 0.0, spans[0][0] if spans else 0.0
     for start, end in spans:
         busy += max(0.0, end - max(start, reached))
@@ -174,7 +174,7 @@ def busy_of(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def longest(events: Iterator[tuple[str, float]] | Any, count: int = 30) -> list[tuple[str, int, float]]:
-    """(kernel, launches, milliseconds) of the kernels that took longest together."""
+    """Return (kernel, launches, milliseconds) of the kernels with the most time in all."""
     total: dict[str, list[float]] = {}
     for name, microseconds in events:
         total.setdefault(name[:100], []).append(microseconds)
@@ -186,14 +186,16 @@ def longest(events: Iterator[tuple[str, float]] | Any, count: int = 30) -> list[
 
 
 def build(kind: Model, arguments: argparse.Namespace) -> tuple[list[Training], dict[str, Any]]:
-    """All peers, warmed up and compared with eager's first loss, or with its result in inference (and gradients,
-    without dropout)."""
+    """Build and warm up all peers, and compare them with eager's first loss, or with its result in inference.
+
+    Gradients are compared without dropout.
+    """
     device = torch.device(arguments.device)
     torch._dynamo.config.recompile_limit = 64  # the peers share the code of their classes
-    if device.type == "cuda":  # what libraries allocate once is nobody's
+    if device.type == "cuda":  # libraries' first allocations count for no peer
         ones = torch.ones(256, 256, device=device, requires_grad=True)
         (ones @ ones).sum().backward()
-    for compiler in ("torch._inductor.compile_fx", "dcompile.pipeline"):  # imports are nobody's either
+    for compiler in ("torch._inductor.compile_fx", "dcompile.pipeline"):  # imports count for no peer either
         importlib.import_module(compiler)
     line: dict[str, Any] = {}
     peers: list[Training] = []
@@ -217,7 +219,7 @@ def build(kind: Model, arguments: argparse.Namespace) -> tuple[list[Training], d
 
 
 def measure(peers: list[Training], line: dict[str, Any], rounds: int, steps: int) -> dict[str, Any]:
-    """Time the peers in turn, then look at a step of each."""
+    """Time the peers in turn, then measure memory and kernels of a step of each."""
     samples: dict[str, list[float]] = {peer.peer: [] for peer in peers}
     for turn in range(rounds):
         for place in range(len(peers)):
@@ -238,7 +240,7 @@ def measure(peers: list[Training], line: dict[str, Any], rounds: int, steps: int
 
 
 def child(kind: Model, arguments: argparse.Namespace) -> None:
-    """Build the peers, say so, wait for the turn, measure."""
+    """Build the peers, report that, wait for the turn, and measure."""
     peers, line = build(kind, arguments)
     sys.stdout.write(f"{READY}\n")
     sys.stdout.flush()
@@ -250,7 +252,7 @@ def child(kind: Model, arguments: argparse.Namespace) -> None:
 
 
 def run(names: Sequence[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Lines of all models, `jobs` of them built at a time and then measured one after another."""
+    """Measure all models; `jobs` of them are built at a time, then measured one after another."""
     lines: dict[str, Any] = {}
     for first in range(0, len(names), arguments.jobs):
         together = names[first : first + arguments.jobs]
@@ -284,13 +286,13 @@ def _until(process: subprocess.Popen[str], mark: str) -> str:
 
 
 def _turn(process: subprocess.Popen[str], errors: Path) -> dict[str, Any]:
-    """Let a process measure; its line, or what it said last."""
+    """Let a process measure; return its line, or its last output as an error."""
     assert process.stdin is not None
     try:
         process.stdin.write("go\n")
         process.stdin.flush()
     except BrokenPipeError:
-        pass  # it has ended: what it said is read below
+        pass  # the process has ended: its output is read below
     found = _until(process, MARK)
     process.wait()
     if not found:
@@ -301,7 +303,7 @@ def _turn(process: subprocess.Popen[str], errors: Path) -> dict[str, Any]:
 
 
 def show(name: str, line: dict[str, Any], with_longest: bool) -> None:
-    """A table of one model, and of the kernels that take longest in each peer."""
+    """Print a table of one model, and of each peer's longest kernels."""
     rows = []
     found = {peer: part for peer, part in line.items() if isinstance(part, dict)}
     base = found.get("eager", {}).get("ms")
@@ -323,7 +325,7 @@ def show(name: str, line: dict[str, Any], with_longest: bool) -> None:
 
 
 def summary(lines: dict[str, Any], benchmark: str = "gpu_models") -> dict[str, Any]:
-    """Geometric means, and what misses its target."""
+    """Return geometric means, and the lines that miss their targets."""
 
     def ratios(field: str, peer: str, ours: str = OURS) -> dict[str, float]:
         both = {n: (line.get(peer, {}).get(field), line.get(ours, {}).get(field)) for n, line in lines.items()}
@@ -349,7 +351,7 @@ def summary(lines: dict[str, Any], benchmark: str = "gpu_models") -> dict[str, A
 
 
 def merged(files: Sequence[str], benchmark: str = "gpu_models") -> dict[str, Any]:
-    """Several runs as one: of each line the last. Files are results, or what `--out` has written."""
+    """Merge several runs: the last result of each line. Files are results, or outputs of `--out`."""
     lines: dict[str, Any] = {}
     kept: dict[str, Any] = {}
     for file in files:
@@ -363,7 +365,7 @@ def merged(files: Sequence[str], benchmark: str = "gpu_models") -> dict[str, Any
 
 
 def _whole(file: Path) -> dict[str, Any]:
-    """A file that is one piece of JSON; nothing if it is lines of it."""
+    """Load a file that is one JSON document; return {} if it has a document in each line."""
     try:
         found: dict[str, Any] = json.loads(file.read_text())
     except json.JSONDecodeError:
@@ -400,7 +402,7 @@ def parse(
 
 
 def main(models: Mapping[str, Model] = MODELS, benchmark: str = "gpu_models", about: str | None = __doc__) -> int:
-    """The command of a benchmark with these models."""
+    """Run the command line of a benchmark with these models; return the exit status."""
     arguments = parse(models=models, about=about)
     arguments.module = f"benchmarks.{benchmark}"
     if arguments.child:

@@ -1,10 +1,10 @@
-"""How much do matrix products gain that end in the pointwise kernel behind them, under max_autotune?
+"""Benchmark of matmul epilogue fusion under max_autotune.
 
     python -m benchmarks.gpu_products [--only relu_mlp,residual] [--rounds 7] [--json] [--save]
 
-Blocks of models in bfloat16 with 8192 tokens, each without a gradient and as a training step (forward and backward),
-by dcompile with `max_autotune`, with and without `epilogue_fusion`: in turn, each long enough to be as warm as in
-training, medians. Results are compared with eager's. `ended` is what the receipt says.
+Lines are blocks of models in bfloat16 with 8192 tokens, each without gradients and as a training step (forward and
+backward). dcompile runs them with `max_autotune`, with and without `epilogue_fusion`. Both take turns, long enough to
+reach the clocks of training, and figures are medians. Results are compared with eager's. `ended` is from the receipt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OPTIONS = {"without": {"max_autotune": True, "epilogue_fusion": False}, "with": 
 
 
 class Block(nn.Module):
-    """Two linear layers, and what is between them: behind them models have norms, whose kernels take residuals in."""
+    """Two linear layers with operations in between; in models, norms follow, whose kernels include residuals."""
 
     def __init__(self, width: int, inner: int, act: Callable[..., Any], *, bias: bool, gate: bool = False) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Adapted(nn.Module):
 
 
 class Residual(nn.Module):
-    """A residual with no norm behind it."""
+    """A residual without a norm after it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Residual(nn.Module):
 
 
 def encoder(width: int, count: int) -> nn.Module:
-    """torch's own transformer, whose layers have ReLU unless told otherwise."""
+    """Make torch's own transformer, whose layers have ReLU by default."""
     layer = nn.TransformerEncoderLayer(width, 16, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
     return nn.TransformerEncoder(layer, count, enable_nested_tensor=False)
 
@@ -90,7 +90,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
 
 
 def steps(module: nn.Module, call: Any, x: torch.Tensor, gradient: torch.Tensor) -> dict[str, Callable[[], Any]]:
-    """Both ways to run a block. Gradients are dropped, so that each step writes them anew."""
+    """Return both ways to run a block. Gradients are dropped, so that each step writes new ones."""
 
     def inference() -> Any:
         with torch.no_grad():
@@ -108,7 +108,7 @@ def steps(module: nn.Module, call: Any, x: torch.Tensor, gradient: torch.Tensor)
 
 
 def medians(calls: dict[str, Callable[[], Any]], rounds: int, seconds: float = 0.1) -> dict[str, float]:
-    """In turn, round after round."""
+    """Return the median milliseconds of each call, timed in turn, round after round."""
     taken: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in sorted(calls, reverse=bool(number % 2)):
@@ -118,13 +118,13 @@ def medians(calls: dict[str, Callable[[], Any]], rounds: int, seconds: float = 0
 
 
 def differs(got: Any, want: Any) -> float:
-    """By what part of all elements' norm, at most."""
+    """Return the largest relative difference of results, as norms over all elements."""
     pairs = zip(*((x if isinstance(x, list) else [x]) for x in (got, want)), strict=True)
     return max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
 
 
 def measure(name: str, rounds: int) -> dict[str, Any]:
-    """One block: milliseconds by option and way, and what ended in what."""
+    """Measure one block: milliseconds by option and mode, and the fused epilogues."""
     torch.manual_seed(0)
     module, shape = CASES[name]()
     module = module.to("cuda", torch.bfloat16)
@@ -168,7 +168,7 @@ def run(names: list[str], rounds: int) -> dict[str, Any]:
 
 
 def rows(name: str, line: dict[str, Any]) -> list[list[str]]:
-    """Lines of the table."""
+    """Return the lines of the table."""
     found = []
     for way, ms in line["ms"].items():
         ended = "; ".join(re.sub(r" products end in the loop behind them:?", "", note) for note in line["ended"][way])

@@ -1,14 +1,14 @@
-"""Whole training steps on one GPU: eager, torch.compile and dcompile on the same Hugging Face Llama, in one process.
+"""Benchmark of training steps on one GPU: eager, torch.compile and dcompile on a Hugging Face Llama, in one process.
 
     python -m benchmarks.gpu_train --only 160M --json
     python -m benchmarks.gpu_train --merge FIRST.json SECOND.json
 
 A step is forward with loss, backward, fused AdamW, zero_grad; parameters are bfloat16. Peers with "+ optimizer" in
-their names compile AdamW's step too, torch.compile of many small operations (`foreach`), as it cannot compile the fused
-one; for those, and for max-autotune, --peers has to ask. All peers are built first, then timed in turn, round after
-round, by CUDA events. Memory, kernels and idle time are of one step of each peer: the most the allocator had handed out
-beyond what parameters and optimizer hold, kernels as torch.profiler counts them, and the part of the step in which none
-of them ran.
+their names compile AdamW's step, too. For torch.compile it has many small operations (`foreach`), since torch.compile
+cannot compile the fused one. These peers, and max-autotune, run only with --peers. All peers are built first, then
+timed in turn, round after round, by CUDA events. Memory, kernels and idle time are those of one step of each peer.
+Memory is the allocator's peak beyond parameters and optimizer. Kernels are counted by torch.profiler, and idle is the
+time in which none runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SHAPES = {
     "160M": Shape(12, 768, 12, 12, 3072, rows=4, length=1024),
     "tiny": Shape(2, 64, 4, 2, 128, rows=2, length=64, vocabulary=256),
 }
-"""`tiny` is there to try the benchmark itself."""
+"""Name -> shape. `tiny` tests the benchmark itself."""
 
 
 def compiled(function: Any) -> Any:
@@ -83,11 +83,11 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "dcompile max-autotune-no-cudagraphs + optimizer": tuned,
     "dcompile max-autotune + optimizer": PEERS["dcompile max-autotune"],
 }
-"""Peers that compile the step of their optimizer as well, as they do the model."""
+"""Peers that compile their optimizer's step as well, in the same way as the model."""
 
 
 def make(shape: Shape, device: Any = "cuda", dtype: torch.dtype = torch.bfloat16) -> Any:
-    """The model, with the same parameters each time."""
+    """Make the model, with the same parameters each time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -107,7 +107,7 @@ def make(shape: Shape, device: Any = "cuda", dtype: torch.dtype = torch.bfloat16
 
 
 class Training:
-    """One peer: its model, its optimizer, and what a step of it takes."""
+    """A peer: its model, its optimizer, and measurements of its steps."""
 
     def __init__(self, name: str, shape: Shape, device: str = "cuda") -> None:
         model, whole = make(shape, device), OPTIMIZERS.get(name)
@@ -125,7 +125,7 @@ class Training:
         self.warm_up = time.perf_counter() - began
 
     def step(self) -> torch.Tensor:
-        """One step; the loss."""
+        """Run one step; return the loss."""
         loss = self.call(input_ids=self.tokens, labels=self.tokens).loss
         loss.backward()
         self.update()
@@ -133,11 +133,11 @@ class Training:
         return loss.detach()
 
     def time(self, steps: int) -> float:
-        """Milliseconds a step, over `steps` of them."""
+        """Return the milliseconds a step, averaged over `steps`."""
         return gpu_time(self.step, steps)
 
     def look(self) -> dict[str, Any]:
-        """Memory, kernels and idle time of a step."""
+        """Measure memory, kernels and idle time of a step."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -164,7 +164,7 @@ class Training:
 
 
 def _longest(events: Sequence[Any], count: int = 25) -> list[tuple[str, int, float]]:
-    """(kernel, launches, milliseconds) of the kernels that took longest together."""
+    """Return (kernel, launches, milliseconds) of the kernels with the most time in all."""
     total: dict[str, list[float]] = {}
     for event in events:
         total.setdefault(event.name[:90], []).append(event.time_range.end - event.time_range.start)
@@ -173,7 +173,7 @@ def _longest(events: Sequence[Any], count: int = 25) -> list[tuple[str, int, flo
 
 
 def measure(label: str, names: list[str], rounds: int, steps: int) -> dict[str, Any]:
-    """All peers on one model."""
+    """Measure all peers on one model."""
     torch._dynamo.config.recompile_limit = 64  # the peers' models share the code of their class
     shape, line = SHAPES[label], {}
     peers = []
@@ -204,7 +204,7 @@ def measure(label: str, names: list[str], rounds: int, steps: int) -> dict[str, 
 
 
 def show(label: str, line: dict[str, Any], longest: bool) -> None:
-    """A table of one model, and of the kernels that take longest in each peer."""
+    """Print a table of one model, and of each peer's longest kernels."""
     base = line.get("torch.compile", {}).get("ms")
     rows = []
     for name, found in line.items():
@@ -227,7 +227,7 @@ def show(label: str, line: dict[str, Any], longest: bool) -> None:
 
 
 def merged(files: Sequence[str]) -> dict[str, Any]:
-    """Several runs as one: of each peer of each model the last."""
+    """Merge several runs: the last result of each peer of each model."""
     results = stored(files)
     return summary(last_peers(results)) | {
         key: value for key, value in results[-1].items() if key in ("device", "environment")
@@ -235,13 +235,13 @@ def merged(files: Sequence[str]) -> dict[str, Any]:
 
 
 def summary(lines: dict[str, Any]) -> dict[str, Any]:
-    """A result of these lines."""
+    """Return a result with these lines."""
     complete = all("error" not in found for line in lines.values() for found in line.values())
     return {"benchmark": "gpu_train", "lines": lines, "complete": complete}
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All models, each shown as soon as it is through."""
+    """Measure all models, and print each when it is done."""
     lines: dict[str, Any] = {}
     for label in arguments.only.split(","):
         lines[label] = measure(label, arguments.peers.split(","), arguments.rounds, arguments.steps)

@@ -16,13 +16,13 @@ VOCABULARY = 2048
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """`make` gives the model, `batch` its arguments, both from torch's generator. Its first result is the loss."""
+    """A model: `make` returns it, `batch` its arguments, both from torch's generator. Its first result is the loss."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[], Batch]
     dtype: torch.dtype = torch.float32
     random: bool = False
-    """Draws random numbers in a step: then losses are compared only roughly."""
+    """Whether a step draws random numbers; losses are then compared only roughly."""
 
 
 # --- language ---------------------------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ class LlamaBlock(nn.Module):
 
 
 class Language(nn.Module):
-    """A transformers model with the loss outside it: theirs logs, which would break the graph."""
+    """A transformers model with a loss outside of it: transformers' own loss logs, which would break the graph."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def t5() -> nn.Module:
 
 
 class Experts(nn.Module):
-    """Top-2 of eight experts with a fixed capacity, so that every size is known: dispatch and combine by position."""
+    """Top-2 of eight experts with a fixed capacity, so that all sizes are static: dispatch and combine by position."""
 
     def __init__(self, width: int, inner: int, experts: int = 8) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class LSTM(nn.Module):
-    """An LSTM over 32 steps, the cell written out: Dynamo leaves nn.LSTM to eager."""
+    """An LSTM over 32 steps with an explicit cell, since Dynamo leaves nn.LSTM to eager."""
 
     def __init__(self, width: int = 256) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class UNet(nn.Module):
 
 
 class ViT(nn.Module):
-    """transformers' vision transformer with the loss outside."""
+    """transformers' vision transformer with a loss outside of it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Does communication hide behind compute on CPU, and is dcompile no slower than stock PyTorch?
+"""Benchmark of overlapped communication on CPU ranks, against stock PyTorch and torch.compile.
 
 python -m benchmarks.overlap_cpu [--kind fsdp2] [--rounds 15] [--timeline overlap.svg] [--json] [--save]
 
-A Llama of ten million float32 parameters over Gloo, in DistributedDataParallel or, with fully_shard on blocks and root,
-in FSDP2; one process for each rank, one thread in each. Stock eager PyTorch, torch.compile (under FSDP2 of each block)
-and dcompile live in the same job and take turns, step by step; a step takes as long as its slowest rank. Ratios are
-medians over rounds of a peer's step over stock's of the same round, so that a slow spell of the machine falls on both:
-below 1, the peer is faster. CPU time is of all threads of all ranks, Gloo's too.
+The model is a Llama of ten million float32 parameters over Gloo, in DistributedDataParallel, or in FSDP2 with
+fully_shard on blocks and root. Each rank is a process with one thread. Stock eager PyTorch, torch.compile (under FSDP2
+of each block) and dcompile are in the same job and take turns, step by step. A step's time is its slowest rank's.
+Ratios are medians over rounds of a peer's step over stock's in the same round, so that slow phases of the machine
+affect both. Below 1, the peer is faster. CPU time is that of all threads of all ranks, including Gloo's.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ PEERS = ("stock", "torch.compile", "dcompile")
 WARM_UP = 3
 """Steps before the first timing: the first compiles, and DDP rebuilds its buckets after it."""
 TARGET = 1.0
-"""dcompile's step over stock's."""
+"""Target of dcompile's step over stock's."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One step of one peer: seconds on the slowest rank, CPU seconds of all ranks."""
+    """Times of one step of one peer: seconds on the slowest rank, CPU seconds of all ranks."""
 
     wall: float
     cpu: float
 
 
 class Training:
-    """One peer on one rank."""
+    """A peer on one rank."""
 
     def __init__(self, name: str, arguments: argparse.Namespace, job: Job) -> None:
         import torch
@@ -65,7 +65,7 @@ class Training:
         self.warm_up = time.perf_counter() - began
 
     def step(self) -> float:
-        """Forward, backward, update; the loss."""
+        """Run forward, backward and update; return the loss."""
         loss = self.call(input_ids=self.tokens, labels=self.tokens).loss
         loss.backward()
         self.optimizer.step()
@@ -73,7 +73,7 @@ class Training:
         return float(loss.detach())
 
     def sample(self) -> Sample:
-        """One step, all ranks starting together."""
+        """Time one step that all ranks start together."""
         self.job.barrier()
         wall, cpu = time.perf_counter(), time.process_time()
         self.step()
@@ -82,7 +82,7 @@ class Training:
 
 
 def be_rank(arguments: argparse.Namespace) -> int:
-    """One rank of the job; rank 0 writes the result."""
+    """Run one rank of the job; rank 0 writes the result."""
     import torch
 
     torch.set_num_threads(1)
@@ -110,7 +110,7 @@ def be_rank(arguments: argparse.Namespace) -> int:
 
 
 def _timeline(peer: Training, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What dcompile.profile measures of a few steps of dcompile."""
+    """Return dcompile.profile's measurements of a few steps of dcompile."""
     import dcompile
 
     receipt = dcompile.receipt(peer.call)
@@ -131,7 +131,7 @@ def _timeline(peer: Training, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(rounds: Sequence[dict[str, Sample]]) -> dict[str, Any]:
-    """Medians over rounds, and of the ratios within each round."""
+    """Return medians over rounds of times, and of ratios within each round."""
     found: dict[str, Any] = {}
     for name in rounds[0]:
         walls = [taken[name].wall for taken in rounds]
@@ -150,7 +150,7 @@ def summary(rounds: Sequence[dict[str, Sample]]) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """The table, what the timeline says, and the verdict."""
+    """Print the table, the timeline's figures, and the verdict."""
     rows = []
     for name, found in result["peers"].items():
         keys = (("ms", 1), ("spread", 2), ("cpu_ms", 1), ("of_stock", 3), ("cpu_of_stock", 3), ("warm_up_s", 1))

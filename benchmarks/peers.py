@@ -1,4 +1,4 @@
-"""What benchmarks of several ranks measure of one peer: time, memory and kernels of its steps."""
+"""Base class of peers in benchmarks of several ranks: time, memory and kernels of steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.ranks import Job
 
 
 class Peer:
-    """One way to train, whose `step` a benchmark times. Subclasses make model and optimizer, then `warm_up`."""
+    """A peer, whose `step` a benchmark times. Subclasses make model and optimizer, then call `warm_up`."""
 
     def __init__(self, name: str, job: Job) -> None:
         self.name, self.job, self.gpu = name, job, job.device.type == "cuda"
@@ -22,15 +22,15 @@ class Peer:
         self.warm_up_s = 0.0
 
     def step(self) -> Any:
-        """One step; the loss."""
+        """Run one step; return the loss."""
         raise NotImplementedError
 
     def rate(self, ms: float, device: str) -> dict[str, float]:
-        """Tokens a second of a GPU whose step takes so long, and MFU."""
+        """Return the tokens a second of one GPU, and the MFU, from a step's milliseconds."""
         raise NotImplementedError
 
     def warm_up(self, steps: int) -> None:
-        """The first steps, which compile."""
+        """Run the first steps, which compile."""
         import torch
 
         for _ in range(steps):
@@ -39,7 +39,7 @@ class Peer:
             torch.cuda.synchronize()
 
     def time(self, steps: int) -> float:
-        """Milliseconds a step, over `steps` of them, on the slowest rank."""
+        """Return the milliseconds a step, averaged over `steps`, on the slowest rank."""
         self.job.barrier()
         if self.gpu:
             return max(self.job.all(gpu_time(self.step, steps)))
@@ -49,7 +49,7 @@ class Peer:
         return max(self.job.all((time.perf_counter() - began) * 1e3 / steps))
 
     def peak_memory(self) -> dict[str, float]:
-        """What it holds at the peak of a step: as allocated, and as reserved with the pools of CUDA graphs."""
+        """Return the peak memory of a step: allocated bytes, and reserved bytes with the pools of CUDA graphs."""
         import torch
 
         held_memory(self.job.device)
@@ -62,7 +62,7 @@ class Peer:
         return {"peak_mib": worst[0], "reserved_mib": worst[1]}
 
     def kernel_events(self, steps: int) -> list[tuple[str, float, float]]:
-        """(name, begin, end) of each kernel of some steps, in milliseconds."""
+        """Return (name, begin, end) in milliseconds of each kernel of some steps."""
         import torch
 
         self.job.barrier()
@@ -78,7 +78,7 @@ class Peer:
 
 
 def held_memory(device: Any) -> tuple[int, int]:
-    """(allocated, reserved) bytes on a GPU, nothing cached; 0 on a CPU."""
+    """Return (allocated, reserved) bytes on a GPU after its cache is emptied; 0 on a CPU."""
     import torch
 
     if device.type != "cuda":
@@ -97,7 +97,7 @@ def time_in_turn(
     found: dict[str, Any],
     keep: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Time all peers round after round, each round beginning with another one; `keep` gets `found` after each."""
+    """Time all peers round after round; each round starts with another peer, and `keep` gets `found` after it."""
     samples: dict[str, list[float]] = {peer.name: [] for peer in peers}
     for turn in range(rounds):
         for place in range(len(peers)):
@@ -112,10 +112,10 @@ def time_in_turn(
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line."""
+    """Return the first line of an error."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
 def cell(value: float | None, digits: int) -> str:
-    """A number in a table; nothing where there is none."""
+    """Format a number for a table; None becomes an empty cell."""
     return "" if value is None else f"{value:.{digits}f}"

@@ -1,4 +1,4 @@
-"""Jobs of several ranks for benchmarks: processes of one machine, started, watched under a deadline, and ended."""
+"""Jobs of several ranks for benchmarks: start processes on one machine, watch them under a deadline, and end them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 GRACE_S = 20.0
-"""Time that the other ranks get when one has failed: to say why they do, too."""
+"""Time for the other ranks to report their errors after one has failed."""
 
 
 def run_job(
     module: str, arguments: Sequence[str], ranks: int, deadline_s: float, settings: Mapping[str, str] | None = None
 ) -> str:
-    """Run `python -m module arguments` on so many ranks; what went wrong, or nothing.
+    """Run `python -m module arguments` on several ranks; return errors, or an empty string.
 
-    All ranks share empty compiler caches, which go with the job. Rank 0 writes to this process's output, errors of all
-    are kept and their ends returned.
+    All ranks share empty compiler caches, which are removed after the job. Rank 0 writes to this process's output. The
+    ends of all ranks' error outputs are returned.
     """
     with tempfile.TemporaryDirectory(prefix="dcompile-bench-") as folder:
         environment = {
@@ -57,7 +57,7 @@ def _free_port() -> int:
 
 
 def _watch(processes: Sequence[subprocess.Popen[bytes]], deadline_s: float) -> str:
-    """Wait for all; end those that are left behind by a failure or the deadline."""
+    """Wait for all processes; after a failure or the deadline, end the remaining ones."""
     end, failed = time.monotonic() + deadline_s, ""
     while any(process.poll() is None for process in processes):
         bad = [f"rank {rank} ended with {p.returncode}" for rank, p in enumerate(processes) if p.returncode]
@@ -81,20 +81,20 @@ def _tail(path: Path, lines: int = 12) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """This process among the ranks of a job."""
+    """This process as a rank of a job."""
 
     rank: int
     size: int
     device: Any
     control: Any
-    """A Gloo group, for what ranks say to one another beside the work."""
+    """A Gloo group for messages between ranks outside of the measured work."""
 
     @property
     def main(self) -> bool:
         return self.rank == 0
 
     def all(self, value: Any) -> list[Any]:
-        """Every rank's value."""
+        """Return every rank's value."""
         import torch.distributed as dist
 
         found: list[Any] = [None] * self.size
@@ -102,7 +102,7 @@ class Job:
         return found
 
     def barrier(self) -> None:
-        """Wait for all ranks, this one's GPU idle."""
+        """Wait until this rank's GPU is idle, and all ranks have come here."""
         import torch
 
         if self.device.type == "cuda":
@@ -111,14 +111,14 @@ class Job:
 
 
 def is_rank() -> bool:
-    """Whether a launcher has made this process a rank."""
+    """Has a launcher started this process as a rank?"""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @contextlib.contextmanager
 def joined(device: str, timeout_s: float = 300.0) -> Iterator[tuple[Job, dict[str, float]]]:
-    """Be a rank. The dict gets, when all is over, `teardown_s`: how long ending the process groups took."""
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast is not there on every machine
+    """Join a job as a rank. At the end, the dict gets `teardown_s`, the seconds to end the process groups."""
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # not every machine has NVLink multicast
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""A Hugging Face Llama spread over ranks: by hand, as gpt-fast does it, and by torch's DTensors."""
+"""Tensor parallelism of a Hugging Face Llama: by hand, as gpt-fast does it, and by torch's DTensors."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 INTO = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 """Layers whose output rows are split."""
 OUT_OF = ("self_attn.o_proj", "mlp.down_proj")
-"""Layers whose input columns are split: each rank has a part of their sums."""
+"""Layers whose input columns are split: each rank computes a partial sum."""
 
 
 def by_hand(model: Any) -> Any:
-    """Slices of weights, and hooks that sum up what leaves a block. Embedding and head stay whole on each rank."""
+    """Slice weights, and add hooks that all-reduce a block's output. Embedding and head stay whole on each rank."""
     from torch.distributed import _functional_collectives as collectives
 
     rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
@@ -34,7 +34,7 @@ def by_hand(model: Any) -> Any:
 
 
 def by_torch(model: Any) -> Any:
-    """`parallelize_module`: parameters are DTensors, and the head is split, too."""
+    """Apply `parallelize_module`: parameters become DTensors, and the head is split, too."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -51,6 +51,6 @@ ROUTES: dict[str, Callable[[Any], Any]] = {"manual": by_hand, "dtensor": by_torc
 
 
 def local_bytes(parameter: torch.Tensor) -> int:
-    """Bytes of a parameter that lie on this rank."""
+    """Return the bytes of a parameter on this rank."""
     local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return int(local.nbytes)

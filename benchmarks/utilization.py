@@ -1,12 +1,12 @@
-"""Model FLOPs utilization (MFU), tokens a second, and where the time of a step goes by kinds of kernels.
+"""Model FLOPs utilization (MFU), tokens a second, and the time of a step by kinds of kernels.
 
 FLOPs of a token in training follow PaLM (Chowdhery et al., 2022, appendix B), as torchtitan and nanoGPT count them:
 
     6 * N + 12 * layers * hidden * length
 
-N is the number of parameters less the embedding table, which is only looked up. The second term is attention's two
-products, forward and backward, over all positions: a causal mask does not halve it. What checkpointing computes again
-does not count. MFU is that over the device's peak for dense bfloat16 products, as its data sheet has it.
+N is the number of parameters without the embedding table, which needs no FLOPs. The second term is attention's two
+matmuls, forward and backward, over all positions: a causal mask does not halve it. Recomputation by checkpointing does
+not count. MFU is the rate of these FLOPs over the device's peak for dense bfloat16 matmuls in its data sheet.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol
 
 
 class Shape(Protocol):
-    """What of a model's shape FLOPs depend on; `gpu_train.Shape` is one."""
+    """Sizes of a model that determine its FLOPs; `gpu_train.Shape` is one."""
 
     @property
     def layers(self) -> int: ...
@@ -51,19 +51,19 @@ PEAK_TFLOPS: Mapping[str, float] = {
 
 
 def peak_flops(device: str) -> float | None:
-    """Operations a second that a device of this name can do at most; None where the name is not known."""
+    """Return the peak operations a second of a device of this name; None if the name is unknown."""
     words = device.replace("-", " ").split()
     found = [name for name in PEAK_TFLOPS if set(name.split()) <= set(words)]
     return PEAK_TFLOPS[max(found, key=len)] * 1e12 if found else None
 
 
 def flops_per_token(shape: Shape, parameters: int) -> float:
-    """Of forward and backward; `parameters` counts all of the model's, the embedding table's too."""
+    """Return the FLOPs of a token, forward and backward; `parameters` includes the embedding table."""
     return 6 * (parameters - shape.vocabulary * shape.hidden) + 12 * shape.layers * shape.hidden * shape.length
 
 
 def utilization(shape: Shape, parameters: int, tokens: int, ms: float, device: str) -> dict[str, float]:
-    """Tokens a second of one rank that takes `ms` for `tokens` of its own, and its MFU if its peak is known."""
+    """Return the tokens a second of a rank that takes `ms` for its `tokens`, and its MFU if the peak is known."""
     rate, peak = tokens / (ms / 1e3), peak_flops(device)
     found = {"tokens_per_s": rate}
     return found if peak is None else found | {"mfu": flops_per_token(shape, parameters) * rate / peak}
@@ -79,11 +79,11 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("conversions and copies", ("copy_kernel", "direct_copy", "catarray", "split_with_sizes", "chunk_cat")),
     ("fused kernels", ("triton", "dcompile_")),
 )
-"""Kind -> parts of kernels' names, the first that fits."""
+"""Kind -> substrings of kernels' names; the first match counts."""
 
 
 def kind_of(kernel: str) -> str:
-    """Which of `KINDS` a kernel is, by its name; "ATen's others" for what is left."""
+    """Return the kind of a kernel by its name, one of `KINDS`, or "ATen's others"."""
     name = kernel.lower()
     for kind, parts in KINDS:
         if any(part in name for part in parts):
@@ -92,7 +92,7 @@ def kind_of(kernel: str) -> str:
 
 
 def by_kind(events: Iterable[tuple[str, float, float]], steps: int) -> dict[str, tuple[float, float]]:
-    """Kind -> (launches a step, ms a step), the longest first, of kernels given as (name, begin, end) in ms."""
+    """Return kind -> (launches a step, ms a step), longest first; `events`: kernels as (name, begin, end) in ms."""
     found: dict[str, tuple[float, float]] = {}
     for name, begin, end in events:
         count, taken = found.get(kind_of(name), (0.0, 0.0))
@@ -101,7 +101,7 @@ def by_kind(events: Iterable[tuple[str, float, float]], steps: int) -> dict[str,
 
 
 def kinds_table(peers: Mapping[str, Mapping[str, Sequence[float]]]) -> list[list[str]]:
-    """Rows of kinds, the longest first: of each peer "ms (launches)", and last the sums."""
+    """Return rows of kinds, longest first, with "ms (launches)" of each peer, and a last row of sums."""
     longest = {kind: max(found.get(kind, (0, 0))[1] for found in peers.values()) for f in peers.values() for kind in f}
     rows = []
     for kind in sorted(longest, key=lambda kind: -longest[kind]):

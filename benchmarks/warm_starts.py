@@ -1,8 +1,7 @@
 """Warm starts of dcompile beside inductor's: what `compile_time --warm` measures.
 
 Each compiler has a cache of its own, which one start before has filled; that one is told as the cold start. Rounds
-interleave the two, medians are compared. A line `..._length` is the first batch of another length, in a process that
-has run the first length; lines of depth tell what a start costs for each layer.
+interleave the two, medians are compared. Lines of several depths tell what a start costs for each layer.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from benchmarks import common
 
 MODULE = "benchmarks.compile_time"
 TIMEOUT = 1800.0
-CASES = ("llama_4", "llama_16", "llama_32", "llama_16_length")
+CASES = ("llama_4", "llama_16", "llama_32")
 CACHES = {"dcompile": "DCOMPILE_CACHE_DIR", "inductor": "TORCHINDUCTOR_CACHE_DIR"}
 """Compilers -> the variable that says where their caches are."""
 

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.metadata
+import sys
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.versions import check_torch as _check_torch
@@ -12,11 +13,35 @@ if TYPE_CHECKING:
     from dcompile.api import compile, list_mode_options, list_options, receipt
     from dcompile.explain.plan_only import explain
     from dcompile.explain.profile import profile
+    from dcompile.precompile.job import precompile
     from dcompile.runtime.program.exported import load
 
-__all__ = ["Config", "compile", "explain", "export", "list_mode_options", "list_options", "load", "profile", "receipt"]
+__all__ = [
+    "Config",
+    "compile",
+    "explain",
+    "export",
+    "list_mode_options",
+    "list_options",
+    "load",
+    "precompile",
+    "profile",
+    "receipt",
+]
 
 _check_torch()
+
+
+def _populate_cache(name: str, content: bytes) -> None:
+    from dcompile.runtime.cache import portable  # late: few programs load artifacts
+
+    portable.populate(name, content)
+
+
+if "torch" in sys.modules:  # from here on, torch.compiler.load_cache_artifacts() knows entries of ours
+    from dcompile.compat import cache_artifacts as _cache_artifacts
+
+    _cache_artifacts.register("dcompile", _populate_cache)
 
 
 def __dir__() -> list[str]:
@@ -26,8 +51,8 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     """Load public names lazily: `import dcompile.ir` and the option table need no torch."""
-    if name == "explain":
-        return importlib.import_module("dcompile.explain")  # a package that can be called
+    if name in ("explain", "precompile"):
+        return importlib.import_module(f"dcompile.{name}")  # a package that can be called
     if name == "export":
         return importlib.import_module("dcompile.ahead_of_time").export
     if name == "load":  # without the compiler

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import contextlib
 import os
+import re
 import shutil
 import tempfile
 import warnings
@@ -17,28 +17,13 @@ from typing import Any
 import torch
 from torch.export.graph_signature import InputKind, OutputKind
 
-from dcompile.capture.graph_pass import GraphRequest, run_passes
-from dcompile.capture.output_steps import OutputRequest, plan_outputs
-from dcompile.collectives.contract import Request
+from dcompile import compat
 from dcompile.compat import pytree
 from dcompile.compiler import CachingCompiler
-from dcompile.config import Config
-from dcompile.driver import Pipeline
 from dcompile.errors import ExportError
-from dcompile.runtime.cache.disk import KernelCache
-from dcompile.runtime.program.artifact import Loadable, to_record
-from dcompile.runtime.program.exported import (
-    ALIGN_BYTES,
-    FORMAT,
-    MANIFEST,
-    PROGRAM,
-    TENSORS,
-    machine,
-    torch_range,
-)
-from dcompile.toolchain import own_version
-
-NAME = "exported"
+from dcompile.export_files import compile_inference, decompositions, own_config, remove_tokens, write_files
+from dcompile.runtime.program.exported import MANIFEST
+from dcompile.toolchain import triton_version
 
 
 def export(
@@ -49,29 +34,41 @@ def export(
     dynamic_shapes: Any = None,
     path: str | os.PathLike[str],
     options: Mapping[str, Any] | None = None,
+    gpu: str | None = None,
 ) -> None:
-    """Compile a model for inference on CPUs, and write it to `path`: a folder, or a zip file for the suffix .zip.
+    """Compile a model for inference, and write it to `path`: a folder, or a zip file for the suffix .zip.
 
     `args`, `kwargs` and `dynamic_shapes` are those of torch.export.export, whose program is compiled. The parameters
     are written with it. `dcompile.load(path)` needs no compiler. Raises ExportError for models that cannot be written,
     and torch.export's errors for models that it cannot capture.
+
+    The model and its arguments are on the CPU, and so is the program. With `gpu`, "sm_90" for compute capability
+    9.0 say, the program is for such a GPU, which need not be in this machine.
     """
-    config = Config.make(None, options)
-    if config.backend is not None:
-        raise ExportError(
-            f"dcompile: kernels by {config.backend.name} cannot be exported; use kernels='auto' or 'aten'"
-        )
-    compiler = CachingCompiler(config)
-    with torch.no_grad(), warnings.catch_warnings():
+    compiler = CachingCompiler(own_config(options))
+    target = None if gpu is None else _gpu(gpu, compiler)
+    with torch.no_grad(), warnings.catch_warnings(), tempfile.TemporaryDirectory(prefix="dcompile-export-") as folder:
         warnings.simplefilter("ignore", FutureWarning)  # torch's warnings about its own names
         program = torch.export.export(
             model, tuple(args), dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
         )
-        program = program.run_decompositions(compiler.decompositions(False))
-    target = Path(path)
-    with tempfile.TemporaryDirectory(prefix="dcompile-export-") as folder:
-        _Export(program, compiler, config, Path(folder), list(kwargs or {})).write()
-        _publish(Path(folder), target)
+        program = program.run_decompositions(decompositions(compiler, for_gpu=target is not None))
+        exported = _Export(program, compiler, Path(folder), list(kwargs or {}), target)
+        with contextlib.nullcontext() if target is None else compat.gpu_capability.gpu_capability_as(target):
+            exported.write()
+        _publish(Path(folder), Path(path))
+
+
+def _gpu(name: str, compiler: CachingCompiler) -> tuple[int, int]:
+    """Compute capability by the name that NVIDIA's compilers use. Raises ExportError for one that has no kernels."""
+    found = re.fullmatch(r"sm_(\d{1,2})(\d)", name)
+    if found is None or int(found[1]) < 8:
+        raise ExportError(f"dcompile: gpu={name!r} is no NVIDIA GPU from compute capability 8.0 on, such as 'sm_90'")
+    if compiler.config.own_kernels and triton_version() is None:
+        raise ExportError("dcompile: Triton compiles kernels for GPUs, and is not installed: pip install triton")
+    if compiler.config.max_autotune:
+        raise ExportError("dcompile: max_autotune measures on a GPU; leave it out where gpu= names one")
+    return int(found[1]), int(found[2])
 
 
 def _publish(folder: Path, target: Path) -> None:
@@ -94,34 +91,27 @@ class _Export:
 
     program: Any
     compiler: CachingCompiler
-    config: Config
     folder: Path
     keywords: list[str]
     """Names of the keyword arguments, in order."""
+    gpu: tuple[int, int] | None = None
+    """Compute capability of the GPU that it is compiled for, or None for the CPU."""
+
+    @property
+    def device(self) -> str:
+        """Type of the device that it runs on."""
+        return "cpu" if self.gpu is None else "cuda"
 
     def write(self) -> None:
         gm = self.program.graph_module
+        specs = self.program.graph_signature.input_specs
+        remove_tokens(gm, sum(spec.kind == InputKind.TOKEN for spec in specs))
         inputs, arguments = self._inputs(gm)
+        if self.gpu is not None:
+            compat.fake_tensors.move_graph_to_gpu(gm)
         results, changed = self._results()
-        run_passes(self.compiler.graph_passes().joint, gm, GraphRequest(self.config, NAME), "inference")
-        count = len(gm.graph.output_node().args[0])
-        separate = self._separate(gm, count)
-        made = self._compile(gm, count)
-        objects = [name for name, value in made.constants.items() if not isinstance(value, torch.Tensor)]
-        if objects:
-            raise ExportError(f"dcompile: {', '.join(objects)} cannot be written: a call with graphs as arguments")
         tensors = {what: self._state(what) for kind, what in inputs if kind == "tensor"}
-        constants = {name: f"constant.{name}" for name in made.graph.constants}
-        tensors |= {constants[name]: made.constants[name] for name in constants}
-        manifest = {
-            "format": FORMAT,
-            "dcompile": own_version(),
-            "torch": torch_range(),
-            "machine": machine(),
-            "graph": to_record(made.graph) | {"source": ""},
-            "libraries": self._libraries(made),
-            "constants": constants,
-            "tensors": _write_tensors(tensors, self.folder / TENSORS),
+        call = {
             "inputs": inputs,
             "arguments": arguments,
             "keywords": self.keywords,
@@ -129,13 +119,9 @@ class _Export:
             "results": results,
             "returned": _structure(self.program.call_spec.out_spec, "results"),
             "changed": changed,
-            "separate": separate,
+            "gpu": self.gpu,
         }
-        (self.folder / PROGRAM).write_text(made.graph.source)
-        manifest["files"] = {file.name: _digest(file) for file in sorted(self.folder.iterdir())}
-        text = json.dumps(manifest)
-        outer = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "manifest": text}
-        (self.folder / MANIFEST).write_text(json.dumps(outer))
+        write_files(self.folder, compile_inference(self.compiler, gm, self.device), tensors, call)
 
     def _inputs(self, gm: Any) -> tuple[list[tuple[str, Any]], list[dict[str, Any]]]:
         """Inputs of the program, in order: ("tensor", name) or ("argument", place); and requirements for arguments.
@@ -144,7 +130,7 @@ class _Export:
         """
         inputs: list[tuple[str, Any]] = []
         arguments: list[dict[str, Any]] = []
-        specs = self.program.graph_signature.input_specs
+        specs = [spec for spec in self.program.graph_signature.input_specs if spec.kind != InputKind.TOKEN]
         for node, spec in zip(gm.graph.find_nodes(op="placeholder"), specs, strict=True):
             value = node.meta.get("val")
             if spec.kind != InputKind.USER_INPUT:
@@ -166,7 +152,7 @@ class _Export:
 
     def _argument(self, value: torch.Tensor, number: int) -> dict[str, Any]:
         if value.device.type != "cpu" or value.layout != torch.strided:
-            raise ExportError(f"dcompile: argument {number} is on {value.device}; models are exported for the CPU")
+            raise ExportError(f"dcompile: argument {number} is on {value.device}; models are exported from the CPU")
         shape = [self._size(size, number) for size in value.shape]
         fixed = all(isinstance(stride, int) for stride in value.stride())
         if not fixed and not value.is_contiguous():
@@ -189,7 +175,8 @@ class _Export:
         """("result", place) or ("constant", value) of each returned leaf; (place, tensor) of each changed buffer."""
         results: list[tuple[str, Any]] = []
         changed: list[tuple[int, str]] = []
-        for place, spec in enumerate(self.program.graph_signature.output_specs):
+        specs = self.program.graph_signature.output_specs
+        for place, spec in enumerate(spec for spec in specs if spec.kind != OutputKind.TOKEN):
             if spec.kind == OutputKind.BUFFER_MUTATION:
                 changed.append((place, spec.target))
             elif spec.kind != OutputKind.USER_OUTPUT:
@@ -200,33 +187,10 @@ class _Export:
                 results.append(("result", place))
         return results, changed
 
-    def _separate(self, gm: Any, count: int) -> list[tuple[int, int]]:
-        """Pairs of results that must be two tensors, though a program may return one for both."""
-        steps = plan_outputs(self.compiler.graph_passes().outputs, gm, OutputRequest(count), "inference")
-        plans = {run.__name__: plan for run, plan in steps}
-        if "view_as_dtypes" in plans:
-            raise ExportError("dcompile: the model returns a view of a result as another dtype; return a copy")
-        return [(place, earlier) for place, earlier, _ in plans.get("separate_results", ())]
-
-    def _compile(self, gm: Any, count: int) -> Loadable:
-        cache, request = KernelCache.open(self.config), Request(NAME, "inference", results=count)
-        pipeline = Pipeline(self.config)
-        made, _ = pipeline.finish(pipeline.begin(gm, request, cache), gm, request, cache)
-        if made.graph.device != "cpu":
-            raise ExportError(f"dcompile: the model computes on {made.graph.device}; models are exported for the CPU")
-        return made
-
     def _state(self, target: str) -> torch.Tensor:
         found = self.program.state_dict.get(target)
         tensor = self.program.constants[target] if found is None else found
         return tensor.detach()  # type: ignore[no-any-return]
-
-    def _libraries(self, made: Loadable) -> dict[str, str]:
-        """Copy compiled kernels; kernel name -> file."""
-        files = {path: f"kernels{n}{path.suffix}" for n, path in enumerate(dict.fromkeys(made.libraries.values()))}
-        for path, name in files.items():
-            shutil.copyfile(path, self.folder / name)
-        return {kernel: files[path] for kernel, path in made.libraries.items()}
 
 
 def _structure(spec: Any, what: str) -> str:
@@ -234,25 +198,3 @@ def _structure(spec: Any, what: str) -> str:
         return pytree.to_text(spec)
     except NotImplementedError as error:
         raise ExportError(f"dcompile: {what} of this model hold a class that has no name as text: {error}") from error
-
-
-def _write_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str, dict[str, Any]]:
-    """Write tensors one after the other, each aligned to a cache line. Return their dtypes, layouts and offsets."""
-    entries: dict[str, dict[str, Any]] = {}
-    with file.open("wb") as stream:
-        for name, tensor in tensors.items():
-            stream.write(b"\0" * (-stream.tell() % ALIGN_BYTES))
-            offset = stream.tell()
-            strides = list(tensor.stride())
-            last = sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
-            room = torch.zeros(1 + last if tensor.numel() else 0, dtype=tensor.dtype, device="cpu")
-            room.as_strided(tensor.shape, strides).copy_(tensor)
-            stream.write(room.view(torch.uint8).numpy().tobytes())
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            entries[name] = {"dtype": dtype, "shape": [*tensor.shape], "strides": strides, "offset": offset}
-    return entries
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

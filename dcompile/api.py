@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, TypeVar, overload
 
@@ -113,9 +114,21 @@ def compile(
     return apply if model is None else apply(model)
 
 
+SERVICES: ContextVar[Callable[[Config], Services] | None] = ContextVar("dcompile_services", default=None)
+"""Who makes services in place of `ordinary_services`, while a job is precompiled; None: nobody."""
+
+
 def make_services(config: Config) -> Services:
     """Services that capture needs from the other stages."""
-    compiler = CachingCompiler(config)
+    chosen = SERVICES.get()
+    return ordinary_services(config) if chosen is None else chosen(config)
+
+
+def ordinary_services(
+    config: Config, compiler: CachingCompiler | None = None, renew: Callable[[Config], Services] = make_services
+) -> Services:
+    """Services of a model that runs. `compiler` compiles its graphs; `renew` makes those of a module inside."""
+    compiler = CachingCompiler(config) if compiler is None else compiler
     saves_memory = "option recompute is memory" if config.recompute == "memory" else ""
     shards = functools.partial(
         Shards, gathers=config.gathers, shard_copies=config.shard_copies, saves_memory=saves_memory
@@ -130,7 +143,7 @@ def make_services(config: Config) -> Services:
         compiler.meet,
         figures_for(config),
         any_rank_objection,
-        functools.partial(make_services, config),
+        functools.partial(renew, config),
         _all_idle,
     )
 

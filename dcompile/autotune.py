@@ -11,8 +11,8 @@ from typing import TypeAlias
 import torch
 
 from dcompile.codegen.emit.host.gemm_geometry import geometry, measurable_geometries
+from dcompile.codegen.emit.select_target import emit_loop
 from dcompile.codegen.emit.target import KernelSource
-from dcompile.codegen.emit.triton import kernel, matmul_epilogue
 from dcompile.codegen.schedule.fusion.matmul_epilogue import EpilogueCandidate, endings, with_tile
 from dcompile.errors import BuildError
 from dcompile.ir.gemm import Algorithm, Chosen, Geometry
@@ -76,7 +76,7 @@ class Tuner:
             except BuildError as error:
                 self._tiles |= dict.fromkeys(new)
                 reason = str(error).strip().splitlines()[0]
-                notes.append(f"max_autotune: no product ends in a loop, since kernels to measure failed: {reason}")
+                notes.append(f"max_autotune: no epilogue is fused, since kernels to measure failed: {reason}")
         chosen = {kind: tile for kind in kinds if (tile := self._tiles[kind]) is not None}
         return chosen, [*notes, *receipt_notes(kinds, chosen)]
 
@@ -94,7 +94,7 @@ class Tuner:
         tried = tiles(arch, properties.multi_processor_count)
         loops = {kind: _separate(program, ending) for kind, ending in new.items()}
         own = {
-            kind: {tile: matmul_epilogue.emit(with_tile(ending.joint, tile), table) for tile in tried}
+            kind: {tile: emit_loop(with_tile(ending.joint, tile), table) for tile in tried}
             for kind, ending in new.items()
         }
         archives = build([*loops.values(), *(source for found in own.values() for source in found.values())])
@@ -178,7 +178,7 @@ def _separate(program: Program, ending: EpilogueCandidate) -> KernelSource:
     """Kernel of the loop alone."""
     loop = program.steps[ending.position]
     assert isinstance(loop, Loop), "products end in loops"
-    return kernel.emit(loop, program.table)
+    return emit_loop(loop, program.table)
 
 
 def _candidate_launch(source: KernelSource, archives: Mapping[str, Path]) -> tuple[autotune.CandidateLaunch, ...]:

@@ -50,9 +50,28 @@ def handle_compile(context: Any, fn: Any) -> Any:
     if module is not None and compat.shapes.argument() not in limits:  # Module.compile() passes no module to torch
         limits = dict(compat.shapes.with_attached(module, limits))
     settings = Settings(config, *compat.dynamo.context_settings(context), limits)
+    compiled: Any
     if module is not None:
-        return compiled_call(module, settings, make_services(config))
-    return compile_function(fn, settings, make_services(config))
+        compiled = compiled_call(module, settings, make_services(config))
+    else:
+        compiled = compile_function(fn, settings, make_services(config))
+    compiled.aot_compile = _ahead_of_time(context, fn, config)
+    return compiled
+
+
+def _ahead_of_time(context: Any, fn: Any, config: Config) -> Callable[..., Any]:
+    """Method `aot_compile` for the result of torch.compile."""
+
+    def aot_compile(example_inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Compile `fn` for inference with arguments like these. Return an object that can be called and saved.
+
+        Raises ExportError for programs that cannot be written, and Dynamo's errors for code that it cannot capture.
+        """
+        from dcompile.aot_function import AheadOfTimeBackend  # late: few programs are compiled so
+
+        return compat.dynamo.aot_compile(context, fn, example_inputs, AheadOfTimeBackend(config))
+
+    return aot_compile
 
 
 def _in_place(module: Module, config: Config, context: Any) -> Module:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,7 @@ from dcompile.log_setting import parse_log
 from dcompile.logs import log
 from dcompile.passes import GraphPasses, select_rows
 from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, OUTPUT_STEPS
+from dcompile.runtime.cache import portable
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.cache.key import (
     NotCacheable,
@@ -34,8 +37,10 @@ from dcompile.runtime.cache.key import (
     without_groups,
     without_numbers,
 )
+from dcompile.runtime.cache.precompiled import reason_for_miss
 from dcompile.runtime.coordination.artifact_sharing import ArtifactSharing
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, SingleProcess, peers_of
+from dcompile.runtime.cuda_graphs.size_classes import SizeClasses
 from dcompile.runtime.cuda_graphs.trees import GraphTree, ReplayedExecutable
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 from dcompile.runtime.program.executable import HostProgram
@@ -152,6 +157,14 @@ class CachingCompiler:
         self._log_summary(request.name, program.report)
         return self._replayed(program, gm, request) if self.config.triton_cudagraphs else program
 
+    def _record(self, cache: KernelCache, key: str, graph: CompiledGraph, libraries: Mapping[str, Path]) -> None:
+        """Record a graph of the cache for torch.compiler.save_cache_artifacts()."""
+        kernels = {graph.kernels[name]: path for name, path in libraries.items()}
+        products = cache.find(products_key()) if own_products(self.config.matmul) else None
+        if products is not None:
+            kernels[products_key()] = products
+        portable.record(key, cache, kernels)
+
     def _log_summary(self, name: str, report: ProgramReport) -> None:
         """Log the results for a graph, whether compiled now or loaded."""
         log(self.config, "kernels", logging.INFO, f"{name}: {report}")
@@ -169,15 +182,15 @@ class CachingCompiler:
         elif program.late_sizes:
             why = f"{program.late_sizes} of its sizes depend on values"
         elif reads_values(gm):
-            why = "it reads numbers out of tensors, to compare them with what is said of them"
+            why = "it reads values of tensors on the CPU, to check them"
         elif program.on_host:
-            why = f"it computes on the CPU, too ({program.on_host}), which a recording would not do again"
+            why = f"it computes on the CPU, too ({program.on_host}), which a replay would not repeat"
         elif storage_offsets.gives_data(gm):
-            why = "it gives a tensor other memory (.data = ...), which a recording would not do again"
+            why = "it gives a tensor other memory (.data = ...), which a replay would not repeat"
         elif program.report.regions and self.config.backend is not None and not self.config.backend.row.records:
             why = f"{self.config.backend.name} runs parts of it, which cannot be recorded"
         elif any(storage_offsets.resizes(node.target) for node in gm.graph.nodes):
-            why = "it frees or makes an input's memory (.resize_), which a recording would not do again"
+            why = "it frees or makes an input's memory (.resize_), which a replay would not repeat"
         if why is not None:
             program.report.notes.append(f"a graph ({request.kind}) runs without a CUDA graph: {why}")
             return program
@@ -186,9 +199,15 @@ class CachingCompiler:
             from dcompile.runtime.cuda_graphs.recorder import CudaRecorder
 
             self._trees[device] = GraphTree(CudaRecorder(torch.device(device)))
-        whole = storage_offsets.looked_beyond(gm)
+        bounds = self.config.size_bounds
         return ReplayedExecutable(
-            program, self._trees[device], results=request.results, saved=bool(request.saved), whole=whole
+            program,
+            self._trees[device],
+            results=request.results,
+            saved=bool(request.saved),
+            whole=storage_offsets.looked_beyond(gm),
+            classes=None if bounds is None else SizeClasses(bounds),
+            sizes=compat.sizes.size_inputs(gm),
         )
 
     def _key(self, gm: Any, request: Request) -> tuple[str | None, str]:
@@ -255,6 +274,7 @@ class CachingCompiler:
         source = with_groups(with_numbers(graph.source, device_numbers(gm)), group_names(gm))
         graph = replace(graph, source=source)
         executable = HostProgram(request.name, Loadable(graph, libraries, constants_of(gm) | calls), self._workspaces)
+        self._record(cache, key, graph, libraries)
         executable.report.graphs_cached = 1
         executable.report.cache_hits = len(libraries)
         log(self.config, "passes", logging.INFO, f"{request.name}: from the cache")
@@ -288,9 +308,13 @@ class CachingCompiler:
         if key is not None and not self._compiles_anew():
             source = without_groups(without_numbers(made.graph.source, device_numbers(gm)), group_names(gm))
             cache.put_graph(key, replace(made.graph, source=source))
+            self._record(cache, key, made.graph, made.libraries)
         elif key is None:
             executable.report.graphs_uncacheable = 1
-            executable.report.notes.append(f"a graph ({request.kind}) is compiled anew at each start: {objection}")
+            executable.report.notes.append(f"a graph ({request.kind}) is compiled at each start: {objection}")
+        if self.config.precompiled and key is not None and not self._compiles_anew():
+            why = reason_for_miss(self.config)
+            executable.report.notes.append(f"a graph ({request.kind}) was not precompiled: {why}")
         if request.name in self._reasons:
             executable.report.notes.append(self._reasons.pop(request.name))
         executable.report.built, executable.report.cache_hits = built.built, built.cache_hits

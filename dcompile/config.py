@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -112,6 +112,12 @@ class Config:
         "by default. Off with CUDA graphs.",
         in_key=False,  # the graph differs
     )
+    size_classes: str = setting(
+        "",
+        "For batches of many lengths: the largest size of each class, as a list or `'512,1024,2048'`, or `auto` for "
+        "powers of two. Sizes of inputs are then symbols from the first call on, so that no other size compiles, on "
+        "any rank; and with `triton.cudagraphs` each class has one CUDA graph.",
+    )
     fallback_random: bool = setting(
         False, "Draw every random number as eager does, bit for bit; dropout masks are then saved for the backward."
     )
@@ -150,6 +156,12 @@ class Config:
     cache_size_gib: int = setting(
         20,
         "Size in GiB above which the kernel cache evicts its least recently used files, once a day. 0: no limit.",
+        in_key=False,
+    )
+    precompiled: str = setting(
+        "",
+        "Folder that `dcompile.precompile` has filled: read where the kernel cache lacks something, never written to. "
+        "All ranks may share it, and it may belong to root.",
         in_key=False,
     )
     share_artifacts: bool = setting(
@@ -289,6 +301,13 @@ class Config:
         """Other compiler for regions, or None."""
         return self.kernels if isinstance(self.kernels, KernelBackend) else None
 
+    @property
+    def size_bounds(self) -> tuple[int, ...] | None:
+        """The largest size of each class, ascending; none for powers of two; None without classes."""
+        if not self.size_classes:
+            return None
+        return () if self.size_classes == "auto" else tuple(map(int, self.size_classes.split(",")))
+
     def idle(self) -> tuple[str, ...]:
         """A line for each changed option without effect, with the reason, and for misspelt environment variables."""
         options = (
@@ -343,6 +362,8 @@ def _checked(name: str, value: Any) -> Any:
         return find_backend(value)
     if name == "chunked_loss":
         return _parts(value)
+    if name == "size_classes":
+        return _bounds(value)
     value = check_type(name, _types()[name], value)
     if name == "cache_size_gib" and value < 0:
         raise OptionError(f"dcompile: {name}={value!r} should be a number of GiB, or 0 for no limit")
@@ -356,6 +377,19 @@ def _parts(value: Any) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 0 or number == 1:
         raise OptionError(f"dcompile: chunked_loss={number!r} should be a number of parts, at least 2, or 0 for none")
     return number
+
+
+def _bounds(value: Any) -> str:
+    """Bounds of size classes, as text in one form. Raises OptionError unless they are sizes."""
+    if value is None or value in ("", "auto"):
+        return value or ""
+    words = value.split(",") if isinstance(value, str) else value
+    words = list(words) if isinstance(words, Iterable) else [words]
+    if any(isinstance(word, bool) or not str(word).strip().isdigit() or int(word) < 2 for word in words) or not words:
+        raise OptionError(
+            f"dcompile: size_classes={value!r} should be sizes of at least 2, such as [512, 1024, 2048], or 'auto'"
+        )
+    return ",".join(map(str, sorted({int(word) for word in words})))
 
 
 def option_types() -> dict[str, tuple[str, Any, str]]:

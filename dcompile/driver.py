@@ -174,8 +174,8 @@ class Pipeline:
 
     def _why_not_tuned(self, gm: Any) -> str:
         if all(traits_of(device.type).is_host for device in _devices(gm)):
-            return "it measures products on GPUs, and this graph runs on the CPU"
-        return "it measures products beside kernels of ours, and this graph runs on ATen's"
+            return "it measures matmuls on GPUs, and this graph runs on the CPU"
+        return "it measures matmuls together with dcompile's kernels, and this graph runs on ATen's"
 
     def _chosen(self, plan: ProgramPlan, gm: Any) -> Chosen:
         """Choose algorithms for large GEMMs by measuring, and note the result for the receipt."""

@@ -34,6 +34,10 @@ class ExportError(DcompileError):
     """A model cannot be exported, or an exported one cannot be loaded or called here; the message gives the reason."""
 
 
+class PrecompileError(DcompileError):
+    """A job cannot be compiled where its ranks are not; the message says what of it needs them, or needs values."""
+
+
 class VerifyError(DcompileError):
     """A program breaks a rule of `ir.verify`: always a bug of dcompile.
 

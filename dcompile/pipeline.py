@@ -36,6 +36,7 @@ from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import recompute_lo
 from dcompile.capture.passes.dynamo.decode_attention import decompose_decode_attention
 from dcompile.capture.passes.dynamo.grouped_experts import group_experts
 from dcompile.capture.passes.dynamo.grouped_query_attention import use_grouped_query_attention
+from dcompile.capture.passes.dynamo.inline_regions import inline_checkpoints, inline_nested_regions
 from dcompile.capture.passes.dynamo.loss_gradient_in_forward import compute_loss_gradient_in_forward
 from dcompile.capture.passes.dynamo.recurrent_layers import keep_recurrent_layers_whole
 from dcompile.capture.passes.dynamo.unfold_by_slices import view_unfold_by_slices
@@ -62,6 +63,8 @@ if TYPE_CHECKING:
 BOTH = ("joint", "inference")
 
 DYNAMO_PASSES: tuple[GraphPass, ...] = (
+    # first: other passes treat inlined regions as part of the graph
+    GraphPass(inline_nested_regions, required=True),
     GraphPass(group_experts, lambda request: (request.config.autocast_experts,), required=True),
     GraphPass(keep_recurrent_layers_whole, required=True),
     # torch writes zeros into the gaps between windows that are changed in place
@@ -78,6 +81,8 @@ DYNAMO_PASSES: tuple[GraphPass, ...] = (
     ),
     # after chunks: those losses have no logits left
     GraphPass(compute_loss_gradient_in_forward, when=with_own_kernels),
+    # last: other passes recognize checkpointed operations by their regions
+    GraphPass(inline_checkpoints, when=lambda config: config.layers_once),
 )
 """Rewrites of the graph that TorchDynamo captured, before autograd traces it."""
 

@@ -1,4 +1,4 @@
-"""The text of one sequence as its tokens arrive: shown as soon as nothing can change it, cut at a stop string."""
+"""Stream the text of one sequence as tokens arrive, up to a stop string; shown text never changes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 INCOMPLETE = "\ufffd"
-"""What a tokenizer makes of the first bytes of a character."""
+"""A tokenizer's text for an incomplete character."""
 
 
 class Answer:
     """Collects tokens, and passes text to `show` that no later token changes.
 
-    A stop string that has only begun is held back until it is certain. Neither it nor a stop token is part of `text`.
+    A possible beginning of a stop string is shown only once it cannot become one. Stop strings and stop tokens are not
+    part of `text`.
     """
 
     def __init__(
@@ -27,12 +28,12 @@ class Answer:
         self.tokens: list[int] = []
         self.text = ""
         self.stopped = ""
-        """The stop token or string that ended it, in words."""
+        """Description of the stop token or string that ended the answer."""
         self._decoded = self._context = 0
         self._shown = 0
 
     def add(self, token: int) -> bool:
-        """Take the next token; True if it ends the answer."""
+        """Take the next token; return True if it ends the answer."""
         if token in self.stop_tokens:
             self.stopped = f"token {token}"
             self.finish()
@@ -45,14 +46,14 @@ class Answer:
         return False
 
     def finish(self) -> str:
-        """No more tokens come: show the rest, and return the whole text."""
+        """End the answer: show the rest, and return the whole text."""
         if not self.stopped or self.stopped.startswith("token"):
             self._decode(last=True)
         self._show_up_to(len(self.text))
         return self.text
 
     def _decode(self, last: bool) -> None:
-        """Add the text of new tokens. It is decoded with a few tokens before: spaces depend on their neighbours."""
+        """Add the text of new tokens, decoded together with a few earlier ones, since spaces depend on neighbours."""
         before = self._text_of(self.tokens[self._context : self._decoded])
         now = self._text_of(self.tokens[self._context :])
         if len(now) <= len(before) or (now.endswith(INCOMPLETE) and not last):
@@ -71,7 +72,7 @@ class Answer:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _uncertain(self) -> int:
-        """Length of the longest end of the text that is the beginning of a stop string."""
+        """Return the length of the text's longest suffix that is a prefix of a stop string."""
         ends = (len(prefix) for stop in self.stop_strings for prefix in _beginnings(stop) if self.text.endswith(prefix))
         return max(ends, default=0)
 

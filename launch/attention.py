@@ -1,7 +1,7 @@
-"""Attention on a key-value cache whose heads are shared by groups of queries: keys and values are read as they lie.
+"""Grouped-query attention on a key-value cache, without copies of keys and values.
 
-transformers repeats them for each head of its queries where there is a mask, as there is with a cache of fixed size:
-written and read again in every layer of every step.
+If there is a mask, as with a cache of fixed size, transformers repeats keys and values for each head of the queries. In
+every layer of every step, these copies are written and read.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ def grouped_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Queries [batch, heads, n, size] on keys and values [batch, groups, slots, size]; mask [batch, 1, n, slots].
+    """Attend with queries [batch, heads, n, size] to keys and values [batch, groups, slots, size].
 
-    A group's queries are taken as queries of one head. Returns [batch, n, heads, size], and no weights.
+    `mask` is [batch, 1, n, slots]. The queries of a group become queries of one head. Returns [batch, n, heads, size],
+    and no weights.
     """
     batch, heads, count, size = query.shape
     groups, slots = key.shape[1:3]
@@ -38,7 +39,7 @@ def grouped_attention(
 
 
 def register() -> str:
-    """Make it known to transformers; returns the name for `attn_implementation`."""
+    """Register this attention with transformers; return its name for `attn_implementation`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, grouped_attention)

@@ -12,15 +12,15 @@ from answer import Answer
 from common import UserError, World, tell
 
 Reply = Callable[[list[int], Callable[[str], None]], Answer]
-"""(prompt tokens, what to do with new text) -> the answer."""
+"""(prompt tokens, callback for new text) -> the answer."""
 
 
 PATIENCE = timedelta(days=7)
-"""How long ranks wait for the user. A process group's own limit is minutes."""
+"""Maximum wait of ranks for the user. A process group's default timeout is minutes."""
 
 
 def read_line(world: World, group: dist.ProcessGroup) -> str | None:
-    """The next line that the user types, on all ranks; None at the end of the input."""
+    """Return the next line that the user types, on all ranks; None at the end of the input."""
     line: list[str | None] = [None]
     if world.is_main:
         if sys.stdin.isatty():
@@ -33,7 +33,7 @@ def read_line(world: World, group: dist.ProcessGroup) -> str | None:
 
 
 class Conversation:
-    """What was said so far, as the model's own chat template puts it; as plain text where it has none."""
+    """The conversation so far, in the model's chat template, or as plain text if it has none."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -42,7 +42,7 @@ class Conversation:
         self.text = ""
 
     def ask(self, line: str) -> list[int]:
-        """Add the user's line; the tokens of the whole conversation."""
+        """Add the user's line; return the tokens of the whole conversation."""
         if self.has_template:
             self.messages.append({"role": "user", "content": line.rstrip("\n")})
             text = self.tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=True)
@@ -59,7 +59,7 @@ class Conversation:
 
 
 def chat(tokenizer: Any, reply: Reply, world: World) -> None:
-    """Answer line by line until the input ends. `/clear` starts anew, and so does a cache that is full."""
+    """Answer line by line until the input ends. `/clear` starts a new conversation, and so does a full cache."""
     conversation = Conversation(tokenizer)
     waiting = dist.new_group(backend="gloo", timeout=PATIENCE)
     say = (lambda text: print(text, end="", flush=True)) if world.is_main else (lambda text: None)

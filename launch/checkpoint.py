@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent: written aside, renamed when all ranks are done, LATEST last."""
+"""Atomic checkpoints: written under another name, renamed when all ranks are done, then named in LATEST."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from common import UserError, World, raise_together, tell
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 KEEP = 3
-"""How many checkpoints stay on disk."""
+"""Number of checkpoints that are kept on disk."""
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What a file system without locks answers."""
+"""Errors of a file system without locks."""
 
 Settings = dict[str, Any]
-"""What must be the same for a run to be continued: seed, data, and the model's config."""
+"""Settings that must be equal to continue a run: seed, data, and the model's config."""
 
 
 def save(
     folder: Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, world: World
 ) -> Path:
-    """Write `folder/step-000030`. Names in it are the plain model's, without wrappers, so any backend reads it."""
+    """Write `folder/step-000030`. Its names are the plain model's, without wrappers, so any backend can load it."""
     final, aside = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
     if world.is_main:
         shutil.rmtree(aside, ignore_errors=True)
@@ -53,16 +53,16 @@ def save(
 
 
 def drop_old(folder: Path, newest: Path) -> None:
-    """Keep the last few by time of writing: an earlier, longer run may have left higher step numbers here."""
+    """Remove all but the last few by time of writing: an earlier, longer run may have left higher step numbers."""
     others = [path for path in folder.glob("step-*") if path != newest]
     for path in sorted(others, key=lambda p: p.stat().st_mtime, reverse=True)[KEEP - 1 :]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def lock(folder: Path, world: World) -> TextIO | None:
-    """Claim `folder` for this job until rank 0 ends, however it ends; keep what is returned. Every rank calls it.
+    """Lock `folder` for this job until rank 0 ends in any way; the caller keeps the result. Every rank calls it.
 
-    The lock is a record lock: a forked child has no part in it, so that none outlives a killed rank 0.
+    The lock is a record lock. Forked children do not inherit it, so it does not outlive a killed rank 0.
     """
     problem, stream = None, None
     if world.is_main:
@@ -73,7 +73,7 @@ def lock(folder: Path, world: World) -> TextIO | None:
             stream.truncate(0)
             stream.write(f"process {os.getpid()} on {socket.gethostname()}")
             stream.flush()
-        except (BlockingIOError, PermissionError):  # which of them is up to the system
+        except (BlockingIOError, PermissionError):  # which of the two depends on the system
             problem = f"--output-dir {folder}: another job writes there ({_owner(stream)}); give this one its own"
         except OSError as error:
             if error.errno not in NO_LOCKS:
@@ -92,7 +92,7 @@ def _owner(stream: TextIO | None) -> str:
 
 
 def find(folder: Path, resume: str) -> Path | None:
-    """The checkpoint that --resume asks for: none, the newest of the output folder if any, or a given one."""
+    """Return the checkpoint for --resume: none, the newest of the output folder if any, or a given one."""
     if resume == "none":
         return None
     if resume == "auto":

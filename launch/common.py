@@ -1,4 +1,4 @@
-"""What the launch scripts share: the process group, devices, model configs, compiling, stopping, digests."""
+"""Functions shared by launch scripts: process group, devices, model configs, compilation, signals, digests."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ CONFIGS = Path(__file__).parent / "configs"
 
 
 class UserError(Exception):
-    """Something the user can put right: printed without a traceback."""
+    """An error that the user can correct; it is printed without a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process's place in the job that torchrun started; a job of one outside torchrun."""
+    """Rank and size of the job that torchrun started; outside of torchrun, a job of one process."""
 
     rank: int
     local_rank: int
@@ -43,7 +43,7 @@ class World:
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """`auto` is CUDA where there is any. Each process of a host takes the GPU of its local rank."""
+    """Return the device: `auto` is CUDA if available. Each process of a host uses the GPU of its local rank."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -63,8 +63,8 @@ def join_world(wanted_device: str) -> World:
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
-        # torchrun keeps one store over restarts. Without a prefix of its own, a restarted rank may read the address
-        # that a peer of the last attempt left there, and fail with "connection refused".
+        # torchrun keeps one store over restarts. Without a prefix for each attempt, a restarted rank may read the
+        # address of a peer of the last attempt, and fail with "connection refused".
         store, rank, size = next(dist.rendezvous("env://"))
         store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     else:
@@ -75,16 +75,17 @@ def join_world(wanted_device: str) -> World:
 
 
 RELEASE_SECONDS = 0.2
-"""For Gloo's threads to release the tensors of the last collective, which takes microseconds once they get to run."""
+"""Time for Gloo's threads to release the last collective's tensors, which takes microseconds once they run."""
 
 
 def leave_world() -> None:
-    """End the process group, and its threads with it, before the interpreter ends.
+    """End the process group and its threads before the interpreter ends.
 
-    Models hold on to their group in reference cycles. Left to the interpreter's end, a thread of Gloo's that has yet to
-    release the last collective's tensors asks for the interpreter's lock meanwhile, and the process aborts (torch 2.13
-    on busy machines, once in some thousand runs; about one in thirty where that thread is starved). And the group,
-    which waits for its threads, waits for ever if it ends before: so they are left the lock for a moment first.
+    Models keep their group alive in reference cycles. At the interpreter's end, a thread of Gloo that has not released
+    the last collective's tensors yet requests the interpreter's lock. Then the process aborts: on busy machines once in
+    some thousand runs (torch 2.13), about once in thirty if that thread is starved. Also, the group waits for its
+    threads when it is destroyed, and for ever if they still need the lock. So the threads get the lock for a moment
+    first.
     """
     time.sleep(RELEASE_SECONDS)
     dist.destroy_process_group()
@@ -97,11 +98,11 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""Kinds of models ("model_type") of one shape: RMSNorm, rotary positions, grouped queries, gated MLP."""
+"""Kinds of models ("model_type") of one architecture: RMSNorm, rotary positions, grouped queries, gated MLP."""
 
 
 def load_config(name: str, families: Sequence[str] = ("llama",)) -> Any:
-    """A Hugging Face config from a JSON file or the folder that has it, or from the name of one in launch/configs."""
+    """Load a Hugging Face config from a JSON file, a folder with one, or by the name of one in launch/configs."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -130,7 +131,10 @@ def load_config(name: str, families: Sequence[str] = ("llama",)) -> Any:
 def compile_model(
     model: torch.nn.Module, backend: str, mode: str | None, fullgraph: bool, options: Mapping[str, str]
 ) -> torch.nn.Module:
-    """The one line that differs between backends. dcompile compiles in place: same object, same parameters."""
+    """Compile the model: the one line that differs between backends.
+
+    dcompile compiles in place: the object and its parameters stay the same.
+    """
     if backend == "eager":
         if mode or fullgraph or options:
             raise UserError("--compile.* settings need --backend inductor or dcompile")
@@ -142,12 +146,12 @@ def compile_model(
             return dcompile.compile(model, mode=mode, fullgraph=fullgraph, options=dict(options) or None)
         parsed = {name: _value(text) for name, text in options.items()} or None
         return torch.compile(model, backend=backend, mode=mode, fullgraph=fullgraph, options=parsed)
-    except (ValueError, RuntimeError) as error:  # torch raises both for options that it does not know
+    except (ValueError, RuntimeError) as error:  # torch raises either for unknown options
         raise UserError(str(error)) from error
 
 
 def parse_options(pairs: Iterable[str]) -> dict[str, str]:
-    """`k=v` pairs of --compile.options."""
+    """Parse the `k=v` pairs of --compile.options."""
     split = [pair.partition("=") for pair in pairs]
     for name, sign, _ in split:
         if not (name and sign):
@@ -156,7 +160,7 @@ def parse_options(pairs: Iterable[str]) -> dict[str, str]:
 
 
 def _value(text: str) -> Any:
-    """Inductor wants typed values: true, 3 and 0.5 are read as JSON, all else is a string."""
+    """Parse a value for Inductor, which needs types: true, 3 and 0.5 are read as JSON, all else is a string."""
     try:
         return json.loads(text.lower() if text in ("True", "False") else text)
     except json.JSONDecodeError:
@@ -164,12 +168,12 @@ def _value(text: str) -> Any:
 
 
 def digest_of(model: torch.nn.Module) -> str:
-    """SHA-256 of all parameters, bit for bit; sharded ones are put together."""
+    """Return the SHA-256 of all parameters, bit for bit; sharded ones are gathered."""
     return digest_of_tensors(dict(model.named_parameters()))
 
 
 def digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The same for tensors by name."""
+    """Return the SHA-256 of tensors by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
@@ -179,18 +183,18 @@ def digest_of_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def gather(value: Any, world: World) -> list[Any]:
-    """The values of all ranks, on all ranks."""
+    """Return the values of all ranks, on all ranks."""
     values: list[Any] = [None] * world.size
     dist.all_gather_object(values, value)
     return values
 
 
 def stop_on_signals(seconds: float = 5.0) -> None:
-    """End soon after SIGTERM or SIGINT, even inside a collective that no other rank will join any more.
+    """End soon after SIGTERM or SIGINT, even inside a collective that no other rank joins any more.
 
     The Python handler runs only when the main thread is back in Python, which a blocked collective prevents. The
-    interpreter also writes the signal number to a pipe at once; a thread waiting there gives the main thread `seconds`
-    to unwind (which ends compilers it started) and then ends the process.
+    interpreter also writes the signal number to a pipe at once, where a thread waits. It gives the main thread
+    `seconds` to unwind, which ends compilers that it started, and then ends the process.
     """
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
@@ -212,17 +216,17 @@ def stop_on_signals(seconds: float = 5.0) -> None:
 
 
 def tell(text: str, stream: TextIO | None) -> None:
-    """Print a line. A stream that is absent, closed or full never ends the run that the line is about."""
+    """Print a line. An absent, closed or full stream never ends the run."""
     with contextlib.suppress(Exception):
         print(text, file=stream, flush=True)
 
 
 USER_ERROR = 2
-"""Exit status of a script that has said in one line what the user can put right."""
+"""Exit status of a script after a UserError."""
 
 
 def raise_together(problem: str | None, world: World) -> None:
-    """Raise rank 0's problem as a UserError there, and end the other ranks in silence; nothing if there is none."""
+    """Raise rank 0's problem as a UserError there, and end the other ranks silently; do nothing without a problem."""
     said = [problem]
     dist.broadcast_object_list(said, 0)
     if said[0] is not None:
@@ -233,9 +237,9 @@ def raise_together(problem: str | None, world: World) -> None:
 
 @contextlib.contextmanager
 def clear_errors() -> Any:
-    """Print a UserError as one line on each rank that has it, and exit with status 2.
+    """Print a UserError as one line on each rank that raises it, and exit with status 2.
 
-    Under torchrun the line goes into its error file, too, so that its summary ends with what is wrong.
+    Under torchrun the line also goes into its error file, so that torchrun's summary ends with it.
     """
     try:
         yield

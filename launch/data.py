@@ -13,15 +13,15 @@ import torch
 from common import UserError
 
 END = 256
-"""The one token that is no byte: it stands before every file."""
+"""The only token that is no byte; it precedes every file."""
 
 HELD_OUT = 0.02
-"""Share of the text, at its end, that is kept for evaluation."""
+"""Fraction of the text, at its end, that is used only for evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Tokens for training and, apart from them, for evaluation."""
+    """Tokens for training, and separate ones for evaluation."""
 
     description: str
     train: np.ndarray
@@ -29,7 +29,7 @@ class Text:
 
 
 def find_files(path: str | None) -> tuple[str, list[Path]]:
-    """A file, all text files of a folder, or by default the Python standard library, which every machine has."""
+    """Return a file, all text files of a folder, or by default the Python standard library, which every machine has."""
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         files = [p for p in root.rglob("*.py") if not {"site-packages", "dist-packages"} & set(p.parts)]
@@ -43,7 +43,7 @@ def find_files(path: str | None) -> tuple[str, list[Path]]:
 
 
 def _is_binary(file: Path) -> bool:
-    """No text has a zero byte; pictures and programs have one soon."""
+    """Is a file binary? Text has no zero byte; pictures and programs have one near the start."""
     with file.open("rb") as stream:
         return b"\0" in stream.read(4096)
 
@@ -75,6 +75,6 @@ def _read(files: list[Path], room: int) -> Iterator[np.ndarray]:
 
 
 def batch(tokens: np.ndarray, size: int, seq_len: int, key: tuple[int, ...]) -> torch.Tensor:
-    """`size` windows at random places. The same key, (seed, step, micro-step, rank), always gives the same batch."""
+    """Return `size` windows at random positions. Equal keys (seed, step, micro-step, rank) give equal batches."""
     starts = np.random.default_rng(key).integers(0, len(tokens) - seq_len + 1, size)
     return torch.from_numpy(np.stack([tokens[start : start + seq_len] for start in starts]).astype(np.int64))

@@ -1,4 +1,4 @@
-"""Generation with a fixed cache: prompts go in by chunks, then one token of each sequence at a time."""
+"""Generation with a fixed cache: prompts are processed in chunks, then one token of each sequence at a time."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from sampling import Sampler, Sampling
 from torch import nn
 
 AroundCall = Callable[[int], contextlib.AbstractContextManager[Any]]
-"""Called with the number of a decode call; what it returns is entered around the call."""
+"""(number of a decode call) -> context manager around that call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """New tokens of each sequence, and what they took."""
+    """New tokens of each sequence, and their times."""
 
     tokens: list[list[int]]
     prefill_seconds: float = 0.0
     seconds: list[float] = field(default_factory=list)
-    """Of each decode step."""
+    """Seconds of each decode step."""
 
 
 class Decoder:
-    """A model, its cache, and the two calls that generation is made of.
+    """A model, its cache, and the two calls of generation: prefill and decode.
 
-    `compile_with` compiles the decode call, and the prefill call where `compile_prefill`. A compiled prefill sees
-    chunks of one size: the first is filled up with padding. Otherwise only short prompts of a batch are padded.
+    `compile_with` compiles the decode call, and with `compile_prefill` the prefill call, too. A compiled prefill gets
+    chunks of one size, and the first chunk is padded. Otherwise only short prompts of a batch are padded.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Decoder:
         self.fixed_chunks = compile_with is not None and compile_prefill
         self.batch = cache.slot_positions.shape[0]
         self.fed: list[list[int]] = [[] for _ in range(self.batch)]
-        """What the cache holds of each sequence."""
+        """Tokens of each sequence in the cache."""
         step = _make_step(model, cache)
 
         def prefill(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -62,19 +62,19 @@ class Decoder:
         self.decode_call = compile_with(decode) if compile_with else decode
 
     def slots_of(self, lengths: list[int]) -> int:
-        """Slots that prompts of these lengths take."""
+        """Return the number of slots for prompts of these lengths."""
         longest = max(lengths)
         return -(-longest // self.chunk) * self.chunk if self.fixed_chunks else longest
 
     def forget(self) -> None:
-        """Start anew."""
+        """Clear the cache."""
         self.cache.clear()
         self.fed = [[] for _ in range(self.batch)]
 
     def prefill(self, prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits behind the prompts [batch, vocabulary], and the padded prompts: tokens and positions [batch, n].
+        """Return logits after the prompts [batch, vocabulary], and the padded prompts: tokens and positions [batch, n].
 
-        What the cache holds already is kept where all prompts go on from it.
+        If all prompts continue the cached sequences, only their new tokens are processed.
         """
         if not all(
             prompt[: len(fed)] == fed and len(prompt) > len(fed) for prompt, fed in zip(prompts, self.fed, strict=True)
@@ -96,15 +96,15 @@ class Decoder:
         return logits, tokens, positions
 
     def decode(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Feed one token of each sequence [batch]; logits behind them [batch, vocabulary]."""
+        """Process one token of each sequence [batch]; return the logits after them [batch, vocabulary]."""
         self.cache.reserve(1, "the next token")
-        torch.compiler.cudagraph_mark_step_begin()  # the last logits are used up: their memory may be written
+        torch.compiler.cudagraph_mark_step_begin()  # the memory of the last logits may be reused now
         logits: torch.Tensor = self.decode_call(tokens[:, None])
         return logits
 
 
 def _make_step(model: Any, cache: FixedCache) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(tokens, positions [batch, n]) -> logits of the last ones [batch, vocabulary]."""
+    """Return a function (tokens, positions [batch, n]) -> logits after the last tokens [batch, vocabulary]."""
     config = model.config
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -130,12 +130,12 @@ def _make_step(model: Any, cache: FixedCache) -> Callable[[torch.Tensor, torch.T
 
 
 def _columns(rows: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Columns with strides of their own: a compiled graph is for these, whatever they were cut from."""
+    """Return a contiguous copy of columns: a compiled graph guards on strides, which vary in a slice."""
     return rows[:, start:end].clone(memory_format=torch.contiguous_format)
 
 
 def _pad_left(rows: list[list[int]], starts: list[int], count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and positions [batch, count]: padding is at the left, as token 0 at position -1."""
+    """Return tokens and positions [batch, count], padded at the left with token 0 at position -1."""
     tokens = torch.zeros(len(rows), count, dtype=torch.int64)
     positions = torch.full((len(rows), count), -1)
     for row, (new, start) in enumerate(zip(rows, starts, strict=True)):
@@ -153,9 +153,9 @@ def generate(
     add: Callable[[int, int], bool] = lambda row, token: False,
     around_call: AroundCall = lambda call: contextlib.nullcontext(),
 ) -> Generated:
-    """Run the prompts, then at most `count - 1` decode steps.
+    """Process the prompts, then at most `count - 1` decode steps.
 
-    `add(row, token)` is told of each new token, and says whether that sequence is done. The others go on without it.
+    `add(row, token)` is called with each new token, and returns whether that sequence is done. Others continue.
     """
     if len(prompts) != decoder.batch or not all(prompts):
         raise UserError(f"{len(prompts)} prompts for a batch of {decoder.batch}: none may be missing or empty")

@@ -1,4 +1,4 @@
-"""One vocabulary of flags: the same name means the same in every launch script."""
+"""Flags shared by launch scripts: a name has the same meaning in each."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 BACKENDS = ("eager", "inductor", "dcompile")
 CHECKPOINT_INTERVAL = 50
-"""Steps between checkpoints by default: `make train` keeps one on its way, and a day's run loses minutes."""
+"""Default steps between checkpoints: `make train` writes one before its end, and a day's run loses minutes at most."""
 
 
 def positive(text: str) -> int:
-    """The type of counts: an integer of at least 1."""
+    """Parse a count: an integer of at least 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
@@ -19,7 +19,7 @@ def positive(text: str) -> int:
 
 
 def not_negative(text: str) -> int:
-    """The type of counts where 0 means never or none."""
+    """Parse a count of at least 0, where 0 means never or none."""
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is less than 0")
@@ -27,7 +27,7 @@ def not_negative(text: str) -> int:
 
 
 def add_model_flags(parser: argparse.ArgumentParser, config: str) -> None:
-    """Which model, on what: --config, --device, --seed."""
+    """Add flags of the model and device: --config, --device, --seed."""
     add = parser.add_argument
     add("--config", default=config, help="shape of the model: a config.json, or a name from launch/configs")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is cuda where there is a GPU")
@@ -35,7 +35,7 @@ def add_model_flags(parser: argparse.ArgumentParser, config: str) -> None:
 
 
 def add_compile_flags(parser: argparse.ArgumentParser) -> None:
-    """Who compiles, and how: --backend and the arguments of torch.compile."""
+    """Add flags of the compiler: --backend and the arguments of torch.compile."""
     add = parser.add_argument
     add("--backend", choices=BACKENDS, default="dcompile", help="what compiles the model")
     add("--compile.mode", dest="compile_mode", metavar="MODE", help="mode of torch.compile")
@@ -44,7 +44,7 @@ def add_compile_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_training_flags(parser: argparse.ArgumentParser, output_dir: str) -> None:
-    """Steps, batches, optimizer, data, and what a run leaves behind."""
+    """Add flags of training: steps, batches, optimizer, data, and output."""
     add = parser.add_argument
     add("--steps", type=positive, default=60, help="optimizer steps in all")
     add("--batch-size", type=positive, default=4, help="sequences per rank and micro-step")

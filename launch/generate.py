@@ -1,4 +1,4 @@
-"""Generate text with a Llama, Mistral or Qwen model, split over the ranks, decoding through one graph.
+"""Generate text with a Llama, Mistral or Qwen model, split over the ranks, with one graph for decoding.
 
 torchrun --standalone --nproc-per-node 2 launch/generate.py --tp 2 --model FOLDER --prompt "Once upon a time"
 torchrun --standalone --nproc-per-node 2 launch/generate.py --tp 2 --config llama_debug --check
@@ -38,9 +38,9 @@ from sampling import Sampling
 from torch.distributed.elastic.multiprocessing.errors import record
 
 CHAT_SLOTS = 4096
-"""Slots of a conversation's cache, where --cache-len does not say."""
+"""Slots of a conversation's cache without --cache-len."""
 SLOT_MULTIPLE = 64
-"""Of slots by default: attention's kernels copy masks whose rows are not aligned."""
+"""The default number of slots is a multiple of this: attention kernels copy masks with unaligned rows."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -73,7 +73,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def load_tokenizer(folder: str | None) -> Any:
-    """The folder's tokenizer; bytes for a random model."""
+    """Load the folder's tokenizer, or make a byte tokenizer for a random model."""
     if folder is None:
         from hf_folder import byte_tokenizer
 
@@ -87,7 +87,7 @@ def load_tokenizer(folder: str | None) -> Any:
 
 
 def find_stop_tokens(config: Any, tokenizer: Any, folder: str | None) -> set[int]:
-    """Ids that end an answer: of the config, the tokenizer, and generation_config.json."""
+    """Return the token ids that end an answer, from the config, the tokenizer, and generation_config.json."""
     found = [config.eos_token_id, tokenizer.eos_token_id]
     path = Path(folder or "") / "generation_config.json"
     if folder and path.is_file():
@@ -96,7 +96,7 @@ def find_stop_tokens(config: Any, tokenizer: Any, folder: str | None) -> set[int
 
 
 class Session:
-    """A loaded model with its tokenizer, and what the command line wants of it."""
+    """A loaded model with its tokenizer and the command line's arguments."""
 
     def __init__(self, args: argparse.Namespace, world: World) -> None:
         self.args, self.world = args, world
@@ -121,11 +121,11 @@ class Session:
         if self.args.dtype != "auto":
             return DTYPES[self.args.dtype]
         if self.world.device.type == "cpu" or self.args.check:
-            return torch.float32  # 16 bits would round sums over the ranks otherwise than one process does
+            return torch.float32  # 16-bit sums over ranks are rounded differently from those of one process
         return self.config.dtype or torch.bfloat16 if self.args.model else torch.bfloat16
 
     def make_decoder(self, batch: int, slots: int, alone: bool = False) -> Decoder:
-        """The model and a cache of this size; `alone`: whole, in this process, and eager."""
+        """Make a decoder with a cache of this size; `alone`: the whole model in this process, eager."""
         args, world = self.args, self.world
         rank, size = (0, 1) if alone else (world.rank, world.size)
         model = build(self.config, self.weights, args.route, rank, size, self.dtype, world.device)
@@ -138,7 +138,7 @@ class Session:
         args = self.args
         options: dict[str, Any] = dict(parse_options(args.compile_options))
         if args.backend == "dcompile" and not args.compile_mode:
-            options.setdefault("receipt", False)  # it would come in the middle of an answer
+            options.setdefault("receipt", False)  # it would be printed in the middle of an answer
         return functools.partial(
             torch.compile,
             backend=args.backend,
@@ -149,7 +149,10 @@ class Session:
         )
 
     def slots_for(self, prompts: list[list[int]]) -> int:
-        """Slots of the cache: as asked for, or as the prompts and their answers need. UserError if they cannot fit."""
+        """Return the number of cache slots: --cache-len, or enough for the prompts and answers.
+
+        Raises UserError if these do not fit.
+        """
         args = self.args
         longest = max(len(prompt) for prompt in prompts)
         chunk = args.prefill_chunk if args.compile_prefill and args.backend != "eager" else 1
@@ -167,13 +170,13 @@ class Session:
         return args.cache_len or -(-needed // SLOT_MULTIPLE) * SLOT_MULTIPLE
 
     def answers(self, count: int, show: Callable[[str], None]) -> list[Answer]:
-        """One for each sequence; a single one is shown as it grows."""
+        """Make an answer for each sequence; a single one is streamed."""
         streamed = show if count == 1 else lambda text: None
         return [Answer(self.tokenizer, self.stop_tokens, self.args.stop, streamed) for _ in range(count)]
 
 
 def encode_prompts(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
-    """Token ids of each sequence of the batch."""
+    """Return the token ids of each sequence of the batch."""
     texts = args.prompt or ["def main():"]
     batch = args.batch_size or len(texts)
     if batch < len(texts):
@@ -185,7 +188,7 @@ def encode_prompts(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
 
 
 def answer_prompts(session: Session) -> None:
-    """The prompts of the command line: print the answers; with --check compare them."""
+    """Answer the command line's prompts and print the answers; with --check, compare them with one process."""
     args, world = session.args, session.world
     prompts = encode_prompts(args, session.tokenizer)
     slots = session.slots_for(prompts)
@@ -218,7 +221,7 @@ def answer_prompts(session: Session) -> None:
 def print_results(
     session: Session, decoder: Decoder, prompts: list[list[int]], texts: list[str], generated: Generated
 ) -> None:
-    """Texts that were not streamed, the tokens, and the speed."""
+    """Print texts that were not streamed, the tokens, and the speed."""
     if len(prompts) == 1:
         print()
     else:
@@ -236,7 +239,7 @@ def print_results(
 
 
 def converse(session: Session) -> None:
-    """--chat."""
+    """Run a conversation (--chat)."""
     args = session.args
     positions = session.config.max_position_embeddings
     decoder = session.make_decoder(1, args.cache_len or min(positions, CHAT_SLOTS))
@@ -256,7 +259,7 @@ def converse(session: Session) -> None:
 
 
 def benchmark(session: Session) -> None:
-    """--benchmark."""
+    """Measure the speed of generation (--benchmark)."""
     prompts = encode_prompts(session.args, session.tokenizer)
     decoder = session.make_decoder(len(prompts), session.slots_for(prompts))
     speed = measure(decoder, prompts, session.args.max_new_tokens, session.sampling, session.world)
@@ -265,7 +268,7 @@ def benchmark(session: Session) -> None:
 
 
 def run(args: argparse.Namespace, world: World) -> None:
-    """Load the model, and do what the command line says."""
+    """Load the model, and run the command line's task."""
     if args.tp not in (None, world.size):
         raise UserError(f"--tp {args.tp} with {world.size} rank(s): give torchrun --nproc-per-node {args.tp}")
     if (args.check or args.benchmark) and args.max_new_tokens < 3:

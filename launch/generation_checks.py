@@ -1,4 +1,4 @@
-"""What --check looks at: the tokens of one process, one decode graph, and the all-reduces of a step."""
+"""Checks of --check: equal tokens to one process, one decode graph, and the number of all-reduces in a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from decoding import Generated
 
 
 class Checks:
-    """Looks on while decoding: refuses a second graph, and counts the all-reduces that one step really performs."""
+    """Checks while decoding: it refuses a second graph, and counts the all-reduces that a step performs."""
 
     def __init__(self, compiled: bool) -> None:
         self.compiled = compiled
@@ -20,7 +20,7 @@ class Checks:
 
     @contextlib.contextmanager
     def __call__(self, call: int) -> Iterator[None]:
-        if call == 0:  # compiles, in one graph because of fullgraph=True
+        if call == 0:  # this call compiles, into one graph because of fullgraph=True
             yield
         elif call == 1:
             with self._no_new_graph(), torch.profiler.profile(acc_events=True) as profile:
@@ -36,7 +36,7 @@ class Checks:
 
 
 def check_ranks_agree(tokens: list[list[int]], world: World) -> None:
-    """UserError on all ranks where one chose other tokens: without this they would go on apart."""
+    """Raise UserError on all ranks if one chose other tokens: otherwise ranks would diverge silently."""
     first, *others = gather(tokens, world)
     for rank, chosen in enumerate(others, 1):
         if chosen != first:
@@ -44,9 +44,9 @@ def check_ranks_agree(tokens: list[list[int]], world: World) -> None:
 
 
 def check(generated: Generated, expected: Generated, checks: Checks, layers: int, exact: bool, world: World) -> str:
-    """Raise if the ranks did not do what one process does, with two all-reduces a layer; else say so.
+    """Raise unless the ranks generated one process's tokens with two all-reduces a layer; return a line that says so.
 
-    `exact`: no more all-reduces than these.
+    `exact`: whether more all-reduces are an error, too.
     """
     wanted = 2 * layers if world.size > 1 else 0
     for rank, tokens in enumerate(gather(generated.tokens, world)):

@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face folder (config, tokenizer, safetensors) that `from_pretrained` loads."""
+"""Write a trained model as a Hugging Face folder (config, tokenizer, safetensors) that `from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 PAD = 257
-"""Fills short sequences of a batch; no text has it."""
+"""Padding token of short sequences in a batch; text never contains it."""
 
 
 def byte_tokenizer() -> Any:
-    """Hugging Face's form of launch/data.py's tokens: a byte is its own id, `<|end|>` and `<|pad|>` follow."""
+    """Make a Hugging Face tokenizer for launch/data.py's tokens: bytes as ids, followed by `<|end|>` and `<|pad|>`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -36,14 +36,14 @@ def byte_tokenizer() -> Any:
 
 
 def _letters_of_bytes() -> list[str]:
-    """The printable letter that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    """Return the printable letter of each byte in byte-level vocabularies (GPT-2's table)."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
 
 
 def write_hf_folder(folder: Path, model: nn.Module, config: Any, world: World) -> None:
-    """Write `folder`, whole or not at all. Every rank calls it: sharded parameters are put together for rank 0.
+    """Write `folder`, whole or not at all. Every rank calls it: sharded parameters are gathered on rank 0.
 
     `model` may be in DDP or FSDP, compiled or not: names in the folder are the plain model's.
     """
@@ -54,7 +54,7 @@ def write_hf_folder(folder: Path, model: nn.Module, config: Any, world: World) -
 
 
 def write_complete_folder(folder: Path, tensors: dict[str, torch.Tensor], config: Any) -> None:
-    """Write `folder` from whole tensors by the plain model's names, as one rank has them."""
+    """Write `folder` from whole tensors, by the plain model's names; one rank calls it."""
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     aside = folder.with_name(f".{folder.name}.tmp")
@@ -67,7 +67,7 @@ def write_complete_folder(folder: Path, tensors: dict[str, torch.Tensor], config
 
 
 def write_tensors(folder: Path, tensors: dict[str, torch.Tensor], config: Any) -> None:
-    """config.json for byte tokens, and safetensors files of at most 5 GB, with an index where there are several."""
+    """Write config.json for byte tokens, and safetensors files of at most 5 GB, with an index if there are several."""
     from huggingface_hub import save_torch_state_dict
 
     described = copy.deepcopy(config)

@@ -1,4 +1,4 @@
-"""How fast is generation, and what share of the memory's bandwidth does it use?"""
+"""Benchmark of generation: tokens a second, and the fraction of the memory bandwidth that it uses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 COPY_BYTES = {"cuda": 2**29, "cpu": 2**26}
-"""Large against caches: 512 MB on a GPU, 64 MB on a CPU."""
+"""Bytes of a copy that is large compared to caches: 512 MB on a GPU, 64 MB on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Medians of one benchmark. Bytes and rates are of one rank; a copy's rate counts reads and writes."""
+    """Medians of one benchmark. Bytes and rates are those of one rank; a copy's rate counts reads and writes."""
 
     prompt_tokens: int
     batch: int
@@ -33,7 +33,7 @@ class Speed:
     copy_bytes_per_second: float
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the result as lines of text."""
         moved = self.weight_bytes + self.cache_bytes
         rate = moved / self.decode_seconds
         share = rate / self.copy_bytes_per_second
@@ -48,7 +48,7 @@ class Speed:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of parameters that one decode step reads on this rank: of a table of embeddings, only some rows."""
+    """Return the bytes of parameters that one decode step reads on this rank; of an embedding table, only some rows."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tables -= {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
     parameters = {id(parameter): parameter for parameter in model.parameters() if id(parameter) not in tables}
@@ -57,7 +57,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def copy_rate(device: torch.device, repeats: int = 10) -> float:
-    """Bytes a second that a large copy reads and writes here, the best of several."""
+    """Return the bytes a second that a large copy reads and writes here, the best of several."""
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = []

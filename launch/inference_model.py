@@ -1,4 +1,4 @@
-"""Models for generation, split over the ranks by one of three routes; each rank reads its own slices only."""
+"""Build models for generation, split over ranks in one of three ways; each rank reads only its own slices."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from weights import CheckpointWeights, Part, RandomWeights, Weights
 
 ROUTES = ("manual", "dtensor", "hf")
-"""Who splits the model: launch/tensor_parallel.py, torch's parallelize_module, or transformers."""
+"""The code that splits the model: launch/tensor_parallel.py, torch's parallelize_module, or transformers."""
 
 
 def build(
     config: Any, weights: Weights, route: str, rank: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """This rank's part of the model, for inference, with parameters of `dtype` on `device`."""
+    """Build this rank's part of the model, for inference, with parameters of `dtype` on `device`."""
     check_sizes(config, size)
     if route == "hf" and size > 1:
         return _build_by_transformers(config, weights, size, dtype, device)
@@ -39,7 +39,7 @@ def build(
 
 
 def skeleton(config: Any, dtype: torch.dtype) -> Any:
-    """The whole model on the meta device: shapes without memory."""
+    """Build the whole model on the meta device: shapes without memory."""
     from transformers import AutoModelForCausalLM
 
     own = copy.deepcopy(config)
@@ -50,9 +50,9 @@ def skeleton(config: Any, dtype: torch.dtype) -> Any:
 
 
 def dtensor_plan(config: Any, size: int) -> dict[str, Any]:
-    """Styles of `parallelize_module` for a model of Llama's shape.
+    """Return the styles of `parallelize_module` for a model of Llama's architecture.
 
-    The output projection is split where ranks can share its rows evenly, and it is not the embedding's table.
+    The output projection is split if its rows divide evenly among ranks and it does not share the embedding's table.
     """
     blocks = {"self_attn": ("q_proj", "k_proj", "v_proj", "o_proj"), "mlp": ("gate_proj", "up_proj", "down_proj")}
     styles = {**dict.fromkeys(ROWS, ColwiseParallel()), **dict.fromkeys(COLUMNS, RowwiseParallel())}
@@ -65,7 +65,7 @@ def dtensor_plan(config: Any, size: int) -> dict[str, Any]:
 
 
 def fill(model: Any, config: Any, weights: Weights, rank: int, size: int, device: torch.device) -> None:
-    """Give a model on the meta device its parameters, and the tables of rotary positions."""
+    """Load parameters, and the tables of rotary positions, into a model on the meta device."""
     for name, parameter in list(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
         dim = _sharded_dim(parameter) if isinstance(parameter, DTensor) else split_dim(name) if size > 1 else None
@@ -88,7 +88,7 @@ def _sharded_dim(parameter: DTensor) -> int | None:
 
 
 def _build_by_transformers(config: Any, weights: Weights, size: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """`from_pretrained` with transformers' own plan; random weights go through a folder on this host first."""
+    """Call `from_pretrained` with transformers' own plan; random weights are written to a folder on this host first."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -113,7 +113,7 @@ def _build_by_transformers(config: Any, weights: Weights, size: int, dtype: torc
 
 
 def write_random_folder(folder: Path, config: Any, weights: Weights) -> None:
-    """A checkpoint with parameters of any source."""
+    """Write a checkpoint with parameters of any source."""
     from hf_folder import write_tensors
 
     shapes = {name: parameter.shape for name, parameter in skeleton(config, torch.float32).named_parameters()}
@@ -121,5 +121,5 @@ def write_random_folder(folder: Path, config: Any, weights: Weights) -> None:
 
 
 def open_weights(folder: str | None, seed: int, world: World) -> Weights:
-    """A checkpoint's parameters, or random ones."""
+    """Return a source of a checkpoint's parameters, or of random ones."""
     return CheckpointWeights(Path(folder)) if folder else RandomWeights(seed, world.device)

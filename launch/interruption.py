@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end training after the step under way, on all ranks at once, with a checkpoint."""
+"""End training on SIGINT or SIGTERM: after the step in progress, on all ranks together, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import torch.distributed as dist
 from common import World, clear_errors, join_world, leave_world
 
 GRACE_SECONDS = 25.0
-"""For the step and the checkpoint. torchrun kills processes 30 s after it has sent them a signal."""
+"""Time for the step and the checkpoint. torchrun kills processes 30 s after it has sent them a signal."""
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interruption:
-    """Whether a signal has asked this process to stop; the first one counts.
+    """The first signal that asked this process to stop, 0 if none has.
 
-    A terminal sends Ctrl-C to torchrun and to all ranks, and torchrun sends it on: ranks get it twice.
+    Ranks get Ctrl-C twice: a terminal sends it to torchrun and to all ranks, and torchrun forwards it.
     """
 
     def __init__(self) -> None:
@@ -33,17 +33,17 @@ class Interruption:
         self.signal = self.signal or number
 
     def agreed(self) -> int:
-        """The signal that any rank has got, the same on all ranks; 0 if none. Every rank calls it after a step."""
+        """Return a signal that some rank has got, equal on all ranks; 0 if none. Every rank calls it after a step."""
         asked = torch.tensor(self.signal)
         dist.all_reduce(asked, dist.ReduceOp.MAX)
         return int(asked)
 
 
 def catch_signals(grace_seconds: float = GRACE_SECONDS) -> Interruption:
-    """Note SIGINT and SIGTERM instead of ending at once; but end `grace_seconds` later, come what may.
+    """Record SIGINT and SIGTERM instead of ending at once, but end `grace_seconds` later in any case.
 
-    The Python handler runs only when the main thread is back in Python, which a collective without its peers never
-    is. The interpreter also writes the signal's number to a pipe at once. A thread waits there, and ends the process.
+    The Python handler runs only when the main thread is back in Python, which never happens in a collective without its
+    peers. The interpreter also writes the signal's number to a pipe at once, where a thread waits and ends the process.
     """
     interruption = Interruption()
 
@@ -67,7 +67,7 @@ def catch_signals(grace_seconds: float = GRACE_SECONDS) -> Interruption:
 
 
 def run_training(train: Callable[[argparse.Namespace, World, Interruption], int], args: argparse.Namespace) -> None:
-    """Run one rank's training under these signals, and end the process with its exit status, if that is not 0."""
+    """Run one rank's training with these signal handlers; exit with its status if that is not 0."""
     interruption = catch_signals()
     with clear_errors():
         world = join_world(args.device)

@@ -1,7 +1,7 @@
-"""A key-value cache of fixed size: a prompt of any length and every new token go through the same graphs.
+"""A key-value cache of fixed size: prompts of any length and all new tokens use the same graphs.
 
-All sequences of a batch use the same slots. Each slot has its token's position in each sequence, so that padding, at
-the left of short prompts, is in no other token's past, and neither is what an earlier conversation left there.
+All sequences of a batch use the same slots. Each slot has its token's position in each sequence. So no token attends to
+padding, at the left of short prompts, or to slots that an earlier conversation has left.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from common import UserError
 from transformers.cache_utils import Cache, StaticLayer
 
 FREE = 2**31 - 1
-"""The position of a slot without a token: later than all, so no query sees it."""
+"""Position of a slot without a token: later than all tokens, so no query attends to it."""
 
 
 class FixedCache(Cache):
@@ -42,11 +42,11 @@ class FixedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values of all layers on this rank."""
+        """Return the bytes of keys and values of all layers on this rank."""
         return sum(tensor.nbytes for tensor in (*self.stored_keys, *self.stored_values))
 
     def reserve(self, count: int, what: str) -> None:
-        """Claim `count` slots for `what`, on the host's account; UserError where so many are not free."""
+        """Reserve `count` slots for `what`, in the host's count. Raises UserError if fewer are free."""
         if self.filled + count > self.slots:
             raise UserError(
                 f"the key-value cache is full: {what} needs {count} slots, "
@@ -55,22 +55,22 @@ class FixedCache(Cache):
         self.filled += count
 
     def clear(self) -> None:
-        """Forget all tokens. Keys and values stay where they are, out of every query's sight."""
+        """Clear all positions. Keys and values stay in memory, but no query attends to them."""
         self.filled = 0
         self.slot_positions.fill_(FREE)
         self.next_slot.zero_()
         self.next_positions.zero_()
 
     def place(self, positions: torch.Tensor) -> torch.Tensor:
-        """Give the next n slots to tokens with these positions; returns the slots [n]."""
+        """Assign the next n slots to tokens with these positions; return the slots [n]."""
         slots = self.next_slot + self.all_slots[: positions.shape[1]]
         self.slot_positions.index_copy_(1, slots, torch.where(positions < 0, FREE, positions))
         return slots
 
     def mask(self, positions: torch.Tensor, slots: torch.Tensor, window: int | None) -> torch.Tensor:
-        """Which slots a query sees [batch, 1, n, slots]: its past, at most `window` positions, and always itself.
+        """Return the attention mask [batch, 1, n, slots]: a query's past, at most `window` positions, and itself.
 
-        Padding sees itself alone: a row without any slot would be NaN.
+        Padding attends only to itself: a row without any slot would be NaN.
         """
         past = self.slot_positions[:, None, :] <= positions[:, :, None]
         if window is not None:
@@ -79,12 +79,12 @@ class FixedCache(Cache):
         return (past | itself)[:, None]
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """Called by each attention layer: store the new keys and values, and return all of them."""
+        """Store an attention layer's new keys and values, and return all of the layer's."""
         slots = self.next_slot + self.all_slots[: keys.shape[2]]
         self.stored_keys[layer_idx].index_copy_(2, slots, keys)
         self.stored_values[layer_idx].index_copy_(2, slots, values)
         return self.stored_keys[layer_idx], self.stored_values[layer_idx]
 
     def advance(self, count: int) -> None:
-        """The next `count` slots are taken; called last in a step."""
+        """Advance to the next free slot after `count` new ones; called last in a step."""
         self.next_slot.add_(count)

@@ -1,4 +1,4 @@
-"""What a run leaves behind and says while it goes: metrics as JSON lines, a progress bar or log lines, a loss curve."""
+"""Reports of a training run: metrics as JSON lines, a progress bar or log lines, and a loss curve."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common import UserError, World, digest_of, gather, tell
 
 
 class Reporter:
-    """Rank 0 writes metrics.jsonl and tells how it goes; on the other ranks every method does nothing."""
+    """Writes metrics.jsonl and reports progress on rank 0; on other ranks every method does nothing."""
 
     def __init__(self, folder: Path, start: int, steps: int, log_freq: int, world: World) -> None:
         self.on = world.is_main
@@ -20,7 +20,7 @@ class Reporter:
         self.path = folder / "metrics.jsonl"
         self.bar: Any = None
         self.lost = False
-        """Whether it was reported that metrics cannot be written."""
+        """Whether a failure to write metrics has been reported."""
         if not self.on:
             return
         try:
@@ -31,7 +31,7 @@ class Reporter:
         self.file = self.path.open("w", buffering=1)  # line by line, so that a killed run leaves whole lines
         for line in kept:
             self._write(line)
-        with contextlib.suppress(Exception):  # no stream, or one that is closed: log lines in place of a bar
+        with contextlib.suppress(Exception):  # without an open stream, log lines replace the bar
             if sys.stderr.isatty():
                 from tqdm import tqdm
 
@@ -46,7 +46,7 @@ class Reporter:
                 self.say(f"metrics cannot be written to {self.path}: {error.strerror}; training goes on without them")
 
     def say(self, text: str) -> None:
-        """A line on rank 0, above the progress bar if there is one."""
+        """Print a line on rank 0, above the progress bar if there is one."""
         if self.on and self.bar is not None:
             with contextlib.suppress(Exception):
                 self.bar.write(text)
@@ -54,13 +54,13 @@ class Reporter:
             tell(text, sys.stdout)
 
     def step(self, fields: dict[str, Any]) -> None:
-        """One finished training step."""
+        """Report a finished training step."""
         if not self.on:
             return
         self._write(fields)
         if self.bar is not None:
             speed = f"{fields['tokens_per_s']:.0f} tokens/s"
-            with contextlib.suppress(Exception):  # the terminal may have gone
+            with contextlib.suppress(Exception):  # the terminal may be closed
                 self.bar.set_postfix_str(f"loss {fields['loss']:.4f}, {speed}", refresh=False)
                 self.bar.update()
         elif fields["step"] % self.log_freq == 0 or fields["step"] == self.steps:
@@ -70,7 +70,7 @@ class Reporter:
             )
 
     def held_out(self, step: int, loss: float) -> None:
-        """One evaluation on held-out text."""
+        """Report an evaluation on held-out text."""
         if self.on:
             self._write({"step": step, "held_out_loss": loss})
             self.say(f"step {step:>4}/{self.steps}  held-out loss {loss:.4f}")
@@ -91,7 +91,7 @@ class Reporter:
 
 
 def say_result(report: Reporter, model: Any, folder: Path, world: World) -> int:
-    """Say if all ranks hold the same parameters, and where everything is; the exit status, 1 if they do not."""
+    """Report whether all ranks have the same parameters, and the output's place; return the exit status, 1 if not."""
     digests = gather(digest_of(model), world)
     equal = len(set(digests)) == 1
     report.say(f"parameters equal on all ranks: {'yes ' + digests[0] if equal else f'NO {digests}'}")
@@ -100,7 +100,7 @@ def say_result(report: Reporter, model: Any, folder: Path, world: World) -> int:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All lines of a metrics file; none where there is no file. A half-written last line is left out."""
+    """Return all lines of a metrics file, none without a file. An incomplete last line is left out."""
     if not path.exists():
         return []
     text = path.read_text()
@@ -108,7 +108,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_losses(metrics: Path, image: Path) -> None:
-    """Training and held-out loss over steps."""
+    """Draw training and held-out loss over steps."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,6 +1,6 @@
-"""torchrun that ends in one line: python launch/run.py --standalone --nproc-per-node 2 launch/train.py
+"""Run torchrun with a short error: python launch/run.py --standalone --nproc-per-node 2 launch/train.py
 
-Arguments are torchrun's. Where a rank fails, torchrun prints forty lines about itself below the error that matters.
+Arguments are torchrun's. If a rank fails, torchrun itself prints forty lines below the relevant error; here it is one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.distributed.run import main as torchrun
 
 
 def describe(rank: int, failure: ProcessFailure) -> str:
-    """The first failure: its rank, process and cause."""
+    """Describe the first failure: its rank, process and cause."""
     number = -failure.exitcode
     cause = f"was killed by {signal.Signals(number).name}" if number > 0 else f"exited with status {failure.exitcode}"
     return f"launch: rank {rank} (process {failure.pid}) failed first: it {cause}"
 
 
 def main(argv: Sequence[str] | None = None, run: Callable[[list[str]], object] = torchrun) -> None:
-    """Run torchrun; exit with the status of the rank that failed first. What ended a script is said once."""
+    """Run torchrun; exit with the status of the rank that failed first. A script's error is printed once."""
     for part in ("api", "errors.error_handler"):
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{part}").setLevel(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""How a token is chosen from logits. The steps and their order are those of Hugging Face's `generate`."""
+"""Sample tokens from logits. The steps and their order are those of Hugging Face's `generate`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from common import UserError
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Settings of one request. Temperature 0 takes the likeliest token; None leaves a step out."""
+    """Settings of one request. Temperature 0 selects the likeliest token; None skips a step."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -32,9 +32,9 @@ class Sampling:
 
 
 class Sampler:
-    """Draws the next tokens of a batch. Its random numbers depend on the seed alone: all ranks draw the same ones.
+    """Draws the next tokens of a batch. Random numbers depend only on the seed, so all ranks draw the same ones.
 
-    The seeds would not help where logits differ between ranks: `generate.py` compares the ranks' tokens afterwards.
+    If logits differ between ranks, tokens may differ nevertheless; `generate.py` compares the ranks' tokens afterwards.
     """
 
     def __init__(self, sampling: Sampling, batch: int, vocabulary: int, device: torch.device) -> None:
@@ -43,12 +43,12 @@ class Sampler:
         self.seen = torch.zeros(batch, vocabulary, dtype=torch.bool, device=device)
 
     def note(self, tokens: torch.Tensor, real: torch.Tensor) -> None:
-        """Count tokens [batch, n] as said, those where `real` is true: the last of each row is."""
+        """Record tokens [batch, n] as generated where `real` is true, which the last of each row is."""
         if self.sampling.repetition_penalty != 1:
             self.seen.scatter_(1, torch.where(real, tokens, tokens[:, -1:]), True)
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """The next token of each sequence [batch], from logits [batch, vocabulary]."""
+        """Return the next token of each sequence [batch], from logits [batch, vocabulary]."""
         scores = penalize(logits.float(), self.seen, self.sampling.repetition_penalty)
         if self.sampling.temperature == 0:
             tokens = scores.argmax(-1)
@@ -60,14 +60,14 @@ class Sampler:
 
 
 def penalize(scores: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Make tokens that were said less likely: positive scores are divided by the penalty, negative ones multiplied."""
+    """Make generated tokens less likely: positive scores are divided by the penalty, negative ones multiplied by it."""
     if penalty == 1:
         return scores
     return torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
 
 
 def restrict(scores: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Scores [batch, vocabulary] with -inf for tokens that top-k, top-p or min-p leave out, in this order."""
+    """Return scores [batch, vocabulary] with -inf for tokens that top-k, top-p or min-p exclude, in this order."""
     if sampling.top_k is not None:
         worst = scores.topk(min(sampling.top_k, scores.shape[-1])).values[:, -1:]
         scores = scores.masked_fill(scores < worst, -torch.inf)

@@ -1,8 +1,8 @@
-"""Tensor parallelism by hand: each rank keeps its heads, its part of the MLP, and all-reduces the sums.
+"""Tensor parallelism by hand: each rank has its heads and its part of the MLP, and all-reduces partial sums.
 
-The projections into a block (q, k, v, gate, up) are split by output rows, so no rank needs what another computes until
-the projection out of the block (o, down), split by input columns, which gives each rank a part of the sum. That makes
-two all-reduces a layer. They are plain `dist.all_reduce` calls: torch.compile turns them into nodes of the graph.
+The projections into a block (q, k, v, gate, up) are split by output rows, so ranks compute independently. The
+projection out of the block (o, down) is split by input columns, so each rank computes a partial sum. That makes two
+all-reduces a layer. They are plain `dist.all_reduce` calls, which torch.compile captures in the graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COLUMNS = ("o_proj", "down_proj")
 
 
 class SummedLinear(nn.Module):
-    """The columns of a linear layer that one rank holds; the output is the sum over all ranks."""
+    """One rank's columns of a linear layer; the output is the sum over all ranks."""
 
     def __init__(self, linear: nn.Linear, rank: int, size: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class SummedLinear(nn.Module):
 
 
 def split_dim(name: str) -> int | None:
-    """The dimension along which ranks share the parameter of this name; None where each has all of it."""
+    """Return the dimension in which ranks split the parameter of this name; None if each has all of it."""
     *_, module, kind = name.split(".")
     if module in ROWS:
         return 0
@@ -41,14 +41,14 @@ def split_dim(name: str) -> int | None:
 
 
 def check_sizes(config: Any, size: int) -> None:
-    """UserError where `size` ranks cannot share heads and MLP evenly."""
+    """Raise UserError if `size` ranks cannot split heads and MLP evenly."""
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         if getattr(config, name) % size:
             raise UserError(f"--tp {size}: does not divide {name} = {getattr(config, name)} of this model")
 
 
 def shard(model: nn.Module, rank: int, size: int) -> None:
-    """Cut a whole model of Llama's shape down to this rank's part, in place.
+    """Replace a whole model of Llama's architecture by this rank's part, in place.
 
     Every rank must start from the same weights, or from a model on the meta device.
     """
@@ -66,6 +66,6 @@ def shard(model: nn.Module, rank: int, size: int) -> None:
 
 
 def _part(weight: nn.Parameter, dim: int, rank: int, size: int) -> nn.Parameter:
-    """This rank's slice, copied so that the whole weight can be freed."""
+    """Return this rank's slice, copied so that the whole weight can be freed."""
     part = weight.detach().chunk(size, dim)[rank].clone(memory_format=torch.contiguous_format)
     return nn.Parameter(part, requires_grad=weight.requires_grad)

@@ -47,7 +47,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def build_model(args: argparse.Namespace, world: World) -> torch.nn.Module:
-    """The model, as any script builds it: Hugging Face's Llama in stock DDP or FSDP2."""
+    """Build the model as any script does: Hugging Face's Llama in stock DDP or FSDP2."""
     config = load_config(args.config)
     if config.vocab_size <= END:
         raise UserError(f"--config {args.config}: vocab_size {config.vocab_size} leaves no room for 257 tokens")
@@ -65,7 +65,7 @@ def build_model(args: argparse.Namespace, world: World) -> torch.nn.Module:
 
 
 def shard(model: LlamaForCausalLM, args: argparse.Namespace, world: World) -> torch.nn.Module:
-    """FSDP2: one group of parameters for each layer, and one for the rest."""
+    """Apply FSDP2, with one group of parameters for each layer, and one for the rest."""
     mesh = init_device_mesh(world.device.type, (world.size,))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.dtype == "bf16" else MixedPrecisionPolicy()
     for layer in model.model.layers:
@@ -75,7 +75,7 @@ def shard(model: LlamaForCausalLM, args: argparse.Namespace, world: World) -> to
 
 @contextlib.contextmanager
 def reducing(model: torch.nn.Module, wanted: bool) -> Iterator[None]:
-    """Whether gradients of what runs inside are reduced over the ranks: after the last micro-step only."""
+    """Enable or disable gradient reductions for backwards inside: they are wanted only after the last micro-step."""
     if isinstance(model, DistributedDataParallel):
         with contextlib.nullcontext() if wanted else model.no_sync():
             yield
@@ -85,7 +85,7 @@ def reducing(model: torch.nn.Module, wanted: bool) -> Iterator[None]:
 
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:
-    """Linear warm-up, then constant, so that a run can be continued for longer than it was planned."""
+    """Return the learning rate: linear warm-up, then constant, so that a run can continue beyond its planned end."""
     return float(args.lr * min(1.0, step / max(1, args.warmup_steps)))
 
 
@@ -98,9 +98,9 @@ def training_step(
     args: argparse.Namespace,
     world: World,
 ) -> tuple[float, float]:
-    """Forward, backward and update; returns the loss, mean over ranks and micro-steps, and the gradient norm.
+    """Run forward, backward and update; return the loss, averaged over ranks and micro-steps, and the gradient norm.
 
-    `model` is what is called; `wrapped` is the DDP or FSDP module itself, without what torch.compile put around it.
+    `model` is the callable; `wrapped` is the DDP or FSDP module itself, without the wrapper of torch.compile.
     """
     loss_sum = torch.zeros((), device=world.device)
     for micro in range(args.grad_accum):
@@ -114,7 +114,7 @@ def training_step(
         loss_sum += loss.detach()
     losses = torch.zeros(world.size)
     losses[world.rank] = loss_sum.cpu()
-    dist.all_reduce(losses)  # each rank has its own place, so this gathers them
+    dist.all_reduce(losses)  # each rank fills its own element, so the sum gathers them
     total = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip_norm or math.inf)
     norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
     check_finite(losses.tolist(), norm, step)
@@ -126,7 +126,7 @@ def training_step(
 
 
 def check_finite(losses: list[float], norm: float, step: int) -> None:
-    """Stop before the optimizer moves anything. All ranks know all losses, so all of them stop, and say why."""
+    """Raise before the optimizer's update if a loss or the norm is not finite; all ranks have all losses and raise."""
     for rank, loss in enumerate(losses):
         if not math.isfinite(loss):
             raise UserError(f"step {step}: the loss of rank {rank} is {loss}; parameters are as after step {step - 1}")
@@ -136,7 +136,7 @@ def check_finite(losses: list[float], norm: float, step: int) -> None:
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, text: Text, args: argparse.Namespace, world: World) -> float:
-    """Mean loss on held-out text, always the same text."""
+    """Return the mean loss on held-out text, which is the same text each time."""
     total = torch.zeros(1)
     for index in range(EVAL_BATCHES):
         tokens = batch(text.held_out, args.batch_size, args.seq_len, (0, index, world.rank)).to(world.device)
@@ -146,12 +146,12 @@ def evaluate(model: torch.nn.Module, text: Text, args: argparse.Namespace, world
 
 
 def train(args: argparse.Namespace, world: World, interruption: Interruption) -> int:
-    """The whole run: build, load, compile, steps with evaluations and checkpoints, and the trained model's folder.
+    """Run training: build, load, compile, steps with evaluations and checkpoints, and the trained model's folder.
 
-    Returns the exit status: 0, 1 where parameters differ between ranks, 128 + the signal that ended the run early.
+    Returns the exit status: 0, 1 if parameters differ between ranks, 128 + the signal that ended the run early.
     """
     text = load_text(args.data, args.max_data_mb, args.seq_len)
-    args.claim = lock(args.output_dir, world)  # held until the process ends
+    args.claim = lock(args.output_dir, world)  # kept until the process ends
     model = wrapped = build_model(args, world)
     plain = wrapped.module if isinstance(wrapped, DistributedDataParallel) else wrapped
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
@@ -201,12 +201,12 @@ def train(args: argparse.Namespace, world: World, interruption: Interruption) ->
 
 
 def is_due(step: int, interval: int) -> bool:
-    """Whether something that happens every `interval` steps happens after this one; 0 is never."""
+    """Is an event of every `interval` steps due after this step? 0 means never."""
     return interval > 0 and step % interval == 0
 
 
 def introduce(report: Reporter, model: torch.nn.Module, text: Text, args: argparse.Namespace, world: World) -> None:
-    """The first lines: what is trained on what."""
+    """Report the model, data and ranks at the start."""
     size = f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M parameters"
     report.say(f"{args.config}: {size}, {world.size} x {world.device.type}, {args.wrap}, {args.backend}")
     report.say(f"data: {text.description}")
@@ -221,7 +221,7 @@ def finish(
     args: argparse.Namespace,
     world: World,
 ) -> int:
-    """The last lines: what was learnt, how fast, and that all ranks hold the same parameters; 1 if they do not."""
+    """Report losses and speed at the end, and whether all ranks have the same parameters; return 1 if they do not."""
     status = say_result(report, model, args.output_dir, world)
     if len(seconds) > 1:
         typical = statistics.median(seconds[1:])

@@ -44,7 +44,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_plugin(args: argparse.Namespace) -> Any:
-    """What compiles the model: of Accelerate, the one line that differs between backends."""
+    """Make Accelerate's plugin for the compiler: the one line that differs between backends."""
     options: dict[str, Any] = parse_options(args.compile_options)
     if args.backend == "eager":
         if args.compile_mode or args.compile_fullgraph or options:
@@ -63,7 +63,7 @@ def make_plugin(args: argparse.Namespace) -> Any:
 
 
 def make_accelerator(args: argparse.Namespace, world: World) -> Accelerator:
-    """Accelerate finds the process group that `join_world` has made."""
+    """Make the Accelerator; it uses the process group that `join_world` has made."""
     on_cpu = world.device.type == "cpu"
     if args.wrap == "fsdp" and on_cpu:
         raise UserError("--wrap fsdp: Accelerate shards on GPUs only; use --wrap ddp, or launch/train.py")
@@ -83,7 +83,7 @@ def make_accelerator(args: argparse.Namespace, world: World) -> Accelerator:
 def training_step(
     accelerator: Accelerator, model: Any, optimizer: Any, text: Text, step: int, args: argparse.Namespace, world: World
 ) -> tuple[float, float]:
-    """Micro-steps, clipping and update; returns the loss, mean over ranks and micro-steps, and the gradient norm."""
+    """Run micro-steps, clipping and update; return the loss, averaged over ranks and micro-steps, and the norm."""
     loss_sum, norm = torch.zeros((), device=world.device), torch.zeros(())
     for micro in range(args.grad_accum):
         tokens = batch(text.train, args.batch_size, args.seq_len, (args.seed, step, micro, world.rank))
@@ -103,7 +103,7 @@ def training_step(
 
 
 def save(accelerator: Accelerator, folder: Path, step: int) -> Path:
-    """Write `folder/step-000030`: whole, or not at all. What is in it is Accelerate's."""
+    """Write `folder/step-000030` in Accelerate's format, whole or not at all."""
     final, aside = folder / f"step-{step:06d}", folder / f".step-{step:06d}.tmp"
     if accelerator.is_main_process:
         shutil.rmtree(aside, ignore_errors=True)
@@ -122,9 +122,9 @@ def save(accelerator: Accelerator, folder: Path, step: int) -> Path:
 
 
 def train(args: argparse.Namespace, world: World, interruption: Interruption) -> int:
-    """The whole run; returns the exit status, as that of launch/train.py."""
+    """Run training; return the exit status, as launch/train.py does."""
     text = load_text(args.data, args.max_data_mb, args.seq_len)
-    args.claim = lock(args.output_dir, world)  # held until the process ends
+    args.claim = lock(args.output_dir, world)  # kept until the process ends
     accelerator = make_accelerator(args, world)
     torch.manual_seed(args.seed)
     model: Any = LlamaForCausalLM(load_config(args.config))
@@ -157,7 +157,7 @@ def train(args: argparse.Namespace, world: World, interruption: Interruption) ->
 
 
 def finish(accelerator: Accelerator, model: Any, args: argparse.Namespace, report: Reporter, world: World) -> int:
-    """Write the model for `from_pretrained`, and say if all ranks hold the same parameters; 1 if they do not."""
+    """Write the model for `from_pretrained`, and report whether all ranks have the same parameters; return 1 if not."""
     plain = accelerator.unwrap_model(model)
     write_hf_folder(args.output_dir / "hf", model, plain.config, world)
     return say_result(report, plain, args.output_dir, world)

@@ -41,7 +41,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
-    """DeepSpeed's JSON config, where "auto" stands for --batch-size, --grad-accum, --clip-norm or --dtype."""
+    """Return DeepSpeed's JSON config; "auto" becomes --batch-size, --grad-accum, --clip-norm or --dtype."""
     path = Path(args.deepspeed) if Path(args.deepspeed).suffix == ".json" else DEEPSPEED / f"{args.deepspeed}.json"
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in DEEPSPEED.glob("*.json")))
@@ -64,7 +64,7 @@ def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_engine(args: argparse.Namespace, world: World) -> Any:
-    """The engine, as any script makes it, and the one line that differs between backends."""
+    """Make the engine as any script does, and compile it: the one line that differs between backends."""
     try:
         import deepspeed
     except ImportError:
@@ -92,7 +92,7 @@ def make_engine(args: argparse.Namespace, world: World) -> Any:
 
 
 def training_step(engine: Any, text: Text, step: int, args: argparse.Namespace, world: World) -> tuple[float, float]:
-    """Micro-steps of forward, backward and step; DeepSpeed updates at the last one. Returns mean loss and norm."""
+    """Run micro-steps of forward, backward and step; DeepSpeed updates in the last one. Returns mean loss and norm."""
     total = torch.zeros((), device=world.device)
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate(args, step)
@@ -105,19 +105,19 @@ def training_step(engine: Any, text: Text, step: int, args: argparse.Namespace, 
         total += loss.detach().float() / engine.gradient_accumulation_steps()
     losses = torch.zeros(world.size, device=world.device)
     losses[world.rank] = total
-    dist.all_reduce(losses)  # each rank has its own place, so this gathers them
+    dist.all_reduce(losses)  # each rank fills its own element, so the sum gathers them
     check_finite(losses.tolist(), 0.0, step)
     return float(losses.mean()), norm_of(engine)
 
 
 def norm_of(engine: Any) -> float:
-    """The gradient norm of the last step; DeepSpeed keeps none at stage 0 in float32."""
+    """Return the gradient norm of the last step; DeepSpeed has none at stage 0 in float32."""
     norm = engine.get_global_grad_norm()
     return math.nan if norm is None else float(norm)
 
 
 def resume(engine: Any, folder: Path, asked: str) -> int:
-    """Load DeepSpeed's newest checkpoint of a folder; the step that it was saved after, 0 without one."""
+    """Load DeepSpeed's newest checkpoint of a folder; return the step after which it was saved, 0 without one."""
     if asked not in ("auto", "none"):
         folder = Path(asked)
     if asked == "none" or (asked == "auto" and not (folder / "latest").is_file()):
@@ -151,11 +151,11 @@ def write_model(engine: Any, folder: Path, world: World) -> None:
 
 
 def train(args: argparse.Namespace, world: World, interruption: Interruption) -> int:
-    """The whole run; returns the exit status: 0, or 128 + the signal that ended the run early."""
+    """Run training; return the exit status: 0, or 128 + the signal that ended the run early."""
     if world.device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # read when DeepSpeed is imported
     text = load_text(args.data, args.max_data_mb, args.seq_len)
-    args.claim = lock(args.output_dir, world)  # held until the process ends
+    args.claim = lock(args.output_dir, world)  # kept until the process ends
     engine = make_engine(args, world)
     folder = args.output_dir / "checkpoints"
     done = resume(engine, folder, args.resume)

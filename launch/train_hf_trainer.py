@@ -29,7 +29,7 @@ from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCall
 
 
 class Windows(Dataset):  # type: ignore[type-arg]
-    """Sequences of text at random places; the same index is always the same sequence."""
+    """Sequences of text at random positions; an index always gives the same sequence."""
 
     def __init__(self, tokens: np.ndarray, count: int, seq_len: int, seed: int) -> None:
         self.tokens, self.count, self.seq_len, self.seed = tokens, count, seq_len, seed
@@ -43,7 +43,7 @@ class Windows(Dataset):  # type: ignore[type-arg]
 
 
 class Progress(TrainerCallback):
-    """Trainer's metrics as those of the other scripts: a line of metrics.jsonl for each step, and held-out text."""
+    """Reports Trainer's metrics as other scripts do: a line of metrics.jsonl for each step, and held-out loss."""
 
     def __init__(
         self, report: Reporter, text: Text, args: argparse.Namespace, world: World, interruption: Interruption
@@ -83,7 +83,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_arguments(args: argparse.Namespace, world: World) -> TrainingArguments:
-    """Trainer's own names for the flags of these scripts. `torch_compile_backend` is all that it needs of dcompile."""
+    """Convert these scripts' flags to Trainer's. `torch_compile_backend` is the only one that is about dcompile."""
     on_cpu, options = world.device.type == "cpu", args.compile_options or args.compile_fullgraph
     if args.wrap == "fsdp" and on_cpu:
         raise UserError("--wrap fsdp: Accelerate shards on GPUs only; use --wrap ddp, or launch/train.py")
@@ -93,7 +93,7 @@ def make_arguments(args: argparse.Namespace, world: World) -> TrainingArguments:
         raise UserError("--compile.options and --compile.fullgraph: Trainer takes --compile.mode only for inductor")
     by_name = args.backend != "eager" and not (args.backend == "dcompile" and options)
     if args.backend == "dcompile":
-        import dcompile.integrations.transformers  # noqa: F401  Accelerate knows the name from here on
+        import dcompile.integrations.transformers  # noqa: F401  registers the name with Accelerate
     return TrainingArguments(
         output_dir=str(args.output_dir),
         max_steps=args.steps,
@@ -125,7 +125,7 @@ def make_arguments(args: argparse.Namespace, world: World) -> TrainingArguments:
 
 
 def find_checkpoint(args: argparse.Namespace) -> str | None:
-    """What --resume names: Trainer's own folders are checkpoint-10, checkpoint-20, ..."""
+    """Return the checkpoint for --resume; Trainer's own folders are checkpoint-10, checkpoint-20, ..."""
     if args.resume != "auto":
         return None if args.resume == "none" else args.resume
     found = sorted(args.output_dir.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
@@ -133,9 +133,9 @@ def find_checkpoint(args: argparse.Namespace) -> str | None:
 
 
 def train(args: argparse.Namespace, world: World, interruption: Interruption) -> int:
-    """The whole run; returns the exit status, as that of launch/train.py."""
+    """Run training; return the exit status, as launch/train.py does."""
     text = load_text(args.data, args.max_data_mb, args.seq_len)
-    args.claim = lock(args.output_dir, world)  # held until the process ends
+    args.claim = lock(args.output_dir, world)  # kept until the process ends
     arguments = make_arguments(args, world)
     torch.manual_seed(args.seed)
     sequences = args.steps * args.grad_accum * args.batch_size * world.size

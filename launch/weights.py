@@ -1,4 +1,4 @@
-"""Where parameters come from: a Hugging Face checkpoint, read slice by slice, or random numbers that fit its shape."""
+"""Sources of parameters: a Hugging Face checkpoint, read slice by slice, or random numbers of the model's shapes."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 from common import UserError
 
 INIT_STD = 0.12
-"""Six times the usual spread of random weights: with less, a random model says the same byte for ever."""
+"""Standard deviation of random weights, six times the usual one: with less, a random model repeats one byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Slice `index` of `count` equal ones along `dim`; all of the tensor where `count` is 1."""
+    """Slice `index` of `count` equal ones along `dim`; the whole tensor if `count` is 1."""
 
     dim: int = 0
     index: int = 0
     count: int = 1
 
     def bounds(self, size: int) -> tuple[int, int]:
-        """First and last row of a dimension of `size`, which `count` divides."""
+        """Return the slice's first and end position in a dimension of `size`, which `count` divides."""
         length = size // self.count
         return self.index * length, (self.index + 1) * length
 
@@ -34,11 +34,11 @@ class Weights(Protocol):
     """A source of parameters by name."""
 
     def read(self, name: str, shape: torch.Size, part: Part) -> torch.Tensor:
-        """The part of a parameter whose whole shape is `shape`, on the CPU or the device of the source."""
+        """Return a part of a parameter of whole shape `shape`, on the CPU or the device of the source."""
 
 
 class CheckpointWeights:
-    """The safetensors files of a folder. Only the bytes of a slice are read, through the page cache."""
+    """Parameters in the safetensors files of a folder. Only the bytes of a slice are read, through the page cache."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -47,7 +47,7 @@ class CheckpointWeights:
         self.bytes_read = 0
 
     def read(self, name: str, shape: torch.Size, part: Part) -> torch.Tensor:
-        """See `Weights`; UserError where the checkpoint has no such tensor, or one of another shape."""
+        """Read a part; see `Weights`. Raises UserError if the tensor is missing or has another shape."""
         if name not in self.files:
             raise UserError(f"--model {self.folder}: its safetensors files have no tensor {name}")
         view = self._open(self.files[name]).get_slice(name)
@@ -72,7 +72,7 @@ class CheckpointWeights:
 
 
 def _files_by_name(folder: Path) -> dict[str, str]:
-    """Which file has which tensor: from the index, or from the one file."""
+    """Return name of a tensor -> its file, from the index, or for the only file."""
     from safetensors import SafetensorError, safe_open
 
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
@@ -90,13 +90,13 @@ def _files_by_name(folder: Path) -> dict[str, str]:
 
 
 class RandomWeights:
-    """Random parameters that depend on seed and name alone, so that every rank draws the same and keeps its slice."""
+    """Random parameters that depend only on seed and name: every rank draws the same ones, and keeps its slice."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.device = seed, device
 
     def read(self, name: str, shape: torch.Size, part: Part) -> torch.Tensor:
-        """See `Weights`. Weights of norms are near 1, so that leaving one out shows."""
+        """Draw a part; see `Weights`. Weights of norms are near 1 but differ, so that results show a missing norm."""
         digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest[:7], "big"))
         whole = torch.randn(shape, generator=generator, device=self.device) * INIT_STD

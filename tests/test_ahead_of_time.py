@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+import subprocess
 import sys
+import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,7 @@ from torch import nn
 import dcompile
 from dcompile.errors import ExportError
 from dcompile.runtime.program import exported
-from tests.job import run
+from tests.job import ROOT, run
 
 
 class Counting(nn.Module):
@@ -39,7 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = {0: torch.export.Dim("rows", min=2, max=64)}
     model = Counting()
     given, shapes = {"scale": 2.0, "shift": None}, {"x": rows, "scale": None, "shift": None}
-    dcompile.export(model, (torch.randn(4, 8),), given, dynamic_shapes=shapes, path=path)
+    options = {"matmul": "own"}  # no library calls: the C++ runner needs no libtorch
+    dcompile.export(model, (torch.randn(4, 8),), given, dynamic_shapes=shapes, path=path, options=options)
     torch.save(model.state_dict(), path.parent / "state.pt")
     return path
 
@@ -81,7 +86,7 @@ def test_other_arguments_are_refused(folder: Path, args, kwargs, text: str) -> N
         dcompile.load(folder)(*args, **kwargs)
 
 
-@pytest.mark.parametrize("name", ["program.py", "tensors.bin", "kernels0.so", "manifest.json"])
+@pytest.mark.parametrize("name", ["program.py", "tensors.bin", "kernels0.so", "steps.json", "manifest.json"])
 def test_damaged_file_is_refused(folder: Path, name: str, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
@@ -95,11 +100,14 @@ def test_damaged_file_is_refused(folder: Path, name: str, tmp_path: Path) -> Non
         dcompile.load(copy)
 
 
+def manifest(folder: Path) -> dict:
+    return json.loads(json.loads((folder / "manifest.json").read_text())["manifest"])
+
+
 def changed(folder: Path, copy: Path, **values) -> Path:
     """The export with another manifest, and the checksum that belongs to it."""
     shutil.copytree(folder, copy)
-    outer = json.loads((copy / "manifest.json").read_text())
-    text = json.dumps(json.loads(outer["manifest"]) | values)
+    text = json.dumps(manifest(copy) | values)
     digest = exported.hashlib.sha256(text.encode()).hexdigest()
     (copy / "manifest.json").write_text(json.dumps({"sha256": digest, "manifest": text}))
     return copy
@@ -108,7 +116,7 @@ def changed(folder: Path, copy: Path, **values) -> Path:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"format": 0}, "has format 0, this dcompile reads 1; export the model again"),
+        ({"format": 0}, "has format 0, this dcompile reads 2; export the model again"),
         ({"torch": "2.0"}, "was exported for torch 2.0, this is"),
         ({"machine": exported.machine() | {"machine": "riscv64"}}, "is for riscv64, this machine is"),
         (
@@ -139,11 +147,116 @@ def test_what_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     assert (tmp_path / "else" / "thesis.txt").read_text() == "mine"
 
 
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example in C++, built by its CMakeLists.txt; where there is no CMake, by the compiler itself."""
+    if (compiler := shutil.which("g++") or shutil.which("clang++")) is None:
+        pytest.skip("no C++ compiler for the example")
+    folder, source = tmp_path_factory.mktemp("build"), ROOT / "examples/cpp"
+    built = folder / "run_exported"
+    if shutil.which("cmake") and (shutil.which("make") or shutil.which("ninja")):
+        generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+        commands = [["cmake", *generator, "-S", str(source), "-B", str(folder)], ["cmake", "--build", str(folder)]]
+    else:
+        include = f"-I{ROOT}/dcompile/include"
+        commands = [[compiler, "-std=c++17", include, str(source / "main.cpp"), "-o", str(built), "-ldl"]]
+    for command in commands:
+        status, text = run(command, folder, CXXFLAGS="-Wall -Wextra -Werror")
+        assert status == 0, text
+    return built
+
+
+def run_cpp(runner: Path, folder: Path, *arguments: object, at: Path) -> tuple[int, str]:
+    """The example in a folder of its own. Tensors are written to files for it."""
+    words: list[str] = []
+    for n, given in enumerate(arguments):
+        if isinstance(given, torch.Tensor):
+            given.numpy().tofile(at / f"argument{n}.bin")
+            words += [str(at / f"argument{n}.bin"), ",".join(map(str, given.shape))]
+        else:
+            words.append(str(given))
+    options = 2 if words[0].startswith("--") else 0
+    done = subprocess.run(
+        [str(runner), *words[:options], str(folder), *words[options:]],
+        cwd=at, capture_output=True, text=True, timeout=120, env={"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+def result(at: Path, number: int, like: torch.Tensor) -> torch.Tensor:
+    data = bytearray((at / f"result{number}.bin").read_bytes())
+    return torch.frombuffer(data, dtype=like.dtype).view(like.shape)
+
+
+def test_cpp_runner_computes_what_python_does(folder: Path, runner: Path, tmp_path: Path) -> None:
+    """Without libtorch and without Python: sizes that vary, a buffer that calls change, one result twice."""
+    for rows in (4, 64):
+        x, loaded = torch.randn(rows, 8), dcompile.load(folder)
+        for _ in range(3):
+            expected = loaded(x, scale=2.0, shift=None)
+        status, text = run_cpp(runner, folder, "--calls", "3", x, at=tmp_path)
+        assert status == 0, text
+        assert text.splitlines()[:2] == [f"result0.bin: float32 {rows} 4", f"result1.bin: float32 {rows} 4"]
+        for number, tensor in enumerate((expected["y"], *expected["twice"], expected["calls"])):
+            assert torch.equal(result(tmp_path, number, tensor), tensor), number
+        assert expected["calls"] == 3
+
+
+def test_cpp_runner_refuses(folder: Path, runner: Path, tmp_path: Path) -> None:
+    """Other arguments, damaged and missing files, other formats and machines, and what Python alone can do."""
+
+    def refused(given: Path, x: torch.Tensor) -> str:
+        status, text = run_cpp(runner, given, x, at=tmp_path)
+        assert status == 1, text
+        return text
+
+    x = torch.randn(4, 8)
+    shape = "not float32 of shape [{}, 8]"
+    (name,) = (a["shape"][0][0] for a in manifest(folder)["arguments"] if "shape" in a)
+    assert shape.format(f"{name} (2 to 64)") in refused(folder, torch.randn(65, 8))
+    for file in ("tensors.bin", "kernels0.so", "steps.json", "manifest.json"):
+        copy = tmp_path / file
+        shutil.copytree(folder, copy)
+        data = bytearray((copy / file).read_bytes())
+        data[len(data) // 2] ^= 1
+        (copy / file).write_bytes(data)
+        assert f"{file} is damaged" in refused(copy, x)
+        (copy / file).unlink()
+        assert f"{file} is missing" in refused(copy, x)
+    here = exported.machine()
+    for number, (values, wanted) in enumerate((
+        ({"format": 1}, f"has format 1, this runner reads {exported.FORMAT}; export the model again"),
+        ({"machine": here | {"machine": "riscv64"}}, "is for riscv64, this machine is"),
+        ({"machine": here | {"flags": ["avx1024"]}}, "for a processor with avx1024, which this one lacks"),
+    )):  # fmt: skip
+        assert wanted in refused(changed(folder, tmp_path / str(number), **values), x)
+
+
+def test_a_program_that_the_cpp_runner_cannot_run_says_why(runner: Path, tmp_path: Path) -> None:
+    """Sizes that depend on values: Python runs it, C++ names what it cannot do. A call with an effect is exported."""
+
+    class Late(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.return_types.topk]:
+            return x.nonzero() * 2, torch.linalg.inv(x), torch.topk(x, 1)
+
+    x = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    dcompile.export(Late(), (x,), path=tmp_path / "late")
+    loaded = dcompile.load(tmp_path / "late")
+    places, inverse, largest = loaded(x)
+    torch.testing.assert_close((places, inverse), (torch.tensor([[0, 2], [2, 0]]), torch.linalg.inv(x)))
+    assert isinstance(largest, torch.return_types.topk) and torch.equal(largest.values, x.amax(1, keepdim=True))
+    with pytest.raises(RuntimeError, match="singular"):
+        loaded(torch.ones(2, 2))
+    status, text = run_cpp(runner, tmp_path / "late", x, at=tmp_path)
+    assert status == 1 and "the C++ runner cannot run this program: sizes that depend on values" in text
+
+
 BARE = """
-import sys, shutil
+import importlib.util, shutil, sys
 sys.path.insert(0, {root!r})
 import torch, dcompile
 assert not any(map(shutil.which, ("g++", "c++", "clang++", "cc", "gcc"))), "there is a compiler"
+assert not any(map(importlib.util.find_spec, ("triton", "transformers", "pip"))), "it is not bare"
 tokens, expected = torch.load({values!r})
 model = dcompile.load({path!r})
 torch.testing.assert_close(model(tokens), expected)
@@ -153,25 +266,110 @@ print("equal")
 """
 
 
-def test_gpt2_runs_where_there_is_no_compiler(tmp_path: Path) -> None:
-    """In a process that finds no compiler, from a zip file, without the model's own code."""
+@pytest.mark.full
+def test_an_export_for_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cubins and a manifest are written without a GPU; a machine without one, or with another one, is refused."""
+    pytest.importorskip("triton")
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).eval()
+    dcompile.export(model, (torch.randn(4, 8),), path=tmp_path / "gpu", gpu="sm_90")
+    assert model[0].weight.device.type == "cpu", "the model stays as it is"
+    kernels = [path.read_bytes() for path in (tmp_path / "gpu").glob("*.gpu")]
+    assert kernels and all(b"\x7fELF" in data for data in kernels)
+    assert manifest(tmp_path / "gpu")["gpu"] == [9, 0] and "empty_cuda" in (tmp_path / "gpu/program.py").read_text()
+    stored = torch.from_file(str(tmp_path / "gpu/tensors.bin"), size=8 * 16, dtype=torch.float32).view(16, 8)
+    torch.testing.assert_close(stored, model[0].weight.detach())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ExportError, match=r"for a GPU of compute capability 9.0, and torch finds no GPU here"):
+        dcompile.load(tmp_path / "gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    with pytest.raises(ExportError, match=r"9.0, this machine's has 8.0; export it with gpu='sm_80'"):
+        dcompile.load(tmp_path / "gpu")
+
+
+def test_names_of_gpus_are_checked(tmp_path: Path) -> None:
+    for name in ("sm_75", "h100"):
+        with pytest.raises(ExportError, match="is no NVIDIA GPU from compute capability"):
+            dcompile.export(nn.Linear(2, 2), (torch.randn(3, 2),), path=tmp_path / "none", gpu=name)
+
+
+def bare_environment(folder: Path) -> Path:
+    """The interpreter of a virtual environment that has torch, what torch needs, and NumPy."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (there,) = folder.glob("lib/python*/site-packages")
+    wanted, tops = ["torch", "numpy"], set[Path]()
+    for name in wanted:
+        try:
+            found = metadata.distribution(name)
+        except metadata.PackageNotFoundError:  # for another kind of machine
+            continue
+        needed = (re.match(r"[\w.-]+", line) for line in found.requires or () if "extra" not in line)
+        wanted += [match[0] for match in needed if match and match[0] not in (*wanted, "triton")]
+        tops |= {found.locate_file(file.parts[0]) for file in found.files or () if file.parts[0] != ".."}
+    for top in tops:
+        (there / top.name).symlink_to(top)
+    return folder / "bin/python"
+
+
+def gpt2(layers: int) -> nn.Module:
+    """A tiny GPT-2 that returns logits."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     class Logits(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=32))
+            config = GPT2Config(n_layer=layers, n_embd=32, n_head=2, vocab_size=64, n_positions=32)
+            self.gpt2 = GPT2LMHeadModel(config)
 
         def forward(self, tokens):
             return self.gpt2(tokens, use_cache=False).logits
 
     torch.manual_seed(0)
-    model, tokens = Logits().eval(), torch.randint(64, (2, 12))
+    return Logits().eval()
+
+
+def test_gpt2_runs_where_there_is_no_compiler(runner: Path, tmp_path: Path) -> None:
+    """In a bare environment, from a zip file, without the model's own code; and in C++, by libtorch."""
+    model, tokens = gpt2(1), torch.randint(64, (2, 12))
     dcompile.export(model, (tokens,), path=tmp_path / "gpt2.zip")
     with torch.no_grad():
         torch.save((tokens, model(tokens)), tmp_path / "values.pt")
-    root, values, path = Path(__file__).parent.parent, tmp_path / "values.pt", tmp_path / "gpt2.zip"
+    values, path = tmp_path / "values.pt", tmp_path / "gpt2.zip"
     script = tmp_path / "bare.py"
-    script.write_text(BARE.format(root=str(root), values=str(values), path=str(path)))
-    status, text = run([sys.executable, str(script)], tmp_path, PATH=str(tmp_path), CXX="")
+    script.write_text(BARE.format(root=str(ROOT), values=str(values), path=str(path)))
+    python = bare_environment(tmp_path / "bare")
+    status, text = run([str(python), "-I", str(script)], tmp_path, PATH=str(tmp_path), CXX="")
     assert (status, text.strip().splitlines()[-1:]) == (0, ["equal"]), text
+
+    folder = tmp_path / "gpt2"
+    zipfile.ZipFile(path).extractall(folder)
+    status, text = run_cpp(runner, folder, tokens, at=tmp_path)
+    assert status == 1 and "the program calls aten::addmm, and libtorch is not here" in text
+    assert "is a file; unpack the archive" in run_cpp(runner, path, tokens, at=tmp_path)[1]
+    library = f"{torch.__path__[0]}/lib/libtorch_cpu.so"
+    status, text = run_cpp(runner, folder, "--torch", library, tokens, at=tmp_path)
+    assert status == 0, text
+    expected = dcompile.load(folder)(tokens)
+    assert torch.equal(result(tmp_path, 0, expected), expected)
+
+
+LOADING = """
+import sys, time
+sys.path.insert(0, {root!r})
+import torch
+began = time.process_time()
+import dcompile
+model = dcompile.load({path!r})
+print(time.process_time() - began)
+"""
+
+
+@pytest.mark.full
+def test_sixteen_layers_load_within_a_second(tmp_path: Path) -> None:
+    """In seconds of one processor, behind `import torch`: checksums, mapping, and the import of dcompile."""
+    path, script = tmp_path / "gpt2", tmp_path / "loading.py"
+    dcompile.export(gpt2(16), (torch.randint(64, (2, 12)),), path=path)
+    script.write_text(LOADING.format(root=str(ROOT), path=str(path)))
+    status, text = run([sys.executable, str(script)], tmp_path)
+    assert status == 0, text
+    assert float(text) < 1, text

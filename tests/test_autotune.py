@@ -87,7 +87,7 @@ def test_kernels_that_cannot_be_compiled_are_named_and_left_out(contests):
     chosen, notes = autotune.Tuner().endings(PROGRAM, GPU, 90, fail)
     assert chosen == {} and not contests
     assert notes == [
-        "max_autotune: no product ends in a loop, since kernels to measure failed: dcompile: Triton cannot compile k1",
+        "max_autotune: no epilogue is fused, since kernels to measure failed: dcompile: Triton cannot compile k1",
         "max_autotune: 0 of 3 products end in the loop behind them",
     ]
 

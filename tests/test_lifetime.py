@@ -89,7 +89,7 @@ def test_a_model_goes_with_its_last_name_and_what_was_compiled_with_it(door, tra
     assert [ref() for ref in gone] == [None] * 3
     gc.collect()
     assert not [thing for thing in alive(Entry, CompiledModel, DynamoGraph) if id(thing) not in before]
-    functions = [thing for thing in alive(types.FunctionType) if thing.__name__.startswith("dcompile_entry_")]
+    functions = [thing for thing in alive(types.FunctionType) if "dcompile_entry_" in thing.__name__]
     assert not [function for function in functions if gc.get_referrers(function) == [functions]]
 
 

@@ -15,6 +15,7 @@ import pytest
 from dcompile.capture.passes.dynamo import decode_attention
 from dcompile.capture.passes.joint import pad_matmul
 from dcompile.codegen.emit.cpp import kernel
+from dcompile.device_traits import traits_of
 from dcompile.ir.parse import parse
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
@@ -73,13 +74,13 @@ def check_graph_pass(row: GraphPass, given: GraphInput, golden: Callable[[str], 
 
 @pytest.mark.parametrize("row", DYNAMO_PASSES, ids=lambda row: row.name)
 def test_dynamo_pass(row: GraphPass, golden: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_attention, "DEVICES", ("cpu",))
+    monkeypatch.setattr(decode_attention, "traits_of", lambda _: traits_of("cuda"))
     check_graph_pass(row, DYNAMO_INPUTS[row.name], golden)
 
 
 @pytest.mark.parametrize("row", JOINT_PASSES, ids=lambda row: row.name)
 def test_joint_pass(row: GraphPass, golden: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pad_matmul, "DEVICES", ("cpu",))
+    monkeypatch.setattr(pad_matmul, "traits_of", lambda _: traits_of("cuda"))
     check_graph_pass(row, JOINT_INPUTS[row.name], golden)
 
 

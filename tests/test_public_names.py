@@ -9,6 +9,7 @@ import dcompile
 from dcompile.config import describe
 from dcompile.explain.receipt import Receipt, VariantReceipt
 from dcompile.integrations.accelerate import DcompilePlugin
+from dcompile.precompile.job import precompile
 
 
 def parameters(function: object) -> list[str]:
@@ -20,9 +21,9 @@ def fields(kind: type) -> list[str]:
 
 
 def test_names_of_the_package(golden):
-    golden(
-        "\n".join([*dcompile.__all__, "", "compile", *(f"  {name}" for name in parameters(dcompile.compile))]) + "\n"
-    )
+    functions = {"compile": dcompile.compile, "precompile": precompile}
+    lines = [line for name, f in functions.items() for line in ("", name, *(f"  {given}" for given in parameters(f)))]
+    golden("\n".join([*dcompile.__all__, *lines]) + "\n")
 
 
 def test_names_of_options_and_environment_variables(golden):

@@ -1,4 +1,4 @@
-"""The page of other compilers, its table from what `make test-backends` has recorded: `python -m tools.backends`."""
+"""Print the page of other compilers, with the table recorded by `make test-backends`: `python -m tools.backends`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ OPEN = "own kernels: "
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     found = recorded()
     reasons = dict.fromkeys(cell.removeprefix(OPEN) for row in found.values() for cell in row.values() if OPEN in cell)
     marks = {reason: number for number, reason in enumerate(reasons, 1)}
@@ -94,7 +94,7 @@ def page() -> str:
 
 
 def _filled(parts: dict[str, str]) -> str:
-    """The text with its parts; braces in its example stay."""
+    """Return the text with its parts filled in; braces of its example stay."""
     text = TEXT
     for name, part in parts.items():
         text = text.replace(f"{{{name}}}", part)

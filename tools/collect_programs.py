@@ -2,12 +2,12 @@
 
     python -m tools.collect_programs OUT [--only PATTERN] [--source DIR] [--all]
 
-`tools/compare_programs.py` runs this file once for each revision, so it belongs to neither. It reaches dcompile through
-`dcompile.explain`, the `dump` option and the few internal names of `DcompileRevision`. Where a name has moved, old and
-new place are both tried. Nothing is built, and no kernel runs.
+`tools/compare_programs.py` runs this file once for each revision, so it belongs to neither. It calls dcompile through
+`dcompile.explain`, the `dump` option and the few internal names of `DcompileRevision`. If a name has moved, the old and
+the new place are both tried. Nothing is built, and no kernel runs.
 
-One capture serves two plans: one for the CPU, where the model is, and one for a GPU, for which the captured graph is
-relabelled. Passes that run on a graph before it is lowered therefore see the CPU only.
+One capture is planned twice: for the CPU, where the model is, and for a GPU, with devices of the captured graph
+replaced. Passes that run on a graph before it is lowered therefore see only the CPU.
 
     OUT/CASE/DEVICE/GRAPH/graph.py       the captured graph
     OUT/CASE/DEVICE/GRAPH/passes/*.txt   the program after each pass; order.txt lists them
@@ -45,7 +45,7 @@ CAPABILITY = (9, 0)
 
 
 class DcompileRevision:
-    """The internal names of dcompile that planning without building needs."""
+    """Internal names of dcompile that are needed to plan without building."""
 
     def __init__(self, source: Path | None = None) -> None:
         import dcompile
@@ -53,7 +53,7 @@ class DcompileRevision:
         self.root = Path(dcompile.__file__).resolve().parent
         if source is not None and self.root.parent != source.resolve():
             raise ImportError(f"dcompile was imported from {self.root.parent}, not from {source}")
-        dcompile.explain(torch.neg, torch.ones(2))  # loads what a plan needs
+        dcompile.explain(torch.neg, torch.ones(2))  # loads the modules for a plan
         self.pipeline = _find("Pipeline", "dcompile.pipeline", "dcompile.driver")
         self.emit_host = _find("emit", "dcompile.codegen.emit.host.program", "dcompile.codegen.emit.host")
         self.cpp_text = _find("text_of", "dcompile.codegen.emit.cpp.compile", "dcompile.codegen.emit.build")
@@ -61,13 +61,13 @@ class DcompileRevision:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Dotted names of all modules of the package."""
+        """Return the dotted names of all modules of the package."""
         paths = (path.relative_to(self.root.parent).with_suffix("") for path in self.root.rglob("*.py"))
         return tuple(".".join(path.parts).removesuffix(".__init__") for path in paths)
 
 
 def _find(name: str, *modules: str) -> Any:
-    """Attribute `name` of the first of `modules` that has it. Raises LookupError."""
+    """Return attribute `name` of the first of `modules` that has it. Raises LookupError."""
     for module in modules:
         with contextlib.suppress(ModuleNotFoundError, AttributeError):
             return getattr(importlib.import_module(module), name)
@@ -75,7 +75,7 @@ def _find(name: str, *modules: str) -> Any:
 
 
 def _classes_with(attribute: str) -> list[Any]:
-    """Classes of dcompile, as far as it is loaded, that define `attribute`. Raises LookupError if none does."""
+    """Return dcompile's classes in loaded modules that define `attribute`. Raises LookupError if none does."""
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "dcompile"]
     values = {id(value): value for module in modules for value in vars(module).values() if isinstance(value, type)}
     found = [value for value in values.values() if attribute in vars(value)]
@@ -88,7 +88,7 @@ def _classes_with(attribute: str) -> list[Any]:
 
 
 class ProgramCollector:
-    """Plans cases, one after another, into folders below `out`."""
+    """Plans cases one after another, and writes them to folders in `out`."""
 
     def __init__(self, out: Path, revision: DcompileRevision) -> None:
         self.out, self.revision = out, revision
@@ -97,7 +97,7 @@ class ProgramCollector:
         self._plan = revision.pipeline.plan
 
     def collect(self, name: str, run: Callable[[Callable[..., Any]], Any]) -> None:
-        """Write all programs of one case: `run` calls the function that it is given in place of compiling."""
+        """Write all programs of one case: `run` calls its argument in place of compiling."""
         import dcompile
 
         self._folder = self.out / name
@@ -108,13 +108,13 @@ class ProgramCollector:
             with self._planning_for_both(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 run(dcompile.explain)
-        except Exception as error:  # other cases are compared nevertheless
+        except Exception as error:  # other cases are still compared
             lines = str(error).strip().splitlines() or [""]
             (self._folder / ERROR).write_text(self._clean(f"{type(error).__name__}: {lines[0]}\n"))
 
     @contextlib.contextmanager
     def _planning_for_both(self) -> Iterator[None]:
-        """Have every graph that dcompile plans meanwhile planned for both devices and written."""
+        """Plan every graph, while the context lasts, for both devices, and write its programs."""
 
         def plan(pipeline: Any, gm: Any, request: Any, *measures: Any) -> Any:
             planned = self._plan_and_write(pipeline, gm, request, "cpu", *measures)
@@ -125,7 +125,7 @@ class ProgramCollector:
 
         with contextlib.ExitStack() as patches:
             patches.enter_context(mock.patch.object(self.revision.pipeline, "plan", plan))
-            for graph in self.revision.graphs:  # tensors without memory are planned like others
+            for graph in self.revision.graphs:  # also plan graphs of tensors without memory
                 patches.enter_context(mock.patch.object(graph, "needs_data", False))
             yield
 
@@ -152,7 +152,7 @@ class ProgramCollector:
         return plan
 
     def _library(self, sources: Sequence[Any]) -> str:
-        """The functions that a program's C++ kernels call, which stand before them in a file."""
+        """Return the library functions that a program's C++ kernels call; they precede kernels in a file."""
         kernels = [source for source in sources if not source.launches]
         if not kernels:
             return ""
@@ -161,7 +161,7 @@ class ProgramCollector:
 
 
 def _free_folder(folder: Path) -> Path:
-    """`folder`, or one beside it: a case may compile several functions, whose graphs have the same names."""
+    """Return `folder`, or a numbered one: a case may compile several functions, whose graphs have equal names."""
     number, found = 1, folder
     while found.exists():
         number += 1
@@ -170,16 +170,16 @@ def _free_folder(folder: Path) -> Path:
 
 
 def _kernel_text(source: Any) -> str:
-    """A kernel's source, below the other fields of its record: their values alone, for fields are renamed.
+    """Return a kernel's source, after the values of its record's other fields; names of fields may change.
 
-    Its own name is left out: one more kernel before it would change the number in it.
+    The kernel's name is left out, since another kernel before it would change its number.
     """
     name, text, *values = dataclasses.astuple(source)
     return f"{KERNEL}// {values!r}\n{text.rstrip()}\n".replace(name, "kernel")
 
 
 def _pass_texts(dumps: Path) -> dict[str, str]:
-    """Programs after each pass, by file name: without the pass's number, which changes with passes before it."""
+    """Return programs after each pass, by file name without the pass's number, which depends on earlier passes."""
     files = sorted(dumps.rglob("*.txt"))
     names = [re.sub(r"^\d+_", "", file.name) for file in files]
     order = "".join(f"{name.removesuffix('.txt')}\n" for name in names)
@@ -188,7 +188,7 @@ def _pass_texts(dumps: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def relabel_devices(gm: torch.fx.GraphModule, device: torch.device) -> Iterator[None]:
-    """Meanwhile, a graph captured on the CPU says of each of its tensors that it is on `device`."""
+    """Replace the device of all fake tensors of a graph captured on the CPU by `device`, while the context lasts."""
     nodes = list(gm.graph.nodes)
     values = pytree.tree_leaves([node.meta.get("val") for node in nodes])
     fakes = {id(value): value for value in values if isinstance(value, FakeTensor)}.values()
@@ -215,33 +215,33 @@ def relabel_devices(gm: torch.fx.GraphModule, device: torch.device) -> Iterator[
 
 
 class TextNormaliser:
-    """Hides in texts where dcompile's source is and how its modules are named."""
+    """Replaces paths of dcompile's source and names of its modules in texts."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = frozenset(modules)
 
     def __call__(self, text: str, kernels: Sequence[str] = ()) -> str:
-        """Hide places in dcompile's source, addresses and serial numbers; number the kernels.
+        """Replace positions in dcompile's source, addresses and serial numbers; number the kernels.
 
-        Names of kernels are digests of their text: one changed line would change them all over the host program.
+        Names of kernels are digests of their text, so one changed line would change many lines of the host program.
         """
         for number, kernel in enumerate(kernels):
             text = text.replace(kernel, f"kernel{number}")
         text = re.sub(r"([\w./-]*/\w+\.py)(?::\d+|(\", line )\d+)?", self._hide_file, text)
         text = re.sub(r"(?<![\w.])dcompile(\.\w+)+", self._hide_module, text)
         text = re.sub(r"\b(dcompile_[a-z]+)_\w*?[0-9a-f]{8}\b", r"\1", text)  # functions in Triton
-        text = re.sub(r"\bdcompile_entry_\d+", "dcompile_entry", text)
+        text = re.sub(r"\b(\w+_)?dcompile_entry_\d+", "dcompile_entry", text)
         return re.sub(r"\bat 0x[0-9a-f]{6,}", "at 0x*", text)
 
     def _hide_file(self, found: re.Match[str]) -> str:
-        """`dcompile/*.py`, without the line, in place of a file of dcompile, named as a whole or from its folder."""
+        """Return `dcompile/*.py`, without a line number, for an absolute or relative path of a file of dcompile."""
         path = found[1].rpartition("dcompile/")[2].removesuffix(".py")
         if f"dcompile.{path.replace('/', '.')}" not in self._modules:
             return found[0]
         return f"dcompile/*.py{found[2] or ''}"
 
     def _hide_module(self, found: re.Match[str]) -> str:
-        """`dcompile.*` in place of the longest module name that a dotted name begins with."""
+        """Replace the longest module name that a dotted name starts with by `dcompile.*`."""
         parts = found[0].split(".")
         for length in range(len(parts), 1, -1):
             if ".".join(parts[:length]) in self._modules:
@@ -258,7 +258,7 @@ def main() -> int:
     parser.add_argument("--source", type=Path, help="the folder that dcompile is to come from")
     parser.add_argument("--all", action="store_true", help="all models of tests/models, not a sample")
     arguments = parser.parse_args()
-    torch._logging.set_logs(all=logging.ERROR)  # of graph breaks that models are known to have
+    torch._logging.set_logs(all=logging.ERROR)  # no warnings of known graph breaks
     collector = ProgramCollector(arguments.out.resolve(), DcompileRevision(arguments.source))
     for name, run in cases(everything=arguments.all).items():
         if fnmatch.fnmatch(name, arguments.only):

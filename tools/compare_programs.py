@@ -1,15 +1,15 @@
-"""Show how two revisions of dcompile differ in the programs that they plan: the proof that a refactoring is neutral.
+"""Compare the programs that two revisions of dcompile plan, to prove that a refactoring is neutral.
 
     python tools/compare_programs.py OLD_REV [NEW_REV] [--only PATTERN] [--all] [--rename OLD=NEW] [--out DIR]
 
-NEW_REV is the working tree unless it is given. Both revisions plan the cases of this tree's tools/program_cases.py, for
-a CPU and for a GPU. Each has a process of its own and an empty cache. The comparison covers captured graphs, the
-program after each pass, the source of each kernel with the library that it calls, and host programs.
+NEW_REV defaults to the working tree. Both revisions plan the cases of this tree's tools/program_cases.py, for a CPU and
+for a GPU, each in a separate process with an empty cache. The comparison covers captured graphs, the program after each
+pass, the source of each kernel with its library functions, and host programs.
 
-Only the first pass that differs is shown, and each difference once. Names of kernels, places in dcompile's source and
-names of its modules do not count, nor does a word that `--rename` names.
+Only the first pass that differs is shown, and each difference once. Names of kernels, positions in dcompile's source,
+names of its modules, and words given by `--rename` are ignored.
 
-Exit status: 0 without differences, 1 with differences, 2 where nothing could be compared.
+Exit status: 0 without differences, 1 with differences, 2 if nothing could be compared.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL = "// ---- kernel\n"
-"""Stands before each kernel in kernels.txt."""
+"""Line before each kernel in kernels.txt."""
 GRAPH, ORDER, KERNELS, LIBRARY, HOST = "graph.py", "passes/order.txt", "kernels.txt", "library.cpp", "host.py"
 ERROR = "error.txt"
 LOCAL = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "DCOMPILE_DUMP")
-"""Variables of a surrounding job, which planning must not see."""
+"""Environment variables of a surrounding job, which are removed for planning."""
 
 
 class NothingComparedError(Exception):
-    """Why two revisions could not be compared."""
+    """Two revisions could not be compared."""
 
 
 # --- planning by both revisions ---------------------------------------------------------------------------------------
 
 
 def check_out(revision: str | None, folder: Path) -> Path:
-    """Put a revision's dcompile, or the working tree's, into a folder of its own."""
+    """Copy a revision's dcompile, or the working tree's, to a separate folder; return that."""
     folder.mkdir(parents=True)
     if revision is None:
         shutil.copytree(ROOT / "dcompile", folder / "dcompile", ignore=shutil.ignore_patterns("__pycache__"))
@@ -62,7 +62,7 @@ def check_out(revision: str | None, folder: Path) -> Path:
 
 
 def start_collector(source: Path, out: Path, options: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Begin to plan all cases with the dcompile in `source`; texts go to `out`."""
+    """Start a process that plans all cases with the dcompile in `source`, and writes texts to `out`."""
     kept = {name: value for name, value in os.environ.items() if name not in LOCAL}
     ours = {
         "PYTHONPATH": os.pathsep.join((str(source), str(ROOT))),
@@ -75,7 +75,7 @@ def start_collector(source: Path, out: Path, options: Sequence[str]) -> subproce
 
 
 def collect(revisions: Mapping[Path, str | None], options: Sequence[str]) -> None:
-    """Fill each folder with the programs of its revision, all at once. Raises NothingComparedError."""
+    """Write the programs of each revision to its folder, in parallel. Raises NothingComparedError."""
     with tempfile.TemporaryDirectory(prefix="compare_programs_") as scratch:
         sources = [check_out(revision, Path(scratch) / str(n)) for n, revision in enumerate(revisions.values())]
         running = [start_collector(source, out, options) for source, out in zip(sources, revisions, strict=True)]
@@ -99,7 +99,7 @@ class ProgramComparison:
     programs: int = 0
     kernels: int = 0
     failures: int = 0
-    """Cases that the new revision could not plan, or not whole."""
+    """Number of cases that the new revision could not plan, or only in part."""
     differing: list[str] = field(default_factory=list)
     """Programs that differ, or that only one revision has."""
     differing_kernels: int = 0
@@ -111,7 +111,7 @@ class ProgramComparison:
 
 
 class PlannedPrograms:
-    """The programs of one revision. `rename` changes texts and names of passes before anything is compared."""
+    """The programs of one revision. `rename` is applied to texts and names of passes before the comparison."""
 
     def __init__(self, root: Path, rename: Callable[[str], str] = str) -> None:
         self._root, self._rename = root, rename
@@ -119,7 +119,7 @@ class PlannedPrograms:
         self.failures = sorted(str(path.relative_to(root)) for path in root.rglob(ERROR))
 
     def files(self, program: str) -> dict[str, str]:
-        """Text of each file of a program, in the order in which compiling comes to them."""
+        """Return the text of each file of a program, in the order of compilation."""
         folder = self._root / program
         texts = {
             self._rename(str(path.relative_to(folder))): self._rename(path.read_text())
@@ -131,13 +131,13 @@ class PlannedPrograms:
         return {name: texts[name] for name in order if name in texts}
 
     def failure(self, name: str) -> str:
-        """Why a case was not planned; empty if it was."""
+        """Return the error that ended planning a case; empty if there was none."""
         path = self._root / name
         return path.read_text() if path.exists() else ""
 
 
 class DifferenceWriter:
-    """Writes each difference once: a change to a common helper shows in every kernel that uses it."""
+    """Writes each difference once: a change to a common helper appears in every kernel that uses it."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self.write = write
@@ -177,7 +177,7 @@ def compare(
 
 
 def count_kernels(found: ProgramComparison, before: str, after: str) -> None:
-    """Add a program's kernels, and those that only one revision has, whatever their order."""
+    """Count a program's kernels, and those that only one revision has, in any order."""
     old, new = (Counter(text.split(KERNEL)[1:]) for text in (before, after))
     found.kernels += new.total()
     found.differing_kernels += max((new - old).total(), (old - new).total())
@@ -186,7 +186,7 @@ def count_kernels(found: ProgramComparison, before: str, after: str) -> None:
 def write_program(
     program: str, before: Mapping[str, str], after: Mapping[str, str], lines: int, writer: DifferenceWriter
 ) -> None:
-    """Write where the graph or a pass differs first, and what is emitted; name the other files that differ."""
+    """Write the first difference of the graph or of a pass, and those of emitted code; name other differing files."""
     if not before or not after:
         writer.write(f"{program}: only in the {'new' if after else 'old'} revision")
         return
@@ -201,7 +201,7 @@ def write_program(
 
 
 def bounded_diff(name: str, before: str, after: str, lines: int) -> list[str]:
-    """A unified diff, of which at most `lines` lines are kept."""
+    """Return at most `lines` lines of a unified diff."""
     found = list(
         difflib.unified_diff(before.splitlines(), after.splitlines(), f"old/{name}", f"new/{name}", lineterm="", n=2)
     )
@@ -209,7 +209,7 @@ def bounded_diff(name: str, before: str, after: str, lines: int) -> list[str]:
 
 
 def parse_renames(pairs: Sequence[str]) -> Callable[[str], str]:
-    """Replace whole words as `OLD=NEW` pairs say. Raises NothingComparedError for anything else."""
+    """Return a function that replaces whole words by `OLD=NEW` pairs. Raises NothingComparedError for invalid pairs."""
     words = dict(pair.split("=", 1) for pair in pairs if re.fullmatch(r"\w+=\w+", pair))
     if len(words) != len(pairs):
         raise NothingComparedError(f"--rename takes OLD=NEW, each a word: {' '.join(pairs)}")
@@ -233,7 +233,7 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
 
 @contextlib.contextmanager
 def output_folder(wanted: Path | None) -> Iterator[Path]:
-    """The folder to keep, which must be new or empty; else one that is removed."""
+    """Yield the wanted folder, which must be new or empty, or a temporary one."""
     if wanted is None:
         with tempfile.TemporaryDirectory(prefix="compare_programs_") as made:
             yield Path(made)

@@ -1,7 +1,7 @@
-"""Tables of the benchmarks' figures, from the files in `benchmarks/results/`, and which of these files are current.
+"""Print tables of the benchmarks' figures from the files in `benchmarks/results/`, or the names of superseded files.
 
-`python -m tools.figures` prints the page `docs/lab/figures.md`, `--superseded` the files that newer ones replace.
-A file is superseded where newer files of the same benchmark and device hold every line and peer of it.
+`python -m tools.figures` prints the page `docs/lab/figures.md`, `--superseded` the files that newer ones replace. A
+file is superseded if newer files of the same benchmark and device have all its lines and peers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One file of results."""
+    """A file of results."""
 
     path: Path
     data: Mapping[str, Any]
@@ -30,7 +30,7 @@ class Result:
 
     @property
     def device(self) -> str:
-        """The GPU, with their number where there are several; the processor where there is none."""
+        """Name of the GPU, with the count if there are several; without a GPU, of the processor."""
         name = str(self.data.get("device") or self.data["environment"]["cpu"])
         name = name.replace("(R)", "").replace(" Processor", "")
         name = {"NVIDIA H100 80GB HBM3": "NVIDIA H100"}.get(name, name)
@@ -39,7 +39,7 @@ class Result:
 
     @property
     def date(self) -> str:
-        """Day and time, as the file's name ends with."""
+        """Date and time at the end of the file's name."""
         return self.path.stem.rsplit("-", 1)[1]
 
     @property
@@ -48,12 +48,12 @@ class Result:
 
     @property
     def measured(self) -> frozenset[tuple[str, str]]:
-        """(line, peer) of each figure."""
+        """Pairs (line, peer) of all figures."""
         return frozenset((line, peer) for line, peers in lines_of(self.data) for peer in peers)
 
 
 def lines_of(data: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
-    """Each line of a file with the names of its peers."""
+    """Yield each line of a file with the names of its peers."""
     if isinstance(data.get("settings"), Mapping):
         yield str(data["settings"]["kind"]), list(data["peers"])
     elif isinstance(data["lines"], Mapping):
@@ -65,13 +65,13 @@ def lines_of(data: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def read_results(folder: Path = RESULTS) -> list[Result]:
-    """All files, the newest first."""
+    """Read all files, the newest first."""
     found = [Result(path, json.loads(path.read_text())) for path in folder.glob("*.json")]
     return sorted(found, key=lambda result: (result.date, result.path.name), reverse=True)
 
 
 def superseded(results: Iterable[Result]) -> list[Path]:
-    """Files whose every line and peer a newer file of the same benchmark and device holds."""
+    """Return files whose lines and peers are all in newer files of the same benchmark and device."""
     seen: dict[tuple[str, str], set[tuple[str, str]]] = {}
     old = []
     for result in results:
@@ -91,13 +91,13 @@ def _milliseconds(value: float | None) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     return lines + [f"| {' | '.join(row)} |" for row in rows]
 
 
 def steps_table(results: Sequence[Result]) -> list[str]:
-    """Each peer of each line: its newest milliseconds, and their ratio to torch.compile's in the same file."""
+    """Return each peer's newest milliseconds in each line, and their ratio to torch.compile's in the same file."""
     newest: dict[str, dict[str, tuple[Mapping[str, Any], float | None]]] = {}
     for result in results:
         for name, line in result.data["lines"].items():
@@ -117,7 +117,7 @@ def steps_table(results: Sequence[Result]) -> list[str]:
 
 
 def speed_table(results: Sequence[Result]) -> list[str]:
-    """Lines of CPU peers: how many times as fast as each other peer."""
+    """Return, for lines of CPU benchmarks, dcompile's speed-up over each other peer."""
     newest: dict[str, Mapping[str, Any]] = {}
     for result in results:
         for line in result.data["lines"]:
@@ -137,11 +137,12 @@ def speed_table(results: Sequence[Result]) -> list[str]:
 
 
 def start_table(results: Sequence[Result]) -> list[str]:
-    """Seconds to the first step: cold, warm and by other compilers."""
+    """Return the seconds to the first step: cold, warm and of other compilers."""
     newest: dict[str, Mapping[str, float]] = {}
     for result in results:
         for line in result.data["lines"]:
-            newest.setdefault(line["name"], line["total"])
+            if "total" in line:
+                newest.setdefault(line["name"], line["total"])
     kinds = ("inductor", "cold", "warm", "aot_eager")
     rows = [
         (name, *(f"{total[kind]:.1f}" for kind in kinds), _ratio(total["cold"] / total["inductor"]))
@@ -151,7 +152,7 @@ def start_table(results: Sequence[Result]) -> list[str]:
 
 
 def ranks_table(results: Sequence[Result]) -> list[str]:
-    """Training on CPU ranks: each peer's step, and of stock's."""
+    """Return each peer's step in training on CPU ranks, and its ratio to stock's."""
     newest: dict[str, Mapping[str, Any]] = {}
     for result in results:
         newest.setdefault(result.data["settings"]["kind"], result.data["peers"])
@@ -176,11 +177,11 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Sequence[Result]], list[str]]]] = {
     "first_light": ("The first benchmark on a CPU", speed_table),
     "compile_time": ("Start-up on a CPU", start_table),
 }
-"""Benchmark -> heading and writer of its tables."""
+"""Benchmark -> heading, and function that makes its tables."""
 
 
 def page(results: Sequence[Result]) -> str:
-    """The whole page: a section for each benchmark, a table for each device."""
+    """Return the whole page: a section for each benchmark, a table for each device."""
     lines = [
         "# Figures",
         "",

@@ -1,7 +1,7 @@
-"""The page that follows one program through every stage, printed from what the compiler writes for it.
+"""Print the page that follows one program through every stage, from the compiler's dump.
 
 `python -m tools.one_program` compiles a small model in DistributedDataParallel, in a process group of one rank, with
-`DCOMPILE_DUMP`, and prints `docs/internals/one-program.md`. `tests/test_docs.py` holds the page to it.
+`DCOMPILE_DUMP`, and prints `docs/internals/one-program.md`. `tests/test_docs.py` checks that the page is up to date.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import dcompile
 
 
 class Block(torch.nn.Module):
-    """A linear layer, GELU, and RMSNorm written out."""
+    """A linear layer, GELU, and RMSNorm in elementary operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ The receipt counts what became of the model; [receipt.md](../guide/receipt.md) e
 
 
 def dump_block(folder: Path) -> str:
-    """Compile and run one training step with a dump in `folder`; returns the receipt."""
+    """Compile and run one training step with a dump in `folder`; return the receipt."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         torch.manual_seed(0)
@@ -95,7 +95,7 @@ def dump_block(folder: Path) -> str:
 
 
 def graph_lines(text: str) -> Iterator[str]:
-    """An FX graph without annotations, comments and deletions, which differ between versions of torch."""
+    """Yield an FX graph's lines without annotations, comments and deletions, which depend on the version of torch."""
     for line in text.splitlines():
         bare = re.sub(r': "[^"]*"', "", line).split(";")[0].rstrip()
         if bare.strip() and not bare.strip().startswith(("#", "class ")):
@@ -107,7 +107,7 @@ def fenced(language: str, text: str) -> str:
 
 
 def changes(folder: Path) -> Iterator[str]:
-    """The difference that each pass makes, for those that make one."""
+    """Yield the difference that each pass makes, for passes that change the program."""
     for path in sorted(folder.glob("*.diff")):
         lines = path.read_text().splitlines()[2:]
         if lines:
@@ -116,7 +116,7 @@ def changes(folder: Path) -> Iterator[str]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         receipt = dump_block(folder)

@@ -1,4 +1,4 @@
-"""The page of passes, printed from the lists in `dcompile/pipeline.py`: `python -m tools.passes`."""
+"""Print the page of passes from the lists in `dcompile/pipeline.py`: `python -m tools.passes`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LISTS = ("DYNAMO_PASSES", "JOINT_PASSES", "LOOP_PASSES", "NEST_PASSES", "OUTPUT_
 
 
 def pass_lists() -> Iterator[tuple[str, Sequence[Any]]]:
-    """Every list of passes in the pipeline: its name and its rows."""
+    """Yield every list of passes in the pipeline: its name and its rows."""
     yield from ((name, getattr(pipeline, name)) for name in LISTS)
 
 
@@ -39,7 +39,7 @@ def _function_of(row: Any) -> Callable[..., Any] | None:
 
 
 def implementation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The documented function behind a row: what a lambda or an undocumented helper of the pipeline calls."""
+    """Return a row's documented function: itself, or the one that a lambda or an undocumented helper calls."""
     if function.__doc__:
         return function
     for name in function.__code__.co_names:
@@ -50,17 +50,17 @@ def implementation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def flags(row: Any) -> list[str]:
-    """Names of a row's facts that hold."""
+    """Return the names of a row's fields that are True."""
     return [field.name for field in dataclasses.fields(row) if getattr(row, field.name) is True]
 
 
 def reasons() -> dict[str, list[str]]:
-    """For each list, the comment in front of each row."""
+    """Return, for each list, the comment before each row."""
     source = inspect.getsource(pipeline)
     lines = source.splitlines()
     found = {}
     for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef):  # a list that is made when it is first asked for
+        if isinstance(node, ast.FunctionDef):  # a list that is created at first use
             name, value = node.name.upper(), getattr(node.body[-1], "value", None)
         else:
             name, value = getattr(getattr(node, "target", None), "id", ""), getattr(node, "value", None)
@@ -83,7 +83,7 @@ def first_line(function: Callable[..., Any]) -> str:
 
 
 def page() -> str:
-    """The whole page: a table for each list."""
+    """Return the whole page: a table for each list."""
     comments = reasons()
     lines = [INTRODUCTION]
     for title, rows in pass_lists():

@@ -1,6 +1,6 @@
 """Cases for `tools/compare_programs.py`: models of tests/models, benchmark kernels, DDP and FSDP.
 
-A case is a function of `explain`, which takes the place of compiling and is called as `dcompile.explain` is.
+A case is a function of `explain`, which replaces compilation and has the signature of `dcompile.explain`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SAMPLE = (
     "phi3", "gemma2", "qwen3-moe", "mamba", "t5", "vit", "whisper", "gru", "u-net", "bag-mean", "messages", "attention",
     "in-place", "statistics", "mixer", "losses", "fourier",
 )  # fmt: skip
-"""Architectures of tests/models that are planned without --all."""
+"""Architectures of tests/models that are also planned without --all."""
 
 
 def cases(*, everything: bool = False) -> Mapping[str, Case]:
-    """Name -> case, in the order to plan them in. `everything`: every architecture, in every way."""
+    """Return name -> case, in the order of planning. `everything`: every architecture, in every mode."""
     return dict(
         (
             *_zoo(),
@@ -47,7 +47,7 @@ def cases(*, everything: bool = False) -> Mapping[str, Case]:
 
 
 def _zoo() -> Iterator[tuple[str, Case]]:
-    """The models that most tests use: in training, and some of them otherwise."""
+    """Yield the models that most tests use: in training, and some of them in other modes."""
     from tests.models import zoo
 
     def case(name: str, **how: Any) -> Case:
@@ -65,7 +65,7 @@ def _zoo() -> Iterator[tuple[str, Case]]:
 
 
 def _architectures(everything: bool) -> Iterator[tuple[str, Case]]:
-    """Architectures of transformers in miniature, and modules of torch."""
+    """Yield small models of transformers' architectures, and modules of torch."""
     from tests.models.audio import AUDIO
     from tests.models.decoders import DECODERS, EXPERTS, RECURRENT
     from tests.models.encoders import ENCODERS, SEQ2SEQ
@@ -94,7 +94,7 @@ def _model(
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> None:
-    """One call of a model on one batch."""
+    """Plan one call of a model on one batch."""
     model, batch = make().train(grad), dict(draw())
     if dtype is not None:
         model = model.to(dtype)
@@ -112,7 +112,7 @@ def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _compiled(explain: Explain, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A stand-in for a compiled function, which explains it at each call and runs it eagerly."""
+    """Return a function that plans `function` in each call, and runs it eagerly."""
 
     def call(*args: Any) -> Any:
         explain(function, *args)
@@ -122,7 +122,7 @@ def _compiled(explain: Explain, function: Callable[..., Any]) -> Callable[..., A
 
 
 def _cpu_kernels() -> Iterator[tuple[str, Case]]:
-    """Those of benchmarks/cpu_kernels.py, on tensors that have no memory."""
+    """Yield the kernels of benchmarks/cpu_kernels.py, on tensors without memory."""
     from benchmarks import cpu_kernels
 
     def run(explain: Explain, dtype: str, name: str) -> None:
@@ -136,7 +136,7 @@ def _cpu_kernels() -> Iterator[tuple[str, Case]]:
 
 
 class _CpuInPlaceOfGpu(TorchFunctionMode):
-    """Makes tensors on the CPU that a function makes on a GPU."""
+    """Torch function mode that makes tensors on the CPU where a function makes them on a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -145,7 +145,7 @@ class _CpuInPlaceOfGpu(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def pause_around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call` without this mode: TorchDynamo would trace it."""
+        """Return `call` without this mode, which TorchDynamo would trace."""
 
         def alone(*args: Any) -> Any:
             self.__exit__(None, None, None)
@@ -158,7 +158,7 @@ class _CpuInPlaceOfGpu(TorchFunctionMode):
 
 
 def _gpu_kernels() -> Iterator[tuple[str, Case]]:
-    """Those of benchmarks/gpu_kernels.py in their own sizes, on tensors that have no memory."""
+    """Yield the kernels of benchmarks/gpu_kernels.py in their own sizes, on tensors without memory."""
     from benchmarks import gpu_kernels
 
     def run(explain: Explain, name: str) -> None:
@@ -166,7 +166,7 @@ def _gpu_kernels() -> Iterator[tuple[str, Case]]:
             gpu_kernels.CASES[name].make(lambda function: mode.pause_around(_compiled(explain, function)))()
 
     for name in gpu_kernels.CASES:
-        if name == "adamw":  # torch refuses a capturable optimizer on the CPU; cpu_kernels has one that is not
+        if name == "adamw":  # torch refuses a capturable optimizer on the CPU; cpu_kernels has another one
             continue
         yield f"gpu_kernels/{name}", functools.partial(run, name=name)
 
@@ -176,7 +176,7 @@ def _gpu_kernels() -> Iterator[tuple[str, Case]]:
 
 @contextlib.contextmanager
 def _gpu_passes_on_cpu() -> Iterator[None]:
-    """Meanwhile, passes on captured graphs treat the CPU, where graphs are captured, as a GPU. Raises LookupError."""
+    """Make passes on captured graphs treat the CPU as a GPU while the context lasts. Raises LookupError."""
     with contextlib.ExitStack() as patches:
         for patch in _gpu_traits() or _gpu_lists():
             patches.enter_context(patch)
@@ -184,7 +184,7 @@ def _gpu_passes_on_cpu() -> Iterator[None]:
 
 
 def _gpu_traits() -> list[Any]:
-    """What makes the CPU such a device by its traits; nothing for a revision without traits."""
+    """Return patches that give the CPU a GPU's traits; none for a revision without traits."""
     try:
         from dcompile.device_traits import CPU, DEVICE_TRAITS
     except ImportError:
@@ -194,7 +194,7 @@ def _gpu_traits() -> list[Any]:
 
 
 def _gpu_lists() -> list[Any]:
-    """The same for revisions whose passes have lists of devices."""
+    """Return the same patches for revisions whose passes have lists of devices."""
     modules = [module for name, module in sys.modules.items() if name.startswith("dcompile.capture.")]
     lists = [module for module in modules if getattr(module, "DEVICES", None) == ("cuda",)]
     classes = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
@@ -206,7 +206,7 @@ def _gpu_lists() -> list[Any]:
 
 
 def _captured_for_gpus() -> Iterator[tuple[str, Case]]:
-    """Products that are padded, heads that are shared, one query a head that is written out."""
+    """Yield padded matmuls, shared heads of attention, and decomposed attention of one query a head."""
 
     def loss(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return (x @ weight.t()).float().logsumexp(-1).mean()
@@ -235,7 +235,7 @@ WORLD = 4
 
 
 def _distributed() -> Iterator[tuple[str, Case]]:
-    """One rank's programs under DDP and FSDP; the others are made up."""
+    """Yield one rank's programs under DDP and FSDP; other ranks are faked."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -263,13 +263,13 @@ def _distributed() -> Iterator[tuple[str, Case]]:
 
 
 def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Parts of a model of the zoo that are sharded on their own."""
+    """Return the parts of a test model that are sharded separately."""
     found = model.model.layers if hasattr(model, "model") else model.layers
     return [layer for layer in found if any(True for _ in layer.parameters())]
 
 
 def _on_ranks(explain: Explain, spread: Callable[[Any], Any], name: str) -> None:
-    """A model of the zoo on rank 0 of a process group whose collectives do nothing."""
+    """Plan a test model on rank 0 of a process group whose collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from tests.models import zoo

@@ -1,4 +1,4 @@
-"""The page of settings, printed from `dcompile/config.py`: `python -m tools.settings`."""
+"""Print the page of settings from `dcompile/config.py`: `python -m tools.settings`."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ They are accepted, so that existing calls need no edit, and noted in the receipt
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     rows = [f"| `{name}` | `{variable}` | `{default}` | {text} |" for name, variable, default, text in describe()]
     modes = [f"| `{mode}` | {_options(options)} |" for mode, options in MODES.items()]
     return "\n".join([INTRODUCTION, *rows, MODES_INTRODUCTION, *modes, IGNORED_INTRODUCTION, *_ignored(), ""])
 
 
 def _ignored() -> list[str]:
-    """A paragraph for each reason, with the options that it is of."""
+    """Return a paragraph for each reason, with its options."""
     paragraphs = []
     for reason in dict.fromkeys(REASON_OF.values()):
         names = ", ".join(f"`{name}`" for name, other in REASON_OF.items() if other == reason)

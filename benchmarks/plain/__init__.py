@@ -1,4 +1,4 @@
-"""Builds and loads kernels.cpp: the same kernels by hand, with dcompile's prelude and flags."""
+"""Build and load kernels.cpp: hand-written kernels, with dcompile's C++ library and flags."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent / "kernels.cpp"
 
 @cache
 def library() -> ctypes.CDLL:
-    """The hand-written kernels, linked with the OpenMP that torch has loaded."""
+    """Load the hand-written kernels, linked with the OpenMP that torch has loaded."""
     from dcompile.codegen.emit.cpp.compile import find_compiler, openmp_library
     from dcompile.codegen.emit.cpp.library.base import PRELUDE
 
@@ -31,7 +31,7 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, dtype: str, *arguments: Any) -> None:
-    """Run a kernel: tensors of `dtype` by address, whole numbers as int64, other numbers as float32."""
+    """Run a kernel: tensors of `dtype` by address, integers as int64, other numbers as float32."""
     getattr(library(), f"{name}_{dtype}")(*map(_argument, arguments))
 
 

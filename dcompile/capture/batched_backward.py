@@ -1,7 +1,7 @@
-"""A backward of many gradients at once: `torch.autograd.grad(..., is_grads_batched=True)`, `jacobian(vectorize=True)`.
+"""Stock fallback for a batch of gradients: `autograd.grad(..., is_grads_batched=True)`, `jacobian(vectorize=True)`.
 
-Autograd then hands over tensors of torch.func's `vmap`, which stand for a batch and have no memory that a kernel could
-read. Every operator of ATen knows what to do with them, so the graph runs one by one, as it was before it was compiled.
+Autograd then passes tensors of torch.func's `vmap`, which represent a batch and have no memory that a kernel could
+read. Every operator of ATen supports them, so the uncompiled graph runs operator by operator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ COUNTED = "backward of batched gradients"
 
 
 def run_batched(backward: Any, args: list[Any], sharded: bool) -> list[Any]:
-    """The backward's results, computed by ATen; `args` is emptied, as by a program."""
+    """Compute a backward's results with ATen; `args` is emptied, as by a program. Raises DcompileError if `sharded`."""
     if sharded:
         raise DcompileError(
             "dcompile: gradients of a batch (is_grads_batched=True, vectorize=True) through a model whose parameters "

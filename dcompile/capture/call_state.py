@@ -1,4 +1,4 @@
-"""What is known of single calls of a compiled model, and of the kinds of calls that there were."""
+"""State of single calls of a compiled model, and of kinds of calls."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ class Invocation:
     inside_ddp: bool = False
     sync: bool = False
     token: torch.Tensor | None = None
-    """What the graphs of this call leave for their backwards: 1 if these are to reduce gradients, 2 if gradients are to
-    be reduced as they arrive; 0 and -2 if that is so only where it is asked for by hand. None: 0.
+    """Token that the graphs of this call save for their backwards; None means 0.
+
+    1: reduce gradients in programs. 2: reduce gradients as they arrive. 0 and -2: as 1 and 2, but only if the user has
+    prepared DDP's reducer.
     """
     graphs: list[int] = field(default_factory=list)
     """Numbers of the graphs that ran in this call, in order."""
     units: set[int] = field(default_factory=set)
-    """Of sharded parameters, those that graphs of this call have gradients of."""
+    """Units of sharded parameters for which graphs of this call compute gradients."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The graphs that one kind of call runs (another kind: other shapes, another branch, no_grad)."""
+    """The graphs that one kind of call runs; kinds differ in shapes, branches or grad mode."""
 
     graphs: tuple[int, ...]
     training: bool
     objections: tuple[str, ...] = ()
-    """Parameters that this kind of call uses outside the compiled graphs, and the like."""
+    """Reasons against reducing gradients in programs, such as parameters used outside the compiled graphs."""
 
 
 class CapturedGraph(Protocol):
-    """A Dynamo graph with its programs (`graph_runner.GraphPrograms`), as the state of a model sees it."""
+    """Interface of a Dynamo graph with its programs (`graph_runner.GraphPrograms`)."""
 
     number: int
     training: bool
@@ -58,24 +60,24 @@ class CapturedGraph(Protocol):
     """Parameters that a backward may have no gradient of."""
 
     def accumulates(self) -> bool:
-        """Inside its backward: whether that adds to the `.grad` of any parameter."""
+        """Inside its backward: does that add to the `.grad` of any parameter?"""
 
     def units(self) -> set[int]:
-        """Units of sharded parameters that a backward has gradients of."""
+        """Return the units of sharded parameters for which a backward computes gradients."""
 
     @property
     def shards(self) -> ShardedParameters | None:
-        """What its sharded parameters are exchanged through, also after they were given back."""
+        """The sharded parameters of its collectives, also after a fallback to FSDP's own hooks."""
 
     @property
     def gathers(self) -> bool:
         """Whether programs gather sharded parameters."""
 
     def units_of(self, numbers: Iterable[int]) -> set[int]:
-        """Units of these parameters."""
+        """Return the units of these parameters."""
 
     def has_own_collectives(self, kind: str) -> bool:
-        """Whether a program has collectives that the model itself calls."""
+        """Does a program have collectives that the model itself calls?"""
 
     def agree(self, kind: str) -> None:
-        """Before a program's first collective: see that every rank is about to run the same ones."""
+        """Check before a program's first collective that every rank is about to run the same ones."""

@@ -1,27 +1,30 @@
-"""Functions that stand for a user's module or function, and what stands behind those of others."""
+"""Wrapper functions for a user's module or function, and the functions inside wrappers."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import re
 import types
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from dcompile import compat
 
 _SERIAL = itertools.count()
 
 
-def fresh_function(of_module: bool, method: Callable[..., Any] | None = None) -> types.FunctionType:
-    """A function with a code object of its own that calls what it is given; `hooked` says which hooks there are.
+def fresh_function(of_module: bool, method: Callable[..., Any] | None = None, label: str = "") -> types.FunctionType:
+    """Return a function with its own code object that calls its second argument; the first one, `hooked`, names hooks.
 
-    Dynamo keeps compiled code, the limit on recompiles and what it learnt of changing shapes per code object. A plain
-    function is traced whole, with the module's hooks; a bound `_call_impl`, which Module.compile() uses, is not, and
-    for bare torch.nn classes would not be traced at all.
+    Dynamo keeps compiled code, the recompilation limit and dynamic shapes for each code object. A plain function is
+    traced as a whole, with the module's hooks. A bound `_call_impl`, which Module.compile() uses, is not, and for bare
+    torch.nn classes it would not be traced at all. `label` begins the function's name in Dynamo's recompile warnings.
     """
 
-    # a guard on `hooked`: of hooks, Dynamo guards on each that it has traced, and never on there being none
+    # Dynamo guards on `hooked`. Of hooks themselves, it guards on each that it has traced, never on there being none.
 
     def call_module(hooked: str, target: Any, /, *args: Any, **kwargs: Any) -> Any:
         if hooked:
@@ -39,20 +42,34 @@ def fresh_function(of_module: bool, method: Callable[..., Any] | None = None) ->
         return method(target, *args, **kwargs)  # type: ignore[misc]
 
     entry = call_method if method is not None else call_module if of_module else call
-    name = f"dcompile_entry_{next(_SERIAL)}"
+    name = f"{label}_dcompile_entry_{next(_SERIAL)}" if label else f"dcompile_entry_{next(_SERIAL)}"
     code = entry.__code__.replace(co_name=name)
     return types.FunctionType(code, entry.__globals__, name, None, entry.__closure__)
 
 
+def label_of(thing: Any, method: Callable[..., Any] | None = None) -> str:
+    """Return the name of a compiled module, its `method` or a function as an identifier: `Llama`, `Llama_loss`, `step`.
+
+    `fully_shard` and `replicate` give the module a class of its own; its base is the user's class.
+    """
+    if not isinstance(thing, torch.nn.Module):
+        name = str(getattr(thing, "__qualname__", type(thing).__name__)).rpartition("<locals>.")[2]
+    else:
+        kind, *bases = type(thing).__mro__
+        own = next((base for base in bases if kind.__name__ in (f"FSDP{base.__name__}", f"DDP{base.__name__}")), kind)
+        name = own.__name__ if method is None else f"{own.__name__}_{method.__name__}"
+    return re.sub(r"\W+", "_", name)
+
+
 def unwrap_module(module: Any) -> Any:
-    """The module inside what torch.compile returned."""
+    """Return the module inside the results of torch.compile."""
     while compat.dynamo.is_optimized_module(module):
         module = module._orig_mod
     return module
 
 
 def with_owner(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled bound method as the function that it is of."""
+    """Return a compiled bound method as a function that takes, and ignores, its owner first."""
 
     def method(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
@@ -61,7 +78,7 @@ def with_owner(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def twin_of(function: Any) -> Any:
-    """The same function as another object."""
+    """Copy a function with its attributes."""
     twin: Any = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, None, function.__closure__
     )
@@ -71,16 +88,16 @@ def twin_of(function: Any) -> Any:
 
 
 def original_function(function: Any) -> Any:
-    """The function that a wrapper of ours stands for."""
+    """Return the function inside dcompile's wrappers."""
     while getattr(function, "_torchdynamo_wrapper_id", None) == id(function) and hasattr(function, "_dcompile_entry"):
         function = function.__wrapped__
     return _without_wrapper_marks(function)
 
 
 def _without_wrapper_marks(function: Any) -> Any:
-    """`function` itself; a copy, if `functools.wraps` has given it the marks of a wrapper of ours that it calls.
+    """Return a copy without a wrapper's attributes if `functools.wraps` has copied them, else `function` itself.
 
-    Dynamo would trace what the marks say in place of the function.
+    Dynamo would trace the function in these attributes instead.
     """
     if not isinstance(function, types.FunctionType) or "_dcompile_entry" not in function.__dict__:
         return function

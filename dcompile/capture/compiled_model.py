@@ -1,4 +1,4 @@
-"""State of one compiled model: its settings, adapter, graphs and variants; what the receipt is made from."""
+"""State of one compiled model: its settings, adapter, graphs and variants. The receipt is made from it."""
 
 from __future__ import annotations
 
@@ -23,30 +23,36 @@ from dcompile.capture.passes.dynamo.grouped_experts import group_loop
 from dcompile.capture.passes.dynamo.sync_batch_norm import sync_batch_norm
 from dcompile.capture.services import Peers, Services, ShardedParameters
 from dcompile.config import Config
+from dcompile.errors import OptionError
 from dcompile.gc_pause import without_collecting
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What one compile call asked for."""
+    """Arguments of one compile call."""
 
     config: Config
     fullgraph: bool = False
     dynamic: bool | None = None
     guard_filter_fn: Callable[..., Any] | None = None
     limits: Mapping[str, Any] = field(default_factory=dict)
-    """What else torch.compile was asked for that Dynamo alone looks at; see `compat.dynamo.limits`."""
+    """Other arguments of torch.compile that only Dynamo reads; see `compat.dynamo.limits`."""
+
+    def __post_init__(self) -> None:
+        if self.dynamic is False and self.config.size_classes:
+            raise OptionError("dcompile: size_classes is about sizes that vary; leave it out, or dynamic=False")
 
 
 class CompiledModel:
-    """One compile call's state. It holds neither the module nor its parameters: cached code may outlive them."""
+    """State of one compile call. It keeps neither the module nor its parameters alive: cached code may outlive them."""
 
     def __init__(self, settings: Settings, services: Services) -> None:
         self.settings = settings
         self.services = services
         self.adapter: PlainAdapter = PlainAdapter()
         self._own_compared: dict[str, set[tuple[str, ...]]] = {}
-        """Name of a process group -> plans of the model's own collectives that its ranks have compared."""
+        """Name of a process group -> plans, already compared by its ranks, of collectives that the model itself calls.
+        """
         self.sync = GradientSync(self.adapter)
         self.sync.model = self
         self.peers: Peers = services.meet(None)
@@ -54,30 +60,30 @@ class CompiledModel:
         self.shards: ShardedParameters | None = None
         """Sharded parameters that programs gather."""
         self.between: EagerRegionMonitor | None = None
-        """What looks after eager code between these programs."""
+        """Monitor of the eager regions between these programs."""
         self.variants: dict[tuple[int, ...], Variant] = {}
         self.newest: Variant | None = None
         self.eager_calls = 0
-        """Calls of which no graph was compiled."""
+        """Number of calls that ran no compiled graph."""
         self.graph_breaks = 0
         self.breaks: list[tuple[str, list[Any]]] = []
-        """What they are, with those that end our own outermost frame: the reason, and the user's frames."""
+        """(reason, user's frames) of each graph break, including those that end dcompile's own outermost frame."""
         self._left_alone = False
-        """Whether Dynamo has left our own outermost frame to eager, with a reason or without."""
+        """Whether Dynamo has left dcompile's own outermost frame to eager, with a reason or without."""
         self.compile_seconds = 0.0
         self.calls: dict[int, list[Invocation]] = {}
-        """For each thread that is in some, by its number: the calls that it is in, the innermost last."""
+        """Number of a thread -> its calls in progress, the innermost last."""
         self.inside: list[CompiledModel] = []
-        """Modules that a call reaches and DDP or FSDP keeps in step: each is compiled by itself."""
+        """Modules inside that DDP or FSDP synchronizes and a call has reached: each is compiled by itself."""
         self.pool: dict[Any, Any] = {}
         """Memory of gradient buckets, which the graphs share."""
         self._refusal: str | None = None
         self._reported: set[bool | None] = set()
-        """Kinds of steps that were reported: training or not. None: that nothing was compiled."""
+        """Kinds of reported steps: training or not; None for the report that nothing was compiled."""
         self._owes_report = False
 
     def adopt(self, sync: GradientSync) -> None:
-        """Start over under another adapter, that of `sync`: graphs captured so far carry no sync flag for it."""
+        """Use another strategy and its adapter, and drop all graphs: they have no token for it."""
         self.adapter, self.sync, sync.model = sync.adapter, sync, self
         self.peers = self.services.meet(self.adapter.group)
         self.graphs, self.variants, self.newest = [], {}, None
@@ -86,9 +92,9 @@ class CompiledModel:
         self._reported, self._owes_report = set(), False
 
     def has_moved(self) -> bool:
-        """Whether gradients are to be reduced over other ranks from now on: DDP has its own reducer back for that.
+        """Is another process group to reduce gradients from now on? DDP has its own reducer back then.
 
-        Whoever takes it over next starts as at first, and all of these ranks with it.
+        The next adapter starts from its initial state, on all of the new group's ranks.
         """
         if not self.adapter.has_moved():
             return False
@@ -96,7 +102,7 @@ class CompiledModel:
         return True
 
     def is_outdated(self) -> bool:
-        """Whether all graphs are to be captured anew, for the same adapter: what gradients are reduced has changed."""
+        """Must all graphs be captured again for the same adapter, since the set of reduced gradients has changed?"""
         if not self.adapter.has_new_parameters():
             return False
         self.sync.forget_buckets()
@@ -106,16 +112,22 @@ class CompiledModel:
 
     @contextlib.contextmanager
     def compiling(self, code: Any, entry: Any, late_sizes: bool) -> Iterator[None]:
-        """Around Dynamo's work on the frame of one code object; `entry` is our own outermost one.
+        """Set up and measure Dynamo's work on the frame of one code object; `entry` is dcompile's own outermost one.
 
-        With `late_sizes`, operations whose results' sizes depend on values are captured.
+        With `late_sizes`, operations with data-dependent result sizes are captured.
         """
         breaks, began = compat.dynamo.graph_break_count(), time.perf_counter()
         known = len(compat.dynamo.graph_breaks())
         try:
             grouping = group_loop if self.settings.config.own_kernels else None
+            classes = bool(self.settings.config.size_classes)
             settings = compat.dynamo.tracing_settings(
-                self.settings.dynamic, sync_batch_norm, code is entry, grouping, late_sizes
+                True if classes else self.settings.dynamic,
+                sync_batch_norm,
+                code is entry,
+                grouping,
+                late_sizes,
+                sizes_alone=classes,
             )
             looking = contextlib.nullcontext() if self.between is None else self.between.resting()
             busy, one = self.peers.busy("capturing"), self._guard_on_module_identity(code is entry)
@@ -124,25 +136,30 @@ class CompiledModel:
         finally:
             self.compile_seconds += time.perf_counter() - began
             self.breaks += compat.dynamo.graph_breaks(known)
-            # a break inside the model also ends our outermost frame, where it is found first: count it once
+            # a break inside the model also ends dcompile's outermost frame, where it is found first: count it once
             if code is not entry:
                 self.graph_breaks += max(compat.dynamo.graph_break_count() - breaks, 0)
 
     def _guard_on_module_identity(self, outermost: bool) -> contextlib.AbstractContextManager[None]:
-        """Graphs know which parameters they reduce: those of a frame that several layers run serve one of them each."""
+        """Return a context that guards on the identity of synchronized parameters.
+
+        A graph reduces gradients of certain parameters, so the graphs of a frame that several layers run must serve one
+        layer each.
+        """
         adapter = self.adapter
         if outermost or not adapter.synchronizes:
             return contextlib.nullcontext()
         return compat.guards.guard_tensor_identity(lambda value: adapter.number_of(value) is not None)
 
     def refuse(self, reason: str) -> None:
-        """A graph that is being compiled cannot run with virtual parameters: nothing of it will run."""
+        """Record why a graph that is being compiled cannot run with virtual parameters; `compiled` then raises."""
         self._refusal = self._refusal or reason
 
     def compiled(self, code: Any, entry: Any, whole: bool) -> None:
-        """A frame was compiled, `whole` or with code that stays eager. Raises GivenBack before any of it runs.
+        """Handle a compiled frame, `whole` or with a graph break. Raises FallBackToStock, before the frame runs.
 
-        If the outermost frame is whole, all of the model is in it; what else comes by is torch's own.
+        It raises if a graph cannot run with virtual parameters, or the adapter allows no eager regions. If the
+        outermost frame is whole, it contains all of the model; other frames are torch's own.
         """
         self._left_alone |= code is entry and not whole
         if self.between is None:
@@ -153,7 +170,7 @@ class CompiledModel:
             self.between.start()
 
     def begin(self, inside_ddp: bool) -> Invocation:
-        """A call starts."""
+        """Start a call."""
         self.peers.enter()
         call = Invocation(inside_ddp)
         self.sync.begin_call(call)
@@ -161,22 +178,22 @@ class CompiledModel:
         return call
 
     def end(self, call: Invocation) -> None:
-        """A call is through, or has raised."""
+        """End a call that has returned or raised."""
         stack = self.calls[threading.get_ident()]
         stack.remove(call)
         if not stack:
             del self.calls[threading.get_ident()]
 
     def is_running(self) -> bool:
-        """Whether this thread is in a call of the model already."""
+        """Is this thread inside a call of the model?"""
         return threading.get_ident() in self.calls
 
     def compares_captures(self) -> bool:
-        """Whether a graph that is captured now may be among those that ranks are to compare.
+        """May ranks have to compare a graph that is captured now?
 
-        A rank may call a DDP model as often as it likes, alone, before the first backward that reduces: which graphs
-        are compared shows then. A call of sharded parameters is a call of every rank. Those of the first one for
-        training are compared.
+        A rank may call a DDP model alone any number of times before the first backward that reduces. Only that backward
+        determines which graphs are compared. With sharded parameters, all ranks make every call, and the graphs of the
+        first training call are compared.
         """
         adapter, stack = self.adapter, self.calls.get(threading.get_ident())
         if adapter.group is None or self.settings.config.distributed == "stock" or not stack:
@@ -184,19 +201,19 @@ class CompiledModel:
         return self.sync.compares_captures()
 
     def compare_captures(self, graphs: Iterable[CapturedGraph]) -> None:
-        """See that every rank has captured the same for these graphs: all come, and all raise if they have not."""
+        """Check that every rank has captured the same for these graphs: all ranks call this, and raise together."""
         graphs = list(graphs)
         compare_captures(self, [graph.captured for graph in graphs])
         for graph in graphs:
             graph.captured = []
 
     def record_forward(self, graph: CapturedGraph) -> torch.Tensor | None:
-        """Record that a graph's forward runs in the current call; whether its backward is to reduce, as a token.
+        """Record that a graph's forward runs in the current call; return the token for its backward.
 
-        None where the adapter carries no such token.
+        It is None if the adapter has no tokens.
         """
         stack = self.calls.get(threading.get_ident())
-        if not stack:  # nobody calls through us (a plain backend, a whole frame): each graph is a call of its own
+        if not stack:  # calls bypass the entry (plain backend, whole frame): each graph is a call of its own
             key = (graph.number,)
             known = self.variants.get(key)
             if known is None:
@@ -209,24 +226,24 @@ class CompiledModel:
         return self.sync.token(call)
 
     def give_back(self, adapter: ShardedAdapter, reason: str) -> None:
-        """FSDP's own hooks gather and reduce from here on: on every rank, or all raise."""
+        """Fall back to FSDP's own hooks, on every rank; if ranks disagree, all raise."""
         for number, group in enumerate(adapter.process_groups()):
             subject = f"use of FSDP's own hooks, group {number}"
-            self.services.agree(group, subject, ["parameters and gradients are given back to FSDP"])
+            self.services.agree(group, subject, ["falls back to stock FSDP for parameters and gradients"])
         if self.shards is not None:
             self.shards.give_back()
         adapter.restore(reason)
         self.adopt(self.sync.renewed())
 
     def ran_eagerly(self) -> None:
-        """A call went past us, as the adapter wants it."""
+        """Count a call that ran eagerly because the adapter requires it; report the first."""
         self.eager_calls += 1
         if self.newest is None:
             self.newest = Variant((), training=torch.is_grad_enabled())
             self._report(training=torch.is_grad_enabled())
 
     def after_call(self, call: Invocation, result: Any) -> None:
-        """After a call: note which graphs it ran; if they are new together, look for what they leave out."""
+        """Record which graphs a call ran; for a new combination, check its result and uses outside the graphs."""
         key = tuple(call.graphs)
         variant = self.variants.get(key)
         if variant is None:
@@ -256,9 +273,9 @@ class CompiledModel:
             self.services.first_step(self)
 
     def agree_on(self, plan: list[str]) -> None:
-        """Before the first collective of a program: see that every rank is about to run the same ones.
+        """Check before a program's first collective that every rank is about to run the same ones.
 
-        A plan that was compared before is not compared again: one rank may compile anew alone (another batch size).
+        Each plan is compared once, since a rank may recompile alone (another batch size).
         """
         adapter = self.adapter
         subject = adapter.subject_of(tuple(plan))
@@ -267,7 +284,10 @@ class CompiledModel:
                 self.services.agree(group, f"{subject}.{number}" if number else subject, plan)
 
     def agree_on_own(self, plans: Mapping[str, list[str]]) -> None:
-        """The same of the model's own collectives, over each process group that they name, if no plan is theirs too."""
+        """Compare the collectives that the model itself calls, in each of their process groups.
+
+        Groups of the adapter are skipped: `agree_on` compares there.
+        """
         known = [id(group) for group in self.adapter.process_groups()]
         for name, plan in plans.items():
             group = compat.groups.group_by_name(name)
@@ -280,34 +300,34 @@ class CompiledModel:
     # --- backward ---
 
     def objections(self) -> list[str]:
-        """Everything found so far that speaks against reducing gradients in the compiled graphs."""
+        """Return all reasons found so far against reducing gradients in the compiled graphs."""
         return [reason for variant in self.variants.values() for reason in variant.objections]
 
     def before_backward(self, graph: CapturedGraph, sync: bool) -> None:
-        """Inside a backward, before a graph's backward program runs (and before it is compiled).
+        """Prepare, inside a backward, for a graph's backward program, before it is compiled and before it runs.
 
-        `sync`: whether it is one that every rank runs, if it adds to gradients. Others may be one rank's alone.
+        `sync`: whether every rank runs this backward if it accumulates gradients. One rank may run others alone.
         """
         if self.sync.before_backward(graph, sync) and True not in self._reported:
             self._reported.add(True)
             compat.tensors.at_end_of_backward(self._backward_is_through)
 
     def _backward_is_through(self) -> None:
-        """Report the first step; of a backward inside a call (a compiled training step) when the call ends."""
+        """Report the first step; if the backward is inside a call (a compiled training step), report when that ends."""
         if self.newest is None or self.is_running():  # none: the engine's threads do not see the caller's calls
             self._owes_report = True
         else:
             self.report()
 
     def graphs_of_call(self, graph: CapturedGraph) -> list[CapturedGraph]:
-        """Those that ran in the call that a graph's backward is of: one in progress, or the newest."""
+        """Return the graphs of the call that a graph's backward belongs to: one in progress, or the newest."""
         running = [tuple(call.graphs) for stack in list(self.calls.values()) for call in reversed(stack)]
         known = [variant.graphs for variant in (self.newest, *reversed(self.variants.values())) if variant is not None]
         found = next((graphs for graphs in (*running, *known) if graph.number in graphs), (graph.number,))
         return [self.graphs[number] for number in found]
 
     def release(self) -> None:
-        """Nobody calls the model any more: keep its graphs no longer than backwards that are still to come do."""
+        """Keep graphs only by weak references, as nothing calls the model any more; pending backwards hold theirs."""
         self.graphs[:] = [weakref.proxy(graph) for graph in self.graphs]
 
     # --- reports ---
@@ -317,11 +337,11 @@ class CompiledModel:
         self.report()
 
     def add_inside(self, part: CompiledModel) -> None:
-        """A call reaches a module that is compiled by itself: its receipt and profile belong to this one's."""
+        """Add a module that a call reaches and that is compiled by itself; receipt and profile then include it."""
         if all(known is not part for known in self.inside):
             self.inside.append(part)
 
     def report(self) -> None:
-        """Tell of a first step. With modules inside, the last of them to be through with theirs tells of all."""
+        """Report a first step. With modules inside, their own reports cover this model."""
         if not self.inside:
             self.services.first_step(self)

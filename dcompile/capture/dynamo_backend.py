@@ -1,4 +1,4 @@
-"""From one Dynamo graph to its programs: what is done to it before, while and after AOTAutograd traces it."""
+"""Dynamo's backend: rewrite a captured graph, let AOTAutograd trace it, and compile its programs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from dcompile.passes import GraphPass
 
 
 class DynamoGraph(GraphPrograms):
-    """One Dynamo graph of a compiled model."""
+    """A Dynamo graph of a compiled model: its passes, trace and partition."""
 
     planned_for: str | None = None
-    """Type of the device that programs are for, where graphs are captured on another."""
+    """Type of the device that programs are compiled for, if graphs are captured on another."""
 
     needs_data = True
     """Whether programs read memory, which fake tensors lack."""
@@ -109,7 +109,7 @@ class DynamoGraph(GraphPrograms):
         )
 
     def _examine(self, gm: Any, example_inputs: Sequence[Any]) -> None:
-        """Note what follows from the graph as it was captured, before anything is rewritten."""
+        """Record facts of the captured graph before passes change it."""
         if not self.adapter.synchronizes and compat.ddp.reduces_any(example_inputs):
             self.adapter.leave_to_others(
                 "this is a part of a DistributedDataParallel module, whose own reducer averages gradients; "
@@ -212,9 +212,9 @@ class DynamoGraph(GraphPrograms):
         return mark_boxed(self._inference(module))
 
     def _needs_parameters(self) -> bool:
-        """Whether the graph returns a sharded parameter or writes to it; then it is refused.
+        """Does the graph return a sharded parameter or write to it? Then it is refused.
 
-        Gathered parameters are gone after a program: this takes FSDP's own.
+        Gathered parameters do not outlive a program, so such a graph needs FSDP's own parameters.
         """
         used = compat.aot.not_only_read() & self.params.keys()
         if self.sync.sharded is None or not used:
@@ -229,7 +229,7 @@ class DynamoGraph(GraphPrograms):
         self.model.refuse(f"the model returns or changes a parameter in its forward: {names}")
 
     def _find_shards(self, module: Any) -> list[Any]:
-        """Placeholders of sharded parameters; forward and backward will call them by the same names."""
+        """Return the placeholders of sharded parameters, and record their names: forward and backward use the same."""
         if self.sync.sharded is None:
             return []
         inputs = [(node, compat.aot.input_index(node)) for node in module.graph.find_nodes(op="placeholder")]
@@ -243,7 +243,7 @@ class DynamoGraph(GraphPrograms):
         return list(found)
 
     def _leaving_absent(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """`compiled`, whose backward gets None for gradients that there are none of, if its program can do without."""
+        """Return `compiled` so that its backward gets None for absent gradients, if its program allows that."""
         if not self._may_lack or not self._own_results:
             return compiled
         position, shown, none = self._own_results[0], self._shapes_kept, MappingProxyType[int, Any]({})
@@ -259,39 +259,39 @@ class DynamoGraph(GraphPrograms):
 
 @dataclass(frozen=True)
 class _TracingCallbacks:
-    """What AOTAutograd calls back while it traces one graph, of which it may see few of the `layers` that repeat.
+    """AOTAutograd's callbacks while it traces one graph, with or without most of its repeated `layers`.
 
-    torch 2.11 keeps some of these functions: they must not lead to parameters.
+    torch 2.11 keeps some of these functions, so they must not refer to parameters.
     """
 
     graph: DynamoGraph
     gm: Any
     layers: RepeatedLayers | None
     inputs: int
-    """How many the graph has."""
+    """Number of the graph's inputs."""
 
     def partition(self, joint: Any, joint_inputs: Any, **keywords: Any) -> tuple[Any, Any]:
-        """A partition function as AOTAutograd wants it."""
+        """Partition a joint graph."""
         self._complete(joint)
         return self.graph.partition(joint, joint_inputs, **keywords)
 
     def forward(self, module: Any, _inputs: Any) -> Any:
-        """The forward's compiler."""
+        """Compile a forward."""
         self._check()
         return self.graph.compile_forward(module, self.inputs)
 
     def backward(self, module: Any, _inputs: Any) -> Any:
-        """The backward's compiler."""
+        """Compile a backward."""
         return self.graph.compile_backward(module)
 
     def inference(self, module: Any, _inputs: Any) -> Any:
-        """The compiler of a graph that needs no gradients."""
+        """Compile a graph that needs no gradients."""
         self._check()
         self._complete(module)
         return self.graph.compile_inference(module, self.inputs)
 
     def _complete(self, module: Any) -> None:
-        """Put in the layers that were left out of tracing."""
+        """Insert the layers that were left out of tracing."""
         if self.layers is not None:
             unfold(module, self.gm, self.layers)
 
@@ -327,7 +327,10 @@ class _ReplayCallbacks:
 
 
 class Backend:
-    """What Dynamo calls with each graph of one compiled model. Dynamo never drops it, so it holds the model weakly."""
+    """Backend that Dynamo calls with each graph of one compiled model.
+
+    Dynamo never drops a backend, so this one has only a weak reference to the model.
+    """
 
     def __init__(self, model: CompiledModel, graph: type[DynamoGraph] = DynamoGraph) -> None:
         self._model = weakref.ref(model)
@@ -337,7 +340,8 @@ class Backend:
     def __call__(self, gm: Any, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         model = self._model()
         assert model is not None, "a compiled model was collected while Dynamo compiled for it"
-        if self._graph.needs_data and compat.dynamo.have_no_data(example_inputs):
+        needs_data = self._graph.needs_data and model.services.needs_data
+        if needs_data and compat.dynamo.have_no_data(example_inputs):
             return gm  # type: ignore[no-any-return]
         captured, flat_inputs, flat = with_flat_inputs(gm, example_inputs)
         inputs, relabelled = with_plain_tensors(captured, flat_inputs)
@@ -347,7 +351,7 @@ class Backend:
             graph.notes.append(COPIED)
             graph.fallbacks[COPIES_IN] = len(relabelled.copies)
         compiled = relabelled.around(border.around(graph.compile(gm, inputs), graph.fallbacks), graph.fallbacks)
-        watched = watched_inputs(captured, flat_inputs, graph.changed)
+        watched = watched_inputs(captured, flat_inputs, graph.changed) if needs_data else None  # compares addresses
         exchanges = model.adapter.synchronizes
         compiled = flat.around(as_traced(compiled, captured, watched, graph.fallbacks, exchanges))
         return compiled if model.between is None else model.between.around(compiled, example_inputs)

@@ -1,4 +1,4 @@
-"""How a module or function is compiled in place or behind torch.compile, and how to find its state again."""
+"""Entries: compile a module or function in place or for torch.compile, and find its state again."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
 from dcompile.capture.adapters.sharded_sync import ShardedSync
 from dcompile.capture.adapters.zero_sync import sync_for
-from dcompile.capture.callables import fresh_function, original_function, twin_of, unwrap_module, with_owner
+from dcompile.capture.callables import fresh_function, label_of, original_function, twin_of, unwrap_module, with_owner
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import Backend, DynamoGraph
 from dcompile.capture.services import Services
 from dcompile.errors import DcompileError, PlanMismatchError
 
 _NEWEST: weakref.WeakKeyDictionary[Module, weakref.ref[Entry]] = weakref.WeakKeyDictionary()
-"""Module -> its newest entry, which holds the module: so both references are weak."""
+"""Module -> its newest entry. Both references are weak, since an entry may keep its module alive."""
 
 
 @dataclass(eq=False)
 class EntryRecord:
-    """What Dynamo keeps of an entry, in tables that outlive it."""
+    """Objects of an entry that Dynamo keeps in tables that outlive the entry."""
 
     codes: list[types.CodeType] = field(default_factory=list)
     finalizers: list[Any] = field(default_factory=list)
     backends: list[Any] = field(default_factory=list)
 
     def forget(self, model: CompiledModel) -> None:
-        """The entry has gone: so does what was compiled for it, and what that holds."""
+        """Remove the compiled code of an entry that was collected, with all that the code keeps alive."""
         for finalizer in self.finalizers:
             finalizer.detach()
         for code in self.codes:
@@ -52,10 +52,10 @@ class EntryRecord:
 
 
 class Entry:
-    """A compiled callable: what to call, its state, and the function that Dynamo has compiled.
+    """A compiled callable: its target, its state, and the function that Dynamo compiles.
 
-    What a module is called by belongs to the module, if it was compiled in place: such an entry holds it weakly, so
-    that the module goes with its last name. With an entry goes what Dynamo has compiled for it.
+    The entry of a module that was compiled in place belongs to the module. It has a weak reference to the module, so
+    that the module is freed with its last user reference. Code that Dynamo has compiled for an entry is freed with it.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Entry:
         method: Callable[..., Any] | None = None,
         engine: Any = None,
     ) -> None:
-        """`method`: what is called of the module `root`, a function that takes it first; None is `_call_impl`.
+        """Make an entry. `method`: function that is called with the module `root` first; None means `_call_impl`.
 
-        `engine`: the hooks of a DeepSpeed engine on the module, which run around a call once they are taken.
+        `engine`: the hooks of a DeepSpeed engine on the module, which run around a call once they are taken over.
         """
         self._method, self._engine = method, engine
         self._held = compat.skip_frame_eval.CallTarget(target if root is None else root, weakly=in_place)
@@ -83,10 +83,13 @@ class Entry:
         self.model = CompiledModel(settings, services)
         self._ddp: Callable[[], Any] = compat.groups.weak(None)
         self._around: Callable[[], Any] = compat.groups.weak(None)
-        """The DDP module in whose forward the newest call began: what is compiled is a part of that, or its loss."""
+        """Weak reference to the DDP module in whose forward the newest call began, if any.
+
+        The compiled callable is a part of that module, or its loss.
+        """
         self._compiled: Callable[..., Any] | None = None
         self._frames = compat.skip_frame_eval.Frames()
-        """Compiled code that calls may go to at once: only of models with nothing to keep in step around a call."""
+        """Compiled code that calls may enter directly, in models that synchronize nothing around a call."""
         self._made = EntryRecord()
         weakref.finalize(self, self._made.forget, self.model).atexit = False
         if root is not None:
@@ -94,12 +97,12 @@ class Entry:
 
     @property
     def root(self) -> Module | None:
-        """The module that is compiled; None of a function. Raises DcompileError if the module has gone."""
+        """The compiled module; None for a function. Raises DcompileError if the module is gone."""
         return self._thing() if self._is_module else None
 
     @property
     def target(self) -> Callable[..., Any]:
-        """What calls come to, uncompiled."""
+        """The uncompiled callable."""
         thing = self._thing()
         if self._method is not None:
             return types.MethodType(self._method, thing)
@@ -113,7 +116,7 @@ class Entry:
         return thing
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if self._graph.needs_data and compat.dynamo.is_traced_by_another():
+        if self._graph.needs_data and self.model.services.needs_data and compat.dynamo.is_traced_by_another():
             return self.target(*args, **kwargs)
         state = compat.ddp.replicate_state(self.root)
         if state is not None and not torch.compiler.is_compiling():
@@ -121,7 +124,7 @@ class Entry:
         return self._enter(args, kwargs)
 
     def _enter(self, args: Any, kwargs: Any) -> Any:
-        """A call, inside a DDP's forward if there is one around the module."""
+        """Run a call; take over DDP first if the module is called inside its forward."""
         ddp = compat.ddp.active_ddp()
         if ddp is not self._around():
             self._around = compat.groups.weak(ddp)
@@ -144,12 +147,12 @@ class Entry:
 
     @property
     def has_taken_over(self) -> bool:
-        """Whether parameters are kept in step by the compiled graphs, and by nothing else any more."""
+        """Whether the compiled graphs, and nothing else, synchronize parameters."""
         adapter = self.model.adapter
         return adapter.synchronizes and adapter.eligible
 
     def entrance(self, traced: Callable[..., Any]) -> Callable[..., Any]:
-        """What the user is to call. As part of a larger compiled function, `traced` runs in its place."""
+        """Return the function for the user to call. Inside a larger compiled function, `traced` replaces it."""
 
         def whole(*args: Any, **kwargs: Any) -> Any:
             return traced(*args, **kwargs) if torch.compiler.is_compiling() else self(*args, **kwargs)
@@ -172,7 +175,7 @@ class Entry:
             inner = compat.dynamo.raised_by_backend(error)
             if isinstance(
                 inner, PlanMismatchError | FallBackToStock
-            ):  # on all ranks the same, wherever they learn of it
+            ):  # the same error on all ranks, wherever it is raised
                 raise inner from None
             raise
         finally:
@@ -182,7 +185,7 @@ class Entry:
         return result
 
     def _take_over_shards(self) -> None:
-        """Before anything is traced: take over sharded parameters, if the module has some."""
+        """Take over sharded parameters, if the module has some, before anything is traced."""
         known, root = self.model.sync.sharded, self.root
         if root is None or (known is not None and not known.eligible):
             return
@@ -193,14 +196,14 @@ class Entry:
                 if self.model.adapter.name == "plain":
                     self.model.adopt(sync_for(self._engine.engine, config.zero, stock))
             elif states := compat.fsdp2.states_in(root):
-                # a replay keeps nothing for the next call: with CUDA graphs, backwards gather from all
+                # a replay keeps no partly gathered parameters, so with CUDA graphs backwards gather over all ranks
                 parts = not config.triton_cudagraphs
                 self.model.adopt(ShardedSync(Fsdp2Adapter(states, stock, parts=parts)))
             elif instances := compat.fsdp1.instances_in(root):
                 self.model.adopt(ShardedSync(Fsdp1Adapter(root, instances, stock)))
 
     def _call_sharded(self, args: Any, kwargs: Any) -> Any:
-        """A call with virtual parameters; with FSDP's own hooks if that turns out not to work."""
+        """Run a call with virtual parameters, or with FSDP's own hooks if that is not possible."""
         adapter = self.model.sync.sharded
         assert adapter is not None, "only FSDP shards parameters"
         if reason := adapter.wants_stock():
@@ -211,7 +214,7 @@ class Entry:
         if compat.dynamo.is_off() or adapter.shown_by_another():
             return self.target(*args, **kwargs)
         if compat.dynamo.is_watched():
-            adapter.note_eager("a mode that looks at operations is on, such as CommDebugMode")
+            adapter.note_eager("a mode that observes operations is on, such as CommDebugMode")
             return self._call_eager(args, kwargs)
         args, kwargs = adapter.prepare(args, kwargs)
         between = self.model.between
@@ -226,25 +229,25 @@ class Entry:
         return self._call_given_back(adapter, reason, args, kwargs)
 
     def _call_given_back(self, adapter: ShardedAdapter, reason: str, args: Any, kwargs: Any) -> Any:
-        """The call with FSDP's own hooks, as all calls from now on."""
+        """Fall back to FSDP's own hooks, in this call and all later ones."""
         self.model.give_back(adapter, reason)
         self._compiled = self._compile()
         return self(*args, **kwargs)
 
     def _call_eager(self, args: Any, kwargs: Any) -> Any:
-        """A call of what cannot be traced right."""
+        """Run a call eagerly, since the wrapper cannot be traced."""
         result = self.target(*args, **kwargs)
         self.model.ran_eagerly()
         return result
 
     def _is_root_of(self, ddp: Any) -> bool:
-        """Whether `ddp` wraps our module itself. A part of its module is compiled as plain: its reducer serves it."""
+        """Does `ddp` wrap this entry's module itself? A part of its module is compiled as plain, with DDP's reducer."""
         if self.root is None:
             return False
         return unwrap_module(ddp.module) is self.root or compat.ddp.is_of_replicate(ddp, self.root)
 
     def _attach(self, ddp: Any) -> None:
-        """The module runs inside this DDP for the first time."""
+        """Adopt a DDP module in whose forward this module runs for the first time."""
         self._ddp = weakref.ref(ddp)
         stock = self.model.settings.config.distributed == "stock"
         replicated = self.root if compat.ddp.is_of_replicate(ddp, self.root) else None
@@ -252,9 +255,9 @@ class Entry:
         self._compiled = None
 
     def _leaves_to_eager(self, owner: Any) -> bool:
-        """Whether a frame of `owner` runs eagerly this time. A module inside that is kept in step is taken over.
+        """Does a frame of `owner` run eagerly this time? If DDP or FSDP synchronizes `owner`, it is compiled by itself.
 
-        Such a frame of fully_shard's is in a call already: that one is FSDP's own, the next one is compiled.
+        A frame of a fully_shard module is in a call already. That call uses FSDP's own hooks, and the next is compiled.
         """
         if not isinstance(owner, Module) or self.model.adapter.synchronizes:
             return False
@@ -275,7 +278,7 @@ class Entry:
         return bool(self.model.inside)
 
     def _note_engine(self, engine: Any) -> None:
-        """A call has come to a DeepSpeed engine: it is compiled by its own door, or stays what it is."""
+        """Add a DeepSpeed engine that a call has reached, or note that it is not compiled by itself."""
         entry = _entry_of(_compiled_part(engine))
         if entry is None:
             self.model.adapter.leave_to_others(
@@ -286,7 +289,7 @@ class Entry:
             self.model.add_inside(entry.model)
 
     def _compile_inside(self, wrapper: Module) -> None:
-        """Compile a module that DDP or FSDP keeps in step, and that a call has come to, by itself, if it is not yet."""
+        """Compile by itself a module inside that DDP or FSDP synchronizes, when a call first reaches it."""
         model, module = self.model, _compiled_part(wrapper)
         if model.settings.config.distributed == "stock":
             model.adapter.leave_to_others("option distributed='stock'")
@@ -302,7 +305,7 @@ class Entry:
             self._compile_inside(wrapper)
 
     def _services_inside(self) -> Services:
-        """Services of a module inside, which reports on this model."""
+        """Return services for a module inside, whose reports are this model's."""
         services, outer = self.model.services, weakref.ref(self.model)
         assert services.renew is not None, "programs that only plan leave modules inside alone"
 
@@ -313,7 +316,7 @@ class Entry:
         return replace(services.renew(), first_step=report)
 
     def _compile(self) -> Callable[..., Any]:
-        """A new function for Dynamo, and a new backend: graphs of one model or adapter never serve another."""
+        """Make a new function for Dynamo, and a new backend: graphs of one model or adapter never serve another."""
         settings = self.model.settings
         backend = Backend(self.model, self._graph)
         context = compat.dynamo.optimize(
@@ -322,7 +325,7 @@ class Entry:
             guard_filter_fn=settings.guard_filter_fn,
             limits=settings.limits,
         )
-        function = fresh_function(self._is_module, self._method)
+        function = fresh_function(self._is_module, self._method, label_of(self._thing(), self._method))
         model, own, made = self.model, function.__code__, self._made
         made.codes.append(own)
         made.backends.append(backend)
@@ -338,12 +341,12 @@ class Entry:
 
         @contextlib.contextmanager
         def compiling(code: types.CodeType, late: bool) -> Iterator[None]:
-            finalizers = made.finalizers if code is own else []  # others serve code that lives on
+            finalizers = made.finalizers if code is own else []  # other code outlives this entry
             with compat.guards.collect_finalizers(finalizers), _dynamo_settings(model, code, own, spec, late):
                 yield
 
         config = model.settings.config
-        # what a CUDA graph records has one size
+        # CUDA graphs record fixed sizes
         late_sizes = config.late_sizes and not config.triton_cudagraphs
         entry = weakref.ref(self)
 
@@ -358,25 +361,28 @@ class Entry:
 
 @contextlib.contextmanager
 def _dynamo_settings(model: CompiledModel, code: Any, own: Any, spec: Any, late_sizes: bool) -> Iterator[None]:
-    """Around Dynamo's work on a frame; `spec` is of the shapes of our outermost one, `own`."""
+    """Set up Dynamo's work on a frame. `spec`: the shapes of the outermost frame, whose code is `own`."""
     with model.compiling(code, own, late_sizes), compat.shapes.in_entry(spec if code is own else None):
         yield
 
 
 def _belongs_to(root: Module, entry: Entry) -> bool:
-    """Whether it is by this entry that the module itself is called."""
+    """Do calls of the module itself go through this entry?"""
     return getattr(vars(root).get("_compiled_call_impl"), "_dcompile_entry", None) is entry
 
 
 def module_call(root: Module, settings: Settings, services: Services, *, in_place: bool = False) -> Callable[..., Any]:
-    """A compiled stand-in for `root._call_impl`. `in_place`: it will belong to the module, and does not keep it."""
+    """Return a compiled replacement for `root._call_impl`.
+
+    `in_place`: it will belong to the module, and has a weak reference to it.
+    """
     engine = compat.deepspeed.hooks_on(root)
     entry = Entry(root._call_impl, root, settings, services, in_place=in_place, engine=engine)
     module: Callable[[], Any] = weakref.ref(root)
     apart = compat.dynamo.no_dynamo(entry.__call__, "a module whose parameters dcompile keeps in step")
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        """Part of a larger compiled function: traced with it, if nobody would miss what is done around a call."""
+        """Run inside a larger compiled function, traced with it unless this entry's programs synchronize parameters."""
         return apart(*args, **kwargs) if entry.has_taken_over else module()._call_impl(*args, **kwargs)
 
     call = entry.entrance(traced)
@@ -388,24 +394,25 @@ def module_call(root: Module, settings: Settings, services: Services, *, in_plac
 
 
 def _compiled_part(module: Module) -> Any:
-    """What is compiled of a module: of DDP's and of a DeepSpeed engine, the module that it wraps."""
+    """Return the module to compile: the wrapped one of a DDP module or a DeepSpeed engine, else the module itself."""
     root = unwrap_module(module)
     wraps = isinstance(root, DistributedDataParallel) or compat.deepspeed.is_engine(root)
     return unwrap_module(root.module) if wraps else root
 
 
 def compile_module(module: Module, settings: Settings, services: Services) -> None:
-    """Compile `module` in place; of a DDP module, what it wraps: DDP's own forward stays as it is around it."""
+    """Compile `module` in place; of a DDP module, compile the wrapped one, and leave DDP's own forward as it is."""
     root = _compiled_part(module)
-    # Module.__call__ prefers this attribute; copies and pickles of the module leave it out. Set past __setattr__: that
-    # of a traced TorchScript module sets attributes of another object, which nobody calls
+    # Module.__call__ prefers this attribute; copies and pickles of the module leave it out. __setattr__ is avoided:
+    # that of a traced TorchScript module sets attributes of another object, which is never called.
     vars(root)["_compiled_call_impl"] = module_call(root, settings, services, in_place=True)
 
 
 def compile_method(module: Module, name: str, settings: Settings, services: Services) -> Callable[..., Any]:
-    """A compiled stand-in for a method that takes a part of `module`'s forward: for the caller to set in its place.
+    """Return a compiled replacement for a method that does a part of `module`'s forward; the caller installs it.
 
-    DDP and FSDP around the module, or inside it, are taken over as for its forward. The stand-in does not keep it.
+    DDP and FSDP around the module, or inside it, are taken over as for its forward. The replacement has a weak
+    reference to the module.
     """
     bound: Any = getattr(module, name)
     entry = Entry(bound, module, settings, services, in_place=True, method=bound.__func__)
@@ -419,7 +426,7 @@ def compile_method(module: Module, name: str, settings: Settings, services: Serv
 
 
 def compiled_call(module: Module, settings: Settings, services: Services) -> Callable[..., Any]:
-    """What torch.compile is to call for `module`, which itself stays as it is unless it is DDP."""
+    """Return the callable that torch.compile calls for `module`; of a DDP module, compile the wrapped one in place."""
     if isinstance(module, DistributedDataParallel):
         compile_module(module, settings, services)
 
@@ -433,12 +440,12 @@ def compiled_call(module: Module, settings: Settings, services: Services) -> Cal
 
 
 def compile_function(function: Callable[..., Any], settings: Settings, services: Services) -> Any:
-    """A compiled stand-in for a function; the function itself stays as it is."""
+    """Return a compiled replacement for a function; the function itself does not change."""
     function = original_function(function)
     inner = Entry(function, None, settings, services).entrance(function)
-    # another object than what `__func__` calls: a circle would keep all of it until garbage is collected
+    # another object than the one that `__func__` calls: a reference cycle would live until garbage collection
     call: Any = twin_of(inner)
-    # torch.compile and torch._dynamo.disable look through these two to the function itself
+    # torch.compile and torch._dynamo.disable find the function itself through these two
     call._torchdynamo_orig_callable = function
     call._torchdynamo_wrapper_id = id(call)
     if isinstance(function, types.MethodType):
@@ -454,15 +461,15 @@ def _entry_of(module: Module) -> Entry | None:
 
 
 def _settings_inside(settings: Settings) -> Settings:
-    """Of a module inside: what was said of the arguments' shapes is not about its own."""
+    """Return settings for a module inside, without those about shapes of the outer module's arguments."""
     shapes = compat.shapes.NAMES
     return replace(settings, limits={name: value for name, value in settings.limits.items() if name not in shapes})
 
 
 def find_model(thing: Any) -> CompiledModel | None:
-    """The state of whatever compile or torch.compile returned, the module inside it, or a wrapper of it (DDP, Fabric).
+    """Return the state of a result of compile or torch.compile, of the module inside it, or of a wrapper (DDP, Fabric).
 
-    A wrapper is a module of which one part, and no other, was compiled.
+    A wrapper is a module with exactly one compiled part. None if there is no such state.
     """
     if isinstance(thing, Module):
         root = _compiled_part(thing)

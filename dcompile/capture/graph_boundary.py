@@ -1,11 +1,11 @@
-"""The border of a captured graph: sharded parameters come in as they are gathered, DTensors as plain tensors.
+"""The boundary of a captured graph: sharded parameters enter in the gathered layout, DTensors as plain tensors.
 
-What modules compute with may have to be made of what is gathered: shards of columns are put side by side, and with
-tensor parallelism a DTensor is made. The graph then does so as its first step, and autograd takes gradients the
-way back. AOTAutograd would take DTensors apart by itself, but then wants a DTensor for each gradient, where programs of
-ours reduce gradients and return none. Made inside, plain operations are all that is left of one when the graph is
-traced, among them those collectives that its placements ask for. A DTensor that the graph returns is taken apart
-inside, and put together by the caller; device meshes do not come in at all.
+Modules may compute with a function of the gathered tensor: shards of columns are concatenated, and tensor parallelism
+makes a DTensor. The graph then applies this function as its first step, and autograd differentiates it. AOTAutograd
+would split DTensors itself, but then it needs a DTensor for each gradient, while programs reduce gradients and return
+none. A DTensor made inside the graph leaves only plain operations when it is traced, including the collectives of its
+placements. For a DTensor that the graph returns, the graph returns the local tensor, and the caller makes the DTensor.
+Device meshes become constants of the graph.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from dcompile.capture.adapters.plain import PlainAdapter
 Compiled = Callable[..., Any]
 COPIED = "an input that is marked as the negative of its memory is copied in, and back where it was changed"
 COPIES_IN, COPIES_BACK = "input marked as negative, copied", "input marked as negative, copied back"
-"""What the receipt counts: of a call, and of all calls so far."""
+"""Names of the receipt's counts: inputs copied in each call, and copies back in all calls so far."""
 
 Convert = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class GraphBoundary:
-    """How to call what is compiled of a graph with plain inputs and outputs, as Dynamo calls the graph that it gave."""
+    """Conversions from Dynamo's arguments and results to those of a compiled graph with plain inputs and outputs."""
 
     kept: tuple[int, ...] = ()
-    """Positions of the inputs that are left."""
+    """Positions of the inputs that remain."""
     inputs: Mapping[int, Convert] | None = None
-    """Position of an input -> what is given in its place; None where the graph is as it was."""
+    """Position of an input -> function to its replacement; None if the graph is unchanged."""
     outputs: Mapping[int, Convert] | None = None
-    """Position of an output -> what makes a DTensor of it."""
+    """Position of an output -> function from it to a DTensor."""
     copies: tuple[int, ...] = ()
-    """Positions of inputs in whose place a copy is given, as long as it has not changed: then they change as well."""
+    """Positions of inputs that are replaced by copies; a copy that the graph has changed is copied back."""
 
     def around(self, compiled: Compiled, counted: Counter[str]) -> Compiled:
-        """What Dynamo is to call. What is copied back is counted."""
+        """Return `compiled` as Dynamo calls it. Copies back are counted."""
         if self.inputs is None or self.outputs is None:
             return compiled
         steps = [(position, self.inputs.get(position)) for position in self.kept]
@@ -65,9 +65,9 @@ class GraphBoundary:
 
 
 def with_flat_inputs(gm: Any, inputs: Sequence[Any]) -> tuple[Any, Sequence[Any], FlattenedLists]:
-    """A graph that takes each tensor of a list of tensors as an input, its inputs, and the way from lists to these.
+    """Return a graph that takes each tensor of a list as an input, its inputs, and the conversion of arguments.
 
-    Compiled autograd keeps what a backward has saved in one list, to be emptied when the graph starts.
+    Compiled autograd passes a backward's saved tensors in one list, which is emptied when the graph starts.
     """
     lists = {position: len(value) for position, value in enumerate(inputs) if isinstance(value, list)}
     if not lists:
@@ -107,13 +107,13 @@ def _flatten_lists(values: Iterable[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class FlattenedLists:
-    """How to call what takes the elements of lists, as Dynamo calls the graph that takes lists."""
+    """Conversion of lists in Dynamo's arguments to their elements."""
 
     lists: tuple[int, ...] = ()
-    """Positions of the lists: they are emptied, so that what was saved goes once it has been used."""
+    """Positions of the lists, which are emptied so that saved tensors are freed after their last use."""
 
     def around(self, compiled: Compiled) -> Compiled:
-        """What Dynamo is to call."""
+        """Return `compiled` as Dynamo calls it, with lists."""
         if not self.lists:
             return compiled
 
@@ -127,11 +127,11 @@ class FlattenedLists:
 
 
 def with_plain_tensors(gm: Any, inputs: Sequence[Any]) -> tuple[Sequence[Any], GraphBoundary]:
-    """Inputs without the subclasses of tensors that say nothing of operators, such as an image's; a way to take these.
+    """Return inputs as plain tensors, without subclasses that define no operators (an image's), and their conversion.
 
-    What they say of functions (`__torch_function__`) Dynamo has traced. torch's look at a first call's custom operators
-    refuses them, and so all of that call. And what is marked as the negative of its memory (`z.conj().imag`) comes in
-    as a copy with the signs that it has: kernels read memory. Dynamo guards on such marks.
+    Dynamo has traced what these subclasses define for functions (`__torch_function__`). torch checks a custom
+    operator's first call, and the check raises on such subclasses. A tensor with the negative bit (`z.conj().imag`) is
+    replaced by a copy without it, since kernels read memory. Dynamo guards on the bit.
     """
     classes = {position: _plain for position, value in enumerate(inputs) if compat.tensors.is_relabelled(value)}
     marked = {n: _clear_marks for n, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_neg()}
@@ -148,11 +148,10 @@ def with_plain_tensors(gm: Any, inputs: Sequence[Any]) -> tuple[Sequence[Any], G
 def with_plain_boundary(
     gm: Any, inputs: Sequence[Any], adapter: PlainAdapter
 ) -> tuple[Any, Sequence[Any], GraphBoundary]:
-    """A graph that takes and returns plain tensors where `gm` has DTensors, its inputs, and the way between the two.
+    """Return a graph with plain tensors in place of DTensors at its boundary, its inputs, and their conversion.
 
-    Only of models whose parameters are not as they are gathered. Meshes become constants: Dynamo has guarded what they
-    look like.
-    Raises GivenBack where the size of a DTensor at the border is not known while compiling.
+    `gm` is returned as it is if all parameters are used in the gathered layout. Meshes become constants, since Dynamo
+    guards on them. Raises FallBackToStock if the size of a DTensor at the boundary is symbolic.
     """
     parameters = _parameters(inputs, adapter)
     if not parameters:
@@ -180,7 +179,7 @@ def with_plain_boundary(
 
 
 def _parameters(inputs: Sequence[Any], adapter: PlainAdapter) -> dict[int, tuple[torch.nn.Parameter, Convert]]:
-    """For each input that is made of a gathered parameter: the parameter, and what makes the one of the other."""
+    """Return position of an input -> (gathered parameter, function from it to the input), where they differ."""
     found: dict[int, tuple[torch.nn.Parameter, Convert]] = {}
     for position, value in enumerate(inputs):
         number = adapter.number_of(value) if isinstance(value, torch.nn.Parameter) else None
@@ -192,16 +191,19 @@ def _parameters(inputs: Sequence[Any], adapter: PlainAdapter) -> dict[int, tuple
 
 
 def _copy_graph(gm: Any) -> Any:
-    """Dynamo reads from its own graph what to call the compiled function with. Bodies of operators are shared."""
+    """Copy a graph module, since Dynamo reads the arguments of its calls from its own graph.
+
+    Subgraphs of higher-order operators are shared.
+    """
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
-    copy = torch.fx.GraphModule(gm, graph)  # takes over what the graph refers to, and so has to see all of it
+    copy = torch.fx.GraphModule(gm, graph)  # copies the attributes that the graph refers to, so it must be complete
     copy.meta = gm.meta
     return copy
 
 
 def _fixed_dtensor(node: Any, what: str) -> Any:
-    """The DTensor that a node stands for, if its size is known."""
+    """Return a node's DTensor. Raises FallBackToStock if its size is symbolic."""
     value = node.meta["example_value"]
     if not compat.sizes.is_fixed(value):
         raise FallBackToStock(f"the model {what} a DTensor of symbolic size")
@@ -209,7 +211,7 @@ def _fixed_dtensor(node: Any, what: str) -> Any:
 
 
 def _make(gm: Any, node: Any, last: Any, make: Convert, given: torch.Tensor) -> None:
-    """Have the graph make what this placeholder has stood for out of what is given now."""
+    """Compute a placeholder's old value inside the graph, from its new one, `given`."""
     with gm.graph.inserting_after(last):
         made = gm.graph.call_function(make, (node,))
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
@@ -227,7 +229,7 @@ def _hold(gm: Any, node: Any, name: str, value: Any) -> None:
 
 
 def _take_outputs_apart(gm: Any) -> dict[int, Convert]:
-    """Have the graph return local parts; what makes the DTensor of each, by its position among the outputs."""
+    """Make the graph return local tensors; return position of an output -> function from it to the DTensor."""
     output = gm.graph.output_node()
     results, found = list(output.args[0]), dict[int, Convert]()
     for position, node in enumerate(results):

@@ -1,4 +1,4 @@
-"""Run the passes over a captured graph: each is timed, logged and, if asked for, dumped as text and as a difference."""
+"""Run passes over a captured graph; each is timed, logged and, with `dump`, written as text and as a difference."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ DONATED = "dcompile_donated"
 
 @dataclass(frozen=True, slots=True)
 class GraphRequest:
-    """What passes over FX graphs may ask about beside the graph."""
+    """Arguments of passes over FX graphs, in addition to the graph."""
 
     config: Config
     name: str
-    """Of the graph, in logs and dumps."""
+    """The graph's name in logs and dumps."""
     planned_for: str | None = None
-    """Type of the device that a graph is planned for, where it was captured on another."""
+    """Type of the device that a graph is planned for, if it was captured on another."""
     sharded_parameters: Callable[[Any], Iterable[Any]] = lambda gm: ()
-    """Placeholders of a graph that stand for sharded parameters."""
+    """Function from a graph to its placeholders of sharded parameters."""
 
 
 def run_passes(passes: Sequence[GraphPass], gm: Any, request: GraphRequest, stage: str) -> PassReport:
-    """Run those of a list that this stage and these settings have, in order; their reports together."""
+    """Run the passes of a list that are on in this stage and these settings, in order; return their joint report."""
     notes: list[str] = []
     fallbacks: Counter[str] = Counter()
     changes = 0

@@ -1,4 +1,4 @@
-"""The programs of one Dynamo graph, and what runs around them in forward and backward."""
+"""The programs of one Dynamo graph, and the code that runs around them in forward and backward."""
 
 from __future__ import annotations
 
@@ -43,13 +43,14 @@ from dcompile.passes import OutputStep
 
 Boxed = Callable[[list[Any]], list[Any]]
 NEGATIVE_GRADIENTS = "gradient marked as negative, copied"
-"""What the receipt counts, of all backwards so far: `y.backward(torch._neg_view(x))`."""
+"""Name of the receipt's count over all backwards of gradients with the negative bit: `y.backward(torch._neg_view(x))`.
+"""
 WHOLE_BACKWARD = "whole_backward"
-"""The program of a backward that takes every gradient, where the first one could do without some."""
+"""Name of the backward program that takes every gradient, if the first one lacks some."""
 
 
 class GraphPrograms:
-    """Forward and backward, or inference program of one Dynamo graph."""
+    """Forward and backward programs, or the inference program, of one Dynamo graph."""
 
     def __init__(self, model: CompiledModel, example_inputs: Sequence[Any]) -> None:
         self.model = model
@@ -59,8 +60,8 @@ class GraphPrograms:
         self.buckets: GradientBuckets | None = None
         self.adapter, self.sync = model.adapter, model.sync
         self.shards = model.shards
-        """What its sharded parameters are exchanged through, also after they were given back: for backwards to come."""
-        # Dynamo hands over the parameters themselves
+        """Sharded parameters of its collectives, kept after a fallback to FSDP's hooks for pending backwards."""
+        # Dynamo passes the parameters themselves
         self.params: dict[int, int] = {}
         """Position among the graph's inputs -> the parameter's number."""
         for position, value in enumerate(example_inputs):
@@ -73,40 +74,41 @@ class GraphPrograms:
         self.device = min(
             devices, key=lambda device: (traits_of(device.type).is_host, str(device)), default=torch.device(HOST)
         )
-        """What the graph runs on: a GPU if any input is on one."""
+        """The device on which the graph runs: a GPU if any input is on one."""
         self.notes: list[str] = []
-        """What was done to the graph before AOTAutograd saw it, for people."""
+        """Lines for the receipt about changes to the graph."""
         self.fallbacks: Counter[str] = Counter()
-        """What runs without kernels of ours because of how the graph is called, and how often."""
+        """Reason -> count of runs without dcompile's kernels that are due to the way the graph is called."""
         self._own: dict[str, list[str]] = {}
         """Kind of a program -> collectives that the model itself calls (SyncBatchNorm, tensor parallelism)."""
         self._own_by_group: dict[str, dict[str, list[str]]] = {}
-        """Kind of a program -> name of a process group -> those of them that run over it."""
+        """Kind of a program -> name of a process group -> the model's own collectives in it."""
         self._agreed: set[str] = set()
         """Kinds of programs whose collectives were compared between ranks."""
         self.later: set[int] = set()
-        """Units whose gradients an earlier graph of a call has a share in: its backward, the later one, reduces all."""
+        """Units for which earlier graphs of a call compute gradients, too: their backward comes later, and reduces all.
+        """
         self._sharded: dict[str, int] = {}
-        """Name of a placeholder -> number of the sharded parameter that it stands for."""
+        """Name of a placeholder -> number of its sharded parameter."""
         self._goes_on = False
-        """Whether other graphs of a call may come behind, so that none of this one's results has a gradient."""
+        """Whether other graphs of a call may follow, so that this one's results may all lack gradients."""
         self.captured: list[Line] = []
-        """What ranks compare of the graph before its first collective; empty once they have, or need not."""
+        """Lines of the graph that ranks compare before its first collective; empty if there is nothing to compare."""
         self._may_lack = False
-        """Whether the backward may be left without gradients of results that nothing was computed with."""
+        """Whether the backward may get None for gradients of unused results."""
         self._shapes_kept: tuple[int, ...] = ()
-        """Results of symbolic sizes, whose shapes a backward asks for where it gets no gradient of them."""
+        """Results of symbolic sizes, whose shapes a backward needs if their gradients are absent."""
         self._own_results: tuple[int, ...] = ()
         self._learning: frozenset[int] = frozenset()
-        """Results that AOTAutograd gives a gradient."""
+        """Positions of results that have gradients in AOTAutograd."""
         self._every: bool | None = None
-        """Whether the backward's program has places for all parameters, once it is compiled."""
+        """Whether the compiled backward's buckets have places for all parameters; None before it is compiled."""
         self._lacks: frozenset[int] | None = None
-        """Positions of the gradients that the backward's program does without, once it is compiled."""
+        """Positions of gradients that are no inputs of the compiled backward; None before it is compiled."""
         self._follows: dict[frozenset[int], tuple[int, ...]] = {}
         """Absent gradients -> positions of the backward's results that are absent, too."""
         self.unsure: tuple[int, ...] = ()
-        """Parameters that a backward may have no gradient of."""
+        """Parameters whose gradients may be absent from a backward."""
         self._numbers: tuple[int, ...] = ()
         """Positions of the forward's inputs that are numbers."""
         self.changed: frozenset[int] | None = None
@@ -117,7 +119,7 @@ class GraphPrograms:
         """How many notes, and which fallbacks, there were before it was traced."""
         self._cut = PartitionResult(())
         self._parted: Any = None
-        """The backward as partitioning left it, until the forward is compiled."""
+        """The partition's backward, until the forward is compiled."""
         model.graphs.append(self)
 
     def _build(
@@ -134,10 +136,10 @@ class GraphPrograms:
     def _request(self, gm: Any, kind: Any, whole: bool = False, **more: Any) -> Request:
         if self._sharded or (self.sync.scatters and kind == "backward"):
             more = self._shards(gm, kind) | more
-        empty = {position for position, _ in more.get("gathers", ())}  # they stand for what is gathered, without memory
+        empty = {position for position, _ in more.get("gathers", ())}  # virtual parameters, without memory
         donated = tuple(p for p in donated_positions(gm) if p not in empty) if kind == "backward" else ()
         if self.model.settings.config.triton_cudagraphs and not traits_of(self.device.type).is_host:
-            donated = ()  # only a call sees whether anybody else has a saved tensor, and a replay is none
+            donated = ()  # only a call can check for other references to a saved tensor; a replay cannot
         return Request(
             name=f"{WHOLE_BACKWARD if whole else kind}{self.number}",
             kind=kind,
@@ -148,10 +150,7 @@ class GraphPrograms:
         )
 
     def _foreseen(self) -> tuple[Any, Request] | None:
-        """The backward that most likely follows: it is planned while the forward's kernels are compiled.
-
-        Not where ranks have to agree on it first.
-        """
+        """Return the backward to plan while the forward's kernels compile; None if ranks must agree on it first."""
         backward, self._parted = self._parted, None
         if backward is None or self.adapter.carries_sync or self.adapter.communicators():
             return None
@@ -160,11 +159,11 @@ class GraphPrograms:
         return likely, self._request(likely, "backward", **self._reduces())
 
     def _shards(self, gm: Any, kind: str) -> dict[str, Any]:
-        """What a program has to gather and to reduce."""
+        """Return the parts of a request about sharded parameters: gathers, gradients, parameters, reductions."""
         infos = self.adapter.param_infos()
         names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
         held = [(position, self._sharded[name]) for position, name in enumerate(names) if name in self._sharded]
-        # what the forward has kept arrives in the backward as it was gathered
+        # parameters that the forward keeps gathered are saved for the backward
         gathers = tuple(entry for entry in held if kind != "backward" or _reshards(infos[entry[1]]))
         grads = self.grads if kind == "backward" else ()
         used = sorted({number for _, number in (*gathers, *grads)})
@@ -172,7 +171,7 @@ class GraphPrograms:
         return {"gathers": gathers, "grads": grads, "params": params, "reductions": self.adapter.reductions}
 
     def _gathering(self, run: Executable) -> Boxed:
-        """A forward or inference program, with what it gathers through."""
+        """Return a forward or inference program with its shard source."""
         return self.sync.wrap_forward(self, run, "forward" if self.training else "inference")
 
     @property
@@ -181,11 +180,11 @@ class GraphPrograms:
         return bool(self._sharded)
 
     def has_own_collectives(self, kind: str) -> bool:
-        """Whether a program has collectives that the model itself calls."""
+        """Does a program have collectives that the model itself calls?"""
         return bool(self._own[kind])
 
     def _machine(self, gm: Any) -> dict[str, Any]:
-        """What the cost model is told: of the adapter's groups, and of those that the graph's own collectives name."""
+        """Return the parts of a request for the cost model: the machine, and all groups of the graph's collectives."""
         found, replicas = self.adapter.communicators(), self.adapter.replicas()
         lanes: dict[int, str] = {}
         for name, group in found.items():
@@ -209,7 +208,7 @@ class GraphPrograms:
         }
 
     def _copied(self, names: Iterable[str]) -> set[str]:
-        """Groups whose gathers are copies from the other ranks' memory; a note says why others' are not."""
+        """Return the groups whose gathers are copies from other ranks' memory; note why others use collectives."""
         if self.shards is None or self.sync.scatters:
             return set()
         found = {name: self.shards.copied(name) for name in names}
@@ -226,7 +225,7 @@ class GraphPrograms:
 
         def inference(args: list[Any]) -> list[Any]:
             newest = model.newest
-            if model.calls or newest is None or newest.graphs != alone:  # else that is what would be noted: 2 us less
+            if model.calls or newest is None or newest.graphs != alone:  # otherwise nothing changes: saves 2 us
                 model.record_forward(self)
             results = gathering(args)
             for step, plan in steps:
@@ -269,7 +268,7 @@ class GraphPrograms:
         return opaque.around(forward)
 
     def _backward(self, gm: Any) -> Boxed:
-        """The backward, compiled at its first call: only then is it known whether it is to reduce gradients."""
+        """Return the backward, compiled at its first call: only then is it known whether it reduces gradients."""
         opaque = remove_opaque_objects(gm)
         self.grads = tuple((opaque.result_place(place), number) for place, number in self.grads)
         position = take_sync_token(gm)
@@ -304,7 +303,7 @@ class GraphPrograms:
             take_out(args, lacks)
             gone, zeros = self._what_follows(gm, absent) if absent else ((), ())
             results = apart.of((kind, sync, self._every), self._run_backward(kind, args, sync, gone))
-            if alone:  # all that is asked above has been answered for good
+            if alone:  # later calls skip the tests above, whose results do not change any more
                 settled = apart.around((kind, sync, self._every), self.executables[kind])
             for place in zeros:
                 known = results[place] is not None
@@ -316,19 +315,19 @@ class GraphPrograms:
         return opaque.around(backward)
 
     def _syncs(self, token: int) -> int:
-        """Whether, and how, a backward is to reduce gradients, by what its forward has left (`Invocation.token`)."""
+        """Return whether and how a backward reduces gradients, by its forward's token (see `Invocation.token`)."""
         return (abs(token) or 1) if token > 0 or self.adapter.prepared else 0
 
     def _batched(self, gm: Any, args: list[Any]) -> list[Any]:
-        """A backward of several gradients at once, which are for the caller alone: none is reduced."""
+        """Run a backward of batched gradients; these are for the caller only, and none is reduced."""
         self.notes += [] if batched_backward.NOTE in self.notes else [batched_backward.NOTE]
         self.fallbacks[batched_backward.COUNTED] += 1
         return batched_backward.run_batched(gm, args, bool(self._sharded))
 
     def _what_follows(self, gm: Any, absent: frozenset[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Positions of results that are absent because what they follow from is; and of those to be zeros all the same.
+        """Return (positions of results that become None, positions of results that become zeros) for absent gradients.
 
-        The latter are gradients of leaves with hooks. What DDP's own reducer waits for is in neither.
+        Zeros are gradients of leaves with hooks. Gradients that DDP's own reducer waits for are in neither.
         """
         if absent not in self._follows:
             self._follows[absent] = absent_results(gm, absent)
@@ -338,16 +337,16 @@ class GraphPrograms:
             return follows, ()
         expected, gone, zeros = self.sync.awaited(self.grads, self.unsure), list[int](), list[int]()
         for place in follows:
-            # eager calls no hook where there is no gradient; the edge is there now, and a hook would get None
+            # eager calls no hook for an absent gradient; in a compiled graph the edge exists, and the hook gets None
             stays = hooked and place - sum(number < place for number in self._numbers) in hooked
-            if stays and place not in self._exchanged:  # what is exchanged are zeros already
+            if stays and place not in self._exchanged:  # gradients that ranks reduce are zeros already
                 zeros.append(place)
             elif not stays and place not in expected:
                 gone.append(place)
         return gone, zeros
 
     def _nothing(self, gm: Any, absent: frozenset[int]) -> list[Any]:
-        """The results of a backward that no gradient has come to: none either."""
+        """Return the results of a backward whose gradients are all absent: None, or zeros for leaves with hooks."""
         _, zeros = self._what_follows(gm, absent)
         results: list[Any] = [None] * len(gm.graph.output_node().args[0])
         for place in zeros:
@@ -356,17 +355,17 @@ class GraphPrograms:
 
     @property
     def _exchanged(self) -> frozenset[int]:
-        """Positions of the backward's results that ranks exchange."""
+        """Positions of the backward's results that ranks reduce."""
         return frozenset(place for place, _ in self.grads)
 
     def _backward_for(self, gm: Any, absent: frozenset[int]) -> str:
-        """Which program to run where these gradients are absent.
+        """Return the name of the program to run if these gradients are absent; compile it if need be.
 
-        The first backward's absent ones are left out of its program, and most models never see others. Where one of
-        them is there after all, a program that takes all serves this and every such call.
+        The first program lacks the gradients that are absent in the first backward, and most models need no other. If
+        one of them is present later, a program that takes all gradients serves this and every such call.
         """
         if self.buckets is not None and self._every != self.adapter.every:
-            self._lacks = self.buckets = None  # compiled for a backward that reduced nothing, before ranks had decided
+            self._lacks = self.buckets = None  # compiled before ranks decided, for a backward that did not reduce
             self.executables.pop(WHOLE_BACKWARD, None)
         if self._lacks is None:
             lacks = fixed_size_tangents(gm, absent) if len(absent) < len(tangents(gm)) else frozenset[int]()
@@ -391,15 +390,15 @@ class GraphPrograms:
         self.model.compile_seconds += time.perf_counter() - began
 
     def _build_whole_backward(self, gm: Any) -> None:
-        """The backward that takes every gradient, of which the first one lacked some: its buckets are the same."""
+        """Compile the backward that takes every gradient; it has the buckets of the first one."""
         first = self.executables["backward"]
         whole = self._build(gm, "backward", whole=True, **self._reduces())
-        if self.buckets is not None and whole.buckets:  # none, if DDP reduces by now
+        if self.buckets is not None and whole.buckets:  # there are none if DDP itself reduces by now
             same = {b.name: b for b in whole.buckets} == {b.name: b for b in first.buckets}
             assert same, "buckets follow from parameters alone"
 
     def _reduces(self) -> dict[str, Any]:
-        """What a backward's program has to put into buckets, if DDP's gradients are reduced in it."""
+        """Return the parts of a request about buckets, if the backward's program reduces DDP's gradients."""
         rule = self.adapter.bucket_rule()
         if rule is None or not self._has_buckets():
             return {}
@@ -408,20 +407,20 @@ class GraphPrograms:
         return {"grads": self.grads, "params": params, "rule": rule}
 
     def _has_buckets(self) -> bool:
-        """Whether the backward's program puts gradients into buckets and reduces them."""
+        """Does the backward's program write gradients into buckets and reduce them?"""
         reduces = self.sync.reduces_in_program(self)
         return bool(self.grads) and reduces and self.adapter.bucket_rule() is not None
 
     def _run_backward(self, kind: str, args: list[Any], sync: int, gone: Collection[int]) -> list[Any]:
-        """`gone`: positions of results that there are none of in this call."""
+        """Run a backward program. `gone`: positions of results that are None in this call."""
         return self.sync.run_backward(BackwardCall(self, self.executables[kind], self.buckets, args, sync, gone))
 
     def accumulates(self) -> bool:
-        """Inside its backward: whether that adds to any parameter's .grad, which torch.autograd.grad does not."""
+        """Inside its backward: does that add to any parameter's .grad? torch.autograd.grad does not."""
         return self.sync.accumulates(number for _, number in self.grads)
 
     def units(self) -> set[int]:
-        """Of sharded parameters: those that a backward has gradients of."""
+        """Return the units of sharded parameters for which a backward computes gradients."""
         return self.units_of(number for _, number in self.grads)
 
     def units_of(self, numbers: Iterable[int]) -> set[int]:
@@ -429,7 +428,7 @@ class GraphPrograms:
         return {shard.unit for number in numbers if (shard := infos[number].shard) is not None}
 
     def agree(self, kind: str) -> None:
-        """Before a program's first collective: see that every rank is about to run the same ones."""
+        """Check before a program's first collective that every rank is about to run the same ones."""
         if kind in self._agreed:
             return
         self._agreed.add(kind)
@@ -439,20 +438,20 @@ class GraphPrograms:
         self.model.agree_on_own(self._own_by_group[kind])
 
     def plan(self, kind: str = "backward") -> list[str]:
-        """The collectives of a program, one line each, the same on every rank that runs the same program."""
+        """Return the collectives of a program, one line each, equal on every rank that runs the same program."""
         return plan_of(self.executables[kind].buckets, self.adapter.param_infos()) + self._own[kind]
 
 
 def own_collectives(gm: Any) -> Iterator[tuple[str, str]]:
-    """Collectives that are operations of a graph: the process group's name, and a line for each.
+    """Yield (name of the process group, line) for each collective that is an operation of a graph.
 
-    Lines do not say how much is exchanged, as batches may differ.
+    Lines contain no sizes, since batches may differ between ranks.
     """
     for node in gm.graph.nodes:
         op = str(node.target)
         if node.op == "call_function" and op.startswith(NAMESPACE) and not is_wait(op):
             texts = [arg for arg in node.args if isinstance(arg, str)]
-            if texts:  # else its group is an object, and lowering says so
+            if texts:  # otherwise its group is an object, which lowering reports
                 *how, group = texts
                 yield group, f"{' '.join((op.split('.')[1], *how))} over {compat.groups.size_of(group)} ranks"
 

@@ -1,4 +1,4 @@
-"""From a Dynamo graph to forward and backward: which output is whose gradient, and how the sync flag travels."""
+"""Partition of a joint graph into forward and backward, with gradients' positions, and the token for reductions."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from dcompile.capture.passes.joint.saved_values import COPIES, VIEWS
 from dcompile.device_traits import traits_of
 
 TOKEN = "dcompile_sync"
-"""Name of the value that carries `sync` from a forward to its own backward.
+"""Name of the token that tells a backward whether to reduce gradients.
 
-Whether gradients are reduced is decided when the forward runs (no_sync), and forwards and backwards may interleave, so
-the answer must travel with the saved tensors. The compiled programs do not see it: the forward's caller puts a constant
-among the saved tensors, the backward's caller takes it out again.
+The forward determines that (no_sync), and forwards and backwards may interleave. So the token is among the saved
+tensors. Compiled programs do not have it: the forward's caller inserts a constant, and the backward's caller removes
+it.
 """
 
 
 @dataclass(frozen=True)
 class PartitionResult:
-    """What partitioning found out."""
+    """Facts about a joint graph from its partition."""
 
     gradients: tuple[tuple[int, int], ...]
     """(position among the backward's outputs, position among the graph's inputs)."""
     results: int = 0
-    """Outputs of the forward before what it saves."""
+    """Number of the forward's results; saved values follow them."""
 
 
 def partition_joint(
@@ -48,11 +48,12 @@ def partition_joint(
     again_for_calls: bool = False,
     **keywords: Any,
 ) -> tuple[Any, Any]:
-    """Cut a joint graph into forward and backward by torch's min-cut; add the token where the adapter needs it.
+    """Cut a joint graph into forward and backward by torch's min-cut; add the token if the adapter needs it.
 
-    `fusible` says which ops, beside those torch knows, become part of a loop and which of them may be computed again.
-    `memory_budget` is the part of the usual savings that may be saved. `again_for_calls` lets the backward also compute
-    again what it then has to write for library calls.
+    `fusible`: the ops, in addition to torch's own list, that are fused into loops, and those of them that may be
+    recomputed.
+    `memory_budget`: fraction of the usual saved bytes that may be saved. `again_for_calls`: whether the backward may
+    also recompute operands of library calls, which it must then write to memory.
     """
     ahead = return_marked(joint, num_fwd_outputs)
     forward, backward = compat.aot.min_cut_partition(
@@ -73,13 +74,13 @@ def partition_joint(
 
 
 def return_marked(joint: Any, results: int) -> int:
-    """Have the forward return, behind its results, what is marked so; how many those are.
+    """Return values marked `AHEAD` from the forward, after its results; return their number.
 
-    torch's partitioners leave to the backward what no result of the forward is made from, whatever else is asked for.
+    torch's partitioners otherwise move values that no result of the forward depends on to the backward.
     """
 
     def is_marked(node: Any) -> bool:
-        # tracing notes with operations of the backward what is noted with those that they belong to
+        # tracing copies annotations from a forward operation to its operations in the backward
         of_forward = node.meta.get("partitioner_tag") != "is_backward"
         return of_forward and AHEAD in (node.meta.get("custom") or {})
 
@@ -91,7 +92,7 @@ def return_marked(joint: Any, results: int) -> int:
 
 
 def insert_outputs(gm: Any, first: int, nodes: Sequence[Any]) -> None:
-    """Have a graph return these, too, from a position on."""
+    """Insert these nodes into a graph's outputs, from a position on."""
     output = gm.graph.output_node()
     output.args = ((*output.args[0][:first], *nodes, *output.args[0][first:]),)
     if "desc" in output.meta:
@@ -99,7 +100,7 @@ def insert_outputs(gm: Any, first: int, nodes: Sequence[Any]) -> None:
 
 
 def remove_outputs(forward: Any, first: int, count: int) -> None:
-    """Take some outputs of a graph away again."""
+    """Remove some outputs of a graph."""
     output = forward.graph.output_node()
     output.args = ((*output.args[0][:first], *output.args[0][first + count :]),)
     if count and "desc" in output.meta:
@@ -108,9 +109,9 @@ def remove_outputs(forward: Any, first: int, count: int) -> None:
 
 
 def returned_views(gm: Any, parameters: Iterable[Any], results: int) -> list[Any]:
-    """Which of these placeholders the graph returns a look at, as one of its first `results` outputs.
+    """Return those of these placeholders that have a view among the graph's first `results` outputs.
 
-    AOTAutograd notes it of others, but not where a DTensor was made and taken apart in between.
+    AOTAutograd reports views of inputs, but not if a DTensor was made and split in between.
     """
     origin = {node: node for node in parameters}
     for node in gm.graph.nodes:
@@ -122,7 +123,7 @@ def returned_views(gm: Any, parameters: Iterable[Any], results: int) -> list[Any
 
 
 def gradient_positions(joint: Any, num_fwd_outputs: int) -> tuple[tuple[int, int], ...]:
-    """For each gradient of a joint graph: its position among the gradients, and the input it belongs to."""
+    """Return (position among the gradients, position of its input) for each gradient of a joint graph."""
     output = joint.graph.output_node()
     pairs = zip(output.args[0][num_fwd_outputs:], output.meta["desc"][num_fwd_outputs:], strict=True)
     found = []
@@ -134,10 +135,10 @@ def gradient_positions(joint: Any, num_fwd_outputs: int) -> tuple[tuple[int, int
 
 
 def add_sync_token(forward: Any, backward: Any, num_fwd_outputs: int, fake_mode: Any) -> None:
-    """Make the token the first tensor that the forward saves, and the first that the backward gets.
+    """Make the token the first tensor that the forward saves, and the first tensor input of the backward.
 
-    First, because AOTAutograd counts some kinds of saved value from the end. Integers come before tensors in the
-    backward's inputs.
+    It is the first, since AOTAutograd finds some kinds of saved values by position from the end. Integers come before
+    tensors in the backward's inputs.
     """
     with fake_mode:
         value = torch.empty((), dtype=torch.int64, device="cpu")
@@ -159,11 +160,11 @@ def add_sync_token(forward: Any, backward: Any, num_fwd_outputs: int, fake_mode:
 
 
 def mark_donated(forward: Any, backward: Any, num_fwd_outputs: int) -> None:
-    """Note at the backward's inputs which of them may be its own: saved tensors whose memory nobody outside may see.
+    """Mark the backward's inputs whose memory its program may overwrite, if nothing else refers to it in a call.
 
-    That is what shares storage neither with inputs of the forward nor with another saved tensor. Hooks and retained
-    graphs may still hold it, and whoever called the model its results, which shows in each call: a training step often
-    uses the loss alone, and then the gradient of the logits lies where the logits were.
+    These are saved tensors that share storage neither with inputs of the forward nor with another saved tensor. Each
+    call checks for other references, from hooks, retained graphs, or the caller's results. A training step often uses
+    only the loss, and then the gradient of the logits may overwrite the logits.
     """
     *_, output = forward.graph.nodes
     results, saved = output.args[0][:num_fwd_outputs], output.args[0][num_fwd_outputs:]
@@ -178,27 +179,28 @@ def mark_donated(forward: Any, backward: Any, num_fwd_outputs: int) -> None:
 
 
 def _may_be_lent(result: Any) -> bool:
-    """Whether a backward is planned as if nobody held this result any longer.
+    """Is a backward planned to overwrite this result?
 
-    On GPUs what takes it over is as large. On CPUs something small may, which would cost the whole where it is held.
+    On GPUs the value in its place is as large. On CPUs a small value may be placed there. If the caller still holds the
+    result, that would cost an allocation of the whole size.
     """
     value = result.meta.get("val") if isinstance(result, torch.fx.Node) else None
     return isinstance(value, torch.Tensor) and traits_of(value.device.type).has_caching_allocator
 
 
 def donated_positions(backward: Any) -> tuple[int, ...]:
-    """Positions of the inputs that `mark_donated` has marked."""
+    """Return the positions of the inputs that `mark_donated` has marked."""
     return tuple(n for n, node in enumerate(backward.graph.find_nodes(op="placeholder")) if DONATED in node.meta)
 
 
 def saved_positions(backward: Any) -> tuple[int, ...]:
-    """Positions of the inputs that are tensors which the forward has saved."""
+    """Return the positions of the inputs that are tensors saved by the forward."""
     places = enumerate(backward.graph.find_nodes(op="placeholder"))
     return tuple(n for n, node in places if memory_of(node) is not None and not compat.aot.is_tangent(node))
 
 
 def take_sync_token(gm: Any) -> int | None:
-    """Remove the token from a forward's outputs or a backward's inputs; its position there, None if there is none."""
+    """Remove the token from a forward's outputs or a backward's inputs; return its position, or None without one."""
     output = gm.graph.output_node()
     nodes = [node for node in gm.graph.nodes if node.name == TOKEN]
     if not nodes:

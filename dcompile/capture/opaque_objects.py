@@ -1,8 +1,8 @@
-"""Device meshes and process groups among the inputs and results of a traced graph: no program reads them.
+"""Remove device meshes and process groups, which programs do not read, from a traced graph's inputs and results.
 
-AOTAutograd takes a DTensor apart into its local tensor and its mesh. The mesh goes through the graphs unread: in as an
-input, out beside each result and each gradient that is to become a DTensor. Whoever calls the program takes such
-objects out of its arguments, and puts them among its results.
+AOTAutograd splits a DTensor into its local tensor and its mesh. The mesh passes through the graphs unread: it is an
+input, and a result for each result or gradient that becomes a DTensor. The program's caller removes such objects from
+the arguments, and inserts them into the results.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Boxed = Callable[[list[Any]], list[Any]]
 
 @dataclass(frozen=True)
 class OpaqueObjects:
-    """What was removed from a graph."""
+    """The inputs and results that were removed from a graph."""
 
     inputs: tuple[int, ...] = ()
     """Positions of the inputs, ascending."""
     results: tuple[tuple[int, int], ...] = ()
-    """(position of a result, place in `inputs` of the object that it is), ascending."""
+    """(position of a result, index into `inputs` of its object), ascending."""
 
     def around(self, run: Boxed) -> Boxed:
-        """What takes and returns these objects, too."""
+        """Return `run` with these objects among its arguments and results."""
         if not self.inputs:
             return run
         inputs, places = self.inputs[::-1], tuple((at, len(self.inputs) - 1 - place) for at, place in self.results)
@@ -43,29 +43,29 @@ class OpaqueObjects:
         return running
 
     def input_place(self, position: int) -> int:
-        """Where an input of the whole graph is among those that are left."""
+        """Return the position of the whole graph's input among the remaining ones."""
         return position - sum(removed < position for removed in self.inputs)
 
     def result_place(self, position: int) -> int:
-        """Where a result of the whole graph is among those that are left."""
+        """Return the position of the whole graph's result among the remaining ones."""
         return position - sum(removed < position for removed, _ in self.results)
 
     def result_places(self, positions: Collection[int]) -> tuple[int, ...]:
-        """The same of several, less those that are removed."""
+        """Return the positions of several results among the remaining ones, without removed ones."""
         removed = {at for at, _ in self.results}
         return tuple(self.result_place(position) for position in positions if position not in removed)
 
     def views(self, aliases: Mapping[int, int]) -> dict[int, int]:
-        """Position of a result -> of the input it is a view of, both among those that are left."""
+        """Return position of a result -> of the input that it is a view of, both among the remaining ones."""
         removed = {at for at, _ in self.results}
         found = ((at, of) for at, of in aliases.items() if at not in removed)
         return {self.result_place(at): self.input_place(of) for at, of in found}
 
 
 def remove_opaque_objects(gm: Any) -> OpaqueObjects:
-    """Remove from a graph those inputs that are no tensors or numbers and that it only returns; from its results, too.
+    """Remove opaque inputs that the graph only returns, and remove them from its results.
 
-    An object that an operation of the graph takes stays: lowering says that it cannot read it.
+    An object that an operation of the graph takes stays; lowering reports it as unsupported.
     """
     output = gm.graph.output_node()
     placeholders = enumerate(gm.graph.find_nodes(op="placeholder"))
@@ -92,7 +92,7 @@ def remove_opaque_objects(gm: Any) -> OpaqueObjects:
 
 
 def without_opaque_objects(gm: Any) -> Any:
-    """A copy of a graph without them; the graph itself where there are none."""
+    """Return a copy of a graph without opaque objects, or the graph itself if it has none."""
     if not any(compat.dtensor.is_opaque(node.meta.get("val")) for node in gm.graph.find_nodes(op="placeholder")):
         return gm
     graph = torch.fx.Graph()

@@ -1,4 +1,4 @@
-"""Plan what is done to a program's results: views, detached tensors, tensors of their own."""
+"""Plan the steps on a program's results: make views, detach tensors, make separate tensors."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from dcompile.passes import OutputStep
 
 @dataclass(frozen=True, slots=True)
 class OutputRequest:
-    """What AOTAutograd says of a graph's results, by their positions."""
+    """Facts from AOTAutograd about a graph's results, by position."""
 
     count: int
-    """Results before what a forward saves."""
+    """Number of results; a forward's saved values follow them."""
     views: Sequence[int] = ()
-    """Those of a forward that are views of what it computed."""
+    """A forward's results that are views of computed values."""
     constant: Sequence[int] = ()
-    """Those of a forward that have no gradient."""
+    """A forward's results without gradients."""
 
 
 def plan_outputs(
     rows: Sequence[OutputStep], gm: Any, request: OutputRequest, stage: str
 ) -> tuple[tuple[Callable[[list[Any], Any], None], Any], ...]:
-    """(what to run, its plan) of all rows that have something to do with the results of this graph, in order."""
+    """Return (function, its plan) of all rows that change results of this graph, in order of execution.
+
+    Plans that rewrite the graph are made after all others.
+    """
     wanted = [row for row in rows if stage in row.stages]
     plans = {id(row): row.plan(gm, request) for row in sorted(wanted, key=lambda row: row.rewrites)}
     return tuple((row.run, plans[id(row)]) for row in wanted if plans[id(row)])

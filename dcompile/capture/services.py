@@ -1,4 +1,4 @@
-"""What capture/ is handed from above, so that it imports no other stage of the compiler."""
+"""Services that `compiler.py` passes to capture/, so that capture/ imports no other stage of the compiler."""
 
 from __future__ import annotations
 
@@ -24,59 +24,59 @@ from dcompile.machine_model import Figures, table_figures
 
 
 class GradientBuckets(BucketSource, Protocol):
-    """The bucket memory of one backward program, and what capture/ asks of it."""
+    """Interface of one backward program's bucket memory for capture/."""
 
     def begin(
         self, used: Iterable[int] = (), task: object = None, first: bool = True, absent: Iterable[int] = ()
     ) -> None:
-        """A synced backward starts: forget the last one. `used`: parameters that earlier ones left gradients for.
+        """Start a backward that reduces, and forget the last one. `used`: parameters with earlier gradients in `.grad`.
 
-        `task`: the backward that this is a part of, and whether it is the `first` part of it that reduces gradients.
-        `absent`: parameters that the program has no gradient of in this call.
+        `task`: number of the autograd backward. `first`: whether this is its first program that reduces gradients.
+        `absent`: parameters without a gradient from the program in this call.
         """
 
     def mark_used(self, numbers: Iterable[int]) -> None:
-        """Parameters that this rank has gradients of, whichever program had them."""
+        """Mark parameters for which this rank has gradients in `.grad`, from any program."""
 
     def reduce_all(self) -> None:
-        """Reduce every bucket, as a program does on its way: what .grad holds of each parameter."""
+        """Reduce every bucket, as a program does, with the contents of `.grad`."""
 
     def reduce_behind(self, numbers: Collection[int], before: Collection[int]) -> None:
-        """Reduce every bucket behind a backward whose program has not: what .grad holds of `numbers`."""
+        """Reduce every bucket after a backward whose program has not, with `.grad` of the parameters `numbers`."""
 
     def settle_idle(self, elsewhere: Collection[int]) -> None:
-        """A backward is through: parameters that it had no gradient of get what the other ranks' came to."""
+        """At the end of a backward, set gradients of parameters that have one only on other ranks."""
 
     def forget(self) -> None:
-        """All has been handed on."""
+        """Drop references to the reduced gradients, so that their memory can be reused."""
 
     def reduced(self) -> dict[int, int]:
-        """Parameter number -> address of its reduced gradient, of the last synced backward."""
+        """Return parameter number -> address of its reduced gradient, of the last backward that reduced."""
 
     def reduced_gradient(self, number: int) -> Any:
-        """One parameter's reduced gradient, as a view of the bucket, of the last synced backward."""
+        """Return one parameter's reduced gradient, a view of the bucket, of the last backward that reduced."""
 
 
 class Peers(Protocol):
     """The other ranks of a process group, if there are any."""
 
     def busy(self, what: str) -> AbstractContextManager[None]:
-        """Say that this rank captures or compiles, while the context lasts: those who wait for it have patience."""
+        """Report, while the context lasts, that this rank captures or compiles: ranks that wait for it wait longer."""
 
     def enter(self) -> None:
-        """The model is called: raise if another rank has called the job off, or the process group is gone."""
+        """Check at a call of the model: raise if another rank has aborted the job, or the process group is gone."""
 
 
 class NoPeers:
-    """No other ranks: what is planned without being run asks none."""
+    """Peers of a process without other ranks, or of a model that is only planned."""
 
     def busy(self, what: str) -> AbstractContextManager[None]:
-        """Tell nobody."""
+        """Report nothing."""
         del what
         return nullcontext()
 
     def enter(self) -> None:
-        """Nothing can be wrong."""
+        """Check nothing."""
 
 
 def _met_by_nobody(_group: Any) -> Peers:
@@ -92,15 +92,15 @@ def _no_layout(_params: Any, _rule: Any) -> tuple[Bucket, ...]:
 
 
 MakeBuckets = Callable[[tuple[Bucket, ...], Mapping[int, Callable[[], Any]], Any, dict[Any, Any]], GradientBuckets]
-"""(buckets, parameter number -> weak reference, process group, what a model's programs share) -> memory."""
+"""(buckets, parameter number -> weak reference, process group, memory that a model's programs share) -> buckets."""
 
 
 Line = tuple[str, str]
-"""(what is compared, where it comes from: for people, as paths differ between machines)."""
+"""(text that ranks compare, its origin for messages; origins are not compared, as paths differ between machines)."""
 
 
 class ShardedParameters(Protocol):
-    """The sharded parameters of one model, and what capture/ asks of them."""
+    """Interface of one model's sharded parameters for capture/."""
 
     def source(
         self,
@@ -110,66 +110,70 @@ class ShardedParameters(Protocol):
         later: Collection[int] = (),
         absent: Collection[int] = (),
     ) -> ShardSource:
-        """What one call of a program exchanges through; `accumulates` if its gradients are added to .grad.
+        """Return the source of one call's collectives. `accumulates`: whether its gradients are added to `.grad`.
 
-        `later`: units whose gradients are kept for another program of the same backward to add its own to.
-        `absent`: units that the program has no gradient of in this call.
+        `later`: units whose gradients are kept for another program of the same backward, which adds its own.
+        `absent`: units without a gradient from the program in this call.
         """
 
     def may_lack(self, units: Iterable[int]) -> None:
-        """A backward runs that may have no gradient of these units: ranks say which there are, when it is through."""
+        """Announce that this backward may have no gradient of these units; at its end ranks exchange which exist."""
 
     def save_memory(self, reason: str) -> None:
-        """Keep nothing that could be made again, where no option says otherwise. `reason` is for the receipt."""
+        """Keep no converted shards, unless an option asks for them or they exist already. `reason`: for the receipt."""
 
     def forget_parts(self) -> None:
-        """The first graph of a call with gradients is going to run."""
+        """Drop parts of parameters kept by earlier calls, before the first graph of a call with gradients."""
 
     def give_back(self) -> None:
-        """Leave FSDP the gradients that are still to be reduced."""
+        """Leave FSDP the gradients that are not reduced yet."""
 
     def copied(self, group: str) -> tuple[bool, str]:
-        """Whether gathers of a group are copies from the other ranks' memory; or why not, where they could have been.
+        """Return (are a group's gathers copies from other ranks' memory, why not if that was possible).
 
-        Every rank asks first at the same point, before it compiles anything.
+        Every rank calls this first at the same point, before it compiles anything.
         """
 
     def flush(self) -> None:
-        """A backward is through: reduce gradients of earlier ones that it did not reach."""
+        """At the end of a backward, reduce gradients of earlier ones that it did not reach."""
 
     def reduce_behind(self, full: Mapping[int, torch.Tensor]) -> None:
-        """Reduce gradients of whole units that no program has; every rank has some of the same units."""
+        """Reduce gradients of whole units that no program computes; every rank has some of the same units."""
 
 
 MakeShards = Callable[[Mapping[int, ShardUnit], Mapping[str, ShardGroup]], ShardedParameters]
-"""(unit number -> unit, group name -> group) -> what exchanges them."""
+"""(unit number -> unit, group name -> group) -> the sharded parameters with their collectives."""
 
 
 def figures_from_table(device: Any, _group: Any) -> Figures:
-    """What the table says of a device."""
+    """Return the table's figures of a device."""
     return table_figures(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
 
 
 @dataclass(frozen=True)
 class Services:
-    """Compiler, bucket memory, agreement between ranks, and who is told about the first compiled step."""
+    """Compiler, bucket memory, agreement between ranks, and the report of the first compiled step."""
 
     compiler: Compiler
     make_buckets: MakeBuckets
     agree: Callable[..., None]
-    """(process group, what is compared, this rank's lines, each a text or a `Line`; what to do if a line of the model
-    is meant to differ): all ranks come, and all raise if some differ."""
+    """(process group, subject, this rank's lines, advice for models that are meant to differ): compare the lines.
+
+    Each line is a text or a `Line`. All ranks call this, and all raise if lines differ.
+    """
     average: Callable[[Any, list[Any], str], None]
     """(process group, tensors, wire): average each over the ranks, in place, with DDP's arithmetic."""
     first_step: Callable[[Any], None]
     make_shards: MakeShards
     meet: Callable[[Any], Peers] = _met_by_nobody
-    """(process group or None) -> the line to its other ranks; the compiler shares graphs with them."""
+    """(process group or None) -> its other ranks, with which the compiler shares graphs."""
     figures: Callable[[Any, Any], Figures] = figures_from_table
-    """(device, process group or None) -> what the machine can do; the same on every rank of the group."""
+    """(device, process group or None) -> the machine's figures; the same on every rank of the group."""
     said_by_any: Callable[[Any, str, str], str] = _said_by_nobody
-    """(process group, what it is about, what this rank says or ""): all ranks come, and hear what one of them says."""
+    """(process group, subject, this rank's text or "") -> one rank's text, the same on all ranks; all call this."""
     renew: Callable[[], Services] | None = None
-    """The same services once more, for a module inside that is compiled by itself."""
+    """Function that makes the same services again, for a module inside that is compiled by itself."""
     all_idle: Callable[[Sequence[ParamInfo], BucketRule], tuple[Bucket, ...]] = _no_layout
     """(parameters, rule) -> the buckets of a program that has no gradient of any."""
+    needs_data: bool = True
+    """Whether programs read memory, which fake tensors lack: what is called with such is then left to eager."""

@@ -4,15 +4,18 @@ Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and 
 """
 
 from dcompile.compat import (
+    absent_ranks,
     alone,
     aot,
     aot_trace,
+    cache_artifacts,
     composable,
     ddp,
     deepspeed,
     dispatch_watch,
     dtensor,
     dynamo,
+    fake_tensors,
     fsdp1,
     fsdp2,
     groups,
@@ -27,12 +30,22 @@ from dcompile.compat import (
     versions,
     zero,
 )
-from dcompile.compat.patches import compile_call, cse, index_strides, lean_wrappers, skip_frame_eval, symbolic_views
+from dcompile.compat.patches import (
+    compile_call,
+    cse,
+    gpu_capability,
+    index_strides,
+    lean_wrappers,
+    skip_frame_eval,
+    symbolic_views,
+)
 
 __all__ = [
+    "absent_ranks",
     "alone",
     "aot",
     "aot_trace",
+    "cache_artifacts",
     "compile_call",
     "composable",
     "cse",
@@ -41,8 +54,10 @@ __all__ = [
     "dispatch_watch",
     "dtensor",
     "dynamo",
+    "fake_tensors",
     "fsdp1",
     "fsdp2",
+    "gpu_capability",
     "groups",
     "guards",
     "hooks",

@@ -287,6 +287,20 @@ def take_views() -> tuple[int, ...]:
     return tuple(changed + place for place in views)
 
 
+def plain_result(description: Any) -> int | None:
+    """Position among the Dynamo graph's results of an output that is described so, or None."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+
+    return description.idx if isinstance(description, PlainAOTOutput) else None
+
+
+def result_kinds() -> dict[int, tuple[str, bool]]:
+    """Inside a compiler of AOTAutograd: for each result by its position, whether it is a view, and has a gradient."""
+    metadata = _metadata()
+    shown = () if metadata is None else _shown_results(metadata)
+    return {place: (info.output_type.name, info.requires_grad) for place, info in enumerate(shown)}
+
+
 def result_index(tangent: Any) -> int | None:
     """Position among a graph's results of the one whose gradient this placeholder of a backward is, or None."""
     from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
@@ -346,6 +360,25 @@ def always_recompute(node: Any) -> None:
     node.meta["ac_graph_id"] = 1 << 30
 
 
+def prefer_recompute(node: Any, region: int) -> None:
+    """Have the partitioner compute this node of a checkpointed region again, as `torch.utils.checkpoint` asks it to."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+    node.meta["ac_graph_id"] = region
+
+
+def checkpoint_region(node: Any) -> int | None:
+    """The number of the checkpointed region that a node is in, if it is in one."""
+    number: int | None = node.meta.get("ac_graph_id")
+    return number
+
+
+def number_region(node: Any, region: int) -> None:
+    """Say which checkpointed region a node is in."""
+    node.meta["ac_graph_id"] = region
+
+
 def never_recompute(node: Any) -> None:
     """Force the partitioner to save this node where the backward needs it, or tensors computed from it."""
     from torch.utils.checkpoint import CheckpointPolicy
@@ -396,6 +429,44 @@ def fake_input(tensor: torch.Tensor) -> Any:
     context = TracingContext.try_get()
     assert context is not None and context.fake_mode is not None, "only a graph that is being compiled has inputs"
     return context.fake_mode.from_tensor(tensor, static_shapes=True)
+
+
+def export_graph(gm: Any, example_inputs: Sequence[Any], decompositions: Mapping[Any, Any]) -> tuple[Any, Any]:
+    """Trace a Dynamo graph into a functional one for inference. Return it with its signature."""
+    from torch._functorch.aot_autograd import aot_export_module
+
+    return aot_export_module(gm, [*example_inputs], trace_joint=False, decompositions={**decompositions})
+
+
+def metadata_checks(graph: Any) -> list[Any]:
+    """Calls that torch.export adds to check metadata of computed values, a traced dtype for example."""
+    import torch
+
+    return [*graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default)]
+
+
+CHECKED = frozenset(f"aten::linalg_{name}" for name in ("cholesky", "inv", "ldl_factor", "lu_factor", "solve"))
+"""Composite operators that end with a check without a result."""
+
+
+def composite_decompositions() -> dict[Any, Any]:
+    """Decompositions of ATen's composite operators, which AOTAutograd decomposes and torch.export keeps whole.
+
+    An older torch does not know that `_linalg_check_errors` has an effect, and removes it. Its callers stay whole.
+    """
+    import torch
+    from torch._higher_order_ops.effects import has_effects
+
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    whole = frozenset() if has_effects(torch.ops.aten._linalg_check_errors.default) else CHECKED
+    table: Any = torch.export.default_decompositions()
+    return {
+        op: function
+        for op, function in table.items()
+        if isinstance(op, torch._ops.OpOverload)
+        and op.has_kernel_for_dispatch_key(composite)
+        and op._schema.name not in whole
+    }
 
 
 def decompositions(also: Sequence[Any]) -> dict[Any, Any]:

@@ -92,7 +92,7 @@ def _mode_class() -> Any:
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             del types
-            if not self.rests:
+            if not self.rests and not str(func).startswith(_METADATA):
                 for leaf in tree_leaves((args, kwargs)):
                     number = self._storages.get(_key(leaf))
                     if number is not None:
@@ -113,6 +113,10 @@ def _key(value: Any) -> int:
     except (NotImplementedError, RuntimeError):  # sparse tensors, and custom classes
         return 0
 
+
+_METADATA = ("prim.", "aten.sym_", "aten.is_")
+"""What guards ask a tensor of a class of its own, such as one without memory: nobody reads an element. Errors of a mode
+end the process there."""
 
 NO_MEMORY = "Cannot access data pointer"
 """Begin of torch's error about a tensor that `forbid_memory` was called with."""

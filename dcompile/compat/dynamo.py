@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -145,6 +146,7 @@ def tracing_settings(
     told_of_hooks: bool = False,
     group_experts: Callable[..., Any] | None = None,
     late_sizes: bool = False,
+    sizes_alone: bool = False,
 ) -> Iterator[None]:
     """Dynamo's settings while a frame is compiled with dcompile.
 
@@ -152,7 +154,8 @@ def tracing_settings(
     the start, never, or once they have changed. `sync_batch_norm` is traced in place of the autograd Function of
     torch.nn.SyncBatchNorm. `told_of_hooks`: an argument of the frame tells whether hooks for saved tensors are traced
     with it. `group_experts(loop, grouped)` returns the function to trace in place of transformers' loop over experts.
-    `late_sizes`: operations with data-dependent result sizes (nonzero, masks) break no graph.
+    `late_sizes`: operations with data-dependent result sizes (nonzero, masks) break no graph. `sizes_alone`: with
+    `dynamic`, floats of modules and arguments stay constants.
     """
     import logging
 
@@ -169,6 +172,8 @@ def tracing_settings(
         settings["capture_dynamic_output_shape_ops"] = True
     if dynamic is not None:
         settings["assume_static_by_default"] = not dynamic
+    if sizes_alone and hasattr(config, "specialize_float"):
+        settings["specialize_float"] = True
     if dynamic:
         settings["fake_tensor_cache_enabled"] = False  # see sizes.remembering_numbers_alone
     if dynamic is False:
@@ -345,6 +350,28 @@ def context_settings(context: Any) -> tuple[bool, bool | None, Callable[..., Any
     """fullgraph, dynamic and guard_filter_fn of a torch.compile call."""
     hooks = getattr(context, "_hooks", None)
     return bool(context.fullgraph), context._dynamic, getattr(hooks, "guard_filter_fn", None)
+
+
+def aot_compile(
+    context: Any, fn: Any, example_inputs: tuple[tuple[Any, ...], dict[str, Any]], backend: Callable[..., Any]
+) -> Any:
+    """Run torch's `aot_compile` of a compiled function with another backend. Raises RuntimeError without fullgraph."""
+    from torch._dynamo.aot_compile import aot_compile_fullgraph
+    from torch._dynamo.eval_frame import innermost_fn
+
+    if not context.fullgraph:
+        raise RuntimeError("Graph breaks are not supported with aot compile. Please use torch.compile(fullgraph=True).")
+    hooks = copy.copy(context._hooks)  # torch sets a filter of guards in them
+    return aot_compile_fullgraph(
+        innermost_fn(fn), example_inputs, hooks=hooks, backend=backend, dynamic=context._dynamic
+    )
+
+
+def serializable_callable() -> Any:
+    """Base class of backends' results that torch's container can save."""
+    from torch._dynamo.aot_compile_types import SerializableCallable
+
+    return SerializableCallable
 
 
 def graph_module_of(function: Any) -> Any:

@@ -117,7 +117,7 @@ def _objections(group: Any) -> Iterator[str]:
         yield "gradients reduced together are of several dtypes; MixedPrecisionPolicy(reduce_dtype=...) makes them one"
     for param in group.fsdp_params:
         if param.is_dtensor and _dtensor_spec(param) is None:
-            yield "this torch keeps what a DTensor parameter looks like elsewhere"
+            yield "this torch keeps the spec of a DTensor parameter elsewhere"
         if getattr(group.mesh_info, "is_spmd_mesh", False):
             yield "parameters are DTensors on a mesh that FSDP's ranks are part of (dp_mesh_dims)"
         # under its second name since torch 2.15

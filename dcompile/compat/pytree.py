@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +21,25 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     return _pytree.tree_unflatten(list(leaves), structure)
 
 
+@functools.cache
+def _name_return_types() -> None:
+    """Name the tuples that torch's operators return, as torch 2.15 does: an older one cannot write them as JSON."""
+    import torch
+    from torch.utils import _pytree
+
+    for name, found in vars(torch.return_types).items():
+        known = _pytree.SUPPORTED_SERIALIZED_TYPES.get(found) if isinstance(found, type) else None
+        if known is not None and known.serialized_type_name == _pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
+            full = f"torch.return_types.{name}"
+            _pytree.SUPPORTED_SERIALIZED_TYPES[found] = _pytree._SerializeNodeDef(found, full, None, None)
+            _pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[full] = found
+
+
 def to_text(structure: Any) -> str:
     """Write a structure as JSON. Raises NotImplementedError for a class that is not registered with a name."""
     from torch.utils import _pytree
 
+    _name_return_types()
     return _pytree.treespec_dumps(structure)
 
 
@@ -31,4 +47,5 @@ def from_text(text: str) -> Any:
     """Read a structure that `to_text` wrote. Raises NotImplementedError for a class that this process does not know."""
     from torch.utils import _pytree
 
+    _name_return_types()
     return _pytree.treespec_loads(text)

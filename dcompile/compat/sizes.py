@@ -87,6 +87,20 @@ def multiply_pairwise(gm: Any) -> PassReport:
     return PassReport(count)
 
 
+def is_symbolic_number(value: Any) -> bool:
+    """Whether a traced value is a number that depends on sizes of inputs."""
+    import torch
+
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def adding_no_guards(gm: Any) -> contextlib.AbstractContextManager[Any]:
+    """Sizes of a traced graph are asked about without guards meanwhile: the answers are those for its example."""
+    for environment in size_symbols(gm).values():
+        return environment.suppress_guards()  # type: ignore[no-any-return]
+    return contextlib.nullcontext()
+
+
 def guard_count(gm: Any) -> int:
     """Number of guards on symbolic sizes so far; reading a size's value adds one."""
     import torch
@@ -177,6 +191,16 @@ def reads_values(gm: Any) -> bool:
         node.meta.get("unbacked_bindings") or str(node.target) == "aten._local_scalar_dense.default"
         for node in gm.graph.nodes
     )
+
+
+def size_inputs(gm: Any) -> tuple[int, ...]:
+    """Positions of a traced graph's inputs that are sizes; those alone that others follow from, if there are such."""
+    import torch
+
+    places = enumerate(gm.graph.find_nodes(op="placeholder"))
+    sizes = [(place, value) for place, node in places if isinstance(value := node.meta.get("val"), torch.SymInt)]
+    symbols = tuple(place for place, value in sizes if value.node.expr.is_symbol)
+    return symbols or tuple(place for place, _ in sizes)
 
 
 def size_symbols(gm: Any) -> dict[Any, Any]:

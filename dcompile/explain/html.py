@@ -56,7 +56,7 @@ def _graph(graph: GraphReport, measured: Mapping[tuple[str, str], float], copy_r
         yield f"<h3>Memory</h3>\n{memory}"
         yield _list("Held at the peak", graph.memory)
     yield _calls("Library calls", [call for call in graph.library_calls if not call.fallback])
-    yield _calls("Fallbacks: no kernel of ours yet", graph.fallbacks, fallback=True)
+    yield _calls("Fallbacks: dcompile has no kernel for these yet", graph.fallbacks, fallback=True)
     yield _list("Collectives", ["; ".join(map(str.strip, exchange_lines(found))) for found in graph.exchanges])
     yield _list("Notes", graph.notes)
     yield f"<details><summary>Picture</summary>{_picture(graph)}</details>"

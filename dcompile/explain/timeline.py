@@ -17,7 +17,7 @@ MIN_BANDWIDTH_BOUND_BYTES = 1 << 20
 """A collective of fewer bytes takes its latency."""
 MAX_HIDDEN_SHARE = 0.005
 """Part of the step below which an exposed collective needs no advice."""
-OWN = "the model's own plan leaves nothing to hide it behind: fewer parallel ranks, or layouts that change less often"
+OWN = "the model's own plan leaves no compute to hide it: fewer parallel ranks, or layouts that change less often"
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,9 +250,7 @@ def advise(found: MeasuredCollective, step: float) -> str:
     if found.own:
         return OWN
     if found.queued > found.seconds:
-        return (
-            "stands behind others: fewer bytes (a bf16 compression hook, bf16 in MixedPrecisionPolicy), or rarer ones"
-        )
+        return "waits for others: send fewer bytes (bf16 compression hook or MixedPrecisionPolicy), or fewer times"
     kind = next(kind for kind in get_args(PlannedKind) if kind == found.kind)
     if found.nbytes < MIN_BANDWIDTH_BOUND_BYTES:
         return f"mostly a fixed cost per collective: {_how_to_make_fewer(kind)} makes them fewer"
@@ -272,12 +270,11 @@ def _how_to_hide(kind: PlannedKind, in_backward: bool) -> str:
     match kind:
         case "all_reduce":
             return (
-                "nothing is left to hide it behind: a smaller bucket_cap_mb leaves less for the end, "
-                "no_sync makes it rarer"
+                "no compute is left to hide it: a smaller bucket_cap_mb leaves less for the end, no_sync makes it rarer"
             )
         case "reduce_scatter":
             return (
-                "nothing is left to hide it behind: fully_shard on parts of these modules leaves less for the end, "
+                "no compute is left to hide it: fully_shard on parts of these modules leaves less for the end, "
                 "set_requires_gradient_sync(False) over micro-batches makes it rarer"
             )
         case "all_gather" if in_backward:

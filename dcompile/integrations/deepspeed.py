@@ -38,7 +38,7 @@ def compile(
         )
     given: Any = engine
     if given.is_compiled:
-        raise OptionError("dcompile: this DeepSpeed engine is compiled already; make another one to compile it anew")
+        raise OptionError("dcompile: this DeepSpeed engine is compiled already; make a new engine to compile it again")
     if given.is_deepcompile_enabled():
         raise OptionError("dcompile: DeepCompile takes no other compiler; leave compile.deepcompile out of the config")
     chosen = {**(options or {}), **({} if mode is None else {"mode": mode})}

@@ -1,7 +1,7 @@
 """The table of collective kinds: every fact about a kind that passes, emitters, run time and reports ask for.
 
-Code that has to differ for each kind (what the run time calls, what a report advises) matches on the kind without a
-catch-all, so that mypy names the places that a new kind lacks.
+Code that differs for each kind (calls of the run time, advice of a report) matches on the kind without a catch-all.
+mypy then names the places that a new kind lacks.
 """
 
 from __future__ import annotations

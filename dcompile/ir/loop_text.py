@@ -1,7 +1,7 @@
 """The body of a loop as lines: `v2 = sub(v0, v1)`, with loads and constants where they are used.
 
-A value is printed in place of its number where the parser, which appends what it reads inside a line before that
-line's own value, would put it at that very position of the body. All others have lines of their own.
+The parser appends the values inside a line to the body before the line's own value. A value is therefore printed
+inside a line only where that gives its position in the body. All others have lines of their own.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def parse_arg(cursor: TextCursor, table: Mapping[str, Buffer]) -> Arg:
         return parse_index(cursor)
     if _is_tuple(cursor):
         return parse_args(cursor, table)
-    found = cursor.peek(NAME)
+    found = cursor.peek(rf"(?!\d){NAME}")  # a number is a number, whatever buffers are called
     if found is not None and found[0] in table and table[found[0]].is_tensor:
         buffer = table[cursor.name()]
         return View(buffer.name, buffer.shape, buffer.strides)

@@ -6,9 +6,9 @@ The rules:
   3. An index uses the loop's variables, size symbols and integers computed earlier, and stays inside its buffer.
   4. A `set` store writes no element twice, except one number to an input. It covers its buffer, unless that is an
      input.
-  5. A step reads inputs, and what was written before it. A buffer has one writer, except for library calls that work
-     in place, and loops that write to an input at one position known at run time. No step reads an input after the
-     step that overwrites it. A size that a library call defines is used after that call.
+  5. A step reads inputs, and what was written before it. A buffer has one writer. Exceptions are library calls that
+     work in place, and loops that write to an input at one position known at run time. No step reads an input after
+     the step that overwrites it. A size that a library call defines is used after that call.
   6. A loop reads an input that it overwrites only where it writes.
   7. Each collective has one wait, and no step touches its buffers in between.
   8. Outputs and gradients exist.

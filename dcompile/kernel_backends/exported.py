@@ -41,7 +41,7 @@ def require_cpu(example_inputs: Sequence[Any]) -> None:
     """Raise RuntimeError if an input is not on the CPU: both run times read memory of the CPU."""
     devices = sorted({value.device.type for value in example_inputs} - {"cpu"})
     if devices:
-        raise RuntimeError(f"tensors are on {', '.join(devices)}, and its sessions of ours run on the CPU")
+        raise RuntimeError(f"tensors are on {', '.join(devices)}, and dcompile runs its sessions on the CPU")
 
 
 def try_once(run: Callable[..., list[torch.Tensor]], example_inputs: Sequence[Any]) -> None:

@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import io
+import logging
 import warnings
 import weakref
 
@@ -15,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import dcompile
 from dcompile import compat
+from dcompile.capture.callables import label_of
 from tests.capture.double import kinds
 
 # Dynamo itself looks at .grad of a non-leaf when it goes on after a graph break
@@ -447,3 +449,18 @@ def test_what_looks_at_a_call_sees_its_operations():
     assert torch.equal(function({"x": x}), x * 2 + 1)
     assert function({"x": FakeTensorMode().from_tensor(torch.randn(5, 4))}).shape == (5, 4)
     assert torch.equal(function({"x": x}), x * 2 + 1)
+
+
+def test_warnings_about_recompiles_name_the_users_model():
+    net = dcompile.compile(Net(), dynamic=False, options={"kernels": "aten"})
+    step = dcompile.compile(functools.partial(torch.mul, 2.0), options={"kernels": "aten"})
+    logger, said = logging.getLogger("torch._dynamo"), io.StringIO()
+    logger.addHandler(handler := logging.StreamHandler(said))
+    try:
+        with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
+            for rows in (1, 2, 3):
+                net(torch.ones(rows, 4))
+    finally:
+        logger.removeHandler(handler)
+    assert "hit config.recompile_limit" in said.getvalue() and "'Net_dcompile_entry_" in said.getvalue()
+    assert label_of(step) != label_of(net) == "Net" and label_of(Net().forward) == "Net_forward"

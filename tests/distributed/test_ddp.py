@@ -147,7 +147,7 @@ def test_a_second_backward_of_one_forward_reduces_too(ranks):
     for found in values(ranks, "retained_graph"):
         assert found["grad"] <= SHARED and found["ranks"] == 0
         (note,) = found["receipt"].notes
-        assert note.startswith("several backwards behind forwards that synchronise: each one's gradients are averaged")
+        assert note.startswith("several backwards of forwards that synchronise: each one's gradients are averaged")
 
 
 def test_autograd_grad_reduces_nothing(in_turn):
@@ -262,7 +262,7 @@ def test_a_later_branch_gives_reduction_back(ranks):
     for found in values(ranks, "a_later_branch_is_not_eligible"):
         assert found["grad"] == 0 and found["eligible"] == [True, True, False, False, False]
         assert "parameter b.weight is used outside the compiled graph" in found["reasons"][0]
-        assert found["notes"][0].startswith("gradient reduction was given back to DDP")
+        assert found["notes"][0].startswith("DDP reduces the gradients again")
 
 
 def test_a_larger_compiled_function_leaves_what_was_taken_over_apart(ranks):
@@ -274,7 +274,7 @@ def test_a_larger_compiled_function_leaves_what_was_taken_over_apart(ranks):
 def test_a_later_eager_forward_gives_reduction_back(ranks, static_graph):
     for found in values(ranks, "a_later_forward_is_eager", static_graph=static_graph):
         assert found["grad"] == 0 and not found["eligible"]
-        assert found["notes"] == ("gradient reduction was given back to DDP: a forward ran without any compiled graph",)
+        assert found["notes"] == ("DDP reduces the gradients again: a forward ran without any compiled graph",)
 
 
 @pytest.mark.parametrize("static_graph", [False, True])

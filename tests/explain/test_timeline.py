@@ -93,7 +93,7 @@ def test_what_would_change_it():
     made, update = one_step()
     made[1].exchanges[0].ended = 36 * MS
     queued = Timeline("Net", 0, 2, "cpu", steps_of(made, [update], 0, 45 * MS, None, GROUPS)).collectives[1]
-    assert queued.queued == pytest.approx(10 * MS) and "stands behind others" in queued.advice
+    assert queued.queued == pytest.approx(10 * MS) and "waits for others" in queued.advice
 
 
 def test_steps_end_with_the_optimizer_or_where_a_forward_follows_a_backward():

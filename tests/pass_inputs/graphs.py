@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from dcompile.capture.graph_pass import GraphRequest
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import chunked_cross_entropy
@@ -29,13 +30,13 @@ class GraphInput:
 
     graph: Callable[[], GraphModule]
     options: Mapping[str, Any] = field(default_factory=dict)
-    device_kind: str = "cuda"
+    planned_for: str | None = None
     sharded_parameters: Callable[[Any], Any] = lambda gm: ()
 
     def request(self) -> GraphRequest:
         """The request of a run with these settings."""
         config = Config.make(options={"receipt": False, **self.options})
-        return GraphRequest(config, "graph0", self.device_kind, self.sharded_parameters)
+        return GraphRequest(config, "graph0", self.planned_for, self.sharded_parameters)
 
 
 # --- how graphs come about --------------------------------------------------------------------------------------------
@@ -118,6 +119,22 @@ def recurrent() -> GraphModule:
     return GraphModule({}, graph)
 
 
+@torch.compiler.nested_compile_region
+def region(x: torch.Tensor) -> torch.Tensor:
+    """Traced once, however often it is called."""
+    return x.sin() * 2
+
+
+def nested(x: torch.Tensor) -> torch.Tensor:
+    """A region that is called twice."""
+    return region(region(x))
+
+
+def checkpointed(x: torch.Tensor) -> torch.Tensor:
+    """A function that is run again in the backward."""
+    return checkpoint(lambda x: x.sin().cos(), x, use_reentrant=False)
+
+
 def changed_windows(x: torch.Tensor) -> torch.Tensor:
     """Windows of 4, which are changed in place."""
     y = x * 1
@@ -143,6 +160,7 @@ def head(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> to
 
 TARGET = torch.zeros(6, dtype=torch.int64)
 DYNAMO_INPUTS: Mapping[str, GraphInput] = {
+    "inline_nested_regions": GraphInput(lambda: captured(nested, zeros(4))),
     "group_experts": GraphInput(experts),
     "keep_recurrent_layers_whole": GraphInput(recurrent),
     "view_unfold_by_slices": GraphInput(lambda: captured(changed_windows, zeros(3, 12))),
@@ -152,7 +170,7 @@ DYNAMO_INPUTS: Mapping[str, GraphInput] = {
     ),
     "use_grouped_query_attention": GraphInput(
         lambda: captured(grouped_attention, *(zeros(2, heads, 8, 16, dtype=torch.bfloat16) for heads in (6, 2, 2))),
-        device_kind="cpu",
+        planned_for="cuda",
     ),
     "chunk_losses": GraphInput(
         lambda: captured(head, zeros(6, 8, learns=True), zeros(70, 8, learns=True), TARGET), {"chunked_loss": 2}
@@ -160,6 +178,7 @@ DYNAMO_INPUTS: Mapping[str, GraphInput] = {
     "compute_loss_gradient_in_forward": GraphInput(
         lambda: captured(F.cross_entropy, zeros(6, 1500, learns=True), TARGET)
     ),
+    "inline_checkpoints": GraphInput(lambda: captured(checkpointed, zeros(4, learns=True)), {"layers_once": True}),
 }
 """By name of the pass."""
 
@@ -273,8 +292,13 @@ JOINT_INPUTS: Mapping[str, GraphInput] = {
 
 
 def graph_text(gm: GraphModule) -> str:
-    """A line for each node: what it computes, what tracing says of its result, and marks for the partitioner."""
-    return "\n".join(_node_text(node) for node in gm.graph.nodes)
+    """A line for each node: what it computes, what tracing says of its result, and marks for the partitioner.
+
+    Behind them the graphs that it holds.
+    """
+    bodies = [(name, part) for name, part in gm.named_children() if isinstance(part, GraphModule)]
+    texts = [f"{name}:\n{textwrap.indent(graph_text(part), '  ')}" for name, part in bodies]
+    return "\n".join([*map(_node_text, gm.graph.nodes), *texts])
 
 
 def _node_text(node: Any) -> str:

@@ -67,6 +67,7 @@ def compare_texts(tmp_path: Path, old, new, *renamed: str, lines: int = 40):
         ("run.function('dcompile.check_bounds')", "run.function('dcompile.check_bounds')"),
         ("def dcompile_rows_1a2b3c4d(a0):", "def dcompile_rows(a0):"),
         ("dcompile_entry_31", "dcompile_entry"),
+        ("Llama_dcompile_entry_31", "dcompile_entry"),
         ("<f at 0x7f1234567890>", "<f at 0x*>"),
         ("float32(0x1.6a09e60000000p-1f)", "float32(0x1.6a09e60000000p-1f)"),
     ],

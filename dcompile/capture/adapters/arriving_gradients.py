@@ -1,9 +1,9 @@
-"""Reduce DDP's gradients as autograd adds them to `.grad`: where no one program computes all that a bucket holds.
+"""Reduce DDP's gradients as autograd adds them to `.grad`, where no program computes all gradients of a bucket.
 
-That is where a model is captured in several graphs, uses parameters outside of them, or runs eagerly. With
-`find_unused_parameters=True`, ranks may then run different graphs, and use other parameters. Each still reduces the
-same buckets in the same order: those of a program that has every gradient. So a rank with one graph pairs with a rank
-that has several. A bucket is exchanged once the last of its gradients is there, while other graphs still compute.
+That happens if a model is captured in several graphs, uses parameters outside of them, or runs eagerly. With
+`find_unused_parameters=True`, ranks may then run different graphs, and use different parameters. All still reduce the
+same buckets in the same order: those of a program that has every gradient. So a rank with one graph matches a rank
+with several. A bucket's all-reduce starts once its last gradient is there, while other graphs still compute.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dcompile.errors import DcompileError
 from dcompile.ir.nodes import Bucket
 
 SEVERAL = "the model was captured in several graphs"
-"""Why a call's gradients are reduced as they arrive."""
+"""Reason in the receipt for reducing a call's gradients as they arrive."""
 Layout = tuple[Bucket, ...]
 
 
 class ArrivingGradients:
-    """One backward's buckets: which gradients each still waits for."""
+    """The buckets of one backward, and the gradients that each still lacks."""
 
     def __init__(
         self,
@@ -33,9 +33,10 @@ class ArrivingGradients:
         unreduced: set[int],
         waits: bool,
     ) -> None:
-        """`layout`: the buckets in the order of reduction. `unreduced`: parameters with gradients, also earlier ones.
+        """Start a backward. `layout`: the buckets in the order of reduction.
 
-        `waits`: whether all is to be reduced at the end, as hooks may change gradients.
+        `unreduced`: parameters with gradients that are not reduced yet, earlier backwards' included. `waits`: whether
+        all buckets are reduced at the end of the backward, since hooks may change gradients.
         """
         self._buckets, self._unreduced = buckets, unreduced
         self._order = [bucket.name for bucket in layout]
@@ -48,7 +49,10 @@ class ArrivingGradients:
         buckets.begin(unreduced)
 
     def arrived(self, number: int, name: str) -> None:
-        """Autograd has added a gradient to the parameter `number`, which the model calls `name`."""
+        """Record that autograd has added a gradient to parameter `number`; start the buckets that are now complete.
+
+        `name` is the parameter's name in errors. Raises DcompileError if its bucket has started already.
+        """
         place = self._place.get(number)
         if place is None:
             return
@@ -60,7 +64,7 @@ class ArrivingGradients:
             )
         self._missing[place].discard(number)
         while len(self._memory) < len(self._order) and not self._missing[len(self._memory)]:
-            self._start(self._order[len(self._memory)])  # in the one order that all ranks have
+            self._start(self._order[len(self._memory)])  # in the same order on all ranks
 
     def _start(self, name: str) -> None:
         self._memory[name] = memory = self._buckets.acquire(name)
@@ -68,7 +72,7 @@ class ArrivingGradients:
         self._buckets.start(name, memory)
 
     def finish(self) -> None:
-        """The backward is through: reduce what is left, and wait for all of it."""
+        """At the end of the backward: start the remaining buckets, and wait for all."""
         for name in self._order[len(self._memory) :]:
             self._start(name)
         for name, memory in self._memory.items():
@@ -80,7 +84,7 @@ def _will_come(parameter: Any) -> bool:
 
 
 class GradientArrivals:
-    """Of one DDP model: which calls' gradients are reduced as they arrive, and those of the backward that runs."""
+    """Bookkeeping of one DDP model: whose gradients are reduced as they arrive, and the backward in progress."""
 
     def __init__(
         self,
@@ -88,41 +92,44 @@ class GradientArrivals:
         make: Callable[[], tuple[Layout, GradientBuckets]],
         finish: Callable[[list[GradientBuckets]], None],
     ) -> None:
-        """`make`: the buckets of a program without a gradient, on which all ranks agree. `finish`: hands them on."""
+        """`make` returns the buckets of a program without a gradient, on which all ranks agree.
+
+        `finish` passes reduced buckets on as `.grad`.
+        """
         self._adapter, self._make, self._finish = adapter, make, finish
         self._made: tuple[Layout, GradientBuckets] | None = None
         self._scattered: set[int] = set()
-        """Graphs of calls that no one program computes all gradients of: their programs put none into buckets."""
+        """Graphs of calls whose gradients no single program computes: their programs write none into buckets."""
         self._running: dict[int, ArrivingGradients] = {}
-        """Backward -> its gradients."""
+        """Autograd's number of a backward -> its gradients."""
 
     def forget(self) -> None:
-        """The parameters with places in buckets are others now."""
+        """Drop the buckets, since other parameters have places in them now."""
         self._made = None
 
     def scatter(self, graphs: Collection[int], alone: bool) -> bool:
-        """Note the graphs that a call has run; whether its gradients are to be reduced as they arrive.
+        """Record the graphs of a call; return whether its gradients are reduced as they arrive.
 
-        `alone`: nothing but these graphs has used parameters.
+        `alone`: no parameter was used outside these graphs.
         """
         if len(graphs) > 1 or not alone:
             self._scattered.update(graphs)
         return not self._scattered.isdisjoint(graphs)
 
     def has(self, graph: int) -> bool:
-        """Whether a graph's program is to leave its gradients to autograd alone."""
+        """Does a graph's program leave its gradients to autograd?"""
         return graph in self._scattered
 
     def layout(self, graphs: Iterable[int]) -> Layout:
-        """The buckets that gradients of a call, which has run these graphs, are copied into."""
+        """Return the buckets into which gradients of a call of these graphs are copied as they arrive, if they are."""
         return () if self._made is None or self._scattered.isdisjoint(graphs) else self._made[0]
 
     def is_running(self) -> bool:
-        """Whether the gradients of the backward that runs now are reduced as they arrive."""
+        """Are the gradients of the backward that runs now reduced as they arrive?"""
         return compat.tensors.backward_task() in self._running
 
     def begin(self) -> None:
-        """Inside a backward, before the first gradient of such a call: reduce each bucket once it is complete."""
+        """Inside a backward, before its first gradient: reduce each bucket from now on once it is complete."""
         adapter, task = self._adapter, compat.tensors.backward_task()
         if task in self._running:
             return

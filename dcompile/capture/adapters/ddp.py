@@ -1,8 +1,7 @@
-"""A module inside DistributedDataParallel: its gradients are reduced in the compiled backward, not by DDP's reducer.
+"""Adapter of DistributedDataParallel: the compiled backward reduces gradients in place of DDP's reducer.
 
 DDP's forward stays as it is (buffer broadcast, device moves, no_sync, hooks). Only the reducer's hooks on parameters
-are taken off, and that only at the first compiled backward, when everything that speaks against it is known: so the
-first step is right whichever way the decision goes.
+are removed, at the first compiled backward. By then all objections are known, so the first step is correct either way.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dcompile.capture.adapters.plain import PlainAdapter, known_number, new_subj
 from dcompile.collectives.contract import BucketRule, ParamInfo
 
 PARAMETERS_ANEW = (
-    "DDP with device_mesh makes the parameters of tensor parallelism anew in each forward, which cannot be traced; "
+    "DDP with device_mesh makes new parameters for tensor parallelism in each forward, which cannot be traced; "
     "fully_shard(model, mesh=mesh['dp']) on the same mesh is taken over"
 )
 
@@ -36,7 +35,7 @@ class DdpAdapter(PlainAdapter):
     synchronizes = True
 
     def __init__(self, ddp: Any, stock: bool, module: torch.nn.Module | None = None) -> None:
-        """`module`: what the DDP keeps in step, if that is not what it wraps (`replicate`)."""
+        """Start undecided. `module`: the module whose gradients DDP reduces, if it wraps another one (`replicate`)."""
         self._ddp = weakref.ref(ddp)
         kept: Any = ddp.module if module is None else module
         self._module: Callable[[], Any] = weakref.ref(kept)
@@ -49,15 +48,15 @@ class DdpAdapter(PlainAdapter):
         self._held_static_graph = False
         self._compared: set[tuple[str, ...]] = set()
         self._watched: dict[int, Any] = {}
-        """Parameter -> its hook that notes gradients."""
+        """Parameter number -> handle of the hook that records its gradients."""
         self.arrived: Callable[[int, str], None] | None = None
-        """Who is told of each gradient that is added, by the parameter's number and name, in a backward."""
+        """Callback of a backward for each gradient that autograd adds, with the parameter's number and name."""
         self.unreduced: set[int] = set()
         """Parameters whose .grad holds gradients of this rank only, from backwards under no_sync."""
         self.prepared = False
-        """Whether the reducer was prepared by hand, behind a forward under no_sync: the next backward reduces."""
+        """Whether the user prepared the reducer after a forward under no_sync; then the next backward reduces."""
         self._expects = False
-        """Whether stock DDP would reduce the next backward: one for each time that its reducer was prepared."""
+        """Whether stock DDP would reduce in the next backward: its reducer does so once for each preparation."""
         missing = compat.ddp.missing_names(ddp)
         self._missing = f"this torch lacks {', '.join(missing)}" if missing else ""
         parameters = [] if missing else compat.ddp.parameters(ddp, kept)
@@ -71,25 +70,26 @@ class DdpAdapter(PlainAdapter):
         self._group: Any = None
         self._allows_unused = self._joins = self._static = False
         self._rule: tuple[tuple[int, ...], str] = (), ""
-        """Sizes of buckets, and what gradients are cast to for the exchange."""
+        """Bucket sizes in bytes, and the dtype that gradients are cast to for all-reduces."""
         self._objections: list[str] = []
         self._look(ddp)
         self.eager = not missing and compat.ddp.makes_parameters_anew(kept)
         if self.eager:
             self.state, self.reasons = "stock", (PARAMETERS_ANEW,)
         self.every = self.uneven
-        """Whether each graph reduces all trainable parameters."""
+        """Whether each graph's program reduces all trainable parameters, also those that it does not use."""
         self._trainable = self._trainable_now(self.refs)
-        """Parameters that have places in the buckets of each graph then: frozen ones have none, as under DDP."""
+        """Parameters with a place in each program's buckets if `every`; as under DDP, frozen ones have none."""
 
     @property
     def eligible(self) -> bool:  # type: ignore[override]
         return self.state == "taken"
 
     def _look(self, ddp: Any) -> None:
-        """Note what was asked for: the wrapper may be gone before a backward runs, on some ranks sooner than on others.
+        """Record the wrapper's settings.
 
-        Whether gradients are reduced must not depend on that.
+        The wrapper may be collected before a backward runs, at different times on different ranks. Whether gradients
+        are reduced must not depend on that.
         """
         self._group = ddp.process_group
         if self._missing:
@@ -102,7 +102,7 @@ class DdpAdapter(PlainAdapter):
 
     @property
     def ddp(self) -> Any:
-        """The wrapper; while its forward runs, it is there."""
+        """The wrapper, or None once it is collected; never None while its forward runs."""
         return self._ddp()
 
     @property
@@ -110,7 +110,7 @@ class DdpAdapter(PlainAdapter):
         return self._group
 
     def process_groups(self) -> list[Any]:
-        """All process groups that gradients are reduced over."""
+        """Return the process group of the gradient reductions."""
         return [self.group]
 
     def number_of(self, parameter: Any) -> int | None:
@@ -120,14 +120,14 @@ class DdpAdapter(PlainAdapter):
         return self._infos
 
     def exchanged(self, used: Collection[int]) -> tuple[ParamInfo, ...]:
-        """Parameters with a place in the buckets of a program that has gradients of those `used`."""
+        """Return the parameters with a place in the buckets of a program that computes gradients of `used`."""
         wanted = self._trainable.union(used) if self.every else used
         return tuple(info for info in self._infos if info.number in wanted)
 
     def has_new_parameters(self) -> bool:
-        """Whether parameters have become trainable that earlier programs have no places for: they know them now.
+        """Have parameters become trainable that have no place in earlier programs' buckets? Each is reported once.
 
-        Others that are frozen keep their places, as DDP's reducer keeps them in its buckets.
+        Parameters that are frozen later keep their places, as in the buckets of DDP's reducer.
         """
         if self.state == "stock" or not self.every or len(self._trainable) == len(self.refs):
             return False
@@ -136,7 +136,7 @@ class DdpAdapter(PlainAdapter):
         return bool(grown)
 
     def has_moved(self) -> bool:
-        """Whether the wrapper has been given another process group (_update_process_group)."""
+        """Does the wrapper have another process group than before (_update_process_group)?"""
         ddp = self.ddp
         return ddp is not None and ddp.process_group is not self._group
 
@@ -155,7 +155,7 @@ class DdpAdapter(PlainAdapter):
 
     @property
     def uneven(self) -> bool:
-        """Whether ranks may use different parameters in a step: then every parameter is reduced in each."""
+        """Whether ranks may use different parameters in a step; then each step reduces every parameter."""
         return self._allows_unused
 
     @property
@@ -170,20 +170,20 @@ class DdpAdapter(PlainAdapter):
 
     @property
     def may_be_alone(self) -> bool:
-        """Whether other ranks may not run this step, so that nobody can wait for them (Join): all know of it."""
+        """Whether other ranks may skip this step (Join), so that no rank may wait for them; the same on all ranks."""
         return self._joins
 
     def hooked(self) -> list[str]:
-        """Parameters with hooks on their gradients, which are to get those of this rank, as under DDP."""
+        """Describe parameters with gradient hooks; as under DDP, these get this rank's gradients, not the average."""
         found = self._hooks.numbers(self._watched)
         return [f"parameter {self._infos[number].fqn} has a hook" for number in found]
 
     def wants_sync(self) -> bool:
-        """Whether the backward of a forward that runs now is to reduce gradients (no_sync says no)."""
+        """Is the backward of the forward that runs now to reduce gradients? Under no_sync it is not."""
         return bool(self.ddp.require_backward_grad_sync)
 
     def before_forward(self) -> None:
-        """Inside DDP.forward, before the module runs."""
+        """Inside DDP.forward, before the module runs: record settings, and hold back DDP's own reduction."""
         ddp = self.ddp
         self._look(ddp)
         self._expects |= torch.is_grad_enabled() and self.wants_sync()
@@ -192,10 +192,11 @@ class DdpAdapter(PlainAdapter):
             compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
 
     def decide(self, objections: list[str], several: bool = False) -> None:
-        """Inside the first compiled backward: take reduction over, or leave it to DDP and say why.
+        """Inside the first compiled backward: take over reduction, or leave it to DDP and record the reasons.
 
-        `several`: the forward was captured in several graphs, each of which reduces its own. If each had all parameters
-        in its buckets, these would be reduced so many times; ranks then have to use the same parameters after all.
+        `several`: the forward was captured in several graphs, and each reduces only its own parameters. With all
+        parameters in the buckets of each graph, every graph would reduce all of them. So all ranks must use the same
+        parameters in this case.
         """
         if self.state != "undecided":
             return
@@ -217,30 +218,30 @@ class DdpAdapter(PlainAdapter):
         self.state, self.every = "taken", self.every and not several
 
     def standing_objections(self) -> list[str]:
-        """What speaks against taking over whatever the model does."""
+        """Return the objections to taking over that do not depend on what the model computes."""
         reasons = [self._missing] if self._missing else self._objections
         return [*reasons, "option distributed='stock'"] if self._stock else reasons
 
     def let_go_of_static_graph(self) -> None:
-        """Inside DDP.forward, where nothing compiled ran: DDP is to queue its reduction itself after all."""
+        """Inside DDP.forward, after a call without compiled graphs: let DDP queue its own reduction after all."""
         if self._held_static_graph and self.state == "undecided":
             self._held_static_graph = False
             compat.ddp.let_go_static_graph(self.ddp)
 
     def restore(self, reason: str, inside_forward: bool) -> None:
-        """Give reduction back to DDP: from this step on, if its forward is running."""
+        """Fall back to DDP's reducer: from this step on if DDP's forward is running, else from the next."""
         compat.ddp.rebuild_reducer(self.ddp, inside_forward)
         self.state, self.reasons = "stock", (reason,)
-        self.notes = (*self.notes, f"gradient reduction was given back to DDP: {reason}")
+        self.notes = (*self.notes, f"DDP reduces the gradients again: {reason}")
 
     def leave(self, reason: str) -> None:
-        """Inside DDP.forward, before the module runs: give everything back, for another adapter to start anew."""
+        """Inside DDP.forward, before the module runs: give back all, so that another adapter can take over."""
         if self.state == "taken":
             self.restore(reason, inside_forward=True)
         compat.ddp.leave_reducer(self.ddp)
 
     def _wanted(self, reason: str) -> None:
-        """Something is about to happen, on every rank, that only DDP's reducer can do."""
+        """Fall back to DDP before something that needs its reducer, on every rank."""
         if self.state == "taken":
             self.restore(f"{reason} after the first step", inside_forward=False)
         elif self.ddp is not None:
@@ -250,9 +251,9 @@ class DdpAdapter(PlainAdapter):
         self.prepared = self._expects = True
 
     def has_synced(self) -> None:
-        """A backward has reduced gradients."""
+        """Record that a backward has reduced gradients, with a note if stock DDP would not have."""
         note = (
-            "several backwards behind forwards that synchronise: each one's gradients are averaged, where stock DDP "
+            "several backwards of forwards that synchronise: each one's gradients are averaged, where stock DDP "
             "averages the first one's alone, and ranks drift apart"
         )
         if not self._expects and note not in self.notes:
@@ -260,12 +261,12 @@ class DdpAdapter(PlainAdapter):
         self._expects = self.prepared = False
 
     def name_of(self, tensor: Any) -> str | None:
-        """Name of a parameter that is kept in step."""
+        """Return the name of a parameter that DDP synchronizes; None for any other tensor."""
         number = self.number_of(tensor)
         return None if number is None else self._infos[number].fqn
 
     def rebind(self, number: int, parameter: Any) -> None:
-        """The module has another parameter object in this place now."""
+        """Use another parameter object for a number, as the module does now."""
         if isinstance(parameter, torch.nn.Parameter):
             self.refs[number] = weakref.ref(parameter)
             self._numbers[id(parameter)] = number
@@ -278,18 +279,18 @@ class DdpAdapter(PlainAdapter):
         return new_subject(self._compared, plan, "collectives of a model,")
 
     def watch(self) -> None:
-        """From now on, note each gradient that is added: calls run beside the compiled graphs, or several of them."""
+        """Record each gradient that autograd adds from now on, for calls with eager parts or several graphs."""
         for number, ref in self.refs.items():
             parameter = ref()
             if number not in self._watched and parameter is not None and parameter.requires_grad:
                 self._watch(number, parameter)
 
     def note_arriving(self, reasons: Iterable[str]) -> None:
-        """Gradients are reduced as autograd adds them, for these reasons: a copy each, which one program saves."""
+        """Note why gradients are reduced as autograd adds them. That costs a copy of each, unlike one program."""
         self._note_calls("some calls copy their gradients into buckets as they arrive", reasons)
 
     def note_behind(self, reasons: Iterable[str]) -> None:
-        """Gradients are reduced where nothing is left to hide that, for these reasons."""
+        """Note why gradients are reduced after the backward, where no computation overlaps with it."""
         self._note_calls("some calls reduce their gradients at the end of the backward", reasons)
 
     def _note_calls(self, what: str, reasons: Iterable[str]) -> None:
@@ -312,18 +313,18 @@ class DdpAdapter(PlainAdapter):
     # --- inside a backward ---
 
     def accumulates(self, numbers: Iterable[int]) -> bool:
-        """Whether this backward adds to .grad at all; torch.autograd.grad does not, and then DDP reduces nothing."""
+        """Does this backward add to .grad of any of these? torch.autograd.grad does not; DDP then reduces nothing."""
         return any(p is not None and compat.tensors.will_accumulate(p) for p in (self.refs[n]() for n in numbers))
 
     def accumulating(self, numbers: Iterable[int]) -> frozenset[int]:
-        """Those to whose .grad this backward adds. 1 us each."""
+        """Return those of these parameters to whose .grad this backward adds. It takes 1 us each."""
         params = ((number, self.refs[number]()) for number in numbers)
         return frozenset(n for n, p in params if p is not None and compat.tensors.will_accumulate(p))
 
     def differs(self, number: int, address: int) -> bool:
-        """Whether a parameter's .grad is something else than the reduced gradient at `address`.
+        """Is a parameter's .grad another tensor than the reduced gradient at `address`?
 
-        Autograd copies a gradient if the parameter is not laid out row by row; that is no sign of anything.
+        False for parameters that are not contiguous: autograd copies their gradients anyway.
         """
         param = self.refs[number]()
         if param is None or param.grad is None:
@@ -336,10 +337,10 @@ class DdpAdapter(PlainAdapter):
         covered: Collection[int],
         average: Callable[[Any, list[Any], str], None],
     ) -> None:
-        """At the end of a synced backward: reduce what reached .grad beside the compiled graphs.
+        """At the end of a synced backward: average what reached .grad from outside the compiled graphs.
 
         `elsewhere`: the reduced gradient of each parameter whose .grad differs from it. `covered`: all parameters that
-        were reduced. Such rests are rare, and the same on every rank of a program that is right under DDP.
+        were reduced. Such remainders are rare. A program that is correct under DDP has the same ones on every rank.
         """
         if not elsewhere and not self.unreduced:
             return
@@ -347,7 +348,7 @@ class DdpAdapter(PlainAdapter):
         for number, view in sorted(elsewhere.items()):
             param: Any = self.refs[number]()
             outside.append((number, param, view, param.grad.detach() - view))
-        # gradients of earlier no_sync steps, of parameters that this step's graphs do not use
+        # gradients from earlier no_sync steps of parameters that this step's graphs do not use
         left = {
             number: param.grad
             for number in sorted(self.unreduced.difference(covered))

@@ -1,4 +1,4 @@
-"""DDP's gradients: reduced in the backward programs, behind the backward, or by DDP's own reducer."""
+"""Gradient synchronization of DDP: in backward programs, as gradients arrive, after the backward, or by DDP itself."""
 
 from __future__ import annotations
 
@@ -21,26 +21,29 @@ from dcompile.capture.services import GradientBuckets
 from dcompile.ir.nodes import Bucket
 
 GRADIENTS = "gradients of a model"
-"""What ranks disagree on if some leave reducing to DDP."""
+"""Subject of the comparison between ranks of who reduces gradients: dcompile or DDP."""
 ARRIVING = 2
-"""What a call leaves for its backwards (`Invocation.token`) whose gradients are reduced as they arrive."""
+"""Token (`Invocation.token`) of calls whose gradients are reduced as autograd adds them to `.grad`."""
 EAGER = "a forward ran without any compiled graph"
 
 
 @dataclass(eq=False)
 class SynchronizedBackward:
-    """One backward that reduces gradients."""
+    """State of one backward that reduces gradients."""
 
     behind: bool
-    """Whether it does so when it is through, not in its programs."""
+    """Whether gradients are reduced after the backward, not in its programs."""
     buckets: list[GradientBuckets] = field(default_factory=list)
-    """Of each program, in the order in which they ran."""
+    """Buckets of each program, in the order in which the programs ran."""
     numbers: list[frozenset[int]] = field(default_factory=list)
-    """If `behind`: the parameters that each of them has a gradient of."""
+    """If `behind`: the parameters with gradients in each entry of `buckets`."""
 
 
 class DdpSync(GradientSync):
-    """Ranks decide in the first backward that reduces; each forward tells its backward whether to reduce."""
+    """Strategy of DDP. Ranks decide in the first backward that reduces who reduces gradients.
+
+    Each forward saves a token that tells its backward whether to reduce.
+    """
 
     def __init__(self, adapter: DdpAdapter) -> None:
         super().__init__(adapter)
@@ -49,36 +52,37 @@ class DdpSync(GradientSync):
         self._synced: dict[int, SynchronizedBackward] = {}
         self._arrivals = GradientArrivals(adapter, self._buckets_of_all, self._finish_sync)
         self._beside: dict[tuple[int, ...], tuple[str, ...]] = {}
-        """Graphs of a call -> the parameters that it uses outside of them, where such gradients arrive by autograd."""
+        """Graphs of a call -> its uses of parameters outside of them; only where gradients are reduced as they arrive.
+        """
         self._compared = False
-        """Whether ranks have compared what they captured, and who reduces gradients."""
+        """Whether ranks have compared their captured graphs, and who reduces gradients."""
 
     # --- forward ---
 
     def begin_call(self, call: Invocation) -> None:
-        """Note what no_sync says; where ranks may differ, the call has a token of its own."""
+        """Record whether the call is under no_sync; where ranks may differ, the call gets its own token."""
         if not call.inside_ddp:
             return
         adapter = self._adapter
         adapter.before_forward()
         call.sync = adapter.wants_sync()
-        if adapter.uneven:  # it may turn out that another way is taken
+        if adapter.uneven:  # the token may change to ARRIVING at the end of the call
             call.token = make_token(call.sync)
         elif call.sync:
             call.token = self._tokens[1]
 
     def token(self, call: Invocation | None) -> torch.Tensor | None:
-        """The call's own, or that its backward is not to reduce."""
+        """Return the call's token; without one, the token of a backward that does not reduce."""
         return self._tokens[0] if call is None or call.token is None else call.token
 
     def compares_captures(self) -> bool:
-        """A rank may call the model as often as it likes, alone, before the first backward that reduces."""
+        """Compare until the first backward that reduces; a rank may call the model alone any number of times before."""
         return not (self._compared or self._adapter.uneven)
 
     # --- after a call ---
 
     def objections_to(self, key: tuple[int, ...], result: Any) -> tuple[str, ...]:
-        """Parameters that are used outside the graphs, where gradients cannot be reduced as they arrive."""
+        """Return uses of parameters outside the graphs; none if such gradients can be reduced as they arrive."""
         found = tuple(outside_use(result, self._adapter.name_of))
         if not self._adapter.varies or not _with_gradients(result):
             return found
@@ -86,7 +90,7 @@ class DdpSync(GradientSync):
         return ()
 
     def after_call(self, variant: Variant, call: Invocation, result: Any) -> None:
-        """Have gradients reduced as they arrive, or by DDP, if the call has used parameters outside one graph."""
+        """Reduce gradients as they arrive, or leave them to DDP, if the call uses parameters outside one graph."""
         adapter = self._adapter
         if not call.inside_ddp or not torch.is_grad_enabled() or adapter.state == "stock":
             return
@@ -97,7 +101,7 @@ class DdpSync(GradientSync):
             adapter.restore("; ".join(reasons), call.inside_ddp)
 
     def _choose_way(self, variant: Variant, call: Invocation, result: Any, hooked: tuple[str, ...]) -> None:
-        """Ranks may use other parameters: whether a program of this call reduces gradients, or autograd adds them."""
+        """Decide, where ranks may use different parameters, if this call's gradients are reduced as they arrive."""
         beside = self._beside.get(variant.graphs, ())
         scattered = self._arrivals.scatter(call.graphs, alone=not beside)
         if not variant.training or not (scattered or hooked):
@@ -108,7 +112,7 @@ class DdpSync(GradientSync):
         self._let_arrive(call, result)
 
     def no_graph_ran(self, call: Invocation, result: Any) -> None:
-        """Fall back to DDP, or let it queue what it has held back."""
+        """Reduce gradients as they arrive, fall back to DDP, or let it queue the reduction that was held back."""
         adapter = self._adapter
         if not call.inside_ddp or not torch.is_grad_enabled():
             return
@@ -121,15 +125,15 @@ class DdpSync(GradientSync):
             adapter.restore(EAGER, call.inside_ddp)
 
     def _let_arrive(self, call: Invocation, result: Any) -> None:
-        """Another rank may go on with one graph: the backward of this call reduces what that would."""
+        """Mark a call so that its backward reduces the same buckets as a rank that runs one graph."""
         if call.token is not None:
-            # .data: the graphs have saved it, and nothing is to notice
+            # .data: graphs have saved the token, and its version must not change
             call.token.data.fill_(ARRIVING if call.sync else -ARRIVING)
         for tensor in _with_gradients(result):
             compat.tensors.on_gradient(tensor, functools.partial(self._has_reached_result, call.sync))
 
     def _has_reached_result(self, sync: bool) -> None:
-        """Inside a backward, before it comes to parameters."""
+        """Start reducing gradients as they arrive, inside a backward that has not reached parameters yet."""
         adapter = self._adapter
         if not (sync or adapter.prepared) or not adapter.accumulates(adapter.refs):
             return
@@ -139,7 +143,7 @@ class DdpSync(GradientSync):
             self._arrivals.begin()
 
     def _buckets_of_all(self) -> tuple[tuple[Bucket, ...], GradientBuckets]:
-        """Those of a program that has no gradient itself. All ranks agree on them, or raise."""
+        """Return the buckets of a program that has no gradient itself. All ranks agree on them, or raise."""
         infos, rule = self._adapter.exchanged(()), self._adapter.bucket_rule()
         assert rule is not None, "what was taken over has buckets"
         layout = self.model.services.all_idle(infos, rule)
@@ -149,10 +153,13 @@ class DdpSync(GradientSync):
     # --- backward ---
 
     def before_backward(self, graph: CapturedGraph, sync: bool) -> bool:
-        """`sync`: whether every rank runs this backward, if it adds to gradients. Others may be one rank's alone."""
+        """Decide who reduces gradients, and compare captures, in the first backward that every rank runs.
+
+        `sync`: whether every rank runs this backward if it accumulates gradients. One rank may run others alone.
+        """
         adapter = self._adapter
         reduces = sync and (adapter.state == "undecided" or not self._compared) and graph.accumulates()
-        # where ranks decide together, one may run backwards that reduce nothing alone
+        # where ranks decide together, a rank may run alone backwards that reduce nothing
         if adapter.state == "undecided" and (reduces or not (adapter.uneven and self._asks_others())):
             self._decide()
         if reduces and not self._compared:
@@ -164,7 +171,7 @@ class DdpSync(GradientSync):
         if not self._asks_others() or not adapter.uneven:
             adapter.decide(objections)
             return
-        self._compared = True  # ranks may have run other graphs: if one leaves it to DDP, all do
+        self._compared = True  # ranks may have run different graphs: if one falls back to DDP, all do
         compare_surroundings(self.model)
         objections += [] if adapter.varies else adapter.hooked()
         mine = "; ".join(dict.fromkeys([*adapter.standing_objections(), *objections]))
@@ -176,9 +183,9 @@ class DdpSync(GradientSync):
         return self.model.settings.config.distributed != "stock" and not self._adapter.may_be_alone
 
     def _compare_before_reducing(self, graph: CapturedGraph) -> None:
-        """The first backward that every rank runs: see that all have captured the same, and do the same with gradients.
+        """Check, in the first backward that every rank runs, that all captured the same and agree on who reduces.
 
-        Ranks that leave it to DDP would wait in other collectives than those that do not.
+        Ranks that leave reduction to DDP would otherwise wait in different collectives than the others.
         """
         self._compared = True
         adapter = self._adapter
@@ -190,7 +197,7 @@ class DdpSync(GradientSync):
             other.captured = []
 
     def run_backward(self, call: BackwardCall) -> list[Any]:
-        """Reduce in the program, as gradients arrive, behind the backward, or not at all."""
+        """Reduce in the program, as gradients arrive, after the backward, or not at all."""
         adapter, arrivals, graph, buckets = self._adapter, self._arrivals, call.graph, call.buckets
         accumulates = bool(graph.grads) and adapter.state != "stock" and graph.accumulates()
         sync, reduces = call.sync if adapter.eligible else 0, False
@@ -206,20 +213,19 @@ class DdpSync(GradientSync):
         return call.run(call.args) if buckets is None else call.run(call.args, buckets=buckets, sync=reduces)
 
     def reduces_in_program(self, graph: CapturedGraph) -> bool:
-        """Not where a call has run it beside other graphs, and another rank may run others."""
+        """Reduce in the program, unless gradients of its calls are reduced as they arrive."""
         return not self._arrivals.has(graph.number)
 
     def arriving(self, graphs: Iterable[int]) -> tuple[Bucket, ...]:
-        """The buckets of all parameters, where the call has several graphs."""
+        """Return the buckets of all parameters if the call's gradients are reduced as they arrive."""
         return self._arrivals.layout(graphs) if self._adapter.eligible else ()
 
     def _begin_sync(self, buckets: GradientBuckets, grads: Iterable[tuple[int, int]], absent: Collection[int]) -> bool:
-        """A graph's backward is going to reduce gradients: look at the whole backward's result when it is through.
+        """Prepare a graph's backward that reduces gradients, and the check at the end of the whole backward.
 
-        Returns whether its program is to do it. If a parameter has a hook, that is to get the gradient of this rank:
-        then all buckets, of this graph with the gradients `grads`, are reduced behind the backward, in the order in
-        which other ranks, which may have no hooks, reduce them in their programs. `absent`: parameters that it has no
-        gradient of in this call.
+        Returns whether the program reduces. It does not if a parameter has a hook, which must get this rank's gradient.
+        Then all buckets of the graph's gradients `grads` are reduced after the backward. Their order is that of other
+        ranks' programs, since these ranks may have no hooks. `absent`: parameters without a gradient in this call.
         """
         adapter, task = self._adapter, compat.tensors.backward_task()
         first = task not in self._synced
@@ -256,7 +262,7 @@ class DdpSync(GradientSync):
         addresses: dict[int, int] = {}
         for buckets in reduced:
             found = buckets.reduced()
-            # a parameter of several graphs: autograd has added their reduced gradients up, nothing is missing
+            # of a parameter of several graphs, autograd has summed the reduced gradients: nothing is missing
             sources |= {number: None if number in sources else buckets for number in found}
             addresses |= found
         elsewhere = {
@@ -269,11 +275,14 @@ class DdpSync(GradientSync):
             buckets.forget()
 
     def accumulates(self, numbers: Iterable[int]) -> bool:
-        """Whether this backward adds to .grad at all; torch.autograd.grad does not, and then DDP reduces nothing."""
+        """Does this backward add to .grad of any of these? torch.autograd.grad does not; DDP then reduces nothing."""
         return self._adapter.accumulates(numbers)
 
     def awaited(self, grads: Iterable[tuple[int, int]], unsure: Collection[int]) -> frozenset[int]:
-        """DDP's own reducer, unless told otherwise, waits for all; ranks can say of some that they have none."""
+        """Return gradients that must exist: all for DDP's reducer, unless it accepts unused parameters.
+
+        If dcompile reduces, gradients of `unsure` parameters may be absent: buckets contain which ranks have them.
+        """
         adapter = self._adapter
         if adapter.every or (adapter.uneven and not adapter.eligible):
             return frozenset()
@@ -282,16 +291,16 @@ class DdpSync(GradientSync):
     # --- parameters ---
 
     def make_buckets(self, buckets: tuple[Bucket, ...]) -> GradientBuckets:
-        """Bucket memory that all graphs of the model share."""
+        """Make the buckets of a program, in memory that all graphs of the model share."""
         adapter = self._adapter
         return self.model.services.make_buckets(buckets, adapter.refs, adapter.group, self.model.pool)
 
     def forget_buckets(self) -> None:
-        """What calls beside the compiled graphs reduce through is laid out anew."""
+        """Drop the bucket layout of gradients that are reduced as they arrive."""
         self._arrivals.forget()
 
     def watch_parameters(self, compiled: Callable[..., Any], params: Mapping[int, int]) -> Callable[..., Any]:
-        """Gradients go to the parameter that the module has now."""
+        """Return `compiled` so that gradients go to the parameter objects that the module has now."""
         adapter = self._adapter
         if not params:
             return compiled
@@ -307,11 +316,14 @@ class DdpSync(GradientSync):
 
 
 def _with_gradients(result: Any) -> list[torch.Tensor]:
-    """Tensors of a result that a backward may begin at."""
+    """Return the tensors of a result from which a backward may start."""
     return [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
 
 
 def make_token(reduces: bool) -> torch.Tensor:
-    """Whether a backward is to reduce, for forwards to save: the call that it is made in may run in inference mode."""
+    """Make a CPU tensor that tells a backward whether to reduce; forwards save it.
+
+    It is no inference tensor, although the call may run in inference mode.
+    """
     with torch.inference_mode(False):
         return torch.tensor(int(reduces), device="cpu")

@@ -1,8 +1,8 @@
-"""What runs eagerly between the graphs of a model with sharded parameters.
+"""Eager regions between the graphs of a model with sharded parameters.
 
-While a call runs, modules show virtual parameters, which have no memory. Compiled graphs gather what they take; eager
-code in between may do as it likes, as long as it leaves parameters alone. So each of its operations is looked at: if
-one is given a parameter, the call starts over with FSDP's own hooks, from buffers and random numbers as they were.
+While a call runs, modules show virtual parameters, which have no memory. Compiled graphs gather their parameters; eager
+code between them must not use any. So each eager operation is checked. If one gets a parameter, the call restarts with
+FSDP's own hooks, after buffers and random states are restored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TORCH, _OWN = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/
 
 
 class ForwardSnapshot:
-    """What a forward changes beside its result, as it was before a call: buffers, and torch's random numbers."""
+    """Copies of a forward's side effects before a call: buffers, and the states of torch's random generators."""
 
     def __init__(self, root: torch.nn.Module | None, device: torch.device) -> None:
         self._buffers: list[tuple[dict[str, Any], str, Any]] = []
@@ -40,12 +40,12 @@ class ForwardSnapshot:
         self._put_back = compat.dispatch_watch.random_states(device)
 
     def restore(self) -> None:
-        """Have it all as it was."""
+        """Restore buffers and random states."""
         for table, name, buffer in self._buffers:
             if table.get(name) is not buffer:
                 table[name] = buffer
         for buffer, version, copy in self._copies.values():
-            # a batch norm's kernel writes its statistics without counting it
+            # a batch norm's kernel writes its statistics without changing the version
             if _version(buffer) != version or version < 0 or not torch.equal(buffer, copy):
                 with torch.inference_mode(buffer.is_inference()), torch.no_grad():
                     buffer.copy_(copy)
@@ -53,7 +53,7 @@ class ForwardSnapshot:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """How often it was changed in place; -1 where that is not counted."""
+    """Return a tensor's version, which counts in-place changes; -1 for inference tensors, which have none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -63,21 +63,21 @@ class _Call:
     gradients: bool = field(default_factory=torch.is_grad_enabled)
     hooks: Any = field(default_factory=compat.dispatch_watch.saved_tensor_hooks)
     gathers: Any = None
-    """What FSDP itself was gathering when the call began."""
+    """FSDP's own all-gathers when the call began."""
     kept: ForwardSnapshot | None = None
     watch: compat.dispatch_watch.Watch | None = None
-    """On while something of the call runs eagerly."""
+    """Checks operations of eager regions, once the call has one."""
     shown: list[torch.nn.Module] = field(default_factory=list)
-    """Modules of torch's that have a forward of ours meanwhile."""
+    """torch's modules that have a forward of dcompile's during the call."""
 
 
 class EagerRegionMonitor:
-    """Of one compiled model with sharded parameters: whether its calls run several graphs, and a look between them."""
+    """Checks the eager regions of one compiled model with sharded parameters."""
 
     def __init__(self, adapter: ShardedAdapter) -> None:
         self._adapter = adapter
         self._several = False
-        """Whether some call was not compiled as a whole."""
+        """Whether some call was captured with eager regions."""
         self._refusal = ""
         self._call: _Call | None = None
         self._forwards: weakref.WeakKeyDictionary[torch.nn.Module, types.FunctionType] = weakref.WeakKeyDictionary()
@@ -87,7 +87,10 @@ class EagerRegionMonitor:
 
     @contextlib.contextmanager
     def watching(self, root: torch.nn.Module | None) -> Iterator[None]:
-        """Around a call. Raises GivenBack if eager code has used a parameter; all that can be put back is, then."""
+        """Check the eager regions of a call.
+
+        Raises FallBackToStock if eager code has used a parameter, after it has restored buffers and random states.
+        """
         outer, call = self._call, _Call(root, gathers=self._adapter.gathers_under_way())
         self._call = call
         try:
@@ -96,7 +99,7 @@ class EagerRegionMonitor:
                     self.start()
                 try:
                     yield
-                    if self._refusal:  # the model has caught what it was told
+                    if self._refusal:  # the model has caught the error
                         raise FallBackToStock(self._refusal)
                     if call.watch is not None:
                         self._look(call, takes_parameters=False, at_the_end=True)
@@ -116,15 +119,15 @@ class EagerRegionMonitor:
             self._call = outer
 
     def _why(self, error: Exception) -> str:
-        """Why FSDP is to take over after this error; empty if it is the model's own."""
+        """Return why the call falls back to FSDP after this error; empty if the error is the model's own."""
         if isinstance(error, FallBackToStock):
             return str(error)
         if self._several and compat.dispatch_watch.NO_MEMORY in str(error):
             return "the memory of a parameter is asked for outside the compiled graphs"
-        return self._refusal  # of which the model may have made another error
+        return self._refusal  # the model may have raised another error from it
 
     def start(self) -> None:
-        """From here on, something of this call runs eagerly. Raises GivenBack if the adapter cannot do with that."""
+        """Start to check this call's eager regions. Raises FallBackToStock if the adapter does not allow any."""
         if objection := self._adapter.objection_to_parts():
             raise FallBackToStock(objection)
         if not self._several:
@@ -140,7 +143,7 @@ class EagerRegionMonitor:
             self._show_forwards(call)
 
     def _show_forwards(self, call: _Call) -> None:
-        """Have Dynamo compile layers of torch's that eager code calls: their own forwards it passes over."""
+        """Let Dynamo compile torch's own layers that eager code calls: it skips their forwards otherwise."""
         for module in self._adapter.owners():
             forward = type(module).forward
             path = getattr(getattr(forward, "__code__", None), "co_filename", "")
@@ -151,11 +154,11 @@ class EagerRegionMonitor:
                 call.shown.append(module)
 
     def resting(self) -> contextlib.AbstractContextManager[None]:
-        """While something is compiled, or what was compiled runs."""
+        """Return a context that pauses the checks, while Dynamo compiles or a compiled graph runs."""
         return self._at_rest(self._call)
 
     def undisturbed(self, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """A compiled backward: one that a forward asks for runs between its graphs."""
+        """Return a compiled backward without checks inside it: a forward may run one between its graphs."""
 
         def backward(args: list[Any]) -> Any:
             if self._call is None:
@@ -170,7 +173,7 @@ class EagerRegionMonitor:
         return contextlib.nullcontext() if call is None or call.watch is None else call.watch.resting()
 
     def around(self, compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
-        """A compiled graph, as Dynamo calls it: with these inputs when it was captured."""
+        """Return a compiled graph as Dynamo calls it, with checks before it; `inputs` are those of the capture."""
         parameters = (isinstance(value, torch.nn.Parameter) and value for value in inputs)
         expected = [(at, p) for at, p in enumerate(parameters) if self._adapter.number_of(p) is not None]
 
@@ -187,12 +190,12 @@ class EagerRegionMonitor:
         return compat.dynamo.no_dynamo(run, "a compiled graph")
 
     def _look(self, call: _Call, takes_parameters: bool, at_the_end: bool = False) -> None:
-        """Before a graph runs, and when all is through: refuse what gathering in graphs cannot do as FSDP does it."""
+        """Before a graph, and at the end of a call: refuse cases where gathers in graphs differ from FSDP's."""
         if self._adapter.gathers_under_way() != call.gathers:
             self._adapter.shard_again()
-            self.refuse("the model gathers parameters in its forward (unshard), behind a graph break")
+            self.refuse("the model gathers parameters in its forward (unshard), after a graph break")
         if at_the_end and any(compat.tensors.has_hooks(tensor) for _, tensor in self._stand_ins):
-            self.refuse("a hook was registered on a parameter in the forward, behind a graph break")
+            self.refuse("a hook was registered on a parameter in the forward, after a graph break")
         if not takes_parameters:
             return
         if call.gradients and not torch.is_grad_enabled():
@@ -211,7 +214,7 @@ class EagerRegionMonitor:
         self.refuse(f"parameter {name} is used outside the compiled graphs ({operation} at {_users_line()})")
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raises GivenBack, and remembers it: the model may catch what is raised inside it."""
+        """Raise FallBackToStock, and keep the reason: the model may catch the exception."""
         self._refusal = self._refusal or reason
         raise FallBackToStock(reason)
 
@@ -221,13 +224,13 @@ def _forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _fresh_forward() -> types.FunctionType:
-    """With code of its own, which Dynamo counts recompiles of."""
+    """Return `_forward` with a code object of its own, since Dynamo counts recompilations for each code object."""
     name = f"dcompile_forward_{next(_SERIAL)}"
     return types.FunctionType(_forward.__code__.replace(co_name=name), _forward.__globals__, name)
 
 
 def _users_line() -> str:
-    """The innermost line that is neither torch's nor ours, or else torch's."""
+    """Return the innermost line outside torch and dcompile, or else the innermost of torch."""
     frame: Any = sys._getframe(1)
     torchs = ""
     while frame is not None:

@@ -1,9 +1,9 @@
-"""A module in FullyShardedDataParallel (FSDP1): flat parameters are gathered and reduced inside the programs.
+"""Adapter of FullyShardedDataParallel (FSDP1): programs gather flat parameters and reduce their gradients.
 
-As for FSDP2, virtual parameters stand for the sharded ones while a compiled call runs. One unit is a flat parameter:
-each original parameter is a contiguous part of what one all-gather fills, and gradients are written to their places in
-what one reduce-scatter sums up. The wrappers' own forwards rest meanwhile; outside of compiled calls all is as FSDP
-left it, so that optimizers, clip_grad_norm_ and checkpoints work as ever.
+As for FSDP2, virtual parameters replace the sharded ones while a compiled call runs. A unit is a flat parameter. One
+all-gather fills it, and each original parameter is a contiguous part of it. One reduce-scatter sums its gradients,
+which are written to the same places. The wrappers' own forwards are disabled in compiled calls. Outside of these, all
+is as FSDP left it, so optimizers, clip_grad_norm_ and checkpoints work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dcompile.errors import DcompileError
 
 
 class FlatParameter:
-    """One flat parameter: a unit, and as such alone in its group; see `collectives.params`."""
+    """A flat parameter: a unit, and the only one of its group; see `collectives.contract`."""
 
     def __init__(self, instance: Any, number: int) -> None:
         self._instance = weakref.ref(instance)
@@ -40,7 +40,7 @@ class FlatParameter:
 
     @property
     def handle(self) -> Any:
-        """What FSDP knows of it."""
+        """FSDP's handle of the flat parameter."""
         return compat.fsdp1.handle_of(self.instance)
 
     # --- a unit
@@ -73,7 +73,7 @@ class FlatParameter:
         )
 
     def settle(self) -> None:
-        """Gradients are where they belong at once."""
+        """Return at once: `commit` finishes its work."""
 
     # --- its group
 
@@ -90,11 +90,11 @@ class FlatParameter:
         return compat.fsdp1.replica_group(self.instance)
 
     def wants(self) -> Literal["nothing", "shards", "all"]:
-        """As FSDP, asked in the backward (no_sync)."""
+        """Return what to reduce over in the backward that runs now, as FSDP does: "nothing" under no_sync."""
         return "all" if compat.fsdp1.syncs(self.instance) else "nothing"
 
     def reduction(self, dtype: torch.dtype) -> GradientReduction:
-        """Divided by about the root of the number of ranks before the sum, and by the rest behind it."""
+        """Return FSDP1's averaging: divide by about the root of the world size before the sum, by the rest after it."""
         del dtype
         before, after = compat.fsdp1.divisors(self.instance)
         return GradientReduction(before, after, ReduceOp.SUM, ReduceOp.SUM)
@@ -102,7 +102,7 @@ class FlatParameter:
 
 @dataclass(frozen=True, slots=True)
 class OriginalParameter:
-    """One original parameter, and what stands for it while it is traced."""
+    """An original parameter, its virtual one, and the modules and names under which it appears."""
 
     virtual: torch.nn.Parameter
     original: weakref.ref[torch.nn.Parameter]
@@ -117,7 +117,7 @@ class OriginalParameter:
 class Fsdp1Adapter(ShardedAdapter):
     """State of the takeover of a FullyShardedDataParallel module and those inside it.
 
-    It keeps none of them alive: compiled code, which Dynamo keeps for as long as it likes, leads here.
+    It has only weak references to them, since compiled code, which Dynamo may keep for any time, refers to it.
     """
 
     name = "fsdp1"
@@ -136,7 +136,10 @@ class Fsdp1Adapter(ShardedAdapter):
         self.reasons = tuple([*reasons, "option distributed='stock'"] if stock else reasons)
         self._originals: list[OriginalParameter] = []
         self._kept_as = f"_dcompile_forward_{id(self)}"
-        """Where each wrapper keeps its forward in compiled calls: that leads to its module, and so must not be here."""
+        """Attribute of each wrapper that holds its forward of compiled calls.
+
+        That forward refers to the module, so the adapter must not hold it.
+        """
         if not self.reasons:
             self._take_over()
         self._params = self._originals
@@ -144,7 +147,7 @@ class Fsdp1Adapter(ShardedAdapter):
 
     @property
     def eager(self) -> bool:  # type: ignore[override]
-        """What FSDP1's own forward does to tensors cannot be traced."""
+        """True unless taken over: FSDP1's own forward cannot be traced."""
         return not self.eligible
 
     def _take_over(self) -> None:
@@ -160,7 +163,7 @@ class Fsdp1Adapter(ShardedAdapter):
         self._infos = tuple(infos)
 
     def _parameters(self, flat: FlatParameter, unit: int, first: int) -> Iterator[ParamInfo]:
-        """What the compiler is to know of the parameters of one flat one, numbered from `first` on."""
+        """Yield what plans contain of a flat parameter's original parameters, numbered from `first` on."""
         handle, dtype = flat.handle, compat.fsdp1.compute_dtype(flat.handle)
         numel = compat.fsdp1.whole_numel(handle, flat.gather_group().size())
         reduce_dtype, reshard = (
@@ -215,9 +218,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _forward(instance: Any, cast: bool) -> Callable[..., Any]:
-    """A forward that can be traced: that of the wrapped module, less everything about shards.
+    """Return a wrapper's traceable forward: that of the wrapped module, without FSDP's work on shards.
 
-    `cast`: convert inputs, as mixed precision wants it; the root has done so already.
+    `cast`: convert inputs as mixed precision requires; inputs of the root are converted already.
     """
     module = compat.fsdp1.wrapped_module(instance)
     dtype = compat.fsdp1.input_cast(instance) if cast else None

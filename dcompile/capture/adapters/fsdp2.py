@@ -1,9 +1,9 @@
-"""A module with FSDP2 (`fully_shard`): its parameters are gathered and its gradients reduced inside the programs.
+"""Adapter of FSDP2 (`fully_shard`): programs gather the module's parameters and reduce their gradients.
 
-While a compiled call runs, modules show virtual parameters in place of the sharded ones: of the full shape, without
-memory. They are what is traced; programs gather into memory of their own. FSDP's hooks rest meanwhile; where they
-convert inputs and outputs (MixedPrecisionPolicy), traceable ones do. Outside of such calls the module is as FSDP left
-it: sharded DTensors, with hooks, so that optimizers, checkpoints and direct calls of submodules work as ever.
+While a compiled call runs, modules show virtual parameters in place of the sharded ones. These have the full shape and
+no memory. Tracing sees them, and programs gather into memory of their own. FSDP's hooks are disabled meanwhile.
+Traceable hooks replace those that convert inputs and outputs (MixedPrecisionPolicy). Outside of such calls the module
+is as FSDP left it: sharded DTensors with hooks. So optimizers, checkpoints and direct calls of submodules work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dcompile.collectives.contract import GradientReduction, ParamInfo, Shard
 
 
 class ShardedParameterUnit:
-    """One parameter; see `collectives.params.ShardUnit`."""
+    """A parameter as a unit; see `collectives.contract.ShardUnit`."""
 
     parts: tuple[int, ...] = ()
 
@@ -35,14 +35,14 @@ class ShardedParameterUnit:
         self.group = group
         self.offloaded = compat.fsdp2.is_offloaded(param)
         self._arrival: Any = None
-        """Event of a gradient on its way to CPU memory."""
+        """Event of a gradient's copy to CPU memory, if one is in flight."""
         self.virtual = compat.fsdp2.virtual_parameter(param)
         self.shown = compat.fsdp2.shown_parameter(param, self.virtual)
         self.made = compat.fsdp2.made_of_gathered(param)
 
     @property
     def param(self) -> Any:
-        """What FSDP knows of it."""
+        """FSDP's state of the parameter."""
         return present(self._param)
 
     @property
@@ -71,18 +71,18 @@ class ShardedParameterUnit:
 
 
 class FsdpParameterGroup:
-    """The parameters that one `fully_shard` call groups; see `collectives.params.ShardGroup`."""
+    """The parameters of one `fully_shard` call; see `collectives.contract.ShardGroup`."""
 
     def __init__(self, group: Any, name: str, parts: bool) -> None:
         self._group = weakref.ref(group)
         self.name = name
         self._parts = parts
         self.alone = None if compat.fsdp2.is_sharded(group.mesh_info) else UnshardedGroup()
-        """In place of the group of shards, where each rank has all of its parameters."""
+        """Stand-in for the process group of shards if every rank has all parameters, else None."""
 
     @property
     def group(self) -> Any:
-        """What FSDP knows of it."""
+        """FSDP's state of the group."""
         return present(self._group)
 
     def gather_group(self) -> Any:
@@ -98,7 +98,10 @@ class FsdpParameterGroup:
         return compat.fsdp2.replica_group(self.group)
 
     def wants(self) -> Literal["nothing", "shards", "all"]:
-        """As FSDP, asked in the backward (set_requires_gradient_sync, set_requires_all_reduce)."""
+        """Return what to reduce over in the backward that runs now, by FSDP's settings.
+
+        They are those of set_requires_gradient_sync and set_requires_all_reduce.
+        """
         if not self.group.reduce_grads:
             return "nothing"
         return "all" if self.group.all_reduce_grads else "shards"
@@ -117,15 +120,16 @@ class FsdpParameterGroup:
 def reduction(
     *, shards: int, replicas: int, dtype: torch.dtype, factor: float | None, sums_only: bool
 ) -> GradientReduction:
-    """FSDP2's way of averaging gradients over `shards` times `replicas` ranks; `factor` is the user's divisor.
+    """Return FSDP2's averaging of gradients over `shards` times `replicas` ranks; `factor` is the user's divisor.
 
-    float16 is divided by about the root of the divisor before the sum and by the rest after it, against overflow.
+    Against overflow, float16 is divided by about the root of the divisor before the sum, and by the rest after it.
     """
     from torch.distributed import ReduceOp
 
     ranks = shards * replicas
     small = dtype not in (torch.float32, torch.bfloat16)
-    # one rank has all of the parameter: FSDP2 divides in the place of a reduce-scatter, beside what else it divides by
+    # If each rank has all of the parameter, FSDP2 divides by `factor` where a reduce-scatter would be, in addition to
+    # its other divisions.
     alone = factor if shards == 1 else None
     if not small and not sums_only:
         if alone is not None:
@@ -147,14 +151,16 @@ def reduction(
 class Fsdp2Adapter(ShardedAdapter):
     """State of the takeover of the `fully_shard` calls on one compiled module and those inside it.
 
-    It keeps none of them alive: compiled code, which Dynamo keeps for as long as it likes, leads here.
+    It has only weak references to them, since compiled code, which Dynamo may keep for any time, refers to it.
     """
 
     name = "fsdp2"
 
     def __init__(self, states: list[Any], stock: bool, parts: bool = True) -> None:
-        """`parts`: whether forwards may leave parameters spread over fewer ranks, where that is asked for, and may be
-        captured in several graphs: not with CUDA graphs.
+        """Take over, unless there are objections.
+
+        `parts`: whether forwards may reshard to fewer ranks (reshard_after_forward=N), and may be captured in several
+        graphs. It is False with CUDA graphs.
         """
         super().__init__()
         self._parts = parts
@@ -169,7 +175,7 @@ class Fsdp2Adapter(ShardedAdapter):
         self._units: list[ShardedParameterUnit] = []
         self._groups: list[FsdpParameterGroup] = []
         self._hooks: list[tuple[Callable[[], Any], int, Callable[..., Any]]] = []
-        """(table of hooks, key in it, what is there in compiled calls)"""
+        """(weak reference to a table of hooks, key in it, hook in compiled calls)"""
         if not self.reasons:
             self._take_over()
         self._params = self._units
@@ -195,7 +201,7 @@ class Fsdp2Adapter(ShardedAdapter):
         self._infos = tuple(infos)
         self.units = dict(enumerate(self._units))
         self.groups = {entry.name: entry for entry in self._groups}
-        # as FSDP does it: what was asked for of any group holds for all of them
+        # as in FSDP, the largest setting of any group holds for all
         self.reductions = max((compat.fsdp2.reductions(entry.group) for entry in self._groups), default=1)
         if self._groups and all(entry.alone for entry in self._groups):
             self.name = "replicate"
@@ -216,11 +222,11 @@ class Fsdp2Adapter(ShardedAdapter):
         return ParamInfo(number, unit.name, shape, dtype, device, "sharded", entry.name, shard)
 
     def outdated(self) -> bool:
-        """Whether a setting that plans depend on has changed (set_reshard_after_forward)."""
+        """Has a setting changed that plans depend on (set_reshard_after_forward)?"""
         return self._settings != self._settings_now()
 
     def wants_stock(self) -> str:
-        """What has been asked for since that only FSDP's own hooks do; empty if nothing."""
+        """Return what the user has asked for since that only FSDP's own hooks do; empty if nothing."""
         return "; ".join(compat.fsdp2.asked_for([present(state) for state in self._states]))
 
     def _settings_now(self) -> tuple[Any, ...]:
@@ -255,16 +261,16 @@ class Fsdp2Adapter(ShardedAdapter):
         return compat.fsdp2.is_stand_in(shown) and self.number_of(shown) is None
 
     def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What FSDP's root does before its forward, beside gathering."""
+        """Do what FSDP's root does before its forward, except gathering; return arguments on the device."""
         root = present(self._states[0])
         if not compat.fsdp2.is_root(root):
-            return args, kwargs  # the root around us has done it
+            return args, kwargs  # the root around this module has done it
         compat.fsdp2.wait_for_optimizer(root)
         return compat.fsdp2.inputs_to_device(root, args, kwargs)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
-        """While a compiled call runs: virtual parameters in place of sharded ones, FSDP's hooks at rest."""
+        """Show virtual parameters in place of sharded ones, and replace FSDP's hooks, while a compiled call runs."""
         for entry in self._groups:
             if not entry.group.is_sharded:
                 compat.fsdp2.to_sharded(entry.group)  # the user gathered it by hand, or a direct call left it so
@@ -296,7 +302,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _before(dtype: torch.dtype | None) -> Callable[..., Any]:
-    """A hook before a forward that converts its inputs."""
+    """Return a hook before a forward that converts its floating-point inputs to `dtype`."""
 
     def cast_inputs(module: Any, args: Any, kwargs: Any) -> Any:
         del module
@@ -306,7 +312,7 @@ def _before(dtype: torch.dtype | None) -> Callable[..., Any]:
 
 
 def _after(dtype: torch.dtype | None) -> Callable[..., Any]:
-    """A hook after a forward that converts its outputs."""
+    """Return a hook after a forward that converts its floating-point outputs to `dtype`."""
 
     def cast_output(module: Any, args: Any, output: Any) -> Any:
         del module, args
@@ -317,14 +323,15 @@ def _after(dtype: torch.dtype | None) -> Callable[..., Any]:
 
 _NO_CONTAINERS = (bool, int, float, complex, str, bytes, type, range, slice, enum.Enum, torch.dtype, torch.device)
 _NO_DATACLASSES = (dict, OrderedDict, defaultdict)
-"""What is not asked whether it is a dataclass: Dynamo of torch 2.11 cannot say so of these, nor of any class."""
+"""Types that are not tested for being a dataclass: Dynamo of torch 2.11 cannot trace that test on them or on classes.
+"""
 
 
 def convert_floats(value: Any, dtype: torch.dtype) -> Any:
-    """`value` with floating-point tensors converted: in sequences, sets, mappings and dataclasses, as FSDP does.
+    """Convert floating-point tensors in sequences, sets, mappings and dataclasses, as FSDP does.
 
-    As there, packed sequences stay as they are, and subclasses of dict become plain ones unless they are ordered.
-    Only questions about the value itself, none about its class: Dynamo traces this.
+    As there, packed sequences stay as they are, and subclasses of dict become plain dicts unless they are ordered.
+    Dynamo traces this function, so its tests are on the value itself, not on its class.
     """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if torch.is_floating_point(value) and value.dtype != dtype else value
@@ -340,7 +347,7 @@ def convert_floats(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _converted_mapping(value: dict[Any, Any], dtype: torch.dtype) -> Any:
-    # transformers' outputs are both
+    # outputs of transformers are dataclasses as well as dicts
     if type(value) not in _NO_DATACLASSES and hasattr(value, "__dataclass_fields__"):
         return type(value)(**{name: convert_floats(item, dtype) for name, item in value.items()})
     items = {name: convert_floats(item, dtype) for name, item in value.items()}

@@ -1,4 +1,4 @@
-"""What the adapters of sharded parameters share: virtual parameters, their numbers, and comparisons between ranks."""
+"""Base class of the adapters of sharded parameters: virtual parameters, their numbers, comparisons between ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dcompile.errors import DcompileError
 
 
 class FallBackToStock(DcompileError):
-    """The call cannot run with virtual parameters: it starts again with FSDP's own hooks."""
+    """The call cannot run with virtual parameters; it restarts with FSDP's own hooks."""
 
 
 def present(reference: Callable[[], Any]) -> Any:
-    """What a weak reference into the user's model leads to."""
+    """Return the target of a weak reference into the user's model. Raises DcompileError if it is gone."""
     found = reference()
     if found is None:
         raise DcompileError(
@@ -29,7 +29,7 @@ def present(reference: Callable[[], Any]) -> Any:
 
 
 class UnshardedGroup:
-    """The one rank that has all of an unsharded parameter, where a process group would be."""
+    """Stand-in for a process group of one rank, which has all of an unsharded parameter: collectives are copies."""
 
     def size(self) -> int:
         return 1
@@ -47,23 +47,23 @@ class UnshardedGroup:
         return self
 
     def wait(self) -> None:
-        """It is done already."""
+        """Return at once: the copy is done."""
 
 
 class VirtualParameter(Protocol):
-    """A parameter, and what stands for it while it is traced."""
+    """A sharded parameter, and the virtual one that replaces it while graphs are traced."""
 
     @property
     def virtual(self) -> torch.nn.Parameter:
-        """Of the full shape, without memory: what programs take, and what autograd's graph leads to."""
+        """A parameter of the full shape without memory: the programs' input, and the leaf of autograd's graph."""
 
     @property
     def shown(self) -> torch.nn.Parameter:
-        """What modules have in the parameter's place: `virtual`, unless something is to be made of it first."""
+        """The parameter that modules have in the sharded one's place: `virtual`, or one computed from it."""
 
     @property
     def made(self) -> Callable[[Any], Any] | None:
-        """What makes `shown` out of `virtual`, where they differ."""
+        """The function that computes `shown` from `virtual`; None if they are the same."""
 
 
 class ShardedAdapter(PlainAdapter):
@@ -76,7 +76,7 @@ class ShardedAdapter(PlainAdapter):
     def __init__(self) -> None:
         self._compared: set[tuple[str, ...]] = set()
         self._numbers: dict[int, int] = {}
-        """Identity of a virtual parameter, or of what modules show in its place -> its number."""
+        """Identity of a virtual parameter, or of the one that modules show in its place -> its number."""
         self._params: Sequence[VirtualParameter] = ()
         """Parameters, by number."""
         self._infos: tuple[ParamInfo, ...] = ()
@@ -100,58 +100,58 @@ class ShardedAdapter(PlainAdapter):
         return self._infos
 
     def virtual(self, number: int) -> torch.nn.Parameter:
-        """What stands for a parameter while it is traced."""
+        """Return the virtual parameter that replaces a sharded one while graphs are traced."""
         return self._params[number].virtual
 
     def made_of(self, number: int) -> Callable[[Any], Any] | None:
-        """What makes the parameter that modules show out of the virtual one; None where that is itself."""
+        """Return the function from a virtual parameter to the one that modules show; None if they are the same."""
         return self._params[number].made
 
     def stand_ins(self, number: int) -> tuple[torch.Tensor, ...]:
-        """Whatever stands for a parameter."""
+        """Return all tensors that replace a parameter: the virtual one, and the one that modules show."""
         known = self._params[number]
         return (known.virtual,) if known.shown is known.virtual else (known.virtual, known.shown)
 
     def outdated(self) -> bool:
-        """Whether a setting that plans depend on has changed."""
+        """Has a setting changed that plans depend on?"""
         return False
 
     def wants_stock(self) -> str:
-        """What has been asked for since that only FSDP itself does; empty if nothing."""
+        """Return what the user has asked for since that only FSDP itself does; empty if nothing."""
         return ""
 
     # --- calls of several graphs, with eager code in between
 
     device = torch.device("cpu")
-    """Where the model computes."""
+    """The device on which the model computes."""
 
     def objection_to_parts(self) -> str:
-        """Why all of a call has to be one graph; empty if it has not."""
+        """Return why a call must be one graph; empty if it need not."""
         return "a part of the model is not compiled (graph break), where parameters would be missing"
 
     def owners(self) -> Iterable[torch.nn.Module]:
-        """Modules that have parameters in their own hands."""
+        """Return the modules that directly own sharded parameters."""
         return ()
 
     def gathers_under_way(self) -> tuple[Any, ...]:
-        """What FSDP itself gathers, or has gathered."""
+        """Return, for each group, the state of FSDP's own all-gather: in flight or done."""
         return ()
 
     def shard_again(self) -> None:
-        """Undo what FSDP itself has gathered during a call."""
+        """Free the parameters that FSDP itself has gathered during a call."""
 
     def shown_by_another(self) -> bool:
-        """Whether the call of another compiled model, inside which this one runs, shows its own stand-ins."""
+        """Do modules show virtual parameters of another compiled model, inside whose call this one runs?"""
         return False
 
     def note_eager(self, reason: str) -> None:
-        """A call runs eagerly, with FSDP's own hooks; later ones may be compiled."""
+        """Note that a call runs eagerly, with FSDP's own hooks; later calls may be compiled."""
         note = f"some calls run eagerly, with FSDP's own hooks: {reason}"
         if note not in self.notes:
             self.notes = (*self.notes, note)
 
     def refuse_in_result(self, result: Any) -> None:
-        """Raises FallBackToStock if a parameter itself is among a model's results."""
+        """Raise FallBackToStock if a parameter itself is among a model's results."""
         if not self.eligible:
             return
         numbers = (self.number_of(leaf) for leaf in compat.tensors.leaves(result))
@@ -159,9 +159,9 @@ class ShardedAdapter(PlainAdapter):
             raise FallBackToStock(f"the model returns or changes a parameter in its forward: {', '.join(names)}")
 
     def restore(self, reason: str) -> None:
-        """Leave everything to FSDP from now on."""
+        """Fall back to FSDP's own hooks from now on."""
         self.reasons = (reason,)
-        self.notes = (*self.notes, f"parameters and gradients were given back to FSDP: {reason}")
+        self.notes = (*self.notes, f"falls back to stock FSDP for parameters and gradients: {reason}")
         self._numbers = {}
 
     def subject_of(self, plan: tuple[str, ...]) -> str | None:
@@ -169,24 +169,24 @@ class ShardedAdapter(PlainAdapter):
         return new_subject(self._compared, plan, "sharded collectives of a model,")
 
     def communicators(self) -> dict[str, Any]:
-        """Name of each group in plans -> what it gathers over; what is not sharded, only copied, has its replicas."""
+        """Return group name -> process group of its all-gathers; unsharded groups have that of their replicas."""
         found = {name: (entry.gather_group(), entry.replica_group()) for name, entry in self.groups.items()}
         real = torch.distributed.ProcessGroup
         return {name: shards if isinstance(shards, real) else replicas for name, (shards, replicas) in found.items()}
 
     @property
     def group(self) -> Any:
-        """The group that parameters are gathered over: its ranks capture the same, and share what is compiled."""
+        """The first process group, or None: its ranks capture the same graphs, and share compiled programs."""
         groups = self.process_groups()
         return groups[0] if groups else None
 
     def replicas(self) -> dict[str, int]:
-        """Name of each group in plans -> how many ranks hold the same shards, where there are several."""
+        """Return group name -> number of ranks with the same shards, for groups with replicas."""
         found = {name: entry.replica_group() for name, entry in self.groups.items()}
         return {name: group.size() for name, group in found.items() if group is not None}
 
     def process_groups(self) -> list[Any]:
-        """All process groups that the programs communicate over, each once."""
+        """Return all process groups of the programs' collectives, each once."""
         entries = self.groups.values()
         found = {id(group): group for entry in entries for group in (entry.gather_group(), entry.replica_group())}
         return [group for group in found.values() if isinstance(group, torch.distributed.ProcessGroup)]
@@ -194,9 +194,9 @@ class ShardedAdapter(PlainAdapter):
     # --- calls ---
 
     def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What FSDP's root does before its forward, beside gathering."""
+        """Do what FSDP's root does before its forward, except gathering; return the converted arguments."""
         return args, kwargs
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
-        """While a compiled call runs: virtual parameters in place of sharded ones, FSDP's own work at rest."""
+        """Show virtual parameters in place of sharded ones, and disable FSDP's hooks, while a compiled call runs."""
         raise NotImplementedError

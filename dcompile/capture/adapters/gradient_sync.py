@@ -1,7 +1,7 @@
-"""How the gradients of a compiled model are kept in step with other ranks: one strategy for each kind of adapter.
+"""Gradient synchronization of a compiled model: one strategy class for each kind of adapter.
 
-`CompiledModel` keeps the life cycle, and asks its strategy at fixed points: when a call begins, when a graph's forward
-runs, after a call, before and in a backward. The base is the strategy of a model without other ranks.
+`CompiledModel` owns the life cycle, and calls its strategy at fixed points. These are the start of a call, a graph's
+forward, the end of a call, and the start and run of a backward. The base class serves models that synchronize nothing.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ Boxed = Callable[[list[Any]], list[Any]]
 
 @dataclass(slots=True)
 class BackwardCall:
-    """One run of a backward program."""
+    """Arguments of one run of a backward program."""
 
     graph: CapturedGraph
     run: Executable
     buckets: GradientBuckets | None
     args: list[Any]
-    """The program's inputs, which it takes out of the list."""
+    """The program's inputs; it empties the list."""
     sync: int
-    """Whether, and how, gradients are to be reduced: see `Invocation.token`."""
+    """Whether and how gradients are reduced: see `Invocation.token`."""
     gone: Collection[int]
-    """Positions of results that there are none of in this call."""
+    """Positions of results that are None in this call."""
 
     def absent(self) -> frozenset[int]:
-        """Parameters that there is no gradient of in this call."""
+        """Return the parameters without a gradient in this call."""
         return frozenset(number for place, number in self.graph.grads if place in self.gone)
 
 
 class SynchronizedModel(Protocol):
-    """A compiled model (`compiled_model.CompiledModel`), as a strategy sees it."""
+    """Interface of a compiled model (`compiled_model.CompiledModel`) for strategies."""
 
     settings: Any
     services: Services
@@ -57,66 +57,66 @@ class SynchronizedModel(Protocol):
         """All graphs captured so far."""
 
     def objections(self) -> list[str]:
-        """What calls so far use outside the compiled graphs."""
+        """Return reasons, found in calls so far, against reducing gradients in the compiled graphs."""
 
     def compare_captures(self, graphs: Iterable[CapturedGraph]) -> None:
-        """See that every rank has captured the same for these graphs: all come, and all raise if they have not."""
+        """Check that every rank has captured the same for these graphs: all ranks call this, and raise together."""
 
     def graphs_of_call(self, graph: CapturedGraph) -> list[CapturedGraph]:
-        """Those that ran in the call that a graph's backward is of."""
+        """Return the graphs of the call that a graph's backward belongs to."""
 
     def agree_on(self, plan: list[str]) -> None:
-        """Before the first collective of a program: see that every rank is about to run the same ones."""
+        """Check before a program's first collective that every rank is about to run the same ones."""
 
 
 class GradientSync:
-    """Nothing is kept in step. The base of the other strategies, and their interface."""
+    """Interface and base class of the strategies: it synchronizes nothing."""
 
     model: SynchronizedModel
-    """The model that it serves, once that has adopted it."""
+    """The model that uses this strategy, set when the model adopts it."""
 
     def __init__(self, adapter: PlainAdapter) -> None:
         self.adapter = adapter
 
     def renewed(self) -> GradientSync:
-        """The same for the same adapter, as at first."""
+        """Return a new strategy of this class, in its initial state, for the same adapter."""
         return type(self)(self.adapter)
 
     @property
     def sharded(self) -> ShardedAdapter | None:
-        """The adapter, if parameters are sharded."""
+        """The adapter if parameters are sharded, else None."""
         return None
 
     def take_over(self) -> tuple[ShardedParameters | None, EagerRegionMonitor | None]:
-        """What programs gather sharded parameters through, and what looks after eager code between them."""
+        """Take over synchronization; return the shards that programs gather, and the monitor of eager regions."""
         return None, None
 
     @property
     def scatters(self) -> bool:
-        """Whether backwards reduce gradients to shards, though no program gathers parameters."""
+        """Whether backwards reduce gradients to shards although no program gathers parameters."""
         return False
 
     # --- forward ---
 
     def begin_call(self, call: Invocation) -> None:
-        """A call starts: note whether its backward is to reduce gradients."""
+        """Record, as a call starts, whether its backward reduces gradients."""
 
     def on_forward(self, call: Invocation, graph: CapturedGraph) -> None:
-        """A graph's forward runs in a call."""
+        """Record that a graph's forward runs in a call."""
 
     def token(self, call: Invocation | None) -> torch.Tensor | None:
-        """What a forward saves to tell its backward whether to reduce; None where that is not carried."""
+        """Return the tensor that a forward saves to tell its backward whether to reduce, or None without tokens."""
         del call
         return None
 
     def compares_captures(self) -> bool:
-        """Whether a graph that is captured now may be among those that ranks are to compare."""
+        """May ranks have to compare a graph that is captured now?"""
         return torch.is_grad_enabled() and not any(v.training for v in self.model.variants.values())
 
     def wrap_forward(self, graph: CapturedGraph, run: Executable, kind: str) -> Boxed:
-        """A forward or inference program, with what it gathers through. `kind`: "forward" or "inference".
+        """Return a forward or inference program that has its shard source. `kind`: "forward" or "inference".
 
-        One that has collectives of the model's own: ranks agree before the first.
+        If the program has collectives that the model itself calls, ranks compare plans before each run.
         """
         if not graph.has_own_collectives(kind):
             return run
@@ -130,23 +130,23 @@ class GradientSync:
     # --- after a call ---
 
     def check_result(self, result: Any) -> None:
-        """Raises FallBackToStock if the model returns what has to stay inside."""
+        """Raise FallBackToStock if the model returns a virtual parameter."""
 
     def objections_to(self, key: tuple[int, ...], result: Any) -> tuple[str, ...]:
-        """What a new kind of call, which runs these graphs, uses outside of them."""
+        """Return what a new kind of call uses outside its graphs; `key` has the graphs' numbers."""
         del key, result
         return ()
 
     def after_call(self, variant: Variant, call: Invocation, result: Any) -> None:
-        """A call is through that has run graphs."""
+        """Handle the end of a call that ran graphs."""
 
     def no_graph_ran(self, call: Invocation, result: Any) -> None:
-        """A call is through that has run none."""
+        """Handle the end of a call that ran no graph."""
 
     # --- backward ---
 
     def before_backward(self, graph: CapturedGraph, sync: bool) -> bool:
-        """Before a graph's backward program runs; whether it is settled who reduces gradients."""
+        """Prepare for a graph's backward program; return whether it is decided who reduces gradients."""
         del graph, sync
         return True
 
@@ -157,34 +157,34 @@ class GradientSync:
         return call.run(call.args)
 
     def accumulates(self, numbers: Iterable[int]) -> bool:
-        """Inside a backward: whether it adds to the `.grad` of any of these parameters."""
+        """Inside a backward: does it add to the `.grad` of any of these parameters?"""
         raise AssertionError("of a model that is not kept in step, nobody asks")
 
     def awaited(self, grads: Iterable[tuple[int, int]], unsure: Collection[int]) -> frozenset[int]:
-        """Positions of a backward's results that somebody waits for, whatever it lacks."""
+        """Return the positions of gradients that must be tensors, zeros if need be, where autograd has none."""
         return frozenset(place for place, number in grads if number not in unsure)
 
     def reduces_in_program(self, graph: CapturedGraph) -> bool:
-        """Whether a backward program that is compiled now is to reduce gradients itself."""
+        """Does a backward program that is compiled now reduce gradients itself?"""
         del graph
         return True
 
     def arriving(self, graphs: Iterable[int]) -> tuple[Bucket, ...]:
-        """Buckets that gradients of a call, which runs these graphs, are copied into as they arrive."""
+        """Return the buckets into which gradients of a call of these graphs are copied as autograd adds them."""
         del graphs
         return ()
 
     def make_buckets(self, buckets: tuple[Bucket, ...]) -> GradientBuckets:
-        """The memory of a backward program's buckets."""
+        """Allocate a backward program's buckets."""
         raise AssertionError("only DDP has buckets")
 
     # --- parameters ---
 
     def forget_buckets(self) -> None:
-        """The parameters that have places in buckets are others now."""
+        """Drop bucket layouts, since other parameters have places in buckets now."""
 
     def watch_parameters(self, compiled: Callable[..., Any], params: Mapping[int, int]) -> Callable[..., Any]:
-        """`compiled`, noticing when a parameter object was replaced (load_state_dict(assign=True)).
+        """Return `compiled` with a check for replaced parameter objects (load_state_dict(assign=True)).
 
         `params`: position among the inputs -> the parameter's number.
         """

@@ -1,4 +1,4 @@
-"""A module or function on its own: no gradient is kept in step with other ranks by dcompile."""
+"""Adapter of a module or function without a data-parallel wrapper: dcompile reduces no gradients across ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dcompile.collectives.contract import BucketRule, ParamInfo
 
 
 def new_subject(compared: set[tuple[str, ...]], plan: tuple[str, ...], what: str) -> str | None:
-    """Name of the comparison of a plan between ranks, which all make the same ones in the same order.
+    """Return the name under which ranks compare a plan, and add the plan to `compared`; None if it is there already.
 
-    None if it is among those that were compared; otherwise it is from now on.
+    The name counts the comparisons, so all ranks must compare the same plans in the same order.
     """
     if plan in compared:
         return None
@@ -20,76 +20,79 @@ def new_subject(compared: set[tuple[str, ...]], plan: tuple[str, ...], what: str
 
 
 def known_number(numbers: Mapping[int, int], refs: Mapping[int, Callable[[], Any]], parameter: Any) -> int | None:
-    """The number of a parameter, by its identity, of those behind `refs`; None of another one in a lost one's place."""
+    """Return the number of a parameter by its identity, or None.
+
+    `refs` confirms it: another object may have the id of a parameter that is gone.
+    """
     number = numbers.get(id(parameter))
     return number if number is not None and refs[number]() is parameter else None
 
 
 class PlainAdapter:
-    """Nothing to take over. The base of the other adapters, and their interface."""
+    """Interface and base class of the adapters: it takes nothing over."""
 
     name = "plain"
     eligible = True
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     group: Any = None
-    """The process group whose ranks run this model together, if there is one."""
+    """The process group whose ranks run this model together, or None."""
     eager = False
-    """Whether calls are to run eagerly, because what was not taken over cannot be traced either."""
+    """Whether calls run eagerly, because a wrapper that was not taken over cannot be traced either."""
     way_to_differ = ""
-    """What to tell a user whose model runs other code on each rank, and is meant to, where that is refused."""
+    """Advice in the error for models that run different code on each rank: how to allow that."""
     carries_sync = False
-    """Whether a forward carries over to its backward if gradients are to be reduced."""
+    """Whether a forward saves a token that tells its backward whether to reduce gradients."""
     reductions = 1
-    """How many reductions of sharded gradients may be in flight at once."""
+    """Maximum number of reductions of sharded gradients in flight."""
     prepared = False
-    """Whether the next backward is to reduce gradients whatever its forward has carried over."""
+    """Whether the next backward reduces gradients whatever token its forward saved."""
     synchronizes = False
-    """Whether parameters are kept in step with other ranks."""
+    """Whether compiled programs synchronize parameters or gradients with other ranks."""
     compares_in_forward = False
-    """Whether ranks compare a graph before its first program, and not before a backward that reduces."""
+    """Whether ranks compare a graph before its first program runs, rather than before a backward that reduces."""
     keeps_gathered = False
-    """Whether what runs eagerly keeps what it has gathered."""
+    """Whether parameters that eager code gathers stay gathered after the call."""
     every = False
-    """Whether each graph reduces all trainable parameters."""
+    """Whether each graph's program reduces all trainable parameters, also those that it does not use."""
 
     def leave_to_others(self, reason: str) -> None:
-        """Others keep the parameters in step, around graphs of this model: say so, and why."""
+        """Mark the model as not taken over, and add the reason: code around its graphs synchronizes parameters."""
         self.eligible = False
         self.reasons = tuple(dict.fromkeys((*self.reasons, reason)))
 
     def number_of(self, parameter: Any) -> int | None:
-        """This parameter's number in the plan, or None if it is not kept in step."""
+        """Return a parameter's number in the plan, or None if dcompile does not synchronize it."""
         del parameter
         return None
 
     def param_infos(self) -> tuple[ParamInfo, ...]:
-        """Every parameter that is kept in step, by number."""
+        """Return every synchronized parameter, by number."""
         return ()
 
     def exchanged(self, used: Collection[int]) -> tuple[ParamInfo, ...]:
-        """Parameters with a place in the buckets of a program that has gradients of those `used`."""
+        """Return the parameters with a place in the buckets of a program that computes gradients of `used`."""
         del used
         return ()
 
     def has_moved(self) -> bool:
-        """Whether gradients are to be reduced over other ranks from now on."""
+        """Is another process group to reduce gradients from now on?"""
         return False
 
     def leave(self, reason: str) -> None:
-        """Give everything back, for another adapter to start anew."""
+        """Give back all that was taken over, so that another adapter can take over."""
 
     def has_new_parameters(self) -> bool:
-        """Whether parameters have become trainable that earlier programs have no places for."""
+        """Have parameters become trainable that have no place in earlier programs' buckets?"""
         return False
 
     def made_of(self, number: int) -> Callable[[Any], Any] | None:
-        """What makes the parameter that modules show out of a virtual one; None where that is itself."""
+        """Return the function from a virtual parameter to the one that modules show; None if they are the same."""
         del number
         return None
 
     def virtual(self, number: int) -> Any:
-        """What stands for a sharded parameter while it is traced."""
+        """Return the virtual parameter that replaces a sharded one while graphs are traced."""
         raise AssertionError(f"parameter {number} is not sharded")
 
     def subject_of(self, plan: tuple[str, ...]) -> str | None:
@@ -98,17 +101,17 @@ class PlainAdapter:
         return None
 
     def process_groups(self) -> list[Any]:
-        """All process groups that programs communicate over, each once."""
+        """Return all process groups of the programs' collectives, each once."""
         return []
 
     def communicators(self) -> dict[str, Any]:
-        """The process group behind each group of the plan."""
+        """Return the process group of each group name in plans."""
         return {}
 
     def replicas(self) -> dict[str, int]:
-        """Among how many of its like a group's reductions are summed up again, where there are any."""
+        """Return group name -> number of replicas that all-reduce its reduced shards, for groups with replicas."""
         return {}
 
     def bucket_rule(self) -> BucketRule | None:
-        """Where buckets end; None: no buckets."""
+        """Return the sizes at which buckets close, or None for a model without buckets."""
         return None

@@ -1,4 +1,4 @@
-"""Sharded parameters (FSDP1, FSDP2): gathered in programs, and their gradients reduced to shards in backwards."""
+"""Gradient synchronization of sharded parameters: programs gather them, and backwards reduce gradients to shards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from dcompile.collectives.contract import Executable, Phase
 
 
 class ShardedSync(GradientSync):
-    """Every call is one of all ranks; what two graphs have gradients of, the later backward reduces."""
+    """Strategy of sharded parameters. Every rank makes every call.
+
+    If several graphs have gradients of a unit, the last of their backwards reduces them.
+    """
 
     def __init__(self, adapter: ShardedAdapter) -> None:
         super().__init__(adapter)
@@ -24,20 +27,21 @@ class ShardedSync(GradientSync):
 
     @property
     def sharded(self) -> ShardedAdapter:
-        """The adapter."""
+        """The adapter of sharded parameters."""
         return self._adapter
 
     def take_over(self) -> tuple[ShardedParameters | None, EagerRegionMonitor | None]:
-        """Shards, and a monitor of eager code; nothing where all is left to FSDP."""
+        """Return the model's shards and a monitor of eager regions; (None, None) if FSDP keeps its hooks."""
         adapter = self._adapter
         if not adapter.eligible:
             return None, None
         return self.model.services.make_shards(adapter.units, adapter.groups), EagerRegionMonitor(adapter)
 
     def on_forward(self, call: Invocation, graph: CapturedGraph) -> None:
-        """Note which units a graph has gradients of: the first graph's backward, which comes last, reduces them all.
+        """Record which units a graph has gradients of that earlier graphs of the call have, too.
 
-        That follows from the graphs of calls so far, and their plans are the same on every rank.
+        Backwards run in reverse order, so the first graph's backward reduces them. This depends only on the graphs of
+        calls so far, whose plans are the same on every rank.
         """
         shards = self.model.shards
         if shards is None or not graph.training:
@@ -49,7 +53,7 @@ class ShardedSync(GradientSync):
         call.units |= units
 
     def wrap_forward(self, graph: CapturedGraph, run: Executable, kind: str) -> Callable[[list[Any]], list[Any]]:
-        """A program with the source that it gathers through."""
+        """Return a program that gets its shard source in each call."""
         shards = graph.shards
         if not graph.gathers or not run.buckets:
             return super().wrap_forward(graph, run, kind)
@@ -63,11 +67,11 @@ class ShardedSync(GradientSync):
         return gathering
 
     def check_result(self, result: Any) -> None:
-        """Raises FallBackToStock if a parameter itself is returned: Dynamo passes such a thing on past the graph."""
+        """Raise FallBackToStock if a parameter itself is returned: Dynamo returns such a result without the graph."""
         self._adapter.refuse_in_result(result)
 
     def run_backward(self, call: BackwardCall) -> list[Any]:
-        """Reduce to shards, and after the backward what earlier ones left."""
+        """Run a program that reduces to shards; after the whole backward, reduce what earlier ones left."""
         graph, shards = call.graph, call.graph.shards
         if not call.run.buckets:
             return super().run_backward(call)
@@ -84,7 +88,7 @@ class ShardedSync(GradientSync):
         return call.run(call.args, buckets=source)
 
     def _flush_after_backward(self, shards: Any) -> None:
-        """A backward adds to gradients of sharded parameters: when it is through, reduce what earlier ones left."""
+        """At the end of a backward that accumulates gradients, reduce those that earlier backwards left."""
         task = compat.tensors.backward_task(), id(shards)
         if task not in self._flushing:
             self._flushing.add(task)
@@ -96,5 +100,5 @@ class ShardedSync(GradientSync):
             compat.tensors.at_end_of_backward(flush)
 
     def accumulates(self, numbers: Iterable[int]) -> bool:
-        """Whether this backward adds to the gradient of any of these parameters' stand-ins."""
+        """Does this backward add to the gradient of any of these virtual parameters?"""
         return any(compat.tensors.will_accumulate(self._adapter.virtual(number)) for number in numbers)

@@ -1,12 +1,12 @@
-"""A module inside a DeepSpeed engine: ZeRO's gradients are reduced, and its parameters gathered, inside the programs.
+"""Adapters of DeepSpeed's ZeRO: programs reduce its gradients, and gather its parameters.
 
-Stage 0 has DDP's buckets: all-reduced gradients become `.grad`. In stages 1 and 2 the optimizer's parameters lie end to
-end in flat groups, of which each rank updates a part. Some parameters in a row are a unit: their gradients are written
-end to end, and each rank's part of them is summed up there. Stage 3 is as FSDP2: virtual parameters stand for sharded
-ones while a compiled call runs.
+Stage 0 has DDP's buckets: all-reduced gradients become `.grad`. In stages 1 and 2 the optimizer stores its parameters
+end to end in flat groups, and each rank updates a part of each. A unit is some adjacent parameters of a group. Their
+gradients are written end to end, and a reduction sums each rank's part on that rank. Stage 3 is like FSDP2: virtual
+parameters replace sharded ones while a compiled call runs.
 
-What DeepSpeed's step reads is what DeepSpeed itself would have left there, so that clipping, loss scales, optimizers
-and checkpoints are its own.
+DeepSpeed's step finds the gradients as DeepSpeed itself would have left them. So clipping, loss scales, optimizers and
+checkpoints remain its own.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dcompile.capture.adapters.plain import PlainAdapter, known_number, new_subj
 from dcompile.collectives.contract import BucketRule, GradientReduction, ParamInfo
 
 FIRST_BYTES, CAP_BYTES = 1 << 20, 25 << 20
-"""Sizes of buckets, as DDP's: the first one, of the last layers, is small, so that communication starts early."""
+"""Bucket sizes, as DDP's: the first bucket, of the last layers, is small, so that communication starts early."""
 
 
 class ZeroStockAdapter(PlainAdapter):
-    """ZeRO's collectives are left to DeepSpeed: the model is compiled as on its own, between the engine's hooks."""
+    """Stock fallback of ZeRO: DeepSpeed's hooks run its collectives, around graphs that have none."""
 
     eligible = False
 
@@ -38,7 +38,7 @@ class ZeroStockAdapter(PlainAdapter):
 
 
 def reasons_against(engine: Any, zero: str, stock: bool) -> list[str]:
-    """Why ZeRO's collectives are left to DeepSpeed; the same on every rank of a job."""
+    """Return why ZeRO's collectives are left to DeepSpeed; the same on every rank of a job."""
     if zero == "off":
         return ["option zero='off'; options={'zero': 'graph'} takes ZeRO's collectives into the graph"]
     if stock:
@@ -49,12 +49,12 @@ def reasons_against(engine: Any, zero: str, stock: bool) -> list[str]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As plans name it."""
+    """Return the dtype's name in plans."""
     return str(dtype).removeprefix("torch.")
 
 
 def names_of(engine: Any) -> dict[int, str]:
-    """Identity of a parameter -> its name, in the order of the module."""
+    """Return identity of a parameter -> its name, in the module's order."""
     return {id(parameter): name for name, parameter in engine.module.named_parameters()}
 
 
@@ -62,7 +62,7 @@ def names_of(engine: Any) -> dict[int, str]:
 
 
 class ZeroReplicatedAdapter(PlainAdapter):
-    """Stage 0: gradients are all-reduced in DDP's buckets, at the end of a step."""
+    """Adapter of stage 0: gradients are all-reduced in DDP's buckets, in the backward that ends a step."""
 
     name = "zero0"
     synchronizes = True
@@ -84,7 +84,7 @@ class ZeroReplicatedAdapter(PlainAdapter):
 
     @property
     def engine(self) -> Any:
-        """The engine; it is there while its module runs."""
+        """The engine, which exists while its module runs."""
         return present(self._engine)
 
     @property
@@ -113,20 +113,20 @@ class ZeroReplicatedAdapter(PlainAdapter):
         return BucketRule(FIRST_BYTES, CAP_BYTES, (), self._wire)
 
     def note(self, text: str) -> None:
-        """A line for the receipt."""
+        """Add a line to the receipt, once."""
         if text not in self.notes:
             self.notes = (*self.notes, text)
 
     def name_of(self, number: int) -> str:
-        """Of a parameter."""
+        """Return a parameter's name."""
         return self._infos[number].fqn
 
 
-# --- what stages 1 to 3 share -----------------------------------------------------------------------------------------
+# --- shared code of stages 1 to 3 -------------------------------------------------------------------------------------
 
 
 class ZeroGroup:
-    """Units of one process group; see `collectives.contract.ShardGroup`."""
+    """A group of units; see `collectives.contract.ShardGroup`."""
 
     def __init__(self, engine: Any, name: str, group: Any) -> None:
         self._engine = weakref.ref(engine)
@@ -146,17 +146,17 @@ class ZeroGroup:
         return None
 
     def wants(self) -> Literal["nothing", "shards", "all"]:
-        """As DeepSpeed, asked in the backward."""
+        """Return what to reduce over in the backward that runs now, as DeepSpeed decides."""
         return "all" if compat.deepspeed.reduces(present(self._engine)) else "nothing"
 
     def reduction(self, dtype: torch.dtype) -> GradientReduction:
-        """As DeepSpeed: divided by the number of ranks, then summed up."""
+        """Return DeepSpeed's averaging: it divides by the number of ranks, then sums."""
         del dtype
         return GradientReduction(float(self._group.size()), None, ReduceOp.SUM, ReduceOp.SUM)
 
 
 class ZeroAdapter(ShardedAdapter):
-    """What the adapters of stages 1 to 3 share: all units of one process group."""
+    """Base class of the adapters of stages 1 to 3."""
 
     way_to_differ = "A model that is meant to differ by its rank needs options={'zero': 'off'}."
 
@@ -168,7 +168,7 @@ class ZeroAdapter(ShardedAdapter):
 
     @property
     def engine(self) -> Any:
-        """The engine; it is there while its module runs."""
+        """The engine, which exists while its module runs."""
         return present(self._engine)
 
     @property
@@ -176,16 +176,16 @@ class ZeroAdapter(ShardedAdapter):
         return torch.device(self.engine.device)
 
     def note(self, text: str) -> None:
-        """A line for the receipt."""
+        """Add a line to the receipt, once."""
         if text not in self.notes:
             self.notes = (*self.notes, text)
 
     def trainable(self) -> Iterable[tuple[int, Any]]:
-        """(number, parameter) of those that have gradients."""
+        """Yield (number, parameter) of trainable parameters."""
         raise NotImplementedError
 
     def unit_gradients(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Gradients of parameters, by number, as whole units."""
+        """Return gradients of whole units, by unit, from gradients of parameters, by number; zeros elsewhere."""
         whole: dict[int, torch.Tensor] = {}
         for number, gradient in sorted(gradients.items()):
             info = self._infos[number]

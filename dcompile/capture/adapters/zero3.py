@@ -1,4 +1,4 @@
-"""ZeRO 3: parameters are gathered in the programs, and their gradients reduced to shards, as FSDP2's."""
+"""Adapter of ZeRO 3: programs gather parameters, and reduce their gradients to shards, as for FSDP2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dcompile.errors import DcompileError
 
 
 class ZeroShard:
-    """One parameter; see `collectives.contract.ShardUnit`."""
+    """A parameter as a unit; see `collectives.contract.ShardUnit`."""
 
     offloaded = False
     parts: tuple[int, ...] = ()
@@ -29,18 +29,18 @@ class ZeroShard:
         self.name, self.group = name, group
         self.virtual = compat.zero.virtual_parameter(parameter)
         self.added = False
-        """Whether it has a gradient of this step."""
+        """Whether the parameter has a gradient of this step."""
 
     made = None
 
     @property
     def shown(self) -> torch.nn.Parameter:
-        """What modules have in its place."""
+        """The parameter that modules have in its place: the virtual one."""
         return self.virtual
 
     @property
     def param(self) -> Any:
-        """DeepSpeed's."""
+        """DeepSpeed's parameter."""
         return present(self._param)
 
     @property
@@ -68,11 +68,11 @@ class ZeroShard:
         )
 
     def settle(self) -> None:
-        """Gradients are where they belong at once."""
+        """Return at once: `commit` finishes its work."""
 
 
 class Zero3Adapter(ZeroAdapter):
-    """Stage 3: parameters are gathered in programs, and their gradients reduced to shards."""
+    """State of the takeover of an engine of stage 3. Layers of a list share collectives; see `layer_of`."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine, 3)
@@ -108,7 +108,7 @@ class Zero3Adapter(ZeroAdapter):
         return self._modules.owners()
 
     def begin_step(self) -> None:
-        """The first micro-step of a step: gradients that are there are the last step's."""
+        """Start a step at its first micro-step: gradients so far belong to the last step."""
         for unit in self._units:
             unit.added = False
 
@@ -119,16 +119,16 @@ class Zero3Adapter(ZeroAdapter):
         return self._modules.shown()
 
     def restore(self, reason: str) -> None:
-        """Leave everything to DeepSpeed from now on."""
+        """Fall back to DeepSpeed's own hooks from now on."""
         super().restore(reason)
-        self.notes = tuple(note.replace("given back to FSDP", "given back to DeepSpeed") for note in self.notes)
+        self.notes = tuple(note.replace("stock FSDP", "DeepSpeed") for note in self.notes)
         compat.deepspeed.give_back_reduction(self.engine)
         compat.zero.unsilence(self.engine)
         compat.zero.hide_hooks(self.engine, hidden)
 
 
 def hidden(hook: Any) -> Any:
-    """A hook of ZeRO 3 that TorchDynamo passes over: traced, each has graph breaks and recompilations of its own."""
+    """Return a hook of ZeRO 3 that TorchDynamo skips: traced, each has graph breaks and recompilations of its own."""
     return compat.dynamo.no_dynamo(hook, "a hook of ZeRO 3")
 
 
@@ -136,6 +136,9 @@ _LAYER = re.compile(r"^(?:.*?\.)?\d+(?=\.)")
 
 
 def layer_of(name: str) -> str:
-    """What a parameter is gathered together with: the layer of a list of layers, or else the module that has it."""
+    """Return the name of the module whose parameters are gathered together with this one.
+
+    It is the layer, for parameters inside a list of layers, else the module that owns the parameter.
+    """
     found = _LAYER.match(name)
     return found.group() if found else name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""ZeRO 1 and 2: whole parameters on every rank, and of their gradients each rank's part of the flat groups."""
+"""Adapter of ZeRO 1 and 2: every rank has whole parameters, and its own part of the gradients of each flat group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dcompile.collectives.contract import ParamInfo, Shard
 
 
 class FlatRange:
-    """Some parameters in a row of a flat group: a unit; see `collectives.contract.ShardUnit`."""
+    """Adjacent parameters of a flat group as a unit; see `collectives.contract.ShardUnit`."""
 
     offloaded = False
 
@@ -29,23 +29,23 @@ class FlatRange:
         start, stop = bounds
         ranks = adapter.group.size()
         self.parts = tuple(max(0, min(stop, (r + 1) * part) - max(start, r * part)) for r in range(ranks))
-        """Elements of it that belong to each rank."""
+        """Number of elements of the unit in each rank's part."""
         rank = torch.distributed.get_rank(adapter.group)
         self._offset = max(start - rank * part, 0)
-        """Where this rank's elements begin in its part of the flat group."""
+        """Position of this rank's elements in its part of the flat group."""
         self.name = ""
-        """Its parameters'."""
+        """Names of its parameters."""
         self.members: list[tuple[Any, int]] = []
         """(weak reference, offset within the unit) of each parameter."""
 
     def add(self, name: str, parameter: Any, offset: int) -> None:
-        """Another parameter, in order."""
+        """Add the next parameter."""
         self.name = f"{self.name} {name}".lstrip()
         self.members.append((weakref.ref(parameter), offset))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its gradients."""
+        """The dtype of gradients: that of the parameters."""
         found: torch.dtype = present(self.members[0][0]).dtype
         return found
 
@@ -64,18 +64,18 @@ class FlatRange:
             flat[self._offset : self._offset + gradient.numel()].add_(gradient)
 
     def take_back(self, gradient: torch.Tensor) -> None:
-        """Leave DeepSpeed this rank's whole gradient."""
+        """Add this rank's whole gradient to `.grad` of the parameters, for DeepSpeed to reduce."""
         for reference, offset in self.members:
             parameter: Any = present(reference)
             piece = gradient[offset : offset + parameter.numel()].view(parameter.shape).to(parameter.dtype)
             parameter.grad = piece.clone() if parameter.grad is None else parameter.grad + piece
 
     def settle(self) -> None:
-        """Gradients are where they belong at once."""
+        """Return at once: `commit` finishes its work."""
 
 
 class ZeroPartitionAdapter(ZeroAdapter):
-    """Stages 1 and 2: whole parameters on every rank; each rank's part of the gradients is summed up there."""
+    """State of the takeover of an engine of stage 1 or 2: gradients are reduced to each rank's part."""
 
     compares_in_forward = True
 
@@ -84,7 +84,7 @@ class ZeroPartitionAdapter(ZeroAdapter):
         self._group = compat.deepspeed.process_group(engine)
         self._refs: dict[int, Callable[[], Any]] = {}
         self._partitions: dict[int, Any] = {}
-        """Index of a flat group -> what the optimizer takes its gradients as."""
+        """Index of a flat group -> its gradients in the form that the optimizer takes."""
         self._handed: set[int] = set()
         self._rank = torch.distributed.get_rank(self._group)
         found = self._make_units(engine, dtype_name(engine.communication_data_type))
@@ -99,7 +99,7 @@ class ZeroPartitionAdapter(ZeroAdapter):
         self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(entries)}
 
     def _make_units(self, engine: Any, reduce_dtype: str) -> list[tuple[ParamInfo, Any]]:
-        """Units, from the last parameter of the last group to the first; what each parameter is to plans."""
+        """Make units, from the last parameter of the last group to the first; return (info for plans, parameter)."""
         names, found = names_of(engine), list[tuple[ParamInfo, Any]]()
         itemsize = getattr(torch, reduce_dtype).itemsize
         cap = min(CAP_BYTES, compat.zero.bucket_elements(engine) * itemsize)
@@ -131,7 +131,7 @@ class ZeroPartitionAdapter(ZeroAdapter):
         return None
 
     def virtual(self, number: int) -> torch.nn.Parameter:
-        """The parameter itself: it is whole."""
+        """Return the parameter itself, which is whole."""
         found: torch.nn.Parameter = present(self._refs[number])
         return found
 
@@ -139,9 +139,10 @@ class ZeroPartitionAdapter(ZeroAdapter):
         return ((number, present(reference)) for number, reference in self._refs.items())
 
     def partition(self, index: int) -> torch.Tensor:
-        """This rank's gradients of a flat group, to be added to; those of a new step, if the optimizer has taken them.
+        """Return this rank's part of a flat group's gradients, a flat tensor that `commit` adds to.
 
-        It has not where a step has another backward behind the one that handed them over.
+        If the optimizer's step has taken the last part, a new one is made. It has not taken it if a step has another
+        backward after the one that handed gradients over.
         """
         engine, known = self.engine, self._partitions.get(index)
         if known is not None and index in self._handed and not compat.zero.holds(engine, index, known):
@@ -154,7 +155,7 @@ class ZeroPartitionAdapter(ZeroAdapter):
         return flat
 
     def hand_over(self) -> None:
-        """A step's gradients are complete: the optimizer's step takes them."""
+        """Pass a step's complete gradients to the optimizer."""
         for group in compat.zero.flat_groups(self.engine):
             self.partition(group.index)
             compat.zero.hand_over(self.engine, group.index, self._partitions[group.index])
@@ -164,7 +165,10 @@ class ZeroPartitionAdapter(ZeroAdapter):
 def in_buckets(
     places: Sequence[tuple[Any, int]], itemsize: int, first_bytes: int, cap_bytes: int
 ) -> list[list[tuple[Any, int]]]:
-    """Parameters in a row, the last ones first: a bucket is closed when it has its size, as DDP's."""
+    """Group adjacent parameters into buckets, the last ones first; as in DDP, a bucket closes at its size in bytes.
+
+    `places`: (parameter, offset) in order.
+    """
     buckets: list[list[tuple[Any, int]]] = []
     size, limit = 0, first_bytes
     for parameter, place in reversed(places):

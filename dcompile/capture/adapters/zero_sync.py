@@ -1,7 +1,8 @@
-"""ZeRO's gradients: reduced in the backward programs, and handed to DeepSpeed where it would have reduced them itself.
+"""Gradient synchronization of ZeRO: backward programs reduce gradients, and the optimizer gets them as from DeepSpeed.
 
-The engine calls one function at the end of each backward, whichever way that was started. That function is taken: there
-gradients that came from outside the compiled graphs are reduced, too, and the optimizer gets what its step reads.
+The engine calls one function at the end of each backward, however the backward was started. dcompile replaces that
+function. The replacement also reduces gradients from outside the compiled graphs, and passes gradients to the
+optimizer.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ OUTSIDE = "gradients from outside the compiled graphs are reduced at the end of 
 
 
 def sync_for(engine: Any, zero: str, stock: bool) -> GradientSync:
-    """The strategy of a DeepSpeed engine's model, by the options `zero` and `distributed`."""
+    """Return the strategy of a DeepSpeed engine's model, by the options `zero` and `distributed`."""
     stage = compat.deepspeed.stage_of(engine)
     if reasons := reasons_against(engine, zero, stock):
         if stage == 3 and hasattr(engine.optimizer, "parameter_offload"):
@@ -43,14 +44,14 @@ def sync_for(engine: Any, zero: str, stock: bool) -> GradientSync:
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """A bound method that the engine may keep: it does not keep the compiled model."""
+    """Return a bound method for the engine that does not keep the compiled model alive."""
     reference = weakref.WeakMethod(method)
 
     def call() -> None:
         found = reference()
         if found is None:
             raise DcompileError(
-                "dcompile: the compiled model of this DeepSpeed engine is gone; compile the engine anew"
+                "dcompile: the compiled model of this DeepSpeed engine is gone; compile the engine again"
             )
         found()
 
@@ -61,7 +62,7 @@ def _refuse_coalescing(engine: Any) -> None:
     if compat.deepspeed.is_coalescing(engine):
         raise DcompileError(
             "dcompile: engine.coalesce_grad_reduction() has DeepSpeed reduce gradients itself; compile the engine with "
-            "options={'zero': 'off'}, or leave it out: gradients are reduced beside the backward anyway"
+            "options={'zero': 'off'}, or leave it out: gradients are reduced during the backward anyway"
         )
 
 
@@ -69,22 +70,22 @@ def _refuse_coalescing(engine: Any) -> None:
 
 
 class ZeroReplicatedSync(GradientSync):
-    """Buckets are all-reduced in the backward that ends a step; what earlier ones left in `.grad` is added before."""
+    """Strategy of stage 0: the backward that ends a step all-reduces buckets, to which it adds what `.grad` holds."""
 
     def __init__(self, adapter: ZeroReplicatedAdapter) -> None:
         super().__init__(adapter)
         self._adapter = adapter
         self._reduced: list[GradientBuckets] = []
-        """Of each program of the backward that runs, in the order in which they ran."""
+        """Buckets of each program of the backward in progress, in the order in which the programs ran."""
         self._absent: dict[int, GradientBuckets] = {}
-        """Parameters that such a program has no gradient of, as no loss of this rank has used what they lead to."""
+        """Parameter without a gradient in such a program, as this rank's losses do not depend on it -> its buckets."""
 
     def take_over(self) -> tuple[ShardedParameters | None, EagerRegionMonitor | None]:
         compat.deepspeed.take_reduction(self._adapter.engine, _weakly(self._end_backward))
         return None, None
 
     def run_backward(self, call: BackwardCall) -> list[Any]:
-        """Reduce in the program, or not at all: DeepSpeed decides in the backward."""
+        """Run a program that reduces, or does not: DeepSpeed decides in the backward."""
         graph, buckets = call.graph, call.buckets
         if buckets is None:
             return super().run_backward(call)
@@ -106,7 +107,7 @@ class ZeroReplicatedSync(GradientSync):
         return self.model.services.make_buckets(buckets, adapter.refs, adapter.group, self.model.pool)
 
     def _end_backward(self) -> None:
-        """Where DeepSpeed would reduce: the rest, which no program has reduced; nothing is left without a gradient."""
+        """Where DeepSpeed would reduce: average what no program has reduced, and fill missing gradients."""
         adapter = self._adapter
         reduced, self._reduced = self._reduced, []
         absent, self._absent = self._absent, {}
@@ -123,11 +124,11 @@ class ZeroReplicatedSync(GradientSync):
                 continue
             if parameter.grad is None and number in absent:  # other ranks may have one
                 parameter.grad = absent[number].reduced_gradient(number)
-            elif parameter.grad is None:  # as DeepSpeed: an optimizer's weight decay is to see it
+            elif parameter.grad is None:  # as DeepSpeed, so that an optimizer applies weight decay
                 parameter.grad = torch.zeros_like(parameter)
             elif number not in known:
                 rest[number] = parameter.grad
-            elif len(known[number]) == 1:  # of several, autograd has added the reduced gradients up
+            elif len(known[number]) == 1:  # of several programs, autograd has summed the reduced gradients
                 view = known[number][0].reduced_gradient(number)
                 if parameter.is_contiguous() and parameter.grad.data_ptr() != view.data_ptr():
                     rest[number] = parameter.grad - view
@@ -137,7 +138,7 @@ class ZeroReplicatedSync(GradientSync):
             buckets.forget()
 
     def _average(self, rest: dict[int, torch.Tensor], known: Collection[int]) -> None:
-        """Average these over the ranks; those of `known` parameters are a part of their gradients."""
+        """Average these gradients over the ranks; of `known` parameters they are only a part of `.grad`."""
         if not rest:
             return
         adapter = self._adapter
@@ -153,7 +154,7 @@ class ZeroReplicatedSync(GradientSync):
 
 
 class ZeroSync(ShardedSync):
-    """What stages 1 to 3 share: the end of a backward."""
+    """Base class of the strategies of stages 1 to 3: the end of a backward."""
 
     _zero: ZeroAdapter
 
@@ -172,7 +173,7 @@ class ZeroSync(ShardedSync):
         compat.deepspeed.take_reduction(engine, _weakly(self._end_backward))
 
     def _reduce_rest(self) -> None:
-        """Reduce what earlier backwards kept and this one did not reach, and what came from outside the graphs."""
+        """Reduce gradients of earlier backwards that this one did not reach, and those from outside the graphs."""
         shards = self.model.shards
         assert shards is not None, "what is taken over has shards"
         shards.flush()
@@ -186,12 +187,12 @@ class ZeroSync(ShardedSync):
             parameter.grad = None
 
     def _end_backward(self) -> None:
-        """Where DeepSpeed would reduce gradients."""
+        """Finish a backward, where DeepSpeed would reduce gradients."""
         raise NotImplementedError
 
 
 class ZeroPartitionSync(ZeroSync):
-    """Stages 1 and 2: forwards take whole parameters, backwards reduce to this rank's part of the flat groups."""
+    """Strategy of stages 1 and 2: forwards use whole parameters, backwards reduce to this rank's part of each group."""
 
     def __init__(self, adapter: ZeroPartitionAdapter) -> None:
         super().__init__(adapter)
@@ -199,7 +200,7 @@ class ZeroPartitionSync(ZeroSync):
 
     @property
     def sharded(self) -> ShardedAdapter | None:  # type: ignore[override]
-        """None: parameters are not."""
+        """None: parameters are not sharded."""
         return None
 
     @property
@@ -211,7 +212,7 @@ class ZeroPartitionSync(ZeroSync):
         return self.model.services.make_shards(self._zero.units, self._zero.groups), None
 
     def check_result(self, result: Any) -> None:
-        """A parameter may be returned: its gradients from outside are reduced behind the backward."""
+        """Accept a returned parameter: its gradients from outside the graphs are reduced after the backward."""
 
     def _end_backward(self) -> None:
         engine = self._zero.engine
@@ -223,7 +224,7 @@ class ZeroPartitionSync(ZeroSync):
 
 
 class Zero3Sync(ZeroSync):
-    """Stage 3: programs gather parameters, and reduce gradients to shards."""
+    """Strategy of stage 3: programs gather parameters, and reduce gradients to shards."""
 
     def __init__(self, adapter: Zero3Adapter) -> None:
         super().__init__(adapter)

@@ -1,1 +1,1 @@
-"""What ranks compare before they compile: captured graphs, uses of parameters, plans of collectives."""
+"""Agreement between ranks: the captured graphs, uses of parameters and plans of collectives that they compare."""

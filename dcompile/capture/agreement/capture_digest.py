@@ -1,9 +1,9 @@
-"""What a rank has captured, as lines that ranks compare before the first collective of a model.
+"""Describe what a rank has captured, as lines that ranks compare before the first collective of a model.
 
-In the lines: versions, settings, parameters in their order, and each call of the captured graph that makes a tensor.
-Not in them: shapes of inputs, and numbers in calls, which may differ between ranks (a ragged batch, a rank's own scale)
-without any harm to the collectives; and the names of inputs in the graph, which are others in a frame that is whole and
-in one that has a graph break: parameters have those of the model there, and others are numbered as they are used.
+The lines contain versions, settings, parameters in order, and each call of the captured graph that makes a tensor. They
+do not contain shapes of inputs or numbers in calls. These may differ between ranks (a ragged batch, a rank's own scale)
+without harm to the collectives. Names of the graph's inputs are missing, too, since they depend on graph breaks.
+Parameters have their names in the model instead, and other inputs are numbered in the order of use.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dcompile.compat.user_line import user_line
 from dcompile.toolchain import own_source, own_version
 
 CAPTURES = "captured graphs"
-"""What ranks disagree on, if they do."""
+"""Subject of the comparison, in errors."""
 _OF_A_PART = "torch.ops.higher_order."
 
 
 class ComparedModel(Protocol):
-    """A compiled model (`compiled_model.CompiledModel`), as far as ranks compare it."""
+    """Interface of a compiled model (`compiled_model.CompiledModel`) for comparisons between ranks."""
 
     settings: Any
     adapter: Any
@@ -31,14 +31,14 @@ class ComparedModel(Protocol):
 
 
 def captured_calls(model: ComparedModel, gm: Any, params: Mapping[int, int]) -> list[Line]:
-    """What ranks compare of a graph, once a call of the model is to exchange something between them."""
+    """Return the lines of a graph that ranks compare before a call of the model starts a collective."""
     return [*calls_of(gm, _names(model, params))]
 
 
 def compare_captures(model: ComparedModel, captures: Sequence[Sequence[Line]]) -> None:
-    """Compare the graphs of a call, in their order, between ranks: all come. Raises PlanMismatchError, on all ranks.
+    """Compare the graphs of a call, in order, between ranks; all ranks call this. Raises PlanMismatchError on all.
 
-    Graphs are told apart by their place in the call: how many a rank has made before, alone, is its own affair.
+    Graphs are identified by their position in the call, since a rank may have captured others alone before.
     """
     graphs = [line for n, calls in enumerate(captures) for line in ((f"graph {n} of the call", ""), *calls)]
     lines = [*_surroundings(model), *graphs]
@@ -46,7 +46,7 @@ def compare_captures(model: ComparedModel, captures: Sequence[Sequence[Line]]) -
 
 
 def compare_surroundings(model: ComparedModel) -> None:
-    """The same where ranks may run other graphs: compare all but these."""
+    """Compare versions, settings and parameters, but no graphs, where ranks may run different ones."""
     model.services.agree(model.adapter.group, "settings", [*_surroundings(model)])
 
 
@@ -58,13 +58,16 @@ def _surroundings(model: ComparedModel) -> Iterator[Line]:
 
 
 def _names(model: ComparedModel, params: Mapping[int, int]) -> dict[int, str]:
-    """Position among a graph's inputs -> the name of its parameter."""
+    """Return position among a graph's inputs -> name of the parameter."""
     infos = model.adapter.param_infos()
     return {position: infos[number].fqn for position, number in params.items()}
 
 
 def calls_of(gm: Any, parameters: Mapping[int, str]) -> Iterator[Line]:
-    """The calls that make tensors, the same whichever sizes vary. `parameters`: names of inputs, by position."""
+    """Yield the calls that make tensors, the same whichever sizes are symbolic.
+
+    `parameters`: names of inputs, by position.
+    """
     inputs = {node: parameters.get(n) for n, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
     names: dict[Any, str] = {}
     calls = used = 0
@@ -78,9 +81,9 @@ def calls_of(gm: Any, parameters: Mapping[int, str]) -> Iterator[Line]:
             if value in inputs and value not in names and _makes_tensor(value):
                 names[value] = inputs[value] or f"input{used}"
                 used += 1
-        names[node], target = f"%{calls}", _target(gm, node)  # numbered by itself: names count calls for sizes too
+        names[node], target = f"%{calls}", _target(gm, node)  # own numbers: FX names count computations of sizes, too
         calls += 1
-        # a call of a part of the graph gets the sizes that vary as arguments of their own
+        # a call of a subgraph gets symbolic sizes as additional arguments
         given = [arg for arg in node.args if not (target.startswith(_OF_A_PART) and _is_size(arg))]
         yield f"{names[node]} = {target}({', '.join(_argument(arg, names) for arg in given)})", user_line(node)
 
@@ -90,7 +93,7 @@ def _is_size(argument: Any) -> bool:
 
 
 def _makes_tensor(node: Any) -> bool:
-    """Inputs and calls that are sizes are as many as the sizes that vary, on this rank."""
+    """Is a node's value no number? The count of size inputs and size computations depends on this rank's sizes."""
     value = node.meta.get("example_value", node.meta.get("val"))
     return not isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool | torch.Size)
 
@@ -109,5 +112,5 @@ def _argument(value: Any, names: dict[Any, str]) -> str:
         return names.get(value, "_")
     if isinstance(value, tuple | list):
         items = [_argument(item, names) for item in value]
-        return f"[{', '.join(items)}]" if {*items} != {"_"} else "_"  # sizes one by one, or all as one value
+        return f"[{', '.join(items)}]" if {*items} != {"_"} else "_"  # sizes may come as a list or as one value
     return "_"

@@ -1,4 +1,4 @@
-"""The collectives of a program, one line each, the same on every rank that runs the same program."""
+"""Plan of a program's collectives for comparison: one line each, equal on every rank that runs the same program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dcompile.ir.nodes import Bucket
 
 
 def plan_of(buckets: Iterable[Bucket], params: Iterable[ParamInfo]) -> list[str]:
-    """Of its own buckets, in the order in which they are exchanged."""
+    """Return the lines of a program's buckets, in the order of their collectives."""
     infos = {info.number: info for info in params}
     lines = []
     for bucket in buckets:

@@ -1,4 +1,4 @@
-"""Where a forward used parameters outside the compiled graphs, read off the autograd graph of its result."""
+"""Find parameters that a forward used outside the compiled graphs, from the autograd graph of its result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dcompile.compat.tensors import is_compiled_backward
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in what a forward returned: sequences, mappings and dataclasses are looked into, as DDP does."""
+    """Yield the tensors in a forward's result: as in DDP, those inside sequences, mappings and dataclasses, too."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -27,9 +27,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def outside_use(result: Any, name_of: Callable[[Any], str | None]) -> list[str]:
-    """Why gradients of this result would not all be reduced by compiled graphs; empty if they would.
+    """Return why compiled graphs would not reduce all gradients of this result; empty if they would.
 
-    `name_of` gives the name of a parameter that is kept in step, None for any other tensor.
+    `name_of` returns the name of a synchronized parameter, None for any other tensor.
     """
     roots = [tensor.grad_fn for tensor in tensors_in(result) if tensor.grad_fn is not None]
     if not roots:

@@ -1,1 +1,1 @@
-"""Views of inputs, and tensors that share memory: what AOTAutograd loses or gets wrong about them."""
+"""Aliasing: views of inputs and tensors that share memory, where AOTAutograd loses or changes eager's behaviour."""

@@ -1,10 +1,10 @@
-"""Results that look at an input: `x.mul_(2); return x[: len(x) // 2]`.
+"""Return results that are views of an input as views of it: `x.mul_(2); return x[: len(x) // 2]`.
 
-AOTAutograd hands out a view of the input itself. Where the way to it has symbols in it, it asks what the graph returned
-how that view lies. Of an input that the graph changes, traced graphs return a look at the new values, which begin at 0
-and may lie in another order than the input: with any backend of torch 2.11 to 2.13, the rows of a slice then come from
-the front of what was sliced. And a look that counts from where a storage begins is a copy, which begins at 0 as well,
-where the graph reads it too: so that the returned one is a look of its own.
+AOTAutograd returns a view of the input itself. If the view has symbolic sizes, it takes the view's offset and strides
+from the graph's result. Of an input that the graph changes, traced graphs return a view of the new values. These start
+at offset 0, and their strides may differ from the input's. With any backend of torch 2.11 to 2.13, the rows of a slice
+then come from the front of the sliced tensor. A view with an offset from the start of a storage, which the graph reads
+as well, is a copy, which starts at 0, too. So the graph returns a separate view in that case.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dcompile import compat
 
 
 def return_input_views(gm: Any, aliases: Mapping[int, int]) -> None:
-    """Have a graph return looks at its own inputs for these results: position of a result -> of the input.
+    """Make a graph return views of its own inputs for these results. `aliases`: position of a result -> of the input.
 
-    Guarantees: whatever else the graph returns, and does. What is in those results is read by nobody.
+    Guarantees: all other results and effects of the graph are the same. Nothing reads the values of these results.
     """
     if not aliases:
         return
     placeholders, output = gm.graph.find_nodes(op="placeholder"), gm.graph.output_node()
     changes = _changes(gm, placeholders)
     written = {copy.args[0]: copy.args[1] for copy in changes} | compat.aot.returned_changes(gm)
-    # behind what changes its input, a look that is a call of the library's would seem to read what is gone
+    # after the write to its input, a view that is a library call would seem to read overwritten values
     before = changes[0] if changes else output
     results, left = list(output.args[0]), set[Any]()
     for place, number in aliases.items():
@@ -45,16 +45,16 @@ def return_input_views(gm: Any, aliases: Mapping[int, int]) -> None:
 
 
 def _changes(gm: Any, placeholders: list[Any]) -> list[Any]:
-    """Nodes that write to inputs, which functionalization puts behind all others."""
+    """Return the nodes that write to inputs; functionalization puts them after all others."""
     copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     return [copy for copy in copies if copy.args[0] in placeholders]
 
 
 def _way(result: Any, start: Any, counted: bool = False) -> list[Any]:
-    """The views that lead from a node to a result, in order; none if it is no view of that node.
+    """Return the chain of views from a node to a result, in order; empty if the result is no view of that node.
 
-    An offset of `as_strided` counts from where memory begins, which new values have to themselves: such views are
-    `counted` on the way from an input that keeps its values.
+    The offset of `as_strided` is relative to the start of the storage, and new values have their own storage. So such
+    views are allowed (`counted`) only in a chain from an input that keeps its values.
     """
     way, node = list[Any](), result
     while start is not None and node is not start:
@@ -70,13 +70,16 @@ def _is_view(node: Any, counted: bool) -> bool:
 
 
 def _absolute_views(result: Any, start: Any) -> list[Any]:
-    """The views that lead from an input to a result, if one counts from the storage's start and others read one."""
+    """Return the chain of views from an input to a result, if the result needs a chain of its own.
+
+    It does if a view's offset is relative to the storage, and a view of the chain has other readers.
+    """
     way = _way(result, start, counted=True)
     return way if any(map(compat.storage_offsets.has_offset, way)) and any(len(view.users) > 1 for view in way) else []
 
 
 def _replay_views(gm: Any, start: Any, way: list[Any], before: Any) -> Any:
-    """The same views of another node."""
+    """Apply the same chain of views to another node; return the last one."""
     node = start
     for view in way:
         args = (node, *view.args[1:])

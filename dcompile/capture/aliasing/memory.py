@@ -1,4 +1,4 @@
-"""Which values of an FX graph share memory."""
+"""Identify the memory of values of an FX graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dcompile import compat
 
 
 def memory_of(node: Any) -> int | None:
-    """What tells the memory of a node's value from that of others; None if it is no tensor that has any."""
+    """Return a key of the storage of a node's value, equal for values that share memory; None if it has no storage."""
     value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None

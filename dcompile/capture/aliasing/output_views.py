@@ -1,9 +1,9 @@
-"""Results of a forward that are views of what it computed: tensors of their own, with one count of changes.
+"""Results of a forward that are views of computed values: separate tensors that share one version counter.
 
-Autograd takes it amiss when a view that was made inside a function is changed in place. So AOTAutograd hands out such
-a result as a tensor of its own (`aten._unsafe_view`), whose count of changes is its own, too: what the backward needs
-and lies in the same memory keeps the old one. Whoever changes logits in place before the backward then gets wrong
-gradients, and no error. Here what is saved looks at the result itself, and autograd says what was changed.
+Autograd raises an error if a view that was made inside a function is changed in place. So AOTAutograd returns such a
+result as a separate tensor (`aten._unsafe_view`) with its own version counter. Saved tensors in the same memory keep
+the old counter. A caller who changes logits in place before the backward then gets wrong gradients without an error.
+Here saved tensors become views of the result itself, so that autograd detects the change and raises.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ quick_view = quick_look()
 
 
 def saved_in_same_memory(gm: Any, places: Sequence[int], count: int) -> dict[int, tuple[int, ...]]:
-    """For these of a forward's `count` results: positions of the saved tensors that lie in the same memory."""
+    """Return position of a result -> positions of saved tensors in the same memory.
+
+    `places`: positions among a forward's first `count` outputs, which are its results.
+    """
     outputs = gm.graph.output_node().args[0]
     saved = [(place, memory_of(outputs[place])) for place in range(count, len(outputs))]
     found = {}
@@ -31,11 +34,11 @@ def saved_in_same_memory(gm: Any, places: Sequence[int], count: int) -> dict[int
 
 
 def results_to_detach(gm: Any, constant: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """Of a forward's `constant` results, which have no gradient, those that lie in the memory of one that has.
+    """Return positions of `constant` results, which have no gradient, that share memory with a result that has one.
 
-    Of `h.detach()` beside `h` a program makes one tensor, of `h[0].detach()` a view of it. Autograd, told that the one
-    has no gradient, takes it for the other, or has the view follow what it looks at. What the graph returns several
-    times is one tensor: its places come together.
+    A program returns one tensor for `h.detach()` and `h`, and a view of `h` for `h[0].detach()`. Autograd, which marks
+    such results as not differentiable, would mark `h` as well, or let the view inherit its base's gradient. A node that
+    the graph returns several times is one tensor, so its positions form one tuple.
     """
     nodes = gm.graph.output_node().args[0][:count]
     memories = [memory_of(node) for node in nodes]
@@ -48,10 +51,10 @@ def results_to_detach(gm: Any, constant: Sequence[int], count: int) -> tuple[tup
 
 
 def saved_input_views(gm: Any, count: int) -> tuple[int, ...]:
-    """Behind a forward's `count` results: positions of what it saves that looks at an input and is not that input.
+    """Return positions, after a forward's `count` results, of saved views of an input, except the input itself.
 
-    A look at all of an input as it lies is the input itself in a program, and by the backward that may have another
-    `.data`, which a look of eager's does not follow.
+    In a program, a view of a whole input with the same strides is the input itself. By the backward, that may have
+    another `.data`, which eager's view does not follow.
     """
     inputs = {memory_of(node) for node in gm.graph.find_nodes(op="placeholder")} - {None}
     saved = enumerate(gm.graph.output_node().args[0][count:], count)
@@ -62,10 +65,10 @@ Steps = tuple[tuple[Any, tuple[Any, ...], Mapping[str, Any]], ...]
 
 
 def remove_dtype_views(gm: Any, count: int) -> tuple[tuple[int, int, Steps], ...]:
-    """Of a graph's `count` results, those that look at another one as another dtype: (place, its place, how).
+    """Remove results that are views of another result as another dtype: (position, position of the other, views).
 
-    From here on the graph returns the other one there, and whoever calls it looks: what lies in a program's memory has
-    one dtype, and a copy would not change with what it was made of.
+    The graph then returns the other result there, and its caller applies the views. A program's memory has one dtype,
+    and a copy would not change with its source.
     """
     output = gm.graph.output_node()
     results = list(output.args[0])
@@ -88,18 +91,18 @@ def remove_dtype_views(gm: Any, count: int) -> tuple[tuple[int, int, Steps], ...
 
 
 def _is_plain_look(node: Any) -> bool:
-    """Whether a node is a view of one tensor, without numbers that differ from call to call."""
+    """Is a node a view of one tensor, without symbolic numbers among its arguments?"""
     if not isinstance(node, torch.fx.Node) or node.op != "call_function":
         return False  # a graph may return numbers, too
     return getattr(node.target, "is_view", False) and len(node.all_input_nodes) == 1
 
 
 def results_to_separate(gm: Any) -> tuple[tuple[int, int, bool], ...]:
-    """(place, earlier place, whether as a view) of a graph's results that may be one tensor in a program, and are two.
+    """Return (position, earlier position, is a view) of two results that may be one tensor in a program.
 
-    A look at all of a result as it lies is the result itself there: `return h, h.view_as(h)`. The view has a base in
-    eager mode, and AOTAutograd asks for it where a later graph changes the one and returns a view of the other;
-    `h.detach()` has none.
+    In a program, a view of a whole result with the same strides is the result itself: `return h, h.view_as(h)`. In
+    eager mode the view has a base. AOTAutograd needs it if a later graph changes one and returns a view of the other.
+    `h.detach()` has no base.
     """
     nodes = gm.graph.output_node().args[0]
     memories = [memory_of(node) for node in nodes]
@@ -109,12 +112,12 @@ def results_to_separate(gm: Any) -> tuple[tuple[int, int, bool], ...]:
 
 
 def constant_results_to_separate(gm: Any, constant: Sequence[int]) -> tuple[tuple[int, int, bool], ...]:
-    """The same of a forward's `constant` results, which look at one another and not at what has a gradient."""
+    """Return the same for a forward's `constant` results, which are views of each other, not of one with gradient."""
     return tuple(pair for pair in results_to_separate(gm) if pair[0] in constant and pair[1] in constant)
 
 
 def _is_detached(node: Any) -> bool:
-    """Whether a view is one by way of `detach`."""
+    """Does a chain of views contain `detach`?"""
     while node.op == "call_function" and getattr(node.target, "is_view", False):
         if node.target is torch.ops.aten.detach.default:
             return True
@@ -123,10 +126,10 @@ def _is_detached(node: Any) -> bool:
 
 
 def repeated_results(gm: Any) -> tuple[tuple[int, int], ...]:
-    """(place, first place) of what a graph returns several times, and is one tensor.
+    """Return (position, first position) of nodes that a graph returns several times; in eager mode they are one tensor.
 
-    A program looks anew at memory for each place. Two inputs that overlap are what a graph behind a break then has for
-    one, and AOTAutograd refuses to change such a one by way of `as_strided`.
+    A program makes a new view of memory for each position. A graph after a graph break would then have two overlapping
+    inputs instead of one, and AOTAutograd refuses to change such inputs through `as_strided`.
     """
     first: dict[Any, int] = {}
     nodes = enumerate(gm.graph.output_node().args[0])
@@ -135,11 +138,11 @@ def repeated_results(gm: Any) -> tuple[tuple[int, int], ...]:
 
 
 def results_without_gradients(gm: Any, learning: Collection[int]) -> tuple[int, ...]:
-    """Those of a Dynamo graph's `learning` results that are views made under `torch.no_grad()`.
+    """Return positions of a Dynamo graph's `learning` results that are views made under `torch.no_grad()`.
 
-    In eager mode such a view is a leaf: nothing of what is computed with it goes on to what it looks at (a head's
-    prototypes, a target that is a part of an input). AOTAutograd makes views anew outside of the graph, with gradients.
-    An input may be a leaf and a view, too, and is what it is converted to where nothing changes (`x.to(x.dtype)`).
+    In eager mode such a view is a leaf, and its gradients do not reach its base. Examples are the prototypes of a head,
+    or a target that is a part of an input. AOTAutograd recreates such views outside of the graph, with gradients.
+    Inputs are excluded: an input may be a leaf and a view, too, and `x.to(x.dtype)` returns the input itself.
     """
     inputs = {id(node.meta.get("example_value")) for node in gm.graph.find_nodes(op="placeholder")}
     found = []
@@ -151,7 +154,7 @@ def results_without_gradients(gm: Any, learning: Collection[int]) -> tuple[int, 
 
 
 def view_without_gradients(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
-    """`compiled`, whose results in these places are views made under `torch.no_grad()`."""
+    """Return `compiled` with the results at these positions made views under `torch.no_grad()`."""
     if not places:
         return compiled
 
@@ -166,7 +169,7 @@ def view_without_gradients(compiled: Callable[..., Any], places: Sequence[int]) 
 
 
 def separate_results(outputs: list[Any], pairs: Sequence[tuple[int, int, bool]]) -> None:
-    """A tensor of its own for each result that is the same as the earlier one of a pair."""
+    """Make a separate tensor for each result that is the same object as the earlier one of its pair."""
     for place, earlier, view in pairs:
         x = outputs[place]
         if x is outputs[earlier]:
@@ -174,7 +177,7 @@ def separate_results(outputs: list[Any], pairs: Sequence[tuple[int, int, bool]])
 
 
 def view_as_dtypes(outputs: list[Any], looks: Sequence[tuple[int, int, Steps]]) -> None:
-    """See `remove_dtype_views`."""
+    """Apply views as another dtype to results; see `remove_dtype_views`."""
     for place, source, steps in looks:
         x = outputs[source]
         for target, args, keywords in steps:
@@ -183,7 +186,10 @@ def view_as_dtypes(outputs: list[Any], looks: Sequence[tuple[int, int, Steps]]) 
 
 
 def return_views(outputs: list[Any], results: Mapping[int, Sequence[int]]) -> None:
-    """Put tensors of their own in the places of `results`, and where `saved_in_same_memory` found their memory."""
+    """Make separate tensors at the positions `results`, and make saved tensors in their memory views of them.
+
+    `results`: as from `saved_in_same_memory`.
+    """
     for place, saved in results.items():
         view = outputs[place]
         own = outputs[place] = quick_view(view, tuple(view.shape), view.stride(), 0)
@@ -193,13 +199,13 @@ def return_views(outputs: list[Any], results: Mapping[int, Sequence[int]]) -> No
 
 
 def detach_saved_views(outputs: list[Any], places: Sequence[int]) -> None:
-    """See `saved_input_views`."""
+    """Detach saved views of inputs; see `saved_input_views`."""
     for place in places:
         outputs[place] = outputs[place].detach()
 
 
 def detach_results(outputs: list[Any], places: Sequence[Sequence[int]]) -> None:
-    """See `results_to_detach`."""
+    """Detach results without gradients; see `results_to_detach`."""
     for place, *others in places:
         outputs[place] = outputs[place].detach()
         for other in others:
@@ -207,6 +213,6 @@ def detach_results(outputs: list[Any], places: Sequence[Sequence[int]]) -> None:
 
 
 def repeat_results(outputs: list[Any], places: Sequence[tuple[int, int]]) -> None:
-    """See `repeated_results`."""
+    """Return one tensor at all positions of the same node; see `repeated_results`."""
     for place, earlier in places:
         outputs[place] = outputs[earlier]

@@ -1,9 +1,9 @@
-"""Arguments that come to share memory after a graph was traced, where the graph changes one of them in place.
+"""Detect arguments that share memory in another way than when a graph was traced, if the graph changes one in place.
 
-AOTAutograd traces which inputs share memory, and gives a graph one tensor in the place of those that do. Dynamo guards
-on what inputs look like, and on nothing of where they are stored, so that a later call with windows of one tensor would
-be computed as if they were apart. Such a call runs the captured graph operator by operator, as eager does. Checked are
-pairs of an input that changes with another, if one of the two is no parameter or buffer: 50 ns an input and call.
+AOTAutograd traces which inputs share memory, and passes a graph one tensor in place of those that do. Dynamo guards on
+inputs' shapes and strides, but not on their addresses. So a later call with overlapping windows of one tensor would be
+computed as if they did not overlap. Such a call runs the captured graph operator by operator, as eager does. The check
+covers pairs of a changed input and another one, unless both are parameters or buffers: 50 ns an input and call.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from dcompile import compat
 from dcompile.errors import DcompileError
 
 COUNTED = "call with arguments that share memory otherwise than when it was traced, run eagerly"
-"""What the receipt counts."""
+"""Name of the receipt's count of such calls."""
 
 
 @dataclass(frozen=True)
 class TracedOverlaps:
-    """The inputs of a graph that are compared, and how they were stored when it was traced."""
+    """The inputs of a graph that are checked, and how they overlapped when it was traced."""
 
     positions: tuple[int, ...]
-    """Where they are among the graph's."""
+    """Positions among the graph's inputs."""
     changed: frozenset[int]
-    """Places in `positions` of inputs that the graph writes to."""
+    """Indices into `positions` of inputs that the graph writes to."""
     chosen: frozenset[int]
-    """Places of those that a caller chooses."""
+    """Indices of inputs that the caller chooses: neither parameters nor buffers."""
     traced: dict[tuple[int, int], int]
-    """For places of inputs that share memory since then: bytes from the first to the second."""
+    """Indices of two inputs that shared memory at tracing -> bytes from the first to the second."""
 
 
 def watched_inputs(gm: Any, inputs: Sequence[Any], changed: frozenset[int] | None) -> TracedOverlaps | None:
-    """Which inputs of a graph to compare, given those it changes (None: not known); None if there is no pair."""
+    """Return the inputs of a graph to check, given those that it changes (None: unknown); None if there is no pair."""
     nodes = gm.graph.find_nodes(op="placeholder")
     plain = [
         n for n, value in enumerate(inputs)
@@ -45,7 +45,7 @@ def watched_inputs(gm: Any, inputs: Sequence[Any], changed: frozenset[int] | Non
     ]  # fmt: skip
     chosen = {n for n in plain if not compat.dynamo.is_static_input(nodes[n], inputs[n])}
     written = {n for n in plain if n in changed} if changed is not None else chosen
-    # the others of those that stay are never compared with one another
+    # parameters and buffers that do not change are needed only where a caller's input changes
     positions = tuple(sorted(written | chosen)) if not written & chosen else tuple(plain)
     if not written or not chosen or len(positions) < 2:
         return None
@@ -57,7 +57,7 @@ def watched_inputs(gm: Any, inputs: Sequence[Any], changed: frozenset[int] | Non
 def _overlapping_pairs(
     positions: Sequence[int], changed: frozenset[int], chosen: frozenset[int], values: Sequence[Any]
 ) -> dict[tuple[int, int], int]:
-    """Of pairs that matter, those whose addresses overlap: places of both, and bytes from the first to the second."""
+    """Return relevant pairs whose addresses overlap: indices of both -> bytes from the first to the second."""
     found: dict[tuple[int, int], int] = {}
     spans = []
     for place, position in enumerate(positions):
@@ -77,7 +77,7 @@ def _overlapping_pairs(
 
 
 def _length(value: torch.Tensor) -> int:
-    """Bytes from the first element of a tensor to behind its last."""
+    """Return the bytes from a tensor's first element to the end of its last."""
     if value.is_contiguous():
         return value.numel() * value.element_size()
     if not value.numel():
@@ -93,16 +93,16 @@ def as_traced(
     counted: Counter[str],
     has_collectives: bool,
 ) -> Callable[..., Any]:
-    """`compiled` for calls whose inputs share memory as when it was traced; the captured graph itself for all others.
+    """Return a callable: `compiled` if inputs overlap as at tracing, else the captured graph `gm` itself, counted.
 
-    Raises DcompileError for those where gradients are exchanged by what is compiled.
+    It raises DcompileError instead of running `gm` if compiled programs reduce gradients (`has_collectives`).
     """
     if watched is None:
         return compiled
     positions, changed, chosen, traced = watched.positions, watched.changed, watched.chosen, watched.traced
     address = torch.Tensor.data_ptr
     known: list[int] = []
-    """Addresses that were found to be right, of the last call."""
+    """Addresses of the last call that passed the check."""
 
     def call(*args: Any) -> Any:
         nonlocal known

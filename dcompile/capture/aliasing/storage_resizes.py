@@ -1,7 +1,7 @@
-"""Graphs that free or make the memory of an input: `x.untyped_storage().resize_(n)`, as hand-written sharding does.
+"""Graphs that free or allocate the memory of an input: `x.untyped_storage().resize_(n)`, as hand-written sharding does.
 
-AOTAutograd notes such a call with whatever the tensor has become by then. Behind a change that is a value of the
-graph's own, in place of the input: freed, it would be read when the input gets it, and the input would keep its memory.
+AOTAutograd traces such a call on the tensor's current value. After a change this is a value of the graph, not the
+input. If the value were freed, the copy back to the input would read freed memory, and the input would keep its own.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dcompile import compat
 from dcompile.passes import PassReport
 
 CHANGES = "aten.copy_.default"
-"""How a graph changes an input: AOTAutograd leaves no other operation in place."""
+"""The operation that changes an input: AOTAutograd leaves no other in-place operation in a graph."""
 
 
 def resize_only_inputs(gm: Any) -> PassReport:
-    """Have a traced graph resize the storages of inputs only, in place.
+    """Make a traced graph resize only the storages of inputs, in place.
 
-    Guarantees: values that are read keep their memory. An input whose value was freed last is freed, and not written.
-    Other resizes of values are left out: memory that was made anew holds nothing until it is written.
+    Guarantees: values that are read keep their memory. An input whose value was freed last is freed instead of written.
+    Other resizes of values are removed, since new memory has no content until it is written.
     """
     nodes = [node for node in gm.graph.nodes if compat.storage_offsets.resizes(node.target)]
     values = dict.fromkeys(node.args[0] for node in nodes if node.args[0].op != "placeholder")
@@ -30,7 +30,7 @@ def resize_only_inputs(gm: Any) -> PassReport:
         of_value = [node for node in nodes if node.args[0] is value]
         changes = [user for user in value.users if str(user.target) == CHANGES and user.args[1] is value]
         if value in returned:
-            continue  # its memory is the caller's to miss: lowering says that it leaves such graphs to ATen
+            continue  # the caller would see the freed memory: lowering reports that it leaves such graphs to ATen
         if of_value[-1].args[1] == 0:
             for change in changes:
                 _free(gm, change)
@@ -42,7 +42,7 @@ def resize_only_inputs(gm: Any) -> PassReport:
 
 
 def _free(gm: Any, change: Any) -> None:
-    """Free an input where a graph would have written it."""
+    """Replace the write to an input by a resize to 0 bytes."""
     resize = torch.ops.inductor.resize_storage_bytes_.default
     with gm.graph.inserting_before(change):
         freed = gm.graph.call_function(resize, (change.args[0], 0))

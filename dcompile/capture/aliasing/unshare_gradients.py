@@ -1,7 +1,7 @@
-"""Gradients that lie in the same memory: autograd would have one parameter's `.grad` change with another's.
+"""Unshare gradients that a program returns in the same memory: one parameter's `.grad` would change with another's.
 
-What is added up (`x + a + b`) gets one gradient, which a program returns as a look at its memory for each. Autograd
-asks of each tensor alone whether somebody else has it, and makes it `.grad` if not. The next backward then adds to the
+The terms of a sum (`x + a + b`) have equal gradients, which a program returns as views of one memory. Autograd makes
+each tensor `.grad` that has no other reference, without regard to shared memory. The next backward then adds to the
 same memory twice, and clipping scales it twice.
 """
 
@@ -17,25 +17,25 @@ Pair = tuple[int, int, bool]
 
 
 class UnshareGradients:
-    """Has the gradients of a graph's programs lie apart. What they share is found in the first call of each."""
+    """Unshares the gradients of a graph's programs; the first call of each program finds which of them share memory."""
 
     def __init__(self) -> None:
         self._shared: dict[Hashable, tuple[Pair, ...]] = {}
 
     def of(self, program: Hashable, gradients: list[Any]) -> list[Any]:
-        """What this program has returned, apart."""
+        """Return the gradients that this program has returned, unshared."""
         if program not in self._shared:
             self._shared[program] = shared_pairs(gradients)
         return keep_apart(gradients, self._shared[program])
 
     def around(self, program: Hashable, run: Run) -> Run:
-        """The way to call a program that was called before."""
+        """Return `run` with unshared gradients, for a program that was called before."""
         pairs = self._shared[program]
         return (lambda args: keep_apart(run(args), pairs)) if pairs else run
 
 
 def shared_pairs(gradients: Sequence[Any]) -> tuple[Pair, ...]:
-    """(place, another place, whether both are the same) of gradients that lie in the same memory."""
+    """Return (position, another position, are they the same view) of gradients that share memory."""
     spans = sorted((*_span(x), place) for place, x in enumerate(gradients) if _has_memory(x))
     found, near, reach = list[Pair](), list[int](), 0
     for begin, end, place in spans:
@@ -51,7 +51,7 @@ def shared_pairs(gradients: Sequence[Any]) -> tuple[Pair, ...]:
 
 
 def keep_apart(gradients: list[Any], pairs: Sequence[Pair]) -> list[Any]:
-    """One tensor where two are the same, of which autograd makes copies itself; memory of its own for any other."""
+    """Unshare in place: equal views become one object, which autograd copies itself; others are cloned."""
     for place, other, same in pairs:
         gradients[place] = gradients[other] if same else gradients[place].clone()
     return gradients
@@ -68,10 +68,10 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether some element of `y`, which begins where `x` does or behind it, may be one of `x`.
+    """May an element of `y`, whose address is that of `x` or higher, be an element of `x`?
 
-    Parts of one tensor, as a concatenation's gradients are, have its strides: `y` then begins so many rows, so many
-    columns further, and they are apart if that is past `x` in one dimension. Anything else may overlap.
+    Parts of one tensor, such as gradients of a concatenation's inputs, have equal strides. The offset of `y` then is a
+    number of steps in each dimension. They are disjoint if it reaches the size of `x` in one. Others may overlap.
     """
     if y.data_ptr() >= _span(x)[1]:
         return False

@@ -1,8 +1,8 @@
-"""The tensor that several inputs of a graph look at, as AOTAutograd passes it in their place.
+"""Restore the traced strides of the base tensor that AOTAutograd passes in place of several inputs that view it.
 
-It does so where one of the inputs changes. Dynamo guards on how the inputs lie, and on nothing of what they look at:
-`a.t_()` behind a graph break gives that other strides from call to call. ATen's operators ask a tensor how it lies;
-kernels of ours were compiled for the strides of the first call, and would write to the places of other elements (under
+AOTAutograd does so if one of the inputs changes. Dynamo guards on shapes and strides of the inputs, but not of their
+base. `a.t_()` after a graph break may give the base other strides in another call. ATen's operators read a tensor's
+strides. Kernels of dcompile are compiled for the strides of the first call, and would write to wrong elements (under
 inductor it is an AssertionError).
 """
 
@@ -17,7 +17,7 @@ Boxed = Callable[[list[Any]], list[Any]]
 
 
 def with_bases_as_traced(gm: Any, run: Boxed) -> Boxed:
-    """`run`, which gets such tensors as they lay when `gm` was traced: the same memory, looked at in the same way."""
+    """Return `run` with base tensors viewed with the shapes and strides that they had when `gm` was traced."""
     bases = tuple(
         (position, tuple(value.shape), value.stride())
         for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))

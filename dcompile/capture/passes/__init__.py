@@ -1,1 +1,1 @@
-"""Rewrites of FX graphs before they are lowered."""
+"""Passes over FX graphs, before they are lowered."""

@@ -8,15 +8,17 @@ import torch
 
 from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.emit.cpp.plan import NestDecision
-from dcompile.codegen.emit.target import Kernels, KernelSource, Target
-from dcompile.codegen.emit.triton import kernel, matmul_epilogue, segment_sum
+from dcompile.codegen.emit.target import EmitRequest, Kernels, KernelSource, Target
+from dcompile.codegen.emit.triton import segment_sum
+from dcompile.codegen.emit.triton import target as triton_target
 from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, fuse_launches
 from dcompile.device_traits import loop_traits, main_device, traits_of
 from dcompile.ir.nodes import Buffer, Loop, Program
 from dcompile.toolchain import triton_version
 
-TARGETS: Mapping[str, Target] = {target.traits.name: target for target in (cpp_kernel.TARGET, kernel.TARGET)}
+TARGETS: Mapping[str, Target] = {target.traits.name: target for target in (cpp_kernel.TARGET, triton_target.TARGET)}
 """By the type of the device that a target makes kernels for."""
+NO_REQUEST = EmitRequest()
 
 
 def why_no_kernels(devices: Collection[torch.device]) -> str | None:
@@ -53,23 +55,18 @@ def emit_all(program: Program, kind: str, decisions: Sequence[NestDecision], *, 
         return cpp_kernel.emit_all(program, decisions, training=kind == "forward", own_products=own_products)
     constant = constants(program) if kind == "inference" else None  # training kernels run longer than their launch
     nothing = None if constant is None else frozenset[str]()
-    single = [_kernel(loop, table, nothing, decisions) for loop in loops]
+    single = [emit_loop(loop, table, EmitRequest(decisions, nothing)) for loop in loops]
     calls = fuse_launches(program, single)
     if constant:
         first = first_launch(calls)
         for number in range(first + 1, len(loops)):
             if loop_traits(loops[number], table).many_threads and constant & loops[number].reads:
-                single[number] = _kernel(loops[number], table, constant, decisions)
+                single[number] = emit_loop(loops[number], table, EmitRequest(decisions, constant))
         early = fuse_launches(program, single)
         calls = early if first_launch(early) == first else calls
     return Kernels(calls, segment_sum.products(program))
 
 
-def _kernel(
-    loop: Loop, table: dict[str, Buffer], constant: frozenset[str] | None, decisions: Sequence[NestDecision]
-) -> KernelSource:
-    if loop.product is not None:
-        return matmul_epilogue.emit(loop, table)
-    if loop_traits(loop, table).is_host:
-        return cpp_kernel.emit(loop, table, decisions)
-    return kernel.emit(loop, table, constant)
+def emit_loop(loop: Loop, table: Mapping[str, Buffer], request: EmitRequest = NO_REQUEST) -> KernelSource:
+    """The kernel of one loop, by the target of the device whose memory it writes."""
+    return TARGETS[loop_traits(loop, table).name].emit(loop, table, request)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from dcompile.device_traits import DeviceTraits
 from dcompile.ir.index import Size
-from dcompile.ir.nodes import View
+from dcompile.ir.nodes import Buffer, Loop, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +119,24 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True)
+class EmitRequest:
+    """What targets are given beside a loop: each reads what it knows."""
+
+    decisions: Sequence[Any] = ()
+    """What plans the nests of C++ kernels."""
+    constant: frozenset[str] | None = None
+    """Buffers that no step of the program writes; None where kernels start in turn."""
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """What makes kernels for one type of device, which `traits` describe to all other stages.
 
-    `spelling` maps each op to a format string over {0}, {1}, {2} and {dtype}, the result's.
+    `spelling` maps each op to a format string over {0}, {1}, {2} and {dtype}, the result's. `emit` writes the kernel of
+    a loop whose buffers are in the table.
     """
 
     language: str
     spelling: Mapping[str, str]
     traits: DeviceTraits
+    emit: Callable[[Loop, Mapping[str, Buffer], EmitRequest], KernelSource]

@@ -184,12 +184,12 @@ def _in_its_storage(low: Lowering, node: Node, tensor: LazyTensor) -> LazyTensor
         compat.storage_offsets.storage_input(node, scattered=True) if compat.storage_offsets.has_offset(node) else None
     )
     if around is not None and compat.storage_offsets.is_part(around.meta["val"]):
-        raise Unsupported(f"dcompile: {node.target} looks at what lies around an input")
+        raise Unsupported(f"dcompile: {node.target} reads memory outside an input")
     fake = node.args[0].meta["val"]  # type: ignore[union-attr]
     # smaller than the storage, for example via `as_strided` of an input, which is a copy of exact size here
     at_start = isinstance(offset := fake.storage_offset(), int) and offset == 0
     if not (at_start and is_dense(fake) and fake.untyped_storage().nbytes() == fake.nbytes):
-        raise Unsupported(f"dcompile: {node.target} looks at the storage behind a slice")
+        raise Unsupported(f"dcompile: {node.target} reads the storage outside a slice")
     view = low.exact(tensor)
     out = low.buffer(tensor.shape, tensor.dtype, strides_of(fake), f"{view.buffer}_storage")
     low.extern("aten.clone.default", [view], [out.buffer])

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from dcompile.compat import alone, aot_trace, dispatch_watch, groups, guards, sizes, zero
+from dcompile.compat import absent_ranks, alone, aot_trace, dispatch_watch, groups, guards, sizes, zero
 from dcompile.compat.patches import (
     batch_norm_statistics,
     compile_call,
     cse,
     dynamo_metrics,
+    gpu_capability,
     grouped_experts,
     index_strides,
     lean_wrappers,
@@ -25,6 +26,7 @@ from dcompile.compat.patches import (
     quiet_dumps,
     rng_under_checkpoint,
     scalar_writes,
+    symbolic_arithmetic,
     symbolic_tangents,
     symbolic_views,
     sync_batch_norm,
@@ -133,6 +135,13 @@ PATCHES: tuple[TorchPatch, ...] = (
         ("sympy.simplify",),
         "speed",
         "simplifying a division simplifies what is inside anew at each level",
+        BOTH,
+    ),
+    TorchPatch(
+        symbolic_arithmetic.remembered_arithmetic,
+        ("torch.fx.experimental.sym_node.SymNode._mul",),
+        "speed",
+        "each fake tensor works out anew what its symbolic sizes come to, a quarter of the time that tracing takes",
         BOTH,
     ),
     TorchPatch(
@@ -283,6 +292,37 @@ PATCHES: tuple[TorchPatch, ...] = (
         undone="when explaining ends",
     ),
     TorchPatch(
+        absent_ranks.for_all_groups,
+        (
+            "torch.distributed.init_process_group",
+            "torch.distributed.new_group",
+            "torch.distributed.rendezvous",
+            "torch.distributed.TCPStore",
+            "torch.distributed.all_gather_object",
+            "torch.distributed.broadcast_object_list",
+            "torch.distributed.barrier",
+            "torch.nn.parallel.DistributedDataParallel._ddp_init_helper",
+        ),
+        "takeover",
+        "a job that is precompiled finds no other ranks to meet, and none that could tell it something",
+        undone="when precompiling ends",
+    ),
+    TorchPatch(
+        absent_ranks.without_data,
+        (
+            "torch.distributed.device_mesh.init_device_mesh",
+            "torch.distributed.device_mesh.DeviceMesh.__init__",
+            "torch.nn.parallel.distributed._verify_param_shape_across_processes",
+            "torch.nn.parallel.distributed._sync_module_states",
+            "torch.optim.adam._get_value",
+            "torch.utils.swap_tensors",
+            "torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty",
+        ),
+        "correctness",
+        "wrappers, meshes and optimizers read memory, which tensors of a precompiled job do not have",
+        undone="when precompiling ends",
+    ),
+    TorchPatch(
         zero.stock_linear,
         ("torch.nn.functional.linear",),
         "correctness",
@@ -309,6 +349,13 @@ PATCHES: tuple[TorchPatch, ...] = (
         "correctness",
         "CUDA graphs hold communicators, which must not be destroyed before them",
         undone="never; it calls torch's own",
+    ),
+    TorchPatch(
+        gpu_capability.gpu_capability_as,
+        ("torch.cuda.get_device_capability",),
+        "takeover",
+        "an export for a GPU that is not in this machine compiles for its compute capability",
+        undone="when the export ends",
     ),
     TorchPatch(
         dispatch_watch.watch_tensor_texts,

@@ -44,15 +44,21 @@ _refused: dict[Path, Path] = {}
 """Unusable directory -> its replacement in this process, so that each one causes one warning and one replacement."""
 
 
+_unreadable: set[Path] = set()
+"""Precompiled folders of which it was said that they are not used."""
+
+
 class _Damaged(Exception):
     """A damaged cache file. Arguments: its path, and the reason."""
 
 
 class KernelCache:
-    """Cache in one directory, which only its owner can read and write."""
+    """Cache in one directory, which only its owner can read and write; and one to read what that lacks from."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, precompiled: KernelCache | None = None, *, read_only: bool = False) -> None:
         self.directory = directory
+        self._precompiled = precompiled
+        self._read_only = read_only
         self._checked: set[Path] = set()
         """Libraries whose content was compared with their name."""
         self._seen: set[Path] = set()
@@ -62,35 +68,51 @@ class KernelCache:
     def open(cls, config: Config) -> KernelCache:
         """Open the configured cache directory, or a temporary one of this process if it is unusable or not trusted."""
         wanted = cache_directory(config)
+        beside = cls._readable(config)
         if wanted in _refused:
-            return cls(_refused[wanted])
+            return cls(_refused[wanted], beside)
         objection = _prepare(wanted)
         if objection is None:
             _sweep(wanted)
             _limit(wanted, config.cache_size_gib * 2**30)
-            return cls(wanted)
+            return cls(wanted, beside)
         _refused[wanted] = _private()
         instead = "kernels are built into a temporary directory this time"
         report(logging.WARNING, f"kernel cache {wanted} is not used: {objection}; {instead}")
-        return cls(_refused[wanted])
+        return cls(_refused[wanted], beside)
+
+    @classmethod
+    def _readable(cls, config: Config) -> KernelCache | None:
+        """The folder that `config.precompiled` names; None where it cannot be read or cannot be trusted."""
+        if not config.precompiled:
+            return None
+        folder = precompiled_folder(config)
+        objection = _objection_to(folder)
+        if objection is None:
+            return cls(folder, read_only=True)
+        if folder not in _unreadable:
+            _unreadable.add(folder)
+            report(logging.WARNING, f"precompiled folder {folder} is not used: {objection}")
+        return None
 
     def find(self, key: str) -> Path | None:
         """Return the library that holds a kernel, or None. A damaged file is a miss, and is reported once."""
+        found = None
         try:
-            return self._checked_library(key)
+            found = self._checked_library(key)
         except _Damaged as damage:
             self._tell(damage, "kernel", "building")
-            return None
+        return self._precompiled.find(key) if found is None and self._precompiled is not None else found
 
     def find_graph(self, key: str) -> Loaded | None:
         """Return a compiled graph and its libraries, or None. A damaged file is a miss, and is reported once."""
+        graph = None
         try:
             graph = self._checked_graph(key)
         except _Damaged as damage:
             self._tell(damage, "graph", "compiling")
-            return None
         if graph is None:
-            return None
+            return None if self._precompiled is None else self._precompiled.find_graph(key)
         libraries = {name: self.find(kernel) for name, kernel in graph.kernels.items()}
         found = {name: path for name, path in libraries.items() if path is not None}
         return (graph, found) if len(found) == len(libraries) else None
@@ -108,7 +130,7 @@ class KernelCache:
             return None
         if record["sha256"] != _digest(key, record.get("graph")):
             raise _Damaged(entry, "its content does not match its checksum")
-        mark_used(entry)
+        self._mark_used(entry)
         return from_record(record["graph"])
 
     def _checked_library(self, key: str) -> Path | None:
@@ -133,11 +155,16 @@ class KernelCache:
         except OSError as error:
             raise _Damaged(library, str(error.strerror)) from error
         if actual != digest:
-            with contextlib.suppress(OSError):
-                library.unlink()
+            if not self._read_only:
+                with contextlib.suppress(OSError):
+                    library.unlink()
             raise _Damaged(library, "its content does not match its checksum")
         self._checked.add(library)
-        mark_used(library)
+        self._mark_used(library)
+
+    def _mark_used(self, file: Path) -> None:
+        if not self._read_only:
+            mark_used(file)
 
     def put(self, keys: Sequence[str], built: Path) -> Path:
         """Publish a library, then one entry for each kernel in it. Return the published path; raise BuildError."""
@@ -172,6 +199,20 @@ class KernelCache:
             assert path.name == f"{digest}{kind}", "a library changed between its check and its place"
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def link(self, key: str, file: str) -> bool:
+        """Publish an entry for a kernel in a library of this directory. Return False if that is missing or damaged.
+
+        Raises OSError where the entry cannot be written.
+        """
+        library = self.directory / file
+        try:
+            self._check(library, library.stem)
+        except _Damaged:
+            return False
+        record = {"key": key, "sha256": library.stem, "kind": library.suffix}
+        self._write(self.directory / f"{key}.json", json.dumps(record))
+        return True
 
     def put_graph(self, key: str, graph: CompiledGraph) -> None:
         """Store a compiled graph. A failure to write is logged as a warning and costs a recompilation only."""
@@ -258,17 +299,17 @@ def cache_directory(config: Config) -> Path:
     return Path(base).absolute() / "dcompile"
 
 
+def precompiled_folder(config: Config) -> Path:
+    """The folder of option `precompiled`."""
+    return Path(config.precompiled).expanduser().absolute()
+
+
 def _prepare(directory: Path) -> str | None:
     """Create the directory if needed. Return why it cannot be used, or None."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
-        if not stat.S_ISDIR(status.st_mode):
-            return "it is not a directory"
-        if hasattr(os, "getuid") and status.st_uid != os.getuid():
-            return f"it belongs to user {status.st_uid}, who could plant code in it"
-        if status.st_mode & 0o022:
-            return f"others may write to it (mode {stat.S_IMODE(status.st_mode):04o}); chmod 700 it"
+        if objection := _objection_to(directory, root_may_own=False):
+            return objection
         handle, name = tempfile.mkstemp(prefix="tmp-", dir=directory)
         os.close(handle)
         Path(name).unlink()
@@ -276,6 +317,23 @@ def _prepare(directory: Path) -> str | None:
         return "it is not a directory"
     except OSError as error:
         return str(error.strerror)
+    return None
+
+
+def _objection_to(directory: Path, *, root_may_own: bool = True) -> str | None:
+    """Why code from a directory is not to be trusted, or that it is none."""
+    try:
+        status = directory.stat()
+    except OSError as error:
+        return str(error.strerror)
+    if not stat.S_ISDIR(status.st_mode):
+        return "it is not a directory"
+    user = os.getuid() if hasattr(os, "getuid") else status.st_uid
+    if status.st_uid != user and not (root_may_own and status.st_uid == 0):
+        return f"it belongs to user {status.st_uid}, who could plant code in it"
+    if status.st_mode & 0o022:
+        mode = "755" if root_may_own else "700"
+        return f"others may write to it (mode {stat.S_IMODE(status.st_mode):04o}); chmod {mode} it"
     return None
 
 

@@ -48,7 +48,10 @@ def graph_key(gm: GraphModule, request: Request, config: Config) -> str:
     """Key of a graph's cache entry. Raises NotCacheable."""
     if config.backend is not None and not config.backend.is_stable:
         raise NotCacheable(f"its kernels come from {config.backend.name}, and nothing tells that from another by name")
-    lines = (*_environment(), *_gpus(gm), config.key(), *_request(request), *_symbols(gm), *_nodes(gm), *_storages(gm))
+    machine = _machine(request) if _communicates(gm, request) or config.backend is not None else ()
+    given = (*_request(request), *machine)
+    surroundings = (f"{what} {value}" for what, value in environment().items())
+    lines = (*surroundings, *_gpus(gm), config.key(), *given, *_symbols(gm), *_nodes(gm), *_storages(gm))
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -108,14 +111,17 @@ def gpus(gm: GraphModule) -> set[str]:
     return {str(value.device) for value in values if isinstance(value, torch.Tensor) and value.device.type == "cuda"}
 
 
-def _environment() -> Iterator[str]:
-    yield f"dcompile {own_version()} {own_source()}"
-    yield f"torch {torch.__version__} {torch.version.git_version}"
-    yield compiler_stamp()
-    yield cpu_features()
-    yield f"caches {cache_bytes()}"
-    yield (openmp_library() or "").rpartition("/")[2]
-    yield f"deterministic {torch.are_deterministic_algorithms_enabled()}"
+def environment() -> dict[str, str]:
+    """What every program depends on beside its graph and the settings, by name."""
+    return {
+        "dcompile": f"{own_version()} {own_source()}",
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "C++ compiler": compiler_stamp(),
+        "processor": cpu_features(),
+        "largest cache in bytes": f"{cache_bytes()}",
+        "OpenMP library": (openmp_library() or "").rpartition("/")[2],
+        "deterministic algorithms": f"{torch.are_deterministic_algorithms_enabled()}",
+    }
 
 
 def _gpus(gm: GraphModule) -> Iterator[str]:
@@ -133,11 +139,20 @@ def _value(node: Node) -> Any:
 
 def _request(request: Request) -> Iterator[str]:
     yield f"{request.kind} {request.grads} {request.rule} {request.donated}"
-    yield f"{request.figures} {request.groups} {request.early_bytes}"
     yield f"{request.reductions}"
     yield f"{request.gathers} {request.results if request.gathers or request.kind == 'forward' else ''}"
     for param in request.params:  # without their names
         yield f"{param.number} {param.shape} {param.dtype} {param.device} {param.kind} {param.group} {param.shard}"
+
+
+def _machine(request: Request) -> Iterator[str]:
+    """What collectives are scheduled by. Without any, a program is the same for every number of ranks."""
+    yield f"{request.figures} {request.groups} {request.early_bytes}"
+
+
+def _communicates(gm: GraphModule, request: Request) -> bool:
+    sharded = any(param.shard is not None for param in request.params)
+    return request.rule is not None or bool(request.gathers) or sharded or bool(compat.groups.named_groups(gm))
 
 
 # --- the graph --------------------------------------------------------------------------------------------------------

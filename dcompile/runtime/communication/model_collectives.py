@@ -49,7 +49,7 @@ class ModelCollective:
         if group is None:
             raise DcompileError(
                 f"dcompile: process group {group_name}, of the model's own {self._words()} {self.name}, was destroyed; "
-                "make the mesh and the model anew, and compile that"
+                "make a new mesh and a new model, and compile that"
             )
         self.nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (sent, filled))
 
@@ -87,7 +87,8 @@ def _start(
     filled: Sequence[torch.Tensor],
     how: Sequence[Any],
     limit_s: float | None,
-) -> Any:
+) -> object:
+    """Start one, and return its torch.distributed.Work. Not `Any`: mypy would miss no case."""
     match kind:
         case "all_reduce":
             return start_all_reduce(group, sent, reduce_op(how[0]), limit_s)

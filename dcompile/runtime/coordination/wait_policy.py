@@ -90,7 +90,7 @@ class PeerWait:
         said = self._last.get(rank)
         if said is None:
             return (
-                f"rank {rank}{more} has said nothing: it has not come to this model, has not compiled it, as every "
+                f"rank {rank}{more} has not reported: it has not reached this model, has not compiled it, as every "
                 "rank has to, or its process is gone"
             )
         if not self.alive(rank):

@@ -44,6 +44,7 @@ from dcompile.runtime.cuda_graphs.recording import (
     ResultMemory,
     ResultRetention,
 )
+from dcompile.runtime.cuda_graphs.size_classes import SizeClasses
 from dcompile.runtime.cuda_graphs.stable_inputs import StableInputDetector
 from dcompile.runtime.program.arena import like
 
@@ -52,6 +53,7 @@ MAX_RECORDINGS = 8
 result, for whom no number would suffice.
 """
 AROUND = "they look at what lies around an input (as_strided), of which a recording has a copy"
+OTHER_SIZES = "some calls run without a CUDA graph: another size of their class has it, or they are in no class"
 MAX_POOLS = 3
 """Most pools of one model. The second and third serve recordings made while unowned memory of the first is in use."""
 
@@ -177,12 +179,22 @@ class ReplayedExecutable:
     `results`: number of leading results that the user sees; the others are saved tensors or gradients. `saved`: whether
     the program is a backward, with saved tensors of a forward as inputs. `whole`: positions of inputs whose whole
     storage it addresses. A recording reads a copy of such an input, so calls with parts of larger storages run without
-    a graph.
+    a graph. `classes`: sizes that may be recorded, where sizes vary; None: each size that comes twice. `sizes`:
+    positions of inputs that are such sizes.
     """
 
     def __init__(
-        self, program: Recordable, tree: GraphTree, *, results: int = 0, saved: bool = False, whole: Sequence[int] = ()
+        self,
+        program: Recordable,
+        tree: GraphTree,
+        *,
+        results: int = 0,
+        saved: bool = False,
+        whole: Sequence[int] = (),
+        classes: SizeClasses | None = None,
+        sizes: Sequence[int] = (),
     ) -> None:
+        self._classes, self._sizes = classes if sizes else None, sizes
         self._program, self._tree, self._results, self._saved, self._whole = program, tree, results, saved, whole
         self._mutated = frozenset(program.mutated)
         self._kept = ResultRetention()
@@ -204,6 +216,9 @@ class ReplayedExecutable:
             self._note(f"some calls run without a CUDA graph: {call}")
             return self._program(args, buckets=buckets, sync=sync)
         key = (*_key(args), *call.key)
+        if self._classes is not None and not self._is_admitted(args, key):
+            self._note(OTHER_SIZES)
+            return self._program(args, buckets=buckets, sync=sync)
         recordings = self._recordings.get(key)
         if recordings is None:
             self._recordings[key] = []
@@ -220,6 +235,16 @@ class ReplayedExecutable:
                 return self._program(args, buckets=buckets, sync=sync)
         made = self._record(args, recordings, self._settling[key], call)
         return self._program(args, buckets=buckets, sync=sync) if made is None else self._replay(made, args, call)
+
+    def _is_admitted(self, args: Sequence[Any], key: tuple[Any, ...]) -> bool:
+        """Whether calls of these sizes may be recorded; those of another size of the class are not replayed then."""
+        assert self._classes is not None, "asked where sizes vary"
+        admitted, replaced = self._classes.admit([args[place] for place in self._sizes], key)
+        if isinstance(replaced, tuple):
+            self._settling.pop(replaced, None)
+            for recording in self._recordings.pop(replaced, []):
+                self._tree.drop(recording)
+        return admitted
 
     def forget(self) -> None:
         """Drop all recordings; later calls record anew."""

@@ -10,7 +10,9 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import tempfile
+import weakref
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,9 +26,9 @@ from dcompile.runtime.program.artifact import Loadable, from_record
 from dcompile.runtime.program.executable import HostProgram
 from dcompile.toolchain import cpu_flags
 
-FORMAT = 1
-"""Version of the format, raised whenever the meaning of its content changes."""
-MANIFEST, PROGRAM, TENSORS = "manifest.json", "program.py", "tensors.bin"
+FORMAT = 2
+"""Version of the format, raised whenever the meaning of its content changes, also in `include/dcompile/runner.h`."""
+MANIFEST, PROGRAM, STEPS, TENSORS = "manifest.json", "program.py", "steps.json", "tensors.bin"
 ALIGN_BYTES = 64
 """Alignment of each tensor in bytes: a cache line."""
 
@@ -41,46 +43,71 @@ def machine() -> dict[str, Any]:
     return {"system": platform.system(), "machine": platform.machine(), "flags": sorted(cpu_flags())}
 
 
+class LoadedFiles:
+    """An exported program and its tensors, checked and mapped into memory.
+
+    Raises ExportError for damaged or missing files, for another format or version of torch, and for another kind of
+    machine. Raises FileNotFoundError if there is no program.
+    """
+
+    def __init__(self, path: Path) -> None:
+        folder = path
+        if path.is_file():
+            folder = Path(tempfile.mkdtemp(prefix="dcompile-exported-"))
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            _extract(path, folder)
+        self.manifest = manifest = _manifest(folder)
+        _check_versions(path, manifest)
+        _check_gpu(path, manifest["gpu"])
+        _check_files(folder, manifest)
+        graph = from_record(manifest["graph"] | {"source": (folder / PROGRAM).read_text()})
+        self.device = "cpu" if manifest["gpu"] is None else "cuda"
+        """Type of the device that the program runs on."""
+        self.tensors = _tensors(folder / TENSORS, manifest["tensors"], self.device)
+        """Parameters, buffers and constants of the model, by name."""
+        libraries = {name: folder / file for name, file in manifest["libraries"].items()}
+        constants = {name: self.tensors[tensor] for name, tensor in manifest["constants"].items()}
+        self._program = HostProgram("exported", Loadable(graph, libraries, constants))
+        self._inputs: list[tuple[str, Any]] = [tuple(entry) for entry in manifest["inputs"]]
+        self._separate: list[tuple[int, int]] = [tuple(entry) for entry in manifest["separate"]]
+
+    def run(self, given: Sequence[Any]) -> list[Any]:
+        """Run the program on checked arguments, and return its results."""
+        results = self._program(
+            [self.tensors[what] if kind == "tensor" else given[what] for kind, what in self._inputs]
+        )
+        for place, earlier in self._separate:
+            if results[place] is results[earlier]:
+                results[place] = results[place].detach()
+        return results
+
+
 class ExportedModel:
     """A loaded program, called like the exported model. It computes without gradients.
 
     Raises ExportError for arguments whose structure, shape or dtype differs from the exported ones.
     """
 
-    def __init__(self, folder: Path, manifest: Mapping[str, Any], held: Any = None) -> None:
-        self._held = held
-        """Owner of the temporary folder, if there is one."""
-        graph = from_record(manifest["graph"] | {"source": (folder / PROGRAM).read_text()})
-        self.tensors = _tensors(folder / TENSORS, manifest["tensors"])
+    def __init__(self, files: LoadedFiles) -> None:
+        self._files, manifest = files, files.manifest
+        self.tensors = files.tensors
         """Parameters, buffers and constants of the model, by name."""
-        libraries = {name: folder / file for name, file in manifest["libraries"].items()}
-        constants = {name: self.tensors[tensor] for name, tensor in manifest["constants"].items()}
-        self._program = HostProgram("exported", Loadable(graph, libraries, constants))
-        self._inputs: list[tuple[str, Any]] = [tuple(entry) for entry in manifest["inputs"]]
         self._arguments: list[dict[str, Any]] = manifest["arguments"]
         self._given = pytree.from_text(manifest["given"])
         self._keywords: list[str] = manifest["keywords"]
         self._returned = pytree.from_text(manifest["returned"])
         self._results: list[tuple[str, Any]] = [tuple(entry) for entry in manifest["results"]]
         self._changed: list[tuple[int, str]] = [tuple(entry) for entry in manifest["changed"]]
-        self._separate: list[tuple[int, int]] = [tuple(entry) for entry in manifest["separate"]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         known = {name: kwargs[name] for name in self._keywords if name in kwargs}
         flat, structure = pytree.flatten((args, known | kwargs))
         if structure != self._given:
             raise ExportError(f"dcompile: called with {structure}, but exported with {self._given}")
-        symbols: dict[str, int] = {}
-        pairs = enumerate(zip(flat, self._arguments, strict=True))
-        given = [_checked(value, said, n, symbols) for n, (value, said) in pairs]
-        inputs = [self.tensors[what] if kind == "tensor" else given[what] for kind, what in self._inputs]
-        results = self._program(inputs)
+        results = self._files.run(checked(flat, self._arguments, self._files.device))
         with torch.no_grad():
             for place, name in self._changed:
                 self.tensors[name].copy_(results[place])
-            for place, earlier in self._separate:
-                if results[place] is results[earlier]:
-                    results[place] = results[place].detach()
         leaves = [results[what] if kind == "result" else what for kind, what in self._results]
         return pytree.unflatten(leaves, self._returned)
 
@@ -91,15 +118,7 @@ def load(path: str | os.PathLike[str]) -> ExportedModel:
     It needs neither a C++ compiler nor Triton. Raises ExportError for damaged or missing files, for another format or
     version of torch, and for another kind of machine. Raises FileNotFoundError if there is no program.
     """
-    place, held = Path(path), None
-    if place.is_file():
-        held = tempfile.TemporaryDirectory(prefix="dcompile-exported-")
-        _extract(place, Path(held.name))
-        place = Path(held.name)
-    manifest = _manifest(place)
-    _check_versions(place, manifest)
-    _check_files(place, manifest)
-    return ExportedModel(place, manifest, held)
+    return ExportedModel(LoadedFiles(Path(path)))
 
 
 def _extract(archive: Path, folder: Path) -> None:
@@ -147,6 +166,23 @@ def _check_versions(folder: Path, manifest: Mapping[str, Any]) -> None:
         )
 
 
+def _check_gpu(folder: Path, wanted: Sequence[int] | None) -> None:
+    """Raise ExportError unless the current GPU is of the kind that kernels were compiled for."""
+    if wanted is None:
+        return
+    kind = f"a GPU of compute capability {wanted[0]}.{wanted[1]}"
+    if not torch.cuda.is_available():
+        raise ExportError(
+            f"dcompile: {folder} is for {kind}, and torch finds no GPU here; export the model for the CPU"
+        )
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) != tuple(wanted):
+        raise ExportError(
+            f"dcompile: {folder} is for {kind}, this machine's has {major}.{minor}; "
+            f"export it with gpu='sm_{major}{minor}'"
+        )
+
+
 def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
     for name, digest in manifest["files"].items():
         file = folder / name
@@ -158,11 +194,22 @@ def _check_files(folder: Path, manifest: Mapping[str, Any]) -> None:
             raise ExportError(f"dcompile: {file} is damaged: its checksum differs; export the model again")
 
 
-def _tensors(file: Path, entries: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Map tensors of a file, whose pages are read at their first use. Changes stay in this process."""
+def _tensors(file: Path, entries: Mapping[str, Mapping[str, Any]], device: str) -> dict[str, torch.Tensor]:
+    """Map tensors of a file, whose pages are read at their first use. Changes stay in this process.
+
+    For a GPU they are copied to it.
+    """
     nbytes = file.stat().st_size
     storage: Any = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=nbytes) if nbytes else None
-    return {name: _tensor(storage, entry) for name, entry in entries.items()}
+    found = {name: _tensor(storage, entry) for name, entry in entries.items()}
+    return found if device == "cpu" else {name: _with_place(x, device) for name, x in found.items()}
+
+
+def _with_place(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Copy a tensor, and the memory between its elements, to a device."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    span = tensor.as_strided((extent if tensor.numel() else 0,), (1,)).to(device)
+    return span.as_strided(tensor.shape, tensor.stride())
 
 
 def _tensor(storage: Any, entry: Mapping[str, Any]) -> torch.Tensor:
@@ -174,15 +221,26 @@ def _tensor(storage: Any, entry: Mapping[str, Any]) -> torch.Tensor:
     return made.set_(storage, start, entry["shape"], entry["strides"])  # type: ignore[call-overload, no-any-return, unused-ignore]
 
 
-def _checked(value: Any, said: Mapping[str, Any], number: int, symbols: dict[str, int]) -> Any:
+def checked(given: Sequence[Any], arguments: Sequence[Mapping[str, Any]], device: str = "cpu") -> list[Any]:
+    """Check arguments, and return them with the strides that the program needs. Raises ExportError."""
+    symbols: dict[str, int] = {}
+    pairs = enumerate(zip(given, arguments, strict=True))
+    return [_checked(value, said, n, symbols, device) for n, (value, said) in pairs]
+
+
+def _checked(value: Any, said: Mapping[str, Any], number: int, symbols: dict[str, int], device: str) -> Any:
     """Check an argument's dtype and sizes, and return it with the strides that the program needs."""
     if "constant" in said:
         if value != said["constant"]:
             raise ExportError(f"dcompile: argument {number} is {value!r}, but the model was exported with "
                               f"{said['constant']!r}")  # fmt: skip
         return value
-    wanted = f"{said['dtype']} of shape {_shown(said['shape'])} on the CPU"
-    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or len(value.shape) != len(said["shape"]):
+    if "number" in said:
+        if not isinstance(value, (int, float)):
+            raise ExportError(f"dcompile: argument {number} is a {type(value).__name__}, not a number")
+        return value
+    wanted = f"{said['dtype']} of shape {_shown(said['shape'])} on {'the CPU' if device == 'cpu' else 'a GPU'}"
+    if not isinstance(value, torch.Tensor) or value.device.type != device or len(value.shape) != len(said["shape"]):
         raise ExportError(f"dcompile: argument {number} should be {wanted}")
     fits = str(value.dtype) == f"torch.{said['dtype']}"
     for size, allowed in zip(value.shape, said["shape"], strict=True):

@@ -3,9 +3,9 @@
 import numpy as np
 
 from dcompile.codegen.schedule.fusion.interchange_reductions import interchange_reductions
-from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Apply, Buffer, Const, Load, Loop, Program, Reduce, Store, View
+from dcompile.ir.nodes import Program
+from dcompile.ir.parse import parse
 from dcompile.ir.verify import verify
 
 ROWS, COLUMNS = 40, 16
@@ -13,24 +13,19 @@ ROWS, COLUMNS = 40, 16
 
 def variance(device: str) -> Program:
     """Mean and variance of each column of x, stored as a batch norm does."""
-    body = (
-        Load("x", var("j0") * COLUMNS + var("i0"), "float32"),
-        Reduce("sum", 0, "float32"),
-        Const(float(ROWS), "float32"),
-        Apply("div", (1, 2), "float32"),
-        Apply("sub", (0, 3), "float32"),
-        Apply("mul", (4, 4), "float32"),
-        Reduce("sum", 5, "float32"),
-        Apply("div", (6, 2), "float32"),
-    )
-    stores = (Store("mean", var("i0"), 3), Store("var", var("i0"), 7))
-    buffers = (
-        Buffer("x", "float32", (ROWS, COLUMNS), (COLUMNS, 1), device),
-        Buffer("mean", "float32", (COLUMNS,), (1,), device),
-        Buffer("var", "float32", (COLUMNS,), (1,), device),
-    )
-    outputs = (View("mean", (COLUMNS,), (1,)), View("var", (COLUMNS,), (1,)))
-    return Program("p", ("x",), outputs, buffers, (Loop("loop", (COLUMNS,), (ROWS,), body, stores),))
+    return parse(f"""
+        program p(x)
+          x: float32[40, 16] on {device}
+          mean: float32[16] on {device}
+          var: float32[16] on {device}
+        loop statistics [16] x [40]
+          v = x[j0, i0]
+          m = div(row_sum(v), 40.0)
+          below = sub(v, m)
+          mean[i0] = m
+          var[i0] = div(row_sum(mul(below, below)), 40.0)
+        return (mean, var)
+    """)
 
 
 def test_on_a_gpu_each_reduction_walks_over_the_rows():

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile.collectives.contract import BucketRule, ParamInfo, Request
+from dcompile.collectives.contract import BucketRule, ParamInfo, Request, Shard
 from dcompile.config import Config
+from dcompile.machine_model import GroupSize
 from dcompile.runtime.cache import key as module
 from dcompile.runtime.cache.key import (
     NotCacheable,
@@ -112,6 +113,17 @@ def test_the_sign_of_zero_and_not_a_number_are_told_apart():
 )
 def test_the_request_is_part_of_the_key(change):
     assert key(request=replace(REQUEST, **change)) != key()
+
+
+def test_the_number_of_ranks_is_part_of_the_key_of_a_program_with_collectives_alone():
+    def among(ranks, **change):
+        return key(request=replace(REQUEST, groups=(("ddp", GroupSize(ranks)),), **change))
+
+    assert among(2) != among(1024) == among(1024)
+    assert among(2, rule=None) == among(1024, rule=None)
+    shard = Shard(unit=0, together=0, offset=0, numel=32, reduce_dtype="float32", reshard=True)
+    sharded = (replace(PARAMS[0], kind="sharded", shard=shard), PARAMS[1])
+    assert among(2, rule=None, params=sharded) != among(1024, rule=None, params=sharded)
 
 
 def test_options_that_code_depends_on_are_part_of_the_key_and_others_are_not():

@@ -75,7 +75,7 @@ def test_look_ups_of_a_rank_do_not_grow_with_their_number(ranks, monkeypatch):
 def test_a_rank_that_never_comes_is_an_error_in_time_on_all_others(ranks):
     messages = meet(ranks, [["a"]] * 2, timeout_s=0.3, world=3)
     assert len(set(messages)) == 1
-    assert "at most 0.3 s" in messages[0] and "rank 2 has said nothing" in messages[0]
+    assert "at most 0.3 s" in messages[0] and "rank 2 has not reported" in messages[0]
     assert "has not compiled it, as every rank has to" in messages[0]
 
 

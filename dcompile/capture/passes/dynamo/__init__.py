@@ -1,1 +1,1 @@
-"""Rewrites of the graph that TorchDynamo captured, before autograd traces it."""
+"""Passes over the graph that TorchDynamo captured, before AOTAutograd traces it."""

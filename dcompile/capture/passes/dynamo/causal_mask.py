@@ -1,10 +1,10 @@
-"""Attention masks that hide what comes later, or nothing: `is_causal` takes the place of the one, the other goes.
+"""Recognize causal and full attention masks: `is_causal` replaces a causal mask, and a full one is dropped.
 
-Libraries hand `scaled_dot_product_attention` a mask when they cannot see whether one is needed, and Hugging Face's
-models do so while being traced. A kernel with a mask reads it, and does the whole square where a causal kernel does
-half. The graph that Dynamo hands over shows how the mask was made. Where that is from comparisons of positions, its
-elements are followed as functions of these (`element_analysis.py`), whatever the size, and the mask is replaced if it
-is proved to be the lower triangle. Any other, as one that depends on an input (padding), stays as it is.
+Libraries pass `scaled_dot_product_attention` a mask when they cannot tell whether one is needed. Hugging Face's models
+do so while being traced. A kernel with a mask reads it, and computes the whole square of scores, a causal kernel half.
+Dynamo's graph shows how the mask is computed. If that is from comparisons of positions, `symbolic_elements` computes
+its elements as functions of positions, for any size. The mask is replaced if it is proved to be the lower triangle.
+Other masks stay, for example those that depend on an input (padding).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ INSTEAD = {
     "causal": "the kernel's own causal masking takes its place",
     "full": "it hides nothing, so they run without one",
 }
-"""What a rewritten call does without its mask, by the mask's kind, for the receipt."""
+"""Kind of a mask -> text for the receipt on the call without it."""
 
 
 def recognize_causal_masks(gm: GraphModule) -> PassReport:
-    """Rewrite the attention calls of a Dynamo graph whose mask is either causal or full, in all bodies that it holds.
+    """Rewrite attention calls with a causal or full mask in a Dynamo graph and all its subgraphs, in place.
 
-    The graph is changed in place, and the mask goes with what only made it, also from the operands of bodies.
+    Masks without other users are erased, with the nodes that only they need, and as operands of subgraphs.
     """
     nest = NestedGraphs(gm)
     changed = change_constants_anew(nest, FROM_NUMBERS)
@@ -76,12 +76,12 @@ def _mask_of(node: Node) -> Node | None:
 
 
 def argument(node: Node, position: int, name: str) -> Any:
-    """An argument of a call, given by place or by name."""
+    """Return an argument of a call, positional or by name; None if it is missing."""
     return node.args[position] if len(node.args) > position else node.kwargs.get(name)
 
 
 def _verdict(mask: Elements | None, node: Node) -> str | None:
-    """ "causal", "full", or None: something else, or not known."""
+    """Return "causal", "full", or None for any other mask, or an unknown one."""
     query, key = (shape_of(argument(node, place, name)) for place, name in ((0, "query"), (1, "key")))
     if mask is None or min(len(query), len(key), len(mask.shape)) < 2:
         return None
@@ -102,17 +102,17 @@ def _verdict(mask: Elements | None, node: Node) -> str | None:
 
 
 def _is_causal(allowed: Tree, ahead: Index, mask: Elements) -> bool:
-    """Whether exactly the keys are allowed to which the query is not behind: `ahead` is by how much it is not."""
+    """Are exactly the keys up to the query's position allowed? `ahead` is the query's position minus the key's."""
     past = leaves(allowed, (ahead,), mask.ranges)
     future = leaves(allowed, (negate_condition(ahead),), mask.ranges)
     return all(leaf is True for leaf in past) and all(leaf is False for leaf in future)
 
 
 def _is_allowed(leaf: Any, dtype: torch.dtype) -> bool:
-    """Whether an element of a mask lets attention look. Raises Unknown where it adds something else than 0 or "never".
+    """Does an element of a mask allow attention? Raises UnknownElements if it adds a bias to the score.
 
-    "Never" is minus infinity or, as some libraries have it, the least number of the dtype: no finite score makes the
-    exponential of either differ from 0, in a row where anything is allowed.
+    Minus infinity forbids it, and so does the least finite number of the dtype, which some libraries use. In a row with
+    an allowed element, the exponential of either is 0 with any finite score.
     """
     if isinstance(leaf, bool):
         return leaf
@@ -122,23 +122,23 @@ def _is_allowed(leaf: Any, dtype: torch.dtype) -> bool:
 
 
 def shape_of(node: Any) -> tuple[Any, ...]:
-    """The shape of a node's value; empty if it is no tensor."""
+    """Return the shape of a node's value; () if it is no tensor."""
     value = value_of(node)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
 def _is_constant(node: Node) -> bool:
-    """Whether a node only makes a tensor."""
+    """Does a node compute a tensor without side effects, by an operation that the analysis knows?"""
     made = name_of(node) in RULES or name_of(node) in FROM_NUMBERS
     return is_of_torch(node) and made and "out" not in node.kwargs
 
 
 class _Changed:
-    """Which tensors of a nest of graphs something writes to."""
+    """The tensors in a nest of graphs that some node writes to."""
 
     def __init__(self, nest: NestedGraphs) -> None:
         self._memory = {key for node in nest.nodes() if changes(node) for key in self._keys(node)}
-        for body in reversed(nest.graphs):  # what is changed inside is changed outside
+        for body in reversed(nest.graphs):  # a change of a body's input changes the operand
             for position, node in enumerate(placeholders(body)):
                 if not self._memory.isdisjoint(_storages(node)):
                     for call in nest.calls_of(body):
@@ -152,7 +152,7 @@ class _Changed:
         return {key for given in node.all_input_nodes for key in _storages(given)}
 
     def __call__(self, node: Node) -> bool:
-        """Whether anything writes to a node's memory, be it through another look at it."""
+        """Does anything write to a node's memory, also through another view?"""
         return any(map(changes, node.users)) or not self._memory.isdisjoint(_storages(node))
 
 
@@ -164,7 +164,7 @@ def _storages(node: Node) -> list[Any]:
 
 
 def changes(node: Node) -> bool:
-    """Whether a node might write into its arguments. Names that end in an underscore do; operators are listed."""
+    """May a node write to its arguments? So do names with a trailing underscore, and the operators of `_IN_PLACE`."""
     name = name_of(node)
     if node.target in (operator.and_, operator.or_, operator.not_):
         return False
@@ -179,7 +179,7 @@ def changes(node: Node) -> bool:
 
 
 _LAYERS = "torch.nn.functional"
-"""Whose functions take `inplace` by place, too: True among their arguments may be that."""
+"""Module whose functions also take `inplace` as a positional argument: True among their arguments may be it."""
 _IN_PLACE = frozenset(
     (
         "setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor",

@@ -1,9 +1,8 @@
-"""Attention of one token to a cache, written out: three kernels of ours that read keys and values once.
+"""Decompose attention of one token to a cache into three kernels of dcompile that read keys and values once.
 
-The library's kernels share out queries among a GPU's multiprocessors. With one query a head there is little to share:
-for 32 heads of 128 over 1024 places of a cache of 8 heads, cuDNN took 24 us, and 17 with keys and values repeated for
-each head, as Hugging Face's models do, where reading them takes 1 (one H200). Products of a row are sums, which loops
-of ours do well.
+The library's kernels distribute queries over a GPU's multiprocessors. With one query a head, most of these are idle.
+For 32 heads of 128 over a cache of 1024 tokens, cuDNN took 24 us, reading keys and values 1 us (docs/lab/constants.md,
+K16). A matrix-vector product is a row reduction, which loops compute at the speed of memory.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
 MAX_QUERIES = 132
-"""Queries, one for each of an H200's multiprocessors: the library has enough to share out where there are more."""
+"""Maximum number of queries, the multiprocessors of an H200: with more, the library's kernels keep all of them busy."""
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _ALL = slice(None)
 
 
 def decompose_decode_attention(gm: GraphModule) -> PassReport:
-    """Rewrite attention calls with one query a head, in inference, of a Dynamo graph and of bodies that it holds.
+    """Decompose attention calls with one query a head and no gradient, in a Dynamo graph and its subgraphs, in place.
 
-    The graph is changed in place. Scores and weights are float32, as in the library, and
-    weights are not rounded before they meet the values.
+    Scores and weights are float32 (float64 for float64), as in the library. Weights are not rounded before they are
+    multiplied by values.
     """
     nest = NestedGraphs(gm)
     count = sum(_rewritten(nest.owner(node), node) for node in nest.nodes() if node.target is ATTENTION)
@@ -43,10 +42,10 @@ def decompose_decode_attention(gm: GraphModule) -> PassReport:
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Attention of query [batch, heads, 1, width] to key and value [batch, groups, length, width].
+    """Compute attention of query [batch, heads, 1, width] to key and value [batch, groups, length, width].
 
-    Each of the groups' heads serves as many heads of queries in a row. `mask` broadcasts to [batch, 1, 1, length]:
-    truth values, or numbers to be added. Where nothing is allowed the result is 0, as from the library.
+    Each group serves `heads // groups` adjacent heads of queries. `mask` broadcasts to [batch, 1, 1, length] and is
+    boolean, or added to scores. If no key is allowed, the result is 0, as from the library.
     """
     batch, heads, _, width = query.shape
     groups = key.shape[1]
@@ -91,12 +90,12 @@ def _rewritten(gm: GraphModule, node: Node) -> bool:
 
 
 def _trains(*nodes: Any) -> bool:
-    """Does any value ask for a gradient?"""
+    """Does any value require a gradient?"""
     return any(isinstance(value := _value(node), torch.Tensor) and value.requires_grad for node in nodes)
 
 
 def _erase_unused(gm: GraphModule, repeat: Any) -> None:
-    """Erase what repeated keys or values, as far as nothing else uses it: three nodes, none of which has an effect."""
+    """Erase the three nodes that repeated keys or values, unless something else uses them."""
     if _repeated_heads(repeat) is None:
         return
     for _ in range(3):
@@ -112,14 +111,14 @@ def _value(node: Any) -> Any:
 
 
 def _shape(node: Any) -> tuple[int, ...]:
-    """The shape of a node's value, if all of it is known numbers."""
+    """Return the shape of a node's value; () if it is no tensor or has symbolic sizes."""
     value = _value(node)
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
     return shape if all(isinstance(size, int) for size in shape) else ()
 
 
 def _repeated_heads(node: Any) -> Node | None:
-    """What a tensor of [batch, heads, length, width] repeats along its heads, each one several times in a row."""
+    """Return the tensor whose heads `node` repeats, each several times in a row, as [batch, heads, length, width]."""
     shape = _shape(node)
     if len(shape) != 4 or _name(node) not in ("reshape", "view"):
         return None

@@ -1,7 +1,7 @@
-"""Changes in place of tensors that a graph itself makes of numbers, written as new tensors.
+"""Functionalize in-place changes of constant tensors that a graph makes itself.
 
-`mask = full(...); mask.masked_fill_(hidden, 0)` is how masks were made for years. What reads the tensor afterwards is
-given the result, as AOTAutograd would do, so that rewrites of the captured graph can see how the tensor came about.
+`mask = full(...); mask.masked_fill_(hidden, 0)` is a common way to make masks. Later readers of the tensor get the
+result of the functional operation, as under AOTAutograd. So passes on the captured graph can analyse the tensor.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import value_of
 
 _AS_NEW = {"masked_fill_": "masked_fill", "triu_": "triu", "tril_": "tril", "logical_not_": "logical_not"}
-"""Methods whose results have the dtype that the tensor has, and what they are called where they make a new one."""
+"""In-place method -> its functional form, for methods whose result has the tensor's dtype."""
 _FILLS = {"fill_": torch.full_like, "zero_": torch.zeros_like}
 
 
 def change_constants_anew(nest: NestedGraphs, makes: Iterable[str]) -> int:
-    """Rewrite such changes, in all graphs; how many. `makes`: functions that make tensors of numbers, by their names.
+    """Functionalize such changes in all graphs; return their number. `makes`: names of functions that make constants.
 
-    Only where nothing else looks at the tensor's memory before its last change.
+    A tensor's changes stay if another view of its memory exists before the last one.
     """
     makers, count = frozenset(makes), 0
     memory = _by_memory(nest)
@@ -40,7 +40,7 @@ def change_constants_anew(nest: NestedGraphs, makes: Iterable[str]) -> int:
 
 
 def _by_memory(nest: NestedGraphs) -> dict[Any, list[Node]]:
-    """The nodes of all graphs whose values share memory, in order."""
+    """Return memory -> nodes of all graphs whose values are stored there, in order."""
     found: dict[Any, list[Node]] = {}
     for node in nest.nodes():
         if (key := _memory_of(node)) is not None:
@@ -56,7 +56,7 @@ def _memory_of(node: Node) -> Any:
 
 
 def _rewritten(made: Node, sharing: list[Node]) -> int:
-    """Rewrite the changes of one tensor; how many there are."""
+    """Functionalize the changes of one tensor; return their number."""
     changes = [node for node in sharing if _is_change(node)]
     if not changes or any(node.graph is not made.graph for node in changes):
         return 0

@@ -1,14 +1,14 @@
-"""Hugging Face's experts as grouped matmuls that trace: their operator for "no grouped GEMM here", and their loop.
+"""Trace Hugging Face's experts as grouped matmuls, in place of their fallback operator and of their loop.
 
-While a model is traced, transformers does not call `torch.nn.functional.grouped_mm` unless its weights are bfloat16,
-since Inductor takes no other, but an operator of its own that loops over the experts. Up to transformers 5.18 its
-backward reads the offsets on the host while AOTAutograd traces, which fails, and Dynamo breaks the graph at each call.
-Ours has a backward that traces, takes PyTorch's grouped GEMM where that takes the operands, and reads the offsets once
-for all calls that share them where it does not.
+While a model is traced, transformers calls `torch.nn.functional.grouped_mm` only for bfloat16 weights, since Inductor
+supports no others. Otherwise it calls its own operator, which loops over the experts. Up to transformers 5.18 the
+operator's backward reads the offsets on the host while AOTAutograd traces. That fails, and Dynamo breaks the graph at
+each call. dcompile's operator has a backward that can be traced. It uses PyTorch's grouped GEMM if that supports the
+operands. Otherwise it reads the offsets once for all calls that share them.
 
-The loop (`experts_implementation="eager"`) takes the experts that are hit one by one, which no tracer captures. In its
-place the grouped form is traced, which transformers holds to the same values, in the dtype of the loop's linear layers:
-autocast's where that is on.
+The loop (`experts_implementation="eager"`) iterates over the experts with tokens, which no tracer captures. The grouped
+form is traced in its place. It computes the same values according to transformers, in the dtype of the loop's linear
+layers, which is autocast's where that is on.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ FALLBACK = "transformers.grouped_mm_fallback"
 
 
 def group_experts(gm: GraphModule, autocast: bool = False) -> PassReport:
-    """Rewrite the calls in a Dynamo graph and in those inside it. With `autocast`, they obey autocast as linear does.
+    """Replace calls of the fallback operator in a Dynamo graph and its subgraphs, in place.
 
-    The graph is changed in place.
+    With `autocast`, the new calls follow autocast as linear layers do.
     """
     count = 0
     for module in gm.modules():
@@ -57,7 +57,7 @@ def _arguments(node: Node) -> tuple[Any, Any, Any]:
 
 
 class ExpertsInDtype:
-    """A module of experts whose matrices are seen in another dtype."""
+    """View of a module of experts with its matrices in another dtype."""
 
     def __init__(self, module: Any, dtype: torch.dtype) -> None:
         self.module, self.dtype = module, dtype
@@ -68,11 +68,11 @@ class ExpertsInDtype:
 
 
 MATRICES = frozenset(("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias"))
-"""What a linear layer of autocast's casts."""
+"""Attributes that autocast casts in a linear layer."""
 
 
 def group_loop(loop: Callable[..., Any], grouped: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a module of experts for tracing: `grouped` where that takes its matrices, otherwise `loop`."""
+    """Return a forward of a module of experts for tracing: `grouped` if it supports the matrices, else `loop`."""
 
     def forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
         kind = hidden_states.device.type

@@ -1,8 +1,9 @@
-"""Attention on keys and values that were repeated for groups of queries: kernels of GPUs do that by themselves.
+"""Use grouped-query attention for keys and values that a model repeats: GPU kernels share heads themselves.
 
-Where a model has fewer heads of keys than of queries, its code repeats them, or asks `scaled_dot_product_attention` to
-share them (`enable_gqa`). Hugging Face's models ask when they see no mask, and repeat while they are traced, since they
-have made one then. Repeated tensors are written, kept for the backward, and their gradients written and added up.
+If a model has fewer heads of keys than of queries, its code repeats them, or lets `scaled_dot_product_attention` share
+them (`enable_gqa`). Hugging Face's models use `enable_gqa` only without a mask. While they are traced, they have made a
+mask, and so repeat heads. Repeated tensors are written and saved for the backward, and their gradients are written and
+summed.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from dcompile.passes import PassReport
 
 GROUPED = "enable_gqa"
 MAX_HEAD_WIDTH = 128
-"""Elements of a head, up to which every kernel that shares keys exists; one that does not would be slow."""
+"""Elements of a head up to which all kernels with shared heads exist; the fallback beyond would be slow."""
 _RESHAPES = ("reshape", "view", "contiguous", "clone")
 _SLICES, _REPEATS = ("getitem",), ("repeat_interleave",)
 
 
 @dataclass(frozen=True)
 class RepeatedOutside:
-    """What a body's placeholder repeats, where that is done outside: what is repeated, for each call of the body."""
+    """A body's placeholder whose operands are repeated outside, and the repeated tensor in each call of the body."""
 
     placeholder: Node
     sources: tuple[Source, ...]
@@ -41,11 +42,10 @@ Source: TypeAlias = "Node | RepeatedOutside"
 
 
 def use_grouped_query_attention(gm: GraphModule, planned_for: str | None = None) -> PassReport:
-    """Have attention share heads of keys and values that are repeated, in the graph or in a body that it holds.
+    """Replace repeated heads of keys and values by shared ones (`enable_gqa`) in a graph and its subgraphs, in place.
 
-    `planned_for`: type of the device whose kernels count, if not the graph's own. The graph is changed in place.
-    Relies on: constant masks are gone. Gradients of a key's copies are added up inside the kernel, without rounding
-    each of them before.
+    `planned_for`: type of the device whose kernels count, if not the graph's own. The kernel sums gradients of a head's
+    copies without rounding each of them. Relies on: causal and full masks have been removed.
     """
     nest, count, repeated = NestedGraphs(gm), 0, list[Node]()
     for node in nest.nodes():
@@ -67,7 +67,7 @@ def use_grouped_query_attention(gm: GraphModule, planned_for: str | None = None)
 
 
 def _has_kernel(node: Node, planned_for: str | None) -> bool:
-    """Whether attention shares heads without falling back to matrix products: 16 bits, no mask, heads that fit."""
+    """Does a fused attention kernel share heads here? It needs 16-bit dtypes, no mask, and supported head widths."""
     values = [argument(node, place, name) for place, name in enumerate(("query", "key", "value"))]
     if argument(node, MASK, "attn_mask") is not None or node.kwargs.get(GROUPED):
         return False
@@ -87,10 +87,10 @@ def _has_kernel(node: Node, planned_for: str | None) -> bool:
 
 
 def _once(node: Any, heads: Size, nest: NestedGraphs) -> Source | None:
-    """What `node` repeats: of shape (batch, fewer heads, length, width), each head as often as the next one, in a row.
+    """Return the tensor (batch, fewer heads, length, width) whose heads `node` repeats equally often, each in a row.
 
-    The forms are repeat_interleave, and a new dimension behind the heads that is expanded and merged into them. Shapes
-    say the rest: there is one way to merge (b, h, r, n, d) into (b, h * r, n, d) by a reshape.
+    The recognized forms are repeat_interleave, and a new dimension after the heads that is expanded and merged into
+    them. Shapes decide the rest: a reshape merges (b, h, r, n, d) into (b, h * r, n, d) in only one way.
     """
     if not isinstance(node, Node) or len(sizes_of(node)) != 4 or sizes_of(node)[1] != heads:
         return None
@@ -109,7 +109,7 @@ def _once(node: Any, heads: Size, nest: NestedGraphs) -> Source | None:
 
 
 def _outside(placeholder: Node, heads: Size, nest: NestedGraphs) -> RepeatedOutside | None:
-    """What a body is given repeated, by each of its calls."""
+    """Return a body's placeholder with the repeated tensor of each call, or None if calls differ."""
     given, body = nest.sources(placeholder), nest.owner(placeholder)
     calls = nest.calls_of(body)
     if given is None or any(map(changes, placeholder.users)) or any(len(call.bodies) > 1 for call in calls):
@@ -124,7 +124,7 @@ def _heads(source: Source) -> Size:
 
 
 def _brought_in(source: Source, nest: NestedGraphs) -> Node:
-    """What is repeated, in the graph that needs it."""
+    """Return the repeated tensor inside the graph that needs it; pass it into bodies."""
     if isinstance(source, Node):
         return source
     operands = [_brought_in(each, nest) for each in source.sources]
@@ -137,7 +137,7 @@ def _repeated_heads(source: Node, heads: Size) -> tuple[Size, ...]:
 
 
 def _is_changed(node: Node, source: Node) -> bool:
-    """Whether something writes into the source, or what is made of it on the way to `node`."""
+    """Does something write to the source, or to a tensor between it and `node`?"""
     while True:
         if any(changes(user) for user in node.users):
             return True
@@ -147,7 +147,7 @@ def _is_changed(node: Node, source: Node) -> bool:
 
 
 def _expanded_heads(node: Node) -> Node | None:
-    """(batch, heads, length, width) that this node expands to (batch, heads, copies, length, width)."""
+    """Return the tensor (batch, heads, length, width) that a node expands to (batch, heads, copies, length, width)."""
     if not _is(node, "expand") or len(sizes_of(node)) != 5:
         return None
     batch, heads, _, length, width = sizes_of(node)

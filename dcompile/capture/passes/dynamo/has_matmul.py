@@ -1,4 +1,4 @@
-"""Whether a graph multiplies matrices, seen before it is traced."""
+"""Detect matmuls in a captured graph before it is traced."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.fx import GraphModule
 from dcompile.device_traits import traits_of
 
 NAMES = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
-"""What functions and methods are called that become products of matrices, most of the time."""
+"""Names of functions and methods that usually become matmuls."""
 
 
 def multiplies(gm: Any) -> bool:
-    """Whether a Dynamo graph, or one that it holds, seems to multiply float32 matrices where a kernel of ours may."""
+    """Does a Dynamo graph or a subgraph probably have float32 matmuls on a device with a dcompile GEMM kernel?"""
     graphs = (module.graph for module in gm.modules() if isinstance(module, GraphModule))
     return any(_is_product(node) for graph in graphs for node in graph.nodes)
 

@@ -1,10 +1,10 @@
-"""Bodies of higher-order operators: graphs that a captured graph holds, and what their inputs are outside.
+"""Bodies of higher-order operators: subgraphs of a captured graph, and the operands of their placeholders.
 
-A checkpointed layer is a graph of its own, which the captured graph calls through an operator
-(`tag_activation_checkpoint`); so are the branches of `cond`, the steps of `scan`, and regions that are compiled once.
-Every rewrite of the captured graph goes through `NestedGraphs.graphs`, or it misses what is inside. Where it has to
-know how an argument was made, `NestedGraphs.sources` leads from a body's placeholder to the operands outside: one for
-each call. An operand that no body reads any more is taken away, and with it what made it.
+A checkpointed layer is a subgraph, which the captured graph calls through an operator (`tag_activation_checkpoint`). So
+are the branches of `cond`, the steps of `scan`, and regions that are compiled once. Every rewrite of the captured graph
+iterates over `NestedGraphs.graphs`, or it misses what is inside. `NestedGraphs.sources` maps a body's placeholder to
+its operands outside, one for each call. Operands that no body reads any more are removed, with the nodes that only they
+need.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from torch.fx import GraphModule, Node
 from dcompile import compat
 
 Place: TypeAlias = "tuple[int, ...]"
-"""Where an operand stands among a call's arguments: its position, and the position in there if that is a list."""
+"""Position of an operand among a call's arguments, and the index in that argument if it is a list."""
 Places: TypeAlias = "list[Place | None]"
-"""For each placeholder of a body: the place of its operand; None where that differs from one run to the next."""
+"""For each placeholder of a body the place of its operand; None if the value differs from run to run."""
 
 
 _FLAT = {
     "tag_activation_checkpoint": 1, "wrap_activation_checkpoint": 1, "wrap": 1, "local_map_hop": 1,
     "invoke_subgraph": 2, "wrap_with_set_grad_enabled": 2, "dynamo_bypassing_wrapper": 2, "wrap_with_autocast": 5,
 }  # fmt: skip
-"""Operators whose operands are all arguments behind the first few."""
+"""Operator -> number of leading arguments; all others are its operands."""
 _LISTED = {
     "strict_mode": 1, "hints_wrapper": 1, "cond": 3, "while_loop": 3, "while_loop_stack_output": 3, "scan": 3,
     "associative_scan": 2, "map_impl": 2,
 }  # fmt: skip
-"""Operators whose operands are a list, and where that is."""
+"""Operator with a list of operands -> position of the list."""
 _VARYING = {
     "while_loop": (2,),
     "while_loop_stack_output": (2,),
@@ -40,18 +40,18 @@ _VARYING = {
     "associative_scan": (1, 1),
     "map_impl": (1,),
 }
-"""Lists whose elements, or what is made of them in each run, bodies of these are given before their operands."""
+"""Operator -> positions of lists whose elements, or values of each run, its bodies get before the operands."""
 _CHECKPOINTS = ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 _INLINED = (*_CHECKPOINTS, "wrap")
-"""Operators whose bodies AOTAutograd traces as a part of the graph that calls them."""
+"""Operators whose bodies AOTAutograd inlines into the graph that calls them."""
 _FIXED = frozenset(("local_map_hop",))
-"""Operators that note elsewhere how many operands they have."""
+"""Operators whose number of operands is also stored elsewhere, so that it cannot change."""
 
 
 def _places(call: Node) -> Places | None:
-    """Where the operands of a call stand; None for operators of other kinds.
+    """Return the places of a call's operands; None for operators of unknown kinds.
 
-    Nothing is known of what bodies of these are given: those of `autograd_function_apply` are a forward and a backward.
+    Inputs of their bodies are unknown: `autograd_function_apply` has a forward and a backward, for example.
     """
     name = _name(call.target)
     if name in _FLAT:
@@ -72,17 +72,17 @@ class BodyCall:
 
     node: Node
     graph: GraphModule
-    """The graph that the call is in."""
+    """The graph that contains the call."""
     bodies: tuple[GraphModule, ...]
 
     def places(self) -> Places | None:
-        """Where the operand of each placeholder stands, as the graphs are now; None if it is not known."""
+        """Return the place of each placeholder's operand, as the graphs are now; None if they are unknown."""
         found = _places(self.node)
         counts = {len(placeholders(body)) for body in self.bodies}
         return found if found is not None and counts == {len(found)} else None
 
     def operand(self, position: int) -> Any:
-        """The argument for the placeholder at `position`, a node or a constant; None if it is not known or varies."""
+        """Return the argument for the placeholder at `position`, a node or a constant; None if unknown or varying."""
         places = self.places()
         place = None if places is None else places[position]
         if place is None:
@@ -94,24 +94,24 @@ class BodyCall:
 
 
 def is_checkpointed(gm: GraphModule) -> bool:
-    """Whether a captured graph has regions that its backward computes again (`torch.utils.checkpoint`)."""
+    """Does a captured graph have regions that its backward recomputes (`torch.utils.checkpoint`)?"""
     return any(_name(node.target) in _CHECKPOINTS for node in NestedGraphs(gm).nodes() if node.op == "call_function")
 
 
 def placeholders(body: GraphModule) -> list[Node]:
-    """The inputs of a body, in order."""
+    """Return the inputs of a body, in order."""
     return list(body.graph.find_nodes(op="placeholder"))
 
 
 class NestedGraphs:
-    """A captured graph with all bodies that it holds, however deep.
+    """A captured graph with all its subgraphs, at any depth.
 
-    It stays true while nodes are added and erased, as long as no call of a body is.
+    It stays valid while nodes are added and erased, except calls of bodies.
     """
 
     def __init__(self, gm: GraphModule) -> None:
         self.graphs: list[GraphModule] = []
-        """The captured graph first, then bodies, each once and behind a graph that calls it."""
+        """The captured graph first, then bodies, each once and after a graph that calls it."""
         self.calls: list[BodyCall] = []
         self._owners: dict[Any, GraphModule] = {}
         pending = [gm]
@@ -126,16 +126,16 @@ class NestedGraphs:
                 pending += call.bodies
 
     def nodes(self) -> Iterator[Node]:
-        """The nodes of all graphs; some may be erased meanwhile."""
+        """Yield the nodes of all graphs; nodes may be erased during the iteration."""
         for graph in self.graphs:
             yield from list(graph.graph.nodes)
 
     def calls_of(self, body: GraphModule) -> list[BodyCall]:
-        """The calls that run a body."""
+        """Return the calls that run a body."""
         return [call for call in self.calls if any(body is other for other in call.bodies)]
 
     def is_inlined(self, graph: GraphModule) -> bool:
-        """Whether AOTAutograd traces the graph once, as if it stood where it is called, or it is the captured graph."""
+        """Is this the captured graph, or a body that AOTAutograd inlines at its only call?"""
         while graph is not self.graphs[0]:
             calls = self.calls_of(graph)
             if len(calls) != 1 or _name(calls[0].node.target) not in _INLINED:
@@ -144,9 +144,9 @@ class NestedGraphs:
         return True
 
     def sources(self, placeholder: Node) -> list[Node] | None:
-        """What a body's placeholder stands for: the operand of each call that runs the body, the same in each run.
+        """Return the operand of a body's placeholder in each call of the body; it is the same in each run.
 
-        None where that is not known: inputs of the captured graph, what a loop carries, operands that are no nodes.
+        None if it is unknown: for inputs of the captured graph, loop-carried values, and operands that are no nodes.
         """
         body = self._owners[placeholder.graph]
         calls, position = self.calls_of(body), placeholders(body).index(placeholder)
@@ -155,16 +155,16 @@ class NestedGraphs:
         return nodes if calls and len(nodes) == len(found) else None
 
     def owner(self, node: Node) -> GraphModule:
-        """The graph that a node is in."""
+        """Return the graph that contains a node."""
         return self._owners[node.graph]
 
     def can_give(self, body: GraphModule) -> bool:
-        """Whether a body can be given one more operand."""
+        """Can a body get another operand?"""
         calls, _ = self._tied_to(body)
         return bool(calls) and all(call.places() is not None and not _is_fixed(call) for call in calls)
 
     def give(self, body: GraphModule, operands: Sequence[Node]) -> Node:
-        """The placeholder by which a body is given these nodes, one by each of `calls_of(body)`; a new one if need be.
+        """Pass nodes to a body, one by each of `calls_of(body)`; return the placeholder, an existing one if possible.
 
         Relies on: `can_give`, and that no other call runs a body of these calls.
         """
@@ -179,9 +179,9 @@ class NestedGraphs:
         return next(node for node in made if node.graph is body.graph)
 
     def erase_unused(self, nodes: Iterable[Node], is_pure: Callable[[Node], bool]) -> None:
-        """Erase nodes that nothing uses, and what they alone were made from, in their graph and in those around it.
+        """Erase unused nodes, and the nodes that only they use, in their graph and in those around it.
 
-        Only nodes that `is_pure` holds for go, and operands of bodies that use them no more.
+        Only nodes for which `is_pure` is true are erased, and operands that no body uses any more.
         """
         pending = list(nodes)
         erased = set[Node]()
@@ -198,9 +198,9 @@ class NestedGraphs:
                 pending += inputs
 
     def _drop_operand(self, placeholder: Node, erased: set[Node]) -> list[Node]:
-        """Take an unused placeholder from its body, and its operand from each call; what the operands were.
+        """Remove an unused placeholder from its body, and its operand from each call; return the operands' nodes.
 
-        Nothing is done where another body of such a call, or another call, still needs it.
+        Nothing is removed if another body of such a call, or another call, still needs it.
         """
         body = self._owners[placeholder.graph]
         position = placeholders(body).index(placeholder)
@@ -222,9 +222,9 @@ class NestedGraphs:
         return [operand for operand in operands if isinstance(operand, Node)]
 
     def _tied_to(self, body: GraphModule) -> tuple[list[BodyCall], list[GraphModule]]:
-        """All calls and bodies that have to have the same operands as this body."""
+        """Return all calls and bodies that must have the same operands as this body."""
         bodies, calls = [body], list[BodyCall]()
-        for other in bodies:  # grows meanwhile
+        for other in bodies:  # the loop appends to it
             for call in self.calls_of(other):
                 if not any(call is known for known in calls):
                     calls.append(call)
@@ -232,7 +232,7 @@ class NestedGraphs:
         return calls, bodies
 
     def recompile(self) -> None:
-        """Make the code of all graphs anew."""
+        """Recompile all graph modules."""
         for graph in self.graphs:
             graph.recompile()
 
@@ -242,7 +242,7 @@ def _is_fixed(call: BodyCall) -> bool:
 
 
 def _with(call: Node, operand: Node) -> tuple[Any, ...]:
-    """The arguments of a call with one more operand behind the others."""
+    """Return the arguments of a call with another operand at the end."""
     listed = _LISTED.get(_name(call.target))
     if listed is None:
         return (*call.args, operand)
@@ -251,7 +251,7 @@ def _with(call: Node, operand: Node) -> tuple[Any, ...]:
 
 
 def _new_placeholder(body: GraphModule, like: Node) -> Node:
-    """One more input of a body, behind the others."""
+    """Add an input to a body, after the others."""
     known = placeholders(body)
     before = known[-1].next if known else next(iter(body.graph.nodes))
     with body.graph.inserting_before(before):
@@ -283,7 +283,7 @@ def _name(target: Any) -> str:
 
 
 def _without(arguments: Any, place: Place) -> tuple[Any, ...]:
-    """Arguments without the one at a place."""
+    """Return arguments without the one at a place."""
     first, *rest = place
     items = list(arguments)
     if rest:

@@ -1,12 +1,12 @@
-"""Cross-entropy on CPUs makes its gradient together with the loss, while a row's exponentials lie in the caches.
+"""Compute the gradient of cross-entropy in the forward on CPUs, while a row's exponentials are in the caches.
 
-By itself the backward reads all logits again, and takes their exponentials again: forward and backward of 128 rows of
-32000 float32 logits took 1.6 times as long (Zen 3). The gradient is kept in place of the logits, as large as they, and
-the backward multiplies it, in place, by what the loss's own gradient turns out to be. Mostly that is 1, and then the
-kernel returns at once (`codegen/emit/cpp/identity_scale.py`). GPU kernels wait for memory and not for exponentials.
+The usual backward reads all logits and computes their exponentials again. Forward and backward of 128 rows of 32000
+float32 logits took 1.6 times as long (Zen 3). The gradient is saved in place of the logits and is as large. The
+backward multiplies it, in place, by the gradient of the loss. That is mostly 1, and then the kernel returns at once
+(`codegen/emit/cpp/identity_scale.py`). GPU kernels are limited by memory, not by exponentials.
 
-Bodies of higher-order operators are left as they are: a checkpoint asks for its loss to be computed again in the
-backward, so that nothing as large as the logits is kept, and other bodies have a forward and a backward of their own.
+Bodies of higher-order operators do not change. A checkpoint recomputes its loss in the backward, so that nothing as
+large as the logits is saved. Other bodies have their own forward and backward.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from dcompile.passes import PassReport
 
 _CONVERSIONS = ("float", "to", "type", "contiguous")
 _RESHAPES = ("view", "reshape", "flatten")
-"""On the way from logits to their loss, where rows stay what they are and elements grow wider, if anything."""
+"""Operations between logits and their loss that keep rows, and at most widen elements."""
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-"""That a gradient may be kept in. In float16 it needs GradScaler's factor from the beginning."""
+"""dtypes in which a gradient may be saved. In float16 it would need GradScaler's factor from the start."""
 
 AHEAD = "dcompile_ahead"
-"""The mark (`compat.aot.annotate_nodes`) of what a forward makes for its backward alone."""
+"""Annotation (`compat.aot.annotate_nodes`) of values that a forward computes only for its backward."""
 
 
 def compute_loss_gradient_in_forward(gm: GraphModule) -> PassReport:
-    """Have cross-entropies of a Dynamo graph whose classes are a matrix's columns compute their gradient, too."""
+    """Compute gradients in the forward for cross-entropies of matrices [rows, classes] in a Dynamo graph, in place."""
     found = [loss for loss in gm.graph.find_nodes(op="call_function", target=LOSS) if _is_worth(loss)]
     if not found or any(map(_differentiates, gm.graph.nodes)):
         return PassReport()
@@ -48,7 +48,7 @@ def compute_loss_gradient_in_forward(gm: GraphModule) -> PassReport:
         new.meta = dict(loss.meta)
         loss.replace_all_uses_with(new)
         gm.graph.erase_node(loss)
-        for node in _way_of(given["input"]):  # whatever else nobody reads may change something in place
+        for node in _way_of(given["input"]):  # other unused nodes may change a tensor in place
             if not node.users and is_call(node, *_CONVERSIONS, *_RESHAPES):
                 gm.graph.erase_node(node)
     gm.recompile()
@@ -56,16 +56,16 @@ def compute_loss_gradient_in_forward(gm: GraphModule) -> PassReport:
 
 
 def _differentiates(node: Node) -> bool:
-    """Do transforms run, which want rules of functions, or are derivatives taken, perhaps to be derived again?"""
+    """Is a node a functorch transform, for which `_Loss` has no rules, or a call that may differentiate twice?"""
     return node.target is torch.autograd.grad or "functorch" in str(getattr(node.target, "__module__", ""))
 
 
 def _is_worth(loss: Node) -> bool:
-    """Is it trained, by one number for all rows, and is its gradient as exact if it is multiplied once more?
+    """Is a loss one number with a gradient, and is that gradient as exact after another multiplication?
 
-    In bfloat16 the product is rounded another time. What a mean is multiplied by is mostly a power of two (1, a part of
-    a step), a sum of rows by one over their number. Where anything else with a gradient reads the logits, the backward
-    needs them as well.
+    In bfloat16 the multiplication rounds again. For a mean, the factor is mostly a power of two (1, or a part of a
+    step). For a sum, it is the inverse of the number of rows. If another reader of the logits has a gradient, the
+    backward needs the logits, too, so nothing is gained.
     """
     given, value = given_to(loss), loss.meta["example_value"]
     plain = all(given[name] is None for name in ("weight", "size_average", "reduce")) and not given["label_smoothing"]
@@ -88,7 +88,7 @@ def _is_early(value: Any) -> bool:
 
 
 def _way_of(logits: Node) -> list[Node]:
-    """The loss's logits, and what they were before they were reshaped and converted, the last first."""
+    """Return the loss's logits and the values before their reshapes and conversions, the last one first."""
     way = [logits]
     while is_call(way[-1], *_CONVERSIONS, *_RESHAPES):
         above = argument(way[-1], 0, "input")
@@ -101,7 +101,7 @@ def _way_of(logits: Node) -> list[Node]:
 
 
 def _source(logits: Node, loss: Node) -> Node:
-    """The logits before they were converted for the loss, unless they have changed since: their gradient is smaller."""
+    """Return the logits before conversions, since their gradient is smaller, unless something changes in between."""
     source = min(_way_of(logits), key=lambda node: node.meta["example_value"].element_size())
     return logits if any(map(changes, between(source, loss))) else source
 
@@ -120,7 +120,7 @@ def _has_gradient(node: Node) -> bool:
 def cross_entropy_ahead(
     logits: torch.Tensor, target: torch.Tensor, *, dtype: torch.dtype, ignore_index: int, reduction: str
 ) -> torch.Tensor:
-    """`cross_entropy(logits.to(dtype), target)`, classes in the last dimension of `logits`, targets (rows,)."""
+    """Compute `cross_entropy(logits.to(dtype), target)` for `logits` (..., classes) and `target` (rows,)."""
     with torch.autocast(logits.device.type, enabled=False):
         return _Loss.apply(logits, target, dtype, ignore_index, reduction)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
 
@@ -134,13 +134,13 @@ class _Loss(torch.autograd.Function):
         loss = LOSS(rows, target, ignore_index=ignore_index, reduction=reduction)
         counts = (target != ignore_index).unsqueeze(1)
         wide = rows.to(torch.promote_types(dtype, torch.float32))
-        # as log_softmax is taken apart, so that these are what the loss is made from
+        # as the decomposition of log_softmax, so that CSE shares these values with the loss
         powers = (wide - wide.amax(1, keepdim=True)).exp()
         each = counts.to(wide.dtype)
         if reduction == "mean":
             each = torch.where(counts, each.sum().reciprocal(), 0.0)
         is_target = torch.arange(rows.shape[1], device=rows.device) == target.unsqueeze(1)
-        # not each / sum by itself: that would wait for both, and stand between what is to be one loop
+        # not `each / sum`: that scalar would depend on both reductions, and prevent fusion into one loop
         shares = powers * powers.sum(1, keepdim=True).reciprocal()
         with compat.aot.annotate_nodes({AHEAD: True}):
             gradient = (shares * each - torch.where(is_target, each, 0.0)).to(logits.dtype)

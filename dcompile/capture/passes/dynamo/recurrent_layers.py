@@ -1,4 +1,4 @@
-"""Recurrent layers stay whole: AOTAutograd would take them apart, one time step after another."""
+"""Keep recurrent layers whole: AOTAutograd would decompose them into single time steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dcompile.passes import PassReport
 
 
 def keep_recurrent_layers_whole(gm: Any) -> PassReport:
-    """Have a graph call operators of ours in the place of torch's recurrent functions."""
+    """Replace torch's recurrent functions in a graph by dcompile's operators, in place."""
     found = 0
     for node in list(gm.graph.nodes):
         name = getattr(node.target, "__name__", "")
@@ -22,7 +22,7 @@ def keep_recurrent_layers_whole(gm: Any) -> PassReport:
         device = node.args[0].meta["example_value"].device.type
         if isinstance(hidden, torch.fx.Node) and name == "lstm":  # a packed sequence, or states in one object
             continue
-        # the state of a GPU's generator is no tensor of a program's
+        # the state of a GPU's generator is no tensor that a program could use
         if dropout and train and not traits_of(device).is_host:
             continue
         states = list(hidden) if name == "lstm" else [hidden]

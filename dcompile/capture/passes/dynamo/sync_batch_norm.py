@@ -1,8 +1,8 @@
-"""SyncBatchNorm as operations of the graph: what Dynamo traces in place of torch's own function.
+"""SyncBatchNorm as plain operations, which Dynamo traces in place of torch's own function.
 
-torch's drops ranks with empty batches by a boolean index, whose size only the values tell, which breaks the graph in
-every layer; and its kernels exist for GPUs alone. Here such ranks have weight zero. The exchange is the same: one
-all-gather of statistics forward, one all-reduce of two sums for each channel backward.
+torch's function drops ranks with empty batches by a boolean index. Its result has a data-dependent size, which breaks
+the graph in every layer. Its kernels exist only for GPUs. Here such ranks have weight zero. The collectives are the
+same: one all-gather of statistics in the forward, one all-reduce of two sums for each channel in the backward.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def sync_batch_norm(
     group: Any,
     world: int,
 ) -> Any:
-    """`x` (N, C, ...), each channel normalised over all ranks of `group`, times `weight`, plus `bias` (C, or None).
+    """Normalize each channel of `x` (N, C, ...) over all ranks of `group`, times `weight`, plus `bias` (C, or None).
 
     Updates `running_mean` and `running_var` (C) as BatchNorm does. Statistics are float32 (float64 for float64).
     """
@@ -43,7 +43,7 @@ def sync_batch_norm(
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """(result, mean, biased variance, elements of a channel over all ranks); only the result has a gradient."""
+    """Return (result, mean, biased variance, elements of a channel over all ranks); only the result has a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, eps: float, group: Any, world: int) -> Any:
@@ -91,12 +91,12 @@ class _SyncBatchNorm(torch.autograd.Function):
 
 
 def _wide(x: Any) -> Any:
-    """In the dtype of statistics."""
+    """Convert to the dtype of statistics."""
     return x if x.dtype == torch.float64 else _as(x, torch.float32)
 
 
 def _as(x: Any, dtype: Any) -> Any:
-    """Converted if need be: of a result that `to` only returns again, torch 2.11 traces the gradient as zeros."""
+    """Convert if dtypes differ: where `to` returns its argument itself, torch 2.11 traces the gradient as zeros."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
@@ -105,5 +105,5 @@ def _all_but_channels(x: Any) -> list[int]:
 
 
 def _along(values: Any, x: Any) -> Any:
-    """One value for each channel, to be broadcast against `x`."""
+    """View one value for each channel so that it broadcasts against `x`."""
     return values.view(1, -1, *[1] * (x.dim() - 2))

@@ -1,7 +1,7 @@
-"""Windows that a graph changes in place: `unfold` as views whose inverses leave alone what no window shows.
+"""Replace `unfold` views that a graph changes in place by slices, so that elements between windows keep their values.
 
-Functionalization writes a change through `unfold` back by its gradient, `unfold_backward`: it puts zeros into the gaps
-between windows and behind the last (torch 2.11 to 2.15, under every compiler). Slices have inverses that are right.
+Functionalization writes a change through `unfold` back with its gradient, `unfold_backward`. That puts zeros into the
+gaps between windows and after the last one (torch 2.11 to 2.15, under every compiler). Inverses of slices are correct.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNFOLDS = (torch.Tensor.unfold, torch.ops.aten.unfold.default)
 
 
 def view_unfold_by_slices(gm: GraphModule) -> PassReport:
-    """Have a captured graph, and the bodies of its operators, see by `windows` what they change, in place.
+    """Replace `unfold` by `windows` where a captured graph, or a subgraph, changes the memory in place.
 
     Guarantees: the same views of the same memory. Windows that nothing changes stay `unfold`, which adds no guard.
     """
@@ -51,7 +51,7 @@ def _is_unfold(node: Any) -> bool:
 
 
 def _changed_memory(node: Any) -> list[int | None]:
-    """What a node may change: the memory of its arguments, None where that is not known."""
+    """Return the memory that a node may change: that of its arguments, None where it is unknown."""
     is_change = node.target in ASSIGNMENTS or compat.cse.changes(node)
     return [_memory_of(given) for given in node.all_input_nodes] if is_change else []
 
@@ -62,9 +62,10 @@ def _memory_of(node: Any) -> int | None:
 
 
 def windows(x: torch.Tensor, dimension: Any, size: Any, step: Any) -> torch.Tensor:
-    """`x.unfold(dimension, size, step)`: the same shape, strides and memory, for windows that do not overlap by slices.
+    """Return `x.unfold(dimension, size, step)`, by slices if windows do not overlap.
 
-    Through those that overlap eager mode changes nothing. Raises what `unfold` raises for arguments that it refuses.
+    Shape, strides and memory are the same. Eager mode does not allow changes through overlapping windows, so these stay
+    `unfold`. Raises what `unfold` raises for invalid arguments.
     """
     seen = x.unfold(dimension, size, step)
     if not x.dim() or size == 0 or step < size:
@@ -74,7 +75,7 @@ def windows(x: torch.Tensor, dimension: Any, size: Any, step: Any) -> torch.Tens
     if x.shape[at] >= count * step:
         steps: torch.Tensor = torch.unflatten(x.narrow(at, 0, count * step), at, (count, step))
         return steps.narrow(at + 1, 0, size).movedim(at + 1, -1)
-    # Behind the last window there is less than a step: no slice of whole steps shows all windows. Functionalization
-    # takes no as_strided of a view, so it is of what `x` is a view of.
+    # After the last window there is less than a step, so no slice of whole steps contains all windows.
+    # Functionalization does not support as_strided of a view, so it is applied to the base of `x`.
     base = x if x._base is None else x._base
     return base.as_strided(seen.shape, seen.stride(), seen.storage_offset())

@@ -1,1 +1,1 @@
-"""Rewrites of the joint, forward and backward graphs."""
+"""Passes over joint graphs and inference graphs, and functions for forward and backward graphs."""

@@ -1,9 +1,9 @@
-"""Gradients of results that nothing was computed with: autograd has none, and a backward need not be given zeros.
+"""Absent gradients: results without users have none in autograd, and a backward needs no zeros for them.
 
-A model that returns its loss and its logits gets a gradient of the loss alone. By default, autograd makes zeros of the
-other one, as large as the logits, and the backward adds them up. Asked not to, it hands over None; the program for such
-a backward has a constant in that place. What follows from absent gradients alone is absent, too: in eager mode, a
-parameter of a layer whose output nobody used gets no gradient at all.
+A model that returns its loss and its logits gets only a gradient of the loss. By default, autograd makes zeros for the
+other gradient, as large as the logits, and the backward computes with them. It can pass None instead. The program for
+such a backward has a constant in that place. Results that depend only on absent gradients are absent, too. In eager
+mode, a parameter of a layer with an unused output gets no gradient at all.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from dcompile import compat
 
 
 def can_be_absent(joint: Any, alone: bool) -> bool:
-    """Whether backwards of this joint graph may be left without some of the gradients that they get.
+    """Can backwards of this joint graph get None for some gradients?
 
-    There have to be several, unless other graphs may come behind: `alone`, a backward with none does not run. And what
-    stands for one must follow from the graph, or where sizes are symbolic from the result that it is the gradient of.
+    A graph with one gradient qualifies only if other graphs may follow it: `alone`, a backward without gradients does
+    not run. The zeros in place of each gradient must follow from the graph. With symbolic sizes, they must follow from
+    the result whose gradient it is.
     """
     nodes = [node for node in joint.graph.find_nodes(op="placeholder") if compat.aot.is_tangent(node)]
     return len(nodes) > alone and all(map(_is_plain, nodes)) and compat.aot.takes_absent_tangents()
@@ -33,14 +34,14 @@ def _is_plain(node: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return False
     if compat.aot.is_part_of_subclass(node):
-        return False  # AOTAutograd takes apart what it gets, and None has no parts
+        return False  # AOTAutograd splits a subclass into its tensors, which None lacks
     if compat.sizes.is_fixed(value):
         return True
     return compat.aot.result_index(node) is not None and compat.sizes.is_known_contiguous(value)
 
 
 def _order(value: torch.Tensor) -> tuple[int, ...] | None:
-    """The dimensions of a dense tensor as they lie in memory, the outermost first; None if it has gaps or overlaps."""
+    """Return a dense tensor's dimensions in the order of memory, outermost first; None if it has gaps or overlaps."""
     if value.is_contiguous():
         return tuple(range(value.ndim))
     strides = value.stride()
@@ -49,14 +50,14 @@ def _order(value: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def fixed_size_tangents(backward: Any, places: Iterable[int]) -> frozenset[int]:
-    """Those of these gradients whose sizes are numbers, and whose memory is dense: programs can do without them."""
+    """Return those of these gradients with fixed sizes and dense memory: programs can use constants in their place."""
     inputs = backward.graph.find_nodes(op="placeholder")
     values = {place: inputs[place].meta["val"] for place in places}
     return frozenset(n for n, value in values.items() if compat.sizes.is_fixed(value) and _order(value) is not None)
 
 
 def shapes_of(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
-    """Positions of the results whose shapes each call has to keep, for the others of these gradients."""
+    """Return positions of results whose shapes each call must save: those whose gradients have symbolic sizes."""
     inputs = backward.graph.find_nodes(op="placeholder")
     symbolic = (inputs[place] for place in places if not compat.sizes.is_fixed(inputs[place].meta["val"]))
     found = (compat.aot.result_index(node) for node in symbolic)
@@ -64,16 +65,16 @@ def shapes_of(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
 
 
 def tangents(backward: Any) -> tuple[int, ...]:
-    """Positions among a backward's inputs of the gradients that autograd hands over."""
+    """Return the positions, among a backward's inputs, of gradients that autograd passes."""
     inputs = backward.graph.find_nodes(op="placeholder")
     found = enumerate(inputs)
     return tuple(n for n, node in found if compat.aot.is_tangent(node) and isinstance(node.meta["val"], torch.Tensor))
 
 
 def unlikely(backward: Any) -> tuple[int, ...]:
-    """Positions of gradients that there will most likely be none of: where the first one is that of a loss, the others.
+    """Return the positions of gradients that are probably absent: all others if the first one is that of a loss.
 
-    A step goes on from its loss; the other results are there to be looked at.
+    A training step uses only the loss; other results are for inspection. The loss is a result without dimensions.
     """
     first, *others = tangents(backward)
     value = backward.graph.find_nodes(op="placeholder")[first].meta["val"]
@@ -81,11 +82,11 @@ def unlikely(backward: Any) -> tuple[int, ...]:
 
 
 def without(backward: Any, places: Iterable[int], kept: Container[int] = ()) -> Any:
-    """The backward with zeros, which are constants, in place of these inputs; a copy, unless there are none.
+    """Return a copy of the backward with constant zeros in place of these inputs; without any, the backward itself.
 
-    Results of known size that follow from zeros alone are None, but for those at `kept`; what only they need is gone.
-    Guarantees: the values of `backward` on zeros. Relies on: `can_be_absent` of the graph that it was cut from, and
-    `fixed_size_tangents` sizes.
+    Results of fixed size that depend only on zeros are None, except those at `kept`; dead nodes are removed.
+    Guarantees: the values of `backward` on zeros. Relies on: `can_be_absent` of its joint graph, and that the inputs
+    are among `fixed_size_tangents`.
     """
     absent = frozenset(places)
     if not absent:
@@ -109,7 +110,7 @@ def without(backward: Any, places: Iterable[int], kept: Container[int] = ()) -> 
 
 
 def _zeros(graph: Any, value: torch.Tensor) -> Any:
-    """Zeros that lie as a gradient was to lie."""
+    """Add zeros with a gradient's strides to a graph."""
     order = _order(value)
     assert order is not None, "only what is dense can be absent"
     laid = value.permute(order)
@@ -125,7 +126,7 @@ def _zeros(graph: Any, value: torch.Tensor) -> Any:
 
 
 def absent_results(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
-    """Positions among a backward's results of those that follow from these of its gradients, and from no other."""
+    """Return the positions of a backward's results that depend only on these of its gradients, and on no other."""
     absent = frozenset(places)
     inputs = {node: place for place, node in enumerate(backward.graph.find_nodes(op="placeholder"))}
     given: dict[Any, frozenset[bool]] = {}
@@ -133,7 +134,7 @@ def absent_results(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
         if node in inputs:
             given[node] = frozenset((inputs[node] in absent,)) if compat.aot.is_tangent(node) else frozenset()
         elif isinstance(node.meta.get("val"), torch.SymInt):
-            given[node] = frozenset()  # a size of an absent gradient is that of a result
+            given[node] = frozenset()  # sizes of an absent gradient are those of a result
         elif node.op != "output":
             given[node] = frozenset().union(*(given[source] for source in node.all_input_nodes))
     results = enumerate(backward.graph.output_node().args[0])
@@ -141,9 +142,9 @@ def absent_results(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
 
 
 def unsure(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
-    """Those of these positions among a backward's results that some of its gradients alone would leave absent.
+    """Return those of these result positions that are absent if only some of the backward's gradients are present.
 
-    That follows from the graph's structure, which is the same on ranks with other sizes.
+    This depends only on the graph's structure, which is the same on ranks with other sizes.
     """
     places, given, every = tuple(places), dict[Any, int](), 0
     if not places:
@@ -160,7 +161,7 @@ def unsure(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
 
 
 def zeros_for(backward: Any, place: int) -> torch.Tensor:
-    """What autograd would have made of an absent gradient, in the backward of that call."""
+    """Make the zeros that autograd would pass for an absent gradient, in the backward of that call."""
     node = backward.graph.find_nodes(op="placeholder")[place]
     value = node.meta["val"]
     index = compat.aot.result_index(node)
@@ -170,16 +171,16 @@ def zeros_for(backward: Any, place: int) -> torch.Tensor:
 
 
 def zeros_of(backward: Any, place: int) -> torch.Tensor:
-    """The result at this place, of `fixed_size_tangents` size, if nothing but zeros goes into it."""
+    """Make the result at this position if it depends only on zeros; its size must be fixed."""
     return _zeros_like(backward.graph.output_node().args[0][place].meta["val"])
 
 
 def _zeros_like(value: torch.Tensor) -> torch.Tensor:
-    """Of a fake tensor."""
+    """Make real zeros with the shape and strides of a fake tensor."""
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).zero_()
 
 
 def take_out(args: list[Any], places: Iterable[int]) -> None:
-    """Remove these arguments from a call's list, which its callee is to empty."""
+    """Remove these arguments from a call's argument list, in place."""
     for place in sorted(places, reverse=True):
         del args[place]

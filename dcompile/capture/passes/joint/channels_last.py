@@ -1,15 +1,13 @@
-"""Layouts of images: convolutions read and write channels-last, and what lies between them follows.
+"""Use the channels-last layout for convolutions, and for values between them.
 
-oneDNN's convolutions are faster channels-last: 1.1 to 1.5 times, and 4 times for the weights' gradient of a depthwise
-one (AMD EPYC, one core, 4 x 48 x 32 x 32 with 7 x 7 filters: 1.4 instead of 5.7 ms). So are cuDNN's in 16 bits, which
-otherwise turn images around before and after each, filters too (H200, ResNet-50, batch 128: 6.3 of 28 ms).
+oneDNN's convolutions are 1.1 to 1.5 times as fast channels-last (docs/lab/constants.md, K17). So are cuDNN's in 16
+bits, which otherwise convert images and filters before and after each convolution.
 
-Strides are part of what tracing says about each value, and lowering follows them, so the pass changes these alone: a
-convolution gets its input channels-last, and every value computed from what changed is given the strides that eager
-would have given it. Inputs and results of the graph keep theirs: at the border a copy is inserted, which lowering fuses
-with what computes its input.
+Traced values have strides, and lowering follows them, so the pass changes only strides. A convolution gets its input
+channels-last, and each value computed from a changed one gets the strides that eager would give it. Inputs and results
+of the graph keep their strides. At the graph boundary a copy is inserted, which lowering fuses with its producer.
 
-Guarantees: the same values, the same inputs and outputs, strides included. A function of the graph alone, hence the
+Guarantees: the same values, inputs and outputs, strides included. The result depends only on the graph, so it is the
 same on every rank.
 """
 
@@ -29,28 +27,29 @@ from dcompile.passes import PassReport
 aten = torch.ops.aten
 
 IMAGES = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}
-"""Which arguments are images (or their gradients)."""
+"""Operation -> positions of its arguments that are images or their gradients."""
 FILTERS = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
-"""Where their filters are, which cuDNN wants channels-last as well; oneDNN has layouts of its own for them."""
+"""Operation -> position of its filters. cuDNN needs them channels-last, too; oneDNN has its own layouts for them."""
 TRANSPOSED = {aten.convolution.default: 6, aten.convolution_backward.default: 7}
-"""Where these say that they are transposed: such convolutions are left alone."""
+"""Operation -> position of the flag for transposed convolutions, which do not change."""
 STRIDES = {aten.convolution.default: 3, aten.convolution_backward.default: 4}
-"""Where these have the steps of their filters."""
+"""Operation -> position of the convolution's strides."""
 FEW_CHANNELS = 8
-"""Below, oneDNN's gradient of 1 x 1 filters in steps of more than one writes beyond its memory, if channels-last
-(torch 2.13, AVX2, 3 to 5 channels)."""
+"""Minimum number of channels of channels-last 1 x 1 filters with strides above 1.
+
+Below it, oneDNN's gradient writes out of bounds (torch 2.13, AVX2, 3 to 5 channels)."""
 VIEWS = {aten.view.default, aten._unsafe_view.default}
-"""Where strides do not allow the view any more, it gets a copy that does."""
+"""Views that get a copy as input if its new strides do not allow the view."""
 _ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr")
-"""Where a node comes from, which its copies share."""
+"""Metadata of a node's origin, which its copies share."""
 GATHERS = {aten.index.Tensor, aten._unsafe_index.Tensor}
-"""Read pixels of an image by their places, as torch enlarges images; whole pixels stay together."""
+"""Operations that gather whole pixels of an image by position, as torch upsamples images."""
 BOUND = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default}
-"""Mean other elements when strides change."""
+"""Operations that would select other elements if strides changed."""
 
 
 def use_channels_last(gm: GraphModule) -> PassReport:
-    """Change strides and insert copies in `gm`."""
+    """Change strides and insert copies in `gm`, in place."""
     if not any(_images(node) for node in gm.graph.nodes):
         return PassReport()
     mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes])
@@ -73,7 +72,7 @@ def use_channels_last(gm: GraphModule) -> PassReport:
 
 @dataclass(frozen=True)
 class _Copy:
-    """`user` is to read `source` through a copy that lies as `value` does."""
+    """A copy of `source`, with the strides of `value`, for `user` to read."""
 
     source: Node
     user: Node
@@ -82,14 +81,14 @@ class _Copy:
 
 @dataclass
 class _Plan:
-    """What each value's strides become; decided before anything is changed."""
+    """The new strides of each value, decided before the graph is changed."""
 
     mode: Any
     values: dict[Node, Any] = field(default_factory=dict)
     copies: list[_Copy] = field(default_factory=list)
 
     def visit(self, node: Node) -> None:
-        """Decide on one node, after all that it reads."""
+        """Decide on one node, after all nodes that it reads."""
         if node.op == "output" or not self._follows(node):
             for source in node.all_input_nodes:
                 if source in self.values:
@@ -113,7 +112,7 @@ class _Plan:
             self.values[node] = value
 
     def _follows(self, node: Node) -> bool:
-        """Whether the node computes the same from inputs that lie otherwise, and says how its result then lies."""
+        """Does a node compute the same values from inputs of other strides, with correct strides of its result?"""
         if node.op != "call_function":
             return False
         target: Any = node.target
@@ -127,12 +126,12 @@ class _Plan:
             return False
         if target in GATHERS:
             return self._reads_pixels(node)
-        # of several tensors: ATen's gradients of norms, for one, take it unchecked that all lie in the same way
+        # Operations on several tensors may assume equal strides unchecked, as ATen's gradients of norms do.
         general = {torch.Tag.core, torch.Tag.pointwise} & {*target.tags} or target in {*IMAGES, *VIEWS}
         return len(node.all_input_nodes) == 1 or (bool(general) and "norm" not in str(target))
 
     def _reads_pixels(self, gather: Node) -> bool:
-        """Whether whole pixels of an image that lies channels-last are read, at places that lie as before."""
+        """Does a gather read whole pixels of a channels-last image, at positions of unchanged strides?"""
         image, places, value = gather.args[0], gather.args[1], gather.meta.get("val")
         inside: Any = self._value(image) if isinstance(image, Node) else None
         if not (
@@ -156,7 +155,7 @@ class _Plan:
         return copied
 
     def _allows(self, given: dict[Node, Any], view: Node) -> bool:
-        """Whether strides of the input allow a view."""
+        """Do the strides of the input allow a view?"""
         (value,), target = given.values(), view.target
         try:
             with self.mode:
@@ -172,15 +171,15 @@ class _Plan:
         return copied
 
     def _as_before(self, source: Node, user: Node) -> None:
-        """Let `user` read what it would have read."""
+        """Let `user` read a value with its original strides."""
         old = source.meta["val"]
         if not isinstance(old, torch.Tensor):
-            return  # the tensors inside come out through getitem
+            return  # a tuple: each of its tensors is read through getitem
         self.copies.append(_Copy(source, user, old))
 
 
 def _images(node: Node) -> list[Node]:
-    """The images (and filters) that a convolution reads, if it is one that runs faster channels-last."""
+    """Return the images and filters that a convolution reads, if it is faster channels-last; else nothing."""
     target: Any = node.target
     if node.op != "call_function" or target not in IMAGES or node.args[TRANSPOSED[target]]:
         return []
@@ -194,7 +193,7 @@ def _images(node: Node) -> list[Node]:
 
 
 def _has_to_stay(node: Node) -> bool:
-    """A convolution that the CPU's library computes wrong channels-last."""
+    """Is a node a convolution that the CPU's library computes incorrectly channels-last?"""
     target: Any = node.target
     weight: Any = node.args[FILTERS[target]]
     filters, steps = weight.meta.get("val"), node.args[STRIDES[target]]
@@ -207,7 +206,7 @@ def _has_to_stay(node: Node) -> bool:
 
 
 def _may_change(value: torch.Tensor) -> bool:
-    """Of fixed size, and of a dtype whose layout matters to its device's libraries."""
+    """Is a value of fixed size, and of a dtype with faster channels-last convolutions on its device?"""
     fixed = compat.sizes.is_fixed(value)
     return fixed and str(value.dtype).removeprefix("torch.") in traits_of(value.device.type).aten.image_dtypes
 
@@ -219,9 +218,9 @@ def _strides(value: Any) -> Any:
 
 
 def _insert(copy: _Copy, mode: Any) -> Node:
-    """Put the copy right before its first user.
+    """Insert a copy just before its first user.
 
-    Any dense layout is some order of dimensions: the copy is contiguous in that order.
+    A dense layout is an order of dimensions, so the copy is contiguous in that order.
     """
     graph, wanted = copy.user.graph, copy.value
     strides, shape = wanted.stride(), wanted.shape
@@ -238,5 +237,5 @@ def _insert(copy: _Copy, mode: Any) -> Node:
             node, value = graph.call_function(target, (node, *args), kwargs), target(value, *args, **kwargs)
             node.meta = {name: kept for name, kept in copy.source.meta.items() if name in _ORIGIN}
             node.meta["val"] = value
-    node.meta["val"] = wanted  # the same but for strides along dimensions of one element
+    node.meta["val"] = wanted  # the same except for strides of dimensions of size 1
     return node

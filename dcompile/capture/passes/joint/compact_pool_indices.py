@@ -1,11 +1,11 @@
-"""What pooling saves for its backward: of max pooling, where in its window each maximum was, in one byte or two.
+"""Save less for the backward of pooling: of max pooling, the position of each maximum in its window, in 1 or 2 bytes.
 
-ATen's operator gives positions in the image, in eight bytes each: for the first pooling of ResNet-50 with 128 images
-that is 196 MiB, as much as its largest activation. A position less that of its window's first element is small, and the
-backward adds that again. Besides, ATen's backwards take the image itself, of which they want to know no more than its
-shape and strides: they are given room that nobody has written to.
+ATen's operator returns positions in the image, in 8 bytes each. For the first pooling of ResNet-50 with 128 images that
+is 196 MiB, as much as its largest activation. The difference to the position of the window's first element is small,
+and the backward adds that position again. ATen's backwards also take the image, but read only its shape and strides.
+They get uninitialized memory instead.
 
-Guarantees: the same values. A function of the graph alone, hence the same on every rank.
+Guarantees: the same values. The result depends only on the graph, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dcompile.passes import PassReport
 aten, prims = torch.ops.aten, torch.ops.prims
 
 COMPACT_DTYPES = ((torch.uint8, 2**8), (torch.int16, 2**15))
-"""dtypes, and how many positions in a window they can tell apart."""
+"""(dtype, number of positions in a window that it can represent)."""
 
 
 IMAGE_OF = {
@@ -32,13 +32,13 @@ IMAGE_OF = {
     aten.avg_pool2d_backward.default: 1, aten.avg_pool3d_backward.default: 1,
     aten._adaptive_avg_pool2d_backward.default: 1, aten._adaptive_avg_pool3d_backward.default: 1,
 }  # fmt: skip
-"""Backwards, and which of their arguments is an image whose values they do not read."""
+"""Backward -> position of its argument whose values it does not read: the image."""
 
 
 def drop_saved_pool_inputs(joint: GraphModule) -> PassReport:
-    """Let backwards of pooling read the shape of their image from room of their own.
+    """Replace the image by uninitialized memory of its shape and strides in backwards of pooling.
 
-    Relies on: nothing changes strides afterwards.
+    Relies on: no later pass changes strides.
     """
     nodes = [node for node in joint.graph.nodes if node.target in IMAGE_OF]
     mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in nodes]) if nodes else None
@@ -64,7 +64,7 @@ def _take_room(backward: Node, mode: Any) -> bool:
 
 
 def compact_pool_indices(joint: GraphModule) -> PassReport:
-    """Rewrite the positions that backwards of max pooling in two dimensions read."""
+    """Save compact positions for backwards of max pooling in two dimensions."""
     found = joint.graph.find_nodes(op="call_function", target=aten.max_pool2d_with_indices_backward.default)
     mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in found]) if found else None
     count = sum(_shorten(node, mode) for node in found) if mode is not None else 0
@@ -73,7 +73,7 @@ def compact_pool_indices(joint: GraphModule) -> PassReport:
 
 
 def _shorten(backward: Node, mode: Any) -> bool:
-    """Let one backward read what is computed from short positions."""
+    """Compute one backward's positions from saved compact ones; return whether that was possible."""
     image, positions = backward.args[1], backward.args[7]
     assert isinstance(image, Node) and isinstance(positions, Node)
     value = positions.meta["val"]
@@ -96,7 +96,7 @@ def _shorten(backward: Node, mode: Any) -> bool:
         return node
 
     def firsts() -> Node:
-        """The position of each window's first element, which padding may put outside of the image."""
+        """Compute the position of each window's first element, which may be outside the image due to padding."""
         settings = {"dtype": torch.int64, "device": value.device, "requires_grad": False}
         above, beside = -padding[0] * width - padding[1], 0
         rows = call(prims.iota.default, value.shape[-2], start=above, step=stride[0] * width, **settings)
@@ -115,6 +115,6 @@ def _shorten(backward: Node, mode: Any) -> bool:
 
 
 def _pair(given: Any) -> Sequence[int]:
-    """As ATen reads the sizes of windows: one for both directions, or none."""
+    """Expand a window's size as ATen does: one number is for both dimensions; an empty one stays empty."""
     numbers = [int(number) for number in given] if isinstance(given, (tuple, list)) else [int(given)]
     return numbers * 2 if len(numbers) == 1 else numbers

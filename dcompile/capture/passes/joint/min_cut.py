@@ -1,7 +1,7 @@
-"""The cheapest cut between what a forward computes and what its backward needs, for torch's partitioner.
+"""Minimum cut between the values that a forward computes and those that its backward needs, for torch's partitioner.
 
-torch asks networkx, whose push-relabel in Python was a fifth of a warm start of 32 Llama layers. In the partitioner's
-graphs most edges cannot be cut, so most nodes are known to lie on one side: what is left falls into small pieces.
+torch uses networkx, whose push-relabel in Python took a fifth of a warm start of 32 Llama layers. In the partitioner's
+graphs most edges have infinite capacity, so the side of most nodes is known. The rest falls into small components.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from typing import Any
 
 Partition = tuple[set[Any], set[Any]]
 SOURCE_SIDE, SINK_SIDE = 0, 1
-"""What lies on the source's side, or the sink's, since no finite cut could part them."""
+"""Numbers of all nodes that no finite cut separates from the source, and from the sink."""
 
 
 def minimum_cut(graph: Any, source: Any, sink: Any, otherwise: Callable[..., Any]) -> tuple[float, Partition]:
-    """As `networkx.minimum_cut(graph, source, sink)`: (value, (nodes on the source's side, nodes on the sink's)).
+    """Return `networkx.minimum_cut(graph, source, sink)`: (value, (nodes on the source's side, nodes on the sink's)).
 
-    Of several cheapest cuts, the one nearest the sink, as there: all nodes from which the sink can be reached through
-    edges that have capacity left, which is one set whatever the largest flow (Ford and Fulkerson; the flow is found by
-    Dinic's algorithm, 1970). An edge without a capacity cannot be cut. `otherwise` answers where no finite cut exists.
+    Of several minimum cuts it returns the one nearest the sink, as networkx does. The sink's side has all nodes from
+    which the residual graph reaches the sink. That set is the same for every maximum flow (Ford and Fulkerson). The
+    flow is found by Dinic's algorithm (1970). An edge without a capacity cannot be cut. If no finite cut exists, the
+    result is that of `otherwise`.
     """
     near = _closure(source, lambda node: (v for v, data in graph.succ[node].items() if _capacity(data) == inf))
     far = _closure(sink, lambda node: (u for u, data in graph.pred[node].items() if _capacity(data) == inf))
@@ -55,7 +56,7 @@ def _closure(start: Any, after: Callable[[Any], Any]) -> set[Any]:
 
 
 class _Flow:
-    """Edges with what capacity they have left; edge k ^ 1 is k backwards."""
+    """A flow network with residual capacities; edge k ^ 1 is the reverse of edge k."""
 
     def __init__(self, nodes: int, between: dict[tuple[int, int], float]) -> None:
         self.edges: list[list[int]] = [[] for _ in range(nodes)]
@@ -68,7 +69,7 @@ class _Flow:
                 self.left.append(left)
 
     def most(self) -> float:
-        """Send as much as possible, along paths that grow longer from phase to phase; how much that is."""
+        """Find a maximum flow, along shortest paths whose length grows from phase to phase; return its value."""
         total: float = 0
         while (level := self._levels())[SINK_SIDE] >= 0:
             turn = [0] * len(self.edges)
@@ -92,7 +93,10 @@ class _Flow:
         return level
 
     def _send(self, level: list[int], turn: list[int]) -> float:
-        """Along one shortest path; `turn` remembers which edges of a node lead nowhere in this phase."""
+        """Send flow along one shortest path; return its amount, 0 if there is no path.
+
+        `turn`: for each node, the number of its edges that are exhausted in this phase.
+        """
         path: list[int] = []
         node = SOURCE_SIDE
         while node != SINK_SIDE:
@@ -117,7 +121,7 @@ class _Flow:
         return sent
 
     def reaching_the_sink(self) -> list[bool]:
-        """From which nodes the sink can still be reached."""
+        """Return for each node whether the residual graph reaches the sink from it."""
         found = [False] * len(self.edges)
         found[SINK_SIDE] = True
         waiting = [SINK_SIDE]

@@ -1,7 +1,7 @@
-"""Reads by index in the dtype that memory has: torch enlarges images of 16 bits as float32, and rounds what it read.
+"""Gather in the dtype of memory: torch upsamples 16-bit images as float32, and rounds the gathered values.
 
-Widening is exact, so that rounding gives back what was there. A gather reads memory, hence its wider copy would be
-written first, in twice the bytes.
+Widening is exact, so rounding restores the original values. A gather reads memory, so the wider copy, of twice the
+bytes, would have to be written first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WIDE = (torch.float32, torch.float64)
 
 
 def narrow_gathers(gm: GraphModule) -> PassReport:
-    """Have gathers read what was widened as it was, if all that was read is rounded again."""
+    """Make gathers read the 16-bit source of a widened tensor, if all users round the result back."""
     changed = 0
     for gather in [node for node in gm.graph.nodes if node.op == "call_function" and node.target in GATHERS]:
         source = _widened_source(gather.args[0])
@@ -39,7 +39,7 @@ def narrow_gathers(gm: GraphModule) -> PassReport:
 
 
 def _widened_source(node: Any) -> Node | None:
-    """What `node` is a wider copy of."""
+    """Return the 16-bit source of which `node` is a wider copy, or None."""
     if not _is_plain_cast(node) or node.meta["val"].dtype not in WIDE:
         return None
     source = node.args[0]
@@ -51,7 +51,7 @@ def _narrows(node: Node, source: Node) -> bool:
 
 
 def _is_plain_cast(node: Any) -> bool:
-    """A copy that differs in its dtype alone."""
+    """Is a node a copy that differs only in its dtype?"""
     if not (isinstance(node, Node) and node.target is aten._to_copy.default and set(node.kwargs) <= {"dtype"}):
         return False
     value, before = node.meta.get("val"), node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None

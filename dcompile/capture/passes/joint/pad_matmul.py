@@ -1,12 +1,12 @@
-"""Matrix products on GPUs get sizes of whole 16 bytes: zeros behind the matrices, and a look at a part of the result.
+"""Pad matmuls on GPUs with zeros to sizes that are multiples of 16 bytes; the result is a view of a part.
 
-cuBLAS has no fast kernels for matrices in 16 bits whose rows do not begin at whole 16 bytes, or end between them, such
-as the logits of 50257 words: on an H200 the three products of RoBERTa's last layer (16384 tokens, 50265 words) took 31
-of 62 ms, and longer strides alone did not help. Operands are copied to where zeros follow them, a weight that autocast
-brings to 16 bits on its way there; that costs little against a product whose sides are all `MIN_PADDED_SIDE` or longer.
+cuBLAS has no fast kernels for 16-bit matrices whose rows are not aligned to 16 bytes at both ends, such as logits of
+50257 classes. On an H200, three such matmuls took 31 of a step's 62 ms (docs/lab/constants.md, K18). Operands are
+copied into padded memory; the cast of a weight under autocast writes there directly. That costs little compared to a
+matmul whose sides are all `MIN_PADDED_SIDE` or longer.
 
-Guarantees: equal values up to the order of sums, and the same inputs and outputs, strides included. A function of the
-graph alone, hence the same on every rank.
+Guarantees: equal values up to the order of sums, and the same inputs and outputs, strides included. The result depends
+only on the graph, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from dcompile.passes import PassReport
 aten = torch.ops.aten
 
 MATRICES = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
-"""Which arguments of a product are its operands."""
+"""Matmul -> positions of its operands among the arguments."""
 DTYPES = (torch.bfloat16, torch.float16)
 PAD_MULTIPLE = 8
-"""Elements of 16 bits in 16 bytes."""
+"""16-bit elements in 16 bytes."""
 MIN_PADDED_SIDE = 512
-"""Sides from which a product is worth it: it takes at least twice as long unpadded, copying an operand far less."""
+"""Minimum side of a padded matmul: unpadded it takes at least twice as long, and copies of operands take far less."""
 LOOKS = (aten.t.default, aten.view.default, aten._unsafe_view.default)
 _ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr", "custom")
 
 
 def pad_matmuls(gm: GraphModule) -> PassReport:
-    """Rewrite the products of `gm` that gain by it."""
+    """Pad the matmuls of `gm` that become faster, in place."""
     found = [(node, sizes) for node in gm.graph.nodes if (sizes := _padded_sizes(node)) is not None]
     mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes]) if found else None
     if mode is None:
@@ -48,7 +48,7 @@ def pad_matmuls(gm: GraphModule) -> PassReport:
 
 
 def _padded_sizes(node: Node) -> tuple[int, int, int] | None:
-    """Rows, depth and columns that a product should have; None if it should stay as it is."""
+    """Return the padded (rows, depth, columns) of a matmul; None if it stays as it is."""
     positions = MATRICES.get(node.target) if node.op == "call_function" else None  # type: ignore[call-overload]
     if positions is None or node.kwargs:
         return None
@@ -63,7 +63,7 @@ def _padded_sizes(node: Node) -> tuple[int, int, int] | None:
     rows = _whole(m) if _lies_along(values[0], 0) else m
     sizes = rows, _whole(k) if along_k else k, _whole(n)
     if sizes == (m, k, n) or (len(positions) < len(node.args) and not _is_line(node.args[0])):
-        return None  # as it should be, or with a matrix added, which would have to grow as well
+        return None  # aligned, or with an added matrix, which would need padding as well
     return sizes
 
 
@@ -77,12 +77,12 @@ def _may_grow(value: Any) -> bool:
 
 
 def _lies_along(value: torch.Tensor, dim: int) -> bool:
-    """Are neighbours along `dim` next to one another in memory?"""
+    """Are elements along `dim` adjacent in memory?"""
     return value.stride(dim) == 1
 
 
 def _is_line(argument: Any) -> bool:
-    """A vector that is added to all rows."""
+    """Is an argument a vector, which is added to all rows?"""
     value = argument.meta.get("val") if isinstance(argument, Node) else None
     return isinstance(value, torch.Tensor) and value.dim() == 1
 
@@ -92,14 +92,14 @@ def _whole(size: int) -> int:
 
 
 class _Padding:
-    """Inserts nodes; a matrix that several products read grows once."""
+    """Inserts padded operands; a matrix that several matmuls read is padded once."""
 
     def __init__(self, graph: Graph, mode: Any) -> None:
         self.graph, self.mode = graph, mode
         self.grown: dict[tuple[Node, int, int], Node] = {}
 
     def rewrite(self, node: Node, rows: int, depth: int, columns: int) -> None:
-        """One product: of grown operands, and of its result the part that was asked for."""
+        """Replace a matmul by one of padded operands, and a slice of its result."""
         target: Any = node.target
         first, second = (node.args[position] for position in MATRICES[target])
         assert isinstance(first, Node) and isinstance(second, Node)
@@ -118,7 +118,7 @@ class _Padding:
         self.graph.erase_node(node)
 
     def _follow(self, node: Node, before: torch.Tensor) -> None:
-        """Tell looks at a part of a result how it lies; what leaves the graph lies as `before`."""
+        """Update the strides of views of a sliced result; results of the graph keep the strides of `before`."""
         if node.meta["val"].stride() == before.stride():
             return
         for user in [*node.users]:
@@ -129,7 +129,7 @@ class _Padding:
                 user.replace_input_with(node, copy)
             elif target in LOOKS:
                 old = user.meta["val"]
-                with self.mode, contextlib.suppress(RuntimeError):  # else lowering makes a copy, as the strides say
+                with self.mode, contextlib.suppress(RuntimeError):  # otherwise lowering copies, for the traced strides
                     user.meta["val"] = target(node.meta["val"], *user.args[1:])
                 self._follow(user, old)
 

@@ -1,9 +1,9 @@
-"""Gradients of rows taken in another order: rows taken in the opposite order, and nothing is added up by atomics.
+"""Compute the gradient of a gather by a permutation as a gather by the inverse one, without atomic additions.
 
-Experts get their rows sorted by expert, `x[order // copies]`, and give results back by the inverse order. To autograd
-each is a gather of any rows, some maybe more than once, whose gradient adds rows up where they fall: on GPUs a buffer
-of zeros and atomic additions. Where the positions are a permutation, as `sort` returns one, each row falls on a place
-of its own. The gradient is then a gather by the inverse permutation, which pointwise kernels do on the way.
+Experts get their rows sorted by expert, `x[order // copies]`, and return results in the inverse order. To autograd,
+both are gathers of arbitrary rows, possibly repeated. Their gradient scatters and adds rows: on GPUs a buffer of zeros
+and atomic additions. If the positions are a permutation, as `sort` returns it, each row has a position of its own. The
+gradient is then a gather by the inverse permutation, which fuses into pointwise kernels.
 
 Guarantees: the same values, up to the order in which the copies of one row are summed.
 """
@@ -27,7 +27,7 @@ FULL = frozenset((aten.full.default, aten.full_like.default, aten.new_full.defau
 
 
 def gather_permutation_gradients(joint: GraphModule) -> PassReport:
-    """Rewrite such sums of a joint graph in place."""
+    """Replace scatter-adds to permuted positions in a joint graph by gathers, in place."""
     count = 0
     for node in joint.graph.find_nodes(op="call_function", target=aten.index_put.default):
         if _adds_rows_to_zeros(node) and (found := _permuted_sum(node)) is not None:
@@ -55,7 +55,7 @@ def _are_zeros(node: Node) -> bool:
 
 
 def _permuted_sum(node: Node) -> tuple[Node, int] | None:
-    """(permutation, copies) of a sum whose rows fall on permutation // copies."""
+    """Return (permutation, copies) of a scatter-add to positions permutation // copies, or None."""
     position: Any = node.args[1][0]  # type: ignore[index]
     copies: Any = 1
     if (
@@ -72,13 +72,13 @@ def _permuted_sum(node: Node) -> tuple[Node, int] | None:
 
 
 def _shape(node: Any) -> tuple[int, ...]:
-    """The sizes of a node's value; empty where they are no numbers."""
+    """Return the sizes of a node's value, or () if some are symbolic."""
     shape = tuple(node.meta["val"].shape)
     return shape if all(isinstance(size, int) for size in shape) else ()
 
 
 def _is_order(node: Node) -> bool:
-    """Whether this is where the elements of a sorted row were before."""
+    """Is a node the permutation that `sort` returns for a vector?"""
     if node.target is not operator.getitem or node.args[1] != 1:
         return False
     sort = node.args[0]
@@ -86,7 +86,7 @@ def _is_order(node: Node) -> bool:
 
 
 def _inverse_of(node: Node) -> Node | None:
-    """The order that `node` is the inverse of: `inverse[order] = arange(n)`."""
+    """Return the permutation whose inverse `node` is (`inverse[order] = arange(n)`), or None."""
     if node.target is not aten.index_put.default or (len(node.args) > 3 and node.args[3]):
         return None
     indices, numbers = node.args[1:3]
@@ -98,7 +98,7 @@ def _inverse_of(node: Node) -> Node | None:
 
 
 def _gather(joint: GraphModule, node: Node, order: Node, copies: int) -> None:
-    """Put the gather by the inverse of `order`, and the sum of its copies, in the place of a sum where rows fall."""
+    """Replace a scatter-add by a gather with the inverse of `order`, and a sum over copies."""
     values: Any = node.args[2]
     inverse = _inverse(joint, order, node)
     with joint.graph.inserting_before(node):
@@ -111,7 +111,7 @@ def _gather(joint: GraphModule, node: Node, order: Node, copies: int) -> None:
 
 
 def _inverse(joint: GraphModule, order: Node, before: Node) -> Node:
-    """The inverse of a permutation: one that is there before some node, or a new one."""
+    """Return the inverse of a permutation: an existing one that precedes a node, or a new one."""
     known = _inverse_of(order) or next(
         (user for user in order.users if user < before and _inverse_of(user) is order), None
     )
@@ -128,7 +128,7 @@ def _inverse(joint: GraphModule, order: Node, before: Node) -> Node:
 
 
 def _new_node(joint: GraphModule, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A node with its value, noted as `like` is."""
+    """Make a node with its fake value, and the metadata of `like`."""
     made = joint.graph.call_function(target, args, kwargs)
     made.meta = {key: value for key, value in like.meta.items() if key not in ("tensor_meta", "eager_input_vals")}
     given = torch.fx.map_arg((args, kwargs), lambda node: node.meta["val"])

@@ -1,10 +1,10 @@
-"""Copies that a traced graph makes of values nobody changes: each counts as a value to save beside what it copies.
+"""Remove copies of values that nothing changes; each would be saved for the backward in addition to its source.
 
-Dropout with probability zero is one. A joint graph has no operation that writes to a value, so a copy that lies as its
-source does is its source.
+Dropout with probability zero makes such a copy. If a joint graph has no operation that writes to a value, a copy with
+its source's strides can be replaced by the source.
 
-Guarantees: the same values. Inputs and views stay apart from copies of them: between forward and backward the user may
-write to inputs. So do results: two of them may not share memory where they did not.
+Guarantees: the same values. Copies of inputs and of views stay, since the user may write to inputs between forward and
+backward. Copies that are results stay, so that no two results share memory that did not before.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COPIES = {aten.clone.default, aten.detach.default, aten.alias.default}
 
 
 def remove_clones(joint: GraphModule) -> PassReport:
-    """Let who reads a copy read its source."""
+    """Replace copies of unchanged values by their sources, in place."""
     if any(_writes(node) for node in joint.graph.nodes):
         return PassReport()
     found = [node for node in joint.graph.nodes if node.op == "call_function" and node.target in COPIES]
@@ -49,5 +49,5 @@ def _is_its_source(copy: Node) -> bool:
 
 
 def _has_memory_of_its_own(node: Node) -> bool:
-    """Whether this is computed, and no view: those count strides and offsets in memory that is not theirs alone."""
+    """Is a value computed, and no view? Strides and offsets of views refer to memory that others share."""
     return node.op == "call_function" and not getattr(node.target, "is_view", True)

@@ -1,8 +1,8 @@
-"""Gives a graph's random operations a key: one draw from torch's generator for each call of the graph.
+"""Assign a key to a graph's random operations: one draw from torch's generator in each call of the graph.
 
-The key is an ordinary value that the forward saves for the backward, where masks are computed again from it. So
-`torch.manual_seed` decides the numbers, successive calls differ, and a recomputed layer (activation checkpointing) sees
-the mask that it saw the first time.
+The key is an ordinary value that the forward saves for the backward, which recomputes masks from it. So
+`torch.manual_seed` determines the numbers, and successive calls differ. A recomputed layer (activation checkpointing)
+gets the same mask again.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dcompile.passes import PassReport
 
 
 def assign_rng_keys(gm: Any) -> PassReport:
-    """Draw a key in `gm`, and hand it to all random operations of ours.
+    """Draw a key for each device in `gm`, and pass it to all of dcompile's random operations.
 
-    Each also gets a number of its own, in graph order, so that no two draw the same.
+    Each also gets its own number, in graph order, so that no two draw the same numbers.
     """
     graph = gm.graph
     nodes = [n for n in graph.nodes if n.op == "call_function" and random_ops.is_random(n.target)]

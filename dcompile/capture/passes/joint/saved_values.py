@@ -1,4 +1,4 @@
-"""What a forward saves for its backward, and what that looks at or computes anew, beyond torch's own rules."""
+"""Choose, beyond torch's own rules, which values a forward saves and which ones its backward recomputes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ VIEWS = frozenset(
         "prims.convert_element_type.default",
     )
 )  # fmt: skip
-"""What only looks at a tensor, or converts it."""
+"""Operations that make a view of a tensor, or convert it."""
 
 COPIES = frozenset(("aten._to_copy.default", "aten.clone.default", "prims.convert_element_type.default"))
-"""Those of them whose result has memory of its own."""
+"""The operations of `VIEWS` whose result has its own memory."""
 
 
 def copy_changed_inputs(joint: Any) -> PassReport:
-    """Have the forward copy what it changes or frees and what the backward computes with: an input, as it was before.
+    """Copy inputs that the forward changes or frees and whose old values the backward needs.
 
-    torch's partitioners save such an input itself, which the backward then finds changed (torch 2.11 to 2.13: a counter
-    in a buffer, `self.n += 1; return x * self.n`, has its gradients off by one step, with aot_eager as with inductor).
+    torch's partitioners save such an input itself, so the backward reads the changed values. In torch 2.11 to 2.13, a
+    counter in a buffer (`self.n += 1; return x * self.n`) has gradients off by one step, with aot_eager and inductor.
     """
     changed = {node.args[0] for node in joint.graph.nodes if _changes(node)}
     changed |= compat.aot.changed_behind(joint)
@@ -53,15 +53,15 @@ def copy_changed_inputs(joint: Any) -> PassReport:
 
 
 def _changes(node: Any) -> bool:
-    """Whether a node changes an input, or frees it."""
+    """Does a node change an input, or free it?"""
     return str(node.target) == CHANGES or compat.storage_offsets.resizes(node.target)
 
 
 def save_as_strided_views(joint: Any) -> PassReport:
-    """Have the forward save what it sees of an input by `as_strided`, as eager does, rather than the input alone.
+    """Save an input's `as_strided` view in the forward, as eager does, instead of recomputing it from the input.
 
-    In the backward the input may lie otherwise (`p.data = p.data.t()`). It is copied to where it lay, then: the same
-    numbers in other memory, of which the same strides would show something else.
+    By the backward, the input may have another layout (`p.data = p.data.t()`). It is then copied to the traced strides,
+    in new memory, where the strides of `as_strided` would select other elements.
     """
     inputs = {memory_of(node) for node in joint.graph.find_nodes(op="placeholder")} - {None}
     count = 0
@@ -73,10 +73,10 @@ def save_as_strided_views(joint: Any) -> PassReport:
 
 
 def save_random_values(joint: Any) -> PassReport:
-    """Have the forward save what the library's random operators make under gradient checkpointing.
+    """Save results of ATen's random operators in the forward, under gradient checkpointing as well.
 
-    torch would save the generator's state and run them again in the backward, through an operator on functions that no
-    kernels can be made around. Our own random numbers (`assign_rng_keys`) need no state.
+    torch would save the generator's state and run them again in the backward, by a higher-order operator, which kernels
+    cannot fuse with. dcompile's own random operations (`assign_rng_keys`) need no state.
     """
     drawn = [node for node in joint.graph.nodes if compat.aot.is_drawn_again(node)]
     for node in drawn:
@@ -89,7 +89,7 @@ def save_random_values(joint: Any) -> PassReport:
 
 
 def _is_read_in(node: Any, backward: set[Any]) -> bool:
-    """Whether the backward computes with a node, or with what the forward makes of it."""
+    """Does the backward read a node, or a value that the forward computes from it?"""
     seen, left = {node}, [node]
     while left:
         for user in left.pop().users:
@@ -102,13 +102,13 @@ def _is_read_in(node: Any, backward: set[Any]) -> bool:
 
 
 def _only_copy(old: Any) -> Any | None:
-    """The copy of an input through which all else reads it; AOTAutograd makes one of some."""
+    """Return the copy through which all other nodes read an input, or None; AOTAutograd makes one for some inputs."""
     readers = [user for user in old.users if user.op == "call_function" and not _changes(user)]
     return readers[0] if [str(reader.target) for reader in readers] == ["aten.clone.default"] else None
 
 
 def _read_a_copy(joint: Any, old: Any, last: Any) -> Any:
-    """Put a copy of an input in its place, but for where it is changed and returned."""
+    """Replace an input by a copy, except where the input is changed or returned."""
     value = old.meta["val"]
     with joint.graph.inserting_after(last):
         copy = joint.graph.call_function(torch.ops.aten.clone.default, (old,))
@@ -124,7 +124,7 @@ def _read_a_copy(joint: Any, old: Any, last: Any) -> Any:
 
 
 def recompute_views(joint: Any, parameters: Callable[[Any], Iterable[Any]]) -> PassReport:
-    """Have the backward look at sharded parameters anew, so that the forward saves nothing of them but themselves.
+    """Recompute views and conversions of sharded parameters in the backward, so the forward saves only parameters.
 
     A saved view or conversion of a gathered parameter would keep its memory until the backward.
     """

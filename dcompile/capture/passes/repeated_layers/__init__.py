@@ -1,1 +1,1 @@
-"""Trace a few of many equal layers, and replicate the rest."""
+"""Trace a few of many equal layers, and replicate them for the others."""

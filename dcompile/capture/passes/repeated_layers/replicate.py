@@ -1,14 +1,17 @@
-"""Puts layers that were left out before tracing back into what AOTAutograd has made of the others (see `layers`).
+"""Insert the layers that `find.py` left out of tracing into the traced graph.
 
-In the traced graph each layer has a stretch of the forward and, in training, one of the backward, in opposite order.
-The second and the third are compared, node by node: the same operations on the same kinds of values, taken from the
-same places, counted from the layer itself. As tracing knows nothing of a layer but what it is and what it gets, each
-one that was left out would have come out the same, too: it is a copy with the inputs of its own layer.
+In the traced graph each layer has a range of the forward and, in training, one of the backward, in opposite order. The
+second and the third layer are compared node by node. They must have the same operations on the same kinds of values,
+from the same places relative to the layer. A layer's trace depends only on its operations and inputs. So each layer
+that was left out would have the same trace: it is a copy with its own inputs.
+
+Symbolic sizes belong to no layer: tracing computes each expression once, at its first use. Layers share these nodes.
+They precede the copies, because the two compared layers use the same ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.capture.passes.repeated_layers.find import (
+    STAND_IN,
     TAG,
     TRACED_LAYERS,
     LayerArgument,
@@ -25,26 +29,31 @@ from dcompile.capture.passes.repeated_layers.find import (
     replace_nodes,
     spell_arguments,
 )
+from dcompile.capture.passes.repeated_layers.shown_results import (
+    Place,
+    layer_of_sum,
+    layer_tangents,
+    result_outputs,
+    shown_places,
+)
 
-Place = tuple[str, int]
-"""Where in a layer: ("forward" | "backward" | "input", which one of them)."""
 STRETCHES = ("forward", "backward")
 TEMPLATE_LAYER = 2
-"""The traced layer that is copied."""
+"""Index of the traced layer that is copied."""
 
 
 class LayersDiffer(Exception):
-    """Layers that looked the same were not traced to the same."""
+    """Equal layers of the captured graph differ in the traced one."""
 
 
 def unfold(traced: GraphModule, gm: GraphModule, layers: RepeatedLayers) -> None:
-    """Complete what was traced of `shortened(gm, layers)`, in place. Raises NotTheSame before it has changed anything.
+    """Complete the trace of `shorten(gm, layers)`, in place. Raises LayersDiffer before it has changed anything.
 
-    Guarantees: the graph that tracing `gm` gives, but for names. Relies on: nothing has changed it since it was traced.
+    Guarantees: the graph that tracing `gm` gives, except for names. Relies on: no pass has changed the trace yet.
     """
     found = _find(traced, layers)
     _compare(found)
-    with compat.tensors.real_tensors():
+    with compat.tensors.real_tensors(), compat.sizes.adding_no_guards(traced):
         _Copies(traced, gm, layers, found).make()
     for node in traced.graph.nodes:
         _drop_tag(node)
@@ -52,24 +61,28 @@ def unfold(traced: GraphModule, gm: GraphModule, layers: RepeatedLayers) -> None
 
 
 def check_inputs(layers: RepeatedLayers) -> None:
-    """Inside a compiler of AOTAutograd: raise NotTheSame if layers change inputs of theirs, even if only their shapes.
+    """Raise LayersDiffer, inside a compiler of AOTAutograd, if layers return their inputs or views, or change inputs.
 
-    AOTAutograd does that outside the graph, and has seen it of the traced layers alone.
+    A change of shape counts, too. AOTAutograd handles such inputs outside the graph, and knows only the traced layers.
     """
     changed = compat.aot.not_only_read()
     if any(not changed.isdisjoint(layers.inputs[layer]) for layer in layers.traced[1:3]):
         raise LayersDiffer("a layer changes or returns an input")
+    kinds = compat.aot.result_kinds()
+    positions = [[position for _, position in layers.shown[layer]] for layer in (layers.traced[2], *layers.left_out)]
+    if any([kinds[p] for p in row] != [kinds[p] for p in positions[0]] for row in positions[1:]):
+        raise LayersDiffer("a layer returns a view, or what has no gradient")
 
 
 @dataclass(frozen=True)
 class _Owner:
-    """A value of a layer."""
+    """A value of a layer, which owns memory."""
 
     layer: int
-    """Among the KEPT."""
+    """Index among the traced layers."""
     place: Place
     number: int
-    """Among several results of one operation."""
+    """Position among several results of one operation."""
     dtype: torch.dtype
 
 
@@ -78,18 +91,22 @@ class _Found:
     """The layers of a traced graph."""
 
     stretches: dict[str, list[list[Node]]]
-    """Name of a stretch -> nodes of each of the KEPT layers."""
+    """Phase ("forward" or "backward") -> nodes of each traced layer."""
     where: dict[Node, tuple[int, Place]]
-    """Node or placeholder -> (layer among the KEPT, place there)."""
+    """Node or placeholder -> (traced layer, place there)."""
     gradients: tuple[dict[int, object], ...]
-    """For each of the KEPT layers: number of its input -> its gradient, as seen from the layer."""
+    """For each traced layer: number of its input -> its gradient, relative to the layer."""
     positions: dict[int, int]
     """Position among the Dynamo graph's inputs -> of its gradient among the traced graph's outputs."""
+    shown: tuple[tuple[Place | None, ...], ...]
+    """For each traced layer: place of each value that the graph returns."""
+    results: dict[int, int]
+    """Position among the Dynamo graph's results -> among the traced graph's outputs."""
     owners: dict[int, _Owner | None]
-    """Memory -> the first of the layers' values that lies there; None for what is outside."""
+    """Memory -> the first of the layers' values that is stored there; None for values outside of layers."""
 
     def seen_from(self, layer: int) -> Callable[[Node], object]:
-        """How a layer's arguments are called."""
+        """Return the function that names arguments relative to a layer."""
 
         def name(argument: Node) -> object:
             if argument not in self.where:
@@ -101,9 +118,11 @@ class _Found:
 
 
 def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
+    tangents = layer_tangents(traced, layers)
     stretches: dict[str, list[list[Node]]] = {name: [[] for _ in range(TRACED_LAYERS)] for name in STRETCHES}
-    for stretch, layer, node in _in_order(traced):
-        stretches[stretch][layer].append(node)
+    for stretch, layer, node in _in_order(traced, {node: layer for node, (layer, _) in tangents.items()}):
+        if not compat.sizes.is_symbolic_number(node.meta.get("val")):
+            stretches[stretch][layer].append(node)
     where: dict[Node, tuple[int, Place]] = {}
     for stretch, rows in stretches.items():
         for layer, row in enumerate(rows):
@@ -114,7 +133,10 @@ def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
         if position in numbers:
             layer, number = numbers[position]
             where[node] = (layer, ("input", number))
-    found = _Found(stretches, where, tuple({} for _ in range(TRACED_LAYERS)), {}, {})
+    where |= tangents
+    results = result_outputs(traced)
+    shown = tuple(shown_places(traced, layers.shown[layer], results, where, k) for k, layer in enumerate(layers.traced))
+    found = _Found(stretches, where, tuple({} for _ in range(TRACED_LAYERS)), {}, shown, results, {})
     for node in traced.graph.nodes:
         for number, tensor in enumerate(_tensors(node.meta.get("val"))):
             owner = _Owner(*where[node], number, tensor.dtype) if node in where else None
@@ -131,10 +153,11 @@ def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
     return found
 
 
-def _in_order(traced: GraphModule) -> Iterator[tuple[str, int, Node]]:
-    """(stretch, layer, node) of what lies in the traced layers.
+def _in_order(traced: GraphModule, tangents: Mapping[Node, int]) -> Iterator[tuple[str, int, Node]]:
+    """Yield ("forward" or "backward", layer, node) for the nodes of the traced layers.
 
-    A node without a tag, as where gradients are added up, belongs where the one before it does.
+    A node without a tag, such as a sum of gradients, belongs to the layer of the node before it. A sum with
+    the caller's gradient of a layer's result is the first node of the next layer's backward.
     """
     layer, last = -1, "forward"
     for node in operations(traced):
@@ -145,6 +168,8 @@ def _in_order(traced: GraphModule) -> Iterator[tuple[str, int, Node]]:
             before, layer = layer, min(max(tag[0], -1), TRACED_LAYERS)
             if (stretch, last) == STRETCHES or (layer < before if stretch == "forward" else layer > before):
                 raise LayersDiffer(f"{node.name} is not in the order of layers")
+        elif stretch == "backward":
+            layer = layer_of_sum(node, layer, tangents)
         last = stretch
         if 0 <= layer < TRACED_LAYERS:
             yield stretch, layer, node
@@ -156,7 +181,7 @@ def _tag(node: Node) -> tuple[int, int] | None:
 
 
 def _compare(found: _Found) -> None:
-    """See that the second and the third layer were traced to the same, and that nobody else looks into them."""
+    """Check that the second and third layer have equal traces that only neighbours read. Raises LayersDiffer."""
     for stretch, rows in found.stretches.items():
         if len(rows[1]) != len(rows[2]):
             raise LayersDiffer(f"{stretch}s of {len(rows[1])} and {len(rows[2])} operations")
@@ -168,18 +193,20 @@ def _compare(found: _Found) -> None:
     inside = all(isinstance(step, LayerArgument) for step in found.gradients[2].values())
     if found.gradients[1] != found.gradients[2] or not inside:
         raise LayersDiffer("gradients come from other places")
+    if found.shown[1] != found.shown[2] or None in found.shown[2]:
+        raise LayersDiffer("what they return is computed in other places")
     for node, (layer, _) in found.where.items():
         if layer in (1, 2):
             _check_users(node, layer, found)
 
 
 def _check_users(node: Node, layer: int, found: _Found) -> None:
-    """Such a layer is looked into by itself and by those beside it; its inputs' gradients are returned."""
+    """Check that a node is read only by its layer and neighbours, and returned only as an input's gradient."""
     for user in node.users:
         if user.op == "output":
             results: Any = user.args[0]
             returned = {place for place, result in enumerate(results) if result is node}
-            known = returned <= set(found.positions.values())
+            known = returned <= {*found.positions.values(), *found.results.values()}
         else:
             known = user in found.where and abs(found.where[user][0] - layer) <= 1
         if not known:
@@ -187,7 +214,7 @@ def _check_users(node: Node, layer: int, found: _Found) -> None:
 
 
 def _text(node: Node, layer: int, found: _Found) -> str:
-    """All that has to be the same of an operation in two layers."""
+    """Return a text of all properties of an operation that must be equal in two layers."""
     tag, value = _tag(node), node.meta.get("val")
     memory = [_memory(tensor, layer, found) for tensor in _tensors(value)]
     shown = (node.target, tag and (tag[0] - layer, tag[1]), _kind(value), memory, node.meta.get("recompute"))
@@ -195,7 +222,7 @@ def _text(node: Node, layer: int, found: _Found) -> str:
 
 
 def _memory(tensor: torch.Tensor, layer: int, found: _Found) -> object:
-    """Whose memory a value lies in, as seen from its layer."""
+    """Return the value that owns a tensor's memory, relative to its layer."""
     key = compat.tensors.storage_key(tensor)
     owner = found.owners[key]
     if owner is None:
@@ -209,8 +236,8 @@ def _kind(value: Any) -> object:
     if type(value) in (tuple, list):
         return tuple(map(_kind, value))
     if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided or not compat.sizes.is_fixed(value):
-            raise LayersDiffer("sizes are symbols, or memory is not dense")
+        if value.layout != torch.strided:
+            raise LayersDiffer("memory is not dense")
         return value.dtype, value.device, value.shape, value.stride(), value.storage_offset()
     if value is None or isinstance(value, bool | int | float):
         return repr(value)
@@ -233,16 +260,16 @@ def _drop_tag(node: Node) -> None:
 
 
 class _Copies:
-    """Copies of the third traced layer, for those that were left out."""
+    """Copies of the third traced layer for the layers that were left out."""
 
     def __init__(self, traced: GraphModule, gm: GraphModule, layers: RepeatedLayers, found: _Found) -> None:
         self.traced = traced
         self.layers = layers
         self.found = found
         self.body = operations(gm)
-        self.left_out = range(2, layers.traced[2])
+        self.left_out = layers.left_out
         self.nodes: dict[tuple[int, Place], Node] = {}
-        """(layer of the whole model, place) -> node."""
+        """(layer of the whole model, place in it) -> node."""
         for node, (layer, place) in found.where.items():
             self.nodes[layers.traced[layer], place] = node
         for node in traced.graph.find_nodes(op="placeholder"):
@@ -250,6 +277,12 @@ class _Copies:
             for layer, row in enumerate(layers.inputs):
                 if position in row:
                     self.nodes[layer, ("input", row.index(position))] = node
+        for node in filter(compat.aot.is_tangent, traced.graph.find_nodes(op="placeholder")):
+            position = compat.aot.result_index(node)
+            for layer, shown in enumerate(layers.shown):
+                for number, (_, its) in enumerate(shown):
+                    if position == its:
+                        self.nodes[layer, ("tangent", number)] = node
         self.values = _Values(self)
 
     def make(self) -> None:
@@ -260,14 +293,15 @@ class _Copies:
                 with self.traced.graph.inserting_before(before[0]):
                     for number, node in enumerate(rows[TEMPLATE_LAYER]):
                         self._copy(node, layer, (stretch, number))
-        for layer, neighbour in ((1, 2), (2, 1)):  # they were traced side by side
+        for layer, neighbour in ((1, 2), (2, 1)):  # in the trace they are neighbours
             for stretch in STRETCHES:
                 for node in self.found.stretches[stretch][layer]:
                     self._turn(node, layer, neighbour)
-        self._return_gradients()
+        self._return_results()
+        self._number_regions()
 
     def _argument(self, argument: Node, layer: int) -> Node:
-        """What stands in a layer's copy where the third traced layer has `argument`."""
+        """Return the argument of a layer's copy in place of the third traced layer's `argument`."""
         if argument not in self.found.where:
             return argument
         there, place = self.found.where[argument]
@@ -283,7 +317,7 @@ class _Copies:
             made.meta["val"] = self.values.of(node.meta["val"], layer, place, like=TEMPLATE_LAYER)
 
     def _origin(self, node: Node, layer: int) -> dict[str, Any]:
-        """The lines of the model and the path of the module that this comes from."""
+        """Return the metadata of a copy's origin: the model's source lines and the path of the module."""
         tag = _tag(node)
         if tag is None:
             return {}
@@ -295,7 +329,7 @@ class _Copies:
         return found
 
     def _turn(self, node: Node, layer: int, neighbour: int) -> None:
-        """Take from the neighbour that was left out what a layer took from the one it was traced beside."""
+        """Replace a node's arguments from the neighbour in the trace by those of its inserted neighbour."""
         number = self.layers.traced[layer]
 
         def other(argument: Node) -> Node:
@@ -306,7 +340,20 @@ class _Copies:
         if "val" in node.meta:
             node.meta["val"] = self.values.of(node.meta["val"], number, self.found.where[node][1], like=layer)
 
-    def _return_gradients(self) -> None:
+    def _number_regions(self) -> None:
+        """Renumber checkpointed regions in their order, since copies have the numbers of the copied layer.
+
+        The partitioner saves values that a region reads from another one with a lower number.
+        """
+        layers = {node: layer for (layer, _), node in self.nodes.items()}
+        known: dict[tuple[int | None, int], int] = {}
+        for node in self.traced.graph.nodes:
+            if (region := compat.aot.checkpoint_region(node)) is not None:
+                number = known.setdefault((layers.get(node), region), len(known) + 1)
+                compat.aot.number_region(node, number)
+
+    def _return_results(self) -> None:
+        """Return gradients and values of the copies, and erase `stand_in`."""
         output: Any = self.traced.graph.output_node()
         results = list(output.args[0])
         for layer in self.left_out:
@@ -314,19 +361,25 @@ class _Copies:
                 assert isinstance(step, LayerArgument), "gradients of inputs of a layer are computed in layers"
                 position = self.found.positions[self.layers.inputs[layer][number]]
                 results[position] = self.nodes[layer + step.layers, step.place]
+            for (_, position), shown in zip(self.layers.shown[layer], self.found.shown[TEMPLATE_LAYER], strict=True):
+                assert shown is not None, "compared before"
+                results[self.found.results[position]] = self.nodes[layer, shown]
         output.args = (type(output.args[0])(results),)
+        for node in reversed(list(self.traced.graph.nodes)):
+            if STAND_IN in (node.meta.get("custom") or {}) and not node.users:
+                self.traced.graph.erase_node(node)
 
 
 class _Values:
-    """Values of copied nodes: fake tensors that share memory among each other as those of the traced layer do."""
+    """Fake values of copied nodes, which share memory with each other as those of the traced layer do."""
 
     def __init__(self, copies: _Copies) -> None:
         self.copies = copies
         self.new: dict[tuple[int, Place, int], Any] = {}
-        """(layer, place, number among several results) -> memory that was made for it."""
+        """(layer, place, position among several results) -> its new memory."""
 
     def of(self, value: Any, layer: int, place: Place, like: int) -> Any:
-        """What the value at this place of a traced layer is in some layer."""
+        """Return the value in `layer` that corresponds to the value at this place of the traced layer `like`."""
         if isinstance(value, tuple | list):
             items = [self._tensor(item, layer, place, like, number) for number, item in enumerate(value)]
             return items if isinstance(value, list) else tuple(items)
@@ -340,7 +393,7 @@ class _Values:
             return tensor
         there = layer + owner.layer - like
         if self.copies.layers.traced[owner.layer] == there:
-            return tensor  # it lies there already
+            return tensor  # it has the right memory already
         if (there, owner.place, owner.number) == (layer, place, number):
             memory = self.new[layer, place, number] = compat.tensors.fake_memory(tensor.untyped_storage().nbytes())
         else:

@@ -26,7 +26,7 @@ from dcompile.codegen.emit.cpp.software_pipeline import open_late_row
 from dcompile.codegen.emit.cpp.stream_stores import may_stream
 from dcompile.codegen.emit.cpp.vector_printer import NO_SUMS
 from dcompile.codegen.emit.kernel_name import describe_loop, kernel_name
-from dcompile.codegen.emit.target import Kernels, KernelSource, Target
+from dcompile.codegen.emit.target import EmitRequest, Kernels, KernelSource, Target
 from dcompile.codegen.nest.loop_nest import make_nest, may_exceed
 from dcompile.device_traits import CPU
 from dcompile.ir.canonical_names import Nameless, nameless
@@ -99,7 +99,11 @@ def _numbered(buffer: Buffer, number: str) -> Buffer:
     return Buffer(number, buffer.dtype, buffer.shape, buffer.strides)
 
 
-TARGET = Target("c++", SPELLING, CPU)
+def _emit(loop: Loop, table: Mapping[str, Buffer], request: EmitRequest) -> KernelSource:
+    return emit(loop, table, request.decisions)
+
+
+TARGET = Target("c++", SPELLING, CPU, _emit)
 
 
 # --- the function ----------------------------------------------------------------------------------------------------

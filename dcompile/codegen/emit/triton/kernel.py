@@ -13,14 +13,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from dcompile.codegen.emit.kernel_name import describe_loop, kernel_name
-from dcompile.codegen.emit.target import Kernels, KernelSource, Launch, Target
+from dcompile.codegen.emit.target import Kernels, KernelSource, Launch
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
-from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, SPELLING, literal
+from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, literal
 from dcompile.codegen.emit.triton.printer import TritonText
 from dcompile.codegen.emit.triton.row_passes import RowPassWriter
 from dcompile.codegen.nest.gpu_tiling import ceil_div, leaves_gaps, make_plan
 from dcompile.codegen.nest.loop_nest import may_exceed
-from dcompile.device_traits import CUDA
 from dcompile.ir.index import exact_quotient
 from dcompile.ir.nodes import Buffer, Loop, Program, Store
 from dcompile.ir.ops import REDUCTIONS
@@ -78,9 +77,6 @@ def emit_all(program: Program) -> Kernels:
     """Emit the kernels of a program, one for each of its loops."""
     table = program.table
     return Kernels(tuple(emit(step, table) for step in program.steps if isinstance(step, Loop)))
-
-
-TARGET = Target("triton", SPELLING, CUDA)
 
 
 def function_text(name: str, arguments: Iterable[str], lines: list[str]) -> str:

@@ -154,8 +154,9 @@ class PeerShardGroup:
                     self._moved = True
                     report(
                         logging.WARNING,
-                        f"rank {self.rank}: {unit.name} lies elsewhere than when the model was compiled; from now on "
-                        "it is copied to its old place for each program that gathers it (compile anew to avoid that)",
+                        f"rank {self.rank}: {unit.name} has another address than when the model was compiled; "
+                        "from now on it is copied to the old one for each program that gathers it (compile the model "
+                        "again to avoid that)",
                     )
 
 

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import dcompile
 from dcompile import compat
@@ -30,6 +31,21 @@ class Block(nn.Module):
         return x + self.dropout(hidden + shared).masked_fill(mask, 0.0)
 
 
+class Checkpointed(Block):
+    """Is computed again in the backward."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, mask, shared, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Region(Block):
+    """Is traced once by TorchDynamo."""
+
+    @torch.compiler.nested_compile_region
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, mask, shared)
+
+
 class Stack(nn.Module):
     """Blocks between an input and an output layer; a parameter of 8 numbers is used by each."""
 
@@ -47,17 +63,38 @@ class Stack(nn.Module):
         return self.last(x).sum()
 
 
+class PairsCheckpointed(Stack):
+    """Computes two blocks at a time again in the backward."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        mask = torch.arange(8) == 5
+
+        def pair(x: torch.Tensor, number: int) -> torch.Tensor:
+            x = self.blocks[number](x, mask, self.shared)
+            return self.blocks[number + 1](x, mask, self.shared)  # type: ignore[no-any-return]
+
+        x = self.first(x)
+        for number in range(0, len(self.blocks), 2):
+            x = checkpoint(pair, x, number, use_reentrant=False)
+        return self.last(x).sum()
+
+
 class EachShown(Stack):
-    """Returns what each block has computed."""
+    """Returns what each block has computed, or all of that in one tensor."""
+
+    def __init__(self, blocks: list[nn.Module], together: bool = False) -> None:
+        super().__init__(blocks)
+        self.together = together
 
     def forward(self, x: torch.Tensor) -> Any:
         """A sum of all, and each."""
-        mask, found = torch.arange(8) == 5, []
+        mask = torch.arange(8) == 5
         x = self.first(x)
+        found = [x]
         for block in self.blocks:
             x = block(x, mask, self.shared)
             found.append(x)
-        return self.last(x).sum(), *found
+        return (self.last(x).sum(), torch.stack(found)) if self.together else (self.last(x).sum(), *found)
 
 
 class Counting(Block):
@@ -70,6 +107,14 @@ class Counting(Block):
     def forward(self, x: torch.Tensor, mask: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
         self.calls.add_(1)  # type: ignore[operator]
         return x + self.up(x) * shared
+
+
+class Folded(Block):
+    """Computes on rows of half the length, of which there are twice as many as sequences in the batch."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        rows = torch.tanh(x.reshape(2 * x.shape[0], 4)) / x.shape[0]
+        return super().forward(x + rows.reshape(x.shape), mask, shared)
 
 
 def stack(count: int = 8, **how: Any) -> Stack:
@@ -88,6 +133,7 @@ def text(gm: Any) -> Iterator[str]:
     """All of a traced graph but names: operations, arguments, values, who shares memory, where it comes from."""
     names: dict[Any, str] = {}
     memory: dict[int, int] = {}
+    regions: dict[Any, int] = {}
 
     def shown(value: Any) -> Any:
         if isinstance(value, tuple | list):
@@ -103,12 +149,14 @@ def text(gm: Any) -> Iterator[str]:
         arguments = torch.fx.node.map_arg((node.args, node.kwargs), lambda a: slice(names[a]))
         stacks = [node.meta.get(name) or {} for name in ("nn_module_stack", "fwd_nn_module_stack")]
         paths = [[path for path, _ in found.values()] for found in stacks]
-        rest = (node.meta.get("partitioner_tag"), node.meta.get("custom"), paths)
+        region = node.meta.get("ac_graph_id")
+        again = None if region is None else (regions.setdefault(region, len(regions)), node.meta.get("recompute"))
+        rest = (node.meta.get("partitioner_tag"), node.meta.get("custom"), paths, again)
         yield f"{names[node]} {node.op} {node.target} {arguments} {shown(node.meta.get('val'))} {rest}"
 
 
 def traced(
-    make: Callable[[], nn.Module], once: bool, training: bool, kernels: str = "aten"
+    make: Callable[[], nn.Module], once: bool, training: bool, kernels: str = "aten", symbolic: bool = False
 ) -> tuple[list[str], list[RepeatedLayers], Any, list[Any]]:
     """(the graph, where it repeats, the model's result, its gradients). ATen's kernels compile in half the time."""
     torch.manual_seed(0)
@@ -130,9 +178,12 @@ def traced(
         torch.set_grad_enabled(training),
     ):
         compiled = dcompile.compile(model, options={"layers_once": once, "receipt": False, "kernels": kernels})
-        result = compiled(torch.randn(2, 4))
+        x = torch.randn(2, 4)
+        if symbolic:
+            torch._dynamo.mark_dynamic(x, 0)
+        result = compiled(x)
         if training:
-            (result[0] if isinstance(result, tuple) else result).backward()
+            (sum(part.sum() for part in result) if isinstance(result, tuple) else result).backward()
     note = [note for note in dcompile.receipt(compiled).notes if "layers that repeat" in note]
     return texts, found, result, [*(p.grad for p in model.parameters()), *note]
 
@@ -141,15 +192,18 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "layers": (lambda: stack(7), 7),
     "dropout": (lambda: stack(dropout=0.5), 8),
     "two kinds": (lambda: Stack([Block(torch.relu if n % 2 else torch.tanh) for n in range(14)]), 7),
+    "each shown": (lambda: EachShown([Block() for _ in range(8)]), 8),
+    "checkpointed": (lambda: Stack([Checkpointed() for _ in range(8)]), 8),
+    "pairs checkpointed": (lambda: PairsCheckpointed([Block() for _ in range(14)]), 7),
 }
 """A model, and how many layers repeat in it."""
 WHOLE: dict[str, Callable[[], nn.Module]] = {
     "six": lambda: stack(6),
     "tied": tied,
-    "each shown": lambda: EachShown([Block() for _ in range(8)]),
+    "each read by another": lambda: EachShown([Block() for _ in range(8)], together=True),
 }
 """Models of too few layers, or of layers that are not alike."""
-TRAINED = ("dropout", "two kinds")
+TRAINED = ("dropout", "two kinds", "checkpointed", "each shown")
 INFERRED = ("layers", "dropout", "two kinds")
 
 
@@ -157,6 +211,8 @@ def usual(names: tuple[str, ...], training: bool) -> Iterator[Any]:
     """Those that each test run has; what another of them says as well is for `make test-full`."""
     kind = "training" if training else "inference"
     for case in CASES:
+        if "checkpointed" in case and not training:
+            continue  # nothing is computed again
         yield pytest.param(case, training, id=f"{case}-{kind}", marks=() if case in names else pytest.mark.full)
 
 
@@ -172,6 +228,19 @@ def test_the_graph_is_that_of_all_layers(case: str, training: bool) -> None:
     assert graph == whole
     torch.testing.assert_close(result, other, rtol=0, atol=0)
     torch.testing.assert_close(gradients, theirs, rtol=0, atol=0)
+
+
+def test_nested_regions_are_layers_that_repeat() -> None:
+    graph, found, result, gradients = traced(lambda: Stack([Region() for _ in range(8)]), True, True)
+    whole, _, other, theirs = traced(lambda: stack(8), True, True)
+    assert [layers.count for layers in found] == [8]
+    assert without_paths(graph) == without_paths(whole)
+    torch.testing.assert_close((result, gradients), (other, theirs), rtol=0, atol=0)
+
+
+def without_paths(graph: list[str]) -> list[str]:
+    """A graph but for the modules that its operations come from: all regions are the first one's."""
+    return [line.rpartition(" (")[0] for line in graph]
 
 
 def looked_for(model: nn.Module, **how: Any) -> RepeatedLayers | None:
@@ -206,8 +275,11 @@ def test_layers_that_change_a_buffer_of_theirs_are_traced_each() -> None:
     torch.testing.assert_close((result, gradients), (other, theirs), rtol=0, atol=0)
 
 
-def test_layers_of_symbolic_sizes_are_not_looked_for() -> None:
-    fixed = looked_for(stack(7))
-    assert fixed is not None and fixed.count == 7
-    torch._dynamo.reset()
-    assert looked_for(stack(7), dynamic=True) is None
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_layers_of_symbolic_sizes_are_traced_once(training: bool) -> None:
+    """Sizes that a layer computes from the batch's are nodes that all layers share."""
+    graph, found, result, gradients = traced(lambda: Stack([Folded() for _ in range(7)]), True, training, symbolic=True)
+    whole, _, other, theirs = traced(lambda: Stack([Folded() for _ in range(7)]), False, training, symbolic=True)
+    assert [layers.count for layers in found] == [7]
+    assert graph == whole
+    torch.testing.assert_close((result, gradients), (other, theirs), rtol=0, atol=0)

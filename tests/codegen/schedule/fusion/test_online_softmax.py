@@ -10,14 +10,13 @@ import pytest
 from dcompile.codegen.schedule.fusion import online_softmax
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
-from dcompile.ir.index import contiguous_strides, var
+from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Apply, Buffer, Load, Loop, Program, Reduce, Store, View
+from dcompile.ir.nodes import Apply, Load, Loop, Program, Reduce, Store
+from dcompile.ir.parse import parse
 from dcompile.ir.verify import verify
 from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.harness import run
-
-I0, J0 = var("i0"), var("j0")
 
 
 @pytest.fixture(autouse=True)
@@ -30,21 +29,22 @@ def on_gpu(program: Program) -> Program:
     return replace(program, buffers=tuple(replace(b, device="cuda") for b in program.buffers))
 
 
-def apart(rows: int = 5, n: int = 40) -> Program:
+def apart(rows: int = 5, n: int = 40, device: str = "cuda") -> Program:
     """As a log-softmax comes from lowering: a maximum, differences, the sum of their exponentials, each a loop."""
-    at, row = I0 * n + J0, Load("top", I0, "float32")
-    flat = var("i0") * n + var("i1")
-    steps = (
-        Loop("top", (rows,), (n,), (Load("x", at, "float32"), Reduce("max", 0, "float32")), (Store("top", I0, 1),)),
-        Loop("below", (rows, n), (), (Load("x", flat, "float32"), row, Apply("sub", (0, 1), "float32")),
-             (Store("below", flat, 2),)),
-        Loop("total", (rows,), (n,), (Load("below", at, "float32"), Apply("exp", (0,), "float32"),
-             Reduce("sum", 1, "float32")), (Store("total", I0, 2),)),
-    )  # fmt: skip
-    shapes = {"x": (rows, n), "top": (rows,), "below": (rows, n), "total": (rows,)}
-    buffers = tuple(Buffer(name, "float32", shape, contiguous_strides(shape)) for name, shape in shapes.items())
-    outputs = tuple(View(b.name, b.shape, b.strides) for b in buffers if b.name in ("top", "total"))
-    return on_gpu(Program("apart", ("x",), outputs, buffers, steps))
+    return parse(f"""
+        program apart(x)
+          x: float32[{rows}, {n}] on {device}
+          top: float32[{rows}] on {device}
+          below: float32[{rows}, {n}] on {device}
+          total: float32[{rows}] on {device}
+        loop top [{rows}] x [{n}]
+          top[i0] = row_max(x[i0, j0])
+        loop below [{rows}, {n}]
+          below[i0, i1] = sub(x[i0, i1], top[i0])
+        loop total [{rows}] x [{n}]
+          total[i0] = row_sum(exp(below[i0, j0]))
+        return (top, total)
+    """)
 
 
 def sums(program: Program) -> list[str]:
@@ -76,7 +76,7 @@ def test_a_softmax_keeps_its_maximum():
 @pytest.mark.parametrize(
     "program",
     [
-        replace(apart(), buffers=tuple(replace(b, device="cpu") for b in apart().buffers)),
+        apart(device="cpu"),
         apart(rows=5, n=16),
         apart(rows=3),
         on_gpu(loops.rms_norm(5, 40)),

@@ -1,1 +1,1 @@
-"""Cross-entropy behind a linear layer, computed in chunks without the logits."""
+"""Cross-entropy of a linear layer's result, computed in chunks of classes without storing the logits."""

@@ -1,7 +1,7 @@
-"""Where a graph takes the cross-entropy of a linear layer's result, for the option `chunked_loss`.
+"""Find cross-entropies of a linear layer's result, for the option `chunked_loss`.
 
-Which rows of the logits the loss looks at, and in what form, is done to what the layer is given instead, which is as
-many rows, and mostly shorter ones. Where anything else looks at the logits they have to be there, and the call stays.
+Slices and reshapes of the logits' rows move to the layer's input, which has as many rows, and mostly shorter ones. If
+anything else reads the logits, they must be stored, and the call stays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ARGUMENTS = {
     "input": None, "target": None, "weight": None, "size_average": None, "ignore_index": -100, "reduce": None,
     "reduction": "mean", "label_smoothing": 0.0,
 }  # fmt: skip
-"""Of the loss, in order, with their defaults."""
+"""Arguments of the loss, in order -> their defaults."""
 _PRODUCTS = (operator.matmul, torch.matmul, torch.mm, "matmul", "mm")
 _CONVERSIONS = ("float", "double", "half", "bfloat16", "to", "type", "type_as", "contiguous", "clone")
 _RESHAPES = ("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as")
@@ -38,25 +38,25 @@ LEFT_WHOLE = "loss that chunked_loss leaves whole"
 
 
 class NotChunked(Exception):
-    """Why a loss stays as it is."""
+    """Reason why a loss is not computed in chunks."""
 
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """A linear layer whose result only a loss reads."""
+    """A linear layer whose result is read only by a loss."""
 
     layer: Node
     hidden: Node
     weight: Node
     bias: Node | None
     steps: tuple[Node, ...]
-    """What is done to the logits on their way to the loss, in order."""
+    """Operations between the logits and the loss, in order."""
 
 
 def chunk_losses(gm: GraphModule, chunks: int) -> PassReport:
-    """Have each cross-entropy of a linear layer's result computed by parts of the classes, in bodies too.
+    """Compute each cross-entropy of a linear layer's result in chunks of classes, in subgraphs, too.
 
-    The report counts losses that stay whole as fallbacks. The graph is changed in place.
+    The graph is changed in place. The report counts losses that are not chunked as fallbacks.
     """
     nest = NestedGraphs(gm)
     losses = [loss for graph in nest.graphs for loss in graph.graph.find_nodes(op="call_function", target=LOSS)]
@@ -73,7 +73,7 @@ def chunk_losses(gm: GraphModule, chunks: int) -> PassReport:
             whole += 1
             continue
         parts = list(spans(shape_of(head.weight)[0], chunks))
-        notes.append(f"chunked_loss: {_logits(head, parts)} of {where}; the backward computes them again")
+        notes.append(f"chunked_loss: {_logits(head, parts)} of {where}; the backward recomputes them")
         _replace(loss, head, hidden, {"chunks": chunks, "begun": begun})
         begun += len(parts)
     if losses:
@@ -85,7 +85,7 @@ def chunk_losses(gm: GraphModule, chunks: int) -> PassReport:
 
 
 def _logits(head: OutputLayer, parts: list[tuple[int, int]]) -> str:
-    """`4 parts of at most 0.3 MB are there one after another in place of logits (float32[2, 5, 32], 1.2 MB)`."""
+    """Describe the logits: `4 parts of at most 0.3 MB are there ... in place of the logits (float32[5, 32], 1 MB)`."""
     value = head.layer.meta["example_value"]
     sizes = ", ".join(map(str, value.shape))
     size, most = "", ""
@@ -97,7 +97,7 @@ def _logits(head: OutputLayer, parts: list[tuple[int, int]]) -> str:
 
 
 def given_to(loss: Node) -> dict[str, Any]:
-    """All arguments of a loss."""
+    """Return all arguments of a loss by name, with defaults."""
     return {**_ARGUMENTS, **dict(zip(_ARGUMENTS, loss.args, strict=False)), **loss.kwargs}
 
 
@@ -123,7 +123,7 @@ def _head_of(loss: Node) -> OutputLayer:
 
 
 def is_call(node: Node, *names: str) -> bool:
-    """Whether a node calls a function or method of one of these names."""
+    """Does a node call a function or method of one of these names?"""
     if node.op == "call_method":
         return node.target in names
     return node.op == "call_function" and getattr(node.target, "__name__", "") in names
@@ -138,7 +138,7 @@ def _is_linear(node: Any) -> bool:
 
 
 def _transposed_matrix(node: Any) -> Node | None:
-    """The matrix that this is the transpose of."""
+    """Return the matrix whose transpose a node is, or None."""
     if not isinstance(node, Node) or not node.args or len(shape_of(node.args[0])) != 2:
         return None
     (matrix,) = node.all_input_nodes[:1]
@@ -147,7 +147,7 @@ def _transposed_matrix(node: Any) -> Node | None:
 
 
 def _swaps(node: Node, first: int, second: int) -> bool:
-    """Whether a node exchanges these two dimensions, the last ones."""
+    """Does a node transpose these two dimensions, which are the last ones?"""
     return is_call(node, "transpose") and {*node.args[1:]} in ({first, second}, {-1, -2}) and not node.kwargs
 
 
@@ -161,7 +161,7 @@ def _operands(layer: Node) -> tuple[Node, Node, Node | None]:
 
 
 def _check_readers(nodes: list[Node], loss: Node) -> None:
-    """See that nobody else reads the logits."""
+    """Check that only the loss reads the logits. Raises NotChunked."""
     for node in nodes:
         for user in node.users:
             if user.op == "output":
@@ -172,7 +172,7 @@ def _check_readers(nodes: list[Node], loss: Node) -> None:
 
 
 def _check_values(layer: Node, hidden: Node, weight: Node, bias: Node | None, loss: Node) -> None:
-    """See that the loss can do with what the layer was given: plain tensors, that are still what they were."""
+    """Check that the layer's operands are plain tensors that are unchanged at the loss. Raises NotChunked."""
     operands = [node for node in (hidden, weight, bias) if node is not None]
     found = [node.meta.get("example_value") for node in operands]
     values = [value for value in found if isinstance(value, torch.Tensor) and not compat.tensors.is_wrapper(value)]
@@ -191,7 +191,7 @@ def _check_values(layer: Node, hidden: Node, weight: Node, bias: Node | None, lo
 
 
 def between(first: Node, last: Node) -> Iterator[Node]:
-    """The nodes behind `first` and before `last`."""
+    """Yield the nodes after `first` and before `last`."""
     node = first.next
     while node is not last:
         yield node
@@ -199,9 +199,9 @@ def between(first: Node, last: Node) -> Iterator[Node]:
 
 
 def _rows(head: OutputLayer, loss: Node) -> list[tuple[str, Any]]:
-    """What to do to the layer's input: ("slice", index) or ("reshape", leading sizes), in order.
+    """Return operations for the layer's input: ("slice", index) or ("reshape", leading sizes), in order.
 
-    Raises NotChunked where a step does not leave rows as they are.
+    Raises NotChunked if an operation changes the elements within rows.
     """
     classes, done = shape_of(head.weight)[0], list[tuple[str, Any]]()
     by_class = len(shape_of(given_to(loss)["input"])) > 2
@@ -226,7 +226,7 @@ def _rows(head: OutputLayer, loss: Node) -> list[tuple[str, Any]]:
 
 
 def _leading_sizes(step: Node, made: torch.Tensor) -> tuple[int, ...]:
-    """The leading sizes of a reshaped tensor; of a matrix they need not be known."""
+    """Return the leading sizes of a reshaped tensor; that of a matrix may be symbolic. Raises NotChunked."""
     if made.dim() == 2:
         return (-1,)
     leading = tuple(made.shape[:-1])
@@ -236,7 +236,7 @@ def _leading_sizes(step: Node, made: torch.Tensor) -> tuple[int, ...]:
 
 
 def _takes_rows(index: Any, dims: int) -> bool:
-    """Whether an index takes some of the rows, by slices, and all of each."""
+    """Does an index select rows by slices, and all elements of each row?"""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(part is Ellipsis or isinstance(part, slice) for part in parts):
         return False

@@ -1,8 +1,8 @@
-"""Cross-entropy of a linear layer's result, a part of the classes at a time: the logits are never there as a whole.
+"""Compute the cross-entropy of a linear layer's result in chunks of classes: the logits are never stored as a whole.
 
-Parts are taken of the classes and not of the rows: each part of the weight's gradient is then whole at once, where
-parts of the rows would have it added up and rounded again for each, and the number of rows need not be known. A row's
-sum of exponentials is put together from those of the parts, as a logarithm, which alone is kept for the backward.
+Chunks split the classes, not the rows. So each chunk gives a part of the weight's gradient in one step. With chunks of
+rows, it would be accumulated and rounded for each chunk. Also, the number of rows may be symbolic. A row's logarithm of
+the sum of exponentials is combined from those of the chunks. Only it is saved for the backward.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dcompile.ir.nodes import PART
 from dcompile.passes import PassReport
 
 CHUNK_MARK = "dcompile_chunk"
-"""Name of what is noted with each operation in here, and follows it through tracing: AGAIN or KEPT."""
+"""Key of the annotation on each operation of this module, which tracing preserves: AGAIN (recompute) or KEPT (save)."""
 AGAIN, KEPT = "again", "kept"
 CHUNK_ALIGNMENT = 8
-"""Classes that a part is a multiple of: rows of 16 bits then begin where 16 bytes do."""
+"""Number of classes in a chunk is a multiple of this: 16-bit rows are then aligned to 16 bytes."""
 
 
 def chunked_cross_entropy(
@@ -38,11 +38,11 @@ def chunked_cross_entropy(
     reduction: str,
     label_smoothing: float,
 ) -> torch.Tensor:
-    """`cross_entropy(linear(hidden, weight, bias), target, ...)` with a class per row, in `chunks` parts.
+    """Compute `cross_entropy(linear(hidden, weight, bias), target, ...)` with a class per row, in `chunks` chunks.
 
-    `begun` is the number of the first part among those of the whole graph, which other losses have, too.
-    `dtype` is what the linear layer computes in, under autocast too; `result` the loss's. Sums are taken in float32
-    at least. `grad` is whether the layer had a gradient, as it has none under `no_grad`, wherever the loss is taken.
+    `begun` is the number of the first chunk, counted over all losses of the graph. `dtype` is the linear layer's,
+    also under autocast, and `result` that of the loss. Sums are taken in float32 at least. `grad` says whether the
+    layer's result required a gradient: under `no_grad` it does not, wherever the loss is computed.
     """
     with torch.autocast(hidden.device.type, enabled=False), torch.set_grad_enabled(grad and torch.is_grad_enabled()):
         rows, classes = target.reshape(-1), weight.shape[0]
@@ -64,7 +64,7 @@ def chunked_cross_entropy(
 
 
 def spans(classes: int, chunks: int) -> Iterator[tuple[int, int]]:
-    """Where each part begins and ends: about as many as asked for, none of them empty."""
+    """Yield the first class of each chunk and the end: about `chunks` of them, none empty."""
     width = -(-classes // chunks)
     width = width if width < 8 * CHUNK_ALIGNMENT else -(-width // CHUNK_ALIGNMENT) * CHUNK_ALIGNMENT
     for first in range(0, classes, width):
@@ -72,7 +72,7 @@ def spans(classes: int, chunks: int) -> Iterator[tuple[int, int]]:
 
 
 class _Losses(torch.autograd.Function):
-    """Each row's loss, by a backward that has no more than one part's logits and their gradient at a time."""
+    """Compute each row's loss; the backward stores one chunk's logits and their gradient at a time."""
 
     @staticmethod
     def forward(
@@ -131,25 +131,27 @@ class _Losses(torch.autograd.Function):
 
 
 def _add_product(sums: torch.Tensor | None, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Sums with a product more, in float32 at least: eight parts rounded to bfloat16 one after another were off by 2.5
-    times what one product is (2048 rows, 32000 classes; H200)."""
+    """Accumulate a matmul in float32 at least.
+
+    Eight chunks accumulated in bfloat16 had 2.5 times the error of one matmul (docs/lab/constants.md, K15).
+    """
     if sums is None:
         return (x @ y).to(_wide(x.dtype))
     return torch.addmm(sums, x, y) if sums.dtype == x.dtype else sums + x @ y
 
 
 def _of_targets(picked: torch.Tensor, target: torch.Tensor, parts: tuple[tuple[int, int], ...]) -> torch.Tensor:
-    """Each row's logit of its target, from what each part has found; raises where a target is no class."""
+    """Return each row's logit of its target, from those of each chunk; raises if a target is no class."""
     (_, width), (_, classes) = parts[0], parts[-1]
     place = torch.where(target < classes, target.div(width, rounding_mode="floor"), len(parts))
     return picked.gather(0, place.unsqueeze(0)).squeeze(0)
 
 
 def _is_target(target: torch.Tensor, first: int, last: int, begun: int) -> torch.Tensor:
-    """Where a part's classes are their rows' targets.
+    """Return where a chunk's classes are their rows' targets.
 
-    Counted from another number for each loss of a graph: of two with the same targets, the second would else find what
-    the first has computed, and all parts of that would be kept for it.
+    Positions are offset by `begun`, which differs for each loss of a graph. Otherwise CSE would share the results of
+    two losses with equal targets, and keep all chunks of the first for the second.
     """
     return torch.arange(first + begun, last + begun, device=target.device) == target + begun
 
@@ -159,9 +161,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def recompute_loss_chunks(joint: Any) -> PassReport:
-    """Have the backward compute logits of parts again: the forward saves what it came to in each row, and no more.
+    """Recompute the logits of chunks in the backward: the forward saves only one number for each row.
 
-    Tracing notes with operations of the backward what is noted with those that they belong to.
+    Tracing copies annotations from a forward operation to its operations in the backward.
     """
     count = 0
     backward = set(filter(compat.aot.is_tangent, joint.graph.find_nodes(op="placeholder")))

@@ -1,1 +1,1 @@
-"""Elements of a graph's tensors as functions of their indices: how attention masks are recognised."""
+"""Symbolic elements of a graph's tensors, as functions of their positions, to recognize attention masks."""

@@ -1,4 +1,4 @@
-"""Which elements the tensors of a captured graph have: the walk from a node to what it is made from."""
+"""Analyse the elements of a captured graph's tensors, from a node back to its operands."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from dcompile.ir.piecewise import TooManyPieces
 
 
 class ElementsOf:
-    """Elements of the nodes of a nest of graphs, each worked out once."""
+    """Elements of the nodes in a nest of graphs, each computed once."""
 
     def __init__(self, nest: NestedGraphs, changed: Callable[[Node], bool]) -> None:
-        """`changed` tells nodes whose memory something writes to: these are unknown."""
+        """Start without results. `changed` is true for nodes whose memory is written: these are unknown."""
         self._nest, self._changed = nest, changed
         self._known: dict[Node, Elements | None] = {}
 
     def __call__(self, node: Node) -> Elements | None:
-        """The elements of a node's tensor; None if they are unknown."""
+        """Return the elements of a node's tensor; None if they are unknown."""
         pending = [node]
         while pending:
             top = pending[-1]
@@ -47,7 +47,7 @@ class ElementsOf:
         return self._known[node]
 
     def _needed(self, node: Node) -> list[Node] | None:
-        """Nodes whose elements those of `node` are made from; None if it is no use to ask."""
+        """Return the nodes whose elements determine those of `node`; None if its elements are unknown anyway."""
         if not isinstance(value_of(node), torch.Tensor) or self._changed(node):
             return None
         if node.op == "placeholder":
@@ -56,7 +56,7 @@ class ElementsOf:
             return None
         inputs = [other for other in node.all_input_nodes if isinstance(value_of(other), torch.Tensor)]
         if name_of(node) in LIKE:
-            return [other for other in inputs if other is not inputs[0]]  # it may be filled with another's element
+            return [other for other in inputs if other is not inputs[0]]  # the fill value may be a tensor's element
         return inputs[:1] if name_of(node) in AS_OTHER else inputs
 
     def _worked_out(self, node: Node, needed: list[Node]) -> Elements | None:

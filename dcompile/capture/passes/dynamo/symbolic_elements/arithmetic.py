@@ -1,4 +1,4 @@
-"""Element by element: what operations make of constants, which torch itself computes, and of indices."""
+"""Element-wise operations: torch itself computes them on constants, rules here compute them on indices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dcompile.ir.piecewise import Leaf, Test, Tree, combine
 
 @dataclass(frozen=True)
 class _NodePlaceholder:
-    """Stands for a node among arguments."""
+    """Placeholder for a node among arguments."""
 
     number: int
 
@@ -56,7 +56,7 @@ def elementwise(operation: Operation) -> Elements:
 
 
 def _of_constants(operation: Operation, args: Any, kwargs: Any, nodes: list[Node], leaves: Sequence[Any]) -> Leaf:
-    """One element, computed by the operation itself, on tensors of one element on the CPU."""
+    """Compute one element with the operation itself, on tensors of one element on the CPU."""
 
     def real(argument: Any) -> Any:
         if not isinstance(argument, _NodePlaceholder):
@@ -78,7 +78,7 @@ def _of_constants(operation: Operation, args: Any, kwargs: Any, nodes: list[Node
 
 
 def _of_indices(operation: Operation, args: Any, kwargs: Any, leaves: Sequence[Leaf]) -> Tree:
-    """One element where operands depend on positions."""
+    """Compute one element from operands that depend on positions. Raises UnknownElements."""
     name = name_of(operation.node)
     rule = _ON_INDICES.get(_OTHER_NAMES.get(name, name))
     if rule is None:
@@ -143,7 +143,7 @@ _ON_INDICES: Mapping[str, Callable[..., Tree]] = {
     "masked_fill": lambda one, mask, value: _chosen(mask, value, one),
     "logical_not": lambda one: equal(one, 0),
 }
-"""Of operations on indices and constants: the element, whose dtype has to hold it."""
+"""Operation -> its element from those of the operands, which are indices and constants; its dtype must represent it."""
 _OTHER_NAMES = {
     "greater_equal": "ge", "less_equal": "le", "less": "lt", "greater": "gt", "subtract": "sub", "multiply": "mul",
     "negative": "neg",

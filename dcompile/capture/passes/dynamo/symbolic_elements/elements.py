@@ -1,9 +1,9 @@
-"""What the elements of a captured graph's tensors are, as functions of their positions: followed, not computed.
+"""Elements of a captured graph's tensors as symbolic functions of their positions.
 
-`arange(n)[None] <= arange(n)[:, None]` has the element `i1 <= i0`, whatever n is. Operations that make tensors of
-numbers, compare them, combine them element by element and move them about are followed symbolically, through the bodies
-of higher-order operators, with sizes that may be symbols. What depends on an input's elements, or is made in any other
-way, is unknown. Constants are computed by torch itself, one element for all, so that rounding and dtypes are its own.
+`arange(n)[None] <= arange(n)[:, None]` has the element `i1 <= i0` for any n. The analysis covers operations that make
+constant tensors, compare them, combine them element by element, and move elements. It goes through bodies of
+higher-order operators, and sizes may be symbolic. Elements that depend on an input's elements, or on another operation,
+are unknown. torch itself computes constants, one element for all, so rounding and dtypes are torch's.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dcompile.ir.piecewise import Tree, replace_variables, variables
 
 
 class UnknownElements(Exception):
-    """A value that no rule follows."""
+    """No rule determines a value."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """A tensor: its element at position (i0, i1, ...), which may also depend on positions in batches of `vmap`."""
+    """A tensor by its element at position (i0, i1, ...), which may also depend on positions in batches of `vmap`."""
 
     shape: tuple[Size, ...]
     dtype: torch.dtype
@@ -36,17 +36,17 @@ class Elements:
 
     @property
     def ranges(self) -> dict[str, Size]:
-        """How far each variable goes."""
+        """Size of each variable's range."""
         return {axis(n): size for n, size in enumerate(self.shape)} | dict(self.batches)
 
 
 def axis(number: int) -> str:
-    """The variable that is the position in a dimension."""
+    """Return the variable of the position in a dimension."""
     return f"i{number}"
 
 
 def size_of(value: Any) -> Size:
-    """A number of a captured graph, an int, a SymInt or the node of one, without a guard on it. Raises Unknown."""
+    """Return an int, a SymInt or a node of either as a size, without adding a guard. Raises UnknownElements."""
     if isinstance(value, Node):
         value = value.meta.get("example_value")
     if isinstance(value, int) and not isinstance(value, bool):
@@ -57,7 +57,7 @@ def size_of(value: Any) -> Size:
 
 
 def _index_of(expression: Any, shape_env: Any) -> Index:
-    """A sum of products of size symbols; whatever else is a symbol by itself, named by its text."""
+    """Convert an expression: sums and products of size symbols; any other part becomes a symbol named by its text."""
     if expression.is_Integer:
         return as_index(int(expression))
     head = type(expression).__name__
@@ -71,12 +71,12 @@ def _index_of(expression: Any, shape_env: Any) -> Index:
 
 
 def shape_of(value: torch.Tensor) -> tuple[Size, ...]:
-    """The sizes of a traced tensor."""
+    """Return the sizes of a traced tensor. Raises UnknownElements."""
     return tuple(size_of(size) for size in value.shape)
 
 
 def sizes_of(node: Any) -> tuple[Size, ...]:
-    """The sizes of a node's tensor, to be compared without guards; empty if it is none, or they have no form."""
+    """Return the sizes of a node's tensor, to be compared without guards; () if it is no tensor or they are unknown."""
     value = value_of(node)
     try:
         return shape_of(value) if isinstance(value, torch.Tensor) else ()
@@ -85,18 +85,18 @@ def sizes_of(node: Any) -> tuple[Size, ...]:
 
 
 def value_of(node: Any) -> Any:
-    """What a node was traced to."""
+    """Return the traced value of a node, or None."""
     return node.meta.get("example_value") if isinstance(node, Node) else None
 
 
 def name_of(node: Node) -> str:
-    """The operation, whether called as a function, a method or an operator's method: "eq" for `__eq__` too."""
+    """Return the name of a node's operation, as a function, a method or a special method: `__eq__` is "eq"."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     return name.removeprefix("__").removesuffix("__") if name.startswith("__") else name
 
 
 def is_of_torch(node: Node) -> bool:
-    """Whether a node calls a tensor's method, an operator of Python's or a function of torch's: no one's namesake."""
+    """Does a node call a tensor's method, a Python operator or a function of torch, not another one of that name?"""
     if node.op != "call_function":
         return node.op == "call_method"
     module = str(getattr(node.target, "__module__", None) or "torch")  # some functions in C++ have none
@@ -107,49 +107,49 @@ def is_of_torch(node: Node) -> bool:
 
 @dataclass(frozen=True)
 class Operation:
-    """A node with the elements of the tensors that it is given."""
+    """A node with the elements of its operands."""
 
     node: Node
     known: Mapping[Node, Elements]
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        """Of the result."""
+        """Shape of the result."""
         return shape_of(value_of(self.node))
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the result."""
+        """dtype of the result."""
         found = value_of(self.node).dtype
         assert isinstance(found, torch.dtype), f"{self.node} has no dtype"
         return found
 
     @property
     def first(self) -> Elements:
-        """The tensor that is viewed, converted, or otherwise the main thing."""
+        """Elements of the first operand: the tensor that is viewed or converted."""
         return self.elements(self.node.args[0] if self.node.args else self.node.kwargs.get("input"))
 
     def elements(self, argument: Any) -> Elements:
-        """The elements of an argument. Raises Unknown if it is no tensor."""
+        """Return the elements of an argument. Raises UnknownElements if it is no tensor."""
         if isinstance(argument, Node) and argument in self.known:
             return self.known[argument]
         raise UnknownElements
 
     def argument(self, place: int, name: str, default: Any = None) -> Any:
-        """An argument given by place or by name."""
+        """Return an argument, positional or by name."""
         return self.node.args[place] if len(self.node.args) > place else self.node.kwargs.get(name, default)
 
     @property
     def ranges(self) -> dict[str, Size]:
-        """How far each variable of the result goes."""
+        """Size of the range of each of the result's variables."""
         batches = batches_of(list(self.known.values()))
         return {axis(n): size for n, size in enumerate(self.shape)} | dict(batches)
 
     def at(self, source: Elements, positions: Mapping[int, Index], ranges: Ranges | None = None) -> Tree:
-        """The element of `source` at these positions, by dimension, as a tree over positions in the result.
+        """Return the element of `source` at these positions, by dimension, as a tree over positions in the result.
 
-        `ranges` are those of the variables, if these are no positions in the result.
-        Raises Unknown where the element depends on a dimension whose position is not given.
+        `ranges` are those of the variables, if these are no positions in the result. Raises UnknownElements if the
+        element depends on a dimension without a position.
         """
         given = {**positions, **{n: as_index(0) for n, size in enumerate(source.shape) if size == 1}}
         values = {axis(n): index for n, index in given.items()}
@@ -158,24 +158,24 @@ class Operation:
         return replace_variables(source.tree, values, self.ranges if ranges is None else ranges)
 
     def broadcast(self, source: Elements) -> Tree:
-        """The element of `source` at the result's position, where `source` is broadcast to the result's shape."""
+        """Return the element at the result's position of `source`, broadcast to the result's shape."""
         shape = self.shape
         before = len(shape) - len(source.shape)
         same = {n: before + n for n, size in enumerate(source.shape) if before >= 0 and size == shape[before + n]}
         return self.at(source, {n: var(axis(place)) for n, place in same.items()})
 
     def made(self, tree: Tree) -> Elements:
-        """The result, with the batches of all that it is made from."""
+        """Return the result with this element, and with the batches of all operands."""
         return Elements(self.shape, self.dtype, tree, batches_of(list(self.known.values())))
 
 
 def batches_of(sources: Sequence[Elements]) -> tuple[tuple[str, Size], ...]:
-    """The batches of `vmap` that any of these is in."""
+    """Return the batches of `vmap` of all these tensors."""
     return tuple(sorted({name: size for source in sources for name, size in source.batches}.items()))
 
 
 def fits(index: Index, dtype: torch.dtype, ranges: Ranges) -> bool:
-    """Whether a dtype holds every value of an index exactly, as far as that can be proved."""
+    """Does a dtype provably represent every value of an index exactly?"""
     least, greatest = bounds(index, ranges)
     if dtype == torch.int64 and (least is None or greatest is None):
         # symbols are sizes, below 2**31: a linear form of these with small coefficients is below 2**62

@@ -1,4 +1,4 @@
-"""Elements of a tensor that is indexed, by slices, numbers, None and tensors of positions."""
+"""Elements of an indexed tensor; the index may have slices, integers, None and tensors of positions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def index_elements(operation: Operation) -> Elements:
     def element(*leaves: Leaf) -> Tree:
         found = dict(positions)
         for dim, leaf in zip(by_tensor, leaves, strict=True):
-            if axis(dim) in variables(source.tree):  # negative ones count from the end
+            if axis(dim) in variables(source.tree):  # negative positions are relative to the end
                 found[dim] = _from_the_start(whole(leaf), source.shape[dim], operation.ranges)
             else:
                 found[dim] = as_index(0)
@@ -58,7 +58,7 @@ def index_elements(operation: Operation) -> Elements:
 
 
 def _written_out(parts: list[Any], dims: int) -> list[Any]:
-    """An index with a slice for each dimension that it leaves out."""
+    """Return an index with a full slice for each dimension that it leaves out."""
     used = sum(part is not None and part is not Ellipsis for part in parts)
     if any(isinstance(part, bool) for part in parts) or used > dims:
         raise UnknownElements
@@ -69,22 +69,25 @@ def _written_out(parts: list[Any], dims: int) -> list[Any]:
 
 
 class _IndexedDimensions:
-    """Where in the result each dimension of an indexed tensor is, and those of the tensors that it is indexed by."""
+    """Map from dimensions of an indexed tensor, and of its index tensors, to dimensions of the result."""
 
     def __init__(self, operation: Operation, parts: list[Any], tensors: list[Elements]) -> None:
-        """`parts` is an index with a slice for each dimension that is taken whole, `tensors` what is among them."""
+        """`parts`: an index with an entry for each dimension. `tensors`: elements of the tensors in it.
+
+        Raises UnknownElements for index tensors of other dtypes than int32 and int64.
+        """
         self.operation, self.parts = operation, parts
         self.count = max((len(tensor.shape) for tensor in tensors), default=0)
         if any(tensor.dtype not in _POSITIONS or (self.count and not tensor.shape) for tensor in tensors):
-            raise UnknownElements  # truth values choose; one without dimensions is a number to torch
+            raise UnknownElements  # booleans are a mask; a tensor without dimensions acts as an integer
         others = [part for part in parts if part is None or isinstance(part, slice) or _is_tensor(part)]
         places = [n for n, part in enumerate(others) if _is_tensor(part)]
         adjacent = places and places[-1] - places[0] == len(places) - 1
         self.begin = sum(not _is_tensor(part) for part in others[: places[0]]) if adjacent else 0
-        """The first dimension of the result that is theirs."""
+        """The first dimension of the result that comes from index tensors."""
 
     def dims(self) -> Iterator[tuple[int, Any, int]]:
-        """(dimension of the source, its index, dimension of the result) of each; the last is of use for slices."""
+        """Yield (dimension of the source, its index, dimension of the result); the last is valid for slices."""
         dim = sliced = 0
         for part in self.parts:
             if part is not None:
@@ -93,7 +96,7 @@ class _IndexedDimensions:
             sliced += part is None or isinstance(part, slice)
 
     def broadcast(self, tensor: Elements) -> Tree:
-        """An index's element at a position of the result."""
+        """Return an index tensor's element at a position of the result."""
         before = self.begin + self.count - len(tensor.shape)
         return self.operation.at(tensor, {n: var(axis(before + n)) for n in range(len(tensor.shape))})
 
@@ -114,7 +117,10 @@ def _slice_elements(part: slice, size: Size, place: int, shape: Sequence[Size]) 
 
 
 def _from_the_start(position: Size, size: Size, ranges: Ranges | None = None) -> Index:
-    """A position that may be counted from the end. Raises Unknown where it is not known which."""
+    """Return a position relative to the start; a negative one is relative to the end.
+
+    Raises UnknownElements if the sign is unknown.
+    """
     index = as_index(position)
     for found, sign in ((index, 1), (index + size, -1)):
         if is_nonnegative(found, ranges or {}) and (sign == 1 or is_nonnegative(negate_condition(index), ranges or {})):

@@ -1,6 +1,6 @@
-"""How operations of a captured graph make elements: one rule for each, by the names of functions and methods.
+"""Rules for elements of operations' results, one for each operation, by the names of functions and methods.
 
-A rule raises Unknown where it cannot follow. Shapes and dtypes of results are those that were traced.
+A rule raises UnknownElements if it does not cover a case. Shapes and dtypes of results are the traced ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dcompile.ir.piecewise import Leaf, Test, Tree, combine, replace_variables, 
 Rule: TypeAlias = Callable[[Operation], Elements]
 
 
-# --- tensors that are made of numbers ---------------------------------------------------------------------------------
+# --- constant tensors -------------------------------------------------------------------------------------------------
 
 
 def _arange(operation: Operation) -> Elements:
@@ -58,7 +58,7 @@ def _filled(value: int) -> Rule:
     return lambda operation: check_element(operation, convert_element(value, operation.dtype, operation.ranges))
 
 
-# --- moved about ------------------------------------------------------------------------------------------------------
+# --- movement of elements ---------------------------------------------------------------------------------------------
 
 
 def _broadcast(operation: Operation) -> Elements:
@@ -66,7 +66,7 @@ def _broadcast(operation: Operation) -> Elements:
 
 
 def _reshaped(operation: Operation) -> Elements:
-    """Sizes of 1 come and go; others stay, or are merged and split where elements do not depend on them."""
+    """Reshape: add or remove sizes of 1, keep other dimensions, merge or split those that elements do not depend on."""
     source = same_dtype(operation)
     before = [n for n, size in enumerate(source.shape) if size != 1]
     after = [n for n, size in enumerate(operation.shape) if size != 1]
@@ -149,7 +149,7 @@ def _side_by_side(operation: Operation) -> Elements:
 
 
 def _end_to_end(operation: Operation, sources: Sequence[Elements], dim: int, ranges: Ranges) -> Tree:
-    """The elements of tensors one behind the other in a dimension, all others being the same."""
+    """Return the elements of tensors concatenated in a dimension."""
     if any(source.dtype != operation.dtype or len(source.shape) != len(operation.shape) for source in sources):
         raise UnknownElements
     begin, tree = as_index(0), None
@@ -191,7 +191,7 @@ def _differences(operation: Operation) -> Elements:
 
 
 def _repeated(operation: Operation) -> Elements:
-    """Repeated along dimensions of size 1, or along those that elements do not depend on."""
+    """Repeat along dimensions of size 1, or along those that elements do not depend on."""
     source = same_dtype(operation)
     before = len(operation.shape) - len(source.shape)
     same = [n for n, size in enumerate(source.shape) if size == operation.shape[before + n]]
@@ -263,10 +263,10 @@ RULES: Mapping[str, Rule] = {
     "getitem": index_elements, "index": index_elements,
     "_add_batch_dim": _into_batch, "_remove_batch_dim": _out_of_batch,
 }  # fmt: skip
-"""Operations by the names of functions and methods."""
+"""Name of a function or method -> its rule."""
 FROM_NUMBERS = ("ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "empty", "empty_like")
-"""Functions that make a tensor which nothing else has."""
+"""Functions that make a tensor with memory of its own."""
 LIKE = frozenset(("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"))
-"""Those whose first argument tells no more than a shape, a dtype and a device."""
+"""Functions that use only the shape, dtype and device of their first argument."""
 AS_OTHER = frozenset(("expand_as", "view_as", "reshape_as", "type_as", "to"))
-"""Those whose other arguments do."""
+"""Functions that use only the shape, dtype and device of their other arguments."""

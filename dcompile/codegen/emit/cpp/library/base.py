@@ -36,16 +36,18 @@ extern "C" void free(void*) noexcept;
 /* what a kernel returns: 0, or 1 after an integer division by zero, or 4 * position + 2 of a position that is none */
 static int64 failure;
 static int64 take_failure() { const int64 was = failure; failure = 0; return was; }
-/* of Python's stable interface, what calls without ctypes take (runtime/program/argument_table.py) */
+/* of Python's stable interface, what calls without ctypes take (runtime/program/argument_table.py); weak, for the C++
+   runner loads kernels where there is no Python */
+#define PYTHON extern "C" __attribute__((weak))
 struct PyObject;
-extern "C" PyObject* PyExc_TypeError;
-extern "C" u64 PyLong_AsUnsignedLongLongMask(PyObject*) noexcept;
-extern "C" PyObject* PyLong_FromLongLong(int64) noexcept;
-extern "C" PyObject* PyErr_Occurred() noexcept;
-extern "C" void PyErr_SetString(PyObject*, const char*) noexcept;
-extern "C" PyObject* PyObject_CallMethod(PyObject*, const char*, const char*, ...) noexcept;
-extern "C" void* PyEval_SaveThread() noexcept;
-extern "C" void PyEval_RestoreThread(void*) noexcept;
+PYTHON PyObject* PyExc_TypeError;
+PYTHON u64 PyLong_AsUnsignedLongLongMask(PyObject*) noexcept;
+PYTHON PyObject* PyLong_FromLongLong(int64) noexcept;
+PYTHON PyObject* PyErr_Occurred() noexcept;
+PYTHON void PyErr_SetString(PyObject*, const char*) noexcept;
+PYTHON PyObject* PyObject_CallMethod(PyObject*, const char*, const char*, ...) noexcept;
+PYTHON void* PyEval_SaveThread() noexcept;
+PYTHON void PyEval_RestoreThread(void*) noexcept;
 struct Method { const char* name; void* run; int32 how; const char* doc; };
 #define FASTCALL 0x80
 /* writes what a call is given into its table, unless it is something else than numbers, or not as many */

@@ -1,0 +1,239 @@
+"""The compiler of a job that is not there: it builds every program and keeps it in the cache. None of them need run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from dcompile import compat
+from dcompile.api import ordinary_services
+from dcompile.capture.services import Services
+from dcompile.collectives.contract import Executable, Foreseen, ProgramReport, Request, ShardGroup, ShardUnit
+from dcompile.compiler import CachingCompiler
+from dcompile.config import Config
+from dcompile.dry_run import NoExchange
+from dcompile.errors import PrecompileError
+from dcompile.explain.receipt import Receipt, make_receipt
+from dcompile.ir.nodes import Bucket
+from dcompile.runtime.cache.disk import KernelCache
+from dcompile.runtime.coordination.heartbeat import SingleProcess
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltProgram:
+    """One program of a job, as it lies in the cache."""
+
+    name: str
+    key: str | None
+    """Of its entry; None if it cannot be kept, and `report.notes` say why."""
+    kernels: tuple[str, ...]
+    """Keys of its kernels, sorted."""
+    report: ProgramReport
+
+
+@dataclass(eq=False)
+class BuildLog:
+    """What compilers of one rank have built, in order."""
+
+    programs: list[BuiltProgram] = field(default_factory=list)
+    directories: dict[str, None] = field(default_factory=dict)
+    """Of the caches that they filled."""
+    settings: dict[str, None] = field(default_factory=dict)
+    """`Config.key()` of what was compiled."""
+    receipts: dict[Any, Receipt] = field(default_factory=dict)
+    """Compiled model -> what its newest first step, for inference or for training, came to."""
+    notes: list[str] = field(default_factory=list)
+    """What else is to be said."""
+    seconds: float = 0.0
+
+    def note_model(self, model: Any) -> None:
+        """A model has run its first step of a kind. Its receipt is made now: the model may be gone soon."""
+        self.receipts[model] = make_receipt(model)
+
+
+class PrecompilingCompiler(CachingCompiler):
+    """The compiler, but that it logs what it builds; with `runs` False, programs only say what their results look like.
+
+    Where a program is in the cache already, it is not built again.
+    """
+
+    def __init__(self, config: Config, log: BuildLog, *, runs: bool) -> None:
+        super().__init__(config)
+        self._log, self._runs = log, runs
+
+    def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> Executable:
+        """See `CachingCompiler`."""
+        shapes = None if self._runs else ResultShapes(gm, request)
+        program = super().compile_graph(gm, request, foreseen)
+        self._note(gm, request, program.report)
+        return program if shapes is None else UnrunProgram(shapes, program)
+
+    def _compiles_anew(self) -> bool:
+        """Whatever else is wanted, programs are for the cache."""
+        return False
+
+    def meet(self, group: Any) -> SingleProcess:
+        """See `CachingCompiler`. Raises PrecompileError for a process group whose ranks are somewhere."""
+        if group is not None and not compat.absent_ranks.is_of_absent_ranks(group):
+            raise PrecompileError(
+                "dcompile: a model is kept in step over a process group of another backend "
+                f"({torch.distributed.get_backend(group)}), whose ranks would have to be there; give it the default "
+                "group, or one of torch.distributed.new_group or init_device_mesh, made meanwhile"
+            )
+        return super().meet(group)
+
+    def _note(self, gm: Any, request: Request, report: ProgramReport) -> None:
+        cache, (key, _) = KernelCache.open(self.config), self._key(gm, request)
+        found = None if key is None or report.graphs_uncacheable else cache.find_graph(key)
+        kernels = () if found is None else tuple(sorted(found[0].kernels.values()))
+        self._log.programs.append(BuiltProgram(request.name, None if found is None else key, kernels, report))
+        self._log.directories[str(cache.directory)] = None
+        self._log.settings[self.config.key()] = None
+
+
+class ResultShapes:
+    """What a program's results look like: tensors of its own, inputs that it returns, or nothing."""
+
+    def __init__(self, gm: Any, request: Request) -> None:
+        inputs = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
+        shards = {info.number for info in request.params if info.shard is not None}
+        handed_on = {place for place, number in request.grads if number in shards}
+        results = gm.graph.output_node().args[0]
+        self.places = [None if n in handed_on else _described(node, inputs) for n, node in enumerate(results)]
+        self._gm = gm if any(isinstance(place, _Symbolic) for place in self.places) else None
+
+    def results(self, args: list[Any]) -> list[Any]:
+        """Tensors without memory; raises what torch raises where a size depends on values."""
+        traced = [] if self._gm is None else list(compat.alone.run_alone(self._gm, args))
+        return [_made(place, args, traced, n) for n, place in enumerate(self.places)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    place: int
+
+
+class _Symbolic:
+    """A result whose size is known once inputs are."""
+
+
+def _described(node: Any, inputs: Mapping[Any, int]) -> Any:
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else node
+    if node in inputs:
+        return _Input(inputs[node])
+    if isinstance(value, torch.Tensor):
+        fixed = all(isinstance(n, int) for n in (*value.shape, *value.stride()))
+        return (tuple(value.shape), value.stride(), value.dtype, value.device) if fixed else _Symbolic()
+    return _Symbolic() if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) else value
+
+
+def _made(place: Any, args: list[Any], traced: list[Any], number: int) -> Any:
+    match place:
+        case _Input():
+            return args[place.place]
+        case _Symbolic():
+            return traced[number]
+        case (shape, stride, dtype, device):
+            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+        case _:
+            return place
+
+
+class UnrunProgram:
+    """Implements `collectives.contract.Executable`: nothing is computed, and nothing exchanged."""
+
+    source = ""
+
+    def __init__(self, shapes: ResultShapes, program: Executable) -> None:
+        self.report, self.buckets = program.report, program.buckets
+        self._shapes = shapes
+
+    def __call__(self, args: list[Any], *, buckets: Any = None, sync: bool = False) -> list[Any]:
+        del sync
+        with torch.no_grad():
+            results = self._shapes.results(args)
+            args.clear()
+            if isinstance(buckets, LocalShards):
+                buckets.commit(self.buckets)
+        return results
+
+
+class LocalShards(NoExchange):
+    """Sharded parameters whose gradients are there, without anybody having sent any."""
+
+    def __init__(self, units: Mapping[int, ShardUnit], groups: Mapping[str, ShardGroup]) -> None:
+        super().__init__()
+        self._units, self._groups = units, groups
+        self._later: frozenset[int] = frozenset()
+        self._accumulates = False
+
+    def source(
+        self, buckets: Any, phase: Any, accumulates: bool = False, later: Any = (), absent: Any = ()
+    ) -> LocalShards:
+        """What a program hands its gradients on to."""
+        del buckets, phase, absent
+        self._accumulates, self._later = accumulates, frozenset(later)
+        return self
+
+    def commit(self, buckets: Sequence[Bucket]) -> None:
+        """Give each unit of a reduced bucket a gradient like the one that a reduction would leave."""
+        for bucket in buckets:
+            group = self._groups[bucket.group]
+            if bucket.kind != "reduce_scatter" or not self._accumulates or group.wants() == "nothing":
+                continue
+            ranks = group.scatter_group().size()
+            for number, numel in zip(bucket.units, bucket.sizes, strict=True):
+                if number not in self._later:
+                    unit, dtype = self._units[number], getattr(torch, bucket.dtype)
+                    shard = torch.empty(numel // ranks, dtype=dtype, device=unit.data().device)
+                    unit.commit(shard)
+
+
+class NoBuckets:
+    """Implements `capture.services.GradientBuckets` where nothing is reduced: gradients stay with autograd."""
+
+    def begin(self, used: Any = (), task: object = None, first: bool = True, absent: Any = ()) -> None: ...
+
+    def mark_used(self, numbers: Iterable[int]) -> None: ...
+
+    def reduce_all(self) -> None: ...
+
+    def reduce_behind(self, numbers: Collection[int], before: Collection[int]) -> None: ...
+
+    def settle_idle(self, elsewhere: Collection[int]) -> None: ...
+
+    def forget(self) -> None: ...
+
+    def reduced(self) -> dict[int, int]:
+        """Parameters whose gradients were reduced."""
+        return {}
+
+
+def services(log: BuildLog, runs: bool, path: str | None, config: Config) -> Services:
+    """What capture/ is handed for a model of the job. With `runs`, programs run, and talk to ranks that answer at once.
+
+    Otherwise tensors have no memory, and nothing is exchanged. `path` takes the place of the cache's directory.
+    """
+    filling = config if path is None else replace(config, cache_dir=path, precompiled="")
+    compiler = PrecompilingCompiler(filling, log, runs=runs)
+    given = ordinary_services(config, compiler, functools.partial(services, log, runs, path))
+    given = replace(given, first_step=log.note_model)
+    if runs:
+        return given
+    return replace(given, make_buckets=_no_buckets, average=_do_nothing, make_shards=_local_shards, needs_data=False)
+
+
+def _no_buckets(*_: Any) -> Any:
+    return NoBuckets()
+
+
+def _local_shards(units: Mapping[int, ShardUnit], groups: Mapping[str, ShardGroup]) -> Any:
+    return LocalShards(units, groups)
+
+
+def _do_nothing(*_: Any) -> None:
+    return None

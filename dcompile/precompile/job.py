@@ -1,0 +1,190 @@
+"""precompile(): take the first step of a job whose other ranks are not there, so that its ranks find it built."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcompile.api import compile
+from dcompile.capture.agreement.parameter_use import tensors_in
+from dcompile.capture.callables import label_of, unwrap_module
+from dcompile.capture.entry import find_model
+from dcompile.config import Config
+from dcompile.errors import OptionError, PrecompileError
+from dcompile.precompile.absent_rank import rank_of_job
+from dcompile.precompile.build_only import BuildLog
+from dcompile.precompile.report import PrecompileReport, RankReport
+from dcompile.runtime.cache.precompiled import PrecompiledJob, write_manifest
+
+
+def precompile(
+    build: Callable[..., Any],
+    *,
+    world_size: int | Sequence[int],
+    step: Callable[..., Any] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    ranks: Sequence[int] = (0,),
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    fake: bool = True,
+    path: str | os.PathLike[str] | None = None,
+) -> PrecompileReport:
+    """Fill the kernel cache for a job of `world_size` ranks, in one process on a CPU, by taking its first step.
+
+    `build()` makes the model, wraps it as the job does, and returns it, or (model, args) or (model, args, kwargs) with
+    a sample batch of one rank. With `mesh`, {name of a dimension: ranks}, one of which may be -1, it is `build(mesh)`.
+    `step(model, *args, **kwargs)` is a training step. Without it the model is called, and a backward runs from its loss
+    or from all of its results. A model that `build` has not compiled is compiled with `mode`, `options`, `fullgraph`
+    and `dynamic`. Several world sizes, and `ranks` of each, are precompiled one after another.
+
+    With `fake`, tensors have no memory and nothing is computed; otherwise the step runs, without other ranks' values.
+    `path` is the folder to fill in place of the cache, for option `precompiled`. Compiled code of this process is
+    forgotten. Raises PrecompileError for what needs values or other ranks, and OptionError for bad arguments.
+    """
+    sizes = [world_size] if isinstance(world_size, int) else list(world_size)
+    compiled_with = {"mode": mode, "options": options, "fullgraph": fullgraph, "dynamic": dynamic}
+    Config.make(mode, options)  # says now what is wrong with them
+    _check(sizes, ranks, mesh)
+    job = _Job(build, step, mesh, compiled_with, fake, folder_of(path))
+    logs = {(size, rank): job.run(size, rank) for size in sizes for rank in ranks if rank < size}
+    return make_report(job.model, logs, mesh or {}, job.path)
+
+
+def folder_of(path: str | os.PathLike[str] | None) -> str | None:
+    """The folder to fill, absolute."""
+    return None if path is None else str(Path(path).expanduser().absolute())
+
+
+def _check(sizes: Sequence[int], ranks: Sequence[int], mesh: Mapping[str, int] | None) -> None:
+    if not sizes or any(not isinstance(size, int) or size < 1 for size in sizes):
+        raise OptionError(f"dcompile: world_size={sizes}: give a number of ranks, or several")
+    for size in sizes:
+        if not any(0 <= rank < size for rank in ranks):
+            raise OptionError(f"dcompile: ranks={list(ranks)}: a job of {size} ranks has none of these")
+        if mesh is not None:
+            mesh_shape(mesh, size)
+    if dist.is_available() and dist.is_initialized():
+        raise PrecompileError(
+            "dcompile: precompile makes a process group of ranks that are not there, and this process has one already; "
+            "call it before init_process_group, or in a process of its own"
+        )
+
+
+def mesh_shape(mesh: Mapping[str, int], world_size: int) -> tuple[int, ...]:
+    """Ranks along each dimension, -1 worked out. Raises OptionError where they do not come to `world_size`."""
+    known = prod(size for size in mesh.values() if size != -1)
+    free = [name for name, size in mesh.items() if size == -1]
+    if len(free) > 1 or known < 1 or world_size % known or (not free and known != world_size):
+        raise OptionError(f"dcompile: mesh={dict(mesh)} does not come to {world_size} ranks")
+    return tuple(world_size // known if size == -1 else size for size in mesh.values())
+
+
+@dataclass(eq=False)
+class _Job:
+    """What is run for each world size and rank."""
+
+    build: Callable[..., Any]
+    step: Callable[..., Any] | None
+    mesh: Mapping[str, int] | None
+    compiled_with: Mapping[str, Any]
+    fake: bool
+    path: str | None
+    model: str = field(init=False, default="")
+
+    def run(self, world_size: int, rank: int) -> BuildLog:
+        """The first step of one rank."""
+        log = BuildLog()
+        with rank_of_job(world_size, rank, fake=self.fake, path=self.path, log=log):
+            self._take_step(world_size)
+        return log
+
+    def _take_step(self, world_size: int) -> None:
+        made = self.build() if self.mesh is None else self.build(self._mesh_of(world_size))
+        model, args, kwargs = _parts(made)
+        self.model = self.model or _name_of(model)
+        if not _is_compiled(model):
+            compile(model, **self.compiled_with)
+        elif any(value not in (None, False) for value in self.compiled_with.values()):
+            raise OptionError("dcompile: build() has compiled the model already; give mode and options there")
+        (self.step or first_step)(model, *args, **kwargs)
+
+    def _mesh_of(self, world_size: int) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        assert self.mesh is not None, "asked for by those who have one"
+        return init_device_mesh("cpu", mesh_shape(self.mesh, world_size), mesh_dim_names=tuple(self.mesh))
+
+
+def _parts(made: Any) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+    """What `build` has returned: the model, and a sample batch."""
+    match made:
+        case (model, args, kwargs):
+            pass
+        case (model, args):
+            kwargs = {}
+        case model:
+            args, kwargs = (), {}
+    if not callable(model) or not isinstance(args, list | tuple) or not isinstance(kwargs, Mapping):
+        raise OptionError(
+            "dcompile: build() returns the wrapped model, (model, args) or (model, args, kwargs), "
+            f"not {type(made).__name__}"
+        )
+    return model, args, kwargs
+
+
+def _name_of(model: Any) -> str:
+    """The class of what was wrapped; of a function its name."""
+    inner = unwrap_module(model)
+    while isinstance(getattr(inner, "module", None), torch.nn.Module):  # DDP's, FSDP1's
+        inner = unwrap_module(inner.module)
+    return label_of(inner)
+
+
+def _is_compiled(model: Any) -> bool:
+    parts = model.modules() if isinstance(model, torch.nn.Module) else ()
+    return any(find_model(thing) is not None for thing in (model, *parts))
+
+
+def first_step(model: Any, *args: Any, **kwargs: Any) -> None:
+    """Call a model; where that gives something differentiable, a backward from its loss, or from all results."""
+    result = model(*args, **kwargs)
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    found = [loss] if isinstance(loss, torch.Tensor) else tensors_in(result)
+    ends = [tensor.float().sum() for tensor in found if tensor.requires_grad]
+    if ends:
+        torch.stack(ends).sum().backward()  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def make_report(
+    model: str, logs: Mapping[tuple[int, int], BuildLog], mesh: Mapping[str, int], path: str | None
+) -> PrecompileReport:
+    """What was built, by (world size, rank); a folder `path` gets a manifest. Raises PrecompileError if nothing was."""
+    ranks = [_rank_report(world_size, rank, log) for (world_size, rank), log in logs.items()]
+    if not any(rank.programs for rank in ranks):
+        why = "; ".join(dict.fromkeys(note for rank in ranks for note in rank.notes))
+        raise PrecompileError(f"dcompile: nothing of {model} was compiled: {why or 'no compiled model was called'}")
+    if path is not None:
+        jobs = [
+            PrecompiledJob(model, world_size, tuple(mesh.items()), settings)
+            for (world_size, _), log in logs.items()
+            for settings in log.settings
+        ]
+        write_manifest(Path(path), dict.fromkeys(jobs))
+    directories = dict.fromkeys(directory for log in logs.values() for directory in log.directories)
+    return PrecompileReport(model, tuple(directories), tuple(ranks))
+
+
+def _rank_report(world_size: int, rank: int, log: BuildLog) -> RankReport:
+    notes = [reason for receipt in log.receipts.values() for reason in (*receipt.reasons, *receipt.notes)]
+    notes += log.notes
+    adapters = dict.fromkeys(receipt.adapter for receipt in log.receipts.values())
+    return RankReport(world_size, rank, tuple(log.programs), tuple(adapters), tuple(dict.fromkeys(notes)), log.seconds)

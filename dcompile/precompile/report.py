@@ -1,0 +1,103 @@
+"""What precompiling a job came to, as data and as lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dcompile.precompile.build_only import BuiltProgram
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """The programs that one rank of one world size runs in its first steps."""
+
+    world_size: int
+    rank: int
+    programs: tuple[BuiltProgram, ...]
+    adapters: tuple[str, ...]
+    """Who keeps each compiled model in step: "plain", "ddp", "fsdp2", ..."""
+    notes: tuple[str, ...]
+    """Why something is left to stock PyTorch or to eager, as the receipt says it."""
+    seconds: float
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Entries of the cache that the rank loads."""
+        return frozenset(program.key for program in self.programs if program.key is not None)
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Programs that no cache can keep: ranks compile them at each start."""
+        return tuple(program.name for program in self.programs if program.key is None)
+
+
+@dataclass(frozen=True)
+class PrecompileReport:
+    """What lies ready for a job. `str(report)` is a page for people."""
+
+    model: str
+    directories: tuple[str, ...]
+    """Caches that hold it."""
+    ranks: tuple[RankReport, ...]
+
+    @property
+    def kernels(self) -> int:
+        """Kernels of all programs, each counted once."""
+        return len({kernel for rank in self.ranks for program in rank.programs for kernel in program.kernels})
+
+    @property
+    def built(self) -> int:
+        """Kernels that were built for it: the others were in the cache."""
+        return sum(program.report.built for rank in self.ranks for program in rank.programs)
+
+    @property
+    def programs(self) -> int:
+        """Programs of all world sizes, each counted once."""
+        return len({key for rank in self.ranks for key in rank.keys})
+
+    @property
+    def seconds(self) -> float:
+        """Time that all of it took."""
+        return sum(rank.seconds for rank in self.ranks)
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Programs that ranks compile at each start, since no cache can keep them."""
+        return tuple(dict.fromkeys(name for rank in self.ranks for name in rank.left))
+
+    def differing(self) -> tuple[tuple[int, int, int], ...]:
+        """(world size, a rank, another) whose programs are not the same."""
+        found = []
+        for world_size in dict.fromkeys(rank.world_size for rank in self.ranks):
+            first, *others = (rank for rank in self.ranks if rank.world_size == world_size)
+            found += [(world_size, first.rank, other.rank) for other in others if other.keys != first.keys]
+        return tuple(found)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        adapters = dict.fromkeys(adapter for rank in self.ranks for adapter in rank.adapters)
+        sizes = ", ".join(str(size) for size in dict.fromkeys(rank.world_size for rank in self.ranks))
+        yield f"{self.model} ({' and '.join(adapters)}), precompiled for {sizes} ranks in {self.seconds:.1f} s"
+        yield (
+            f"{_counted(self.programs, 'program')}, {_counted(self.kernels, 'kernel')}: "
+            f"{self.built} built, {self.kernels - self.built} from the cache; in {', '.join(self.directories)}"
+        )
+        for world_size in dict.fromkeys(rank.world_size for rank in self.ranks):
+            ranks = [rank for rank in self.ranks if rank.world_size == world_size]
+            new = sum(not program.report.graphs_cached for rank in ranks for program in rank.programs)
+            programs = len({key for rank in ranks for key in rank.keys})
+            built = sum(program.report.built for rank in ranks for program in rank.programs)
+            counts = f"{_counted(programs, 'program')}, {new} planned; {_counted(built, 'kernel')} built"
+            yield f"  {world_size} ranks: {counts}"
+        for name in self.left:
+            yield f"left: {name} is compiled by each rank at each start: no cache can keep it"
+        for world_size, one, other in self.differing():
+            yield f"note: of {world_size} ranks, {one} and {other} run different programs; precompile each kind of rank"
+        yield from (f"note: {note}" for note in dict.fromkeys(note for rank in self.ranks for note in rank.notes))
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

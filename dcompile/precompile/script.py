@@ -1,0 +1,57 @@
+"""Run the first steps of a training script as one rank of a job whose other ranks are not there."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from dcompile.precompile.absent_rank import ValueReadError, rank_of_job
+from dcompile.precompile.build_only import BuildLog
+
+
+class StepsDone(BaseException):
+    """The script has taken its steps. Not an Exception: scripts catch those and go on."""
+
+
+def run_script(
+    script: str, arguments: Sequence[str], *, world_size: int, rank: int, fake: bool, path: str | None, steps: int
+) -> BuildLog:
+    """Run a script as Python does, until its optimizers have stepped `steps` times, or it ends by itself.
+
+    With `fake`, a script that reads a value is left there, if it has run a backward. Raises PrecompileError where it
+    has not, and for what needs other ranks; and what the script itself raises.
+    """
+    log = BuildLog()
+    taken = 0
+
+    def count(*_: Any) -> None:
+        nonlocal taken
+        taken += 1
+        if taken >= steps:
+            raise StepsDone
+
+    argv, folder = sys.argv, sys.path[0]
+    hook = register_optimizer_step_post_hook(count)
+    try:
+        sys.argv, sys.path[0] = [script, *arguments], str(Path(script).resolve().parent)
+        with rank_of_job(world_size, rank, fake=fake, path=path, log=log):
+            try:
+                runpy.run_path(script, run_name="__main__")
+            except StepsDone:
+                pass
+            except SystemExit as end:
+                if end.code not in (None, 0):
+                    raise
+    except ValueReadError as error:
+        if not any("backward" in program.name for program in log.programs):
+            raise
+        log.notes.append(f"the script was left where it reads a value: {error.where}")
+    finally:
+        hook.remove()
+        sys.argv, sys.path[0] = argv, folder
+    return log

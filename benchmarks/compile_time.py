@@ -2,6 +2,7 @@
 
 python -m benchmarks.compile_time [--threads N] [--only llama_block,gpt2] [--peers aot_eager,inductor]
                                   [--rounds 3] [--keep FILE] [--json] [--save]
+python -m benchmarks.compile_time --warm [--only llama_16] [--rounds 3]
 
 Each figure is from a fresh process. It is the time from the compiler's first use, including imports, to the end of the
 first forward and backward. Cold: empty caches, dcompile's or inductor's. Warm: a cache filled by one process before.
@@ -9,6 +10,9 @@ Rounds interleave all four, and medians are compared: wall time, and CPU time fo
 to inductor: of the whole (`total_over_inductor`) and of the model's own seconds (`cold_over_inductor`). The latter
 excludes costs of each process, such as inductor's imports and precompiled header. Sources must not change while
 this runs: dcompile's cache notices, and warm starts compile.
+
+With --warm (`benchmarks/warm_starts.py`), warm starts of dcompile beside those of inductor, by depth: each compiler has
+a cache that one start before has filled.
 """
 
 from __future__ import annotations
@@ -320,6 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="starts of each peer")
     parser.add_argument("--peers", default="aot_eager,inductor", help="what dcompile is compared with")
     parser.add_argument("--keep", default="", help="file of finished lines: a later run goes on where this one stopped")
+    parser.add_argument("--warm", action="store_true", help="warm starts beside inductor's, by depth")
     parser.add_argument("--json", action="store_true", help="end with one JSON line")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
@@ -328,6 +333,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.child:
         common.hand_back(measure(names[0], arguments.child))
         return 0
+    if arguments.warm:
+        from benchmarks import warm_starts
+
+        return warm_starts.main(arguments)
     lines = common.resumed(
         names, lambda name: line_of(name, arguments), Path(arguments.keep) if arguments.keep else None
     )

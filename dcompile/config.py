@@ -100,6 +100,12 @@ class Config:
         "Trace a few of several equal layers, and copy the result for the others. Off: trace each layer.",
         in_key=False,  # the graph is the same
     )
+    trace_cache: bool = setting(
+        True,
+        "Keep what AOTAutograd traces in the kernel cache, so that a later start runs Dynamo alone. Off, each start "
+        "traces anew.",
+        in_key=False,
+    )
     late_sizes: bool = setting(
         True,
         "Capture operations with data-dependent result sizes (`nonzero`, masks), where torch.compile breaks the graph "

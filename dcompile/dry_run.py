@@ -27,6 +27,9 @@ class PlanningCompiler(CachingCompiler):
         """A whole sharded parameter, as a graph that gathers it computes with it."""
         raise NotImplementedError
 
+    def traces(self) -> None:
+        """Nothing is kept of what is only planned."""
+
     def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> DryRunExecutable:
         del foreseen
         notes: list[str] = []

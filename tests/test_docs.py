@@ -77,7 +77,7 @@ def headings(text: str) -> list[str]:
 
 def test_every_field_of_the_receipt_is_explained() -> None:
     text = (DOCS / "guide/receipt.md").read_text()
-    lines = {"reasons", "fallbacks", "notes", "variants"}
+    lines = {"reasons", "fallbacks", "traces_uncacheable", "notes", "variants"}
     fields = [field.name for field in dataclasses.fields(Receipt) if field.name not in lines]
     assert re.findall(r"^\| `(\w+)`", text, re.MULTILINE) == fields
     assert all(f"`{name}`" in text for name in lines)

@@ -62,7 +62,7 @@ SUB_LEVELS = {
         ("target", "float8", "kernel_name"), ("host",), ("cpp",), ("triton",), ("select_target", "build"),
     ),
     "dcompile.capture": (
-        ("graph_pass", "services"), ("agreement", "aliasing", "call_state"), ("passes", "adapters"),
+        ("graph_pass", "services"), ("trace_cache",), ("agreement", "aliasing", "call_state"), ("passes", "adapters"),
         ("batched_backward", "callables", "compiled_model", "graph_boundary", "joint_graph"),
         ("opaque_objects", "output_steps"),
         ("graph_runner",),

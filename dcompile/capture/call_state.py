@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from dcompile.capture.services import Line, ShardedParameters
+from dcompile.capture.trace_cache.graph_trace import GraphTrace
 from dcompile.collectives.contract import Executable
 
 
@@ -53,6 +54,8 @@ class CapturedGraph(Protocol):
     later: set[int]
     grads: tuple[tuple[int, int], ...]
     """(position among the backward's outputs, parameter number)."""
+    trace: GraphTrace | None
+    """Where its trace came from."""
     unsure: tuple[int, ...]
     """Parameters that a backward may have no gradient of."""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +26,9 @@ from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
 from dcompile.capture.passes.joint.absent_gradients import can_be_absent, shapes_of, tangents
 from dcompile.capture.passes.repeated_layers.find import RepeatedLayers, repeated_layers, shorten
 from dcompile.capture.passes.repeated_layers.replicate import LayersDiffer, check_inputs, unfold
+from dcompile.capture.trace_cache.graph_trace import GraphTrace
+from dcompile.capture.trace_cache.trace_key import trace_key
+from dcompile.capture.trace_cache.traced_graph import KeptTrace, TraceFacts
 from dcompile.passes import GraphPass
 
 
@@ -40,16 +45,68 @@ class DynamoGraph(GraphPrograms):
         """What Dynamo is to call in place of `gm`."""
         example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
         self._examine(gm, example_inputs)
+        store = self.model.services.compiler.traces() if self.needs_data else None
+        trace = self.trace = GraphTrace(store, lambda: self._trace_key(gm, example_inputs))
+        if trace.cached is not None:
+            compiled, seen = self._replay(gm, trace.cached, example_inputs), trace.cached.facts.without_gradients
+        else:
+            compiled = self._trace_graph(gm, example_inputs)
+            seen = results_without_gradients(gm, self._learning)
+            trace.keep(lambda facts: replace(facts, without_gradients=seen))
+        compiled = self._leaving_absent(self.sync.watch_parameters(compiled, self.params))
+        return compat.dynamo.no_dynamo(view_without_gradients(compiled, seen), "a compiled graph")
+
+    def _trace_key(self, gm: Any, example_inputs: Sequence[Any]) -> str:
+        """What the graph's trace is called in the cache: by all that it follows from. Raises NotKeepable."""
+        infos = self.adapter.param_infos() if self.sync.sharded is not None else ()
+        sharded = [(at, infos[number].shard) for at, number in sorted(self.params.items()) if infos]
+        facts = (
+            f"token {self.adapter.carries_sync} goes on {self._goes_on} on {self.planned_for} {self.device}",
+            f"sharded {[(at, shard is not None and shard.reshard) for at, shard in sharded]}",
+        )
+        return trace_key(gm, example_inputs, self.model.settings.config, facts)
+
+    def _trace_graph(self, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Rewrite a graph, have AOTAutograd trace it, and compile what comes of it."""
+        self._before = len(self.notes), Counter(self.fallbacks)
         self._run_passes(self.model.services.compiler.graph_passes().dynamo, gm, "dynamo")
         layers = repeated_layers(gm) if self.model.settings.config.layers_once else None
         try:
-            compiled = self._trace(gm, layers, example_inputs)
+            return self._trace(gm, layers, example_inputs)
         except LayersDiffer as reason:
             self.notes.append(f"layers that repeat are traced each by itself: {reason}")
-            compiled = self._trace(gm, None, example_inputs)
-        compiled = self._leaving_absent(self.sync.watch_parameters(compiled, self.params))
-        seen = results_without_gradients(gm, self._learning)
-        return compat.dynamo.no_dynamo(view_without_gradients(compiled, seen), "a compiled graph")
+            return self._trace(gm, None, example_inputs)
+
+    def _replay(self, gm: Any, cached: KeptTrace, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile what was traced of this graph before."""
+        facts = cached.facts
+        self.notes += facts.notes
+        self.fallbacks.update(facts.fallbacks)
+        self._may_lack, self._shapes_kept = facts.may_lack, facts.shapes_kept
+        callbacks = _ReplayCallbacks(self, cached, len(example_inputs))
+        compiled: Callable[..., Any] = compat.aot.aot_compile(
+            gm,
+            example_inputs=example_inputs,
+            forward=callbacks.forward,
+            backward=callbacks.backward,
+            inference=callbacks.inference,
+            partition=callbacks.partition,
+            decompositions={},
+            around=compat.aot_trace.replayed(cached.metadata, None if cached.backward else cached.forward),
+        )
+        return compiled
+
+    def _facts(self) -> TraceFacts:
+        """What tracing has found out about the graph so far."""
+        notes, fallbacks = self._before
+        return TraceFacts(
+            self._cut.gradients,
+            self._cut.results,
+            self._may_lack,
+            self._shapes_kept,
+            notes=tuple(self.notes[notes:]),
+            fallbacks=dict(self.fallbacks - fallbacks),
+        )
 
     def _examine(self, gm: Any, example_inputs: Sequence[Any]) -> None:
         """Record facts of the captured graph before passes change it."""
@@ -83,15 +140,18 @@ class DynamoGraph(GraphPrograms):
             inference=callbacks.inference,
             partition=callbacks.partition,
             decompositions=self.model.services.compiler.decompositions(trains),
+            around=self._recording(),
         )
         return compiled
+
+    def _recording(self) -> AbstractContextManager[None]:
+        """Around tracing: what is found out is noted, if it is going to be kept."""
+        return nullcontext() if self.trace is None or not self.trace.is_noted else self.trace.recording()
 
     def partition(self, joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> tuple[Any, Any]:
         """Rewrite a joint graph and cut it into forward and backward."""
         config, compiler = self.model.settings.config, self.model.services.compiler
-        self.training = True
-        self._cut = PartitionResult(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs)
-        self.grads = tuple((out, self.params[index]) for out, index in self._cut.gradients if index in self.params)
+        self._take_cut(PartitionResult(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs))
         self._may_lack = can_be_absent(joint, alone=not self._goes_on)
         self._run_passes(compiler.graph_passes().joint, joint, "joint")
         forward, backward = partition_joint(
@@ -106,7 +166,23 @@ class DynamoGraph(GraphPrograms):
         )
         self._parted = backward
         self._shapes_kept = shapes_of(backward, tangents(backward)) if self._may_lack else ()
+        self._note_graphs(forward, backward)
         return forward, backward
+
+    def take_parts(self, cached: KeptTrace) -> tuple[Any, Any]:
+        """The same of a graph that was rewritten and cut in an earlier start."""
+        self._take_cut(PartitionResult(cached.facts.gradients, cached.facts.results))
+        self._find_shards(cached.forward)
+        self._parted = cached.backward
+        return cached.forward, cached.backward
+
+    def _take_cut(self, cut: PartitionResult) -> None:
+        self.training, self._cut = True, cut
+        self.grads = tuple((out, self.params[index]) for out, index in cut.gradients if index in self.params)
+
+    def _note_graphs(self, forward: Any, backward: Any) -> None:
+        if self.trace is not None:
+            self.trace.note_graphs(forward, backward, self._facts())
 
     def compile_forward(self, module: Any, inputs: int) -> Boxed:
         """The forward of a training graph, which has so many inputs."""
@@ -123,13 +199,15 @@ class DynamoGraph(GraphPrograms):
         runner = mark_boxed(runner if between is None else between.undisturbed(runner))
         return mark_boxed(compat.dynamo.no_dynamo(runner, "a compiled backward"))
 
-    def compile_inference(self, module: Any, inputs: int) -> Boxed:
-        """A graph that needs no gradient, which has so many inputs."""
+    def compile_inference(self, module: Any, inputs: int, rewritten: bool = False) -> Boxed:
+        """A graph that needs no gradient, which has so many inputs; `rewritten` if passes have run on it before."""
         self._find_shards(module)
         self.changed = compat.aot.changed_inputs(inputs)
         if self._needs_parameters():
             return mark_boxed(_never)
-        self._run_passes(self.model.services.compiler.graph_passes().joint, module, "inference")
+        if not rewritten:
+            self._run_passes(self.model.services.compiler.graph_passes().joint, module, "inference")
+            self._note_graphs(module, None)
         self._learning = compat.aot.learning_results()
         return mark_boxed(self._inference(module))
 
@@ -142,6 +220,8 @@ class DynamoGraph(GraphPrograms):
         if self.sync.sharded is None or not used:
             return False
         self._refuse_uses([self.params[position] for position in used])
+        if self.trace is not None:
+            self.trace.refuse("the graph is not run")
         return True
 
     def _refuse_uses(self, numbers: Iterable[int]) -> None:
@@ -218,6 +298,32 @@ class _TracingCallbacks:
     def _check(self) -> None:
         if self.layers is not None:
             check_inputs(self.layers)
+
+
+@dataclass(frozen=True)
+class _ReplayCallbacks:
+    """What AOTAutograd calls back where it traces nothing, since the trace was kept."""
+
+    graph: DynamoGraph
+    cached: KeptTrace
+    inputs: int
+    """How many the graph has."""
+
+    def partition(self, _joint: Any, _joint_inputs: Any, **_: Any) -> tuple[Any, Any]:
+        """A partition function as AOTAutograd wants it."""
+        return self.graph.take_parts(self.cached)
+
+    def forward(self, module: Any, _inputs: Any) -> Any:
+        """The forward's compiler."""
+        return self.graph.compile_forward(module, self.inputs)
+
+    def backward(self, module: Any, _inputs: Any) -> Any:
+        """The backward's compiler."""
+        return self.graph.compile_backward(module)
+
+    def inference(self, module: Any, _inputs: Any) -> Any:
+        """The compiler of a graph that needs no gradients."""
+        return self.graph.compile_inference(module, self.inputs, rewritten=True)
 
 
 class Backend:

@@ -15,6 +15,9 @@ from dcompile.config import Config
 from dcompile.logs import log
 from dcompile.passes import GraphPass, PassReport
 
+DONATED = "dcompile_donated"
+"""The mark of a backward's inputs that its program may overwrite."""
+
 
 @dataclass(frozen=True, slots=True)
 class GraphRequest:

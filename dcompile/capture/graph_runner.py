@@ -34,6 +34,7 @@ from dcompile.capture.passes.joint.absent_gradients import (
     zeros_of,
 )
 from dcompile.capture.services import GradientBuckets, Line
+from dcompile.capture.trace_cache.graph_trace import GraphTrace
 from dcompile.collectives.contract import Executable, Foreseen, ParamInfo, Request
 from dcompile.device_traits import HOST, traits_of
 from dcompile.ir.functional_collectives import NAMESPACE, is_wait
@@ -112,6 +113,10 @@ class GraphPrograms:
         """Positions of the forward's inputs that are numbers."""
         self.changed: frozenset[int] | None = None
         """Positions of the inputs that the graph writes to, as far as that is known."""
+        self.trace: GraphTrace | None = None
+        """Where the graph's trace came from, once it is compiled."""
+        self._before: tuple[int, Counter[str]] = (0, Counter())
+        """How many notes, and which fallbacks, there were before it was traced."""
         self._cut = PartitionResult(())
         self._parted: Any = None
         """The partition's backward, until the forward is compiled."""

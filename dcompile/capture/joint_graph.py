@@ -12,6 +12,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.aliasing.memory import memory_of
+from dcompile.capture.graph_pass import DONATED
 from dcompile.capture.passes.dynamo.loss_gradient_in_forward import AHEAD
 from dcompile.capture.passes.joint.min_cut import minimum_cut
 from dcompile.capture.passes.joint.saved_values import COPIES, VIEWS
@@ -24,9 +25,6 @@ The forward determines that (no_sync), and forwards and backwards may interleave
 tensors. Compiled programs do not have it: the forward's caller inserts a constant, and the backward's caller removes
 it.
 """
-
-DONATED = "dcompile_donated"
-"""The mark of a backward's inputs that its program may overwrite."""
 
 
 @dataclass(frozen=True)

@@ -336,6 +336,16 @@ Foreseen: TypeAlias = Callable[[], "tuple[Any, Request] | None"]
 """Callable for the graph that will most likely be compiled next; it returns None if there is no prediction."""
 
 
+class TraceStore(Protocol):
+    """Keeps traces of AOTAutograd from one start to the next, by name."""
+
+    def find_trace(self, key: str) -> str | None:
+        """What was kept under this name; None if there is nothing, or nothing that is whole."""
+
+    def put_trace(self, key: str, text: str) -> None:
+        """Keep a trace. It works without: where that cannot be, a line says so."""
+
+
 class Compiler(Protocol):
     """Compiler as capture/ sees it. `compiler` implements it, so that capture/ need not import upwards."""
 
@@ -350,6 +360,9 @@ class Compiler(Protocol):
 
     def expect_products(self) -> None:
         """Note that a graph with CPU matmuls is about to be traced."""
+
+    def traces(self) -> TraceStore | None:
+        """Where traces are kept; None where each is made anew, to be looked at or because nothing comes of it."""
 
     def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> Executable:
         """Compile one torch.fx.GraphModule with fake tensors in meta["val"].

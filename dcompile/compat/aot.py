@@ -24,8 +24,12 @@ def aot_compile(
     inference: Callable[[Any, Any], Any],
     partition: Callable[..., Any],
     decompositions: dict[Any, Any],
+    around: contextlib.AbstractContextManager[None],
 ) -> Callable[..., Any]:
-    """Trace forward and backward of a Dynamo graph, partition them, and compile each with the given functions."""
+    """Trace forward and backward of a Dynamo graph, partition them, and compile each with the given functions.
+
+    `around` is entered meanwhile: see `aot_trace`.
+    """
     import torch._functorch.config as config
     from torch._functorch.aot_autograd import aot_module_simplified
 
@@ -36,7 +40,7 @@ def aot_compile(
     if hasattr(config, "graphsafe_rng_functionalization"):
         settings["graphsafe_rng_functionalization"] = False
     known = config.patch(settings)  # type: ignore[no-untyped-call, unused-ignore]
-    with known, patched("graph", PatchRequest(example_inputs=example_inputs)):
+    with known, patched("graph", PatchRequest(example_inputs=example_inputs)), around:
         compiled = aot_module_simplified(
             gm,  # type: ignore[arg-type, unused-ignore]
             example_inputs,
@@ -395,6 +399,17 @@ def annotate_nodes(marks: dict[str, Any]) -> Iterator[None]:
         meta["custom"] = dict(meta["custom"])
     with traceback.annotate(marks):
         yield
+
+
+def lazy_graph_module(root: Any, graph: Any) -> Any:
+    """A graph module that writes its Python code when that is first asked for: a tenth of making a graph anew."""
+    import torch
+
+    try:
+        from torch.fx._lazy_graph_module import _LazyGraphModule
+    except ImportError:
+        return torch.fx.GraphModule(root, graph)
+    return _LazyGraphModule(root, graph)
 
 
 def detect_fake_mode(values: Any) -> Any:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -345,13 +345,27 @@ def fake_like(fake: Any, storage: Any) -> Any:
 
     Not to be called inside a fake mode; a mode's operators would take longer.
     """
+    return fake_tensor(
+        fake.fake_mode, fake.dtype, fake.device, storage, fake.storage_offset(), fake.shape, fake.stride()
+    )
+
+
+def fake_tensor(
+    mode: Any, dtype: torch.dtype, device: Any, storage: Any, offset: int, shape: Sequence[int], strides: Sequence[int]
+) -> Any:
+    """A fake tensor of a mode, in memory of `fake_memory`, or of its own where `storage` is None.
+
+    Not inside a mode of fake tensors.
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
-    made = torch.empty_strided((0,), (1,), dtype=fake.dtype, device="meta")
-    with in_kernel_invocation_manager(fake.fake_mode):
-        made.set_(storage, fake.storage_offset(), fake.shape, fake.stride())
-    return FakeTensor(fake.fake_mode, made, fake.device)
+    if storage is None:
+        return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
+    made = torch.empty_strided((0,), (1,), dtype=dtype, device="meta")
+    with in_kernel_invocation_manager(mode):
+        made.set_(storage, offset, shape, strides)  # type: ignore[call-overload, unused-ignore]
+    return FakeTensor(mode, made, device)
 
 
 @functools.cache

@@ -12,6 +12,9 @@ from typing import Any
 CODE_ARTIFACTS = ("output_code", "kernel_code")
 """Artifacts with generated code: whole programs with their kernels, and kernels alone."""
 
+TRACE_ARTIFACTS = ("aot_graphs", "aot_joint_graph")
+"""Names that stand for what AOTAutograd traces."""
+
 
 def is_artifact_enabled(*names: str) -> bool:
     """Whether TORCH_LOGS or `set_logs` names one of these artifacts; False if this torch cannot tell."""

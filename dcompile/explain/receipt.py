@@ -47,6 +47,8 @@ class Receipt:
     """Graphs that another rank compiled for this one, and kernels that came with them."""
     kernels_received: int = 0
     graphs_uncacheable: int = 0
+    traces_cached: int = 0
+    """Graphs that AOTAutograd did not trace: what it had traced in an earlier start was in the cache."""
     recordings: int = 0
     """CUDA graphs that were recorded, and number of calls that were replays."""
     replays: int = 0
@@ -58,6 +60,8 @@ class Receipt:
     """Predicted exposed communication of a step, by the cost model. `profile` measures it."""
     reasons: tuple[str, ...] = ()
     fallbacks: dict[str, int] = field(default_factory=dict)
+    traces_uncacheable: dict[str, int] = field(default_factory=dict)
+    """Why graphs are traced anew at each start -> how many."""
     notes: tuple[str, ...] = ()
     variants: tuple[VariantReceipt, ...] = ()
 
@@ -66,6 +70,7 @@ class Receipt:
         lines = [_graphs_line(self), _collectives_line(self), _kernels_line(self)]
         lines += [f"not eligible: {reason}" for reason in self.reasons]
         lines += [f"fallback: {op} x{count}" for op, count in sorted(self.fallbacks.items())]
+        lines += [f"traced anew at each start: {why} x{n}" for why, n in sorted(self.traces_uncacheable.items())]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -150,7 +155,8 @@ def _joined(whole: Receipt, part: Receipt) -> Receipt:
     names = [name for name in (whole.adapter, part.adapter) if name != PlainAdapter.name]
     values["adapter"] = "+".join(dict.fromkeys(names)) or whole.adapter
     values["eligible"] = whole.eligible and part.eligible
-    values["fallbacks"] = dict(Counter(whole.fallbacks) + Counter(part.fallbacks))
+    for name in ("fallbacks", "traces_uncacheable"):
+        values[name] = dict(Counter(getattr(whole, name)) + Counter(getattr(part, name)))
     return Receipt(**values)
 
 
@@ -160,6 +166,7 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
     runs_eagerly = not variant.graphs and not model.adapter.eager and not has_parts
     arriving = model.sync.arriving(variant.graphs)
     every = [executable.report for graph in model.graphs for executable in graph.executables.values()]
+    traces = [graph.trace for graph in model.graphs if graph.trace is not None]
     return Receipt(
         adapter=model.adapter.name,
         eligible=model.adapter.eligible and not runs_eagerly,
@@ -177,6 +184,7 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         graphs_received=sum(report.graphs_received for report in every),
         kernels_received=sum(report.kernels_received for report in every),
         graphs_uncacheable=sum(report.graphs_uncacheable for report in every),
+        traces_cached=sum(trace.cached is not None for trace in traces),
         recordings=sum(report.recordings for report in every),
         replays=sum(report.replays for report in every),
         regions=sum(report.regions for report in reports),
@@ -185,6 +193,7 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         predicted_exposed_us=sum(report.exposed_us for report in reports),
         reasons=(*model.adapter.reasons, *((nothing_compiled(model),) if runs_eagerly else ())),
         fallbacks=_fallbacks(model, variant, reports),
+        traces_uncacheable=dict(Counter(trace.objection for trace in traces if trace.objection)),
         notes=tuple(
             dict.fromkeys((*model.adapter.notes, *_graph_notes(model, variant, reports), *model.settings.config.idle()))
         ),

@@ -80,6 +80,9 @@ class InterpreterCompiler:
     def expect_products(self) -> None:
         pass
 
+    def traces(self) -> None:
+        pass
+
     def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> InterpreterExecutable:
         del foreseen
         self.requests.append(request)

@@ -16,9 +16,9 @@ from dcompile.errors import NotCompiledError
 from dcompile.explain.receipt import make_receipt
 
 
-def graph(number, **reports):
+def graph(number, trace=None, **reports):
     executables = {kind: SimpleNamespace(report=report, buckets=("b",) * 2) for kind, report in reports.items()}
-    return SimpleNamespace(notes=[], fallbacks=Counter(), number=number, executables=executables)
+    return SimpleNamespace(notes=[], fallbacks=Counter(), number=number, executables=executables, trace=trace)
 
 
 def model(newest, *graphs, adapter=None):
@@ -113,3 +113,15 @@ def test_of_a_step_of_which_nothing_was_compiled_it_says_why():
     assert (found.graphs, found.kernels, found.eligible) == (0, 0, False)
     assert found.fallbacks == {"call of the model, run eagerly": 2}
     assert "not eligible: a step has run, but nothing of it was compiled (calls so far: 2)" in str(found)
+
+
+def test_traces_are_counted_and_what_cannot_be_kept_is_named():
+    def trace(cached=None, objection=""):
+        return SimpleNamespace(cached=cached, objection=objection)
+
+    traces = (trace("kept"), trace(objection="its sizes are symbolic"), trace(objection="its sizes are symbolic"))
+    report = ProgramReport(kernels=1)
+    graphs = [graph(number, trace=trace, inference=report) for number, trace in enumerate(traces)]
+    receipt = make_receipt(model(Variant((0,), False), *graphs))
+    assert (receipt.traces_cached, receipt.traces_uncacheable) == (1, {"its sizes are symbolic": 2})
+    assert "traced anew at each start: its sizes are symbolic x2" in str(receipt)

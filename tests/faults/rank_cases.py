@@ -266,7 +266,8 @@ def shared(folder: str, **options: Any) -> dict[str, Any]:
     gradients = step(model)
     took = time.monotonic() - began
     receipt = dcompile.receipt(model)
-    names = ("built", "cache_hits", "graphs_cached", "graphs_received", "kernels_received", "kernels")
+    names = ("built", "cache_hits", "graphs_cached", "graphs_received", "kernels_received", "kernels",
+             "traces_cached", "traces_uncacheable")  # fmt: skip
     found = {name: getattr(receipt, name) for name in names}
     return found | {"gradients": gradients, "notes": receipt.notes, "took": took}
 

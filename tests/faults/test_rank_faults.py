@@ -134,6 +134,7 @@ def test_one_rank_compiles_for_all(ranks, tmp_path):
 
     for again in run(ranks, "shared", folder=str(tmp_path)):
         assert (again["built"], again["graphs_cached"], again["graphs_received"]) == (0, 2, 0)
+        assert (again["traces_cached"], again["traces_uncacheable"]) == (1, {})
         assert again["gradients"] == first[0]["gradients"]
 
 
@@ -145,6 +146,7 @@ def test_a_warm_rank_trains_beside_a_cold_one(ranks, tmp_path, lost):
     found = run(ranks, "shared", **how)
     cold, warm = found[lost], found[1 - lost]
     assert (warm["built"], warm["graphs_cached"]) == (0, 2) and cold["graphs_cached"] == 0
+    assert (warm["traces_cached"], cold["traces_cached"]) == (1, 0), "one traces, and both come to one plan"
     assert (cold["built"] > 0) == (cold["graphs_received"] < 2), "it compiles what it is the first to come to"
     assert [rank["gradients"] for rank in before] == [rank["gradients"] for rank in found]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from dcompile.compat import absent_ranks, alone, dispatch_watch, groups, guards, sizes, zero
+from dcompile.compat import absent_ranks, alone, aot_trace, dispatch_watch, groups, guards, sizes, zero
 from dcompile.compat.patches import (
     batch_norm_statistics,
     compile_call,
@@ -42,6 +42,8 @@ PARTITION: tuple[Stage, ...] = ("partition",)
 _FAKE_OPS = "torch._subclasses.fake_impls.op_implementations_dict"
 _GUARDS = "torch._dynamo.guards.GuardBuilder"
 _PARTITIONERS = "torch._functorch.partitioners"
+_GRAPH_COMPILE = "torch._functorch._aot_autograd.graph_compile"
+_TRACERS = (f"{_GRAPH_COMPILE}.aot_dispatch_autograd_graph", f"{_GRAPH_COMPILE}.aot_dispatch_base_graph")
 
 PATCHES: tuple[TorchPatch, ...] = (
     # --- Dynamo compiles a frame ---
@@ -267,6 +269,20 @@ PATCHES: tuple[TorchPatch, ...] = (
         "takeover",
         "what is compiled with a parameter that is kept in step serves its own module alone",
         undone="when the frame is compiled",
+    ),
+    TorchPatch(
+        aot_trace.recording_metadata,
+        (*_TRACERS, f"{_GRAPH_COMPILE}._create_wrappers_for_dispatch"),
+        "takeover",
+        "what AOTAutograd finds out of a graph is kept for later starts",
+        undone="when the graph is compiled",
+    ),
+    TorchPatch(
+        aot_trace.replayed,
+        (*_TRACERS, "torch._functorch.aot_autograd.run_functionalized_fw_and_collect_metadata"),
+        "speed",
+        "a kept trace stands in for tracing, which is half of a warm start",
+        undone="when the graph is compiled",
     ),
     TorchPatch(
         alone.SingleRankCollectives,

@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.logs import report
-from dcompile.runtime.cache.eviction import LIBRARY_KINDS, limit_size, mark_used
+from dcompile.runtime.cache.eviction import LIBRARY_KINDS, TRACE, limit_size, mark_used
 from dcompile.runtime.program.artifact import CompiledGraph, from_record, to_record
 
 Loaded: TypeAlias = tuple[CompiledGraph, dict[str, Path]]
@@ -224,6 +224,30 @@ class KernelCache:
             what = f"cannot keep a compiled graph in {self.directory}: {error.strerror}"
             report(logging.WARNING, f"{what}; it will be compiled again")
 
+    def find_trace(self, key: str) -> str | None:
+        """A trace of AOTAutograd as it was kept, or None. Damage is reported once for each file, and is a miss."""
+        entry = self.directory / f"{key}{TRACE}"
+        try:
+            head, _, text = entry.read_text().partition("\n")
+            if head != _trace_head(key, text):
+                raise _Damaged(entry, "its content does not match its checksum")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, _Damaged) as error:
+            damage = error if isinstance(error, _Damaged) else _Damaged(entry, "not a valid entry")
+            self._tell(damage, "trace", "tracing")
+            return None
+        mark_used(entry)
+        return text
+
+    def put_trace(self, key: str, text: str) -> None:
+        """Keep a trace. It works without: if that cannot be, one line says so."""
+        try:
+            self._write(self.directory / f"{key}{TRACE}", f"{_trace_head(key, text)}\n{text}")
+        except OSError as error:
+            what = f"cannot keep a trace in {self.directory}: {error.strerror}"
+            report(logging.WARNING, f"{what}; it will be traced again")
+
     def _write(self, path: Path, text: str) -> None:
         """Write a file that appears whole or not at all."""
         handle, name = tempfile.mkstemp(prefix="tmp-", dir=self.directory)
@@ -252,6 +276,12 @@ def _read(entry: Path, key: str, what: str) -> Any:
     if not isinstance(digest, str):
         raise _Damaged(entry, "not a valid entry")
     return record
+
+
+def _trace_head(key: str, text: str) -> str:
+    """The first line of a trace's file: its name, and the checksum of name and text."""
+    digest = hashlib.sha256(f"{key}\n{text}".encode()).hexdigest()
+    return f"{key} {digest}"
 
 
 def _digest(key: str, graph: Any) -> str:

@@ -21,6 +21,8 @@ SHARE_KEPT = 0.8
 MARKER = "size-checked"
 LIBRARY_KINDS = (".so", ".gpu")
 """Suffixes of libraries: shared objects, and archives of cubins."""
+TRACE = ".trace"
+"""Suffix of AOTAutograd's traces."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ def evict(directory: Path, limit_bytes: int, files: list[CacheFile]) -> int:
         return 0
     excess, removed = total - SHARE_KEPT * limit_bytes, 0
     entries = _entries_of_libraries(files)
-    candidates = [file for file in files if file.path.suffix in (*LIBRARY_KINDS, ".graph")]
+    candidates = [file for file in files if file.path.suffix in (*LIBRARY_KINDS, ".graph", TRACE)]
     for file in sorted(candidates, key=lambda file: file.used):
         if removed >= excess or time.time() - file.used < MIN_AGE_S:
             break
@@ -80,7 +82,7 @@ def evict(directory: Path, limit_bytes: int, files: list[CacheFile]) -> int:
 
 def clear(directory: Path) -> int:
     """Remove all files of the cache and return their bytes. Other files in the directory stay."""
-    known = (*LIBRARY_KINDS, ".graph", ".json")
+    known = (*LIBRARY_KINDS, ".graph", TRACE, ".json")
     return sum(_remove(file) for file in files_in(directory) if file.path.suffix in known or file.path.name == MARKER)
 
 

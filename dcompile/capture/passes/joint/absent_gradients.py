@@ -106,7 +106,7 @@ def without(backward: Any, places: Iterable[int], kept: Container[int] = ()) -> 
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.eliminate_dead_code()
-    return torch.fx.GraphModule(backward, graph)
+    return compat.aot.lazy_graph_module(backward, graph)
 
 
 def _zeros(graph: Any, value: torch.Tensor) -> Any:

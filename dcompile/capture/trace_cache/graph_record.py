@@ -1,0 +1,85 @@
+"""A traced graph as JSON and back: nodes with their names, arguments, fake tensors, and what later stages read of them.
+
+The tensors of a graph that share memory share it again. What is not read behind partitioning has no record.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from dcompile.capture.graph_pass import DONATED
+from dcompile.compat.aot import lazy_graph_module
+from dcompile.compat.trace_records import (
+    NotKeepable,
+    Record,
+    RecordReader,
+    RecordWriter,
+    constant_of,
+    constant_record,
+    target_name,
+    target_of,
+)
+
+_OPS = ("placeholder", "get_attr", "call_function", "output")
+_VALUES = ("val", "desc", "custom", DONATED, "partitioner_tag", "saved_tensor_with_no_vc_check")
+"""Notes at a node that later stages read, and that are values."""
+_STACKS = ("nn_module_stack", "fwd_nn_module_stack")
+"""Notes of the module that a node came from: of each entry, its path alone is kept."""
+
+
+def graph_record(gm: GraphModule) -> Record:
+    """The record of a graph. Raises NotKeepable."""
+    numbers = {node: number for number, node in enumerate(gm.graph.nodes)}
+    writer = RecordWriter(numbers.__getitem__)
+    nodes = [_node_record(node, writer) for node in gm.graph.nodes]
+    constants = {
+        str(node.target): constant_record(operator.attrgetter(str(node.target))(gm))
+        for node in gm.graph.find_nodes(op="get_attr")
+    }
+    return {"nodes": nodes, "constants": constants} | writer.tables()
+
+
+def _node_record(node: Node, writer: RecordWriter) -> Record:
+    if node.op not in _OPS:
+        raise NotKeepable(f"it has a node of kind {node.op}")
+    target = target_name(node.target) if node.op == "call_function" else str(node.target)
+    notes: dict[str, Record] = {key: writer.value(node.meta[key]) for key in _VALUES if node.meta.get(key) is not None}
+    for key in _STACKS:
+        if node.meta.get(key):
+            notes[key] = [writer.text(entry[0]) for entry in node.meta[key].values()]
+    if node.meta.get("stack_trace"):
+        notes["stack_trace"] = writer.text(node.meta["stack_trace"])
+    return [_OPS.index(node.op), node.name, target, writer.value(node.args), writer.value(node.kwargs), notes]
+
+
+def graph_of(record: Mapping[str, Any], fake_mode: Any) -> GraphModule:
+    """The graph of a record. Not inside a mode of fake tensors. Raises NotKeepable of one that is damaged."""
+    reader, graph = RecordReader(record, fake_mode), Graph()
+    for kind, name, target, args, kwargs, notes in record["nodes"]:
+        op = _OPS[kind]
+        called = target_of(target) if op == "call_function" else target
+        node = graph.create_node(op, called, reader.value(args), reader.value(kwargs), name=name)
+        if node.name != name:
+            raise NotKeepable(f"a node cannot be called {name} again")
+        reader.nodes.append(node)
+        node.meta = _notes(notes, reader)
+    root = torch.nn.Module()
+    for name, constant in record["constants"].items():
+        root.register_buffer(name, constant_of(constant), persistent=False)
+    made: GraphModule = lazy_graph_module(root, graph)
+    return made
+
+
+def _notes(notes: Mapping[str, Record], reader: RecordReader) -> dict[str, Any]:
+    found = {key: reader.value(notes[key]) for key in _VALUES if key in notes}
+    for key in _STACKS:
+        if key in notes:
+            found[key] = {str(n): (reader.text(path), "") for n, path in enumerate(notes[key])}
+    if "stack_trace" in notes:
+        found["stack_trace"] = reader.text(notes["stack_trace"])
+    return found

@@ -1,0 +1,142 @@
+"""Which graphs are the same to AOTAutograd and to the passes around it: the SHA-256 of a text of all they look at.
+
+In the text: versions, settings of dcompile and of torch, what an adapter adds to a trace, the inputs (shapes, strides,
+dtypes, devices, gradients, shared memory), and the captured graph with the graphs in it, constants and names of what it
+calls. Only torch's functions and ours may be called: code of others is no part of the text, and no key is made.
+Not in it: names of modules and inputs, and lines of source. Messages and comments may name those of the model that was
+traced first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import operator
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule, Node
+
+from dcompile.compat import groups
+from dcompile.compat.trace_records import NotKeepable
+from dcompile.compat.trace_state import (
+    callable_text,
+    check_captured,
+    device_text,
+    global_state,
+    numbers_digest,
+    result_text,
+    static_mark,
+    tensor_text,
+)
+from dcompile.config import Config
+from dcompile.toolchain import own_source, own_version
+
+FORMAT = 1
+"""Of the entries: another number makes other keys."""
+_ELSEWHERE = frozenset(
+    (
+        "receipt", "log", "dump", "trace_enabled", "trace_graph_diagram", "verify", "cache_dir", "cache_size_gib",
+        "share_artifacts", "compile_timeout_s",
+    )
+)  # fmt: skip
+"""Settings that say where things are written, and nothing of a trace."""
+_MARKS = ("custom", "recompute", "ac_graph_id")
+"""What notes at a captured node say to those who trace it."""
+
+
+def trace_key(gm: GraphModule, inputs: Sequence[Any], config: Config, facts: Sequence[str]) -> str:
+    """The name of a trace's entry. `facts`: what an adapter adds. Raises NotKeepable."""
+    if config.backend is not None and not config.backend.is_stable:
+        raise NotKeepable(f"its kernels come from {config.backend.name}, and nothing tells that from another by name")
+    storages: dict[int, int] = {}
+    given = (_input(value, storages) for value in inputs)
+    lines = (*_environment(config), *global_state(), *facts, *given, *_GraphText(storages).lines(gm, "graph"))
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _environment(config: Config) -> Iterator[str]:
+    yield f"trace {FORMAT}"
+    yield f"dcompile {own_version()} {own_source()}"
+    yield f"torch {torch.__version__} {torch.version.git_version} python {sys.version_info[:3]} {sys.platform}"
+    for field in dataclasses.fields(config):
+        if field.metadata and field.name not in _ELSEWHERE:
+            yield f"{field.name}={getattr(config, field.name)}"
+
+
+def _input(value: Any, storages: dict[int, int]) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"input {tensor_text(value, storages)}{device_text(value.device)}"
+    if type(value) in (int, float, bool, str):
+        return f"input {value!r}"
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise NotKeepable("its sizes are symbolic")
+    raise NotKeepable(f"an input is a {type(value).__name__}")
+
+
+class _GraphText:
+    """The text of a captured graph, and of the graphs that it holds."""
+
+    def __init__(self, storages: dict[int, int]) -> None:
+        self._storages = storages
+
+    def lines(self, gm: GraphModule, name: str) -> Iterator[str]:
+        """A line for each node, by numbers in place of names."""
+        check_captured(gm)
+        numbers = {node: number for number, node in enumerate(gm.graph.nodes)}
+        yield f"{name} begins"
+        for node in gm.graph.nodes:
+            args, kwargs = _text(node.args, numbers), _text(node.kwargs, numbers)
+            marks = [f"{mark}={_text(node.meta[mark], numbers)}" for mark in _MARKS if mark in node.meta]
+            value = "" if node.op == "output" else result_text(node.meta.get("example_value"))
+            yield " ".join((node.op, self._target(node), args, kwargs, value, *marks))
+            if node.op == "get_attr":
+                yield from self._held(operator.attrgetter(str(node.target))(gm), f"{name}.{numbers[node]}")
+        yield f"{name} ends"
+
+    def _target(self, node: Node) -> str:
+        if node.op == "call_function":
+            return callable_text(node.target)
+        if node.op == "call_method":
+            return f".{node.target}"
+        if node.op == "call_module":
+            raise NotKeepable("it calls a module, whose code is not in the graph")
+        return static_mark(node)
+
+    def _held(self, value: Any, name: str) -> Iterator[str]:
+        """What a graph holds: another graph, or a small tensor, whose numbers tracing may read."""
+        if isinstance(value, GraphModule):
+            yield from self.lines(value, name)
+            return
+        if not isinstance(value, torch.Tensor):
+            raise NotKeepable(f"it holds a {type(value).__name__}")
+        yield f"{name} {tensor_text(value, self._storages)} {numbers_digest(value)}"
+
+
+def _text(value: Any, numbers: dict[Node, int]) -> str:
+    """An argument. Raises NotKeepable of what text cannot tell apart."""
+    if isinstance(value, Node):
+        return f"%{numbers[value]}"
+    if value is None or value is Ellipsis or type(value) in (bool, int, float, complex):
+        return repr(value)
+    if isinstance(value, str):
+        group = groups.group_by_name(value) if dist.is_initialized() else None
+        return repr(value) if group is None else f"{value!r} of {group.size()} ranks"
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format | torch.device):
+        return f"{type(value).__name__} {value}"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{_text(k, numbers)}:{_text(v, numbers)}' for k, v in value.items())}}}"
+    if isinstance(value, list | tuple):
+        opening = "[" if isinstance(value, list) else "("
+        return f"{opening}{','.join(_text(item, numbers) for item in value)},"
+    if isinstance(value, slice):
+        return f"slice{_text((value.start, value.stop, value.step), numbers)}"
+    if isinstance(value, enum.Enum) and type(value).__module__.startswith("torch"):
+        return f"{type(value).__name__}.{value.name}"
+    if callable(value):
+        return callable_text(value)
+    raise NotKeepable(f"it holds a {type(value).__name__}")

@@ -1,0 +1,82 @@
+"""What is kept of a trace: AOTAutograd's metadata, the graphs that came of it, and what capturing has found out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule
+
+from dcompile.capture.trace_cache.graph_record import graph_of
+from dcompile.compat import aot_trace
+from dcompile.compat.tensors import real_tensors
+from dcompile.compat.trace_records import NotKeepable, Record
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFacts:
+    """What capturing has found out about a graph, beside the graphs themselves."""
+
+    gradients: tuple[tuple[int, int], ...] = ()
+    """(position among the backward's outputs, position among the graph's inputs)."""
+    results: int = 0
+    """Outputs of the forward before what it saves."""
+    may_lack: bool = False
+    """Whether the backward may be left without gradients of results that nothing was computed with."""
+    shapes_kept: tuple[int, ...] = ()
+    without_gradients: tuple[int, ...] = ()
+    """Results that are views made under `torch.no_grad()`."""
+    notes: tuple[str, ...] = ()
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRecord:
+    """A trace as it is kept; `backward` is None of an inference graph."""
+
+    metadata: Record
+    forward: Record
+    backward: Record
+    facts: TraceFacts
+
+    def to_text(self) -> str:
+        """JSON."""
+        parts = {"metadata": self.metadata, "forward": self.forward, "backward": self.backward}
+        return json.dumps(parts | {"facts": dataclasses.asdict(self.facts)}, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTrace:
+    """A trace that was kept, as AOTAutograd's compilers get it."""
+
+    metadata: Any
+    forward: GraphModule
+    """Or the graph of inference."""
+    backward: GraphModule | None
+    facts: TraceFacts
+
+
+def kept_trace(text: str) -> KeptTrace:
+    """The trace of a text, in the mode that the graph is being captured in. Raises NotKeepable of a damaged one."""
+    mode = aot_trace.tracing_mode()
+    try:
+        found = json.loads(text)
+        with real_tensors():
+            backward = found["backward"]
+            return KeptTrace(
+                aot_trace.metadata_of(found["metadata"], mode),
+                graph_of(found["forward"], mode),
+                None if backward is None else graph_of(backward, mode),
+                _facts(found["facts"]),
+            )
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+        raise NotKeepable(f"{type(error).__name__}: {error}") from error
+
+
+def _facts(found: Mapping[str, Any]) -> TraceFacts:
+    gradients = tuple((place, position) for place, position in found["gradients"])
+    lists = {name: tuple(found[name]) for name in ("shapes_kept", "without_gradients", "notes")}
+    return TraceFacts(gradients, found["results"], found["may_lack"], fallbacks=found["fallbacks"], **lists)

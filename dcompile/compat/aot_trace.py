@@ -1,0 +1,157 @@
+"""What AOTAutograd traces before it compiles, noted to be kept; and kept traces in the place of tracing.
+
+AOTAutograd looks at a graph twice before anything is compiled: which inputs it changes and what its results look at
+(`ViewAndMutationMeta`), then the joint graph, or that of inference. Both functions are replaced while a kept trace
+stands in; all that follows, from the choice of inputs to be detached to the wrappers around programs, is torch's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import unittest.mock
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcompile.compat.trace_records import NotKeepable, Record, RecordReader, RecordWriter
+
+_COLLECTS = "run_functionalized_fw_and_collect_metadata"
+"""The function that finds out what a graph changes and looks at."""
+_TRACERS = {"aot_dispatch_autograd_graph": True, "aot_dispatch_base_graph": False}
+"""Functions that trace -> whether forward and backward in one."""
+
+
+@dataclass
+class TracedMetadata:
+    """What AOTAutograd has found out about a graph while it was traced."""
+
+    record: Record = None
+    objection: str = "AOTAutograd has traced it in a way that is not known"
+    """Why there is no record."""
+
+
+@contextlib.contextmanager
+def recording_metadata(found: TracedMetadata) -> Iterator[None]:
+    """Note in `found` what AOTAutograd finds out about the first graph that it traces meanwhile."""
+    from torch._functorch._aot_autograd import graph_compile
+
+    wrappers: list[Any] = []
+    own_wrappers = getattr(graph_compile, "_create_wrappers_for_dispatch", None)
+    if own_wrappers is None or not all(hasattr(graph_compile, name) for name in _TRACERS):
+        yield
+        return
+    traced = False
+
+    def create_wrappers(*args: Any, **kwargs: Any) -> Any:
+        made = own_wrappers(*args, **kwargs)
+        if not traced:
+            wrappers[:] = made
+        return made
+
+    def recording(own: Callable[..., Any]) -> Callable[..., Any]:
+        def trace(*args: Any, **kwargs: Any) -> Any:
+            nonlocal traced
+            results = own(*args, **kwargs)
+            if not traced:
+                traced = True
+                _record(found, wrappers, kwargs.get("fw_metadata"), results)
+            return results
+
+        return trace
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unittest.mock.patch.object(graph_compile, "_create_wrappers_for_dispatch", create_wrappers))
+        for name in _TRACERS:
+            own = getattr(graph_compile, name)
+            stack.enter_context(unittest.mock.patch.object(graph_compile, name, recording(own)))
+        yield
+
+
+def _record(found: TracedMetadata, wrappers: list[Any], metadata: Any, results: Any) -> None:
+    """Make the record, or say why there is none."""
+    try:
+        if any(getattr(wrapper, "needs_post_compile", True) for wrapper in wrappers):
+            raise NotKeepable("inputs share memory, or are given twice, and one of them changes")
+        if metadata is None or len(results) != 4 or results[-1] is not None:
+            raise NotKeepable("AOTAutograd takes tensors apart for it")
+        if metadata.tokens:
+            raise NotKeepable("it has operators whose effects are kept in order")
+        writer = RecordWriter()
+        found.record = {"metadata": writer.value(metadata)} | writer.tables()
+        found.objection = ""
+    except NotKeepable as reason:
+        found.record, found.objection = None, str(reason)
+
+
+def metadata_of(record: Mapping[str, Any], fake_mode: Any) -> Any:
+    """AOTAutograd's own object again. Raises NotKeepable."""
+    return RecordReader(record, fake_mode).value(record["metadata"])
+
+
+@contextlib.contextmanager
+def replayed(metadata: Any, inference: torch.fx.GraphModule | None) -> Iterator[None]:
+    """Have AOTAutograd take `metadata` for what it would find out of the first graph that it traces meanwhile.
+
+    Of a graph without gradients it takes `inference` for what it would trace; of others nothing is traced, and the
+    partition function is to know the parts.
+    """
+    from torch._functorch import aot_autograd
+    from torch._functorch._aot_autograd import graph_compile
+
+    replaced = False
+    collect = getattr(aot_autograd, _COLLECTS)
+
+    def collected(*args: Any, **kwargs: Any) -> Any:
+        return collect(*args, **kwargs) if replaced else lambda *_: metadata
+
+    def replaying(own: Callable[..., Any], joint: bool) -> Callable[..., Any]:
+        def trace(*args: Any, **kwargs: Any) -> Any:
+            nonlocal replaced
+            if replaced:
+                return own(*args, **kwargs)
+            replaced = True
+            _, inputs, descriptions, *_ = args
+            assert joint == (inference is None), "a graph needs gradients where it was kept without, or the other way"
+            if not joint:
+                return inference, inputs, descriptions, None
+            tangents, described = metadata.traced_tangents, metadata.traced_tangents_descs
+            return _untraced(len(inputs), len(tangents)), (inputs, tangents), (descriptions, described), None
+
+        return trace
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unittest.mock.patch.object(aot_autograd, _COLLECTS, collected))
+        for name, joint in _TRACERS.items():
+            own = getattr(graph_compile, name)
+            stack.enter_context(unittest.mock.patch.object(graph_compile, name, replaying(own, joint)))
+        yield
+
+
+def _untraced(inputs: int, tangents: int) -> torch.fx.GraphModule:
+    """A joint graph that was not traced: its inputs, by the names that AOTAutograd knows them by, and no results."""
+    graph = torch.fx.Graph()
+    for kind, count in (("primals", inputs), ("tangents", tangents)):
+        for number in range(1, count + 1):
+            graph.placeholder(f"{kind}_{number}")
+    graph.output(())
+    return torch.fx.GraphModule(torch.nn.Module(), graph)
+
+
+def can_replay() -> bool:
+    """Whether this torch has the functions that `replayed` replaces."""
+    from torch._functorch import aot_autograd
+    from torch._functorch._aot_autograd import graph_compile
+
+    return hasattr(aot_autograd, _COLLECTS) and all(
+        hasattr(graph_compile, name) for name in (*_TRACERS, "_create_wrappers_for_dispatch")
+    )
+
+
+def tracing_mode() -> Any:
+    """Inside Dynamo's backend: the mode of fake tensors that the graph was captured in, or None."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    return None if context is None else context.fake_mode

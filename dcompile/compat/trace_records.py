@@ -1,0 +1,332 @@
+"""What traced graphs hold, as JSON and back: tensors without data, dtypes, devices, and AOTAutograd's descriptions.
+
+A record is data: lists, dictionaries and texts. Reading one looks names up in short lists, and runs nothing of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import enum
+import functools
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from dcompile.compat.tensors import fake_memory, fake_tensor, real_tensors
+
+Record: TypeAlias = Any
+"""What `json` writes: None, numbers, texts, lists of these; a dictionary of one entry names a kind of value."""
+
+OWN_OPS = "dcompile"
+"""What namespaces of our own operators begin with."""
+OP_NAMESPACES = frozenset(("aten", "prims", "prim", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
+"""Those whose operators come with torch, so that its version tells what they do."""
+LARGEST_CONSTANT = 4096
+"""Bytes of a tensor that a graph holds, and up to which a record has its numbers."""
+_FUNCTIONS = {"getitem": operator.getitem}
+"""What a traced graph calls beside operators of torch's."""
+
+
+class NotKeepable(Exception):
+    """Something of a traced graph, or of what it was traced from, has no record; says what."""
+
+
+def is_known_op(name: str) -> bool:
+    """Whether an operator, `aten.add.Tensor`, is torch's or ours: then versions tell what it does."""
+    namespace = name.partition(".")[0]
+    return namespace in OP_NAMESPACES or namespace.startswith(OWN_OPS)
+
+
+@functools.cache
+def _described() -> Mapping[str, Any]:
+    """Names of dataclasses and enumerations that AOTAutograd describes a graph with -> the classes."""
+    from torch._functorch._aot_autograd import descriptors, schemas
+
+    kinds = {
+        name: kind
+        for name, kind in vars(descriptors).items()
+        if isinstance(kind, type) and issubclass(kind, (descriptors.AOTInput, descriptors.AOTOutput))
+    }
+    names = ("ViewAndMutationMeta", "InputAliasInfo", "OutputAliasInfo", "PlainTensorMeta", "MemoryFormatMeta")
+    kinds |= {name: getattr(schemas, name) for name in (*names, "OutputType", "MutationType") if hasattr(schemas, name)}
+    return kinds
+
+
+@functools.cache
+def _types() -> Mapping[str, type]:
+    """Names of types that AOTAutograd notes of results -> the types."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    found = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor, int, float, bool, type(None))
+    return {kind.__name__: kind for kind in found}
+
+
+def _named(kind: type, names: str) -> dict[Any, str]:
+    """Values of a type that torch has names for -> the names."""
+    return {value: name for name in names.split() if isinstance(value := getattr(torch, name, None), kind)}
+
+
+@functools.cache
+def _names() -> Mapping[str, dict[Any, str]]:
+    """Kind of a value -> values of it -> their names in `torch`."""
+    return {
+        "dtype": {value: str(value).removeprefix("torch.") for value in vars(torch).values() if _is_dtype(value)},
+        "layout": _named(torch.layout, "strided"),
+        "format": _named(torch.memory_format, "contiguous_format preserve_format channels_last channels_last_3d"),
+    }
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, torch.dtype)
+
+
+class RecordWriter:
+    """Makes records; tensors, texts and stacks of modules are each noted once."""
+
+    def __init__(self, node_of: Callable[[torch.fx.Node], int] | None = None) -> None:
+        """`node_of` gives the number of a node; None where no node may occur."""
+        self._node_of = node_of
+        self._tensors: dict[Any, int] = {}
+        self._storages: dict[int, int] = {}
+        self._sizes: list[int] = []
+        self._texts: dict[Any, int] = {}
+
+    def tables(self) -> dict[str, Record]:
+        """What records refer to by number."""
+        return {"tensors": [list(key) for key in self._tensors], "storages": self._sizes, "texts": list(self._texts)}
+
+    def text(self, value: str) -> int:
+        """The number of a text that occurs often."""
+        return self._texts.setdefault(value, len(self._texts))
+
+    def value(self, value: Any) -> Record:
+        """The record of anything that a graph's nodes hold. Raises NotKeepable."""
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if isinstance(value, torch.Tensor):
+            return {"x": self._tensor(value)}
+        if isinstance(value, torch.fx.Node):
+            if self._node_of is None:
+                raise NotKeepable("it holds a node of another graph")
+            return {"n": self._node_of(value)}
+        if isinstance(value, (list, tuple, dict, set, frozenset, slice, range)):
+            return self._collection(value)
+        return self._atom(value)
+
+    def _collection(self, value: Any) -> Record:
+        if isinstance(value, list):
+            return [self.value(item) for item in value]
+        if isinstance(value, torch.Size):
+            return {"size": [self.value(item) for item in value]}
+        if type(value) is tuple:
+            return {"t": [self.value(item) for item in value]}
+        if isinstance(value, dict):
+            return {"d": [[self.value(key), self.value(item)] for key, item in value.items()]}
+        if isinstance(value, set):
+            return {"set": [self.value(item) for item in sorted(value)]}
+        if isinstance(value, slice):
+            return {"slice": [self.value(part) for part in (value.start, value.stop, value.step)]}
+        raise NotKeepable(f"it holds a {type(value).__name__}")
+
+    def _atom(self, value: Any) -> Record:
+        for kind, names in _names().items():
+            if isinstance(value, torch.dtype | torch.layout | torch.memory_format) and value in names:
+                return {kind: names[value]}
+        if isinstance(value, torch.device):
+            return {"device": str(value)}
+        if isinstance(value, complex):
+            return {"complex": [value.real, value.imag]}
+        if isinstance(value, torch._ops.OpOverload):
+            return {"op": op_name(value)}
+        if isinstance(value, type) and _types().get(value.__name__) is value:
+            return {"type": value.__name__}
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise NotKeepable("its sizes are symbolic")
+        if type(value).__name__ == "ViewMetaSequence":
+            raise NotKeepable("a result is a view that is made anew")
+        if _described().get(type(value).__name__) is type(value):
+            return self._description(value)
+        raise NotKeepable(f"it holds a {type(value).__name__}")
+
+    def _description(self, value: Any) -> Record:
+        name = type(value).__name__
+        if isinstance(value, enum.Enum):
+            return {"enum": [name, value.name]}
+        fields = {f.name: self.value(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return {"description": [name, fields]}
+
+    def _tensor(self, value: torch.Tensor) -> int:
+        """The number of what is known of a fake tensor, its memory among it."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        if type(value) is not FakeTensor:
+            raise NotKeepable(f"it holds a {type(value).__name__}")
+        if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+            raise NotKeepable("it holds a tensor that is not plain: sparse, or marked as a conjugate or a negative")
+        lies = (*value.shape, *value.stride(), value.storage_offset(), nbytes := value.untyped_storage().nbytes())
+        if not all(type(number) is int for number in lies):
+            raise NotKeepable("its sizes are symbolic")
+        storage = self._storages.setdefault(value.untyped_storage()._cdata, len(self._storages))
+        if storage == len(self._sizes):
+            self._sizes.append(nbytes)
+        dtype = _names()["dtype"][value.dtype]
+        key = (storage, dtype, str(value.device), tuple(value.shape), value.stride(), value.storage_offset())
+        return self._tensors.setdefault(key, len(self._tensors))
+
+
+class RecordReader:
+    """Makes values of records. Not inside a mode of fake tensors. Raises NotKeepable for what it does not know."""
+
+    def __init__(self, tables: Mapping[str, Record], fake_mode: Any) -> None:
+        self._fake_mode = fake_mode
+        self._rows = tables["tensors"]
+        self._texts = tables["texts"]
+        self._sizes = tables["storages"]
+        self._holders = Counter(row[0] for row in self._rows)
+        self._storages: dict[int, Any] = {}
+        self._tensors: dict[int, Any] = {}
+        self.nodes: list[torch.fx.Node] = []
+        """The nodes that records name by number, as far as they are made."""
+
+    def text(self, number: int) -> str:
+        """A text by its number."""
+        found = self._texts[number]
+        if not isinstance(found, str):
+            raise NotKeepable("a text is damaged")
+        return found
+
+    def value(self, record: Record) -> Any:
+        """The value of a record."""
+        if not isinstance(record, (list, dict)):
+            return record
+        if isinstance(record, list):
+            return [self.value(item) for item in record]
+        ((kind, held),) = record.items()
+        read = _READERS.get(kind)
+        if read is None:
+            raise NotKeepable(f"a record has a value of an unknown kind, {kind}")
+        return read(self, held)
+
+    def node(self, number: int) -> torch.fx.Node:
+        """A node by its number."""
+        return self.nodes[number]
+
+    def items(self, held: list[Record]) -> list[Any]:
+        """The values of records."""
+        return [self.value(item) for item in held]
+
+    def mapping(self, held: list[Any]) -> dict[Any, Any]:
+        """A dictionary."""
+        return {self.value(key): self.value(item) for key, item in held}
+
+    def description(self, held: list[Any]) -> Any:
+        """A dataclass of AOTAutograd's."""
+        name, fields = held
+        return _described()[name](**{name: self.value(item) for name, item in fields.items()})
+
+    def tensor(self, number: int) -> Any:
+        """A fake tensor; the same one for each mention of its number."""
+        if number not in self._tensors:
+            storage, name, device, shape, strides, offset = self._rows[number]
+            dtype = _by_name("dtype", name)
+            lonely = self._holders[storage] == 1 and self._sizes[storage] == _span(shape, strides, dtype) and not offset
+            if not lonely and storage not in self._storages:
+                self._storages[storage] = fake_memory(self._sizes[storage])
+            memory = None if lonely else self._storages[storage]  # half the time, where nothing shares it
+            self._tensors[number] = fake_tensor(
+                self._fake_mode, dtype, torch.device(device), memory, offset, shape, strides
+            )
+        return self._tensors[number]
+
+
+def _span(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes from the first element of a tensor to behind its last."""
+    if 0 in shape:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return (last + 1) * dtype.itemsize
+
+
+def _by_name(kind: str, name: str) -> Any:
+    value = getattr(torch, name, None)
+    if value not in _names()[kind]:
+        raise NotKeepable(f"a record names {name}, which is no {kind}")
+    return value
+
+
+_READERS: Mapping[str, Callable[[RecordReader, Any], Any]] = {
+    "n": RecordReader.node,
+    "x": RecordReader.tensor,
+    "t": lambda reader, held: tuple(reader.items(held)),
+    "d": RecordReader.mapping,
+    "set": lambda reader, held: set(reader.items(held)),
+    "size": lambda reader, held: torch.Size(reader.items(held)),
+    "slice": lambda reader, held: slice(*reader.items(held)),
+    "complex": lambda _, held: complex(*held),
+    "device": lambda _, held: torch.device(held),
+    "dtype": lambda _, held: _by_name("dtype", held),
+    "layout": lambda _, held: _by_name("layout", held),
+    "format": lambda _, held: _by_name("format", held),
+    "op": lambda _, held: op_of(held),
+    "type": lambda _, held: _types()[held],
+    "enum": lambda _, held: _described()[held[0]][held[1]],
+    "description": RecordReader.description,
+}
+
+
+def op_name(op: Any) -> str:
+    """`aten.add.Tensor`, of an operator of torch's or ours. Raises NotKeepable of any other."""
+    name = str(op)
+    if not is_known_op(name):
+        raise NotKeepable(f"it calls {name}, an operator whose code no version tells")
+    return name
+
+
+def op_of(name: str) -> Any:
+    """The operator of that name."""
+    parts = name.split(".")
+    if len(parts) != 3 or not is_known_op(name):
+        raise NotKeepable(f"a record names {name}, which is no operator")
+    return functools.reduce(getattr, parts, torch.ops)
+
+
+def target_name(target: Any) -> str:
+    """The name of what a node of a traced graph calls. Raises NotKeepable."""
+    if isinstance(target, torch._ops.OpOverload):
+        return op_name(target)
+    name = getattr(target, "__name__", "")
+    if _FUNCTIONS.get(name) is not target:
+        raise NotKeepable(f"it calls {getattr(target, '__name__', type(target).__name__)}, which is no operator")
+    return f"operator.{name}"
+
+
+def target_of(name: str) -> Any:
+    """What `target_name` has named."""
+    module, _, function = name.partition(".")
+    return _FUNCTIONS[function] if module == "operator" else op_of(name)
+
+
+def constant_record(value: Any) -> Record:
+    """A small tensor on the CPU with its numbers. Raises NotKeepable of any other."""
+    if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
+        raise NotKeepable(f"it holds a {type(value).__name__} that is no plain tensor on the CPU")
+    if value.nbytes > LARGEST_CONSTANT or value.requires_grad or not value.is_contiguous() or value.is_conj():
+        raise NotKeepable(f"it holds a tensor of {value.nbytes} bytes")
+    with real_tensors():
+        numbers = bytes(value.contiguous().view(-1).view(torch.uint8).tolist()) if value.numel() else b""
+    dtype = _names()["dtype"][value.dtype]
+    return {"dtype": dtype, "shape": list(value.shape), "numbers": base64.b64encode(numbers).decode()}
+
+
+def constant_of(record: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor of a record, in row-major order."""
+    dtype, numbers = _by_name("dtype", record["dtype"]), base64.b64decode(record["numbers"], validate=True)
+    with real_tensors():
+        if not numbers:
+            return torch.empty(record["shape"], dtype=dtype, device="cpu")
+        return torch.tensor(list(numbers), dtype=torch.uint8, device="cpu").view(dtype).reshape(record["shape"])

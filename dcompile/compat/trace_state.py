@@ -1,0 +1,239 @@
+"""What a trace depends on beside its graph and inputs, as text: settings of this process, and code that is called.
+
+Each function yields lines, or raises NotKeepable where text cannot tell what a trace would look at.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import hashlib
+import inspect
+import math
+import operator
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcompile.compat.tensors import real_tensors
+from dcompile.compat.trace_records import NotKeepable, op_name
+
+_TRACED_BODIES = frozenset(
+    ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "autograd_function_apply", "invoke_subgraph")
+)
+"""Higher-order operators of torch's that do nothing but call graphs that the captured graph holds."""
+_BACKENDS = frozenset(("CPU", "CUDA", "MPS", "XPU", "HIP", "MTIA", "HPU", "Meta", "MkldnnCPU", "QuantizedCPU"))
+"""Dispatch keys of kernels, which run, and leave alone what is traced; `Meta` are shapes, torch's own registrations."""
+LARGEST_HELD = 1 << 16
+"""Bytes of a tensor that a captured graph holds, and up to which its numbers are part of a key."""
+_TORCHS = frozenset(("aten/to_dense/FuncTorchDynamicLayerFrontMode", "aten/to_dense/PythonTLSSnapshot"))
+"""Others that torch 2.15 registers itself."""
+_PLAIN_MODULES = (builtins, operator, math)
+
+
+def global_state() -> Iterator[str]:
+    """Settings of this process and thread that tracing asks for. Raises NotKeepable."""
+    yield f"grad {torch.is_grad_enabled()} inference {torch.is_inference_mode_enabled()}"
+    for kind in sorted(map(str, torch._C._autocast_supported_devices())):
+        if torch.is_autocast_enabled(kind):
+            yield f"autocast {kind} {torch.get_autocast_dtype(kind)} {torch.is_autocast_cache_enabled()}"
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fills = getattr(torch.utils.deterministic, "fill_uninitialized_memory", None)
+    yield f"deterministic {deterministic} {torch.is_deterministic_algorithms_warn_only_enabled()} {fills}"
+    yield f"defaults {torch.get_default_dtype()} {torch.get_default_device()} {torch.get_float32_matmul_precision()}"
+    yield from _library_switches()
+    yield f"functorch {_functorch_settings()}"
+    yield from _registrations()
+    _check_modes()
+
+
+def _library_switches() -> Iterator[str]:
+    """Which of its kernels ATen may choose from: attention and batch norms are traced as what is chosen."""
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    names = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
+    yield "attention " + " ".join(str(getattr(cuda, name)()) for name in names if hasattr(cuda, name))
+    yield f"cudnn {cudnn.enabled} {cudnn.benchmark} {cudnn.deterministic} mkldnn {mkldnn.enabled}"
+
+
+def _functorch_settings() -> str:
+    """AOTAutograd's and the partitioner's settings."""
+    import torch._functorch.config as config
+
+    values: dict[str, Any] = config.get_config_copy()  # type: ignore[attr-defined, unused-ignore]
+    for name, value in values.items():
+        if value is not None and not isinstance(value, bool | int | float | str | list | tuple | dict):
+            raise NotKeepable(f"torch._functorch.config.{name} is a {type(value).__name__}")
+        if isinstance(value, list | tuple | dict) and any(map(callable, value)):
+            raise NotKeepable(f"torch._functorch.config.{name} holds functions")
+    return " ".join(f"{name}={value!r}" for name, value in sorted(values.items()))
+
+
+def _registrations() -> Iterator[str]:
+    """What was registered for torch's own operators, by Python: implementations, and decompositions."""
+    import torch.library
+
+    aten = sorted(name for name in torch.library._impls if name.startswith("aten/"))
+    for name in aten:
+        if name.rpartition("/")[2] not in _BACKENDS and name not in _TORCHS:
+            raise NotKeepable(f"an operator of torch's has an implementation of its own here, {name}")
+    yield f"aten {','.join(aten)}"
+    tables = getattr(sys.modules.get("torch._decomp"), "global_decomposition_table", {})
+    for op, function in tables.get("post_autograd", {}).items():
+        if not is_of_torch(function):
+            raise NotKeepable(f"an operator of torch's has a decomposition of its own here, {op}")
+
+
+def _check_modes() -> None:
+    """Whoever looks at operations while they are traced may change them."""
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        raise NotKeepable("a mode that looks at operations is on")
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise NotKeepable("hooks for saved tensors are on")
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotKeepable("a transform of torch.func is on")
+
+
+@functools.cache
+def _roots() -> tuple[str, ...]:
+    """Folders of code that versions and our own digest tell."""
+    return tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+
+
+def is_of_torch(function: Any) -> bool:
+    """Whether a function's code is torch's or ours, and looks at nothing else's."""
+    function = inspect.unwrap(function)
+    module = getattr(function, "__module__", None) or ""
+    if not module.startswith(("torch", "dcompile", "_operator", "operator", "math", "builtins")):
+        return False
+    code = getattr(function, "__code__", None)
+    return code is None or code.co_filename.startswith(_roots())
+
+
+def callable_text(target: Any) -> str:
+    """What a captured graph calls, by a name that versions tell the code of. Raises NotKeepable."""
+    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return op_name(target)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        called = str(target.name())  # type: ignore[no-untyped-call, unused-ignore]
+        if called not in _TRACED_BODIES:
+            raise NotKeepable(f"it has {called}, an operator on functions")
+        return called
+    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
+    if name is not None and (_is_builtin(target) or _is_plain_function(target) or _is_plain_class(target)):
+        owner = getattr(target, "__self__", None)
+        of = f" of {owner.__name__}" if isinstance(owner, type | types.ModuleType) else ""
+        held = [_cell_text(cell.cell_contents) for cell in getattr(target, "__closure__", None) or ()]
+        return " ".join((f"{getattr(target, '__module__', None)}.{name}{of}", *held))
+    where = f"{getattr(target, '__module__', '')}.{name}" if name else type(target).__name__
+    raise NotKeepable(f"it calls {where}, whose code is not in the graph")
+
+
+def _is_builtin(target: Any) -> bool:
+    """Whether a function is written in C, torch's or Python's, and bound to nothing but a module or a class."""
+    if isinstance(target, types.MethodDescriptorType | types.WrapperDescriptorType | types.GetSetDescriptorType):
+        return target.__objclass__.__module__.startswith(("torch", "builtins"))
+    if not isinstance(target, types.BuiltinFunctionType):
+        return False
+    owner = target.__self__
+    if owner is None or owner in _PLAIN_MODULES:
+        return True
+    if type(owner).__name__.startswith(("PyCapsule", "pybind11_detail_function_record")):  # nothing that it is bound to
+        return (target.__module__ or "").startswith("torch._C")
+    if isinstance(owner, types.ModuleType):
+        return owner.__name__.startswith(("torch", "_operator", "math", "builtins"))
+    return isinstance(owner, type) and owner.__module__.startswith(("torch", "builtins"))
+
+
+def _cell_text(value: Any) -> str:
+    """What a function was made with, such as the two that `max_pool2d` chooses from."""
+    if value is None or type(value) in (bool, int, float, str):
+        return repr(value)
+    return callable_text(value)
+
+
+def _is_plain_function(target: Any) -> bool:
+    """Whether a function is torch's or ours, by its module and by the file that its code is in."""
+    if not isinstance(target, types.FunctionType):
+        return False
+    module = target.__module__ or ""
+    if not module.startswith(("torch.", "dcompile.")) and module != "torch":
+        return False
+    return target.__code__.co_filename.startswith(_roots())
+
+
+def _is_plain_class(target: Any) -> bool:
+    module = getattr(target, "__module__", None) or ""
+    return isinstance(target, type) and (module == "torch" or module.startswith("torch."))
+
+
+def tensor_text(value: torch.Tensor, storages: dict[int, int]) -> str:
+    """What tracing may ask of an input or of a tensor that a graph holds; `storages` numbers memories by first use.
+
+    Raises NotKeepable of tensors that say of themselves what operations do.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if type(value) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
+        raise NotKeepable(f"an input is a {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_quantized:
+        raise NotKeepable(f"an input is {value.layout}")
+    storage = value.untyped_storage()
+    number = storages.setdefault(storage._cdata, len(storages))
+    sizes = (*value.shape, *value.stride(), value.storage_offset(), nbytes := storage.nbytes())
+    if not all(type(size) is int for size in sizes):
+        raise NotKeepable("its sizes are symbolic")
+    marks = (value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg(), value.is_inference())
+    lies = f"{tuple(value.shape)} {value.stride()} at {value.storage_offset()} of {number}: {nbytes}"
+    kind = "parameter" if isinstance(value, torch.nn.Parameter) else "tensor"
+    base = ""
+    if value._is_view() and not value.is_inference():
+        base = f" view of {tensor_text(value._base, storages)} {torch._C._autograd._get_creation_meta(value)}"  # type: ignore[arg-type, unused-ignore]
+    return f"{kind} {value.dtype} {value.device} {lies} {marks}{base}"
+
+
+def device_text(device: torch.device) -> str:
+    """What kind of GPU a tensor is on: which attention is traced follows from that."""
+    if device.type != "cuda":
+        return ""
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call, unused-ignore]
+    return f" {torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)} cudnn {cudnn}"
+
+
+def numbers_digest(value: torch.Tensor) -> str:
+    """The SHA-256 of a small tensor on the CPU. Raises NotKeepable of any other."""
+    if value.device.type != "cpu" or value.nbytes > LARGEST_HELD:
+        raise NotKeepable(f"it holds a tensor of {value.nbytes} bytes on {value.device}")
+    with real_tensors(), torch.no_grad():
+        numbers = value.detach().contiguous().view(-1).view(torch.uint8).tolist() if value.numel() else []
+    return hashlib.sha256(bytes(numbers)).hexdigest()
+
+
+def result_text(value: Any) -> str:
+    """What a node of a captured graph comes to, by what Dynamo has found out. Raises NotKeepable."""
+    if isinstance(value, torch.Tensor):
+        sizes = (*value.shape, *value.stride())
+        if not all(type(size) is int for size in sizes):
+            raise NotKeepable("its sizes are symbolic")
+        return f"{type(value).__name__} {value.dtype} {value.device} {sizes} {value.requires_grad}"
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise NotKeepable("its sizes are symbolic")
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(result_text, value))}]"
+    return type(value).__name__
+
+
+def check_captured(graph: torch.fx.GraphModule) -> None:
+    """Refuse a graph that was captured with functions which tracing runs beside it. Raises NotKeepable."""
+    if "_checkpoint_context_fn" in graph.meta:
+        raise NotKeepable("a function says what checkpointing saves (context_fn)")
+    if hasattr(graph, "saved_tensors_hooks_pack_0"):
+        raise NotKeepable("it has hooks for saved tensors")
+
+
+def static_mark(placeholder: Any) -> str:
+    """What Dynamo has noted of an input that stays in its place from call to call."""
+    return str((placeholder.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type", ""))

@@ -1,0 +1,201 @@
+"""A graph whose trace was kept computes what it computes when it is traced, and AOTAutograd does not trace it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import dcompile
+from dcompile import compat
+from dcompile.capture.trace_cache.graph_record import graph_of, graph_record
+from dcompile.compat.trace_records import NotKeepable, RecordReader, op_of
+
+
+class Model(nn.Module):
+    """Layers in a row, between an embedding and a loss; its second result is not used by the step."""
+
+    def __init__(self, *layers, checkpointed=False):
+        super().__init__()
+        self.embedding, self.layers, self.checkpointed = nn.Embedding(9, 8), nn.Sequential(*layers), checkpointed
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) * torch.tensor(2.0)
+        x = checkpoint(self.layers, x, use_reentrant=False) if self.checkpointed else self.layers(x)
+        return F.cross_entropy(x, tokens), x.t()
+
+
+MODELS = {
+    "layers": lambda: Model(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 9)),
+    "repeated layers": lambda: Model(*(nn.Sequential(nn.Linear(8, 8), nn.SiLU()) for _ in range(8)), nn.Linear(8, 9)),
+    "random numbers": lambda: Model(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 9), nn.Dropout(0.5)),
+    "buffers that change": lambda: Model(nn.BatchNorm1d(8), nn.Linear(8, 9)),
+    "checkpointed": lambda: Model(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 9), checkpointed=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def compilers():
+    """In place of the double that keeps no traces: compile with dcompile's own compiler."""
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("DCOMPILE_VERIFY", "0")
+    return {"kernels": "aten", "cache_dir": str(tmp_path / "cache"), "receipt": False}
+
+
+def traces(settings):
+    return sorted(Path(settings["cache_dir"]).glob("*.trace"))
+
+
+def steps(module, call, tokens):
+    """Two training steps and an evaluation: losses, gradients, buffers."""
+    torch.manual_seed(1)
+    found = []
+    for _ in range(2):
+        module.zero_grad()
+        loss, logits = call(tokens)
+        loss.backward()
+        found += [loss.detach(), logits.detach(), *(p.grad.clone() for p in module.parameters())]
+    module.eval()
+    with torch.no_grad():
+        found += call(tokens)
+    return found + [buffer.clone() for buffer in module.buffers()]
+
+
+def start(make, settings, seed=0):
+    """A module under the compiler, in eager mode beside it, and the receipt."""
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    module = make()
+    torch.manual_seed(seed)
+    eager = make()
+    call = torch.compile(module, backend="dcompile", options=settings, dynamic=False)
+    tokens = torch.arange(6) + 1
+    return steps(module, call, tokens), steps(eager, eager, tokens), dcompile.receipt(call)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_kept_traces_compute_the_same(name, settings, monkeypatch):
+    make = MODELS[name]
+    cold, eager, first = start(make, settings)
+    assert (first.traces_cached, first.traces_uncacheable) == (0, {}) and len(traces(settings)) == 2
+    monkeypatch.setattr(compat.aot, "min_cut_partition", None)  # nothing is cut, so nothing was traced
+    warm, _, second = start(make, settings)
+    assert (second.traces_cached, second.traces_uncacheable) == (2, {})
+    assert all(torch.equal(a, b) for a, b in zip(cold, warm, strict=True))
+    assert (first.notes, first.fallbacks) == (second.notes, second.fallbacks)
+    if name != "random numbers":  # ours are drawn otherwise than eager's
+        torch.testing.assert_close(warm, eager)
+        other, eager, third = start(make, settings, seed=5)
+        torch.testing.assert_close(other, eager)
+        assert third.traces_cached == 2, "values of parameters are not looked at"
+
+
+def test_graphs_come_back_as_they_were(settings):
+    start(MODELS["checkpointed"], settings)
+    for entry in traces(settings):
+        found = json.loads(entry.read_text().partition("\n")[2])
+        for record in filter(None, (found["forward"], found["backward"])):
+            assert json.loads(json.dumps(graph_record(graph_of(record, FakeTensorMode())))) == record
+
+
+def test_a_change_of_the_model_is_traced_anew(settings):
+    class Scaled(Model):
+        factor = 1.0
+
+        def forward(self, tokens):
+            loss, logits = super().forward(tokens)
+            return loss * self.factor, logits
+
+    def make():
+        return Scaled(nn.Linear(8, 9))
+
+    start(make, settings)
+    Scaled.factor = 3.0
+    warm, eager, receipt = start(make, settings)
+    assert receipt.traces_cached == 0
+    torch.testing.assert_close(warm, eager)
+
+
+def test_inputs_that_change_and_results_that_look_at_them(settings):
+    def change(x):
+        x.add_(1)
+        return x * 2, x.relu()[1:]
+
+    def seen(x):
+        return x * 2, x[1:]
+
+    for function, kept in ((change, True), (seen, False)):
+        for start in (0, 1):
+            torch._dynamo.reset()
+            call = torch.compile(function, backend="dcompile", options=settings, dynamic=False)
+            given, expected = torch.arange(4.0), torch.arange(4.0)
+            with torch.no_grad():
+                results, wanted = call(given), function(expected)
+            assert torch.equal(given, expected) and all(map(torch.equal, results, wanted))
+            assert results[1]._is_view() == wanted[1]._is_view()
+            receipt = dcompile.receipt(call)
+            assert receipt.traces_cached == (start if kept else 0)
+            assert list(receipt.traces_uncacheable) == ([] if kept else ["a result is a view that is made anew"])
+
+
+def test_what_cannot_be_kept_is_counted_and_named(settings):
+    call = torch.compile(lambda x: x.sin() + 1, backend="dcompile", options=settings, dynamic=True)
+    call(torch.ones(4))
+    receipt = dcompile.receipt(call)
+    assert receipt.traces_uncacheable == {"its sizes are symbolic": 1} and not traces(settings)
+    assert "traced anew at each start: its sizes are symbolic x1" in str(receipt)
+
+
+def test_whoever_looks_at_the_compilers_work_has_it_traced(settings, monkeypatch):
+    for name, value in (("TRACE_CACHE", "0"), ("VERIFY", "1")):
+        monkeypatch.setenv(f"DCOMPILE_{name}", value)
+        _, _, receipt = start(MODELS["layers"], settings)
+        assert (receipt.traces_cached, receipt.traces_uncacheable) == (0, {}) and not traces(settings)
+
+
+def _forge(text):
+    """An entry of another format, whose checksum is right."""
+    key, _, text = text.partition("\n")
+    text = text.replace('"aten.', '"antes.')
+    digest = hashlib.sha256(f"{key.split()[0]}\n{text}".encode()).hexdigest()
+    return f"{key.split()[0]} {digest}\n{text}"
+
+
+DAMAGES = {
+    "another format": _forge,
+    "cut off": lambda text: text[: len(text) // 2],
+    "one letter": lambda text: text.replace("aten.addmm", "aten.admmm", 1),
+    "empty": lambda _: "",
+    "another's": lambda text: "0" + text[1:] if text[0] != "0" else "1" + text[1:],
+}
+
+
+def test_damaged_entries_are_told_and_made_anew(settings, capsys):
+    cold, _, _ = start(MODELS["layers"], settings)
+    for name, damage in DAMAGES.items():
+        for entry in traces(settings):
+            entry.write_text(damage(entry.read_text()))
+            entry.chmod(0o600)
+        warm, _, receipt = start(MODELS["layers"], settings)
+        assert receipt.traces_cached == 0, name
+        assert all(torch.equal(a, b) for a, b in zip(cold, warm, strict=True)), name
+        assert capsys.readouterr().err.count("is damaged") == 2, name
+        assert start(MODELS["layers"], settings)[2].traces_cached == 2, name
+
+
+def test_records_name_nothing_but_operators_and_what_describes_graphs():
+    reader = RecordReader({"tensors": [], "texts": [], "storages": []}, None)
+    for record in ({"op": "os.system.default"}, {"eval": "1"}, {"dtype": "load"}, {"op": "aten.add"}):
+        with pytest.raises(NotKeepable):
+            reader.value(record)
+    assert op_of("aten.add.Tensor") is torch.ops.aten.add.Tensor

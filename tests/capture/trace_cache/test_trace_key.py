@@ -1,0 +1,218 @@
+"""Whatever changes a trace changes its name, or there is none; what does not, leaves it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from dcompile.capture.trace_cache.trace_key import trace_key
+from dcompile.compat.trace_records import NotKeepable
+from dcompile.config import Config
+
+FACTOR = 2.0
+CONFIG = Config()
+
+
+def scaled(x):
+    return x * FACTOR
+
+
+def key_of(function, *inputs, config=CONFIG, facts=(), dynamic=False):
+    """The name of a function's trace, as Dynamo captures it here and now; or why there is none."""
+    found = []
+
+    def backend(gm, example_inputs):
+        try:
+            found.append(trace_key(gm, example_inputs, config, facts))
+        except NotKeepable as reason:
+            found.append(str(reason))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, dynamic=dynamic)(*inputs)
+    return found[0]
+
+
+def x(*shape, **more):
+    return torch.ones(*(shape or (4, 6)), **more)
+
+
+BASE = functools.cache(lambda: key_of(scaled, x()))
+
+
+def is_key(text):
+    return len(text) == 64
+
+
+def test_the_same_graph_has_the_same_name():
+    assert is_key(BASE()) and key_of(scaled, x()) == BASE()
+    assert key_of(lambda renamed: scaled(renamed), torch.zeros(4, 6)) == BASE(), "values and names are not looked at"
+    layers = [nn.Linear(6, 6), nn.Linear(6, 6)]
+    assert key_of(layers[0], x()) == key_of(layers[1], x()) != BASE()
+
+
+INPUTS = {
+    "dtype": lambda: x(dtype=torch.float64),
+    "shape": lambda: x(6, 4),
+    "strides": lambda: x(6, 4).t(),
+    "gradient": lambda: x(requires_grad=True),
+    "parameter": lambda: nn.Parameter(x()),
+    "no leaf": lambda: x(requires_grad=True) + 0,
+    "offset": lambda: x(5, 6)[1:],
+    "storage": lambda: x(5, 6)[:4],
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_change_the_name(name):
+    key = key_of(scaled, INPUTS[name]())
+    assert is_key(key) and key != BASE()
+
+
+def test_inputs_that_share_memory_change_the_name():
+    whole = x(8, 6)
+
+    def added(a, b):
+        return a + b
+
+    apart, shared = key_of(added, x(), x()), key_of(added, whole[:4], whole[4:])
+    assert is_key(apart) and is_key(shared) and apart != shared
+    other = x(8, 6)
+    assert key_of(added, whole[:4], other[4:]) not in (apart, shared)
+
+
+def test_a_constant_and_the_code_of_what_is_called_change_the_name(monkeypatch):
+    monkeypatch.setitem(globals(), "FACTOR", 3.0)
+    assert is_key(key := key_of(scaled, x())) and key != BASE()
+    monkeypatch.setitem(globals(), "FACTOR", 2)
+    assert key_of(scaled, x()) not in (key, BASE()), "a whole number is no float"
+    monkeypatch.setitem(globals(), "scaled", lambda x: x + 2.0)
+    assert key_of(lambda x: scaled(x), x()) not in (key, BASE())
+
+
+def test_numbers_of_a_tensor_that_a_graph_holds_change_the_name():
+    def table(number):
+        held = torch.tensor([1.0, number])
+        known = torch._dynamo.assume_constant_result(lambda: held)
+        return lambda x: x.sum() * known()
+
+    keys = {key_of(table(number), x()) for number in (2.0, 3.0)}
+    assert len(keys) == 2 and all(map(is_key, keys))
+
+
+@contextlib.contextmanager
+def _setting(owner, name, value):
+    old = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+@contextlib.contextmanager
+def _default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def _deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+STATES = {
+    "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast in another dtype": lambda: torch.autocast("cpu", torch.float16),
+    "deterministic": _deterministic,
+    "default dtype": _default_dtype,
+    "attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    "partitioner": lambda: torch._functorch.config.patch(activation_memory_budget=0.5),
+}
+
+
+def test_settings_of_the_process_change_the_name():
+    keys = {"none": BASE()}
+    for name, state in STATES.items():
+        with state():
+            keys[name] = key_of(scaled, x())
+    assert all(map(is_key, keys.values())) and len(set(keys.values())) == len(keys), keys
+
+
+def test_settings_and_facts_change_the_name():
+    for changes in ({"recompute": "memory"}, {"layers_once": False}, {"kernels": "aten"}, {"skip": "remove_clones"}):
+        assert key_of(scaled, x(), config=dataclasses.replace(CONFIG, **changes)) != BASE(), changes
+    assert key_of(scaled, x(), facts=("sharded",)) != BASE()
+    assert key_of(scaled, x(), config=dataclasses.replace(CONFIG, receipt=False, cache_dir="elsewhere")) == BASE()
+
+
+def test_hooks_and_buffers_change_the_name():
+    def model():
+        return nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+
+    plain, hooked, watched = model(), model(), model()
+    hooked[0].register_forward_hook(lambda module, args, result: result * 2)
+    watched[0].weight.requires_grad_(False)
+    keys = {key_of(module, x()) for module in (plain, hooked, watched)}
+    assert len(keys) == 3 and all(map(is_key, keys))
+
+
+def test_bodies_of_checkpointed_layers_are_part_of_the_name():
+    def run(layer, **more):
+        return key_of(lambda x: checkpoint(layer, x, use_reentrant=False, **more), x(requires_grad=True))
+
+    keys = [run(torch.sin), run(torch.cos), run(lambda x: x.sin() * 2)]
+    assert len(set(keys)) == 3 and all(map(is_key, keys))
+
+
+def test_functions_that_choose_among_torchs_own_have_names():
+    pools = (lambda x: F.max_pool2d(x, 2), lambda x: F.adaptive_max_pool2d(x, 2), lambda x: F.max_pool2d(x, 3))
+    keys = {key_of(pool, torch.ones(1, 2, 6, 6)) for pool in pools}
+    assert len(keys) == 3 and all(map(is_key, keys)), keys
+
+
+def _told(x):
+    return x + 1
+
+
+def test_what_text_cannot_tell_has_no_name():
+    told = torch.compiler.allow_in_graph(_told)
+    assert "_told, whose code is not in the graph" in key_of(lambda x: told(x), x())
+    assert "symbolic" in key_of(scaled, x(), dynamic=True)
+
+    @torch.library.custom_op("tracecache::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    assert "tracecache.twice" in key_of(lambda x: twice(x), x())
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert "hooks for saved tensors" in key_of(scaled, x(requires_grad=True))
+    with torch._functorch.config.patch(activation_memory_budget_solver=lambda *_: None):
+        assert "activation_memory_budget_solver is a function" in key_of(scaled, x())
+
+
+def test_what_is_registered_for_torchs_own_operators_leaves_no_name():
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("hardshrink", lambda x, lambd=0.5: x, "CompositeImplicitAutograd")
+        assert "aten/hardshrink/CompositeImplicitAutograd" in key_of(scaled, x())
+    finally:
+        library._destroy()
+    assert key_of(scaled, x()) == BASE()

@@ -57,7 +57,9 @@ def handle_compile(context: Any, fn: Any) -> Any:
     else:
         compiled = compile_function(fn, settings, make_services(config))
     # a module compiled in place holds its compiled call, which must not hold the module in turn
-    compiled.aot_compile = _ahead_of_time(context, fn if module is None else weakref.WeakMethod(fn), config)
+    compiled.aot_compile = _ahead_of_time(
+        context, weakref.WeakMethod(fn) if module is not None and inspect.ismethod(fn) else fn, config
+    )
     return compiled
 
 

@@ -199,6 +199,8 @@ def device_text(device: torch.device) -> str:
     """What kind of GPU a tensor is on: which attention is traced follows from that."""
     if device.type != "cuda":
         return ""
+    if not torch.cuda.is_available():
+        raise NotKeepable("its GPU is not there")
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call, unused-ignore]
     return f" {torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)} cudnn {cudnn}"
 

@@ -41,7 +41,7 @@ FORMAT = 1
 _ELSEWHERE = frozenset(
     (
         "receipt", "log", "dump", "trace_enabled", "trace_graph_diagram", "verify", "cache_dir", "cache_size_gib",
-        "share_artifacts", "compile_timeout_s",
+        "share_artifacts", "compile_timeout_s", "precompiled",
     )
 )  # fmt: skip
 """Settings that say where things are written, and nothing of a trace."""

@@ -226,6 +226,10 @@ class KernelCache:
 
     def find_trace(self, key: str) -> str | None:
         """A trace of AOTAutograd as it was kept, or None. Damage is reported once for each file, and is a miss."""
+        text = self._whole_trace(key)
+        return self._precompiled.find_trace(key) if text is None and self._precompiled is not None else text
+
+    def _whole_trace(self, key: str) -> str | None:
         entry = self.directory / f"{key}{TRACE}"
         try:
             head, _, text = entry.read_text().partition("\n")
@@ -237,7 +241,7 @@ class KernelCache:
             damage = error if isinstance(error, _Damaged) else _Damaged(entry, "not a valid entry")
             self._tell(damage, "trace", "tracing")
             return None
-        mark_used(entry)
+        self._mark_used(entry)
         return text
 
     def put_trace(self, key: str, text: str) -> None:

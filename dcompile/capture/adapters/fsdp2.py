@@ -31,14 +31,14 @@ class ShardedParameterUnit:
 
     def __init__(self, param: Any, number: int, group: str) -> None:
         self._param = weakref.ref(param)
-        self.name = compat.fsdp2.full_name(param, number)
+        self.name = compat.fsdp2_params.full_name(param, number)
         self.group = group
-        self.offloaded = compat.fsdp2.is_offloaded(param)
+        self.offloaded = compat.fsdp2_params.is_offloaded(param)
         self._arrival: Any = None
         """Event of a gradient's copy to CPU memory, if one is in flight."""
-        self.virtual = compat.fsdp2.virtual_parameter(param)
-        self.shown = compat.fsdp2.shown_parameter(param, self.virtual)
-        self.made = compat.fsdp2.made_of_gathered(param)
+        self.virtual = compat.fsdp2_params.virtual_parameter(param)
+        self.shown = compat.fsdp2_params.shown_parameter(param, self.virtual)
+        self.made = compat.fsdp2_params.made_of_gathered(param)
 
     @property
     def param(self) -> Any:
@@ -50,19 +50,19 @@ class ShardedParameterUnit:
         return self.virtual.dtype
 
     def data(self) -> torch.Tensor:
-        return compat.fsdp2.shard_data(self.param)
+        return compat.fsdp2_params.shard_data(self.param)
 
     def stored(self) -> torch.Tensor:
-        return compat.fsdp2.stored_shard(self.param)
+        return compat.fsdp2_params.stored_shard(self.param)
 
     def address(self) -> int:
-        return compat.fsdp2.shard_address(self.param)
+        return compat.fsdp2_params.shard_address(self.param)
 
     def commit(self, gradient: torch.Tensor) -> None:
-        self._arrival = compat.fsdp2.add_gradient(self.param, gradient)
+        self._arrival = compat.fsdp2_params.add_gradient(self.param, gradient)
 
     def take_back(self, gradient: torch.Tensor) -> None:
-        compat.fsdp2.keep_gradient(self.param, gradient[: self.virtual.numel()].view(self.virtual.shape))
+        compat.fsdp2_params.keep_gradient(self.param, gradient[: self.virtual.numel()].view(self.virtual.shape))
 
     def settle(self) -> None:
         if self._arrival is not None:
@@ -165,12 +165,12 @@ class Fsdp2Adapter(ShardedAdapter):
         super().__init__()
         self._parts = parts
         self._states = [weakref.ref(state) for state in states]
-        missing = compat.fsdp2.missing_names(states)
+        missing = compat.fsdp2_takeover.missing_names(states)
         reasons = [f"this torch lacks {', '.join(missing)}"] if missing else []
         if not missing:
             compat.fsdp2.initialize(states)
-            reasons = compat.fsdp2.objections(states)
-            compat.fsdp2.keep_versions(states)
+            reasons = compat.fsdp2_takeover.objections(states)
+            compat.fsdp2_params.keep_versions(states)
         self.reasons = tuple([*reasons, "option distributed='stock'"] if stock else reasons)
         self._units: list[ShardedParameterUnit] = []
         self._groups: list[FsdpParameterGroup] = []
@@ -215,7 +215,7 @@ class Fsdp2Adapter(ShardedAdapter):
             together=together,
             offset=0,
             numel=padded,
-            reduce_dtype=_name(compat.fsdp2.reduce_dtype(unit.param)),
+            reduce_dtype=_name(compat.fsdp2_params.reduce_dtype(unit.param)),
             reshard=bool(compat.fsdp2.reshards(group)),
         )
         shape, dtype, device = tuple(virtual.shape), _name(virtual.dtype), virtual.device.type
@@ -227,7 +227,7 @@ class Fsdp2Adapter(ShardedAdapter):
 
     def wants_stock(self) -> str:
         """Return what the user has asked for since that only FSDP's own hooks do; empty if nothing."""
-        return "; ".join(compat.fsdp2.asked_for([present(state) for state in self._states]))
+        return "; ".join(compat.fsdp2_takeover.asked_for([present(state) for state in self._states]))
 
     def _settings_now(self) -> tuple[Any, ...]:
         return tuple(compat.fsdp2.reshards(entry.group) for entry in self._groups)
@@ -246,7 +246,7 @@ class Fsdp2Adapter(ShardedAdapter):
         return ""
 
     def owners(self) -> Iterable[torch.nn.Module]:
-        modules = (module for unit in self._units for module in compat.fsdp2.owners(unit.param))
+        modules = (module for unit in self._units for module in compat.fsdp2_params.owners(unit.param))
         return {id(module): module for module in modules}.values()
 
     def gathers_under_way(self) -> tuple[Any, ...]:
@@ -257,8 +257,8 @@ class Fsdp2Adapter(ShardedAdapter):
             compat.fsdp2.to_sharded(entry.group)
 
     def shown_by_another(self) -> bool:
-        shown = compat.fsdp2.visible_parameter(self._units[0].param) if self._units else None
-        return compat.fsdp2.is_stand_in(shown) and self.number_of(shown) is None
+        shown = compat.fsdp2_params.visible_parameter(self._units[0].param) if self._units else None
+        return compat.fsdp2_params.is_stand_in(shown) and self.number_of(shown) is None
 
     def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Do what FSDP's root does before its forward, except gathering; return arguments on the device."""
@@ -274,7 +274,7 @@ class Fsdp2Adapter(ShardedAdapter):
         for entry in self._groups:
             if not entry.group.is_sharded:
                 compat.fsdp2.to_sharded(entry.group)  # the user gathered it by hand, or a direct call left it so
-        before = [compat.fsdp2.visible_parameter(unit.param) for unit in self._units]
+        before = [compat.fsdp2_params.visible_parameter(unit.param) for unit in self._units]
         places = [(present(table), key, hook) for table, key, hook in self._hooks]
         hooks = [table[key] for table, key, _ in places]
         try:
@@ -283,13 +283,13 @@ class Fsdp2Adapter(ShardedAdapter):
                 if unit.virtual.requires_grad != wanted:
                     unit.virtual.requires_grad_(wanted)
                     unit.shown.requires_grad_(wanted)
-                compat.fsdp2.show(unit.param, unit.shown)
+                compat.fsdp2_params.show(unit.param, unit.shown)
             for table, key, hook in places:
                 table[key] = hook
             yield
         finally:
             for unit, parameter in zip(self._units, before, strict=True):
-                compat.fsdp2.show(unit.param, parameter)
+                compat.fsdp2_params.show(unit.param, parameter)
             for (table, key, _), hook in zip(places, hooks, strict=True):
                 table[key] = hook
 

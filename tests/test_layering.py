@@ -64,10 +64,11 @@ SUB_LEVELS = {
     "dcompile.capture": (
         ("graph_pass", "services"), ("trace_cache",), ("agreement", "aliasing", "call_state"), ("passes", "adapters"),
         ("batched_backward", "callables", "compiled_model", "graph_boundary", "joint_graph"),
-        ("opaque_objects", "output_steps"),
+        ("entry_record", "opaque_objects", "output_steps"),
         ("graph_runner",),
         ("dynamo_backend",),
         ("entry",),
+        ("compiled_callables",),
     ),
 }  # fmt: skip
 """Parts of some packages, lowest first."""

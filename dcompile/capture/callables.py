@@ -1,4 +1,4 @@
-"""Wrapper functions for a user's module or function, and the functions inside wrappers."""
+"""Wrapper functions for a user's module or function, and the modules and functions inside wrappers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from dcompile import compat
 
@@ -66,6 +67,13 @@ def unwrap_module(module: Any) -> Any:
     while compat.dynamo.is_optimized_module(module):
         module = module._orig_mod
     return module
+
+
+def compiled_part(module: torch.nn.Module) -> Any:
+    """Return the module to compile: the wrapped one of a DDP module or a DeepSpeed engine, else the module itself."""
+    root = unwrap_module(module)
+    wraps = isinstance(root, DistributedDataParallel) or compat.deepspeed.is_engine(root)
+    return unwrap_module(root.module) if wraps else root
 
 
 def with_owner(call: Callable[..., Any]) -> Callable[..., Any]:

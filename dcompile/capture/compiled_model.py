@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,12 @@ class Settings:
     def __post_init__(self) -> None:
         if self.dynamic is False and self.config.size_classes:
             raise OptionError("dcompile: size_classes is about sizes that vary; leave it out, or dynamic=False")
+
+
+def settings_inside(settings: Settings) -> Settings:
+    """Return settings for a module inside, without those about shapes of the outer module's arguments."""
+    shapes = compat.shapes.NAMES
+    return replace(settings, limits={name: value for name, value in settings.limits.items() if name not in shapes})
 
 
 class CompiledModel:

@@ -1,4 +1,4 @@
-"""Entries: compile a module or function in place or for torch.compile, and find its state again."""
+"""Entries: compiled callables and their state; compile a module in place, and find its state again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,33 +22,15 @@ from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
 from dcompile.capture.adapters.sharded_sync import ShardedSync
 from dcompile.capture.adapters.zero_sync import sync_for
-from dcompile.capture.callables import fresh_function, label_of, original_function, twin_of, unwrap_module, with_owner
-from dcompile.capture.compiled_model import CompiledModel, Settings
+from dcompile.capture.callables import compiled_part, fresh_function, label_of, unwrap_module
+from dcompile.capture.compiled_model import CompiledModel, Settings, settings_inside
 from dcompile.capture.dynamo_backend import Backend, DynamoGraph
+from dcompile.capture.entry_record import EntryRecord, dynamo_settings
 from dcompile.capture.services import Services
 from dcompile.errors import DcompileError, PlanMismatchError
 
 _NEWEST: weakref.WeakKeyDictionary[Module, weakref.ref[Entry]] = weakref.WeakKeyDictionary()
 """Module -> its newest entry. Both references are weak, since an entry may keep its module alive."""
-
-
-@dataclass(eq=False)
-class EntryRecord:
-    """Objects of an entry that Dynamo keeps in tables that outlive the entry."""
-
-    codes: list[types.CodeType] = field(default_factory=list)
-    finalizers: list[Any] = field(default_factory=list)
-    backends: list[Any] = field(default_factory=list)
-
-    def forget(self, model: CompiledModel) -> None:
-        """Remove the compiled code of an entry that was collected, with all that the code keeps alive."""
-        for finalizer in self.finalizers:
-            finalizer.detach()
-        for code in self.codes:
-            compat.skip_frame_eval.forget_code(code)
-        for backend in self.backends:
-            compat.dynamo.forget_backend(backend)
-        model.release()
 
 
 class Entry:
@@ -279,7 +261,7 @@ class Entry:
 
     def _note_engine(self, engine: Any) -> None:
         """Add a DeepSpeed engine that a call has reached, or note that it is not compiled by itself."""
-        entry = _entry_of(_compiled_part(engine))
+        entry = _entry_of(compiled_part(engine))
         if entry is None:
             self.model.adapter.leave_to_others(
                 "a DeepSpeed engine inside keeps parameters in step by itself; compile that: "
@@ -290,7 +272,7 @@ class Entry:
 
     def _compile_inside(self, wrapper: Module) -> None:
         """Compile by itself a module inside that DDP or FSDP synchronizes, when a call first reaches it."""
-        model, module = self.model, _compiled_part(wrapper)
+        model, module = self.model, compiled_part(wrapper)
         if model.settings.config.distributed == "stock":
             model.adapter.leave_to_others("option distributed='stock'")
         elif (entry := _entry_of(module)) is not None:
@@ -301,7 +283,7 @@ class Entry:
                 f"a {name} inside is compiled by another backend; leave that out, or give it backend='dcompile'"
             )
         else:
-            compile_module(wrapper, _settings_inside(model.settings), self._services_inside())
+            compile_module(wrapper, settings_inside(model.settings), self._services_inside())
             self._compile_inside(wrapper)
 
     def _services_inside(self) -> Services:
@@ -342,7 +324,7 @@ class Entry:
         @contextlib.contextmanager
         def compiling(code: types.CodeType, late: bool) -> Iterator[None]:
             finalizers = made.finalizers if code is own else []  # other code outlives this entry
-            with compat.guards.collect_finalizers(finalizers), _dynamo_settings(model, code, own, spec, late):
+            with compat.guards.collect_finalizers(finalizers), dynamo_settings(model, code, own, spec, late):
                 yield
 
         config = model.settings.config
@@ -357,13 +339,6 @@ class Entry:
         compat.dynamo.wrap_frame_callback(context, compiling, compiled_frame, late_sizes, left_to_eager)
         compiled: Callable[..., Any] = context(function)
         return compiled
-
-
-@contextlib.contextmanager
-def _dynamo_settings(model: CompiledModel, code: Any, own: Any, spec: Any, late_sizes: bool) -> Iterator[None]:
-    """Set up Dynamo's work on a frame. `spec`: the shapes of the outermost frame, whose code is `own`."""
-    with model.compiling(code, own, late_sizes), compat.shapes.in_entry(spec if code is own else None):
-        yield
 
 
 def _belongs_to(root: Module, entry: Entry) -> bool:
@@ -393,77 +368,17 @@ def module_call(root: Module, settings: Settings, services: Services, *, in_plac
     return hooked  # type: ignore[no-any-return]
 
 
-def _compiled_part(module: Module) -> Any:
-    """Return the module to compile: the wrapped one of a DDP module or a DeepSpeed engine, else the module itself."""
-    root = unwrap_module(module)
-    wraps = isinstance(root, DistributedDataParallel) or compat.deepspeed.is_engine(root)
-    return unwrap_module(root.module) if wraps else root
-
-
 def compile_module(module: Module, settings: Settings, services: Services) -> None:
     """Compile `module` in place; of a DDP module, compile the wrapped one, and leave DDP's own forward as it is."""
-    root = _compiled_part(module)
+    root = compiled_part(module)
     # Module.__call__ prefers this attribute; copies and pickles of the module leave it out. __setattr__ is avoided:
     # that of a traced TorchScript module sets attributes of another object, which is never called.
     vars(root)["_compiled_call_impl"] = module_call(root, settings, services, in_place=True)
 
 
-def compile_method(module: Module, name: str, settings: Settings, services: Services) -> Callable[..., Any]:
-    """Return a compiled replacement for a method that does a part of `module`'s forward; the caller installs it.
-
-    DDP and FSDP around the module, or inside it, are taken over as for its forward. The replacement has a weak
-    reference to the module.
-    """
-    bound: Any = getattr(module, name)
-    entry = Entry(bound, module, settings, services, in_place=True, method=bound.__func__)
-    owner: Callable[[], Any] = weakref.ref(module)
-    apart = compat.dynamo.no_dynamo(entry.__call__, "a module whose parameters dcompile keeps in step")
-
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        return apart(*args, **kwargs) if entry.has_taken_over else bound.__func__(owner(), *args, **kwargs)
-
-    return functools.update_wrapper(entry.entrance(traced), bound, updated=())
-
-
-def compiled_call(module: Module, settings: Settings, services: Services) -> Callable[..., Any]:
-    """Return the callable that torch.compile calls for `module`; of a DDP module, compile the wrapped one in place."""
-    if isinstance(module, DistributedDataParallel):
-        compile_module(module, settings, services)
-
-        eager: Callable[..., Any] = module._call_impl
-
-        def call_ddp(*args: Any, **kwargs: Any) -> Any:
-            return eager(*args, **kwargs)
-
-        return call_ddp
-    return module_call(module, settings, services)
-
-
-def compile_function(function: Callable[..., Any], settings: Settings, services: Services) -> Any:
-    """Return a compiled replacement for a function; the function itself does not change."""
-    function = original_function(function)
-    inner = Entry(function, None, settings, services).entrance(function)
-    # another object than the one that `__func__` calls: a reference cycle would live until garbage collection
-    call: Any = twin_of(inner)
-    # torch.compile and torch._dynamo.disable find the function itself through these two
-    call._torchdynamo_orig_callable = function
-    call._torchdynamo_wrapper_id = id(call)
-    if isinstance(function, types.MethodType):
-        # a learning rate scheduler calls an optimizer's `step.__func__`, also of a compiled one put in its place
-        call.__self__, call.__func__ = function.__self__, with_owner(inner)
-    compiled: Callable[..., Any] = call
-    return compiled
-
-
 def _entry_of(module: Module) -> Entry | None:
     found = _NEWEST.get(module)
     return found() if found is not None else None
-
-
-def _settings_inside(settings: Settings) -> Settings:
-    """Return settings for a module inside, without those about shapes of the outer module's arguments."""
-    shapes = compat.shapes.NAMES
-    return replace(settings, limits={name: value for name, value in settings.limits.items() if name not in shapes})
 
 
 def find_model(thing: Any) -> CompiledModel | None:
@@ -472,7 +387,7 @@ def find_model(thing: Any) -> CompiledModel | None:
     A wrapper is a module with exactly one compiled part. None if there is no such state.
     """
     if isinstance(thing, Module):
-        root = _compiled_part(thing)
+        root = compiled_part(thing)
         entry = _entry_of(root)
         if entry is None:
             parts = {id(found): found for part in root.modules() if (found := _entry_of(part)) is not None}

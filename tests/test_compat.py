@@ -136,13 +136,6 @@ def test_a_backward_into_some_inputs(params):
     assert found["accumulates"] == [False, True] == found["grads"]
 
 
-def test_a_gradients_input():
-    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, PlainAOTOutput
-
-    assert compat.aot.primal_index(GradAOTOutput(PlainAOTInput(4))) == 4
-    assert compat.aot.primal_index(PlainAOTOutput(4)) is None and compat.aot.primal_index(None) is None
-
-
 def test_names_that_a_takeover_needs():
     class Empty:
         pass

@@ -186,15 +186,15 @@ class DynamoGraph(GraphPrograms):
 
     def compile_forward(self, module: Any, inputs: int) -> Boxed:
         """The forward of a training graph, which has so many inputs."""
-        self.changed = compat.aot.changed_inputs(inputs)
+        self.changed = compat.aot_metadata.changed_inputs(inputs)
         if self._needs_parameters():
             return mark_boxed(_never)
-        self._own_results, self._learning = compat.aot.own_results(), compat.aot.learning_results()
+        self._own_results, self._learning = compat.aot_metadata.own_results(), compat.aot_metadata.learning_results()
         return mark_boxed(self._forward(module))
 
     def compile_backward(self, module: Any) -> Boxed:
         """The backward, compiled at its first call."""
-        compat.aot.no_donation()
+        compat.aot_metadata.no_donation()
         runner, between = self._backward(module), self.model.between
         runner = mark_boxed(runner if between is None else between.undisturbed(runner))
         return mark_boxed(compat.dynamo.no_dynamo(runner, "a compiled backward"))
@@ -202,13 +202,13 @@ class DynamoGraph(GraphPrograms):
     def compile_inference(self, module: Any, inputs: int, rewritten: bool = False) -> Boxed:
         """A graph that needs no gradient, which has so many inputs; `rewritten` if passes have run on it before."""
         self._find_shards(module)
-        self.changed = compat.aot.changed_inputs(inputs)
+        self.changed = compat.aot_metadata.changed_inputs(inputs)
         if self._needs_parameters():
             return mark_boxed(_never)
         if not rewritten:
             self._run_passes(self.model.services.compiler.graph_passes().joint, module, "inference")
             self._note_graphs(module, None)
-        self._learning = compat.aot.learning_results()
+        self._learning = compat.aot_metadata.learning_results()
         return mark_boxed(self._inference(module))
 
     def _needs_parameters(self) -> bool:
@@ -216,7 +216,7 @@ class DynamoGraph(GraphPrograms):
 
         Gathered parameters do not outlive a program, so such a graph needs FSDP's own parameters.
         """
-        used = compat.aot.not_only_read() & self.params.keys()
+        used = compat.aot_metadata.not_only_read() & self.params.keys()
         if self.sync.sharded is None or not used:
             return False
         self._refuse_uses([self.params[position] for position in used])
@@ -232,7 +232,9 @@ class DynamoGraph(GraphPrograms):
         """Return the placeholders of sharded parameters, and record their names: forward and backward use the same."""
         if self.sync.sharded is None:
             return []
-        inputs = [(node, compat.aot.input_index(node)) for node in module.graph.find_nodes(op="placeholder")]
+        inputs = [
+            (node, compat.aot_descriptors.input_index(node)) for node in module.graph.find_nodes(op="placeholder")
+        ]
         found = {node: self.params[index] for node, index in inputs if index in self.params}
         self._sharded = {node.name: number for node, number in found.items()}
         if any(str(user.target).startswith("aten.as_strided.") for node in found for user in node.users):

@@ -218,7 +218,7 @@ class GraphPrograms:
 
     def _inference(self, gm: Any) -> Boxed:
         opaque = remove_opaque_objects(gm)
-        return_input_views(gm, opaque.views(compat.aot.looks_at_inputs()))
+        return_input_views(gm, opaque.views(compat.aot_metadata.looks_at_inputs()))
         steps = plan_outputs(self._output_steps, gm, OutputRequest(len(gm.graph.output_node().args[0])), "inference")
         run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
         gathering, alone = with_bases_as_traced(gm, self._gathering(run)), (self.number,)
@@ -244,10 +244,10 @@ class GraphPrograms:
     def _forward(self, gm: Any) -> Boxed:
         opaque = remove_opaque_objects(gm)
         position, shown = take_sync_token(gm), opaque.result_place(self._cut.results)
-        return_input_views(gm, opaque.views(compat.aot.looks_at_inputs()))
+        return_input_views(gm, opaque.views(compat.aot_metadata.looks_at_inputs()))
         inputs = enumerate(gm.graph.find_nodes(op="placeholder"))
         self._numbers = tuple(n for n, node in inputs if not isinstance(node.meta.get("val"), torch.Tensor))
-        views, constant = compat.aot.take_views(), compat.aot.constant_results()
+        views, constant = compat.aot_metadata.take_views(), compat.aot_metadata.constant_results()
         request = OutputRequest(shown, opaque.result_places(views), opaque.result_places(constant))
         steps = plan_outputs(self._output_steps, gm, request, "forward")
         run = self._build(gm, "forward", foreseen=self._foreseen, results=shown)

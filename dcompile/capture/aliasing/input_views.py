@@ -27,7 +27,7 @@ def return_input_views(gm: Any, aliases: Mapping[int, int]) -> None:
         return
     placeholders, output = gm.graph.find_nodes(op="placeholder"), gm.graph.output_node()
     changes = _changes(gm, placeholders)
-    written = {copy.args[0]: copy.args[1] for copy in changes} | compat.aot.returned_changes(gm)
+    written = {copy.args[0]: copy.args[1] for copy in changes} | compat.aot_descriptors.returned_changes(gm)
     # after the write to its input, a view that is a library call would seem to read overwritten values
     before = changes[0] if changes else output
     results, left = list(output.args[0]), set[Any]()

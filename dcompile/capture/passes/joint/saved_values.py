@@ -36,11 +36,11 @@ def copy_changed_inputs(joint: Any) -> PassReport:
     counter in a buffer (`self.n += 1; return x * self.n`) has gradients off by one step, with aot_eager and inductor.
     """
     changed = {node.args[0] for node in joint.graph.nodes if _changes(node)}
-    changed |= compat.aot.changed_behind(joint)
+    changed |= compat.aot_descriptors.changed_behind(joint)
     if not changed:
         return PassReport()
     placeholders = joint.graph.find_nodes(op="placeholder")
-    backward = set(filter(compat.aot.is_tangent, placeholders))
+    backward = set(filter(compat.aot_descriptors.is_tangent, placeholders))
     for node in joint.graph.nodes:
         if not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)

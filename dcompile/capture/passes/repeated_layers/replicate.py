@@ -65,10 +65,10 @@ def check_inputs(layers: RepeatedLayers) -> None:
 
     A change of shape counts, too. AOTAutograd handles such inputs outside the graph, and knows only the traced layers.
     """
-    changed = compat.aot.not_only_read()
+    changed = compat.aot_metadata.not_only_read()
     if any(not changed.isdisjoint(layers.inputs[layer]) for layer in layers.traced[1:3]):
         raise LayersDiffer("a layer changes or returns an input")
-    kinds = compat.aot.result_kinds()
+    kinds = compat.aot_metadata.result_kinds()
     positions = [[position for _, position in layers.shown[layer]] for layer in (layers.traced[2], *layers.left_out)]
     if any([kinds[p] for p in row] != [kinds[p] for p in positions[0]] for row in positions[1:]):
         raise LayersDiffer("a layer returns a view, or what has no gradient")
@@ -129,7 +129,7 @@ def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
             where |= {node: (layer, (stretch, number)) for number, node in enumerate(row)}
     numbers = {p: (k, s) for k, layer in enumerate(layers.traced) for s, p in enumerate(layers.inputs[layer])}
     for node in traced.graph.find_nodes(op="placeholder"):
-        position = compat.aot.input_index(node)
+        position = compat.aot_descriptors.input_index(node)
         if position in numbers:
             layer, number = numbers[position]
             where[node] = (layer, ("input", number))
@@ -143,7 +143,7 @@ def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
             found.owners.setdefault(compat.tensors.storage_key(tensor), owner)
     output: Any = traced.graph.output_node()
     for place, description in enumerate(output.meta.get("desc", ())):
-        position = compat.aot.primal_index(description)
+        position = compat.aot_descriptors.primal_index(description)
         if position is not None:
             found.positions[position] = place
             gradient = output.args[0][place]
@@ -273,12 +273,12 @@ class _Copies:
         for node, (layer, place) in found.where.items():
             self.nodes[layers.traced[layer], place] = node
         for node in traced.graph.find_nodes(op="placeholder"):
-            position = compat.aot.input_index(node)
+            position = compat.aot_descriptors.input_index(node)
             for layer, row in enumerate(layers.inputs):
                 if position in row:
                     self.nodes[layer, ("input", row.index(position))] = node
-        for node in filter(compat.aot.is_tangent, traced.graph.find_nodes(op="placeholder")):
-            position = compat.aot.result_index(node)
+        for node in filter(compat.aot_descriptors.is_tangent, traced.graph.find_nodes(op="placeholder")):
+            position = compat.aot_descriptors.result_index(node)
             for layer, shown in enumerate(layers.shown):
                 for number, (_, its) in enumerate(shown):
                     if position == its:

@@ -166,7 +166,7 @@ def recompute_loss_chunks(joint: Any) -> PassReport:
     Tracing copies annotations from a forward operation to its operations in the backward.
     """
     count = 0
-    backward = set(filter(compat.aot.is_tangent, joint.graph.find_nodes(op="placeholder")))
+    backward = set(filter(compat.aot_descriptors.is_tangent, joint.graph.find_nodes(op="placeholder")))
     for node in joint.graph.nodes:
         if not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)

@@ -1,0 +1,124 @@
+"""AOTAutograd's metadata of a graph's inputs and results, inside its compilers: changes, views and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def _metadata() -> Any:
+    """AOTAutograd's metadata of the forward's inputs and results, inside one of its compilers; None elsewhere."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    return context.fw_metadata if context is not None else None
+
+
+def no_donation() -> None:
+    """Declare, inside the backward compiler, that this graph donates no buffer: torch's run-time check needs a list."""
+    metadata = _metadata()
+    if metadata is not None:
+        metadata.bw_donated_idxs = []
+
+
+def changed_inputs(count: int) -> frozenset[int] | None:
+    """Positions of inputs, of `count`, that the graph writes to. To be called inside a compiler of AOTAutograd.
+
+    None if unknown: where one input represents several that share memory.
+    """
+    metadata = _metadata()
+    if metadata is None or len(metadata.input_info) != count:
+        return None
+    return frozenset(n for n, info in enumerate(metadata.input_info) if info.mutates_data or info.mutates_metadata)
+
+
+def not_only_read() -> frozenset[int]:
+    """Positions of inputs that the graph changes, or returns as they are or as views. Inside a compiler of AOTAutograd.
+
+    AOTAutograd processes these outside the graph, on the tensors that the caller passes.
+    """
+    metadata = _metadata()
+    if metadata is None:
+        return frozenset()
+    changed = (n for n, info in enumerate(metadata.input_info) if info.mutates_data or info.mutates_metadata)
+    aliases = (o.base_idx for o in metadata.output_info if o.output_type.name in ("alias_of_input", "is_input"))
+    return frozenset((*changed, *(n for n in aliases if n is not None)))
+
+
+def looks_at_inputs() -> dict[int, int]:
+    """Position of a result -> of the input that it is a view of.
+
+    Inside the compiler of a forward or an inference graph. AOTAutograd returns views of the inputs for them, and reads
+    only the layout of the results. Inputs whose shape the graph changes are left out: their views are of the changed
+    input.
+    """
+    metadata = _metadata()
+    if metadata is None:
+        return {}
+    changed = metadata.num_mutated_inp_runtime_indices  # inputs that come first
+    kinds = enumerate(metadata.output_info, changed)
+    looks = ((place, info.base_idx) for place, info in kinds if info.output_type.name == "alias_of_input")
+    return {place: base for place, base in looks if not metadata.input_info[base].mutates_metadata}
+
+
+def own_results() -> tuple[int, ...]:
+    """Positions of results that the graph's autograd node has made itself. Inside a compiler of AOTAutograd.
+
+    Views of intermediates come last: they share memory with a tensor that the node has made.
+    """
+    metadata = _metadata()
+    if metadata is None:
+        return ()
+    own = ("non_alias", "unsafe_view_alias", "alias_of_intermediate", "alias_of_intermediate_save_as_output",
+           "alias_of_intermediate_base_is_user_output")  # fmt: skip
+    kinds = [info.output_type.name if info.requires_grad else "" for info in _shown_results(metadata)]
+    found = [n for n, kind in enumerate(kinds) if kind in own]
+    return tuple(sorted(found, key=lambda n: own.index(kinds[n]) > 1))
+
+
+def learning_results() -> frozenset[int]:
+    """Positions of results that require a gradient. Inside the compiler of a forward or an inference graph."""
+    metadata = _metadata()
+    if metadata is None:
+        return frozenset()
+    return frozenset(n for n, info in enumerate(_shown_results(metadata)) if info.requires_grad)
+
+
+def _shown_results(metadata: Any) -> list[Any]:
+    """AOTAutograd's metadata of each result that the caller sees. For a DTensor it describes the local tensor.
+
+    A DTensor's mesh counts as a result of the traced graph, and is left out.
+    """
+    from torch._library.fake_class_registry import FakeScriptObject
+
+    return [info for info in metadata.output_info if not issubclass(info.raw_type, FakeScriptObject)]
+
+
+def constant_results() -> tuple[int, ...]:
+    """Positions of results without a gradient. Inside the compiler of a forward."""
+    metadata = _metadata()
+    if metadata is None:
+        return ()
+    changed = metadata.num_mutated_inp_runtime_indices  # inputs that come first
+    return tuple(changed + n for n, info in enumerate(metadata.output_info) if not info.requires_grad)
+
+
+def take_views() -> tuple[int, ...]:
+    """Positions of views that the caller must return as separate tensors. Inside the compiler of a forward.
+
+    It removes them from AOTAutograd's metadata, so that AOTAutograd does not separate them, too. Empty if this torch
+    has no such list.
+    """
+    metadata = _metadata()
+    views = getattr(metadata, "unsafe_view_out_indices", ())
+    if metadata is None or not views:
+        return ()
+    metadata.unsafe_view_out_indices, metadata.num_unsafe_view_outputs = [], 0
+    changed = metadata.num_mutated_inp_runtime_indices  # inputs that come first
+    return tuple(changed + place for place in views)
+
+
+def result_kinds() -> dict[int, tuple[str, bool]]:
+    """Inside a compiler of AOTAutograd: for each result by its position, whether it is a view, and has a gradient."""
+    metadata = _metadata()
+    shown = () if metadata is None else _shown_results(metadata)
+    return {place: (info.output_type.name, info.requires_grad) for place, info in enumerate(shown)}

@@ -8,29 +8,24 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
 from dcompile import compat
-from dcompile.collectives.contract import Phase, ShardGroup, ShardUnit
+from dcompile.collectives.contract import Phase, ShardGroup
 from dcompile.ir.nodes import Bucket
 from dcompile.runtime.communication.converted_shards import ConvertedShards
-from dcompile.runtime.communication.deferred_reduction import DeferredGradients
-from dcompile.runtime.communication.gloo import start_gather, start_scatter
-from dcompile.runtime.communication.gradient_presence import UncertainUnits
+from dcompile.runtime.communication.gloo import start_gather
 from dcompile.runtime.communication.in_flight import PendingGather, PendingReduction, coalescing, named_error
 from dcompile.runtime.communication.packing import PackedUnits, in_order
 from dcompile.runtime.communication.peer_memory.all_gather import CopyGathers
 from dcompile.runtime.communication.peer_memory.shards import PeerShardGroup, PeerShards
-from dcompile.runtime.communication.uneven_scatter import UnevenReduceScatter
+from dcompile.runtime.communication.shard_reduction import ShardReductions
 from dcompile.runtime.communication.work import PendingCollective, count_replayed
 
 
 @dataclass(eq=False)
-class Shards:
-    """Sharded parameters of one model: their units and groups, and gradients that are not reduced yet."""
+class Shards(ShardReductions):
+    """Sharded parameters of one model: their units and groups, their gathers and reductions."""
 
-    units: Mapping[int, ShardUnit]
-    groups: Mapping[str, ShardGroup]
     gathers: str = "auto"
     """The option `gathers`."""
     shard_copies: Literal["auto", "kept", "gather"] = "auto"
@@ -38,19 +33,13 @@ class Shards:
     """See `ConvertedShards`."""
     converted: ConvertedShards = field(init=False)
     neighbours: PeerShards = field(init=False)
-    unreduced: DeferredGradients = field(init=False)
-    unsure: UncertainUnits = field(init=False)
-    _unsettled: dict[int, ShardUnit] = field(init=False, default_factory=dict)
-    """Units whose gradients may still be copied to CPU memory."""
-
     _parts: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
     """Unit -> this rank's part of it within a smaller group, which the last forward left for the backward."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.converted = ConvertedShards(self.units, self.shard_copies, self.saves_memory)
         self.neighbours = PeerShards(self.units, self.groups, self.gathers, self.converted)
-        self.unreduced = DeferredGradients(self.units)
-        self.unsure = UncertainUnits(self.units, self.groups)
 
     def copied(self, group: str) -> tuple[bool, str]:
         """Whether a group's gathers are copies from peer memory; if not, the reason why, or empty.
@@ -80,23 +69,12 @@ class Shards:
         named_buckets = {bucket.name: bucket for bucket in buckets}
         return ShardCommunication(self, named_buckets, accumulates, phase, frozenset(later), frozenset(absent))
 
-    def may_lack(self, units: Iterable[int]) -> None:
-        """Note that a program may have no gradient of these units.
-
-        Ranks agree at the end of the backward on those that exist.
-        """
-        self.unsure.known.update(units)
-
     def forget_parts(self) -> None:
         """Start a call: drop what a forward without a backward left, as parameters may have changed since."""
         self._parts.clear()
         self.unreduced.forget_failed()
         if compat.tensors.backward_task() < 0:
             self.unsure.forget()
-
-    def give_back(self) -> None:
-        """Pass unreduced gradients to FSDP."""
-        self.unreduced.give_back()
 
     def leave_parts(self, group: Any, units: Iterable[int], full: Iterable[torch.Tensor]) -> None:
         """Keep this rank's parts of gathered units, which ranks of `group` gather in the backward."""
@@ -108,151 +86,6 @@ class Shards:
         if not self._parts.keys() >= set(units):
             return None
         return [self._parts.pop(unit) for unit in units]
-
-    def flush(self) -> None:
-        """End a backward: reduce kept gradients of units that it did not reach, and wait for copies to CPU memory.
-
-        Every rank has kept gradients of the same units, as it ran the same backwards.
-        """
-        self.unreduced.end()
-        for number in sorted(self.unreduced.whole):
-            group = self._group_of(number)
-            if group.wants() != "nothing":
-                whole, absent = self.unreduced.whole.pop(number), {number} - self.unreduced.real
-                pending = self._scatter(group, {number: whole}, f"the rest of {self.units[number].name}", 0, absent)
-                self._finish(pending)
-        for number, shard in self.unsure.settle():
-            self._commit(number, shard)
-        while self._unsettled:
-            self._unsettled.popitem()[1].settle()
-
-    def reduce_behind(self, full: Mapping[int, torch.Tensor]) -> None:
-        """Reduce flat gradients of whole units that no program has reduced.
-
-        Every rank passes some of the same units.
-        """
-        for number, whole in sorted(full.items()):
-            self._finish(
-                self._scatter(self._group_of(number), {number: whole}, f"the rest of {self.units[number].name}")
-            )
-
-    def _group_of(self, number: int) -> ShardGroup:
-        return self.groups[self.units[number].group]
-
-    # --- reductions ---
-
-    def _scatter(
-        self,
-        group: ShardGroup,
-        full: Mapping[int, torch.Tensor],
-        name: str,
-        packed: int = 0,
-        absent: Collection[int] = (),
-    ) -> PendingReduction:
-        """Start reducing units of one group, the last `packed` of them as one message; `absent` ones are zeros."""
-        lacking = frozenset(absent).difference(self.unreduced.real)
-        process_group = group.scatter_group()
-        first = next(iter(full.values()))
-        rule = group.reduction(first.dtype)
-        for number, tensor in full.items():
-            self.unreduced.add_to(number, tensor)
-            if rule.divide_before not in (None, 1):
-                tensor.div_(rule.divide_before)
-        world = dist.get_world_size(process_group)
-        parts = [self.units[number].parts for number in full]
-        sizes = self.shard_sizes({number: tensor.numel() for number, tensor in full.items()}, process_group)
-        flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        shards = dict(zip(full, torch.split(flat, sizes), strict=True))
-        inputs, outputs = list(full.values()), list(shards.values())
-        if packed:
-            parcel = PackedUnits(inputs[-packed:], world)
-            parcel.pack()
-            inputs = [*inputs[:-packed], parcel.whole]
-            outputs = [*outputs[:-packed], flat[-parcel.whole.numel() // world :]]
-
-        def start(limit_s: float | None) -> Any:
-            if any(parts):
-                return UnevenReduceScatter(process_group, outputs, inputs, parts, rule.scatter, limit_s)
-            return start_scatter(process_group, outputs, inputs, rule.scatter, limit_s)
-
-        with named_error(f"the {name}", full, self.units, process_group):
-            label = (
-                f"{name} ({sum(t.numel() for t in full.values())} elements{f', {packed} together' if packed else ''})"
-            )
-            flight = PendingCollective(process_group, first.device, label, start)
-        return PendingReduction(name, group, flat, shards, flight, lacking)
-
-    def shard_sizes(self, numels: Mapping[int, int], group: Any) -> list[int]:
-        """Elements of this rank's shard of each unit."""
-        rank, world = dist.get_rank(group) if any(self.units[n].parts for n in numels) else 0, group.size()
-        return [
-            self.units[number].parts[rank] if self.units[number].parts else numel // world
-            for number, numel in numels.items()
-        ]
-
-    def _finish(self, pending: PendingReduction) -> None:
-        """Wait for a whole reduction, and install the shards as gradients."""
-        if self._reduce(pending):
-            self.commit(pending.shards, pending.absent)
-
-    def commit(self, shards: Mapping[int, torch.Tensor], absent: Collection[int] = ()) -> None:
-        """Install reduced shards as gradients.
-
-        Units that are absent on this rank wait until other ranks report theirs.
-        """
-        for number, shard in shards.items():
-            if not self.unsure.hold(number, shard, number not in absent):
-                self._commit(number, shard)
-
-    def _commit(self, number: int, shard: torch.Tensor) -> None:
-        unit = self.units[number]
-        unit.commit(shard)
-        if unit.offloaded:
-            self._unsettled[number] = unit
-
-    def _go_on(self, pending: PendingReduction) -> None:
-        """Wait for the shards. Where replicas hold copies of them, start averaging among these."""
-        group, shards, flat = pending.group, pending.shards, pending.flat
-        with named_error(f"the {pending.name}", shards, self.units, group.scatter_group()):
-            pending.flight.wait()
-        pending.scattered = True
-        replicas, rule = group.replica_group(), group.reduction(flat.dtype)
-        if replicas is None:
-            return
-        pending.complete = group.wants() == "all"
-        for number, shard in shards.items():
-            kept = self.unreduced.partial.pop(number, None)
-            if kept is not None:
-                shard.add_(kept)
-            if not pending.complete:
-                self.unreduced.partial[number] = shard
-        if not pending.complete:
-            return
-
-        def start(limit_s: float | None) -> Any:
-            options = dist.AllreduceOptions()
-            options.reduceOp = rule.reduce
-            compat.groups.limit(options, limit_s)
-            return replicas.allreduce([flat], options)
-
-        with named_error(f"the {pending.name} among replicas", shards, self.units, replicas):
-            label = f"{pending.name} among replicas ({flat.numel()} elements)"
-            pending.replicating = PendingCollective(replicas, flat.device, label, start)
-
-    def _reduce(self, pending: PendingReduction) -> bool:
-        """Wait for a whole reduction. Return whether the shards can become gradients now."""
-        if not pending.scattered:
-            self._go_on(pending)
-        if not pending.complete:
-            return False
-        if pending.replicating is not None:
-            replicas = pending.group.replica_group()
-            with named_error(f"the {pending.name} among replicas", pending.shards, self.units, replicas):
-                pending.replicating.wait()
-        divisor = pending.group.reduction(pending.flat.dtype).divide_after
-        if divisor not in (None, 1):
-            pending.flat.div_(divisor)
-        return True
 
 
 @dataclass(eq=False)
@@ -371,7 +204,7 @@ class ShardCommunication:
         if units:
             packed = sum(found.units[place] in units for place in found.packed)
             name = f"reduce-scatter {bucket}"
-            self._reducing[bucket] = self.shards._scatter(group, units, name, packed, self.absent)
+            self._reducing[bucket] = self.shards.scatter(group, units, name, packed, self.absent)
 
     def _keeps(self, group: ShardGroup, number: int) -> bool:
         """Whether gradients of a unit are kept here instead of reduced."""
@@ -380,7 +213,7 @@ class ShardCommunication:
     def wait_scatter(self, bucket: str) -> None:
         """Wait for the reduction that `start_scatter` began, and install the shards as gradients."""
         if bucket in self._reducing:
-            self.shards._finish(self._arrived(bucket))
+            self.shards.finish(self._arrived(bucket))
         self._has_waited()
 
     def _arrived(self, bucket: str) -> PendingReduction:
@@ -390,7 +223,7 @@ class ShardCommunication:
         """
         for name, reducing in self._reducing.items():
             if not reducing.scattered:
-                self.shards._go_on(reducing)
+                self.shards.go_on(reducing)
             if name == bucket:
                 break
         return self._reducing.pop(bucket)
@@ -484,7 +317,7 @@ class RecordedShardCommunication(ShardCommunication):
     def wait_scatter(self, bucket: str) -> None:
         """Wait for the reduction that `start_scatter` began, and keep its shards."""
         pending = self._arrived(bucket)
-        complete = self.shards._reduce(pending)
+        complete = self.shards.reduce(pending)
         assert complete, "only complete reductions are recorded"
         if pending.replicating is not None:
             self._log(pending.replicating)

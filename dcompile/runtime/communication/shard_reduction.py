@@ -1,0 +1,188 @@
+"""Reduce gradients of sharded parameters to shards, and install these as gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcompile import compat
+from dcompile.collectives.contract import ShardGroup, ShardUnit
+from dcompile.runtime.communication.deferred_reduction import DeferredGradients
+from dcompile.runtime.communication.gloo import start_scatter
+from dcompile.runtime.communication.gradient_presence import UncertainUnits
+from dcompile.runtime.communication.in_flight import PendingReduction, named_error
+from dcompile.runtime.communication.packing import PackedUnits
+from dcompile.runtime.communication.uneven_scatter import UnevenReduceScatter
+from dcompile.runtime.communication.work import PendingCollective
+
+
+@dataclass(eq=False)
+class ShardReductions:
+    """Reductions of one model's sharded parameters, and gradients that are not reduced yet."""
+
+    units: Mapping[int, ShardUnit]
+    groups: Mapping[str, ShardGroup]
+    unreduced: DeferredGradients = field(init=False)
+    unsure: UncertainUnits = field(init=False)
+    _unsettled: dict[int, ShardUnit] = field(init=False, default_factory=dict)
+    """Units whose gradients may still be copied to CPU memory."""
+
+    def __post_init__(self) -> None:
+        self.unreduced = DeferredGradients(self.units)
+        self.unsure = UncertainUnits(self.units, self.groups)
+
+    def commit(self, shards: Mapping[int, torch.Tensor], absent: Collection[int] = ()) -> None:
+        """Install reduced shards as gradients.
+
+        Units that are absent on this rank wait until other ranks report theirs.
+        """
+        for number, shard in shards.items():
+            if not self.unsure.hold(number, shard, number not in absent):
+                self._commit(number, shard)
+
+    def may_lack(self, units: Iterable[int]) -> None:
+        """Note that a program may have no gradient of these units.
+
+        Ranks agree at the end of the backward on those that exist.
+        """
+        self.unsure.known.update(units)
+
+    def give_back(self) -> None:
+        """Pass unreduced gradients to FSDP."""
+        self.unreduced.give_back()
+
+    def flush(self) -> None:
+        """End a backward: reduce kept gradients of units that it did not reach, and wait for copies to CPU memory.
+
+        Every rank has kept gradients of the same units, as it ran the same backwards.
+        """
+        self.unreduced.end()
+        for number in sorted(self.unreduced.whole):
+            group = self._group_of(number)
+            if group.wants() != "nothing":
+                whole, absent = self.unreduced.whole.pop(number), {number} - self.unreduced.real
+                pending = self.scatter(group, {number: whole}, f"the rest of {self.units[number].name}", 0, absent)
+                self.finish(pending)
+        for number, shard in self.unsure.settle():
+            self._commit(number, shard)
+        while self._unsettled:
+            self._unsettled.popitem()[1].settle()
+
+    def reduce_behind(self, full: Mapping[int, torch.Tensor]) -> None:
+        """Reduce flat gradients of whole units that no program has reduced.
+
+        Every rank passes some of the same units.
+        """
+        for number, whole in sorted(full.items()):
+            self.finish(self.scatter(self._group_of(number), {number: whole}, f"the rest of {self.units[number].name}"))
+
+    def _group_of(self, number: int) -> ShardGroup:
+        return self.groups[self.units[number].group]
+
+    def scatter(
+        self,
+        group: ShardGroup,
+        full: Mapping[int, torch.Tensor],
+        name: str,
+        packed: int = 0,
+        absent: Collection[int] = (),
+    ) -> PendingReduction:
+        """Start reducing units of one group, the last `packed` of them as one message; `absent` ones are zeros."""
+        lacking = frozenset(absent).difference(self.unreduced.real)
+        process_group = group.scatter_group()
+        first = next(iter(full.values()))
+        rule = group.reduction(first.dtype)
+        for number, tensor in full.items():
+            self.unreduced.add_to(number, tensor)
+            if rule.divide_before not in (None, 1):
+                tensor.div_(rule.divide_before)
+        world = dist.get_world_size(process_group)
+        parts = [self.units[number].parts for number in full]
+        sizes = self.shard_sizes({number: tensor.numel() for number, tensor in full.items()}, process_group)
+        flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        shards = dict(zip(full, torch.split(flat, sizes), strict=True))
+        inputs, outputs = list(full.values()), list(shards.values())
+        if packed:
+            parcel = PackedUnits(inputs[-packed:], world)
+            parcel.pack()
+            inputs = [*inputs[:-packed], parcel.whole]
+            outputs = [*outputs[:-packed], flat[-parcel.whole.numel() // world :]]
+
+        def start(limit_s: float | None) -> Any:
+            if any(parts):
+                return UnevenReduceScatter(process_group, outputs, inputs, parts, rule.scatter, limit_s)
+            return start_scatter(process_group, outputs, inputs, rule.scatter, limit_s)
+
+        with named_error(f"the {name}", full, self.units, process_group):
+            label = (
+                f"{name} ({sum(t.numel() for t in full.values())} elements{f', {packed} together' if packed else ''})"
+            )
+            flight = PendingCollective(process_group, first.device, label, start)
+        return PendingReduction(name, group, flat, shards, flight, lacking)
+
+    def shard_sizes(self, numels: Mapping[int, int], group: Any) -> list[int]:
+        """Elements of this rank's shard of each unit."""
+        rank, world = dist.get_rank(group) if any(self.units[n].parts for n in numels) else 0, group.size()
+        return [
+            self.units[number].parts[rank] if self.units[number].parts else numel // world
+            for number, numel in numels.items()
+        ]
+
+    def finish(self, pending: PendingReduction) -> None:
+        """Wait for a whole reduction, and install the shards as gradients."""
+        if self.reduce(pending):
+            self.commit(pending.shards, pending.absent)
+
+    def _commit(self, number: int, shard: torch.Tensor) -> None:
+        unit = self.units[number]
+        unit.commit(shard)
+        if unit.offloaded:
+            self._unsettled[number] = unit
+
+    def go_on(self, pending: PendingReduction) -> None:
+        """Wait for the shards. Where replicas hold copies of them, start averaging among these."""
+        group, shards, flat = pending.group, pending.shards, pending.flat
+        with named_error(f"the {pending.name}", shards, self.units, group.scatter_group()):
+            pending.flight.wait()
+        pending.scattered = True
+        replicas, rule = group.replica_group(), group.reduction(flat.dtype)
+        if replicas is None:
+            return
+        pending.complete = group.wants() == "all"
+        for number, shard in shards.items():
+            kept = self.unreduced.partial.pop(number, None)
+            if kept is not None:
+                shard.add_(kept)
+            if not pending.complete:
+                self.unreduced.partial[number] = shard
+        if not pending.complete:
+            return
+
+        def start(limit_s: float | None) -> Any:
+            options = dist.AllreduceOptions()
+            options.reduceOp = rule.reduce
+            compat.groups.limit(options, limit_s)
+            return replicas.allreduce([flat], options)
+
+        with named_error(f"the {pending.name} among replicas", shards, self.units, replicas):
+            label = f"{pending.name} among replicas ({flat.numel()} elements)"
+            pending.replicating = PendingCollective(replicas, flat.device, label, start)
+
+    def reduce(self, pending: PendingReduction) -> bool:
+        """Wait for a whole reduction. Return whether the shards can become gradients now."""
+        if not pending.scattered:
+            self.go_on(pending)
+        if not pending.complete:
+            return False
+        if pending.replicating is not None:
+            replicas = pending.group.replica_group()
+            with named_error(f"the {pending.name} among replicas", pending.shards, self.units, replicas):
+                pending.replicating.wait()
+        divisor = pending.group.reduction(pending.flat.dtype).divide_after
+        if divisor not in (None, 1):
+            pending.flat.div_(divisor)
+        return True

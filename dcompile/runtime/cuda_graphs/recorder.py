@@ -1,4 +1,4 @@
-"""CUDA implementation of `cuda_graphs.trees.GraphRecorder`: memory pools and one capturing stream."""
+"""CUDA implementation of `cuda_graphs.recording.GraphRecorder`: memory pools and one capturing stream."""
 
 from __future__ import annotations
 

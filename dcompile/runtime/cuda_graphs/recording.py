@@ -13,15 +13,47 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from dcompile import compat
+from dcompile.collectives.contract import AnySource, Executable
 from dcompile.runtime.program.arena import copy_elements, over
 
 COPY_BYTES = 1 << 16
 """Size in bytes up to which results are returned as copies: losses and metrics, which callers keep over many steps."""
+
+
+class GraphRecorder(Protocol):
+    """Recorder of a device: it records the kernels that a function launches, with memory from a pool."""
+
+    def record(self, function: Callable[[], list[Any]], pool: int) -> tuple[Callable[[], None], list[Any]]:
+        """Record a function.
+
+        Return (replay, the function's results), not computed yet; raise RuntimeError on failure.
+        """
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether recorded kernels may read the tensor."""
+
+
+class Recordable(Executable, Protocol):
+    """A program that can be recorded."""
+
+    mutated: tuple[int, ...]
+    """Positions of the inputs that it writes."""
+    name: str
+    on_gpu: bool
+
+    def once(self, args: list[Any], buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
+        """Run with temporaries that are freed after the call."""
+
+    def release(self) -> None:
+        """Free temporaries that earlier calls have left."""
+
+    def measure(self, recorder: Any) -> None:
+        """See `HostProgram.measure`."""
 
 
 @dataclass(eq=False, slots=True)

@@ -26,20 +26,21 @@ whose live results once prevented a replay.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from dcompile import compat
-from dcompile.collectives.contract import AnySource, Executable
+from dcompile.collectives.contract import AnySource
 from dcompile.runtime.communication.model_collectives import recording_collectives
 from dcompile.runtime.communication.work import count_replayed
 from dcompile.runtime.cuda_graphs.collectives import RecordedCall, call_of
+from dcompile.runtime.cuda_graphs.recorded_results import ResultSorter, is_virtual, position_in_results
 from dcompile.runtime.cuda_graphs.recording import (
-    COPY_BYTES,
     CopiedInput,
-    RecordedResult,
+    GraphRecorder,
+    Recordable,
     Recording,
     ResultMemory,
     ResultRetention,
@@ -56,37 +57,6 @@ AROUND = "they look at what lies around an input (as_strided), of which a record
 OTHER_SIZES = "some calls run without a CUDA graph: another size of their class has it, or they are in no class"
 MAX_POOLS = 3
 """Most pools of one model. The second and third serve recordings made while unowned memory of the first is in use."""
-
-
-class GraphRecorder(Protocol):
-    """Recorder of a device: it records the kernels that a function launches, with memory from a pool."""
-
-    def record(self, function: Callable[[], list[Any]], pool: int) -> tuple[Callable[[], None], list[Any]]:
-        """Record a function.
-
-        Return (replay, the function's results), not computed yet; raise RuntimeError on failure.
-        """
-
-    def takes(self, tensor: torch.Tensor) -> bool:
-        """Whether recorded kernels may read the tensor."""
-
-
-class Recordable(Executable, Protocol):
-    """A program that can be recorded."""
-
-    mutated: tuple[int, ...]
-    """Positions of the inputs that it writes."""
-    name: str
-    on_gpu: bool
-
-    def once(self, args: list[Any], buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
-        """Run with temporaries that are freed after the call."""
-
-    def release(self) -> None:
-        """Free temporaries that earlier calls have left."""
-
-    def measure(self, recorder: Any) -> None:
-        """See `HostProgram.measure`."""
 
 
 class GraphTree:
@@ -328,14 +298,14 @@ class ReplayedExecutable:
         if call.communicates or collectives:
             self._tree.has_collectives()
         gone = {memory.address for memory in alive if not memory.owned and memory.pool == pool}
-        made = _ResultSorter(
+        made = ResultSorter(
             [i for i in fixed if args[i].untyped_storage().data_ptr() not in gone], args, slots, pool, call
         )
         kept = tuple(
             made.result(
                 value,
                 self._kept if number < self._results else None,
-                _position_in_results(results, number, self._results),
+                position_in_results(results, number, self._results),
             )
             for number, value in enumerate(results)
         )
@@ -381,77 +351,10 @@ class ReplayedExecutable:
             if (
                 isinstance(args[position], torch.Tensor)
                 and args[position].untyped_storage().data_ptr() in taken
-                and not _is_virtual(args[position])
+                and not is_virtual(args[position])
             ):
                 args[position] = _placeholder(args[position])
         return inside
-
-
-class _ResultSorter:
-    """Classify the results of a recorded run, and collect their memory.
-
-    `stay`: positions of the fixed inputs whose memory was not freed during the run. Freed memory may hold a result now.
-    """
-
-    def __init__(
-        self, stay: Sequence[int], args: Sequence[Any], slots: Sequence[CopiedInput], pool: int, call: RecordedCall
-    ) -> None:
-        self._pool = pool
-        self._buckets = {memory.flat.untyped_storage().data_ptr(): name for name, memory in call.memories.items()}
-        self._inputs = {args[i].untyped_storage().data_ptr(): i for i in reversed(stay)}
-        self._args = args
-        self._by_address: dict[int, ResultMemory] = {}
-        self._slots = {slot.tensor.untyped_storage().data_ptr(): slot for slot in slots}
-        self._virtual = {id(args[i]): i for i in stay if _is_virtual(args[i])}
-        self._seen: dict[ResultMemory, None] = {}
-
-    @property
-    def memories(self) -> tuple[ResultMemory, ...]:
-        """Memory that the caller may come to hold."""
-        return tuple(self._seen)
-
-    def settle(self) -> None:
-        """Note reference counts, once nothing else holds the results of the recorded run."""
-        for memory in self._by_address.values():
-            memory.settle()
-
-    def result(self, value: Any, kept: ResultRetention | None, earlier: int | None) -> RecordedResult:
-        if not isinstance(value, torch.Tensor):
-            return RecordedResult("value", value)
-        if earlier is not None:
-            return RecordedResult("again", earlier)
-        storage = value.untyped_storage()
-        position = self._inputs.get(storage.data_ptr()) if storage.nbytes() else self._virtual.get(id(value))
-        if position is not None:
-            return _look(position, self._args[position], value)
-        slot = self._slots.get(storage.data_ptr()) if storage.nbytes() else None
-        if slot is not None and kept is not None:  # a saved one is read from the slot
-            return _look(slot.position, slot.tensor, value)
-        bucket = self._buckets.get(storage.data_ptr())
-        if bucket is not None:
-            return RecordedResult("bucket", bucket, 0, tuple(value.shape), value.stride(), int(value.storage_offset()))
-        # empty results have no address that they could share
-        address = storage.data_ptr() if storage.nbytes() else -1 - len(self._by_address)
-        memory = self._by_address.get(address)
-        if memory is None:
-            memory = self._by_address[address] = ResultMemory(storage, self._pool, pinned=slot is not None)
-        if kept is not None and storage.nbytes() <= COPY_BYTES:
-            return RecordedResult("copy", memory, memory.add(value))
-        self._seen[memory] = None
-        memory.kept = memory.kept or kept
-        return RecordedResult("memory", memory, memory.add(value), kept=kept)
-
-
-def _position_in_results(results: Sequence[Any], number: int, users: int) -> int | None:
-    """Position of an earlier user result that is the same tensor, or None."""
-    earlier = range(number) if number < users else ()
-    return next((place for place in earlier if results[place] is results[number]), None)
-
-
-def _look(position: int, source: torch.Tensor, value: torch.Tensor) -> RecordedResult:
-    """Result that is a view of `source`: the input at this position, or the slot that holds its copy."""
-    offset = value.storage_offset() - source.storage_offset()
-    return RecordedResult("input", position, 0, tuple(value.shape), value.stride(), int(offset))
 
 
 def _key(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -465,15 +368,10 @@ def _stays(tensor: torch.Tensor, taken: dict[int, ResultMemory]) -> bool:
     """Whether an input is expected at the same address in each call."""
     return (
         isinstance(tensor, torch.nn.Parameter)
-        or _is_virtual(tensor)
+        or is_virtual(tensor)
         or compat.tensors.is_static_input(tensor)
         or tensor.untyped_storage().data_ptr() in taken
     )
-
-
-def _is_virtual(tensor: torch.Tensor) -> bool:
-    """Whether it represents a sharded parameter: full shape, without memory."""
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _placeholder(tensor: torch.Tensor) -> torch.Tensor:

@@ -137,10 +137,12 @@ class CachingCompiler:
             with contextlib.suppress(BuildError):  # the kernel's user reports the error
                 self._pipeline().begin_products(cache)
 
-    def traces(self) -> KernelCache | None:
+    def traces(self) -> portable.RecordedTraces | None:
         """Where traces of AOTAutograd are kept; None where somebody wants to see one being made."""
         shown = torch_logs.is_artifact_enabled(*torch_logs.TRACE_ARTIFACTS)
-        return None if shown or not self.config.trace_cache or self._compiles_anew() else KernelCache.open(self.config)
+        if shown or not self.config.trace_cache or self._compiles_anew():
+            return None
+        return portable.RecordedTraces(KernelCache.open(self.config))
 
     def compile_graph(self, gm: Any, request: Request, foreseen: Foreseen | None = None) -> Executable:
         """Load a graph from the cache, or compile it now."""

@@ -1,7 +1,7 @@
 """Cache entries for torch.compiler.save_cache_artifacts() and load_cache_artifacts().
 
-Each library is one entry, named by its SHA-256. Each graph is one entry, which names its libraries. Before entries come
-into the cache, their checksums, versions and processor are compared. Nothing is unpickled.
+Each library is one entry, named by its SHA-256. Each graph is one entry, which names its libraries, and so is each
+trace. Before entries come into the cache, their checksums, versions and processor are compared. Nothing is unpickled.
 An entry that does not fit is refused with one line in the log, and its graph is compiled again.
 """
 
@@ -28,7 +28,7 @@ from dcompile.toolchain import cpu_features, own_source, own_version
 
 KIND = "dcompile"
 _FORMAT = 1
-_NAME = re.compile(r"([0-9a-f]{64})\.(graph|so|gpu)")
+_NAME = re.compile(r"([0-9a-f]{64})\.(graph|trace|so|gpu)")
 
 
 class RefusedArtifact(Exception):
@@ -49,6 +49,29 @@ def record(key: str, cache: KernelCache, libraries: Mapping[str, Path]) -> None:
     compat.cache_artifacts.record(KIND, f"{key}.graph", functools.partial(_graph, cache, key, files))
 
 
+class RecordedTraces:
+    """The traces of a cache. Each one that is read or written is recorded for torch's artifacts."""
+
+    def __init__(self, cache: KernelCache) -> None:
+        self._cache = cache
+
+    def find_trace(self, key: str) -> str | None:
+        """See `KernelCache`."""
+        text = self._cache.find_trace(key)
+        if text is not None:
+            self._record(key)
+        return text
+
+    def put_trace(self, key: str, text: str) -> None:
+        """See `KernelCache`."""
+        self._cache.put_trace(key, text)
+        self._record(key)
+
+    def _record(self, key: str) -> None:
+        register()
+        compat.cache_artifacts.record(KIND, f"{key}.trace", functools.partial(_trace, self._cache, key))
+
+
 def _library(path: Path) -> bytes:
     """Content of a library, or nothing after its eviction."""
     return path.read_bytes() if path.is_file() else b""
@@ -58,7 +81,18 @@ def _graph(cache: KernelCache, key: str, files: Mapping[str, str]) -> bytes:
     found = cache.find_graph(key)
     if found is None:
         return b""
-    text = json.dumps({**_here(), "graph": to_record(found[0]), "libraries": files})
+    return _sealed({"graph": to_record(found[0]), "libraries": files})
+
+
+def _trace(cache: KernelCache, key: str) -> bytes:
+    """Content of a trace, or nothing after its eviction."""
+    text = cache.find_trace(key)
+    return b"" if text is None else _sealed({"trace": text})
+
+
+def _sealed(entry: Mapping[str, Any]) -> bytes:
+    """An entry with the versions and the processor that it depends on, and its checksum."""
+    text = json.dumps({**_here(), **entry})
     return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "entry": text}).encode()
 
 
@@ -87,6 +121,12 @@ def _take(name: str, content: bytes, cache: KernelCache) -> None:
     if match is None:
         raise RefusedArtifact("no name of ours")
     key, kind = match.groups()
+    if kind == "trace":
+        text = _checked(content).get("trace")
+        if not isinstance(text, str):
+            raise RefusedArtifact("a trace in a form that is not understood")
+        cache.put_trace(key, text)
+        return
     if kind != "graph":
         if hashlib.sha256(content).hexdigest() != key:
             raise RefusedArtifact("its content does not match its checksum")
@@ -111,7 +151,7 @@ def _checked(content: bytes) -> dict[str, Any]:
         text, digest = outer["entry"], outer["sha256"]
         entry: dict[str, Any] = json.loads(text)
     except (ValueError, KeyError, TypeError) as error:
-        raise RefusedArtifact("a graph in a form that is not understood") from error
+        raise RefusedArtifact("an entry in a form that is not understood") from error
     if hashlib.sha256(text.encode()).hexdigest() != digest:
         raise RefusedArtifact("its content does not match its checksum")
     for what, here in _here().items():

@@ -33,7 +33,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, float]:
     assert found is not None
     data, info = found
     kinds = sorted(name.rpartition(".")[2] for name in info.artifacts["dcompile"])
-    assert kinds.count("graph") == 2 and "so" in kinds
+    assert kinds.count("graph") == 2 and kinds.count("trace") == 1 and "so" in kinds
     return data, loss.item()
 
 
@@ -48,7 +48,7 @@ dcompile.compile(model, options={{"receipt": False, "verify": False, "matmul": "
 loss = model(x).square().sum()
 loss.backward()
 receipt = dcompile.receipt(model)
-print(receipt.built, receipt.graphs_cached, loss.item())
+print(receipt.built, receipt.graphs_cached, receipt.traces_cached, loss.item())
 """
 
 
@@ -59,8 +59,8 @@ def test_a_fresh_cache_builds_nothing_after_artifacts_were_loaded(saved: tuple[b
     script.write_text(LOADED.format(path=str(path)))
     status, text = run([python(), str(script)], tmp_path, DCOMPILE_CACHE_DIR=str(tmp_path / "cache"))
     assert status == 0, text
-    built, cached, found = text.strip().splitlines()[-1].split()
-    assert (built, cached) == ("0", "2"), text
+    built, cached, traces, found = text.strip().splitlines()[-1].split()
+    assert (built, cached, traces) == ("0", "2", "1"), text
     assert float(found) == pytest.approx(loss)
 
 
@@ -74,7 +74,7 @@ def entries(saved: tuple[bytes, float], tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def kept(tmp_path: Path) -> list[str]:
-    return sorted(path.suffix for path in (tmp_path / "cache").glob("*") if path.suffix in (".graph", ".so"))
+    return sorted(path.suffix for path in (tmp_path / "cache").glob("*") if path.suffix in (".graph", ".trace", ".so"))
 
 
 def test_damaged_and_foreign_entries_are_refused(entries: dict[str, bytes], tmp_path: Path, capsys) -> None:
@@ -92,6 +92,9 @@ def test_damaged_and_foreign_entries_are_refused(entries: dict[str, bytes], tmp_
     outer = json.loads(entries[graph])
     assert "does not match its checksum" in refused(graph, json.dumps(outer | {"entry": outer["entry"] + " "}).encode())
     assert "not understood" in refused(graph, b"torch")
+    trace = next(name for name in entries if name.endswith(".trace"))
+    assert "does not match" in refused(trace, entries[trace].replace(b"trace", b"tracf", 1))
+    assert "not understood" in refused(trace, entries[graph])
     assert "no name of ours" in refused("../../plan.so", entries[library])
     assert "its library" in refused(graph, entries[graph])
     for what, said in (("torch", "1.0"), ("processor", "0"), ("dcompile", "0.0"), ("format", 0)):
@@ -106,3 +109,5 @@ def test_what_fits_is_found(entries: dict[str, bytes], tmp_path: Path) -> None:
     cache = KernelCache.open(Config.make(None, None))
     graphs = [name.removesuffix(".graph") for name in entries if name.endswith(".graph")]
     assert all(cache.find_graph(key) is not None for key in graphs)
+    (trace,) = (name.removesuffix(".trace") for name in entries if name.endswith(".trace"))
+    assert cache.find_trace(trace)

@@ -285,7 +285,7 @@ class Bucketed(Program):
 
     def __init__(self, recorder):
         super().__init__(recorder, None)
-        self.replayed.buckets = (SimpleNamespace(name="b", kind="all_reduce"),)
+        self.replayed.buckets = (SimpleNamespace(name="b", kind="all_reduce", carries_units=False),)
 
     def __call__(self, args, *, buckets=None, sync=False):
         self.plain += 1
@@ -392,7 +392,7 @@ class Sharded(Program):
 
     def __init__(self, recorder):
         super().__init__(recorder, None)
-        self.replayed.buckets = (SimpleNamespace(name="s", kind="reduce_scatter"),)
+        self.replayed.buckets = (SimpleNamespace(name="s", kind="reduce_scatter", carries_units=True),)
 
     def __call__(self, args, *, buckets=None, sync=False):
         self.plain += 1

@@ -11,11 +11,12 @@ import contextlib
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from dcompile.compat.trace_records import NotKeepable, Record, RecordReader, RecordWriter
+    from dcompile.compat.trace_records import Record
 
 _COLLECTS = "run_functionalized_fw_and_collect_metadata"
 """The function that finds out what a graph changes and looks at."""
@@ -71,6 +72,8 @@ def recording_metadata(found: TracedMetadata) -> Iterator[None]:
 
 def _record(found: TracedMetadata, wrappers: list[Any], metadata: Any, results: Any) -> None:
     """Make the record, or say why there is none."""
+    from dcompile.compat.trace_records import NotKeepable, RecordWriter
+
     try:
         if any(getattr(wrapper, "needs_post_compile", True) for wrapper in wrappers):
             raise NotKeepable("inputs share memory, or are given twice, and one of them changes")
@@ -87,6 +90,8 @@ def _record(found: TracedMetadata, wrappers: list[Any], metadata: Any, results: 
 
 def metadata_of(record: Mapping[str, Any], fake_mode: Any) -> Any:
     """AOTAutograd's own object again. Raises NotKeepable."""
+    from dcompile.compat.trace_records import RecordReader
+
     return RecordReader(record, fake_mode).value(record["metadata"])
 
 
@@ -131,6 +136,8 @@ def replayed(metadata: Any, inference: torch.fx.GraphModule | None) -> Iterator[
 
 def _untraced(inputs: int, tangents: int) -> torch.fx.GraphModule:
     """A joint graph that was not traced: its inputs, by the names that AOTAutograd knows them by, and no results."""
+    import torch
+
     graph = torch.fx.Graph()
     for kind, count in (("primals", inputs), ("tangents", tangents)):
         for number in range(1, count + 1):

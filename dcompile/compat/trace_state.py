@@ -30,8 +30,18 @@ _BACKENDS = frozenset(("CPU", "CUDA", "MPS", "XPU", "HIP", "MTIA", "HPU", "Meta"
 """Dispatch keys of kernels, which run, and leave alone what is traced; `Meta` are shapes, torch's own registrations."""
 LARGEST_HELD = 1 << 16
 """Bytes of a tensor that a captured graph holds, and up to which its numbers are part of a key."""
-_TORCHS = frozenset(("aten/to_dense/FuncTorchDynamicLayerFrontMode", "aten/to_dense/PythonTLSSnapshot"))
-"""Others that torch 2.15 registers itself."""
+_VMAP = (
+    "addr", "huber_loss_backward", "mse_loss_backward", "nll_loss2d_backward", "nll_loss2d_forward",
+    "nll_loss_backward", "nll_loss_forward", "smooth_l1_loss_backward",
+)  # fmt: skip
+_TORCHS = frozenset(
+    (
+        "aten/to_dense/FuncTorchDynamicLayerFrontMode",
+        "aten/to_dense/PythonTLSSnapshot",
+        *(f"aten/{op}/FuncTorchBatched" for op in _VMAP),
+    )
+)
+"""Others that torch registers itself: torch 2.15's, and those of `torch.vmap`, from its first use on."""
 _PLAIN_MODULES = (builtins, operator, math)
 
 
@@ -80,7 +90,7 @@ def _registrations() -> Iterator[str]:
     for name in aten:
         if name.rpartition("/")[2] not in _BACKENDS and name not in _TORCHS:
             raise NotKeepable(f"an operator of torch's has an implementation of its own here, {name}")
-    yield f"aten {','.join(aten)}"
+    yield f"aten {','.join(name for name in aten if name not in _TORCHS)}"
     tables = getattr(sys.modules.get("torch._decomp"), "global_decomposition_table", {})
     for op, function in tables.get("post_autograd", {}).items():
         if not is_of_torch(function):

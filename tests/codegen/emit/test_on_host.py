@@ -35,7 +35,7 @@ def graph_of(function: Any) -> tuple[FakeTensorMode, Any]:
 
 
 def text_of(mode: FakeTensorMode, gm: Any) -> str:
-    with mode, mock.patch.object(driver, "_why_not_gpu", lambda devices: None):
+    with mode, mock.patch.object(driver, "why_no_kernels", lambda devices: None):
         plan = driver.Pipeline(Config.make()).plan(gm, driver.Request("inference0", "inference"))
     return host_program.emit(plan.program, plan.kernels)
 

@@ -25,7 +25,7 @@ MARK = "_dcompile_remembers"
 
 @contextlib.contextmanager
 def remembered_arithmetic() -> Iterator[None]:
-    """Have equal operations on symbolic sizes of one shape environment return one result.
+    """Have equal operations on symbolic sizes of one shape environment return equal results.
 
     Within itself (Dynamo's tracing calls AOTAutograd's) it changes nothing.
     """
@@ -60,7 +60,14 @@ def _remembering(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         found = known.get(key)
         if found is None:  # the result keeps the environment, so that its number stays its own
             found = known[key] = own(node, other)
-        return found
+        return _twin(found)
 
     setattr(operation, MARK, True)
     return operation
+
+
+def _twin(node: Any) -> Any:
+    """Return an equal node. Tracers know values by their nodes: a shared one takes what a tangent computes for it."""
+    twin = object.__new__(type(node))
+    twin.__dict__.update(node.__dict__)
+    return twin

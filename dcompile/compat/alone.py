@@ -11,8 +11,7 @@ import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from dcompile.ir.collective_kinds import COLLECTIVES, CollectiveKind
-from dcompile.ir.functional_collectives import KINDS
+from dcompile.ir.collective_kinds import COLLECTIVES, KINDS, CollectiveKind
 
 if TYPE_CHECKING:
     import torch

@@ -96,3 +96,7 @@ def bucket_traits(kind: CollectiveKind) -> BucketTraits:
     found = COLLECTIVES[kind].bucket
     assert found is not None, f"dcompile plans no {kind} of its own"
     return found
+
+
+KINDS: Mapping[str, CollectiveKind] = {op: row.kind for row in COLLECTIVES.values() for op in row.ops}
+"""Name of a functional collective of torch -> its kind."""

@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
-from dcompile.ir.collective_kinds import COLLECTIVES, CollectiveKind
+from dcompile.ir.collective_kinds import KINDS, CollectiveKind
 from dcompile.ir.index import typical
 from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Extern, Step, views_of
 
 NAMESPACE = "_c10d_functional."
-KINDS: Mapping[str, CollectiveKind] = {op: row.kind for row in COLLECTIVES.values() for op in row.ops}
-"""Name of an operation -> its kind."""
 WAITS = ("wait_tensor", "wait_tensors")
 """The second waits for all results of one that returns several, since torch 2.15."""
 

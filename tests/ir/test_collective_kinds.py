@@ -7,8 +7,8 @@ import torch
 import torch.distributed._functional_collectives
 
 from dcompile.collectives.contract import BucketSource, ShardSource
-from dcompile.ir.collective_kinds import COLLECTIVES, CollectiveKind, PlannedKind, bucket_traits
-from dcompile.ir.functional_collectives import KINDS, is_wait
+from dcompile.ir.collective_kinds import COLLECTIVES, KINDS, CollectiveKind, PlannedKind, bucket_traits
+from dcompile.ir.functional_collectives import is_wait
 from dcompile.ir.nodes import Collective, Extern, View
 
 

@@ -8,7 +8,6 @@ import re
 import shutil
 import tempfile
 import warnings
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,14 @@ from dcompile import compat
 from dcompile.compat import pytree
 from dcompile.compiler import CachingCompiler
 from dcompile.errors import ExportError
-from dcompile.export_files import compile_inference, decompositions, own_config, remove_tokens, write_files
+from dcompile.export_files import (
+    compile_inference,
+    decompositions,
+    own_config,
+    remove_tokens,
+    write_archive,
+    write_files,
+)
 from dcompile.runtime.program.exported import MANIFEST
 from dcompile.toolchain import triton_version
 
@@ -75,9 +81,7 @@ def _publish(folder: Path, target: Path) -> None:
     """Copy the written files to the target."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.suffix == ".zip":
-        with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as file:
-            for part in sorted(folder.iterdir()):
-                file.write(part, part.name)
+        write_archive(folder, target)
         return
     if target.exists() and not (target / MANIFEST).is_file() and any(target.iterdir()):
         raise ExportError(f"dcompile: {target} holds something else; give a folder that is empty or not there yet")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import tempfile
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from dcompile.capture.graph_pass import GraphRequest, run_passes
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.errors import ExportError
-from dcompile.export_files import compile_inference, decompositions, remove_tokens, write_files
+from dcompile.export_files import compile_inference, decompositions, remove_tokens, write_archive, write_files
 from dcompile.runtime.program.aot_callable import AheadOfTimeProgram
 
 
@@ -40,15 +39,8 @@ class AheadOfTimeBackend:
         call, tensors = _call_of(gm, graph, signature)
         with tempfile.TemporaryDirectory(prefix="dcompile-aot-") as name:
             write_files(Path(name), compile_inference(compiler, graph), tensors, call)
-            return AheadOfTimeProgram(_archive(Path(name)))
-
-
-def _archive(folder: Path) -> bytes:
-    data = io.BytesIO()
-    with zipfile.ZipFile(data, "w", zipfile.ZIP_STORED) as file:
-        for part in sorted(folder.iterdir()):
-            file.write(part, part.name)
-    return data.getvalue()
+            write_archive(Path(name), data := io.BytesIO())
+            return AheadOfTimeProgram(data.getvalue())
 
 
 def _call_of(gm: Any, graph: Any, signature: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -24,6 +25,7 @@ from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.driver import Pipeline
 from dcompile.errors import ExportError
+from dcompile.ir.index import element_span
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program.artifact import Loadable, to_record
 from dcompile.runtime.program.exported import (
@@ -134,6 +136,13 @@ def write_files(
     (folder / MANIFEST).write_text(json.dumps(outer))
 
 
+def write_archive(folder: Path, target: Path | IO[bytes]) -> None:
+    """Write the files of a folder to a zip file, uncompressed and in the order of their names."""
+    with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as file:
+        for part in sorted(folder.iterdir()):
+            file.write(part, part.name)
+
+
 def _copy_libraries(made: Loadable, folder: Path) -> dict[str, str]:
     """Copy compiled kernels. Return the file of each kernel by name."""
     files = {path: f"kernels{n}{path.suffix}" for n, path in enumerate(dict.fromkeys(made.libraries.values()))}
@@ -178,8 +187,7 @@ def _write_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> dict[str,
             stream.write(b"\0" * (-stream.tell() % ALIGN_BYTES))
             offset = stream.tell()
             strides = list(tensor.stride())
-            last = sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
-            room = torch.zeros(1 + last if tensor.numel() else 0, dtype=tensor.dtype, device="cpu")
+            room = torch.zeros(element_span(tensor.shape, strides), dtype=tensor.dtype, device="cpu")
             room.as_strided(tensor.shape, strides).copy_(tensor)
             stream.write(room.view(torch.uint8).numpy().tobytes())
             dtype = str(tensor.dtype).removeprefix("torch.")

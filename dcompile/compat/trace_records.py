@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from dcompile.compat.tensors import fake_memory, fake_tensor, real_tensors
+from dcompile.ir.index import element_span
 
 Record: TypeAlias = Any
 """What `json` writes: None, numbers, texts, lists of these; a dictionary of one entry names a kind of value."""
@@ -246,10 +247,7 @@ class RecordReader:
 
 def _span(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
     """Bytes from the first element of a tensor to behind its last."""
-    if 0 in shape:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return (last + 1) * dtype.itemsize
+    return element_span(shape, strides) * dtype.itemsize
 
 
 def _by_name(kind: str, name: str) -> Any:

@@ -9,7 +9,7 @@ Equal expressions are brought to one form. `(x//3)//4` is `x//12`, `(x%12)//4` i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import gcd
 
@@ -66,6 +66,7 @@ __all__ = [
     "bounds",
     "collect",
     "contiguous_strides",
+    "element_span",
     "evaluate",
     "evaluate_on",
     "exact_quotient",
@@ -297,3 +298,8 @@ def contiguous_strides(shape: tuple[Size, ...]) -> tuple[Size, ...]:
         strides.append(step)
         step = as_size(step * size) if not (isinstance(size, int) and size == 0) else step
     return tuple(reversed(strides))
+
+
+def element_span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from a tensor's first one to its last, gaps included; 0 for an empty tensor."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -19,7 +19,7 @@ import numpy as np
 
 from dcompile.ir.analysis import inner_names, is_row_store, outer_names, product_buffer
 from dcompile.ir.float8 import BYTES, FLOAT8, from_bytes, to_bytes
-from dcompile.ir.index import Index, Size, as_index, evaluate, evaluate_on
+from dcompile.ir.index import Index, Size, as_index, element_span, evaluate, evaluate_on
 from dcompile.ir.nodes import (
     IN_DONOR,
     ITEMSIZE,
@@ -191,7 +191,7 @@ class _Machine:
 
     def _allocate(self, buffer: Buffer) -> Array:
         shape, strides = self.sizes(buffer.shape), self.sizes(buffer.strides)
-        extent = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if prod(shape) else 0
+        extent = element_span(shape, strides)
         raw = _raw(buffer.dtype)
         block = self.blocks.get(buffer.storage or "")
         if block is None or not extent:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dcompile.compat.tensors import KeptTensor
+from dcompile.ir.index import element_span
 from dcompile.runtime.program.fast_aten import empty_cpu
 
 ALIGNMENT = 64
@@ -79,7 +80,7 @@ class RecycledResultMemory:
 
     def of(self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> Callable[[], torch.Tensor]:
         """Allocator for one size."""
-        wanted = _extent(shape, strides) * dtype.itemsize
+        wanted = element_span(shape, strides) * dtype.itemsize
         if wanted < RECYCLE_BYTES:
             return functools.partial(empty_cpu, shape, strides, dtype)
         return functools.partial(self._of, wanted, dtype, shape, strides)
@@ -91,13 +92,6 @@ class RecycledResultMemory:
             holder = KeptTensor(torch.empty(wanted, dtype=torch.uint8, device="cpu"))
         self._holder = holder
         return over(holder.tensor, dtype, shape, strides, 0)
-
-
-def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from the first to the last, gaps included."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def over(
@@ -142,7 +136,7 @@ def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def like_span(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor with its strides, and with the memory between its elements."""
-    copy, extent = like(tensor), _extent(tuple(tensor.shape), tensor.stride())
+    copy, extent = like(tensor), element_span(tensor.shape, tensor.stride())
     copy.as_strided((extent,), (1,)).copy_(tensor.as_strided((extent,), (1,)))
     return copy
 

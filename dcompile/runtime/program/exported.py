@@ -22,6 +22,7 @@ import torch
 
 from dcompile.compat import pytree
 from dcompile.errors import ExportError
+from dcompile.ir.index import element_span
 from dcompile.runtime.program.artifact import Loadable, from_record
 from dcompile.runtime.program.executable import HostProgram
 from dcompile.toolchain import cpu_flags
@@ -207,8 +208,7 @@ def _tensors(file: Path, entries: Mapping[str, Mapping[str, Any]], device: str) 
 
 def _with_place(tensor: torch.Tensor, device: str) -> torch.Tensor:
     """Copy a tensor, and the memory between its elements, to a device."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    span = tensor.as_strided((extent if tensor.numel() else 0,), (1,)).to(device)
+    span = tensor.as_strided((element_span(tensor.shape, tensor.stride()),), (1,)).to(device)
     return span.as_strided(tensor.shape, tensor.stride())
 
 

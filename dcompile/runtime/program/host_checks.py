@@ -13,6 +13,7 @@ import torch
 from dcompile import grouped_ops, random_ops, rnn_ops  # noqa: F401  define operators that host programs call
 from dcompile.compat.tensors import assert_on_device
 from dcompile.errors import DcompileError
+from dcompile.ir.index import element_span
 
 
 def check_bounds(positions: torch.Tensor, low: int, high: int) -> torch.Tensor:
@@ -34,7 +35,7 @@ def check_bounds(positions: torch.Tensor, low: int, high: int) -> torch.Tensor:
     if positions.is_contiguous():
         return positions.clone()
     # keep its strides, with the zeros of expanded dimensions, since kernels were made for them
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(positions.shape, positions.stride(), strict=True))
+    extent = element_span(positions.shape, positions.stride())
     return positions.as_strided((extent,), (1,)).clone().as_strided(positions.shape, positions.stride())
 
 

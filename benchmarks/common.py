@@ -91,6 +91,17 @@ def orders(peers: Sequence[str]) -> list[list[str]]:
     return rows if count % 2 == 0 else rows + [row[::-1] for row in rows]
 
 
+def rotated(peers: Sequence[Any], turn: int) -> list[Any]:
+    """Return the peers in the order of a turn: each turn starts with another one."""
+    return [peers[(turn + place) % len(peers)] for place in range(len(peers))]
+
+
+def middle_and_spread(samples: Sequence[float]) -> dict[str, float]:
+    """Return the median of samples in ms, and how far they are apart, relative to it."""
+    middle = statistics.median(samples)
+    return {"ms": middle, "spread": (max(samples) - min(samples)) / middle}
+
+
 def _time(call: Callable[[], object], calls: int, clock: Callable[[], float]) -> float:
     start = clock()
     for _ in range(calls):

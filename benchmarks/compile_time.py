@@ -18,7 +18,6 @@ a cache that one start before has filled.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import re
@@ -342,11 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     result = summary(lines, arguments.threads)
     sys.stdout.write(page(result) + "\n")
-    if arguments.save:
-        sys.stdout.write(f"{common.save('compile_time', 'cpu', result)}\n")
-    if arguments.json:
-        sys.stdout.write(json.dumps(result) + "\n")
-    return 0 if result["complete"] else 1
+    return common.finish("compile_time", "cpu", result, keep=arguments.save, as_json=arguments.json)
 
 
 if __name__ == "__main__":

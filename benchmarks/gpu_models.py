@@ -21,7 +21,6 @@ import gc
 import importlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,18 @@ import torch
 
 import dcompile
 from benchmarks.amp_models import MODELS, Model, without_dropout
-from benchmarks.common import MARK, RESULTS, environment, finish, geomean, gpu_time, hand_back, table
+from benchmarks.common import (
+    MARK,
+    RESULTS,
+    environment,
+    finish,
+    geomean,
+    gpu_time,
+    hand_back,
+    middle_and_spread,
+    rotated,
+    table,
+)
 
 PEERS: dict[str, Callable[[Any], Any]] = {
     "eager": lambda model: model,
@@ -222,14 +232,11 @@ def measure(peers: list[Training], line: dict[str, Any], rounds: int, steps: int
     """Time the peers in turn, then measure memory and kernels of a step of each."""
     samples: dict[str, list[float]] = {peer.peer: [] for peer in peers}
     for turn in range(rounds):
-        for place in range(len(peers)):
-            peer = peers[(turn + place) % len(peers)]
+        for peer in rotated(peers, turn):
             samples[peer.peer].append(peer.time(steps))
             peer.clear()
     for peer in peers:
-        taken = sorted(samples[peer.peer])
-        median = statistics.median(taken)
-        line[peer.peer] |= {"ms": median, "spread": (taken[-1] - taken[0]) / median, **peer.look()}
+        line[peer.peer] |= {**middle_and_spread(samples[peer.peer]), **peer.look()}
         if peer.peer.startswith(OURS):
             receipt = dcompile.receipt(peer.call)
             line[peer.peer] |= {

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,16 @@ from typing import Any
 import torch
 
 import dcompile
-from benchmarks.common import environment, finish, gpu_time, last_peers, stored, table
+from benchmarks.common import (
+    environment,
+    finish,
+    gpu_time,
+    last_peers,
+    middle_and_spread,
+    rotated,
+    stored,
+    table,
+)
 
 
 @dataclass(frozen=True)
@@ -185,14 +193,11 @@ def measure(label: str, names: list[str], rounds: int, steps: int) -> dict[str, 
         gc.collect()
     samples: dict[str, list[float]] = {peer.name: [] for peer in peers}
     for turn in range(rounds):
-        for place in range(len(peers)):
-            peer = peers[(turn + place) % len(peers)]
+        for peer in rotated(peers, turn):
             samples[peer.name].append(peer.time(steps))
     for peer in peers:
-        taken = sorted(samples[peer.name])
         line[peer.name] = {
-            "ms": statistics.median(taken),
-            "spread": (taken[-1] - taken[0]) / statistics.median(taken),
+            **middle_and_spread(samples[peer.name]),
             "warm_up_s": peer.warm_up,
             "losses": peer.losses,
             **peer.look(),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.common import gpu_time
+from benchmarks.common import gpu_time, middle_and_spread, rotated
 from benchmarks.ranks import Job
 
 
@@ -100,14 +99,12 @@ def time_in_turn(
     """Time all peers round after round; each round starts with another peer, and `keep` gets `found` after it."""
     samples: dict[str, list[float]] = {peer.name: [] for peer in peers}
     for turn in range(rounds):
-        for place in range(len(peers)):
-            peer = peers[(turn + place) % len(peers)]
+        for peer in rotated(peers, turn):
             samples[peer.name].append(peer.time(steps))
         for peer in peers:
-            taken = sorted(samples[peer.name])
-            middle = statistics.median(taken)
-            found[peer.name] |= {"ms": middle, "spread": (taken[-1] - taken[0]) / middle, "rounds": len(taken)}
-            found[peer.name] |= peer.rate(middle, device)
+            taken = samples[peer.name]
+            found[peer.name] |= {**middle_and_spread(taken), "rounds": len(taken)}
+            found[peer.name] |= peer.rate(found[peer.name]["ms"], device)
         keep(found)
 
 

@@ -7,7 +7,6 @@ interleave the two, medians are compared. Lines of several depths tell what a st
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -99,8 +98,4 @@ def main(arguments: argparse.Namespace) -> int:
     lines = common.resumed(names, lambda name: line_of(name, arguments), kept)
     result = summary(lines, arguments.threads)
     sys.stdout.write(page(result) + "\n")
-    if arguments.save:
-        sys.stdout.write(f"{common.save('warm_starts', 'cpu', result)}\n")
-    if arguments.json:
-        sys.stdout.write(json.dumps(result) + "\n")
-    return 0 if result["complete"] else 1
+    return common.finish("warm_starts", "cpu", result, keep=arguments.save, as_json=arguments.json)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcompile.precompile.build_only import BuiltProgram
 
@@ -66,11 +66,20 @@ class PrecompileReport:
         """Programs that ranks compile at each start, since no cache can keep them."""
         return tuple(dict.fromkeys(name for rank in self.ranks for name in rank.left))
 
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """World sizes, in the order in which they were precompiled."""
+        return tuple(dict.fromkeys(rank.world_size for rank in self.ranks))
+
+    def of(self, world_size: int) -> PrecompileReport:
+        """The part about one world size."""
+        return replace(self, ranks=tuple(rank for rank in self.ranks if rank.world_size == world_size))
+
     def differing(self) -> tuple[tuple[int, int, int], ...]:
         """(world size, a rank, another) whose programs are not the same."""
         found = []
-        for world_size in dict.fromkeys(rank.world_size for rank in self.ranks):
-            first, *others = (rank for rank in self.ranks if rank.world_size == world_size)
+        for world_size in self.world_sizes:
+            first, *others = self.of(world_size).ranks
             found += [(world_size, first.rank, other.rank) for other in others if other.keys != first.keys]
         return tuple(found)
 
@@ -79,18 +88,16 @@ class PrecompileReport:
 
     def _lines(self) -> Iterator[str]:
         adapters = dict.fromkeys(adapter for rank in self.ranks for adapter in rank.adapters)
-        sizes = ", ".join(str(size) for size in dict.fromkeys(rank.world_size for rank in self.ranks))
+        sizes = ", ".join(map(str, self.world_sizes))
         yield f"{self.model} ({' and '.join(adapters)}), precompiled for {sizes} ranks in {self.seconds:.1f} s"
         yield (
             f"{_counted(self.programs, 'program')}, {_counted(self.kernels, 'kernel')}: "
             f"{self.built} built, {self.kernels - self.built} from the cache; in {', '.join(self.directories)}"
         )
-        for world_size in dict.fromkeys(rank.world_size for rank in self.ranks):
-            ranks = [rank for rank in self.ranks if rank.world_size == world_size]
-            new = sum(not program.report.graphs_cached for rank in ranks for program in rank.programs)
-            programs = len({key for rank in ranks for key in rank.keys})
-            built = sum(program.report.built for rank in ranks for program in rank.programs)
-            counts = f"{_counted(programs, 'program')}, {new} planned; {_counted(built, 'kernel')} built"
+        for world_size in self.world_sizes:
+            part = self.of(world_size)
+            new = sum(not program.report.graphs_cached for rank in part.ranks for program in rank.programs)
+            counts = f"{_counted(part.programs, 'program')}, {new} planned; {_counted(part.built, 'kernel')} built"
             yield f"  {world_size} ranks: {counts}"
         for name in self.left:
             yield f"left: {name} is compiled by each rank at each start: no cache can keep it"

@@ -83,6 +83,13 @@ class KernelBackend:
     def __str__(self) -> str:
         return f"{self.name} {self.version}".strip()
 
+    @property
+    def cache_objection(self) -> str:
+        """Why nothing that it makes is cached; empty if it is."""
+        return (
+            "" if self.is_stable else f"its kernels come from {self.name}, and nothing tells that from another by name"
+        )
+
 
 def valid_names() -> tuple[str, ...]:
     """Values of option `kernels` besides callables."""

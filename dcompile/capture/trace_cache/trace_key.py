@@ -51,8 +51,8 @@ _MARKS = ("custom", "recompute", "ac_graph_id")
 
 def trace_key(gm: GraphModule, inputs: Sequence[Any], config: Config, facts: Sequence[str]) -> str:
     """The name of a trace's entry. `facts`: what an adapter adds. Raises NotKeepable."""
-    if config.backend is not None and not config.backend.is_stable:
-        raise NotKeepable(f"its kernels come from {config.backend.name}, and nothing tells that from another by name")
+    if config.backend is not None and config.backend.cache_objection:
+        raise NotKeepable(config.backend.cache_objection)
     storages: dict[int, int] = {}
     given = (_input(value, storages) for value in inputs)
     lines = (*_environment(config), *global_state(), *facts, *given, *_GraphText(storages).lines(gm, "graph"))

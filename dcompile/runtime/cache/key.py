@@ -46,8 +46,8 @@ class NotCacheable(Exception):
 
 def graph_key(gm: GraphModule, request: Request, config: Config) -> str:
     """Key of a graph's cache entry. Raises NotCacheable."""
-    if config.backend is not None and not config.backend.is_stable:
-        raise NotCacheable(f"its kernels come from {config.backend.name}, and nothing tells that from another by name")
+    if config.backend is not None and config.backend.cache_objection:
+        raise NotCacheable(config.backend.cache_objection)
     machine = _machine(request) if _communicates(gm, request) or config.backend is not None else ()
     given = (*_request(request), *machine)
     surroundings = (f"{what} {value}" for what, value in environment().items())

@@ -10,35 +10,30 @@ import torch
 
 from dcompile.codegen.emit.host import batch_launches
 from dcompile.codegen.emit.host import program as host_program
-from dcompile.ir.nodes import Buffer, Loop, Program, Store, View
+from dcompile.ir.nodes import Buffer, Loop, Program, Store
+from dcompile.ir.parse import parse
 from tests.codegen.emit import cpp_kernel, loops
 from tests.runtime.program.test_executable import load
 
 
-def scale(name: str, source: str, target: str, n: int, factor: float) -> Loop:
-    body = loops.Body()
-    y = body.op("mul", body.load(source, loops.I0), body.const(factor))
-    return Loop(name, (n,), (), tuple(body.values), (Store(target, loops.I0, y),), (f"model.{name}",))
-
-
-def vector(name: str, n: int, storage: str | None = None, offset: int = 0) -> Buffer:
-    return Buffer(name, "float32", (n,), (1,), storage=storage, offset=offset)
-
-
-def whole(buffer: Buffer) -> View:
-    return View(buffer.name, buffer.shape, buffer.strides)
+def scale(name: str, source: str, target: str, n: int, factor: float) -> str:
+    return f"loop {name} [{n}]  # model.{name}\n  {target}[i0] = mul({source}[i0], {factor})"
 
 
 def text(program: Program) -> str:
     return host_program.emit(program, cpp_kernel.emit_all(program))
 
 
-def steps(n: int, count: int, storage: str = "out") -> Program:
+def program_of(head: str, *lines: str) -> Program:
+    return parse("\n".join((f"program {head}", *lines)))
+
+
+def steps(n: int, count: int) -> Program:
     """b1 = 2 x, b2 = 2 b1 and so on: all but the last are needed once."""
     names = ["x", *(f"b{number}" for number in range(1, count + 1))]
-    loops_ = tuple(scale(target, source, target, n, 2) for source, target in itertools.pairwise(names))
-    middle = (vector(name, n, storage) for name in names[1:])
-    return Program("steps", ("x",), (whole(vector(names[-1], n)),), (vector("x", n, "input"), *middle), loops_)
+    buffers = (f"  {name}: float32[{n}] @ {'input' if name == 'x' else 'out'}+0" for name in names)
+    scales = (scale(target, source, target, n, 2.0) for source, target in itertools.pairwise(names))
+    return program_of("steps(x)", *buffers, *scales, f"return ({names[-1]})")
 
 
 def test_kernels_side_by_side_are_one_call_and_one_alone_is_its_own() -> None:
@@ -52,9 +47,9 @@ def test_kernels_side_by_side_are_one_call_and_one_alone_is_its_own() -> None:
 def test_an_optimizers_tensors_take_one_call() -> None:
     """Updates in place of tensors of several sizes, each its own kernel; all addresses come with the call."""
     sizes = (3, 5, 70000)
-    buffers = tuple(vector(f"p{n}", n, "input") for n in sizes)
-    updates = tuple(scale(f"s{n}", f"p{n}", f"p{n}", n, 3) for n in sizes)
-    program = Program("update", tuple(b.name for b in buffers), (), buffers, updates)
+    buffers = (f"  p{n}: float32[{n}] @ input+0" for n in sizes)
+    updates = (scale(f"s{n}", f"p{n}", f"p{n}", n, 3.0) for n in sizes)
+    program = program_of(f"update({', '.join(f'p{n}' for n in sizes)})", *buffers, *updates, "return ()")
     assert text(program).count("run.calls(3,") == 1
     executable = load(program)
     for _ in range(2):

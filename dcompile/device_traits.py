@@ -1,7 +1,7 @@
-"""What passes may ask about the device that a loop runs on, without knowing its target: one row for each device type.
+"""Traits of device types, which passes read instead of a target: one row for each type.
 
-Only `codegen/emit/` knows targets. A row says what kernels of ours can do there, and how ATen's compute, where results
-are to be theirs.
+Only `codegen/emit/` knows targets. A row states what dcompile's kernels can do on the device. It also states how ATen's
+kernels compute there, since results should equal theirs.
 """
 
 from __future__ import annotations
@@ -12,90 +12,90 @@ from dataclasses import dataclass, field, replace
 from dcompile.ir.nodes import Buffer, Loop
 
 HOST = "cpu"
-"""The device type whose memory Python and host programs read."""
+"""Device type whose memory Python and host programs read."""
 MAX_INT32_ELEMENTS = 2**31 - 2**20
-"""Elements that kernels of many threads count in 32 bits: a tile may reach a little beyond its loop."""
+"""Maximum elements of a 32-bit index in kernels of many threads: a tile may exceed its loop a little."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtenTraits:
-    """How ATen's library computes on a device, and what is worth to be rewritten for it."""
+    """Behavior of ATen's kernels on a device, and rewrites that pay off for them."""
 
     keeps_image_layout: bool = False
     """Whether shuffles and pads of channels-last images are channels-last, and not row-major."""
     keeps_empty_shape: bool = False
-    """Whether `pixel_unshuffle` returns what has no elements as it is."""
+    """Whether `pixel_unshuffle` returns an empty input unchanged."""
     sums_in_float64: bool = False
     """Whether running sums of float32, and variances under a root, are computed in float64."""
     rounds_factors: bool = False
-    """Whether `alpha` of a sum is rounded to the dtype of 16 bits that it is for."""
+    """Whether `alpha` of an addition is rounded to the operands' 16-bit dtype."""
     rounds_norms: bool = False
     """Whether `weight_norm` keeps norms in the dtype of its scale; those of bfloat16 stay float32 everywhere."""
     divides_by_reciprocal: bool = True
     """Whether dividing by a number multiplies by its reciprocal."""
     has_half_roots: bool = True
-    """Whether a power of 1/2 of a float16 number is a root."""
+    """Whether a float16 power of 1/2 is computed as a square root."""
     draws_dropout_masks: bool = False
-    """Whether dropout draws its mask as `bernoulli` does; otherwise a kernel for all of it draws other numbers."""
+    """Whether dropout draws its mask like `bernoulli`. Otherwise a fused kernel draws other numbers."""
     adds_bias_apart: bool = True
-    """Whether a convolution's bias is added by a kernel of its own."""
+    """Whether a separate kernel adds a convolution's bias."""
     sums_bias_gradient_apart: bool = False
-    """Whether a convolution's gradient of the bias reads the result's gradient another time."""
+    """Whether the bias gradient of a convolution takes a separate pass over the result's gradient."""
     checks_while_writing: bool = False
-    """Whether a put checks positions while it writes; otherwise one that is wrong raises behind others."""
+    """Whether a put checks indices while it writes. Otherwise a wrong index raises after other writes."""
     puts_few_values_fast: bool = False
-    """Whether scattering a few values takes next to no time beside a loop over the whole tensor."""
+    """Whether scattering a few values costs almost nothing compared with a loop over the whole tensor."""
     shares_attention_heads: bool = False
-    """Whether an attention kernel takes fewer heads of keys and values than of queries."""
+    """Whether attention kernels support grouped queries: fewer heads of keys and values than of queries."""
     splits_single_query: bool = True
-    """Whether attention of one query a head shares out its keys; if not, it is written as loops."""
+    """Whether attention with one query a head is split over its keys; if not, it is decomposed into loops."""
     wants_aligned_matmul: bool = False
-    """Whether products of 16 bits are much slower with sides that are no multiple of 16 bytes."""
+    """Whether 16-bit matmuls are much slower if sides are no multiples of 16 bytes."""
     scales_matmul: bool = False
-    """Whether a product multiplies what it writes by a factor."""
+    """Whether a matmul can scale its result by a factor."""
     image_dtypes: frozenset[str] = frozenset()
-    """Dtypes of which convolutions are faster channels-last, as far as that was measured."""
+    """Dtypes whose convolutions were measured to be faster channels-last."""
     converts_filters: bool = False
-    """Whether convolutions bring filters into an order of their own, and take memory for that in the backward."""
+    """Whether convolutions reorder their filters, which takes memory in the backward."""
     miscomputes_strided_pixels: bool = False
-    """Whether 1x1 convolutions with steps and few channels come out wrong channels-last."""
+    """Whether strided 1x1 convolutions with few channels are wrong channels-last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceTraits:
-    """One type of device. What has no row is like a GPU for which nothing is compiled."""
+    """Traits of one device type. A type without a row counts as a GPU without compiled kernels."""
 
     name: str
     is_compiled: bool = False
-    """Whether there is a target, which spells all of `OPS`."""
+    """Whether a target exists, which spells all of `OPS`."""
     is_host: bool = False
-    """Whether Python and host programs read its memory: numbers in it are known without waiting for a device."""
+    """Whether Python and host programs read its memory, without waiting for a device."""
     many_threads: bool = True
-    """Whether a loop runs on thousands of threads: rows side by side, and a start costs as much as a small loop."""
+    """Whether a loop runs on thousands of threads: rows run in parallel, and a launch costs as much as a small loop."""
     ordered_stores: bool = False
-    """Whether values that fall on one place are combined in a fixed order."""
+    """Whether stores to the same element are combined in a fixed order."""
     atomics: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Mode of a store -> dtypes of numbers in memory that threads may combine at the same time without losing some."""
+    """Mode of a store -> dtypes for which atomic operations exist."""
     checks_positions: bool = False
-    """Whether a loop can fail at a position that lies outside."""
+    """Whether a loop can raise an error for an index out of bounds."""
     splits_loops: bool = False
-    """Whether loops are split where a stretch along the last dimension ends."""
+    """Whether loops are split at the ends of ranges along the last dimension."""
     fuses_padding: bool = False
-    """Whether a padded result joins the loop of what it pads, over more elements than that has."""
+    """Whether padding is fused into the loop of the padded value, over more elements than that has."""
     has_row_matmul: bool = False
-    """Whether one row times a matrix waits for memory alone, and may be a loop."""
+    """Whether the product of one row and a matrix is bound by memory bandwidth, and may be a loop."""
     has_matmul_epilogues: bool = False
-    """Whether a kernel of ours multiplies matrices, and ends in a loop."""
+    """Whether dcompile has matmul kernels with fused epilogues."""
     has_own_sgemm: bool = False
-    """Whether a kernel of ours may multiply matrices of float32."""
+    """Whether dcompile has a float32 matmul kernel."""
     matmul_tile: int = 128
-    """Library products work on whole tiles of about this many rows and columns."""
+    """Approximate rows and columns of a tile of library matmuls."""
     has_caching_allocator: bool = True
-    """Whether memory that was freed is there again without cost; fresh pages are slow otherwise."""
+    """Whether a caching allocator returns freed memory without cost. Otherwise fresh pages are slow."""
     has_scalar_float64_functions: bool = False
-    """Whether loops compute some functions of float64 one element at a time."""
+    """Whether some float64 functions are computed one element at a time."""
     computes_loss_gradient_early: bool = False
-    """Whether the gradient of a loss is better computed while its logits are in the caches."""
+    """Whether a loss's gradient is better computed in the forward, while its logits are cached."""
     aten: AtenTraits = AtenTraits()
 
     def has_atomic(self, mode: str, dtype: str) -> bool:
@@ -160,15 +160,15 @@ DEVICE_TRAITS: Mapping[str, DeviceTraits] = {row.name: row for row in (CPU, CUDA
 
 
 def traits_of(device: str) -> DeviceTraits:
-    """The row of a device, such as "cuda" or "cuda:1"."""
+    """Return the traits of a device, such as "cuda" or "cuda:1"."""
     return DEVICE_TRAITS.get(device.partition(":")[0], OTHER)
 
 
 def main_device(devices: Iterable[str]) -> str:
-    """Of the devices that something is on, the first that is not the host, if one is not."""
+    """Return the first device that is not the host; the host if there is none."""
     return next((device for device in devices if not traits_of(device).is_host), HOST)
 
 
 def loop_traits(loop: Loop, table: Mapping[str, Buffer]) -> DeviceTraits:
-    """Traits of the device whose memory a loop writes."""
+    """Return the traits of the device whose memory a loop writes."""
     return traits_of(main_device(table[store.buffer].device for store in loop.stores))

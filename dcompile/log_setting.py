@@ -1,4 +1,4 @@
-"""Option `log`: which channels are written to, and from which level on."""
+"""Parse option `log`: channels and their levels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a setting is: a field with a help text, its names as an option and as a variable, and values of its type."""
+"""Definition of a setting: a field with help, its option and variable names, and the check of its type."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def suggestion(name: str, valid: Iterable[str]) -> str:
 
 
 def check_type(name: str, hint: Any, value: Any) -> Any:
-    """`value` as the type that a field declares; strings are read as the environment writes them.
+    """Return `value` converted to the field's type; strings are parsed as from the environment.
 
     Raises OptionError.
     """

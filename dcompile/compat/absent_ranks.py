@@ -1,4 +1,4 @@
-"""Ranks that are not there: a process group of one process; and help for torch where tensors have no memory."""
+"""Process groups of absent ranks in one process, and patches of torch for tensors without memory."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 BACKEND = "fake"
-"""torch's own backend for this: collectives return at once, with values of this rank in the place of others'."""
+"""torch's fake backend: collectives return at once, with this rank's values instead of other ranks'."""
 _MESHES = ("__init__", "__getitem__", "_flatten", "_unflatten")
 _MESHES_STATIC = ("from_group", "_concatenate")
 _OBJECTS = (
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "recv_object_list",
     "send_object_list",
 )  # fmt: skip
-"""Collectives of Python objects: what they give is another rank's."""
+"""Collectives of Python objects, whose results come from other ranks."""
 _QUIET = ("barrier", "monitored_barrier")
 
 
 @contextlib.contextmanager
 def process_group(rank: int, world_size: int) -> Iterator[None]:
-    """A default process group of `world_size` ranks, of which this process is `rank` and no other exists."""
+    """Set up a default process group of `world_size` ranks, where only this process, `rank`, exists."""
     import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
-    hook = sys.excepthook  # torch puts its own there, which says the rank, and leaves it there
+    hook = sys.excepthook  # torch replaces the hook by one that names the rank, and leaves it there
     store: Any = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=world_size)
     try:
@@ -41,7 +41,7 @@ def process_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 def is_of_absent_ranks(group: Any) -> bool:
-    """Whether a process group's other ranks are not there."""
+    """Whether a process group's other ranks are absent."""
     import torch.distributed as dist
 
     return bool(dist.get_backend(group) == BACKEND)
@@ -49,9 +49,9 @@ def is_of_absent_ranks(group: Any) -> bool:
 
 @contextlib.contextmanager
 def for_all_groups(refuse: Callable[[str], Any]) -> Iterator[None]:
-    """Meanwhile, whoever starts process groups gets such ones, and whoever asks other ranks for objects is refused.
+    """Make new process groups fake ones, and refuse collectives of Python objects.
 
-    `refuse` is called with the name of what was called, and raises.
+    `refuse` is called with the name of the collective, and raises.
     """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -59,7 +59,7 @@ def for_all_groups(refuse: Callable[[str], Any]) -> Iterator[None]:
     new_group = dist.new_group
 
     def start(*_: Any, **__: Any) -> None:
-        """There is one already."""
+        """Do nothing: the process group exists."""
 
     @functools.wraps(new_group)
     def group(*args: Any, **keywords: Any) -> Any:
@@ -75,12 +75,12 @@ def for_all_groups(refuse: Callable[[str], Any]) -> Iterator[None]:
         return call
 
     def own_broadcast(object_list: Any, src: Any = None, *args: Any, **keywords: Any) -> Any:
-        """Of this rank's own objects, all others would get them."""
+        """Do nothing for this rank's own objects, which the others would receive."""
         own = src == dist.get_rank() if keywords.get("group_src") is None else False
         return None if own else refuse("broadcast_object_list")
 
     def meet(*_: Any, **__: Any) -> Iterator[Any]:
-        """Ranks are met at once."""
+        """Return the only rank at once."""
         yield _store_class()(), dist.get_rank(), dist.get_world_size()
 
     answers: dict[str, Any] = {name: refused(name) for name in _OBJECTS}
@@ -99,13 +99,13 @@ def for_all_groups(refuse: Callable[[str], Any]) -> Iterator[None]:
 
 @functools.cache
 def _store_class() -> Any:
-    """In the place of a store over TCP, which would wait for other ranks."""
+    """Return a local store instead of a TCP store, which would wait for other ranks."""
     import torch.distributed as dist
 
     base: Any = dist.HashStore  # type: ignore[attr-defined]
 
     class LocalStore(base):  # type: ignore[misc]
-        """This rank's own."""
+        """A store of this process alone."""
 
         def __init__(self, host_name: str = "127.0.0.1", port: int = 0, *_: Any, **__: Any) -> None:
             super().__init__()
@@ -115,16 +115,16 @@ def _store_class() -> Any:
 
 
 def _modules_with(name: str, function: Any) -> list[Any]:
-    """Modules that have a function of torch's under its name, the user's too."""
+    """Return modules, of users too, that have imported a function of torch under its own name."""
     loaded = [module for module in sys.modules.values() if isinstance(module, types.ModuleType)]
     return [module for module in loaded if vars(module).get(name) is function]
 
 
 @contextlib.contextmanager
 def without_data() -> Iterator[None]:
-    """Meanwhile, tensors have shapes and no memory; wrappers of modules and optimizers can do without.
+    """Make tensors without memory, and let wrappers and optimizers work with them.
 
-    Raises what torch raises where a value is read (`is_value_read`).
+    Raises torch's error where a value is read (`is_value_read`).
     """
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -147,7 +147,7 @@ def without_data() -> Iterator[None]:
 
 
 def _with_memory(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which computes with numbers of ranks, by tensors that have them."""
+    """Wrap `function`, which computes with rank numbers, so that it uses tensors with memory."""
     from dcompile.compat.tensors import real_tensors
 
     @functools.wraps(function)
@@ -159,7 +159,7 @@ def _with_memory(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_hooks(init_helper: Callable[..., Any]) -> Callable[..., Any]:
-    """DDP's making of a reducer, which is to reduce nothing: it reads memory, and takes no answers of this backend."""
+    """Remove the hooks of DDP's new reducer: it would read memory, and reject the results of this backend."""
 
     @functools.wraps(init_helper)
     def call(ddp: Any, *args: Any, **keywords: Any) -> Any:
@@ -171,7 +171,7 @@ def _without_hooks(init_helper: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _answers() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Functions of torch that read memory or a value that is known, or take long: (module, name, what is called)."""
+    """Return functions of torch that read memory or known values, or are slow: (module, name, replacement)."""
     import torch
     import torch.nn.parallel.distributed as ddp
 
@@ -180,7 +180,7 @@ def _answers() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
             yield ddp, name, lambda *_, **__: None
     if hasattr(torch.utils, "swap_tensors"):
         yield torch.utils, "swap_tensors", _taken_over(torch.utils.swap_tensors)
-    with contextlib.suppress(ImportError):  # a torch that has it elsewhere: it only takes longer
+    with contextlib.suppress(ImportError):  # another torch version: only slower
         fsdp = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
         if hasattr(fsdp, "_chunk_with_empty"):
             yield fsdp, "_chunk_with_empty", _Chunks
@@ -191,7 +191,7 @@ def _answers() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 
 def _taken_over(swap_tensors: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """What `Module.to` puts a converted parameter in its place by; torch's own way refuses what others refer to."""
+    """Replace a parameter in `Module.to`; torch's own way refuses tensors with weak references."""
     from torch._subclasses import FakeTensor
 
     def swap(parameter: Any, converted: Any) -> None:
@@ -205,9 +205,9 @@ def _taken_over(swap_tensors: Callable[[Any, Any], None]) -> Callable[[Any, Any]
 
 
 class _Chunks:
-    """Parts of a parameter, as `torch.chunk` cuts it, made when asked for: of 1024, FSDP looks at two.
+    """Lazy chunks of a parameter, as of `torch.chunk`: of 1024, FSDP reads two.
 
-    Each tensor without memory takes 0.3 ms.
+    Making one tensor without memory takes 0.3 ms.
     """
 
     def __init__(self, tensor: Any, num_chunks: int, dim: int) -> None:
@@ -228,7 +228,7 @@ class _Chunks:
 
 
 def _first_step(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """An optimizer's count of steps as a number: the first one's, where it is kept in a tensor."""
+    """Return an optimizer's step count; 1 for a tensor, as in the first step."""
     import torch
 
     def value(x: Any) -> Any:
@@ -240,7 +240,7 @@ def _first_step(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def is_value_read(error: BaseException) -> bool:
-    """Whether this was raised where somebody has read the value of a tensor without memory, or a size made of one."""
+    """Whether an error comes from a read of a value, or of a size, of a tensor without memory."""
     from torch._subclasses import fake_tensor as fakes
 
     kinds = ("DataDependentOutputException", "DynamicOutputShapeException")
@@ -252,5 +252,5 @@ _NO_GPU = ("not linked with support for cuda", "not compiled with CUDA enabled",
 
 
 def is_gpu_missing(error: BaseException) -> bool:
-    """Whether this was raised where something is to be on a GPU, and there is none."""
+    """Whether an error comes from the use of a GPU on a host without one."""
     return any(text in str(error) for text in _NO_GPU)

@@ -1,8 +1,8 @@
-"""What AOTAutograd traces before it compiles, noted to be kept; and kept traces in the place of tracing.
+"""Record AOTAutograd's traces for the cache, and replay cached traces instead of tracing.
 
-AOTAutograd looks at a graph twice before anything is compiled: which inputs it changes and what its results look at
-(`ViewAndMutationMeta`), then the joint graph, or that of inference. Both functions are replaced while a kept trace
-stands in; all that follows, from the choice of inputs to be detached to the wrappers around programs, is torch's own.
+AOTAutograd runs a graph twice before compilation. The first run finds mutated inputs and aliased results
+(`ViewAndMutationMeta`), the second traces the joint or inference graph. A replay replaces both functions. Everything
+after them, from the choice of detached inputs to the wrappers around programs, is torch's own code.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from dcompile.compat.trace_records import Record
 
 _COLLECTS = "run_functionalized_fw_and_collect_metadata"
-"""The function that finds out what a graph changes and looks at."""
+"""torch's function that finds a graph's mutations and aliases."""
 _TRACERS = {"aot_dispatch_autograd_graph": True, "aot_dispatch_base_graph": False}
-"""Functions that trace -> whether forward and backward in one."""
+"""torch's tracing functions -> whether they trace forward and backward as one graph."""
 
 
 @dataclass
 class TracedMetadata:
-    """What AOTAutograd has found out about a graph while it was traced."""
+    """AOTAutograd's metadata of a traced graph."""
 
     record: Record = None
     objection: str = "AOTAutograd has traced it in a way that is not known"
-    """Why there is no record."""
+    """Why there is no record; empty if there is one."""
 
 
 @contextlib.contextmanager
 def recording_metadata(found: TracedMetadata) -> Iterator[None]:
-    """Note in `found` what AOTAutograd finds out about the first graph that it traces meanwhile."""
+    """Record in `found` AOTAutograd's metadata of the first graph that it traces."""
     from torch._functorch._aot_autograd import graph_compile
 
     wrappers: list[Any] = []
@@ -71,7 +71,7 @@ def recording_metadata(found: TracedMetadata) -> Iterator[None]:
 
 
 def _record(found: TracedMetadata, wrappers: list[Any], metadata: Any, results: Any) -> None:
-    """Make the record, or say why there is none."""
+    """Make the record, or set the reason why there is none."""
     from dcompile.compat.trace_records import NotKeepable, RecordWriter
 
     try:
@@ -89,7 +89,7 @@ def _record(found: TracedMetadata, wrappers: list[Any], metadata: Any, results: 
 
 
 def metadata_of(record: Mapping[str, Any], fake_mode: Any) -> Any:
-    """AOTAutograd's own object again. Raises NotKeepable."""
+    """Rebuild AOTAutograd's metadata object. Raises NotKeepable."""
     from dcompile.compat.trace_records import RecordReader
 
     return RecordReader(record, fake_mode).value(record["metadata"])
@@ -97,10 +97,10 @@ def metadata_of(record: Mapping[str, Any], fake_mode: Any) -> Any:
 
 @contextlib.contextmanager
 def replayed(metadata: Any, inference: torch.fx.GraphModule | None) -> Iterator[None]:
-    """Have AOTAutograd take `metadata` for what it would find out of the first graph that it traces meanwhile.
+    """Replace AOTAutograd's analysis of the first graph that it traces by `metadata`.
 
-    Of a graph without gradients it takes `inference` for what it would trace; of others nothing is traced, and the
-    partition function is to know the parts.
+    For a graph without gradients, `inference` replaces the trace. For others nothing is traced, and the partition
+    function must supply both parts.
     """
     from torch._functorch import aot_autograd
     from torch._functorch._aot_autograd import graph_compile
@@ -135,7 +135,7 @@ def replayed(metadata: Any, inference: torch.fx.GraphModule | None) -> Iterator[
 
 
 def _untraced(inputs: int, tangents: int) -> torch.fx.GraphModule:
-    """A joint graph that was not traced: its inputs, by the names that AOTAutograd knows them by, and no results."""
+    """Make a placeholder joint graph: inputs by AOTAutograd's names, and no results."""
     import torch
 
     graph = torch.fx.Graph()
@@ -157,7 +157,7 @@ def can_replay() -> bool:
 
 
 def tracing_mode() -> Any:
-    """Inside Dynamo's backend: the mode of fake tensors that the graph was captured in, or None."""
+    """Return the fake tensor mode of the capture, inside Dynamo's backend; None elsewhere."""
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()

@@ -1,6 +1,6 @@
-"""What traced graphs hold, as JSON and back: tensors without data, dtypes, devices, and AOTAutograd's descriptions.
+"""Convert a traced graph's values to JSON and back: fake tensors, dtypes, devices, and AOTAutograd's descriptors.
 
-A record is data: lists, dictionaries and texts. Reading one looks names up in short lists, and runs nothing of it.
+A record is data: lists, dictionaries and texts. Reading one looks names up in short lists, and runs no code of it.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from dcompile.compat.tensors import fake_memory, fake_tensor, real_tensors
 from dcompile.ir.index import element_span
 
 Record: TypeAlias = Any
-"""What `json` writes: None, numbers, texts, lists of these; a dictionary of one entry names a kind of value."""
+"""JSON data: None, numbers, texts, and lists. A dictionary with one entry names a kind of value."""
 
 OWN_OPS = "dcompile"
-"""What namespaces of our own operators begin with."""
+"""Prefix of dcompile's operator namespaces."""
 OP_NAMESPACES = frozenset(("aten", "prims", "prim", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
-"""Those whose operators come with torch, so that its version tells what they do."""
+"""Namespaces of torch's own operators, whose behavior follows from torch's version."""
 LARGEST_CONSTANT = 4096
-"""Bytes of a tensor that a graph holds, and up to which a record has its numbers."""
+"""Maximum bytes of a constant tensor that a record stores."""
 _FUNCTIONS = {"getitem": operator.getitem}
-"""What a traced graph calls beside operators of torch's."""
+"""Functions that a traced graph calls apart from torch's operators."""
 
 
 class NotKeepable(Exception):
-    """Something of a traced graph, or of what it was traced from, has no record; says what."""
+    """Raised for a value of a traced or captured graph that has no record. The message names it."""
 
 
 def is_known_op(name: str) -> bool:
-    """Whether an operator, `aten.add.Tensor`, is torch's or ours: then versions tell what it does."""
+    """Whether an operator, such as `aten.add.Tensor`, is torch's or dcompile's: versions identify these."""
     namespace = name.partition(".")[0]
     return namespace in OP_NAMESPACES or namespace.startswith(OWN_OPS)
 
 
 @functools.cache
 def _described() -> Mapping[str, Any]:
-    """Names of dataclasses and enumerations that AOTAutograd describes a graph with -> the classes."""
+    """Name -> dataclass or enumeration of AOTAutograd's graph descriptions."""
     from torch._functorch._aot_autograd import descriptors, schemas
 
     kinds = {
@@ -59,7 +59,7 @@ def _described() -> Mapping[str, Any]:
 
 @functools.cache
 def _types() -> Mapping[str, type]:
-    """Names of types that AOTAutograd notes of results -> the types."""
+    """Name -> type that AOTAutograd records for results."""
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
@@ -68,13 +68,13 @@ def _types() -> Mapping[str, type]:
 
 
 def _named(kind: type, names: str) -> dict[Any, str]:
-    """Values of a type that torch has names for -> the names."""
+    """Values of a type -> their names in torch."""
     return {value: name for name in names.split() if isinstance(value := getattr(torch, name, None), kind)}
 
 
 @functools.cache
 def _names() -> Mapping[str, dict[Any, str]]:
-    """Kind of a value -> values of it -> their names in `torch`."""
+    """Kind -> its values -> their names in torch."""
     return {
         "dtype": {value: str(value).removeprefix("torch.") for value in vars(torch).values() if _is_dtype(value)},
         "layout": _named(torch.layout, "strided"),
@@ -87,10 +87,10 @@ def _is_dtype(value: Any) -> bool:
 
 
 class RecordWriter:
-    """Makes records; tensors, texts and stacks of modules are each noted once."""
+    """Writer of records. It stores each tensor, text and module stack once."""
 
     def __init__(self, node_of: Callable[[torch.fx.Node], int] | None = None) -> None:
-        """`node_of` gives the number of a node; None where no node may occur."""
+        """`node_of` returns the number of a node; None if no node may occur."""
         self._node_of = node_of
         self._tensors: dict[Any, int] = {}
         self._storages: dict[int, int] = {}
@@ -98,15 +98,15 @@ class RecordWriter:
         self._texts: dict[Any, int] = {}
 
     def tables(self) -> dict[str, Record]:
-        """What records refer to by number."""
+        """Return the tables that records refer to by number."""
         return {"tensors": [list(key) for key in self._tensors], "storages": self._sizes, "texts": list(self._texts)}
 
     def text(self, value: str) -> int:
-        """The number of a text that occurs often."""
+        """Return the number of a frequent text."""
         return self._texts.setdefault(value, len(self._texts))
 
     def value(self, value: Any) -> Record:
-        """The record of anything that a graph's nodes hold. Raises NotKeepable."""
+        """Return the record of a node's value. Raises NotKeepable."""
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, torch.Tensor):
@@ -162,7 +162,7 @@ class RecordWriter:
         return {"description": [name, fields]}
 
     def _tensor(self, value: torch.Tensor) -> int:
-        """The number of what is known of a fake tensor, its memory among it."""
+        """Return the number of a fake tensor's record, which includes its storage."""
         from torch._subclasses.fake_tensor import FakeTensor
 
         if type(value) is not FakeTensor:
@@ -181,7 +181,7 @@ class RecordWriter:
 
 
 class RecordReader:
-    """Makes values of records. Not inside a mode of fake tensors. Raises NotKeepable for what it does not know."""
+    """Reader of records. Use it outside fake tensor modes. Raises NotKeepable for unknown records."""
 
     def __init__(self, tables: Mapping[str, Record], fake_mode: Any) -> None:
         self._fake_mode = fake_mode
@@ -192,17 +192,17 @@ class RecordReader:
         self._storages: dict[int, Any] = {}
         self._tensors: dict[int, Any] = {}
         self.nodes: list[torch.fx.Node] = []
-        """The nodes that records name by number, as far as they are made."""
+        """Nodes made so far, by the number that records use."""
 
     def text(self, number: int) -> str:
-        """A text by its number."""
+        """Return a text by its number."""
         found = self._texts[number]
         if not isinstance(found, str):
             raise NotKeepable("a text is damaged")
         return found
 
     def value(self, record: Record) -> Any:
-        """The value of a record."""
+        """Return the value of a record."""
         if not isinstance(record, (list, dict)):
             return record
         if isinstance(record, list):
@@ -214,31 +214,31 @@ class RecordReader:
         return read(self, held)
 
     def node(self, number: int) -> torch.fx.Node:
-        """A node by its number."""
+        """Return a node by its number."""
         return self.nodes[number]
 
     def items(self, held: list[Record]) -> list[Any]:
-        """The values of records."""
+        """Return the values of several records."""
         return [self.value(item) for item in held]
 
     def mapping(self, held: list[Any]) -> dict[Any, Any]:
-        """A dictionary."""
+        """Return a dictionary."""
         return {self.value(key): self.value(item) for key, item in held}
 
     def description(self, held: list[Any]) -> Any:
-        """A dataclass of AOTAutograd's."""
+        """Return a dataclass of AOTAutograd."""
         name, fields = held
         return _described()[name](**{name: self.value(item) for name, item in fields.items()})
 
     def tensor(self, number: int) -> Any:
-        """A fake tensor; the same one for each mention of its number."""
+        """Return a fake tensor, the same one for equal numbers."""
         if number not in self._tensors:
             storage, name, device, shape, strides, offset = self._rows[number]
             dtype = _by_name("dtype", name)
             lonely = self._holders[storage] == 1 and self._sizes[storage] == _span(shape, strides, dtype) and not offset
             if not lonely and storage not in self._storages:
                 self._storages[storage] = fake_memory(self._sizes[storage])
-            memory = None if lonely else self._storages[storage]  # half the time, where nothing shares it
+            memory = None if lonely else self._storages[storage]  # half the time if nothing shares the storage
             self._tensors[number] = fake_tensor(
                 self._fake_mode, dtype, torch.device(device), memory, offset, shape, strides
             )
@@ -246,7 +246,7 @@ class RecordReader:
 
 
 def _span(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes from the first element of a tensor to behind its last."""
+    """Return bytes from the start of a tensor's first element to the end of its last."""
     return element_span(shape, strides) * dtype.itemsize
 
 
@@ -278,7 +278,7 @@ _READERS: Mapping[str, Callable[[RecordReader, Any], Any]] = {
 
 
 def op_name(op: Any) -> str:
-    """`aten.add.Tensor`, of an operator of torch's or ours. Raises NotKeepable of any other."""
+    """Return the name of an operator of torch or dcompile, such as `aten.add.Tensor`. Raises NotKeepable for others."""
     name = str(op)
     if not is_known_op(name):
         raise NotKeepable(f"it calls {name}, an operator whose code no version tells")
@@ -286,7 +286,7 @@ def op_name(op: Any) -> str:
 
 
 def op_of(name: str) -> Any:
-    """The operator of that name."""
+    """Return the operator with a name."""
     parts = name.split(".")
     if len(parts) != 3 or not is_known_op(name):
         raise NotKeepable(f"a record names {name}, which is no operator")
@@ -294,7 +294,7 @@ def op_of(name: str) -> Any:
 
 
 def target_name(target: Any) -> str:
-    """The name of what a node of a traced graph calls. Raises NotKeepable."""
+    """Return the name of a call node's target. Raises NotKeepable."""
     if isinstance(target, torch._ops.OpOverload):
         return op_name(target)
     name = getattr(target, "__name__", "")
@@ -304,13 +304,13 @@ def target_name(target: Any) -> str:
 
 
 def target_of(name: str) -> Any:
-    """What `target_name` has named."""
+    """Return the target with a name of `target_name`."""
     module, _, function = name.partition(".")
     return _FUNCTIONS[function] if module == "operator" else op_of(name)
 
 
 def constant_record(value: Any) -> Record:
-    """A small tensor on the CPU with its numbers. Raises NotKeepable of any other."""
+    """Return the record of a small CPU tensor with its values. Raises NotKeepable for others."""
     if type(value) is not torch.Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
         raise NotKeepable(f"it holds a {type(value).__name__} that is no plain tensor on the CPU")
     if value.nbytes > LARGEST_CONSTANT or value.requires_grad or not value.is_contiguous() or value.is_conj():
@@ -322,7 +322,7 @@ def constant_record(value: Any) -> Record:
 
 
 def constant_of(record: Mapping[str, Any]) -> torch.Tensor:
-    """The tensor of a record, in row-major order."""
+    """Return the tensor of a record, in row-major order."""
     dtype, numbers = _by_name("dtype", record["dtype"]), base64.b64decode(record["numbers"], validate=True)
     with real_tensors():
         if not numbers:

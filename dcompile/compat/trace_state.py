@@ -1,6 +1,6 @@
-"""What a trace depends on beside its graph and inputs, as text: settings of this process, and code that is called.
+"""Describe the state that a trace depends on apart from its graph and inputs: settings, and called code, as text.
 
-Each function yields lines, or raises NotKeepable where text cannot tell what a trace would look at.
+Functions return text, or raise NotKeepable for state that text cannot identify.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dcompile.compat.trace_records import NotKeepable, op_name
 _TRACED_BODIES = frozenset(
     ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "autograd_function_apply", "invoke_subgraph")
 )
-"""Higher-order operators of torch's that do nothing but call graphs that the captured graph holds."""
+"""Higher-order operators of torch that only call subgraphs of the captured graph."""
 _BACKENDS = frozenset(("CPU", "CUDA", "MPS", "XPU", "HIP", "MTIA", "HPU", "Meta", "MkldnnCPU", "QuantizedCPU"))
-"""Dispatch keys of kernels, which run, and leave alone what is traced; `Meta` are shapes, torch's own registrations."""
+"""Dispatch keys of kernels, which do not change a trace. `Meta` functions, which compute shapes, are torch's own."""
 LARGEST_HELD = 1 << 16
-"""Bytes of a tensor that a captured graph holds, and up to which its numbers are part of a key."""
+"""Maximum bytes of a constant tensor whose values are part of a key."""
 _VMAP = (
     "addr", "huber_loss_backward", "mse_loss_backward", "nll_loss2d_backward", "nll_loss2d_forward",
     "nll_loss_backward", "nll_loss_forward", "smooth_l1_loss_backward",
@@ -41,12 +41,12 @@ _TORCHS = frozenset(
         *(f"aten/{op}/FuncTorchBatched" for op in _VMAP),
     )
 )
-"""Others that torch registers itself: torch 2.15's, and those of `torch.vmap`, from its first use on."""
+"""Further registrations by torch itself: of torch 2.15, and of `torch.vmap` after its first use."""
 _PLAIN_MODULES = (builtins, operator, math)
 
 
 def global_state() -> Iterator[str]:
-    """Settings of this process and thread that tracing asks for. Raises NotKeepable."""
+    """Yield the settings of this process and thread that tracing reads. Raises NotKeepable."""
     yield f"grad {torch.is_grad_enabled()} inference {torch.is_inference_mode_enabled()}"
     for kind in sorted(map(str, torch._C._autocast_supported_devices())):
         if torch.is_autocast_enabled(kind):
@@ -62,7 +62,7 @@ def global_state() -> Iterator[str]:
 
 
 def _library_switches() -> Iterator[str]:
-    """Which of its kernels ATen may choose from: attention and batch norms are traced as what is chosen."""
+    """Yield ATen's enabled kernels: a trace contains the chosen attention and batch norm."""
     cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
     names = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
     yield "attention " + " ".join(str(getattr(cuda, name)()) for name in names if hasattr(cuda, name))
@@ -70,7 +70,7 @@ def _library_switches() -> Iterator[str]:
 
 
 def _functorch_settings() -> str:
-    """AOTAutograd's and the partitioner's settings."""
+    """Return the settings of AOTAutograd and the partitioner as text."""
     import torch._functorch.config as config
 
     values: dict[str, Any] = config.get_config_copy()  # type: ignore[attr-defined, unused-ignore]
@@ -83,7 +83,7 @@ def _functorch_settings() -> str:
 
 
 def _registrations() -> Iterator[str]:
-    """What was registered for torch's own operators, by Python: implementations, and decompositions."""
+    """Yield implementations and decompositions that Python code has registered for torch's own operators."""
     import torch.library
 
     aten = sorted(name for name in torch.library._impls if name.startswith("aten/"))
@@ -98,7 +98,7 @@ def _registrations() -> Iterator[str]:
 
 
 def _check_modes() -> None:
-    """Whoever looks at operations while they are traced may change them."""
+    """Refuse active modes, which may change traced operations."""
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         raise NotKeepable("a mode that looks at operations is on")
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
@@ -109,12 +109,12 @@ def _check_modes() -> None:
 
 @functools.cache
 def _roots() -> tuple[str, ...]:
-    """Folders of code that versions and our own digest tell."""
+    """Return folders of code that versions and dcompile's digest identify."""
     return tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 
 
 def is_of_torch(function: Any) -> bool:
-    """Whether a function's code is torch's or ours, and looks at nothing else's."""
+    """Whether a function's code belongs to torch, dcompile or Python."""
     function = inspect.unwrap(function)
     module = getattr(function, "__module__", None) or ""
     if not module.startswith(("torch", "dcompile", "_operator", "operator", "math", "builtins")):
@@ -124,7 +124,7 @@ def is_of_torch(function: Any) -> bool:
 
 
 def callable_text(target: Any) -> str:
-    """What a captured graph calls, by a name that versions tell the code of. Raises NotKeepable."""
+    """Return the name of a call target whose code versions identify. Raises NotKeepable."""
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return op_name(target)
     if isinstance(target, torch._ops.HigherOrderOperator):
@@ -143,7 +143,7 @@ def callable_text(target: Any) -> str:
 
 
 def _is_builtin(target: Any) -> bool:
-    """Whether a function is written in C, torch's or Python's, and bound to nothing but a module or a class."""
+    """Whether a function is a C function of torch or Python, bound at most to a module or a class."""
     if isinstance(target, types.MethodDescriptorType | types.WrapperDescriptorType | types.GetSetDescriptorType):
         return target.__objclass__.__module__.startswith(("torch", "builtins"))
     if not isinstance(target, types.BuiltinFunctionType):
@@ -151,7 +151,7 @@ def _is_builtin(target: Any) -> bool:
     owner = target.__self__
     if owner is None or owner in _PLAIN_MODULES:
         return True
-    if type(owner).__name__.startswith(("PyCapsule", "pybind11_detail_function_record")):  # nothing that it is bound to
+    if type(owner).__name__.startswith(("PyCapsule", "pybind11_detail_function_record")):  # not bound to an object
         return (target.__module__ or "").startswith("torch._C")
     if isinstance(owner, types.ModuleType):
         return owner.__name__.startswith(("torch", "_operator", "math", "builtins"))
@@ -159,14 +159,14 @@ def _is_builtin(target: Any) -> bool:
 
 
 def _cell_text(value: Any) -> str:
-    """What a function was made with, such as the two that `max_pool2d` chooses from."""
+    """Return the text of a closure's value, such as the two functions that `max_pool2d` chooses from."""
     if value is None or type(value) in (bool, int, float, str):
         return repr(value)
     return callable_text(value)
 
 
 def _is_plain_function(target: Any) -> bool:
-    """Whether a function is torch's or ours, by its module and by the file that its code is in."""
+    """Whether a function belongs to torch or dcompile, by its module and by its code's file."""
     if not isinstance(target, types.FunctionType):
         return False
     module = target.__module__ or ""
@@ -181,9 +181,9 @@ def _is_plain_class(target: Any) -> bool:
 
 
 def tensor_text(value: torch.Tensor, storages: dict[int, int]) -> str:
-    """What tracing may ask of an input or of a tensor that a graph holds; `storages` numbers memories by first use.
+    """Return an input's or constant's properties that tracing reads. `storages` numbers storages by first use.
 
-    Raises NotKeepable of tensors that say of themselves what operations do.
+    Raises NotKeepable for tensor subclasses with their own dispatch.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -206,7 +206,7 @@ def tensor_text(value: torch.Tensor, storages: dict[int, int]) -> str:
 
 
 def device_text(device: torch.device) -> str:
-    """What kind of GPU a tensor is on: which attention is traced follows from that."""
+    """Return the kind of a tensor's GPU, which determines the traced attention."""
     if device.type != "cuda":
         return ""
     if not torch.cuda.is_available():
@@ -216,7 +216,7 @@ def device_text(device: torch.device) -> str:
 
 
 def numbers_digest(value: torch.Tensor) -> str:
-    """The SHA-256 of a small tensor on the CPU. Raises NotKeepable of any other."""
+    """Return the SHA-256 of a small CPU tensor. Raises NotKeepable for others."""
     if value.device.type != "cpu" or value.nbytes > LARGEST_HELD:
         raise NotKeepable(f"it holds a tensor of {value.nbytes} bytes on {value.device}")
     with real_tensors(), torch.no_grad():
@@ -225,7 +225,7 @@ def numbers_digest(value: torch.Tensor) -> str:
 
 
 def result_text(value: Any) -> str:
-    """What a node of a captured graph comes to, by what Dynamo has found out. Raises NotKeepable."""
+    """Return the text of a captured node's example value. Raises NotKeepable."""
     if isinstance(value, torch.Tensor):
         sizes = (*value.shape, *value.stride())
         if not all(type(size) is int for size in sizes):
@@ -239,7 +239,7 @@ def result_text(value: Any) -> str:
 
 
 def check_captured(graph: torch.fx.GraphModule) -> None:
-    """Refuse a graph that was captured with functions which tracing runs beside it. Raises NotKeepable."""
+    """Refuse a graph with functions that tracing runs in addition to it. Raises NotKeepable."""
     if "_checkpoint_context_fn" in graph.meta:
         raise NotKeepable("a function says what checkpointing saves (context_fn)")
     if hasattr(graph, "saved_tensors_hooks_pack_0"):
@@ -247,5 +247,5 @@ def check_captured(graph: torch.fx.GraphModule) -> None:
 
 
 def static_mark(placeholder: Any) -> str:
-    """What Dynamo has noted of an input that stays in its place from call to call."""
+    """Return Dynamo's mark of an input with a static address."""
     return str((placeholder.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type", ""))

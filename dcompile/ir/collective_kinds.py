@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 PlannedKind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter"]
-"""Kinds that dcompile puts into a program itself, on buckets. The model's own code may ask for them, too."""
+"""Kinds that dcompile plans itself, on buckets. The model's code may use them, too."""
 CollectiveKind: TypeAlias = PlannedKind | Literal["all_to_all", "broadcast"]
 ResultSize: TypeAlias = Literal["same", "gathered", "part", "splits"]
-"""Size of a result, by what a rank sends: the same; times the ranks; divided by the ranks; as its split sizes say."""
+"""Size of a result relative to the operand: equal; times the ranks; divided by the ranks; by its split sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class BucketTraits:
-    """How dcompile's own collectives of a kind work on a bucket.
+    """Traits of dcompile's own collectives of a kind, which work on buckets.
 
     The host program calls methods of `BucketSource` or `ShardSource` (collectives/contract.py) by these names.
     """
@@ -27,34 +27,34 @@ class BucketTraits:
     start: str
     wait: str
     carries: Literal["gradients", "units"]
-    """gradients: in a storage of the bucket's own; units: whole sharded parameters, or their gradients."""
+    """gradients: in the bucket's own storage; units: whole sharded parameters, or their gradients."""
     gathers: bool = False
-    """Whether buffers are filled from shards that are there from the start; otherwise what they hold is reduced."""
+    """Whether buffers are filled from shards; otherwise their content is reduced."""
     bucket_prefix: str = "bucket"
     holder_prefix: str = ""
-    """Before the number of a unit: name of the buffer that holds it."""
+    """Prefix of the name of a unit's buffer, before its number."""
     among_replicas: CollectiveKind | None = None
-    """What its wait does with the result among ranks that hold the same shards."""
+    """Collective that the wait runs among ranks with the same shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTraits:
-    """One kind: `ops` are the functional collectives of torch that start one, without namespace and overload."""
+    """Traits of one kind. `ops`: torch's functional collectives that start it, without namespace and overload."""
 
     kind: CollectiveKind
     ops: tuple[str, ...]
     result: ResultSize
     ring_passes: int
-    """How often a ring of n ranks moves (n-1)/n of the whole buffer past each rank: Thakur, Rabenseifner, Gropp,
+    """Number of times that a ring of n ranks moves (n-1)/n of the buffer past each rank: Thakur, Rabenseifner, Gropp,
     "Optimization of Collective Communication Operations in MPICH", IJHPCA 19 (2005)."""
     has_tree: bool = False
-    """Whether a tree over the nodes may have less latency than the ring."""
+    """Whether a tree over the nodes may have a lower latency than the ring."""
     bucket: BucketTraits | None = None
-    """None: dcompile plans none of its own."""
+    """None if dcompile plans no collectives of this kind."""
 
     @property
     def in_place(self) -> bool:
-        """Whether a result has the place and the size of what is sent, so that a program works on one buffer."""
+        """Whether a result has the operand's size, so that a program runs it in place."""
         return self.result == "same"
 
 
@@ -92,7 +92,7 @@ COLLECTIVES: Mapping[CollectiveKind, CollectiveTraits] = {
 
 
 def bucket_traits(kind: CollectiveKind) -> BucketTraits:
-    """How a kind works on buckets. Fails for one that dcompile plans none of."""
+    """Return a kind's traits on buckets. Fails for a kind that dcompile does not plan."""
     found = COLLECTIVES[kind].bucket
     assert found is not None, f"dcompile plans no {kind} of its own"
     return found

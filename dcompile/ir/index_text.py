@@ -1,7 +1,7 @@
-"""Parses index expressions as they are printed: sums of products, `((i0)//3)`, `((j0)%8)`, `max(s0, s1)`.
+"""Parse printed index expressions: sums of products, `((i0)//3)`, `((j0)%8)`, `max(s0, s1)`.
 
-Sums are brought to their one form. Divisions stay as they are written: which of them can be simplified depends on the
-ranges of variables, and a printed one has been.
+Sums get their canonical form. Divisions stay as written: their simplification depends on ranges of variables, and
+printed ones are simplified already.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ VARIABLE = r"[A-Za-z_]\w*"
 
 
 def parse_index(cursor: TextCursor, rename: Callable[[str], str] = str) -> Index:
-    """A sum. `rename` gives the name that a variable has in the program."""
+    """Parse a sum. `rename` returns the program's name of a variable."""
     total = _product(cursor, rename)
     while (operator := cursor.match(r"[+-]")) is not None:
         term = _product(cursor, rename)
@@ -25,12 +25,12 @@ def parse_index(cursor: TextCursor, rename: Callable[[str], str] = str) -> Index
 
 
 def parse_size(cursor: TextCursor) -> Size:
-    """A size: a number, or an expression of size symbols."""
+    """Parse a size: a number, or an expression of size symbols."""
     return as_size(parse_index(cursor))
 
 
 def parse_sizes(cursor: TextCursor) -> tuple[Size, ...]:
-    """`[4, s0]`."""
+    """Parse `[4, s0]`."""
     cursor.need("[")
     sizes: list[Size] = []
     while not cursor.has("]"):
@@ -41,7 +41,7 @@ def parse_sizes(cursor: TextCursor) -> tuple[Size, ...]:
 
 
 def _product(cursor: TextCursor, rename: Callable[[str], str]) -> Index:
-    """Factors, divisors and moduli, from left to right."""
+    """Parse factors, divisors and moduli, from left to right."""
     result = _atom(cursor, rename)
     while (operator := cursor.match(r"//|%|\*(?!\*)")) is not None:
         at = cursor.at

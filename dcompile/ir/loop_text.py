@@ -1,4 +1,4 @@
-"""The body of a loop as lines: `v2 = sub(v0, v1)`, with loads and constants where they are used.
+"""Print the body of a loop: `v2 = sub(v0, v1)`, with loads and constants where they are used.
 
 The parser appends the values inside a line to the body before the line's own value. A value is therefore printed
 inside a line only where that gives its position in the body. All others have lines of their own.
@@ -33,7 +33,7 @@ def show_values(loop: Loop, dtypes: Mapping[str, str] | None) -> Iterator[str]:
 
 
 def implied_dtype(op: str, args: tuple[str | None, ...]) -> str | None:
-    """The dtype that an op's rule gives for these of its arguments; None where none follows."""
+    """Return the dtype that an op's rule gives for argument dtypes; None if it gives none."""
     rule = OPS[op].rule if op in OPS else None
     if rule in ("bool", "int32"):
         return rule
@@ -42,7 +42,7 @@ def implied_dtype(op: str, args: tuple[str | None, ...]) -> str | None:
 
 
 def implied_reduction_dtype(op: str, arg: str | None) -> str | None:
-    """That of a reduction: positions are int64, all others have that of what they combine."""
+    """Return a reduction's dtype: int64 for positions, otherwise the operand's."""
     return "int64" if op in ("argmax", "argmin") else arg if op in REDUCTIONS else None
 
 
@@ -50,7 +50,7 @@ def implied_reduction_dtype(op: str, arg: str | None) -> str | None:
 
 
 def _inlined(loop: Loop) -> frozenset[Ref]:
-    """Values that are printed where they are used."""
+    """Return the values that are printed inside lines that use them."""
     candidates = _candidates(loop)
     inlined: set[Ref] = set()
     pending: list[Ref] = []
@@ -65,9 +65,9 @@ def _inlined(loop: Loop) -> frozenset[Ref]:
 
 
 def _inside_lines(loop: Loop, read: tuple[Ref, ...], pending: list[Ref]) -> Iterator[Ref]:
-    """Of the values `pending` before a line that reads these, those that stand in it, or in lines among them.
+    """Yield the `pending` values that are printed inside a line with operands `read`, or inside pending lines.
 
-    A line takes the longest end of what is pending that it reads in that order. The value before those has a line.
+    A line takes the longest suffix of pending values that it reads in this order. The value before them has a line.
     """
     while pending:
         places = {ref: place for place, ref in enumerate(_read_order(loop, read, set(pending)))}
@@ -84,7 +84,7 @@ def _inside_lines(loop: Loop, read: tuple[Ref, ...], pending: list[Ref]) -> Iter
 
 
 def _read_order(loop: Loop, refs: tuple[Ref, ...], among: set[Ref]) -> list[Ref]:
-    """Those `among` that a line with these operands reads, each once, in the order in which the parser appends them."""
+    """Return the values of `among` that a line with operands `refs` reads, in the parser's order."""
     found: dict[Ref, None] = {}
 
     def visit(ref: Ref) -> None:
@@ -99,7 +99,7 @@ def _read_order(loop: Loop, refs: tuple[Ref, ...], among: set[Ref]) -> list[Ref]
 
 
 def _candidates(loop: Loop) -> frozenset[Ref]:
-    """Constants, and what is used once: loads, indices, and all that a store alone writes."""
+    """Return values that may be inside a line: constants, and loads, indices and stored values with one use."""
     uses = Counter(ref for value in loop.body for ref in operands(value))
     uses.update(ref for store in loop.stores for ref in store_operands(store))
     stored = {store.value for store in loop.stores}
@@ -110,7 +110,7 @@ def _candidates(loop: Loop) -> frozenset[Ref]:
     constants: set[str] = set()
     for ref, value in enumerate(loop.body):
         if isinstance(value, Const):
-            if uses[ref] and repr(value) not in constants:  # the parser takes equal constants for one
+            if uses[ref] and repr(value) not in constants:  # the parser merges equal constants
                 found.add(ref)
                 constants.add(repr(value))
         elif uses[ref] == 1 and (isinstance(value, Load | IndexOf) or ref in stored) and ref not in named:
@@ -146,10 +146,10 @@ def _show_value(loop: Loop, value: Value, words: list[str], dtypes: Mapping[str,
 
 
 def _suffix(value: Value, implied: str | None) -> str:
-    """A value's dtype, where it does not follow."""
+    """Return a value's dtype as text; empty if it follows from its arguments."""
     return "" if value.dtype == implied else f":{value.dtype}"
 
 
 def _word(words: list[str], ref: Ref) -> str:
-    """Text of an earlier value. A broken program must print, too, so that its error can be read."""
+    """Return the text of an earlier value. Broken programs must print, too, for error messages."""
     return words[ref] if 0 <= ref < len(words) else f"v{ref}?"

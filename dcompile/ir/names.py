@@ -1,4 +1,4 @@
-"""Names in the text of programs: as they are, or quoted where they could not be read back."""
+"""Names in the text of programs, quoted if they could not be parsed otherwise."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ NAME = r"\w+(?:(?:\.|::?)\w+)*"
 
 
 def show_name(name: str | int) -> str:
-    """A name as it is, or in backquotes where it could not be read back."""
+    """Return a name, in backquotes if it could not be parsed otherwise."""
     return str(name) if isinstance(name, int) or (re.fullmatch(NAME, name) and name != "_") else quoted(name)
 
 
 def quoted(text: str) -> str:
-    """Any text in backquotes, on one line."""
+    """Return any text in backquotes, on one line."""
     return f"`{text.encode('unicode_escape').decode().replace('`', chr(92) + 'x60')}`"

@@ -1,7 +1,7 @@
-"""Parses programs: `parse(show(program))` is the program, and text written by hand may be shorter.
+"""Parse programs from text: `parse(show(program))` equals the program, and text written by hand may be shorter.
 
-By hand, steps need no numbers, values any names, an expression may stand inside another, `x[i0, j0]` is the element at
-these coordinates, a bare `x` among arguments and outputs is the whole buffer, and lines may end in comments.
+By hand, steps need no numbers, values may have any names, and expressions may be nested. `x[i0, j0]` is the element at
+these coordinates, and a bare `x` among arguments and outputs is the whole buffer. Lines may end in comments.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from dcompile.ir.parse_loop import BodyParser
 
 Item = TypeVar("Item")
 BUCKET_NAMES = ("buffers", "holders", "wire")
-"""Fields of a bucket that hold names; the others hold numbers."""
+"""Fields of a bucket with names; the others have numbers."""
 BUFFER_LINE = rf"(?:{NAME}|`[^`\n]*`)\s*:\s*\w+\["
 CALL_LINE = rf"(?:(?:{NAME}|`[^`\n]*`)(?:,\s*)?)*\s*<-"
 
 
 def parse(text: str) -> Program:
-    """The program that a text says. Raises `ParseError` with line and column; what it means is for `verify`."""
+    """Parse a program. Raises `ParseError` with line and column. `verify` checks the meaning."""
     return _ProgramParser(TextCursor(text)).parse()
 
 
@@ -58,7 +58,7 @@ class _ProgramParser:
     # --- what comes before steps ---
 
     def _facts(self) -> dict[str, Any]:
-        """Fields of the program by name; buffers go into the table."""
+        """Parse the lines before the steps: return fields by name, and fill the table of buffers."""
         facts: dict[str, Any] = {"buckets": ()}
         cursor = self.cursor
         while True:
@@ -119,7 +119,7 @@ class _ProgramParser:
             self.table[name] = replace(self.table[name], storage=storage, offset=parse_size(cursor))
 
     def _bucket(self) -> Bucket:
-        """`bucket b0: all_reduce float32[96] on cpu over ddp, params (0, 1), ...`."""
+        """Parse `bucket b0: all_reduce float32[96] on cpu over ddp, params (0, 1), ...`."""
         cursor = self.cursor
         found: dict[str, Any] = dict.fromkeys(("params", "buffers", "offsets"), ())
         found["name"] = cursor.name()
@@ -138,7 +138,7 @@ class _ProgramParser:
         return Bucket(**found)
 
     def _bucket_field(self, read: Callable[[], str | int]) -> str | int | tuple[str | int, ...]:
-        """One value, or several in parentheses."""
+        """Parse one value, or several in parentheses."""
         if not self.cursor.has("("):
             return read()
         items = self._list(read)
@@ -151,14 +151,14 @@ class _ProgramParser:
         return next(kind for kind in kinds if kind == word)
 
     def _list(self, read: Callable[[], Item]) -> tuple[Item, ...]:
-        """One or more, with commas between."""
+        """Parse one or more items, separated by commas."""
         items = [read()]
         while self.cursor.has(","):
             items.append(read())
         return tuple(items)
 
     def _names(self) -> tuple[str, ...]:
-        """Names up to the end of the line or a word that ends them; there may be none."""
+        """Parse names up to the end of the line or a keyword; there may be none."""
         return self._list(self.cursor.name) if self.cursor.peek(rf"{NAME}|`") else ()
 
     # --- steps ---
@@ -228,7 +228,7 @@ class _ProgramParser:
         return Matmul(call, dtype, tile)
 
     def _tile(self) -> Tile:
-        """`128x64x32, 4 warps, 3 stages`, and what else there is of it."""
+        """Parse `128x64x32, 4 warps, 3 stages`, and further fields."""
         cursor = self.cursor
         found: dict[str, Any] = {}
         size = cursor.expect(r"\d+x\d+x\d+", "rows x columns x depth")

@@ -1,4 +1,4 @@
-"""Parses library calls and their arguments: `y <- aten.mm.default(x[4, 8], w[8, 4]) [out]  # head`."""
+"""Parse library calls and their arguments: `y <- aten.mm.default(x[4, 8], w[8, 4]) [out]  # head`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dcompile.ir.text import VERBATIM
 FLOAT = r"-?(?:inf|nan|\d+(?:\.\d*(?:e[+-]?\d+)?|e[+-]?\d+))(?!\w)"
 STRING = r"'(?:[^'\\\n]|\\.)*'|\"(?:[^\"\\\n]|\\.)*\""
 TOKENS = re.compile(rf"{STRING}|`[^`\n]*`|[()\[\],]")
-"""What says where an argument ends."""
+"""Pattern at the end of an argument."""
 ORIGIN = r"[^,\n]*(?:,(?! )[^,\n]*)*"
 
 
 def parse_call(cursor: TextCursor, table: Mapping[str, Buffer]) -> Extern:
-    """A call without its origin."""
+    """Parse a call without its origin."""
     outs: list[str | None] = []
     while not cursor.has("<-"):
         if outs:
@@ -45,7 +45,7 @@ def parse_call(cursor: TextCursor, table: Mapping[str, Buffer]) -> Extern:
 
 
 def _with_facts(cursor: TextCursor, call: Extern) -> Extern:
-    """The call with its mode and what else stands behind its arguments."""
+    """Parse a call's mode and the other fields after its arguments."""
     facts: dict[str, Any] = {}
     cursor.need("[")
     facts["mode"] = cursor.expect(r"(?:out|alloc|mutate)\b", "`out`, `alloc` or `mutate`")
@@ -66,7 +66,7 @@ def _with_facts(cursor: TextCursor, call: Extern) -> Extern:
 
 
 def parse_origin(cursor: TextCursor) -> tuple[str, ...]:
-    """Where a step came from: what follows a `#`, up to the end of the line."""
+    """Parse a step's origin: the text after a `#`, up to the end of the line."""
     if not cursor.has("#"):
         return ()
     entries: list[str] = []
@@ -77,7 +77,7 @@ def parse_origin(cursor: TextCursor) -> tuple[str, ...]:
 
 
 def parse_args(cursor: TextCursor, table: Mapping[str, Buffer]) -> tuple[Arg, ...]:
-    """Arguments in parentheses."""
+    """Parse arguments in parentheses."""
     cursor.need("(")
     args: list[Arg] = []
     while not cursor.has(")"):
@@ -90,7 +90,7 @@ def parse_args(cursor: TextCursor, table: Mapping[str, Buffer]) -> tuple[Arg, ..
 
 
 def parse_arg(cursor: TextCursor, table: Mapping[str, Buffer]) -> Arg:
-    """An argument of a library call, or an output of the program."""
+    """Parse an argument of a library call, or an output of the program."""
     if cursor.peek(rf"(?:{NAME}|`[^`\n]*`)\["):
         return _view(cursor)
     if (word := cursor.match(r"(?:None|True|False)\b")) is not None:
@@ -107,7 +107,7 @@ def parse_arg(cursor: TextCursor, table: Mapping[str, Buffer]) -> Arg:
         return parse_index(cursor)
     if _is_tuple(cursor):
         return parse_args(cursor, table)
-    found = cursor.peek(rf"(?!\d){NAME}")  # a number is a number, whatever buffers are called
+    found = cursor.peek(rf"(?!\d){NAME}")  # a number, even if a buffer has such a name
     if found is not None and found[0] in table and table[found[0]].is_tensor:
         buffer = table[cursor.name()]
         return View(buffer.name, buffer.shape, buffer.strides)
@@ -122,7 +122,7 @@ def _view(cursor: TextCursor) -> View:
 
 
 def _is_tuple(cursor: TextCursor) -> bool:
-    """Whether parentheses that open here hold arguments: they are empty, or have a comma of their own."""
+    """Whether parentheses here contain arguments: they are empty, or have a comma at their own level."""
     if not cursor.peek(r"\("):
         return False
     depth = 0

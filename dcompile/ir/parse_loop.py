@@ -1,4 +1,4 @@
-"""Parses the body of a loop: values with the dtypes that follow from their arguments, and stores."""
+"""Parse the body of a loop: values, whose dtypes may follow from their arguments, and stores."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, 
 from dcompile.ir.ops import OPS, SCANS
 
 BODY_LINE = rf"(?:{NAME}|`[^`\n]*`)\s*(?:=|\[)"
-"""How a line of a body begins; no step does so."""
+"""Pattern at the start of a body's line; no step starts so."""
 CONSTANT = r"(?:True|False|-?(?:inf|nan|\d+(?:\.\d*)?(?:e[+-]?\d+)?))(?![\w.\[(])"
 
 
 @dataclass
 class BodyParser:
-    """Values and stores of one loop, as far as they are read."""
+    """Values and stores of one loop, as read so far."""
 
     cursor: TextCursor
     table: Mapping[str, Buffer]
     dtypes: Mapping[str, str]
-    """Those of buffers, and of the result of the loop's matmul."""
+    """Dtypes of buffers, and of the result of the loop's matmul."""
     body: list[Value] = field(default_factory=list)
     stores: list[Store] = field(default_factory=list)
     _names: dict[str, Ref] = field(default_factory=dict)
@@ -33,7 +33,7 @@ class BodyParser:
     """Constants inside lines; equal ones are one value."""
 
     def parse_lines(self) -> None:
-        """All lines up to the next step."""
+        """Parse all lines up to the next step."""
         self.cursor.skip_lines()
         while self.cursor.peek(BODY_LINE):
             if self.cursor.peek(rf"{NAME}\s*="):
@@ -65,7 +65,7 @@ class BodyParser:
         return len(self.body) - 1
 
     def _value(self) -> Ref:
-        """An earlier value by its name, or a new one."""
+        """Parse an earlier value's name, or a new value."""
         constant = self._constant()
         if constant is not None:
             key = repr(constant)
@@ -96,7 +96,7 @@ class BodyParser:
         return Const(literal, self._suffix() or PLAIN_CONSTANTS[type(literal)])
 
     def _suffix(self) -> str | None:
-        """`:dtype`, if it follows at once."""
+        """Parse `:dtype`, if it follows without a blank."""
         if not self.cursor.text.startswith(":", self.cursor.at):
             return None
         self.cursor.need(":")
@@ -109,7 +109,7 @@ class BodyParser:
         return IndexOf(index, self._suffix() or "int64")
 
     def _variable(self, name: str) -> str:
-        """An earlier value's name stands for its number in this body."""
+        """Replace an earlier value's name by its number in this body."""
         return f"v{self._names[name]}" if name in self._names else name
 
     def _load(self) -> Ref:
@@ -126,7 +126,7 @@ class BodyParser:
         return self._append(Load(buffer, index, dtype, mask))
 
     def _index(self, buffer: str) -> Index:
-        """`[element]`, or `[i0, j0]`: a coordinate along each dimension of the buffer."""
+        """Parse `[element]`, or `[i0, j0]` with a coordinate for each dimension of the buffer."""
         self.cursor.need("[")
         at = self.cursor.at
         coordinates = [parse_index(self.cursor, self._variable)]

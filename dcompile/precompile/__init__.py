@@ -1,4 +1,4 @@
-"""Compile a job where its ranks are not. The package can be called: `dcompile.precompile(build, world_size=1024)`.
+"""Precompile a job in one process. The package can be called: `dcompile.precompile(build, world_size=1024)`.
 
 See `job.precompile`; `python -m dcompile.precompile` does the same for a training script.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class _Precompile(types.ModuleType):
-    """A package and the function of its name: importing a part of it must not hide the function."""
+    """Package that can be called like the function of its name, which its submodules must not hide."""
 
     def __call__(self, build: Any, **keywords: Any) -> PrecompileReport:
         from dcompile.precompile.job import precompile

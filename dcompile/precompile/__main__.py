@@ -1,4 +1,4 @@
-"""Compile a training script for ranks that are not there: `python -m dcompile.precompile --world-size 1024 train.py`.
+"""Compile a training script for absent ranks: `python -m dcompile.precompile --world-size 1024 train.py`.
 
 The script runs as one rank of the job, in this process, until its optimizer has stepped. Collectives return at once,
 with this rank's own values. What it compiles goes into the kernel cache, or into the folder of --path.
@@ -17,7 +17,7 @@ from dcompile.precompile.script import run_script
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Precompile, and print what came of it; 1 if something is left to each start, 2 where it cannot be done."""
+    """Precompile, and print a report. Return 1 if each start must compile something, and 2 on an error."""
     options = _parser().parse_args(arguments)
     try:
         sizes, ranks = _numbers(options.world_size, "--world-size", 1), _numbers(options.rank, "--rank", 0)
@@ -62,7 +62,7 @@ def _numbers(text: str, name: str, least: int) -> list[int]:
 
 
 def _in_a_process_of_its_own(options: argparse.Namespace, size: int, rank: int) -> int:
-    """A script keeps state in its modules: each rank and world size gets a fresh one."""
+    """Precompile in a new process for each rank and world size, since a script keeps state in its modules."""
     given = ["--world-size", str(size), "--rank", str(rank), "--steps", str(options.steps)]
     given += ["--path", options.path] if options.path else []
     given += ["--fake"] if options.fake else []

@@ -1,4 +1,4 @@
-"""One rank of a job whose other ranks are not there: its process group, its environment, and what it cannot do."""
+"""Run as one rank of a job without the other ranks: process group, environment, and clear errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEEDS_GPU = (
 
 
 class ValueReadError(PrecompileError):
-    """Something reads the value of a tensor that has no memory."""
+    """Raised where the value of a tensor without memory is read."""
 
     def __init__(self, where: str) -> None:
         super().__init__(
@@ -38,10 +38,10 @@ class ValueReadError(PrecompileError):
 
 @contextlib.contextmanager
 def rank_of_job(world_size: int, rank: int, *, fake: bool, path: str | None, log: BuildLog) -> Iterator[None]:
-    """Meanwhile this process is `rank` of a job of `world_size` ranks, and what is compiled fills the cache, or `path`.
+    """Make this process `rank` of a job of `world_size` ranks. Compiled code fills the cache, or the folder `path`.
 
-    With `fake`, tensors have no memory. `log` says what was built. Raises PrecompileError where something needs values
-    or another rank.
+    With `fake`, tensors have no memory. `log` records the programs. Raises PrecompileError where code needs values or
+    another rank.
     """
     began = time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -62,14 +62,14 @@ def rank_of_job(world_size: int, rank: int, *, fake: bool, path: str | None, log
 
 
 def _forget() -> None:
-    """What was compiled here is of no use: it knows a group that is gone, and tensors without memory."""
+    """Drop compiled code: it refers to a destroyed process group and to tensors without memory."""
     torch.compiler.reset()
     gc.collect()
 
 
 @contextlib.contextmanager
 def _environment(world_size: int, rank: int) -> Iterator[None]:
-    """The variables that torchrun sets, for a host of this rank's own."""
+    """Set torchrun's variables, as for the only rank of a host."""
     ours = {
         "WORLD_SIZE": str(world_size),
         "RANK": str(rank),
@@ -98,7 +98,7 @@ def _refuse_objects(name: str) -> NoReturn:
 
 
 def _explain(error: BaseException) -> None:
-    """Raise PrecompileError in the place of torch's word for a value, or a GPU, that is not there."""
+    """Replace torch's error about a missing value or GPU by a PrecompileError."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:

@@ -1,4 +1,4 @@
-"""The compiler of a job that is not there: it builds every program and keeps it in the cache. None of them need run."""
+"""Compile all programs of an absent job into the cache, without running them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from dcompile.runtime.coordination.heartbeat import SingleProcess
 
 @dataclass(frozen=True, slots=True)
 class BuiltProgram:
-    """One program of a job, as it lies in the cache."""
+    """One program of a job and its cache entry."""
 
     name: str
     key: str | None
-    """Of its entry; None if it cannot be kept, and `report.notes` say why."""
+    """Key of the entry; None if it cannot be cached. `report.notes` has the reason."""
     kernels: tuple[str, ...]
     """Keys of its kernels, sorted."""
     report: ProgramReport
@@ -37,28 +37,28 @@ class BuiltProgram:
 
 @dataclass(eq=False)
 class BuildLog:
-    """What compilers of one rank have built, in order."""
+    """Programs that one rank's compilers have built, in order."""
 
     programs: list[BuiltProgram] = field(default_factory=list)
     directories: dict[str, None] = field(default_factory=dict)
-    """Of the caches that they filled."""
+    """Directories of the filled caches."""
     settings: dict[str, None] = field(default_factory=dict)
-    """`Config.key()` of what was compiled."""
+    """`Config.key()` of each compiled program."""
     receipts: dict[Any, Receipt] = field(default_factory=dict)
-    """Compiled model -> what its newest first step, for inference or for training, came to."""
+    """Compiled model -> receipt of its latest first step, of inference or training."""
     notes: list[str] = field(default_factory=list)
-    """What else is to be said."""
+    """Further notes for the report."""
     seconds: float = 0.0
 
     def note_model(self, model: Any) -> None:
-        """A model has run its first step of a kind. Its receipt is made now: the model may be gone soon."""
+        """Make the receipt of a model's first step of a kind now, since the model may be freed soon."""
         self.receipts[model] = make_receipt(model)
 
 
 class PrecompilingCompiler(CachingCompiler):
-    """The compiler, but that it logs what it builds; with `runs` False, programs only say what their results look like.
+    """Compiler that logs its programs. With `runs` False, a program returns results without computing them.
 
-    Where a program is in the cache already, it is not built again.
+    Programs in the cache are not built again.
     """
 
     def __init__(self, config: Config, log: BuildLog, *, runs: bool) -> None:
@@ -73,11 +73,11 @@ class PrecompilingCompiler(CachingCompiler):
         return program if shapes is None else UnrunProgram(shapes, program)
 
     def _compiles_anew(self) -> bool:
-        """Whatever else is wanted, programs are for the cache."""
+        """Always False: the programs are made for the cache."""
         return False
 
     def meet(self, group: Any) -> SingleProcess:
-        """See `CachingCompiler`. Raises PrecompileError for a process group whose ranks are somewhere."""
+        """See `CachingCompiler`. Raises PrecompileError for a process group of ranks that exist."""
         if group is not None and not compat.absent_ranks.is_of_absent_ranks(group):
             raise PrecompileError(
                 "dcompile: a model is kept in step over a process group of another backend "
@@ -96,7 +96,7 @@ class PrecompilingCompiler(CachingCompiler):
 
 
 class ResultShapes:
-    """What a program's results look like: tensors of its own, inputs that it returns, or nothing."""
+    """Shapes, strides and dtypes of a program's results, or the inputs that it returns."""
 
     def __init__(self, gm: Any, request: Request) -> None:
         inputs = {node: place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))}
@@ -107,7 +107,7 @@ class ResultShapes:
         self._gm = gm if any(isinstance(place, _Symbolic) for place in self.places) else None
 
     def results(self, args: list[Any]) -> list[Any]:
-        """Tensors without memory; raises what torch raises where a size depends on values."""
+        """Return tensors without memory. Raises torch's error where a size depends on values."""
         traced = [] if self._gm is None else list(compat.alone.run_alone(self._gm, args))
         return [_made(place, args, traced, n) for n, place in enumerate(self.places)]
 
@@ -118,7 +118,7 @@ class _Input:
 
 
 class _Symbolic:
-    """A result whose size is known once inputs are."""
+    """Result whose size follows from the inputs."""
 
 
 def _described(node: Any, inputs: Mapping[Any, int]) -> Any:
@@ -144,7 +144,7 @@ def _made(place: Any, args: list[Any], traced: list[Any], number: int) -> Any:
 
 
 class UnrunProgram:
-    """Implements `collectives.contract.Executable`: nothing is computed, and nothing exchanged."""
+    """Implements `collectives.contract.Executable` without computation and collectives."""
 
     source = ""
 
@@ -163,7 +163,7 @@ class UnrunProgram:
 
 
 class LocalShards(NoExchange):
-    """Sharded parameters whose gradients are there, without anybody having sent any."""
+    """Sharded parameters that get gradients without any collective."""
 
     def __init__(self, units: Mapping[int, ShardUnit], groups: Mapping[str, ShardGroup]) -> None:
         super().__init__()
@@ -174,13 +174,13 @@ class LocalShards(NoExchange):
     def source(
         self, buckets: Any, phase: Any, accumulates: bool = False, later: Any = (), absent: Any = ()
     ) -> LocalShards:
-        """What a program hands its gradients on to."""
+        """Return the receiver of a program's gradients."""
         del buckets, phase, absent
         self._accumulates, self._later = accumulates, frozenset(later)
         return self
 
     def commit(self, buckets: Sequence[Bucket]) -> None:
-        """Give each unit of a reduced bucket a gradient like the one that a reduction would leave."""
+        """Give each unit of a reduced bucket a gradient of the shape that a reduction gives."""
         for bucket in buckets:
             group = self._groups[bucket.group]
             if bucket.kind != "reduce_scatter" or not self._accumulates or group.wants() == "nothing":
@@ -194,7 +194,7 @@ class LocalShards(NoExchange):
 
 
 class NoBuckets:
-    """Implements `capture.services.GradientBuckets` where nothing is reduced: gradients stay with autograd."""
+    """Implements `capture.services.GradientBuckets` without reductions: autograd keeps the gradients."""
 
     def begin(self, used: Any = (), task: object = None, first: bool = True, absent: Any = ()) -> None: ...
 
@@ -214,9 +214,9 @@ class NoBuckets:
 
 
 def services(log: BuildLog, runs: bool, path: str | None, config: Config) -> Services:
-    """What capture/ is handed for a model of the job. With `runs`, programs run, and talk to ranks that answer at once.
+    """Return capture's services for a model of the job. With `runs`, programs run, and collectives return at once.
 
-    Otherwise tensors have no memory, and nothing is exchanged. `path` takes the place of the cache's directory.
+    Otherwise tensors have no memory, and no collective runs. `path` replaces the cache's directory.
     """
     filling = config if path is None else replace(config, cache_dir=path, precompiled="")
     compiler = PrecompilingCompiler(filling, log, runs=runs)

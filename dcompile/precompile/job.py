@@ -1,4 +1,4 @@
-"""precompile(): take the first step of a job whose other ranks are not there, so that its ranks find it built."""
+"""Precompile a job: take its first step as one rank, without the others, so that all ranks find it compiled."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def precompile(
     """
     sizes = [world_size] if isinstance(world_size, int) else list(world_size)
     compiled_with = {"mode": mode, "options": options, "fullgraph": fullgraph, "dynamic": dynamic}
-    Config.make(mode, options)  # says now what is wrong with them
+    Config.make(mode, options)  # raises now if they are wrong
     _check(sizes, ranks, mesh)
     job = _Job(build, step, mesh, compiled_with, fake, folder_of(path))
     logs = {(size, rank): job.run(size, rank) for size in sizes for rank in ranks if rank < size}
@@ -60,7 +60,7 @@ def precompile(
 
 
 def folder_of(path: str | os.PathLike[str] | None) -> str | None:
-    """The folder to fill, absolute."""
+    """Return the folder to fill as an absolute path."""
     return None if path is None else str(Path(path).expanduser().absolute())
 
 
@@ -80,7 +80,7 @@ def _check(sizes: Sequence[int], ranks: Sequence[int], mesh: Mapping[str, int] |
 
 
 def mesh_shape(mesh: Mapping[str, int], world_size: int) -> tuple[int, ...]:
-    """Ranks along each dimension, -1 worked out. Raises OptionError where they do not come to `world_size`."""
+    """Return ranks along each dimension, with -1 computed. Raises OptionError unless their product is `world_size`."""
     known = prod(size for size in mesh.values() if size != -1)
     free = [name for name, size in mesh.items() if size == -1]
     if len(free) > 1 or known < 1 or world_size % known or (not free and known != world_size):
@@ -90,7 +90,7 @@ def mesh_shape(mesh: Mapping[str, int], world_size: int) -> tuple[int, ...]:
 
 @dataclass(eq=False)
 class _Job:
-    """What is run for each world size and rank."""
+    """Call to run for each world size and rank."""
 
     build: Callable[..., Any]
     step: Callable[..., Any] | None
@@ -101,7 +101,7 @@ class _Job:
     model: str = field(init=False, default="")
 
     def run(self, world_size: int, rank: int) -> BuildLog:
-        """The first step of one rank."""
+        """Run the first step of one rank."""
         log = BuildLog()
         with rank_of_job(world_size, rank, fake=self.fake, path=self.path, log=log):
             self._take_step(world_size)
@@ -125,7 +125,7 @@ class _Job:
 
 
 def _parts(made: Any) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
-    """What `build` has returned: the model, and a sample batch."""
+    """Split the result of `build` into the model and a sample batch."""
     match made:
         case (model, args, kwargs):
             pass
@@ -142,7 +142,7 @@ def _parts(made: Any) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
 
 
 def _name_of(model: Any) -> str:
-    """The class of what was wrapped; of a function its name."""
+    """Return the class name of the wrapped module, or the name of a function."""
     inner = unwrap_module(model)
     while isinstance(getattr(inner, "module", None), torch.nn.Module):  # DDP's, FSDP1's
         inner = unwrap_module(inner.module)
@@ -155,7 +155,7 @@ def _is_compiled(model: Any) -> bool:
 
 
 def first_step(model: Any, *args: Any, **kwargs: Any) -> None:
-    """Call a model; where that gives something differentiable, a backward from its loss, or from all results."""
+    """Call a model. Run a backward from its loss, or from all differentiable results."""
     result = model(*args, **kwargs)
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     found = [loss] if isinstance(loss, torch.Tensor) else tensors_in(result)
@@ -167,7 +167,7 @@ def first_step(model: Any, *args: Any, **kwargs: Any) -> None:
 def make_report(
     model: str, logs: Mapping[tuple[int, int], BuildLog], mesh: Mapping[str, int], path: str | None
 ) -> PrecompileReport:
-    """What was built, by (world size, rank); a folder `path` gets a manifest. Raises PrecompileError if nothing was."""
+    """Make the report of logs by (world size, rank); write a manifest to `path`. Raises PrecompileError if empty."""
     ranks = [_rank_report(world_size, rank, log) for (world_size, rank), log in logs.items()]
     if not any(rank.programs for rank in ranks):
         why = "; ".join(dict.fromkeys(note for rank in ranks for note in rank.notes))

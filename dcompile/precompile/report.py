@@ -1,4 +1,4 @@
-"""What precompiling a job came to, as data and as lines for people."""
+"""Report of a precompiled job, as data and as text."""
 
 from __future__ import annotations
 
@@ -10,60 +10,60 @@ from dcompile.precompile.build_only import BuiltProgram
 
 @dataclass(frozen=True)
 class RankReport:
-    """The programs that one rank of one world size runs in its first steps."""
+    """Programs that one rank of one world size runs in its first steps."""
 
     world_size: int
     rank: int
     programs: tuple[BuiltProgram, ...]
     adapters: tuple[str, ...]
-    """Who keeps each compiled model in step: "plain", "ddp", "fsdp2", ..."""
+    """Adapter of each compiled model: "plain", "ddp", "fsdp2", ..."""
     notes: tuple[str, ...]
-    """Why something is left to stock PyTorch or to eager, as the receipt says it."""
+    """Reasons for stock PyTorch or eager fallbacks, as in the receipt."""
     seconds: float
 
     @property
     def keys(self) -> frozenset[str]:
-        """Entries of the cache that the rank loads."""
+        """Keys of the cache entries that the rank loads."""
         return frozenset(program.key for program in self.programs if program.key is not None)
 
     @property
     def left(self) -> tuple[str, ...]:
-        """Programs that no cache can keep: ranks compile them at each start."""
+        """Programs that cannot be cached, and are compiled at each start."""
         return tuple(program.name for program in self.programs if program.key is None)
 
 
 @dataclass(frozen=True)
 class PrecompileReport:
-    """What lies ready for a job. `str(report)` is a page for people."""
+    """Programs that are ready for a job. `str(report)` is a page of text."""
 
     model: str
     directories: tuple[str, ...]
-    """Caches that hold it."""
+    """Directories of the caches with the programs."""
     ranks: tuple[RankReport, ...]
 
     @property
     def kernels(self) -> int:
-        """Kernels of all programs, each counted once."""
+        """Number of distinct kernels of all programs."""
         return len({kernel for rank in self.ranks for program in rank.programs for kernel in program.kernels})
 
     @property
     def built(self) -> int:
-        """Kernels that were built for it: the others were in the cache."""
+        """Number of kernels built now; the others were in the cache."""
         return sum(program.report.built for rank in self.ranks for program in rank.programs)
 
     @property
     def programs(self) -> int:
-        """Programs of all world sizes, each counted once."""
+        """Number of distinct programs of all world sizes."""
         return len({key for rank in self.ranks for key in rank.keys})
 
     @property
     def seconds(self) -> float:
-        """Time that all of it took."""
+        """Total time in seconds."""
         return sum(rank.seconds for rank in self.ranks)
 
     @property
     def left(self) -> tuple[str, ...]:
-        """Programs that ranks compile at each start, since no cache can keep them."""
+        """Programs that cannot be cached, and are compiled at each start."""
         return tuple(dict.fromkeys(name for rank in self.ranks for name in rank.left))
 
     @property
@@ -72,11 +72,11 @@ class PrecompileReport:
         return tuple(dict.fromkeys(rank.world_size for rank in self.ranks))
 
     def of(self, world_size: int) -> PrecompileReport:
-        """The part about one world size."""
+        """Return the part about one world size."""
         return replace(self, ranks=tuple(rank for rank in self.ranks if rank.world_size == world_size))
 
     def differing(self) -> tuple[tuple[int, int, int], ...]:
-        """(world size, a rank, another) whose programs are not the same."""
+        """Return (world size, rank, other rank) where two ranks have different programs."""
         found = []
         for world_size in self.world_sizes:
             first, *others = self.of(world_size).ranks

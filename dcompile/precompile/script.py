@@ -1,4 +1,4 @@
-"""Run the first steps of a training script as one rank of a job whose other ranks are not there."""
+"""Run the first steps of a training script as one rank of a job, without the other ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dcompile.precompile.build_only import BuildLog
 
 
 class StepsDone(BaseException):
-    """The script has taken its steps. Not an Exception: scripts catch those and go on."""
+    """Raised when the script has taken its steps. It is no Exception, since scripts catch those."""
 
 
 def run_script(
@@ -23,8 +23,8 @@ def run_script(
 ) -> BuildLog:
     """Run a script as Python does, until its optimizers have stepped `steps` times, or it ends by itself.
 
-    With `fake`, a script that reads a value is left there, if it has run a backward. Raises PrecompileError where it
-    has not, and for what needs other ranks; and what the script itself raises.
+    With `fake`, the run ends where the script reads a value, if it has run a backward by then. Raises PrecompileError
+    if it has not, and for code that needs other ranks. Errors of the script itself are raised, too.
     """
     log = BuildLog()
     taken = 0

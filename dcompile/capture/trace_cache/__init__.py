@@ -1,1 +1,1 @@
-"""Traces of AOTAutograd on disk: forward and backward of a Dynamo graph, by all that tracing it looks at."""
+"""Cache of AOTAutograd's traces: forward and backward of a Dynamo graph, keyed by everything that tracing reads."""

@@ -1,6 +1,6 @@
-"""A traced graph as JSON and back: nodes with their names, arguments, fake tensors, and what later stages read of them.
+"""Convert a traced graph to JSON and back: nodes with names, arguments, fake tensors and metadata of later stages.
 
-The tensors of a graph that share memory share it again. What is not read behind partitioning has no record.
+Tensors that share memory share it again. Metadata that no stage after partitioning reads is dropped.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from dcompile.compat.trace_records import (
 
 _OPS = ("placeholder", "get_attr", "call_function", "output")
 _VALUES = ("val", "desc", "custom", DONATED, "partitioner_tag", "saved_tensor_with_no_vc_check")
-"""Notes at a node that later stages read, and that are values."""
+"""Keys of node metadata that later stages read, and whose content is a value."""
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
-"""Notes of the module that a node came from: of each entry, its path alone is kept."""
+"""Keys of node metadata about modules. Of each entry, only the module's path is kept."""
 
 
 def graph_record(gm: GraphModule) -> Record:
-    """The record of a graph. Raises NotKeepable."""
+    """Return the record of a graph. Raises NotKeepable."""
     numbers = {node: number for number, node in enumerate(gm.graph.nodes)}
     writer = RecordWriter(numbers.__getitem__)
     nodes = [_node_record(node, writer) for node in gm.graph.nodes]
@@ -58,7 +58,7 @@ def _node_record(node: Node, writer: RecordWriter) -> Record:
 
 
 def graph_of(record: Mapping[str, Any], fake_mode: Any) -> GraphModule:
-    """The graph of a record. Not inside a mode of fake tensors. Raises NotKeepable of one that is damaged."""
+    """Return the graph of a record. Call it outside fake tensor modes. Raises NotKeepable for a damaged record."""
     reader, graph = RecordReader(record, fake_mode), Graph()
     for kind, name, target, args, kwargs, notes in record["nodes"]:
         op = _OPS[kind]

@@ -1,4 +1,4 @@
-"""One graph's trace: looked up in the cache, or noted while AOTAutograd makes it and kept once that has worked."""
+"""Look up a graph's trace in the cache, or record it while AOTAutograd traces, and store it on success."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from dcompile.logs import report
 
 
 class GraphTrace:
-    """The trace of one Dynamo graph, of which `key` makes the name. What cannot be kept has an objection."""
+    """The trace of one Dynamo graph. `key` computes its cache key. A trace that cannot be cached has an objection."""
 
     def __init__(self, store: TraceStore | None, key: Callable[[], str]) -> None:
         self.objection = ""
-        """Why the graph is traced anew at each start; nothing where traces are not kept at all."""
+        """Why the graph is traced at each start; empty if traces are not cached at all."""
         self.cached: KeptTrace | None = None
         self._store, self._key = store, ""
         self._metadata = aot_trace.TracedMetadata()
@@ -41,7 +41,7 @@ class GraphTrace:
             self._read(text)
 
     def _read(self, text: str) -> None:
-        """Make graphs of an entry; of one that cannot be read, say so, and it will be written anew."""
+        """Rebuild the graphs of a cache entry. A damaged entry is reported, and overwritten later."""
         try:
             self.cached = kept_trace(text)
         except NotKeepable as reason:
@@ -49,16 +49,16 @@ class GraphTrace:
 
     @property
     def is_noted(self) -> bool:
-        """Whether what AOTAutograd traces now is going to be kept."""
+        """Whether the trace that AOTAutograd makes now will be cached."""
         return bool(self._key) and self.cached is None
 
     def recording(self) -> AbstractContextManager[None]:
-        """Around AOTAutograd's work on the graph: it starts anew with each use."""
+        """Record AOTAutograd's work on the graph. Each use drops an earlier record."""
         self._metadata, self._graphs = aot_trace.TracedMetadata(), None
         return aot_trace.recording_metadata(self._metadata)
 
     def note_graphs(self, forward: GraphModule, backward: GraphModule | None, facts: TraceFacts) -> None:
-        """The graphs as they are handed to compilers, which change them: so they are put into words at once."""
+        """Record the graphs before the compilers change them."""
         if not self.is_noted:
             return
         try:
@@ -68,11 +68,11 @@ class GraphTrace:
             self.objection = str(reason)
 
     def refuse(self, reason: str) -> None:
-        """The graph will not run as it was traced."""
+        """Do not cache the trace, because the graph will run in another form."""
         self.objection, self._graphs = reason, None
 
     def keep(self, facts: Callable[[TraceFacts], TraceFacts]) -> None:
-        """Compiling has worked: keep the trace, with what was found out since."""
+        """Store the trace after compilation has succeeded, with the facts found since."""
         if not self.is_noted or self._store is None:
             return
         self.objection = self.objection or self._metadata.objection

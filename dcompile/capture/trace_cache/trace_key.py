@@ -1,10 +1,10 @@
-"""Which graphs are the same to AOTAutograd and to the passes around it: the SHA-256 of a text of all they look at.
+"""Cache key of a trace: the SHA-256 of a text of everything that AOTAutograd and its passes read.
 
-In the text: versions, settings of dcompile and of torch, what an adapter adds to a trace, the inputs (shapes, strides,
-dtypes, devices, gradients, shared memory), and the captured graph with the graphs in it, constants and names of what it
-calls. Only torch's functions and ours may be called: code of others is no part of the text, and no key is made.
-Not in it: names of modules and inputs, and lines of source. Messages and comments may name those of the model that was
-traced first.
+The text holds versions, settings of dcompile and torch, and the adapter's additions to a trace. It holds the inputs
+(shapes, strides, dtypes, devices, gradients, shared memory). It holds the captured graph with its subgraphs, constants
+and function names. A graph may call only functions of torch and dcompile: other code is not part of the text, so such
+a graph has no key. The text leaves out names of modules and inputs, and source lines. Messages and comments may name
+those of the model that was traced first.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from dcompile.config import Config
 from dcompile.toolchain import own_source, own_version
 
 FORMAT = 1
-"""Of the entries: another number makes other keys."""
+"""Version of the entries' format. It is part of each key."""
 _ELSEWHERE = frozenset(
     (
         "receipt", "log", "dump", "trace_enabled", "trace_graph_diagram", "verify", "cache_dir", "cache_size_gib",
         "share_artifacts", "compile_timeout_s", "precompiled",
     )
 )  # fmt: skip
-"""Settings that say where things are written, and nothing of a trace."""
+"""Settings that do not affect a trace, such as output directories."""
 _MARKS = ("custom", "recompute", "ac_graph_id")
-"""What notes at a captured node say to those who trace it."""
+"""Keys of node metadata that tracing reads."""
 
 
 def trace_key(gm: GraphModule, inputs: Sequence[Any], config: Config, facts: Sequence[str]) -> str:
-    """The name of a trace's entry. `facts`: what an adapter adds. Raises NotKeepable."""
+    """Return a trace's cache key. `facts`: lines that an adapter adds. Raises NotKeepable."""
     if config.backend is not None and config.backend.cache_objection:
         raise NotKeepable(config.backend.cache_objection)
     storages: dict[int, int] = {}
@@ -79,13 +79,13 @@ def _input(value: Any, storages: dict[int, int]) -> str:
 
 
 class _GraphText:
-    """The text of a captured graph, and of the graphs that it holds."""
+    """Text of a captured graph and its subgraphs."""
 
     def __init__(self, storages: dict[int, int]) -> None:
         self._storages = storages
 
     def lines(self, gm: GraphModule, name: str) -> Iterator[str]:
-        """A line for each node, by numbers in place of names."""
+        """Yield a line for each node, with numbers instead of names."""
         check_captured(gm)
         numbers = {node: number for number, node in enumerate(gm.graph.nodes)}
         yield f"{name} begins"
@@ -108,7 +108,7 @@ class _GraphText:
         return static_mark(node)
 
     def _held(self, value: Any, name: str) -> Iterator[str]:
-        """What a graph holds: another graph, or a small tensor, whose numbers tracing may read."""
+        """Yield lines for an attribute: a subgraph, or a small tensor whose values tracing may read."""
         if isinstance(value, GraphModule):
             yield from self.lines(value, name)
             return
@@ -118,7 +118,7 @@ class _GraphText:
 
 
 def _text(value: Any, numbers: dict[Node, int]) -> str:
-    """An argument. Raises NotKeepable of what text cannot tell apart."""
+    """Return an argument's text. Raises NotKeepable for values without a distinguishing text."""
     if isinstance(value, Node):
         return f"%{numbers[value]}"
     if value is None or value is Ellipsis or type(value) in (bool, int, float, complex):

@@ -1,4 +1,4 @@
-"""What is kept of a trace: AOTAutograd's metadata, the graphs that came of it, and what capturing has found out."""
+"""Content of a cached trace: AOTAutograd's metadata, the traced graphs, and facts that capture has found."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from dcompile.compat.trace_records import NotKeepable, Record
 
 @dataclass(frozen=True, slots=True)
 class TraceFacts:
-    """What capturing has found out about a graph, beside the graphs themselves."""
+    """Facts that capture has found about a graph, apart from the graphs themselves."""
 
     gradients: tuple[tuple[int, int], ...] = ()
-    """(position among the backward's outputs, position among the graph's inputs)."""
+    """Gradients: (position among the backward's outputs, position among the graph's inputs)."""
     results: int = 0
-    """Outputs of the forward before what it saves."""
+    """Number of the forward's outputs before the saved tensors."""
     may_lack: bool = False
-    """Whether the backward may be left without gradients of results that nothing was computed with."""
+    """Whether the backward may run without tangents of unused results."""
     shapes_kept: tuple[int, ...] = ()
     without_gradients: tuple[int, ...] = ()
-    """Results that are views made under `torch.no_grad()`."""
+    """Positions of results that are views made under `torch.no_grad()`."""
     notes: tuple[str, ...] = ()
     fallbacks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRecord:
-    """A trace as it is kept; `backward` is None of an inference graph."""
+    """Records of a trace, as the cache stores them. `backward` is None for an inference graph."""
 
     metadata: Record
     forward: Record
@@ -43,24 +43,24 @@ class TraceRecord:
     facts: TraceFacts
 
     def to_text(self) -> str:
-        """JSON."""
+        """Return the records as JSON."""
         parts = {"metadata": self.metadata, "forward": self.forward, "backward": self.backward}
         return json.dumps(parts | {"facts": dataclasses.asdict(self.facts)}, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True)
 class KeptTrace:
-    """A trace that was kept, as AOTAutograd's compilers get it."""
+    """Trace from the cache, in the form that AOTAutograd's compilers receive."""
 
     metadata: Any
     forward: GraphModule
-    """Or the graph of inference."""
+    """The forward graph, or the inference graph."""
     backward: GraphModule | None
     facts: TraceFacts
 
 
 def kept_trace(text: str) -> KeptTrace:
-    """The trace of a text, in the mode that the graph is being captured in. Raises NotKeepable of a damaged one."""
+    """Rebuild a trace from text, in the capture's fake tensor mode. Raises NotKeepable for damaged text."""
     mode = aot_trace.tracing_mode()
     try:
         found = json.loads(text)

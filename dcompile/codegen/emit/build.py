@@ -1,4 +1,4 @@
-"""Kernels of all targets, compiled at the same time."""
+"""Compile the kernels of all targets in parallel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dcompile.toolchain import products_key
 
 @dataclass(frozen=True, slots=True)
 class PendingBuild:
-    """The kernels of a graph, compiled by g++ and Triton at the same time."""
+    """Kernels of a graph, which g++ and Triton compile in parallel."""
 
     cpu: cpp_compile.Building
     gpu: triton_compile.TritonBuild | None
@@ -34,20 +34,20 @@ class PendingBuild:
 
 
 class KernelCompilers:
-    """Those who compile the kernels of one model's graphs. `launcher`: C++ that starts kernels on a GPU."""
+    """Compilers of one model's kernels. `launcher`: C++ code that starts kernels on a GPU."""
 
     def __init__(self, config: Config, launcher: KernelSource) -> None:
         self._config, self._launcher = config, launcher
         self._cpp = cpp_compile.Compilers(config)
         self._pools: dict[int, triton_compile.WorkerPool] = {}
-        """Those for GPUs of one compute capability, for all graphs."""
+        """Triton worker pools by compute capability, for all graphs."""
 
     def prepare(self, arch: int, cache: Cache) -> None:
-        """Have compilers for this compute capability start: they import Triton while a program is planned."""
+        """Start the workers for a compute capability, which import Triton while a program is planned."""
         self._pool(arch, cache).ready()
 
     def begin(self, kernels: Kernels, arch: int | None, cache: Cache) -> PendingBuild:
-        """Have all kernels compiled. `arch`: compute capability of the GPU, if some are for one."""
+        """Start compiling all kernels. `arch`: compute capability of the GPU, if some are for a GPU."""
         sources = [source for source in kernels.sources if not source.launches]
         others = [source for source in kernels.sources if source.launches]
         if not others:

@@ -17,12 +17,12 @@ from dcompile.ir.nodes import Buffer, Loop, Program
 from dcompile.toolchain import triton_version
 
 TARGETS: Mapping[str, Target] = {target.traits.name: target for target in (cpp_kernel.TARGET, triton_target.TARGET)}
-"""By the type of the device that a target makes kernels for."""
+"""Targets by device type."""
 NO_REQUEST = EmitRequest()
 
 
 def why_no_kernels(devices: Collection[torch.device]) -> str | None:
-    """Why a graph on these devices can have no kernels of ours; None if it can."""
+    """Return why a graph on these devices cannot have dcompile's kernels; None if it can."""
     others = {device for device in devices if not traits_of(device.type).is_host}
     if not others:
         return None
@@ -36,7 +36,7 @@ def why_no_kernels(devices: Collection[torch.device]) -> str | None:
 
 
 def architecture(devices: Collection[torch.device]) -> int | None:
-    """The compute capability that kernels on these devices are for, as 90 for 9.0; None if none is on a GPU."""
+    """Return the compute capability of the devices' GPU, as 90 for 9.0; None if there is no GPU."""
     gpu = next((device for device in devices if not traits_of(device.type).is_host), None)
     if gpu is None or why_no_kernels(devices) is not None:
         return None
@@ -68,5 +68,5 @@ def emit_all(program: Program, kind: str, decisions: Sequence[NestDecision], *, 
 
 
 def emit_loop(loop: Loop, table: Mapping[str, Buffer], request: EmitRequest = NO_REQUEST) -> KernelSource:
-    """The kernel of one loop, by the target of the device whose memory it writes."""
+    """Emit one loop's kernel by the target of the device whose memory it writes."""
     return TARGETS[loop_traits(loop, table).name].emit(loop, table, request)

@@ -13,7 +13,7 @@ from dcompile.compat.versions import torch_version
 
 
 def find_target(dotted: str) -> Any:
-    """What a dotted name stands for. Raises ImportError or AttributeError where this torch has no such thing."""
+    """Return the object of a dotted name. Raises ImportError or AttributeError if this torch lacks it."""
     parts = dotted.split(".")
     for count in range(len(parts), 0, -1):
         try:
@@ -39,7 +39,7 @@ def status_of(patch: TorchPatch) -> str:
 
 
 def describe() -> Iterator[str]:
-    """Lines for people: each patch, with what applies to the installed torch."""
+    """Yield lines for each patch, with whether it applies to the installed torch."""
     yield f"torch {torch_version()}: {len(PATCHES)} patches"
     for patch in PATCHES:
         yield ""

@@ -1,8 +1,8 @@
-"""Remember what symbolic sizes come to, while graphs of such sizes are traced.
+"""Memoize arithmetic on symbolic sizes while graphs with such sizes are traced.
 
-Each fake tensor of symbolic sizes multiplies, adds and compares them anew, for its memory and for whether it lies in
-row-major order: about 40 operations a tensor, 130,000 for a training step of a Llama of 16 layers, a quarter of the
-time that tracing took. They are about a few hundred pairs of expressions.
+Each fake tensor of symbolic sizes multiplies, adds and compares them, for its storage size and for row-major order.
+That is about 40 operations a tensor, and 130,000 for a training step of a Llama with 16 layers: a quarter of the
+tracing time. They concern only a few hundred pairs of expressions.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 METHODS = (
     "_add", "_sub", "_mul", "_eq", "_ne", "_gt", "_lt", "_ge", "_le", "_and_", "_or_", "_sym_max", "_sym_min",
 )  # fmt: skip
-"""Operations of `SymNode` that depend on their two expressions alone: not the remainder, which asks for ranges."""
+"""Operations of `SymNode` that depend only on their two expressions. The remainder also reads ranges."""
 NUMBERS = (int, bool)
-"""What a size is in the batch that is traced."""
+"""Types of a size's hint, its value in the traced batch."""
 
 
 MARK = "_dcompile_remembers"
@@ -25,9 +25,9 @@ MARK = "_dcompile_remembers"
 
 @contextlib.contextmanager
 def remembered_arithmetic() -> Iterator[None]:
-    """Have equal operations on symbolic sizes of one shape environment return equal results.
+    """Memoize operations on symbolic sizes, for each shape environment.
 
-    Within itself (Dynamo's tracing calls AOTAutograd's) it changes nothing.
+    Nested uses change nothing: Dynamo's tracing calls AOTAutograd's.
     """
     from torch.fx.experimental.sym_node import SymNode
 
@@ -47,18 +47,18 @@ def _remembering(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     known: dict[Any, Any] = {}
 
     def operation(node: Any, other: Any) -> Any:
-        # what is recorded as a step of a graph is recorded each time
+        # a graph under construction needs a node for each operation
         if type(node._hint) not in NUMBERS or type(other._hint) not in NUMBERS or get_proxy_mode():
             return own(node, other)
         environment = node.shape_env
         if getattr(environment, "_translation_validation_enabled", False):
             return own(node, other)
-        # counts what has become known of symbols, in whose place others may stand; torch 2.11 counts nothing
+        # counts replacements of symbols, which change expressions; torch 2.11 has no counter
         version = getattr(environment, "_replacements_version_counter", None)
         left, right = (node.expr, other.expr) if version is None else (node._expr, other._expr)
         key = (id(environment), version, node.pytype, left, other.pytype, right)
         found = known.get(key)
-        if found is None:  # the result keeps the environment, so that its number stays its own
+        if found is None:  # the result keeps the environment alive, so that its id stays unique
             found = known[key] = own(node, other)
         return _twin(found)
 
@@ -67,7 +67,7 @@ def _remembering(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _twin(node: Any) -> Any:
-    """Return an equal node. Tracers know values by their nodes: a shared one takes what a tangent computes for it."""
+    """Return an equal node, since tracers identify values by node: a shared one could come from a tangent."""
     twin = object.__new__(type(node))
     twin.__dict__.update(node.__dict__)
     return twin

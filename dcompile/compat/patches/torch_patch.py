@@ -1,4 +1,4 @@
-"""What is said of a patch of torch."""
+"""Description of a patch of torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, Literal, TypeAlias
 from dcompile.compat.versions import torch_version
 
 Stage: TypeAlias = Literal["frame", "graph", "partition"]
-"""frame: Dynamo compiles a frame; graph: AOTAutograd traces a graph; partition: a joint graph is cut."""
+"""frame: Dynamo compiles a frame; graph: AOTAutograd traces a graph; partition: a joint graph is partitioned."""
 Version: TypeAlias = tuple[int, int]
 FIRST, LAST = (2, 11), (2, 15)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchRequest:
-    """What patches of a stage may be given."""
+    """Arguments for the patches of a stage."""
 
     example_inputs: Sequence[Any] = ()
     sync_batch_norm: Callable[..., Any] | None = None
@@ -35,16 +35,16 @@ class TorchPatch:
 
     apply: Callable[..., Any]
     targets: tuple[str, ...]
-    """What is replaced, by its dotted name."""
+    """Dotted names of the replaced objects."""
     kind: Literal["correctness", "speed", "takeover"]
-    """takeover: torch is to do what dcompile wants in its place."""
+    """takeover: dcompile's behavior replaces torch's."""
     reason: str
     stages: tuple[Stage, ...] = ()
     given: Callable[[PatchRequest], tuple[Any, ...]] = lambda _: ()
-    """What of the request it is called with."""
+    """Selects the arguments of `apply` from the request."""
     first: Version = FIRST
     last: Version = LAST
-    """The versions of torch that need it."""
+    """First version of torch that needs the patch."""
     undone: str = "when its stage ends"
 
     @property
@@ -52,19 +52,19 @@ class TorchPatch:
         return self.apply.__name__
 
     def applies_to(self, version: Version) -> bool:
-        """Whether a version of torch needs it."""
+        """Whether a version of torch needs the patch."""
         return self.first <= version <= self.last
 
     @property
     def versions(self) -> str:
-        """As people write them."""
+        """Range of versions as text."""
         ends = [f"{major}.{minor}" for major, minor in dict.fromkeys((self.first, self.last))]
         return " to ".join(ends)
 
 
 @functools.cache
 def installed_version() -> Version:
-    """Major and minor version of the installed torch."""
+    """Return major and minor version of the installed torch."""
     found = re.match(r"(\d+)\.(\d+)", torch_version())
     assert found is not None, "checked by `versions.check_torch`"
     return int(found[1]), int(found[2])

@@ -1,4 +1,4 @@
-"""What a precompiled folder says of itself: what it was made for, so that a rank that misses something can say why."""
+"""Manifest of a precompiled folder: the jobs that it was made for, and reasons for missing programs."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from dcompile.runtime.cache.key import environment
 MANIFEST = "precompiled.manifest"
 _FORMAT = 1
 _LONGEST = 60
-"""Characters of a value that are shown."""
+"""Maximum number of characters of a value in a message."""
 
 
 @dataclass(frozen=True)
 class PrecompiledJob:
-    """One job that a folder was filled for."""
+    """One job that a folder was precompiled for."""
 
     model: str
     world_size: int
     mesh: tuple[tuple[str, int], ...]
-    """Dimensions with their ranks; empty where the model makes its own."""
+    """Dimensions of the mesh and their ranks; empty if the model makes its own mesh."""
     settings: str
     """`Config.key()`."""
 
 
 def write_manifest(folder: Path, jobs: Iterable[PrecompiledJob]) -> None:
-    """Say what a folder was filled for, beside what it was before, and let everybody read it."""
+    """Add jobs to a folder's manifest, and make the folder readable for all users."""
     earlier = _read(folder)
     known = earlier["jobs"] if earlier is not None and earlier["environment"] == environment() else []
     new = [json.loads(json.dumps(asdict(job))) for job in jobs]
@@ -53,7 +53,7 @@ def write_manifest(folder: Path, jobs: Iterable[PrecompiledJob]) -> None:
 
 
 def reason_for_miss(config: Config) -> str:
-    """Why a program is not in the folder of option `precompiled`, as far as that says what it was filled for."""
+    """Return why a program is missing from the folder of option `precompiled`, by its manifest."""
     record = _read(precompiled_folder(config))
     if record is None:
         return "the folder has no manifest that this dcompile reads; fill it anew"
@@ -79,7 +79,7 @@ def _read(folder: Path) -> Any:
 
 
 def _differing(there: str, here: str) -> str:
-    """Two values: of long ones what differs."""
+    """Format two values; for long ones, only their differences."""
     if len(there) <= _LONGEST and len(here) <= _LONGEST:
         return f"{there}, here {here}"
     ours, theirs = here.split(), there.split()

@@ -1,4 +1,4 @@
-"""Which sizes of a program have a CUDA graph, where sizes vary: one of each class."""
+"""Select the sizes of a program that have a CUDA graph, where sizes vary: one size of each class."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 MAX_CLASSES = 8
-"""Classes of one program that have graphs under `auto`, which has no largest class."""
+"""Maximum number of classes with graphs in one program under `auto`, which has no largest class."""
 MIN_CALLS_TO_REPLACE = 8
-"""Calls after which a size takes the place of another of its class that did not come meanwhile."""
+"""Calls of a size before it replaces the recorded size of its class, if that one is not called meanwhile."""
 
 
 class SizeClasses:
-    """The classes of one program's sizes. `bounds`: the largest size of each, ascending; none: powers of two."""
+    """Size classes of one program. `bounds`: largest size of each class, ascending; empty: powers of two."""
 
     def __init__(self, bounds: Sequence[int] = ()) -> None:
         self._bounds = sorted(bounds)
         self._limit = len(bounds) or MAX_CLASSES
         self._recorded: dict[tuple[int, ...], Hashable] = {}
-        """Class -> the key of the calls that have its graphs."""
+        """Class -> key of the calls with graphs."""
         self._others: dict[tuple[int, ...], Counter[Hashable]] = {}
-        """Class -> keys of other calls, with how often they came since the one that has graphs did."""
+        """Class -> keys of other calls, and their number since the last call with graphs."""
 
     def bound(self, size: int) -> int | None:
-        """The largest size of the class that a size is in; None if it is larger than all."""
+        """Return the largest size of a size's class; None if the size is larger than all."""
         if not self._bounds:
             return 1 << max(size - 1, 0).bit_length()
         place = bisect.bisect_left(self._bounds, size)
         return self._bounds[place] if place < len(self._bounds) else None
 
     def admit(self, sizes: Sequence[int], key: Hashable) -> tuple[bool, Hashable | None]:
-        """Whether a call of these sizes may have a graph, and the key of the calls that lose theirs to it."""
+        """Return whether a call of these sizes may have a graph, and the key of the calls that it replaces."""
         bounds = tuple(bound for size in sizes if (bound := self.bound(size)) is not None)
         if len(bounds) < len(sizes):
             return False, None

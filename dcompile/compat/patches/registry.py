@@ -24,6 +24,7 @@ from dcompile.compat.patches import (
     packed_sequences,
     partitioner,
     quiet_dumps,
+    repeated_layers,
     rng_under_checkpoint,
     scalar_writes,
     symbolic_arithmetic,
@@ -128,6 +129,18 @@ PATCHES: tuple[TorchPatch, ...] = (
         "speed",
         "finding the names of traced functions parses whole files for a log that is off",
         FRAME,
+    ),
+    TorchPatch(
+        repeated_layers.repeated_layers_once,
+        (
+            "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.call_function",
+            "torch._dynamo.side_effects.SideEffects.mutation",
+            "torch._dynamo.side_effects.SideEffects.store_attr",
+        ),
+        "speed",
+        "Dynamo traces each layer of a model, which takes most of a warm start",
+        FRAME,
+        lambda request: (request.layers_once,),
     ),
     # --- Dynamo's tracing calls AOTAutograd's: within themselves these change nothing ---
     TorchPatch(

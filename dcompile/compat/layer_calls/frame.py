@@ -170,9 +170,9 @@ class FrameCalls:
 def _layer(variable: Any, translator: Any) -> Any:
     """Source of a module whose call may be copied; None for all others."""
     import torch._dynamo.config as config
-    from torch._dynamo.variables.nn_module import UnspecializedBuiltinNNModuleVariable, UnspecializedNNModuleVariable
+    from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 
-    if type(variable) not in (UnspecializedNNModuleVariable, UnspecializedBuiltinNNModuleVariable):
+    if not isinstance(variable, UnspecializedNNModuleVariable):
         return None
     module, output = variable.value, translator.output
     if variable.source is None or not module._modules or isinstance(module, torch.fx.GraphModule):

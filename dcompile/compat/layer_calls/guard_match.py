@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dcompile.compat.layer_calls.module_match import are_equal, is_constant
+from dcompile.compat.layer_calls.module_match import IDENTITIES, ModulePairs, are_equal, is_constant
 
 TENSORS = "TENSOR_MATCH"
 ALIASES = ("DUPLICATE_INPUT", "OBJECT_ALIASING")
+NOT_IN = "DICT_NOT_CONTAINS"
 
 
 def layer_source(source: Any) -> Any:
@@ -102,6 +103,8 @@ class GuardedLayer:
     """Guard, its type, and the guarded value."""
     ordered: list[Any] = field(default_factory=list)
     """Sources of dicts whose order of keys is guarded."""
+    hook_guards: list[Any] = field(default_factory=list)
+    """Guards on torch's global tables of hooks, that a hook of the layer is not in them."""
 
     @classmethod
     def of(cls, translator: Any, source: Any, values: Values) -> GuardedLayer:
@@ -135,11 +138,16 @@ def contains(source: Any, layer: Any) -> bool:
     )
 
 
-def holds_for(layer: GuardedLayer, renaming: Renaming, values: Values, pairs: Mapping[int, Any], tracked: Any) -> bool:
+def is_about_hook(guard: Any, keys: Collection[int]) -> bool:
+    """Whether a guard says that a hook with one of these keys is not in a global table of torch's."""
+    name, arguments = guard.originating_source.name, guard_arguments(guard)
+    return "._global_forward_" in name and guard_type(guard) == NOT_IN and arguments.get("key") in keys
+
+
+def holds_for(layer: GuardedLayer, renaming: Renaming, values: Values, pairs: ModulePairs, tracked: Any) -> bool:
     """Whether all guards on a layer hold for another one, so that tracing it would read the same.
 
-    `pairs`: modules of the layer by identity -> those of the other; `tracked(value)`: the source under which Dynamo
-    already knows an object, or None.
+    `tracked(value)`: the source under which Dynamo already knows an object, or None.
     """
     taken: dict[int, int] = {}
     for guard, kind, old in layer.guards:
@@ -150,7 +158,7 @@ def holds_for(layer: GuardedLayer, renaming: Renaming, values: Values, pairs: Ma
                 return False
         except LookupError:
             return False
-        if id(old) in pairs and pairs[id(old)] is not new or not are_equal(old, new, kind):
+        if not _is_counterpart(old, new, kind, pairs):
             return False
         if new is not old and not is_constant(new):
             if taken.setdefault(id(new), id(old)) != id(old):
@@ -158,7 +166,18 @@ def holds_for(layer: GuardedLayer, renaming: Renaming, values: Values, pairs: Ma
             known = tracked(new)
             if known is not None and layer_free(known) != layer_free(source):
                 return False  # known by another name, so comparisons with `is` may tell
-    return True
+    return not any(
+        pairs.hook_keys[guard_arguments(guard)["key"]] in values.of(guard.originating_source)
+        for guard in layer.hook_guards
+    )
+
+
+def _is_counterpart(old: Any, new: Any, kind: str, pairs: ModulePairs) -> bool:
+    """Whether an object is another layer's counterpart of what a guard of some type was made of."""
+    for known in (pairs.modules, pairs.hook_tables):
+        if id(old) in known:
+            return known[id(old)] is new and (kind not in IDENTITIES or old is new)
+    return are_equal(old, new, kind)
 
 
 def layer_free(source: Any) -> Any:
@@ -178,32 +197,37 @@ def _aliases_hold(guard: Any, new: Any, renaming: Renaming, values: Values) -> b
     return bool(others) and all(values.of(renaming.of(other)) is new for other in others)
 
 
-def install(layer: GuardedLayer, renaming: Renaming, translator: Any) -> None:
+def install(layer: GuardedLayer, renaming: Renaming, pairs: ModulePairs, translator: Any) -> None:
     """Write down a layer's guards for another layer, except for those on tensors, which come with a graph's inputs.
 
     They tell the same line of the model in a recompilation's reason as if the other layer had been traced.
     """
     output = translator.output
-    for guard, kind, _ in layer.guards:
+    hooked = [(guard, NOT_IN, None) for guard in layer.hook_guards]
+    for guard, kind, value in (*layer.guards, *hooked):
         if kind != TENSORS:
-            made = renaming.of(guard.originating_source).make_guard(_renamed_check(guard, renaming))
+            keys = pairs.hook_keys if kind == NOT_IN and (value is None or id(value) in pairs.hook_tables) else {}
+            made = renaming.of(guard.originating_source).make_guard(_renamed_check(guard, renaming, keys))
             made.stack, made.user_stack = guard.stack, guard.user_stack
             output.guards.add(made, collect_debug_stack=False)
     for source in layer.ordered:
         output.guard_on_key_order.add(renaming.of(source))
 
 
-def _renamed_check(guard: Any, renaming: Renaming) -> Any:
+def _renamed_check(guard: Any, renaming: Renaming, keys: Mapping[int, int]) -> Any:
     from torch._guards import Source
 
     made = guard.create_fn
     if not isinstance(made, functools.partial):
         return made
-    args = [renaming.of(value) if isinstance(value, Source) else value for value in made.args]
-    keywords = {
-        name: renaming.of(value) if isinstance(value, Source) else value for name, value in made.keywords.items()
-    }
-    return functools.partial(made.func, *args, **keywords)
+
+    def renamed(name: str, value: Any) -> Any:
+        if isinstance(value, Source):
+            return renaming.of(value)
+        return keys.get(value, value) if name == "key" and type(value) is int else value
+
+    keywords = {name: renamed(name, value) for name, value in made.keywords.items()}
+    return functools.partial(made.func, *(renamed("", value) for value in made.args), **keywords)
 
 
 def told_as(layer: GuardedLayer, renaming: Renaming, translator: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import types
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,42 +13,73 @@ _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format,
     torch.Size,
 )  # fmt: skip
-_IDENTITIES = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type)
+_STATIC = "_dynamo_static_input_type"
+_CALLED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
-def module_pairs(old: torch.nn.Module, new: torch.nn.Module) -> dict[int, torch.nn.Module] | None:
-    """Identity of each module of `old` -> its counterpart in `new`; None where trees, tables or hooks differ."""
-    found: dict[int, torch.nn.Module] = {}
-    taken: dict[int, int] = {}
-    todo = [(old, new)]
-    while todo:
-        one, other = todo.pop()
-        if found.setdefault(id(one), other) is not other or taken.setdefault(id(other), id(one)) != id(one):
-            return None
-        if one is not other and not _alike(one, other):
-            return None
-        todo += [
-            (mine, theirs)
-            for mine, theirs in zip(one._modules.values(), other._modules.values(), strict=True)
-            if mine is not None and theirs is not None
-        ]
-    return found
+@dataclass
+class ModulePairs:
+    """Modules of one layer and those of another, which are equal: `pair` finds them."""
+
+    modules: dict[int, torch.nn.Module] = field(default_factory=dict)
+    """Identity of a module -> its counterpart."""
+    hook_tables: dict[int, Any] = field(default_factory=dict)
+    """Identity of a table of hooks -> its counterpart."""
+    hook_keys: dict[int, int] = field(default_factory=dict)
+    """Key of a hook -> that of its counterpart."""
+
+    def pair(self, old: torch.nn.Module, new: torch.nn.Module) -> bool:
+        """Pair all modules of two layers. False where trees, tables or hooks differ."""
+        taken: dict[int, int] = {}
+        todo = [(old, new)]
+        while todo:
+            one, other = todo.pop()
+            found = self.modules.setdefault(id(one), other)
+            if found is not other or taken.setdefault(id(other), id(one)) != id(one):
+                return False
+            if one is not other and not (_alike(one, other) and self._pair_hooks(one, other)):
+                return False
+            todo += [
+                (mine, theirs)
+                for mine, theirs in zip(one._modules.values(), other._modules.values(), strict=True)
+                if mine is not None and theirs is not None
+            ]
+        return True
+
+    def _pair_hooks(self, old: torch.nn.Module, new: torch.nn.Module) -> bool:
+        """Whether two modules have the same hooks. Keys in their tables differ, since no two hooks have one key."""
+        for name, table in old.__dict__.items():
+            if _is_of_calls(name):
+                other = new.__dict__[name]
+                if len(table) != len(other) or any(x is not y for x, y in zip(table.values(), other.values(), strict=True)):
+                    return False
+                self.hook_tables[id(table)] = other
+                self.hook_keys |= dict(zip(table, other, strict=True))
+        return True
+
+
+def hook_keys(module: torch.nn.Module) -> set[int]:
+    """Keys of the hooks of a module and of all modules in it."""
+    tables = (table for part in module.modules() for name, table in part.__dict__.items() if _is_of_calls(name))
+    return {key for table in tables for key in table}
+
+
+def _is_of_calls(name: str) -> bool:
+    """Whether an attribute of modules is a table of hooks of their calls."""
+    return name.startswith(("_forward", "_backward")) and "_hooks" in name
 
 
 def _alike(old: torch.nn.Module, new: torch.nn.Module) -> bool:
-    """Whether two modules have one class, the same names of attributes, and no hooks."""
+    """Whether two modules have one class and the same names of attributes."""
     mine, theirs = old.__dict__, new.__dict__
     if type(old) is not type(new) or mine.keys() != theirs.keys() or old.training is not new.training:
         return False
     if mine.get("forward") is not theirs.get("forward"):
         return False
-    for name, table in mine.items():
-        if name in ("_modules", "_parameters", "_buffers"):
-            if [*table] != [*theirs[name]]:
-                return False
-            if any((x is None) is not (y is None) for x, y in zip(table.values(), theirs[name].values(), strict=True)):
-                return False
-        elif "hook" in name and isinstance(table, dict) and (table or theirs[name]):
+    for name in ("_modules", "_parameters", "_buffers"):
+        if [*mine[name]] != [*theirs[name]]:
+            return False
+        if any((x is None) is not (y is None) for x, y in zip(mine[name].values(), theirs[name].values(), strict=True)):
             return False
     return True
 
@@ -89,7 +121,7 @@ def _structure(old: Any, new: Any) -> bool:
         return len(old) == len(new)
     if isinstance(old, set | frozenset):
         return _constants(old, new)
-    if isinstance(old, _IDENTITIES):
+    if isinstance(old, _CALLED):
         return False
     return getattr(old, "__dict__", {}).keys() == getattr(new, "__dict__", {}).keys()
 
@@ -98,7 +130,11 @@ def _tensors(old: torch.Tensor, new: torch.Tensor) -> bool:
     """Whether two tensors of a module are traced to the same: plain ones, in memory of their own."""
     if type(old) not in (torch.Tensor, torch.nn.Parameter):
         return False
-    return _traits(old) == _traits(new)
+    mine, theirs = dict(old.__dict__), dict(new.__dict__)
+    for attributes in (mine, theirs):
+        if attributes.get(_STATIC) == "unguarded":  # Dynamo's mark of a module's tensor that it has read
+            del attributes[_STATIC]
+    return _traits(old) == _traits(new) and [*mine] == [*theirs] and mine.get(_STATIC) == theirs.get(_STATIC)
 
 
 def _traits(value: torch.Tensor) -> tuple[Any, ...]:
@@ -117,11 +153,12 @@ def _traits(value: torch.Tensor) -> tuple[Any, ...]:
         value.is_inference(),
         value._backward_hooks is None,
         torch._C._dispatch_keys(value).raw_repr(),
-        tuple(value.__dict__),
         repr(getattr(value, "_dynamo_dynamic_indices", None)),
     )
 
 
+IDENTITIES = frozenset(("ID_MATCH", "NN_MODULE", "CLASS_MATCH", "MODULE_MATCH", "BUILTIN_MATCH", "FUNCTION_MATCH"))
+"""Types of guards that compare identities, of whatever object."""
 _COMPARISONS = {
     **dict.fromkeys(("CONSTANT_MATCH", "EQUALS_MATCH", "BOOL_MATCH", "NONE_MATCH"), _constants),
     **dict.fromkeys(

@@ -13,7 +13,15 @@ from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
 from dcompile.compat.layer_calls.call_key import CallArguments, is_plain_fake, realized, traits
-from dcompile.compat.layer_calls.guard_match import GuardedLayer, Values, contains, guard_type, watched_guards
+from dcompile.compat.layer_calls.guard_match import (
+    GuardedLayer,
+    Values,
+    contains,
+    guard_type,
+    is_about_hook,
+    watched_guards,
+)
+from dcompile.compat.layer_calls.module_match import hook_keys
 
 CREATED, RENAMED = "created", "renamed"
 
@@ -63,6 +71,8 @@ class CallRecord:
     """Result of the call."""
     results: dict[Node, tuple[Any, ...]] = field(default_factory=dict)
     """Operations whose values the call returns -> traits of these."""
+    named: dict[Node, bool] = field(default_factory=dict)
+    """The same operations -> whether a variable of the model has given its name."""
     changes: int = 0
     """Number of changed objects when the call ended."""
 
@@ -125,6 +135,7 @@ class Recorder:
             layer = GuardedLayer.of(self._translator, self._layer, values)
         except LookupError as error:
             raise NotRepeatable(f"a guard is on {error}") from error
+        layer.hook_guards = self._outside()
         made = CallRecord(
             self._arguments,
             self._variable.value,
@@ -143,8 +154,8 @@ class Recorder:
     def _check(self) -> None:
         if self._changed is not None:
             raise NotRepeatable(self._changed)
-        for guard in self._added:
-            if not contains(guard.originating_source, self._layer):
+        for guard in self._outside():
+            if not is_about_hook(guard, hook_keys(self._variable.value)):
                 raise NotRepeatable(f"it adds a guard on {guard.originating_source.name} ({guard_type(guard)})")
         counts = _counts(self._translator)
         if counts != self._counts:
@@ -153,6 +164,10 @@ class Recorder:
         for node, version in self._versions.items():
             if node.meta["example_value"]._version != version:
                 raise NotRepeatable("it writes to a tensor from outside")
+
+    def _outside(self) -> list[Any]:
+        """New guards on what does not belong to the layer."""
+        return [guard for guard in self._added if not contains(guard.originating_source, self._layer)]
 
     def _called(self) -> dict[str, int]:
         now = self._translator.num_calls
@@ -284,7 +299,7 @@ def _check_result(made: CallRecord) -> None:
         elif type(variable) is TensorVariable:
             node = variable.proxy.node
             if node in made.metas:
-                made.results[node] = result_traits(node.meta["example_value"])
+                made.results[node], made.named[node] = result_traits(node.meta["example_value"]), variable._is_name_set
             elif node not in made.arguments.nodes:
                 raise NotRepeatable("it returns a tensor from outside")
         elif type(variable) is not ConstantVariable:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from dcompile.compat.layer_calls.call_key import CallArguments, is_plain_fake, realized, traits
 from dcompile.compat.layer_calls.guard_match import Renaming, Values, holds_for, install, told_as
-from dcompile.compat.layer_calls.module_match import module_pairs
+from dcompile.compat.layer_calls.module_match import ModulePairs
 from dcompile.compat.layer_calls.recorder import CREATED, CallRecord, TensorFacts, result_traits, stack_name
 from dcompile.compat.tensors import fake_memory, fake_tensor, real_tensors, storage_key
 
@@ -34,19 +34,17 @@ class Replay:
         self._tracer = translator.output.current_tracer
         self._renaming = Renaming(record.layer.source, layer)
         self._values = Values(translator)
-        self._pairs: dict[int, torch.nn.Module] = {}
+        self._pairs = ModulePairs()
         self._nodes: dict[Node, Node] = {}
         self._values_of_copies: dict[Node, Any] = {}
         self._names = record.stack_name, stack_name(variable)
 
     def check(self) -> bool:
         """Whether tracing would come to the same. Adds no guard, and nothing to the graph."""
-        pairs = module_pairs(self._record.module, self._variable.value)
-        if pairs is None or len(self._translator.nn_module_stack) != self._record.stack_depth:
-            return False
-        self._pairs = pairs
         return (
-            holds_for(self._record.layer, self._renaming, self._values, pairs, self._tracked)
+            len(self._translator.nn_module_stack) == self._record.stack_depth
+            and self._pairs.pair(self._record.module, self._variable.value)
+            and holds_for(self._record.layer, self._renaming, self._values, self._pairs, self._tracked)
             and self._inputs_are_new()
             and not any(self._translator.num_calls.get(self._name(name), 0) for name in self._record.calls_of_names)
         )
@@ -80,7 +78,7 @@ class Replay:
             self._nodes[node] = variable.proxy.node
         self._add_inputs()
         self._values_of_copies = copied_values(record, self._nodes)
-        install(record.layer, self._renaming, translator)
+        install(record.layer, self._renaming, self._pairs, translator)
         told_as(record.layer, self._renaming, translator)
         for event, node, name in record.log:
             self._follow(event, node, name)
@@ -151,7 +149,7 @@ class Replay:
     def _moved_module(self, entry: tuple[str, tuple[str, type]]) -> tuple[str, tuple[str, type]]:
         key, (name, kind) = entry
         identity, at, call = key.partition("@")
-        module = self._pairs.get(int(identity)) if identity.isdigit() else None
+        module = self._pairs.modules.get(int(identity)) if identity.isdigit() else None
         return (f"{id(module)}{at}{call}" if module is not None else key), (self._name(name), kind)
 
     def _name(self, name: str) -> str:
@@ -186,7 +184,7 @@ class Replay:
         node = self._nodes[variable.proxy.node]
         value = node.meta.pop("example_value")
         made = handle_traced_output(value, self._translator, self._tracer.proxy(node), {}, None, TensorVariable)
-        made._is_name_set = variable._is_name_set
+        made._is_name_set = self._record.named[variable.proxy.node]
         return made
 
 

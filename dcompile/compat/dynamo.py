@@ -156,8 +156,8 @@ def tracing_settings(
     torch.nn.SyncBatchNorm. `told_of_hooks`: an argument of the frame tells whether hooks for saved tensors are traced
     with it. `group_experts(loop, grouped)` returns the function to trace in place of transformers' loop over experts.
     `late_sizes`: operations with data-dependent result sizes (nonzero, masks) break no graph. `sizes_alone`: with
-    `dynamic`, floats of modules and arguments stay constants. `layers_once`: calls of equal layers are traced twice, and
-    copied for the others.
+    `dynamic`, floats of modules and arguments stay constants. `layers_once`: calls of equal layers are traced twice,
+    and copied for the others.
     """
     import logging
 

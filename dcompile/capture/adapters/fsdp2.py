@@ -9,9 +9,9 @@ is as FSDP left it: sharded DTensors with hooks. So optimizers, checkpoints and 
 from __future__ import annotations
 
 import contextlib
-import functools
 import dataclasses
 import enum
+import functools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator

@@ -115,7 +115,7 @@ def is_plain_fake(value: Any) -> bool:
     """Whether this is a fake tensor that holds no other tensors: strided, of no subclass."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return (type(value) is FakeTensor or type(value) is torch.nn.Parameter and isinstance(value, FakeTensor)) and (
+    return (type(value) is FakeTensor or (type(value) is torch.nn.Parameter and isinstance(value, FakeTensor))) and (
         value.layout is torch.strided and not value.is_nested and not value.is_quantized
     )
 

@@ -174,7 +174,8 @@ def _layer(variable: Any, translator: Any) -> Any:
 
     if not isinstance(variable, UnspecializedNNModuleVariable):
         return None
-    module, output = variable.value, translator.output
+    module: Any = variable.value
+    output = translator.output
     if variable.source is None or not module._modules or isinstance(module, torch.fx.GraphModule):
         return None
     if output.export or output.current_tracer.parent is not None or variable.is_state_mutated:

@@ -59,10 +59,6 @@ class Renaming:
             found = self._known[source] = dataclasses.replace(source, **changed) if changed else source
         return found
 
-    def changes(self, source: Any) -> bool:
-        """Whether the layer's source is in `source`."""
-        return self.of(source) is not source
-
 
 def guard_type(guard: Any) -> str:
     """Name of the check that a guard makes."""
@@ -109,20 +105,16 @@ class GuardedLayer:
     @classmethod
     def of(cls, translator: Any, source: Any, values: Values) -> GuardedLayer:
         """Collect the guards on a layer. Raises LookupError."""
-        output, found, marker = translator.output, cls(source), Renaming(source, None)
+        output, found = translator.output, cls(source)
         for guard in output.guards:
-            if _is_in(source, guard.originating_source, marker):
+            if contains(guard.originating_source, source):
                 found.guards.append((guard, guard_type(guard), values.of(guard.originating_source)))
-        found.ordered = [other for other in output.guard_on_key_order if _is_in(source, other, marker)]
+        found.ordered = [other for other in output.guard_on_key_order if contains(other, source)]
         return found
 
     def tensors(self) -> list[Any]:
         """Sources of the tensors that were read, in the order of reading."""
         return [guard.originating_source for guard, kind, _ in self.guards if kind == TENSORS]
-
-
-def _is_in(layer: Any, source: Any, marker: Renaming) -> bool:
-    return source is not None and contains(source, layer)
 
 
 def contains(source: Any, layer: Any) -> bool:

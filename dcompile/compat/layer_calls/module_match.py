@@ -51,7 +51,9 @@ class ModulePairs:
         for name, table in old.__dict__.items():
             if _is_of_calls(name):
                 other = new.__dict__[name]
-                if len(table) != len(other) or any(x is not y for x, y in zip(table.values(), other.values(), strict=True)):
+                if len(table) != len(other) or any(
+                    x is not y for x, y in zip(table.values(), other.values(), strict=True)
+                ):
                     return False
                 self.hook_tables[id(table)] = other
                 self.hook_keys |= dict(zip(table, other, strict=True))
@@ -102,7 +104,7 @@ def _constants(old: Any, new: Any) -> bool:
         return bool(old == new) and repr(old) == repr(new)
     if type(old) in (tuple, list):
         return len(old) == len(new) and all(
-            x is y or type(x) is type(y) and _constants(x, y) for x, y in zip(old, new, strict=True)
+            x is y or (type(x) is type(y) and _constants(x, y)) for x, y in zip(old, new, strict=True)
         )
     return type(old) in (set, frozenset) and all(map(is_constant, old)) and bool(old == new)
 

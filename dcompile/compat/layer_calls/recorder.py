@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import unittest.mock
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +82,35 @@ class CallRecord:
         return [*self.arguments.nodes]
 
 
+@contextlib.contextmanager
+def watched_tracing(graph: Graph, log: list[tuple[str, Node, str]], assume: Callable[[], None]) -> Iterator[None]:
+    """Log nodes that are added to a graph and names that they get; `assume` hears of results taken as constants."""
+    from torch._dynamo.variables import functions
+
+    create, rename, constant = graph.create_node, Node._rename, functions.invoke_and_store_as_constant
+
+    def creating(*args: Any, **keywords: Any) -> Node:
+        node = create(*args, **keywords)
+        log.append((CREATED, node, node.name))
+        return node
+
+    def renaming(node: Node, candidate: str) -> None:
+        if node.graph is graph:
+            log.append((RENAMED, node, candidate))
+        rename(node, candidate)
+
+    def invoking(*args: Any, **keywords: Any) -> Any:
+        assume()
+        return constant(*args, **keywords)
+
+    with (
+        unittest.mock.patch.object(functions, "invoke_and_store_as_constant", invoking),
+        unittest.mock.patch.object(graph, "create_node", creating),
+        unittest.mock.patch.object(Node, "_rename", renaming),
+    ):
+        yield
+
+
 class Recorder:
     """One call while it is traced."""
 
@@ -107,25 +136,11 @@ class Recorder:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Around the call."""
-        graph, log = self._graph, self._log
-        create, rename = graph.create_node, Node._rename
-
-        def creating(*args: Any, **keywords: Any) -> Node:
-            node = create(*args, **keywords)
-            log.append((CREATED, node, node.name))
-            return node
-
-        def renaming(node: Node, candidate: str) -> None:
-            if node.graph is graph:
-                log.append((RENAMED, node, candidate))
-            rename(node, candidate)
-
-        with (
-            watched_guards(self._translator) as self._added,
-            unittest.mock.patch.object(graph, "create_node", creating),
-            unittest.mock.patch.object(Node, "_rename", renaming),
-        ):
+        with watched_guards(self._translator) as self._added, watched_tracing(self._graph, self._log, self._assume):
             yield
+
+    def _assume(self) -> None:
+        self._changed = "it takes a result as constant, of which no guard asks"
 
     def record(self, result: Any, changes: int) -> CallRecord:
         """What came of the call. Raises NotRepeatable."""
@@ -197,11 +212,12 @@ class Recorder:
         if source is not None and contains(source, self._layer):
             made.inputs[node] = self._input_source(node)
             return
-        value = node.meta.get("example_value")
+        value: Any = node.meta.get("example_value")
         made.held[node] = value.untyped_storage() if is_plain_fake(value) else None
 
     def _input_source(self, node: Node) -> Any:
-        source, value = getattr(node.meta.get("grapharg"), "source", None), node.meta.get("example_value")
+        source: Any = getattr(node.meta.get("grapharg"), "source", None)
+        value: Any = node.meta.get("example_value")
         if source is None or not contains(source, self._layer) or not is_plain_fake(value):
             raise NotRepeatable("an input of the graph is no tensor of the layer's own")
         if not all(type(size) is int for size in (*value.shape, *value.stride())):

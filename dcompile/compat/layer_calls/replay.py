@@ -56,23 +56,19 @@ class Replay:
 
     def _inputs_are_new(self) -> bool:
         """Whether the layer's tensors are no inputs of the graph yet: one that is shared has a name already."""
-        known, taken = self._translator.output.input_source_to_var, set()
-        for source in self._sources():
-            renamed = self._renaming.of(source)
-            value = self._values.of(renamed)
-            if value is not self._values.of(source) and (self._tracked(value) is not None or id(value) in taken):
-                return False
-            if renamed in known:
-                return False
-            taken.add(id(value))
-        return True
+        known = self._translator.output.input_source_to_var
+        sources = [self._renaming.of(source) for source in self._sources()]
+        values = [self._values.of(source) for source in sources]
+        return len({*map(id, values)}) == len(values) and not any(
+            source in known or self._tracked(value) is not None for source, value in zip(sources, values, strict=True)
+        )
 
     def _sources(self) -> list[Any]:
         """Sources of the layer's tensors, in the order of reading."""
         return list(dict.fromkeys((*self._record.inputs.values(), *self._record.layer.tensors())))
 
     def run(self) -> Any:
-        """Add the copy to the graph, and return the variable of its result. Raises Differs, before it adds operations."""
+        """Add the copy to the graph, and return its result. Raises Differs, before it adds operations."""
         record, translator = self._record, self._translator
         for node, variable in zip(record.tensors, self._arguments.tensors, strict=True):
             self._nodes[node] = variable.proxy.node
@@ -155,7 +151,7 @@ class Replay:
     def _name(self, name: str) -> str:
         """Name of a module in the layer -> name of its counterpart."""
         old, new = self._names
-        inside = name == old or name.startswith(old) and name[len(old)] in ".["
+        inside = name == old or (name.startswith(old) and name[len(old)] in ".[")
         return new + name[len(old) :] if inside else name
 
     # --- the result ---
@@ -183,7 +179,7 @@ class Replay:
             return self._arguments.tensors[place]
         node = self._nodes[variable.proxy.node]
         value = node.meta.pop("example_value")
-        made = handle_traced_output(value, self._translator, self._tracer.proxy(node), {}, None, TensorVariable)
+        made: Any = handle_traced_output(value, self._translator, self._tracer.proxy(node), {}, None, TensorVariable)
         made._is_name_set = self._record.named[variable.proxy.node]
         return made
 
@@ -191,8 +187,8 @@ class Replay:
 def copied_values(record: CallRecord, nodes: dict[Node, Node]) -> dict[Node, Any]:
     """Fake values for the copies of a call's operations, which share memory as the recorded ones do. Raises Differs.
 
-    `nodes`: arguments and inputs of the recorded call -> those of the other. Results are computed, since tracing goes on
-    with them: their history is autograd's.
+    `nodes`: arguments and inputs of the recorded call -> those of the other. Results are computed, since tracing goes
+    on with them: their history is autograd's.
     """
     from torch._guards import TracingContext
 

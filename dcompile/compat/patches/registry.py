@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from dcompile.compat import absent_ranks, alone, aot_trace, dispatch_watch, groups, guards, sizes, zero
+from dcompile.compat.layer_calls import recorder
 from dcompile.compat.patches import (
     batch_norm_statistics,
     compile_call,
@@ -282,6 +283,17 @@ PATCHES: tuple[TorchPatch, ...] = (
         "takeover",
         "what is compiled with a parameter that is kept in step serves its own module alone",
         undone="when the frame is compiled",
+    ),
+    TorchPatch(
+        recorder.watched_tracing,
+        (
+            "torch._dynamo.variables.functions.invoke_and_store_as_constant",
+            "torch.fx.Graph.create_node",
+            "torch.fx.Node._rename",
+        ),
+        "speed",
+        "the call of a layer is recorded, for copies of it",
+        undone="when the call is traced",
     ),
     TorchPatch(
         aot_trace.recording_metadata,

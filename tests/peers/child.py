@@ -52,10 +52,24 @@ def let_cpu_be_the_accelerator() -> None:
     common.skip_if_lt_x_gpu = enough
     common.at_least_x_gpu = lambda ranks: ranks <= RANKS
     common.requires_accelerator_dist_backend = lambda backends=None: lambda test: test
-    from torch.testing._internal import common_fsdp
+    from torch.testing._internal import common_fsdp, common_utils
 
+    if hasattr(common_utils, "_cpu_sleep"):  # tests of delays ask whether the device can sleep
+        cycles = common_utils.get_cycles_per_ms
+        common_utils.get_cycles_per_ms = lambda device="cpu": cycles("cpu")
+        torch.cpu._sleep = common_utils._cpu_sleep
     common_fsdp.DEVICE_COUNT = RANKS
     common_fsdp.FSDPTestContinuous.world_size = RANKS  # type: ignore[misc]
+    common.MultiProcessTestCase.__init_subclass__ = classmethod(_bound_world_size)  # type: ignore[assignment, arg-type]
+
+
+def _bound_world_size(case: type, **more: Any) -> None:
+    """A class of tests that starts more processes on the CPU than on few accelerators starts as many as we have."""
+    super(case.__mro__[-2], case).__init_subclass__(**more)
+    asked = vars(case).get("world_size")
+    if isinstance(asked, property) and asked.fget is not None:
+        get = asked.fget
+        case.world_size = property(lambda self: min(get(self), RANKS))  # type: ignore[attr-defined]
 
 
 def _for_tests(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:

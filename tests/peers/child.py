@@ -266,6 +266,9 @@ def run(case: unittest.TestCase) -> None:
     write(kind="begin", test=case.id())
     result = unittest.TestResult()
     unittest.TestSuite([case]).run(result)
+    for state in ("_processes_spawned", "poison_pill"):  # ranks that stay for all tests of a class have ended with it
+        if hasattr(type(case), state):
+            setattr(type(case), state, False)
     wrong = [text for _, text in (*result.errors, *result.failures)]
     if wrong:
         write(kind="end", test=case.id(), status="failed", text="\n".join(wrong)[-20000:])

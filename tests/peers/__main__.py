@@ -1,7 +1,7 @@
 """Run PyTorch's own tests with dcompile in the place of its compilers, and write docs/lab/peer-suites.md.
 
     python -m tests.peers --pytorch DIR [--suite fsdp2|ddp|dtensor|dynamo|inductor] [-k PART] [--file PART]
-        [--results FILE [--new]] [--output FILE]
+        [--results FILE [--new]] [--note TEXT] [--output FILE]
 
 DIR is a checkout of PyTorch, of the installed version; only its test files are read. A suite takes hours on two cores:
 with `--results`, several runs fill one page. Exit status 1 if a test fails that passes with stock PyTorch and with
@@ -51,6 +51,7 @@ def main(given: Sequence[str]) -> int:
     parser.add_argument("--file", dest="files", action="append", default=[], help="part of a test file's name")
     parser.add_argument("--results", type=Path, help="a file that keeps outcomes: the page shows all that are in it")
     parser.add_argument("--new", action="store_true", help="run only tests that --results has no outcome of")
+    parser.add_argument("--note", default="", help="what the page says of the test files, such as their date")
     parser.add_argument("--deadline", type=float, default=300, help="seconds that one test may take")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/lab/peer-suites.md", help="the page to write")
     arguments = parser.parse_args(given)
@@ -60,7 +61,8 @@ def main(given: Sequence[str]) -> int:
         suites = {suite: run_suite(SUITES[suite], arguments, Path(name), known.get(suite, [])) for suite in names}
     shown = suites if arguments.results is None else load(arguments.results)
     keys = [] if arguments.results else [f"-k {key}" for key in arguments.keys]
-    made_with = ", ".join([f"torch {torch.__version__} on {platform.machine()}", *keys])
+    note = [arguments.note] if arguments.note else []
+    made_with = ", ".join([f"torch {torch.__version__} on {platform.machine()}", *note, *keys])
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(page(shown, made_with))
     return int(any(outcome.verdict == "own" for found in suites.values() for outcome in found))

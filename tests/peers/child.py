@@ -1,15 +1,16 @@
 """Run tests of one of PyTorch's files in this process, with a backend in the place of others.
 
-`python -m tests.peers.child list|run FILE [TEST ...]`. Ranks are processes that import this module again before the
-test file, so what is set up here holds in them as well. Settings come by the environment: PEERS_BACKEND (dcompile,
-left_to_torch: it with parameters and gradients left to PyTorch, aot_eager, stock), PEERS_ROOTS (what makes roots,
-separated by spaces), PEERS_RECORDS (a file for lines of JSON).
+`python -m tests.peers.child list|run FILE [TEST ...]`. Ranks are forked from this process, or import this module
+before the test file, so what is set up here holds in them as well. Settings come by the environment: PEERS_BACKEND
+(dcompile, left_to_torch: it with parameters and gradients left to PyTorch, aot_eager, inductor, stock), PEERS_ROOTS
+(what makes roots, separated by spaces), PEERS_RECORDS (a file for lines of JSON).
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import multiprocessing.util
 import os
 import sys
@@ -95,6 +96,21 @@ def let_ddp_take_device_ids() -> None:
         make(self, module, device_ids, output_device, **more)
 
     DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
+
+
+def let_ranks_fork() -> None:
+    """Fork ranks that tests spawn: an import of torch and of all of dcompile takes longer than most tests."""
+    from torch.testing._internal.common_distributed import MultiProcessTestCase as Ranks
+
+    spawn = Ranks._spawn_processes
+
+    def start(self: Any) -> None:
+        if os.environ.get("PEERS_RAN_HERE"):  # autograd's threads run since then, and forks could not use it
+            spawn(self)
+        else:
+            self._start_processes(multiprocessing.get_context("fork").Process)
+
+    Ranks._spawn_processes = start  # type: ignore[method-assign]
 
 
 # --- what is sent through the backend ---------------------------------------------------------------------------------
@@ -215,8 +231,12 @@ def keep_receipts() -> None:
         for model in filter(None, (reference() for reference in models)):
             record(model)
 
+    def watch(_models: Any) -> None:
+        multiprocessing.util.Finalize(None, at_exit, exitpriority=100)
+
     api.print_receipt = first_step
-    multiprocessing.util.Finalize(None, at_exit, exitpriority=100)
+    watch(models)
+    multiprocessing.util.register_after_fork(first_step, watch)  # a fork begins without finalizers
 
 
 def name_tests_in_workers() -> None:
@@ -240,6 +260,7 @@ def set_up() -> None:
     if not torch.cuda.is_available():
         let_cpu_be_the_accelerator()
         let_ddp_take_device_ids()
+        let_ranks_fork()
     send_torch_compile()
     send_roots()
     name_tests_in_workers()
@@ -286,8 +307,12 @@ def main(action: str, file: Path, *names: str) -> None:
     if action == "list":
         write(kind="tests", tests=list(found))
         return
+    from torch.testing._internal.common_distributed import MultiProcessTestCase as Ranks
+
     for name in names:
         run(found[name])
+        if not isinstance(found[name], Ranks):
+            os.environ["PEERS_RAN_HERE"] = "1"
 
 
 if __name__ in ("__main__", "__mp_main__"):

@@ -157,3 +157,45 @@ def test_a_checkout_is_run_each_test_under_a_deadline(tmp_path, monkeypatch):
     assert main([*arguments, "--deadline", "30"]) == 0
     assert "| dynamo | 4 | 1 | 0 | 0 | 0 | 0 | 2 | 0 | 0 | 1 |" in output.read_text()
     assert "`test_small.T.test_never_ends`: not done within the deadline" in output.read_text()
+
+
+@pytest.mark.full
+def test_two_ranks_of_a_checkout_are_taken_over_and_say_so(tmp_path, monkeypatch):
+    """Ranks are forked, and four asked for are two; what they record is read."""
+    folder = tmp_path / "checkout/test/distributed"
+    folder.mkdir(parents=True)
+    code = """
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+        from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+        class DdpTest(MultiProcessTestCase):
+            @property
+            def world_size(self):
+                return 4
+
+            def setUp(self):
+                super().setUp()
+                self._spawn_processes()
+
+            def test_ddp_step(self):
+                store = dist.FileStore(self.file_name, self.world_size)
+                dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+                model = DistributedDataParallel(torch.nn.Linear(2, 2))
+                for _ in range(2):
+                    model(torch.ones(1, 2) * self.rank).sum().backward()
+                self.assertEqual(model.module.weight.grad, torch.full((2, 2), 1.0))
+                dist.destroy_process_group()
+    """
+    (folder / "test_c10d_gloo.py").write_text(textwrap.dedent(code))
+    monkeypatch.setenv("DCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
+    output, results = tmp_path / "page.md", tmp_path / "results.jsonl"
+    arguments = ["--pytorch", str(tmp_path / "checkout"), "--suite", "ddp", "--output", str(output)]
+    arguments += ["--results", str(results), "--note", "files of this test", "--deadline", "60"]
+    assert main(arguments) == 0
+    assert "| ddp | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |" in output.read_text()
+    assert "files of this test" in output.read_text()
+    (outcome,) = load(results)["ddp"]
+    assert outcome.verdict == "taken over"
+    assert main([*arguments, "--new"]) == 0 and len(results.read_text().splitlines()) == 1

@@ -70,7 +70,7 @@ def _bound_world_size(case: type, **more: Any) -> None:
     asked = vars(case).get("world_size")
     if isinstance(asked, property) and asked.fget is not None:
         get = asked.fget
-        case.world_size = property(lambda self: min(get(self), RANKS))  # type: ignore[attr-defined]
+        case.world_size = property(lambda self: min(int(get(self)), RANKS))  # type: ignore[attr-defined]
 
 
 def _for_tests(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:

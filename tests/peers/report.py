@@ -80,6 +80,7 @@ VERDICTS = (
 
 def general(text: str) -> str:
     """A reason without the names and numbers that are one model's own, so that like reasons are counted together."""
+    text = re.sub(r"/\S*/site-packages/", "", text)
     return re.sub(r"parameters? [\w.]+", "parameter ...", re.sub(r"\b\d+\b", "N", text))
 
 

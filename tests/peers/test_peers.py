@@ -84,6 +84,7 @@ def test_the_newest_outcome_of_a_test_is_kept(tmp_path):
 def test_reasons_lose_what_is_one_models_own():
     assert general("parameter layers.0.weight has a hook") == general("parameter head.bias has a hook")
     assert general("needs 4 ranks") == "needs N ranks"
+    assert general("a break, at /home/me/lib/site-packages/torch/a.py:7") == "a break, at torch/a.py:N"
 
 
 def test_records_of_a_child_that_ended_early():

@@ -35,6 +35,7 @@ for name in (
     importlib.import_module(name)
 
 torch.set_num_threads(1)
+importlib.import_module("tests.device").seed_cpu_alone()
 dcompile = importlib.import_module("dcompile")
 pipeline, toolchain = map(importlib.import_module, ("dcompile.pipeline", "dcompile.toolchain"))
 pipeline.loop_passes(), pipeline.nest_passes()  # import their modules

@@ -107,6 +107,7 @@ def test_a_stage_leaves_nothing_behind(stage: str) -> None:
     assert seen() == before
 
 
+@pytest.mark.usefixtures("forks")
 def test_the_command_lists_every_patch() -> None:
     found = subprocess.run((sys.executable, "-m", "dcompile.compat"), capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr

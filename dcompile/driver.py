@@ -148,7 +148,8 @@ class Pipeline:
 
     def emit(self, program: Program, request: Request) -> Kernels:
         """Emit the kernels of a program."""
-        return emit_all(program, request.kind, self._decisions, own_products=self._own_products())
+        kernels = emit_all(program, request.kind, self._decisions, own_products=self._own_products())
+        return kernels if self.config.all_reduces == "auto" else replace(kernels, all_reduces={})
 
     def begin(self, gm: Any, request: Request, cache: KernelCache) -> PendingGraph:
         """Lower, schedule and emit one FX graph, and start building its kernels."""

@@ -9,7 +9,7 @@ import torch
 from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.emit.cpp.plan import NestDecision
 from dcompile.codegen.emit.target import EmitRequest, Kernels, KernelSource, Target
-from dcompile.codegen.emit.triton import segment_sum
+from dcompile.codegen.emit.triton import one_shot_all_reduce, segment_sum
 from dcompile.codegen.emit.triton import target as triton_target
 from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, fuse_launches
 from dcompile.device_traits import loop_traits, main_device, traits_of
@@ -64,7 +64,7 @@ def emit_all(program: Program, kind: str, decisions: Sequence[NestDecision], *, 
                 single[number] = emit_loop(loops[number], table, EmitRequest(decisions, constant))
         early = fuse_launches(program, single)
         calls = early if first_launch(early) == first else calls
-    return Kernels(calls, segment_sum.products(program))
+    return Kernels(calls, segment_sum.products(program), one_shot_all_reduce.sources(program))
 
 
 def emit_loop(loop: Loop, table: Mapping[str, Buffer], request: EmitRequest = NO_REQUEST) -> KernelSource:

@@ -32,6 +32,7 @@ from dcompile.runtime.program.saved_tensors import Layout, SavedLayouts
 
 if TYPE_CHECKING:
     from dcompile.runtime.communication.model_collectives import ModelCollective
+    from dcompile.runtime.communication.peer_memory.one_shot import OneShotLaunch
 
 Call = Callable[[list[Any], AnySource | None, bool], list[Any]]
 
@@ -274,12 +275,19 @@ class HostProgramServices:
         """Matmul of 16-bit matrices on a CPU: `entry`, or blocked float32 on processors without instructions for it."""
         return half_gemm.product(op, entry)
 
-    @staticmethod
-    def collective(op: str, name: str) -> ModelCollective:
-        """One of the model's own collectives."""
+    def collective(self, op: str, name: str, kernel: tuple[str, str] | None = None) -> ModelCollective:
+        """One of the model's own collectives. `kernel`: name and function of the one kernel that it may be."""
         from dcompile.runtime.communication.model_collectives import ModelCollective  # late: few programs have any
 
-        return ModelCollective(op, name)
+        if kernel is None:
+            return ModelCollective(op, name)
+        return ModelCollective(op, name, self._one_shot(*kernel))
+
+    def _one_shot(self, kernel: str, function: str) -> OneShotLaunch:
+        from dcompile.runtime.communication.peer_memory.one_shot import OneShotLaunch  # late, likewise
+
+        row = (kernel, function, self.grid(OneShotLaunch.GRID), tuple(range(OneShotLaunch.GRID)))
+        return OneShotLaunch(self.launches(OneShotLaunch.GRID + 1, [row]), self.device, self.notes)
 
     @staticmethod
     def function(op: str) -> Callable[..., Any]:

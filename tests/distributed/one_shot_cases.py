@@ -1,0 +1,88 @@
+"""What the tests of one-shot all-reduces run on each rank."""
+
+from __future__ import annotations
+
+import time
+import unittest.mock
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as collectives
+
+import dcompile
+from dcompile.runtime.communication.peer_memory import one_shot
+from dcompile.runtime.coordination.heartbeat import peers_of
+from tests.distributed.cases import device
+from tests.distributed.fsdp_cases import ProcessReach, Unreachable
+
+SIZES = (2, 130, 4096, 65536)
+"""Elements of operands: one word; not a whole block; a token of a Llama; the largest of 16 bits."""
+
+
+def inboxes(kind: str) -> dict[str, Any]:
+    """How two ranks meet over inboxes in memory of processes."""
+    reach = {"reached": ProcessReach, "unreachable": Unreachable, "none": lambda: None}[kind]()
+    group = dist.new_group()
+    found = one_shot.InboxGroup(group, torch.device("cpu"), reach)
+    addresses = [] if found.reason else found.addresses.tolist()
+    own = bool(addresses) and addresses[found.rank] == found.inbox.data_ptr()
+    return {"reason": found.reason, "own": own, "addresses": len({*addresses})}
+
+
+def summed(dtype: str, **options: Any) -> dict[str, Any]:
+    """Sums of several sizes, call after call, by a compiled function and by the group's own collective."""
+    group = dist.group.WORLD
+
+    def both(*operands: torch.Tensor) -> list[torch.Tensor]:
+        return [collectives.all_reduce(x * 2, "sum", group) + 1 for x in operands]
+
+    step = torch.compile(both, backend="dcompile", fullgraph=True, options={"receipt": False, **options})
+    starts, worst = 0, 0.0
+    launch = one_shot.OneShotLaunch.start
+
+    def counted(self: Any, *given: Any) -> Any:
+        nonlocal starts
+        starts += 1
+        return launch(self, *given)
+
+    with torch.no_grad(), unittest.mock.patch.object(one_shot.OneShotLaunch, "start", counted):
+        for call in range(6):
+            generator = torch.Generator(device()).manual_seed(10 * call + dist.get_rank())
+            operands = [
+                torch.randn(size, generator=generator, device=device()).to(getattr(torch, dtype)) for size in SIZES
+            ]
+            for got, want in zip(step(*operands), both(*operands), strict=True):
+                worst = max(worst, float((got.float() - want.float()).abs().max()))
+    receipt = dcompile.receipt(step)
+    return {"worst": worst, "starts": starts, "notes": receipt.notes, "replays": receipt.replays}
+
+
+def called_off(**options: Any) -> Any:
+    """Rank 1 calls the job off while rank 0's kernel waits for it."""
+    group = dist.new_group(timeout=timedelta(seconds=60))
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return collectives.all_reduce(x * 2, "sum", group)
+
+    step = torch.compile(double, backend="dcompile", fullgraph=True, options={"receipt": False, **options})
+    x = torch.ones(4096, device=device(), dtype=torch.bfloat16)
+    with torch.no_grad():
+        for _ in range(4):
+            step(x)
+        torch.cuda.synchronize()
+        peers = peers_of(group)
+        assert peers is not None and not peers.inboxes[str(device())].reason
+        began = time.monotonic()
+        try:
+            if dist.get_rank():
+                time.sleep(0.5)
+                peers.call_off("dcompile: rank 1 has had enough")
+            else:
+                step(x)
+                torch.cuda.synchronize()
+                step(x)
+        except Exception as error:
+            return type(error).__name__, str(error), time.monotonic() - began
+    return "", "", time.monotonic() - began

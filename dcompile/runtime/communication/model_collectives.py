@@ -55,7 +55,7 @@ class ModelCollective:
                 "make a new mesh and a new model, and compile that"
             )
         self.nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (sent, filled))
-        near = None if self._one_shot is None else self._one_shot.peers(group)
+        near = None if self._one_shot is None else self._one_shot.peers(group, self.nbytes)
 
         def start(limit_s: float | None) -> Any:
             if near is not None and self._one_shot is not None:

@@ -137,7 +137,7 @@ class OneShotLaunch:
             return None
         return found
 
-    def start(self, near: InboxGroup, operand: torch.Tensor) -> FinishedWork:
+    def start(self, near: InboxGroup, operand: torch.Tensor) -> LaunchedWork:
         """Sum a tensor over the ranks, in place, on the current stream."""
         dense = operand.is_contiguous() and operand.data_ptr() % 4 == 0
         words = operand if dense else operand.clone(memory_format=torch.contiguous_format)
@@ -157,19 +157,25 @@ class OneShotLaunch:
         )
         if not dense:
             operand.copy_(words)
-        return FinishedWork()
+        return LaunchedWork(stream)
 
 
-class FinishedWork:
-    """The work of a collective that runs on the caller's stream, with the interface of a torch.distributed.Work."""
+class LaunchedWork:
+    """Work of a collective that runs on `stream`, with the interface of a torch.distributed.Work."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
 
     def wait(self) -> bool:
-        """Return at once: what follows on the stream is behind the collective."""
+        """Order the current stream behind it. What follows on its own stream is behind it anyway."""
+        here = torch.cuda.current_stream(self._stream.device)
+        if here != self._stream:
+            here.wait_stream(self._stream)
         return True
 
     def is_completed(self) -> bool:
-        """Whether the caller need not wait."""
-        return True
+        """Whether it has ended."""
+        return bool(self._stream.query())
 
     def get_future(self) -> Any:
         """Raise RuntimeError, like a collective that does not notify when it ends."""

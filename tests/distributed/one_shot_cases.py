@@ -59,6 +59,44 @@ def summed(dtype: str, **options: Any) -> dict[str, Any]:
     return {"worst": worst, "starts": starts, "notes": receipt.notes, "replays": receipt.replays}
 
 
+class Layer(torch.nn.Module):
+    """Half of a token's products: a norm, a row of weights, the sum over ranks and a residual."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.group = group
+        self.norm, self.up = torch.nn.RMSNorm(1024), torch.nn.Linear(1024, 2048, bias=False)
+        self.down = torch.nn.Linear(2048, 1024, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        partial = self.down(torch.nn.functional.silu(self.up(self.norm(x))))
+        return x + collectives.all_reduce(partial, "sum", self.group)
+
+
+def decoded(reached: bool = True, **options: Any) -> dict[str, Any]:
+    """A token through eight layers, call after call, with weights that change before each.
+
+    Kernels read weights before the ones in front of them have ended, but not before the change.
+    """
+    torch.manual_seed(dist.get_rank())
+    group = dist.new_group()
+    layers = torch.nn.Sequential(*(Layer(group) for _ in range(8))).to(device(), torch.bfloat16)
+    step = torch.compile(layers, backend="dcompile", fullgraph=True, options={"receipt": False, **options})
+    reach = one_shot.reach_of if reached else (lambda _: None)
+    worst = 0.0
+    with torch.no_grad(), unittest.mock.patch.object(one_shot, "reach_of", reach):
+        for call in range(12):
+            generator = torch.Generator(device()).manual_seed(call)
+            x = torch.randn(1, 1024, generator=generator, device=device()).bfloat16()
+            for parameter in layers.parameters():
+                parameter.mul_(1.0 + 0.125 * (-1) ** call)
+            got = step(x.clone()).clone()
+            want = layers(x)
+            worst = max(worst, float((got.float() - want.float()).norm() / want.float().norm()))
+    receipt = dcompile.receipt(step)
+    return {"worst": worst, "notes": receipt.notes, "replays": receipt.replays, "kernels": receipt.kernels}
+
+
 def called_off(**options: Any) -> Any:
     """Rank 1 calls the job off while rank 0's kernel waits for it."""
     group = dist.new_group(timeout=timedelta(seconds=60))

@@ -117,6 +117,7 @@ class Workspace:
             if prepared.run is None:
                 notes = program.report.notes
                 prepared.run = HostProgramServices(arena, program.libraries, prepared.results, self.device, notes)
+            prepared.run.begin()
             call = program.make(prepared.run, *sizes)
         prepared.calls[sizes] = call
         if not sizes:
@@ -152,6 +153,12 @@ class HostProgramServices:
         self.libraries = libraries
         self.results = results
         """Memory of results whose size varies, by name."""
+        self._tables: list[cuda_launch.LaunchTable] = []
+        """Tables of the call that is being prepared."""
+
+    def begin(self) -> None:
+        """Begin to prepare another call."""
+        self._tables = []
 
     def at(self, offset: int) -> Address:
         """Address in the arena, for a launch table."""
@@ -175,7 +182,8 @@ class HostProgramServices:
         `kernels`: name, function, grid and arguments of each. Kernels with an empty grid are left out.
         """
         found = [(self.libraries[name], function, grid, given) for name, function, grid, given in kernels if grid]
-        return cuda_launch.launches(library(self.libraries[cuda_launch.LAUNCHER]), self.device, count, found)
+        launcher = library(self.libraries[cuda_launch.LAUNCHER])
+        return cuda_launch.launches(launcher, self.device, count, found, self._tables)
 
     def stream(self) -> int:
         """Stream to launch on. The arena waits for pending work of another stream."""
@@ -287,7 +295,8 @@ class HostProgramServices:
         from dcompile.runtime.communication.peer_memory.one_shot import OneShotLaunch  # late, likewise
 
         row = (kernel, function, self.grid(OneShotLaunch.GRID), tuple(range(OneShotLaunch.GRID)))
-        return OneShotLaunch(self.launches(OneShotLaunch.GRID + 1, [row]), self.device, self.notes)
+        launch = self.launches(OneShotLaunch.GRID + 1, [row])
+        return OneShotLaunch(launch, self.device, self.notes, self._tables)
 
     @staticmethod
     def function(op: str) -> Callable[..., Any]:

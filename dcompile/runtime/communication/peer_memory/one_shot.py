@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from dcompile.machine_model import MAX_ONE_SHOT_BYTES
 from dcompile.runtime.communication.peer_memory.cuda_ipc import PeerMemoryAccess, close_all, reach_of
 from dcompile.runtime.coordination.agreement import exchange_texts
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, peers_of
+from dcompile.runtime.program.cuda_launch import LaunchTable
 
 MOST_RANKS = 8
 """Ranks above which the sends of all to all take longer than a ring."""
@@ -111,8 +112,12 @@ class OneShotLaunch:
     GRID = 7
     """Position of the number of programs among the values of a launch, behind the kernel's arguments."""
 
-    def __init__(self, launch: Callable[..., Any], device: int, notes: list[str]) -> None:
+    def __init__(
+        self, launch: Callable[..., Any], device: int, notes: list[str], tables: Sequence[LaunchTable]
+    ) -> None:
         self._launch, self._device, self._notes = launch, torch.device("cuda", device), notes
+        self._tables = tables
+        """All launches of the prepared call. They follow in turn where the group's own collective is between them."""
 
     def peers(self, group: Any, nbytes: int) -> InboxGroup | None:
         """Inboxes of a group's ranks; None where they use the group's own collective. All ranks get the same answer.
@@ -120,6 +125,13 @@ class OneShotLaunch:
         `nbytes`: size of the operand, which is sent to each other rank. The first question makes the inboxes, which
         cannot be done while a CUDA graph is recorded.
         """
+        found = self._found(group, nbytes)
+        if found is None:
+            for table in self._tables:
+                table.start_in_turn()
+        return found
+
+    def _found(self, group: Any, nbytes: int) -> InboxGroup | None:
         peers = peers_of(group)
         if peers is None or nbytes * (peers.world - 1) > MAX_SENT_BYTES:
             return None

@@ -1,4 +1,4 @@
-"""A row times a matrix as a loop of ours: what GPUs get is tried on the CPU here."""
+"""Few rows times a matrix as a loop of ours: what GPUs get is tried on the CPU here."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.codegen.lower.lower import Lowered, lower
+from dcompile.codegen.nest.contraction import find_contraction
+from dcompile.codegen.nest.loop_nest import flatten_loop
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.device_traits import CPU, CUDA
 from dcompile.ir.nodes import Extern, Loop
@@ -70,6 +72,55 @@ def test_products_of_one_row_share_kernels_with_what_surrounds_them() -> None:
     ]
     (got,) = run(program, found.constants, args)
     torch.testing.assert_close(got, layer(*args), rtol=1e-4, atol=1e-2)
+
+
+def wide(rows: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    """Few rows, and the weights of gate, up and down."""
+    shapes = (rows, K), (1024, K), (1024, K), (K, 1024)
+    return [torch.randn(*shape).div(8).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(2, torch.float16), (7, torch.bfloat16), (16, torch.bfloat16)])
+def test_several_rows_share_kernels_with_what_surrounds_them(rows: int, dtype: torch.dtype) -> None:
+    def layer(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return x + linear(torch.nn.functional.silu(linear(x, gate)) * linear(x, up), down)
+
+    torch.manual_seed(0)
+    args = wide(rows, dtype)
+    found = lowered(layer, *args)
+    program = fuse(found.program)
+    loops = [step for step in program.steps if isinstance(step, Loop)]
+    assert [(step.outer, step.inner) for step in loops] == [((rows, 1024), (K,)), ((rows, K), (1024,))]
+    products = [find_contraction(flatten_loop(step)) for step in loops]
+    assert [product and (len(product.products), product.row_count) for product in products] == [(2, rows), (1, rows)]
+    (got,) = run(program, found.constants, args)
+    torch.testing.assert_close(got.float(), layer(*map(torch.Tensor.float, args)), rtol=2e-2, atol=2e-2)
+
+
+def test_a_bias_is_added_before_the_sum_is_rounded() -> None:
+    torch.manual_seed(0)
+    x, w, *_ = wide(4)
+    b = torch.randn(1024).bfloat16()
+    found = lowered(linear, x, w, b)
+    (got,) = run(found.program, found.constants, [x, w, b])
+    want = x.double() @ w.double().t() + b
+    assert kinds(found) == [Loop] and (got == want.bfloat16()).float().mean() > 0.98
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (torch.mm, (wide(17)[0], wide(1)[1].t())),
+        (torch.mm, (wide(8)[0], wide(1)[3])),
+        (torch.mm, (torch.randn(K, 8).bfloat16().t(), wide(1)[1].t())),
+        (torch.mm, (torch.randn(8, 516).bfloat16(), torch.randn(1024, 516).bfloat16().t())),
+        (torch.mm, (wide(8)[0], wide(1)[1][:256].t())),
+        (torch.mm, (torch.randn(2, K), torch.randn(2048, K).t())),
+    ],
+    ids=["seventeen rows", "matrix by rows", "columns", "no whole 16 bytes", "small", "float32"],
+)
+def test_other_products_of_several_rows_are_the_librarys(function: Any, args: Any) -> None:
+    assert kinds(lowered(function, *args)) == [Extern]
 
 
 @pytest.mark.parametrize(

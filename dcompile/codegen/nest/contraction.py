@@ -1,0 +1,176 @@
+"""Recognize products of few rows and a matrix (skinny GEMM) in a nest, and choose their tile.
+
+Such a nest sums products of two 16-bit loads, one of them over few rows, the other over the rows of a matrix. Several
+products of the same sizes may share it. What follows the sums is pointwise. A program of the kernel reads some rows of
+each matrix once, whatever the number of rows that it multiplies them by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+from dcompile.codegen.nest.loop_nest import Axis, Nest, levels, stride
+from dcompile.ir.analysis import runtime_refs
+from dcompile.ir.gemm import TENSOR_CORE_DTYPES
+from dcompile.ir.nodes import ITEMSIZE, Apply, Load, Reduce, Ref, Scan, Tile
+
+MAX_ROWS = 16
+"""Rows up to which a program's tile has all of them."""
+MIN_DEPTH = 256
+"""Length of a sum from which tensor cores take it: shorter ones are too few steps to prefetch."""
+MULTIPROCESSORS = 132
+"""Multiprocessors of the GPU that tiles are chosen for, as in `gpu_tiling.py`."""
+STAGE_BYTES = 96 << 10
+"""Shared memory for all stages of a program: GPUs from compute capability 8.0 on have 99 KiB."""
+MIN_STAGES, MAX_STAGES = 4, 8
+MAX_FMA_ROWS = 4
+"""Rows up to which multiply-adds on vectors keep up with memory; tensor cores pad more rows to 8 or 16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One product of a nest: the sum `reduce` of load `left`, which varies by row, times load `right`."""
+
+    reduce: Ref
+    left: Ref
+    right: Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Contraction:
+    """The products of a nest, and its row variables: those of few rows, and those of the matrices' rows."""
+
+    products: tuple[Product, ...]
+    rows: tuple[Axis, ...]
+    columns: tuple[Axis, ...]
+    depth: int
+
+    @property
+    def row_count(self) -> int:
+        return _count(self.rows)
+
+    @property
+    def column_count(self) -> int:
+        return _count(self.columns)
+
+
+def find_contraction(nest: Nest) -> Contraction | None:
+    """Return the products of a nest; None if it is anything else."""
+    sizes = [axis.size for axis in nest.axes]
+    if len(nest.elements) != 1 or not all(isinstance(size, int) for size in sizes) or not all(nest.row_stores):
+        return None
+    (depth,) = nest.elements
+    if any(store.mode != "set" for store in nest.stores) or not isinstance(depth.size, int) or depth.size < MIN_DEPTH:
+        return None
+    found, live = levels(nest), sorted(levels(nest).live)
+    reduces = [ref for ref in live if isinstance(nest.body[ref], Reduce)]
+    pairs = {ref: _factors(nest, ref, depth) for ref in reduces}
+    if not pairs or any(isinstance(nest.body[ref], Scan) for ref in live):
+        return None
+    used: set[Ref] = set()
+    products: list[Product] = []
+    for ref, pair in pairs.items():
+        if pair is None or not (ordered := _ordered(nest, *pair)):
+            return None
+        products.append(Product(ref, *ordered))
+        used |= set(_below(nest, ref))
+    if any(found.element[ref] and ref not in used for ref in live):
+        return None
+    return _contraction(nest, tuple(products), depth.size)
+
+
+def _contraction(nest: Nest, products: tuple[Product, ...], depth: int) -> Contraction | None:
+    """Return the contraction if all products have the same rows and columns, and both cover the space."""
+    sides = {(_varying(nest, product.left), _varying(nest, product.right)) for product in products}
+    if len(sides) != 1:
+        return None
+    ((rows, columns),) = sides
+    if rows & columns or len(rows) + len(columns) != len(nest.rows):
+        return None
+    return Contraction(
+        products,
+        tuple(axis for axis in nest.rows if axis.name in rows),
+        tuple(axis for axis in nest.rows if axis.name in columns),
+        depth,
+    )
+
+
+def _factors(nest: Nest, ref: Ref, depth: Axis) -> tuple[Ref, Ref] | None:
+    """Return the loads whose product a reduction sums, contiguous along the sum; None for other reductions."""
+    reduce = nest.body[ref]
+    assert isinstance(reduce, Reduce)
+    product = nest.body[reduce.arg]
+    if reduce.op != "sum" or not isinstance(product, Apply) or (product.op, product.dtype) != ("mul", "float32"):
+        return None
+    loads = []
+    for factor in product.args:
+        cast = nest.body[factor]
+        load = nest.body[cast.args[0]] if isinstance(cast, Apply) and cast.op == "cast" else None
+        if not isinstance(load, Load) or load.dtype not in TENSOR_CORE_DTYPES or load.mask is not None:
+            return None
+        if runtime_refs(load.index) or stride(load.index, depth.name) != 1:
+            return None
+        assert isinstance(cast, Apply)
+        loads.append(cast.args[0])
+    left, right = loads
+    return (left, right) if nest.body[left].dtype == nest.body[right].dtype else None
+
+
+def _ordered(nest: Nest, one: Ref, other: Ref) -> tuple[Ref, Ref] | None:
+    """Return the load of few rows, then that of the matrix; None if neither or both have few rows."""
+    counts = [_count(axis for axis in nest.rows if axis.name in _varying(nest, ref)) for ref in (one, other)]
+    few = [2 <= count <= MAX_ROWS for count in counts]
+    if few == [True, False] and counts[1] > MAX_ROWS:
+        return one, other
+    return (other, one) if few == [False, True] and counts[0] > MAX_ROWS else None
+
+
+def _varying(nest: Nest, ref: Ref) -> frozenset[str]:
+    """Return the row variables that a load depends on."""
+    load = nest.body[ref]
+    assert isinstance(load, Load)
+    return load.index.variables & {axis.name for axis in nest.rows}
+
+
+def _below(nest: Nest, ref: Ref) -> Iterator[Ref]:
+    """Yield a product's values: the multiplication, its factors in float32, and their loads."""
+    reduce = nest.body[ref]
+    assert isinstance(reduce, Reduce)
+    product = nest.body[reduce.arg]
+    assert isinstance(product, Apply)
+    yield reduce.arg
+    for factor in product.args:
+        cast = nest.body[factor]
+        assert isinstance(cast, Apply)
+        yield from (factor, *cast.args)
+
+
+def _count(axes: Iterable[Axis]) -> int:
+    return prod(axis.size for axis in axes if isinstance(axis.size, int))
+
+
+# --- tiles ------------------------------------------------------------------------------------------------------------
+
+
+def choose_tile(found: Contraction, dtype: str) -> Tile:
+    """Choose the tile of a skinny GEMM from its sizes alone: as many columns as leave work for every multiprocessor."""
+    count, rows = len(found.products), max(1 << (found.row_count - 1).bit_length(), 8)
+    widest = 64 if count <= 2 else 32
+    fitting = [width for width in (64, 32, 16) if width <= widest and -(-found.column_count // width) >= BUSY_PROGRAMS]
+    columns = fitting[0] if fitting else 16
+    lefts = len({product.left for product in found.products})
+    step = (count * columns + lefts * rows) * ITEMSIZE[dtype]
+    depth = next((d for d in (128, 64) if found.depth % d == 0 and MIN_STAGES * d * step <= STAGE_BYTES), 64)
+    return Tile(rows, columns, depth, 4, max(min(STAGE_BYTES // (depth * step), MAX_STAGES), 2))
+
+
+BUSY_PROGRAMS = MULTIPROCESSORS * 9 // 10
+"""Fewest programs that occupy a GPU: each keeps enough loads in flight for a multiprocessor's share of bandwidth."""
+
+
+def vector_tile(found: Contraction) -> Tile:
+    """Return the tile for multiply-adds on vectors, at most `MAX_FMA_ROWS` rows."""
+    rows = 1 << (found.row_count - 1).bit_length()
+    return Tile(rows, max(4 // len(found.products), 1), 1024, 8, 3, vectors=True)

@@ -124,7 +124,7 @@ class Tile:
     """Whether vectors are multiplied and added row by row, and not by tensor cores: for products of few rows."""
 
     def __str__(self) -> str:
-        how = f", {self.programs} programs" if self.programs else ""
+        how = f", {self.programs} programs" if self.programs else ", by vectors" if self.vectors else ""
         return f"{self.rows}x{self.columns}x{self.depth}, {self.warps} warps{how}"
 
 

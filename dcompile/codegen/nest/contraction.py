@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
-from dcompile.codegen.nest.loop_nest import Axis, Nest, levels, stride
+from dcompile.codegen.nest.loop_nest import Axis, Nest, flatten_loop, levels, stride
 from dcompile.ir.analysis import runtime_refs
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES
-from dcompile.ir.nodes import ITEMSIZE, Apply, Load, Reduce, Ref, Scan, Tile
+from dcompile.ir.nodes import ITEMSIZE, Apply, Load, Loop, Reduce, Ref, Scan, Tile
 
 MAX_ROWS = 16
 """Rows up to which a program's tile has all of them."""
@@ -25,6 +26,11 @@ MULTIPROCESSORS = 132
 STAGE_BYTES = 96 << 10
 """Shared memory for all stages of a program: GPUs from compute capability 8.0 on have 99 KiB."""
 MIN_STAGES, MAX_STAGES = 4, 8
+DEPTHS = (256, 128, 64)
+"""Depths of a step, of which the first is only measured."""
+VECTOR_DEPTHS = (1024, 512)
+BUSY_PROGRAMS = MULTIPROCESSORS * 9 // 10
+"""Fewest programs that occupy a GPU: each keeps enough loads in flight for a multiprocessor's share of bandwidth."""
 MAX_FMA_ROWS = 4
 """Rows up to which multiply-adds on vectors keep up with memory; tensor cores pad more rows to 8 or 16."""
 
@@ -54,6 +60,12 @@ class Contraction:
     @property
     def column_count(self) -> int:
         return _count(self.columns)
+
+
+@lru_cache(maxsize=512)
+def multiplies_few_rows(loop: Loop) -> bool:
+    """Return whether a loop is a skinny GEMM, which memory bandwidth bounds."""
+    return find_contraction(flatten_loop(loop)) is not None
 
 
 def find_contraction(nest: Nest) -> Contraction | None:
@@ -156,21 +168,47 @@ def _count(axes: Iterable[Axis]) -> int:
 
 def choose_tile(found: Contraction, dtype: str) -> Tile:
     """Choose the tile of a skinny GEMM from its sizes alone: as many columns as leave work for every multiprocessor."""
-    count, rows = len(found.products), max(1 << (found.row_count - 1).bit_length(), 8)
-    widest = 64 if count <= 2 else 32
+    widest = 64 if len(found.products) <= 2 else 32
     fitting = [width for width in (64, 32, 16) if width <= widest and -(-found.column_count // width) >= BUSY_PROGRAMS]
     columns = fitting[0] if fitting else 16
-    lefts = len({product.left for product in found.products})
-    step = (count * columns + lefts * rows) * ITEMSIZE[dtype]
-    depth = next((d for d in (128, 64) if found.depth % d == 0 and MIN_STAGES * d * step <= STAGE_BYTES), 64)
-    return Tile(rows, columns, depth, 4, max(min(STAGE_BYTES // (depth * step), MAX_STAGES), 2))
+    return next(tile_of(found, dtype, columns, depth) for depth in DEPTHS[1:] if _is_deep(found, dtype, columns, depth))
 
 
-BUSY_PROGRAMS = MULTIPROCESSORS * 9 // 10
-"""Fewest programs that occupy a GPU: each keeps enough loads in flight for a multiprocessor's share of bandwidth."""
+def candidate_tiles(found: Contraction, dtype: str) -> tuple[Tile, ...]:
+    """Return the tiles to measure, first the one that the sizes suggest."""
+    tiles = [choose_tile(found, dtype)]
+    for columns in (16, 32, 64, 128):
+        tiles += [tile_of(found, dtype, columns, depth) for depth in DEPTHS if _is_deep(found, dtype, columns, depth)]
+    if found.row_count <= MAX_FMA_ROWS:
+        tiles += [vector_tile(found, depth) for depth in VECTOR_DEPTHS]
+    return tuple(dict.fromkeys(tiles))
 
 
-def vector_tile(found: Contraction) -> Tile:
-    """Return the tile for multiply-adds on vectors, at most `MAX_FMA_ROWS` rows."""
+def tile_of(found: Contraction, dtype: str, columns: int, depth: int) -> Tile:
+    """Return the tile of so many columns and depth, with as many stages as shared memory has room for."""
+    step = depth * _elements_read(found, columns) * ITEMSIZE[dtype]
+    warps = 8 if columns > 64 else 4
+    return Tile(_padded_rows(found), columns, depth, warps, max(min(STAGE_BYTES // step, MAX_STAGES), 2))
+
+
+def vector_tile(found: Contraction, depth: int) -> Tile:
+    """Return the tile for multiply-adds on vectors, of at most `MAX_FMA_ROWS` rows."""
     rows = 1 << (found.row_count - 1).bit_length()
-    return Tile(rows, max(4 // len(found.products), 1), 1024, 8, 3, vectors=True)
+    return Tile(rows, max(4 // len(found.products), 1), depth, 8, 3, vectors=True)
+
+
+def _is_deep(found: Contraction, dtype: str, columns: int, depth: int) -> bool:
+    """Do enough steps of this depth fit shared memory, without a rest at the end? The least depth always counts."""
+    step = depth * _elements_read(found, columns) * ITEMSIZE[dtype]
+    return depth == DEPTHS[-1] or (found.depth % depth == 0 and MIN_STAGES * step <= STAGE_BYTES)
+
+
+def _elements_read(found: Contraction, columns: int) -> int:
+    """Return the elements of all factors at one place of the sum."""
+    lefts = len({product.left for product in found.products})
+    return len(found.products) * columns + lefts * _padded_rows(found)
+
+
+def _padded_rows(found: Contraction) -> int:
+    """Return the rows of a tile on tensor cores, which multiply by 8 columns."""
+    return max(1 << (found.row_count - 1).bit_length(), 8)

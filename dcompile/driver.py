@@ -196,8 +196,7 @@ class Pipeline:
         if not config.max_autotune or torch.are_deterministic_algorithms_enabled():
             return None
 
-        def build(sources: Sequence[KernelSource]) -> Mapping[str, Path]:
-            return self._compilers.begin(Kernels(tuple(sources)), arch, cache).result().libraries
+        build = functools.partial(self.build, arch=arch, cache=cache)
 
         def measure(program: Program) -> Mapping[Loop, Tile]:
             chosen: dict[Loop, Tile] = {}
@@ -210,6 +209,10 @@ class Pipeline:
             return chosen
 
         return measure
+
+    def build(self, sources: Sequence[KernelSource], *, arch: int, cache: KernelCache) -> Mapping[str, Path]:
+        """Build kernels to measure; return name -> archive, including the launcher."""
+        return self._compilers.begin(Kernels(tuple(sources)), arch, cache).result().libraries
 
     def finish(self, begun: PendingGraph, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
         """Wait for the kernels, and make the graph loadable."""

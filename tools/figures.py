@@ -164,12 +164,44 @@ def ranks_table(results: Sequence[Result]) -> list[str]:
     return table(("wrapper", "peer", "ms", "of stock's", "warm-up s"), rows)
 
 
+def decode_table(results: Sequence[Result]) -> list[str]:
+    """Return each peer's newest milliseconds a token, with its floor and its ratio to torch.compile's in its file."""
+    newest: dict[str, tuple[str, ...]] = {}
+    for result in results:
+        lines, floors = result.data["lines"], result.data["floor_ms"]
+        for name, line in lines.items():
+            if "ms" not in line:
+                continue
+            peer, _, batch = name.partition(", batch ")
+            base = lines.get(name.replace(peer, "torch.compile reduce-overhead"), {}).get("ms")
+            floor = floors[batch or "1"] if isinstance(floors, Mapping) else floors
+            rest = _milliseconds(line["ms"]), f"{floor / line['ms']:.0%}", _ratio(line["ms"] / base if base else None)
+            newest.setdefault(name, (batch or "1", peer, *rest, f"{line['warm_up_s']:.0f}"))
+    head = ("batch", "peer", "ms a token", "of the floor", "of torch.compile reduce-overhead's", "warm-up s")
+    return table(head, newest.values())
+
+
+def few_rows_table(results: Sequence[Result]) -> list[str]:
+    """Return microseconds of the library and of dcompile's tiles in each line, with shares of a copy's rate."""
+    newest: dict[str, Mapping[str, Any]] = {}
+    for result in results:
+        for name, line in result.data["lines"].items():
+            newest.setdefault(name, line)
+    who = ("library", "usual", "best")
+    rows = [
+        (name, *(f"{line['us'][n]:.1f} ({line['shares'][n]:.0%})" for n in who), line["usual"], line["best"])
+        for name, line in newest.items()
+    ]
+    return table(("line", "library us", "usual tile us", "best tile us", "usual tile", "best tile"), rows)
+
+
 SECTIONS: Mapping[str, tuple[str, Callable[[Sequence[Result]], list[str]]]] = {
     "gpu_ddp_fsdp": ("DDP and FSDP2 on GPUs", steps_table),
     "gpu_train": ("Training on one GPU", steps_table),
     "gpu_models": ("Models on one GPU", steps_table),
     "gpu_breadth": ("What else people compile, on one GPU", steps_table),
-    "gpu_decode": ("Decoding one token on one GPU", steps_table),
+    "gpu_decode": ("Decoding on GPUs", decode_table),
+    "gpu_few_rows": ("Products of few rows on one GPU", few_rows_table),
     "gpu_kernels": ("Kernels on one GPU", steps_table),
     "overlap_cpu": ("DDP and FSDP2 on two CPU ranks", ranks_table),
     "cpu_models": ("Models on a CPU, forward and backward", speed_table),

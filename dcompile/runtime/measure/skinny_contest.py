@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,8 @@ Memory = Mapping[str, torch.Tensor]
 COLD_BYTES = 256 << 20
 """Bytes of all copies of a product's buffers: several times a GPU's L2 cache."""
 MAX_COPIES = 64
+MAX_LOOKED_AT = 3
+"""Candidates that are measured again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +59,29 @@ class SkinnyContest:
 def fastest_skinny(contest: SkinnyContest, usual: Tile, launcher: Path, device: torch.device) -> Tile | None:
     """Tile of the fastest kernel, `usual` unless another is faster by more than noise; None: the library is."""
     with without_user_modes(device):
-        calls = contest_calls(contest, launcher, device)
+        calls = contest_calls(contest, make_copies(contest, device), launcher, torch.cuda.current_device())
         if usual not in calls:
             usual = next(tile for tile in calls if tile is not None)
         glance = medians(calls, GLANCES, GLANCE_S)
-        best = sorted(calls, key=lambda tile: glance[tile])[:3]
+        best = sorted(calls, key=lambda tile: glance[tile])[:MAX_LOOKED_AT]
         look = medians({tile: calls[tile] for tile in dict.fromkeys((usual, *best))}, LOOKS, LOOK_S)
         chosen = min(look, key=lambda tile: look[tile])
         return chosen if look[chosen] <= MAX_TIME_RATIO * look[usual] else usual
 
 
+def make_copies(contest: SkinnyContest, device: torch.device) -> list[dict[str, torch.Tensor]]:
+    """Make the buffers of a contest so many times that no cache holds all."""
+    count = copy_count(contest.buffers)
+    return [{buffer.name: random_input(buffer, device) for buffer in contest.buffers} for _ in range(count)]
+
+
 def contest_calls(
-    contest: SkinnyContest, launcher: Path, device: torch.device
+    contest: SkinnyContest, copies: Sequence[Memory], launcher: Path, index: int
 ) -> dict[Tile | None, Callable[[], object]]:
     """Calls by tile, None for the library, each after a first call. Kernels fit shared memory."""
-    index = torch.cuda.current_device()
-    copies = [
-        {buffer.name: random_input(buffer, device) for buffer in contest.buffers}
-        for _ in range(copy_count(contest.buffers))
-    ]
     calls: dict[Tile | None, Callable[[], object]] = {}
     if contest.matmuls:
-        calls[None] = rotate(_library_call(contest, memory, launcher, index) for memory in copies)
+        calls[None] = rotate(library_call(contest, memory, launcher, index) for memory in copies)
     for tile, rows in contest.rivals.items():
         made = [launch_calls(rows, memory, launcher, index) for memory in copies]
         if None not in made:
@@ -101,7 +104,8 @@ def rotate(calls: Iterable[Callable[[], object]]) -> Callable[[], object]:
     return lambda: next(turns)()
 
 
-def _library_call(contest: SkinnyContest, memory: Memory, launcher: Path, index: int) -> Callable[[], object]:
+def library_call(contest: SkinnyContest, memory: Memory, launcher: Path, index: int) -> Callable[[], object]:
+    """Call of the library's products and the loop that follows."""
     products = []
     for matmul in contest.matmuls:
         left, right = (

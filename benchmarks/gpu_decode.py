@@ -6,9 +6,9 @@
 
 The model is Hugging Face's with random weights in bfloat16. A prompt fills the cache. Then each token is chosen from
 the previous logits on the GPU, as in greedy decoding. The figure is the median over runs of milliseconds a token of
-each sequence. `floor` is the time to read all weights once, and the allocated cache, at the rate at which `copy_` reads
-and writes on the same GPU in the same job. Before it is timed, a peer decodes given tokens. Its logits are compared
-with those of the same weights in float32. Their distance may be at most 1.2 times eager's.
+each sequence. `floor` is the time to read all weights once, and the allocated cache, at the rate of a copy. The same
+job measures that rate on the same GPU. Before it is timed, a peer decodes given tokens. Its logits are compared with
+those of the same weights in float32. Their distance may be at most 1.2 times eager's.
 
 With `--batch 1,8,32`, all peers run with each number of sequences.
 

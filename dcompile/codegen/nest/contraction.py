@@ -2,7 +2,8 @@
 
 Such a nest sums products of two 16-bit loads, one of them over few rows, the other over the rows of a matrix. Several
 products of the same sizes may share it. What follows the sums is pointwise. A program of the kernel reads some rows of
-each matrix once, whatever the number of rows that it multiplies them by.
+each matrix once, whatever the number of rows that it multiplies them by. There may be a batch of such products, as in
+attention, where several queries share the keys of a head.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from math import prod
 from dcompile.codegen.nest.loop_nest import Axis, Nest, flatten_loop, levels, stride
 from dcompile.ir.analysis import runtime_refs
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES
+from dcompile.ir.index import ZERO, substitute
 from dcompile.ir.nodes import ITEMSIZE, Apply, Load, Loop, Reduce, Ref, Scan, Tile
 
 MAX_ROWS = 16
 """Rows up to which a program's tile has all of them."""
 MIN_DEPTH = 256
 """Length of a sum from which tensor cores take it: shorter ones are too few steps to prefetch."""
+MIN_BATCH_DEPTH = 64
+"""The same in a batch, where other programs hide latency."""
+ALIGNED_ELEMENTS = 8
+"""Elements of 16 bytes: factors are copied to shared memory in such pieces."""
 MULTIPROCESSORS = 132
 """Multiprocessors of the GPU that tiles are chosen for, as in `gpu_tiling.py`."""
 STAGE_BYTES = 96 << 10
@@ -31,6 +37,8 @@ DEPTHS = (256, 128, 64)
 VECTOR_DEPTHS = (1024, 512)
 BUSY_PROGRAMS = MULTIPROCESSORS * 9 // 10
 """Fewest programs that occupy a GPU: each keeps enough loads in flight for a multiprocessor's share of bandwidth."""
+MIN_BATCH_PROGRAMS = 2 * BUSY_PROGRAMS
+"""Fewest programs of a batch: with less to read, the launch takes most of the time of any kernel."""
 MAX_FMA_ROWS = 4
 """Rows up to which multiply-adds on vectors keep up with memory; tensor cores pad more rows to 8 or 16."""
 
@@ -46,11 +54,12 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Contraction:
-    """The products of a nest, and its row variables: those of few rows, and those of the matrices' rows."""
+    """The products of a nest, and its row variables: those of few rows, of the matrices' rows, and of the batch."""
 
     products: tuple[Product, ...]
     rows: tuple[Axis, ...]
     columns: tuple[Axis, ...]
+    batch: tuple[Axis, ...]
     depth: int
 
     @property
@@ -60,6 +69,10 @@ class Contraction:
     @property
     def column_count(self) -> int:
         return _count(self.columns)
+
+    def programs(self, width: int) -> int:
+        """Return the programs of so many columns each."""
+        return _count(self.batch) * -(-self.column_count // width)
 
 
 @lru_cache(maxsize=512)
@@ -74,7 +87,7 @@ def find_contraction(nest: Nest) -> Contraction | None:
     if len(nest.elements) != 1 or not all(isinstance(size, int) for size in sizes) or not all(nest.row_stores):
         return None
     (depth,) = nest.elements
-    if any(store.mode != "set" for store in nest.stores) or not isinstance(depth.size, int) or depth.size < MIN_DEPTH:
+    if any(store.mode != "set" for store in nest.stores) or depth.size < MIN_BATCH_DEPTH:  # type: ignore[operator]
         return None
     found, live = levels(nest), sorted(levels(nest).live)
     reduces = [ref for ref in live if isinstance(nest.body[ref], Reduce)]
@@ -90,23 +103,28 @@ def find_contraction(nest: Nest) -> Contraction | None:
         used |= set(_below(nest, ref))
     if any(found.element[ref] and ref not in used for ref in live):
         return None
-    return _contraction(nest, tuple(products), depth.size)
+    made = _contraction(nest, tuple(products), depth)
+    return made if made is not None and _is_worth_tiling(made) else None
 
 
-def _contraction(nest: Nest, products: tuple[Product, ...], depth: int) -> Contraction | None:
-    """Return the contraction if all products have the same rows and columns, and both cover the space."""
+def _contraction(nest: Nest, products: tuple[Product, ...], depth: Axis) -> Contraction | None:
+    """Return the contraction if all products have the same rows and columns, and these cover the space."""
     sides = {(_varying(nest, product.left), _varying(nest, product.right)) for product in products}
-    if len(sides) != 1:
+    if len(sides) != 1 or not isinstance(depth.size, int):
         return None
-    ((rows, columns),) = sides
-    if rows & columns or len(rows) + len(columns) != len(nest.rows):
+    ((left, right),) = sides
+    if len(left | right) != len(nest.rows):
         return None
-    return Contraction(
-        products,
-        tuple(axis for axis in nest.rows if axis.name in rows),
-        tuple(axis for axis in nest.rows if axis.name in columns),
-        depth,
-    )
+    groups = (left - right, right - left, left & right)
+    rows, columns, batch = (tuple(axis for axis in nest.rows if axis.name in group) for group in groups)
+    return Contraction(products, rows, columns, batch, depth.size)
+
+
+def _is_worth_tiling(found: Contraction) -> bool:
+    """Is a sum long, or are there many of them? The rows of a small batch are read in no time anyway."""
+    if not found.batch:
+        return found.depth >= MIN_DEPTH
+    return found.programs(64) >= MIN_BATCH_PROGRAMS
 
 
 def _factors(nest: Nest, ref: Ref, depth: Axis) -> tuple[Ref, Ref] | None:
@@ -122,7 +140,7 @@ def _factors(nest: Nest, ref: Ref, depth: Axis) -> tuple[Ref, Ref] | None:
         load = nest.body[cast.args[0]] if isinstance(cast, Apply) and cast.op == "cast" else None
         if not isinstance(load, Load) or load.dtype not in TENSOR_CORE_DTYPES or load.mask is not None:
             return None
-        if runtime_refs(load.index) or stride(load.index, depth.name) != 1:
+        if runtime_refs(load.index) or not _is_aligned(load, depth):
             return None
         assert isinstance(cast, Apply)
         loads.append(cast.args[0])
@@ -130,9 +148,18 @@ def _factors(nest: Nest, ref: Ref, depth: Axis) -> tuple[Ref, Ref] | None:
     return (left, right) if nest.body[left].dtype == nest.body[right].dtype else None
 
 
+def _is_aligned(load: Load, depth: Axis) -> bool:
+    """Is a factor contiguous along the sum, and does each of its rows begin at whole 16 bytes?"""
+    rest = substitute(load.index, {depth.name: ZERO}, {})
+    whole = all(coefficient % ALIGNED_ELEMENTS == 0 for _, coefficient in rest.terms)
+    return whole and stride(load.index, depth.name) == 1
+
+
 def _ordered(nest: Nest, one: Ref, other: Ref) -> tuple[Ref, Ref] | None:
     """Return the load of few rows, then that of the matrix; None if neither or both have few rows."""
-    counts = [_count(axis for axis in nest.rows if axis.name in _varying(nest, ref)) for ref in (one, other)]
+    sides = [_varying(nest, ref) for ref in (one, other)]
+    alone = sides[0] ^ sides[1]
+    counts = [_count(axis for axis in nest.rows if axis.name in side & alone) for side in sides]
     few = [2 <= count <= MAX_ROWS for count in counts]
     if few == [True, False] and counts[1] > MAX_ROWS:
         return one, other
@@ -169,7 +196,7 @@ def _count(axes: Iterable[Axis]) -> int:
 def choose_tile(found: Contraction, dtype: str) -> Tile:
     """Choose the tile of a skinny GEMM from its sizes alone: as many columns as leave work for every multiprocessor."""
     widest = 64 if len(found.products) <= 2 else 32
-    fitting = [width for width in (64, 32, 16) if width <= widest and -(-found.column_count // width) >= BUSY_PROGRAMS]
+    fitting = [width for width in (64, 32, 16) if width <= widest and found.programs(width) >= BUSY_PROGRAMS]
     columns = fitting[0] if fitting else 16
     return next(tile_of(found, dtype, columns, depth) for depth in DEPTHS[1:] if _is_deep(found, dtype, columns, depth))
 
@@ -179,7 +206,7 @@ def candidate_tiles(found: Contraction, dtype: str) -> tuple[Tile, ...]:
     tiles = [choose_tile(found, dtype)]
     for columns in (16, 32, 64, 128):
         tiles += [tile_of(found, dtype, columns, depth) for depth in DEPTHS if _is_deep(found, dtype, columns, depth)]
-    if found.row_count <= MAX_FMA_ROWS:
+    if found.row_count <= MAX_FMA_ROWS and not found.batch:
         tiles += [vector_tile(found, depth) for depth in VECTOR_DEPTHS]
     return tuple(dict.fromkeys(tiles))
 
@@ -188,7 +215,8 @@ def tile_of(found: Contraction, dtype: str, columns: int, depth: int) -> Tile:
     """Return the tile of so many columns and depth, with as many stages as shared memory has room for."""
     step = depth * _elements_read(found, columns) * ITEMSIZE[dtype]
     warps = 8 if columns > 64 else 4
-    return Tile(_padded_rows(found), columns, depth, warps, max(min(STAGE_BYTES // step, MAX_STAGES), 2))
+    steps = -(-found.depth // depth)
+    return Tile(_padded_rows(found), columns, depth, warps, max(min(STAGE_BYTES // step, MAX_STAGES, steps), 1))
 
 
 def vector_tile(found: Contraction, depth: int) -> Tile:

@@ -156,7 +156,7 @@ def _skinny(nest: Nest, found: Contraction, tile: Tile | None) -> TilePlan:
         tile = choose_tile(found, nest.body[found.products[0].right].dtype)
     assert tile.rows >= found.row_count, f"a tile of {tile.rows} rows has not all {found.row_count}"
     x, y = TileDim("x", found.columns, tile.columns), TileDim("y", found.rows, tile.rows)
-    return TilePlan("skinny", nest, (x, y), tile.warps, skinny=(found, tile))
+    return TilePlan("skinny", nest, (x, y), tile.warps, found.batch, skinny=(found, tile))
 
 
 # --- element by element -----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import numpy as np
 
 from dcompile.codegen.emit.triton import segment_sum
 from dcompile.codegen.lower.rules import skinny_matmul
+from dcompile.codegen.nest import contraction
 from dcompile.codegen.schedule.fusion import matmul_epilogue, split_reductions
 from dcompile.codegen.schedule.order import group_updates
 from dcompile.ir.interpret import interpret
@@ -60,7 +61,7 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
     matmul_epilogue.MIN_EPILOGUE_FLOPS = 0  # products of any size
     for name in products.CASES:
         yield f"product {name}", products.case(name), products.inputs(products.case(name)), 1.6e-2
-    skinny_matmul.MIN_TILED_ELEMENTS = 0
+    skinny_matmul.MIN_TILED_ELEMENTS, contraction.MIN_BATCH_PROGRAMS = 0, 1
     for name in skinny.CASES:
         yield f"skinny {name}", skinny.case(name), products.inputs(skinny.case(name)), 1.6e-2
     for seed in range(0, 40, EACH):

@@ -55,6 +55,11 @@ def sliced(x, w):
     return linear(x.narrow(1, 64, w.shape[1]), w)
 
 
+def scores(q, k, mask):
+    """Scores of several queries a head, as attention of one token has them: `mask` is added."""
+    return (q.unsqueeze(2) * k.unsqueeze(1).float()).sum(-1) * 0.3 + mask.unsqueeze(1)
+
+
 THIN = Tile(16, 16, 64, 4, 3)
 VECTORS = Tile(4, 4, 128, 4, 2, vectors=True)
 CASES: dict[str, Case] = {
@@ -70,6 +75,8 @@ CASES: dict[str, Case] = {
     "a part of wider rows": (sliced, ((4, 384), (256, 320)), bf16, None),
     "three rows by vectors": (residual, ((3, 328), (280, 328), (3, 280)), bf16, VECTORS),
     "gate and up by vectors": (gated, ((2, 256), (272, 256), (272, 256)), f16, replace(VECTORS, rows=2)),
+    "scores of a batch": (scores, ((3, 4, 64), (3, 80, 64), (3, 80)), bf16, None),
+    "scores of a batch of uneven sizes": (scores, ((2, 3, 72), (2, 33, 72), (2, 33)), f16, None),
     "by heads by vectors": (by_heads, ((2, 2, 256), (256, 256)), bf16, VECTORS),
 }
 

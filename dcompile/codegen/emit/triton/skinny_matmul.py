@@ -1,8 +1,8 @@
 """Print skinny GEMMs: a program streams some rows of each matrix once, and multiplies them by all of the few rows.
 
-The matrix is the left operand of tensor cores, so that their 8 columns are the few rows, and 16 or 64 rows of the
-matrix are their rows. Sums are in float32, and a program has whole sums: nothing is combined in memory. The values
-behind the sums are those of any kernel (`printer.py`).
+The matrix is the left operand of tensor cores. Their 8 columns are the few rows, and their 16 or 64 rows are rows of the
+matrix. Sums are in float32, and a program has whole sums: nothing is combined in memory. The values behind the sums are
+those of any kernel (`printer.py`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class SkinnyMatmulWriter:
 
     def run(self) -> None:
         """Write all statements."""
-        x, y = self.text.plan.dims
-        self.text.position(x, f"{PID}{'.to(tl.int64)' if self.text.wide else ''} * {x.block}")
-        self.text.position(y, "0")
+        self._place()
         self._prefetch()
         sums = self._multiply_adds() if self.tile.vectors else self._dots()
         for ref in sorted(self.text.levels.live):
@@ -51,6 +49,19 @@ class SkinnyMatmulWriter:
             self.line("tl.debug_barrier()")
         for number in range(len(self.nest.stores)):
             self.text.store(number)
+
+    def _place(self) -> None:
+        """Compute the position of the tile: consecutive programs have consecutive columns."""
+        x, y = self.text.plan.dims
+        pid = PID + (".to(tl.int64)" if self.text.wide else "")
+        if self.found.batch:
+            self.line(f"pid = {pid}")
+            self.text.position(x, f"(pid % {self.text.size(x.blocks)}) * {x.block}")
+            self.line(f"batch = pid // {self.text.size(x.blocks)}")
+            self.text.coordinates("batch", self.found.batch)
+        else:
+            self.text.position(x, f"{pid} * {x.block}")
+        self.text.position(y, "0")
 
     def _prefetch(self) -> None:
         """Ask for the start of the matrices' rows if no kernel writes them, then wait for the previous kernel."""

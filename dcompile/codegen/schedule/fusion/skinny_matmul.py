@@ -105,7 +105,7 @@ def library_form(loop: Loop, table: Mapping[str, Buffer]) -> LibraryForm | None:
     """
     nest = flatten_loop(loop)
     found = find_contraction(nest)
-    if found is None or len(found.rows) != 1 or len(found.columns) != 1 or not _are_rounded(nest, found):
+    if found is None or found.batch or len(found.rows) != 1 or len(found.columns) != 1 or not _are_rounded(nest, found):
         return None
     rows, columns, depth = found.row_count, found.column_count, found.depth
     names = {axis.name: var(f"i{place}") for place, axis in enumerate(nest.rows)}

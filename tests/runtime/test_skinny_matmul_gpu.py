@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import dcompile
 from dcompile.runtime.measure import skinny_contest
-from tests.codegen.emit.skinny import biased_gelu, gated, plain, residual
+from tests.codegen.emit.skinny import biased_gelu, gated, of_integers, plain, residual
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 WIDTH, INNER = 1024, 1536
@@ -36,7 +36,7 @@ def compiled(function, **options):
 
 def check(call, function, args):
     """As far from float64 as eager, up to what rounding in another place may add."""
-    exact = function(*(arg.double() for arg in args))
+    exact = function(*(arg.double() if arg.is_floating_point() else arg for arg in args))
     off, allowed = ((f(*args).double() - exact).norm() / exact.norm() for f in (call, function))
     assert off <= 1.1 * allowed + 1e-4
 
@@ -54,6 +54,15 @@ def test_values(rows, name, dtype):
     assert all(torch.equal(again[0], other) for other in again[1:]), "one order of summation"
     receipt = dcompile.receipt(call)
     assert receipt.library_calls == 0, "cuBLAS multiplies"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 8])
+def test_integers_are_cast_while_they_are_multiplied(rows):
+    args = randn(rows, WIDTH), torch.randint(-128, 128, (INNER, WIDTH), dtype=torch.int8, device="cuda"), randn(INNER)
+    call = compiled(of_integers)
+    check(call, lambda x, w, s: torch.mm(x, w.to(x.dtype).t()) * s.to(x.dtype), args)
+    assert dcompile.receipt(call).library_calls == 0
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import prod
 
 from dcompile.codegen.nest.loop_nest import Axis, Nest, flatten_loop, levels, stride
-from dcompile.ir.analysis import runtime_refs
+from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES
 from dcompile.ir.index import ZERO, substitute
 from dcompile.ir.nodes import ITEMSIZE, Apply, Load, Loop, Reduce, Ref, Scan, Tile
@@ -45,11 +45,15 @@ MAX_FMA_ROWS = 4
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product of a nest: the sum `reduce` of load `left`, which varies by row, times load `right`."""
+    """One product of a nest: the sum `reduce` of load `left`, which varies by row, times load `right`.
+
+    `right` may load 8-bit integers. `dtype` is that of both on tensor cores.
+    """
 
     reduce: Ref
     left: Ref
     right: Ref
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +101,9 @@ def find_contraction(nest: Nest) -> Contraction | None:
     used: set[Ref] = set()
     products: list[Product] = []
     for ref, pair in pairs.items():
-        if pair is None or not (ordered := _ordered(nest, *pair)):
+        if pair is None or not (ordered := _ordered(nest, *pair[:2])):
             return None
-        products.append(Product(ref, *ordered))
+        products.append(Product(ref, *ordered, pair[2]))
         used |= set(_below(nest, ref))
     if any(found.element[ref] and ref not in used for ref in live):
         return None
@@ -127,25 +131,38 @@ def _is_worth_tiling(found: Contraction) -> bool:
     return found.programs(64) >= MIN_BATCH_PROGRAMS
 
 
-def _factors(nest: Nest, ref: Ref, depth: Axis) -> tuple[Ref, Ref] | None:
-    """Return the loads whose product a reduction sums, contiguous along the sum; None for other reductions."""
+def _factors(nest: Nest, ref: Ref, depth: Axis) -> tuple[Ref, Ref, str] | None:
+    """Return the loads whose product a reduction sums, contiguous along the sum, and the dtype that holds both.
+
+    None for other reductions.
+    """
     reduce = nest.body[ref]
     assert isinstance(reduce, Reduce)
     product = nest.body[reduce.arg]
     if reduce.op != "sum" or not isinstance(product, Apply) or (product.op, product.dtype) != ("mul", "float32"):
         return None
-    loads = []
-    for factor in product.args:
-        cast = nest.body[factor]
-        load = nest.body[cast.args[0]] if isinstance(cast, Apply) and cast.op == "cast" else None
-        if not isinstance(load, Load) or load.dtype not in TENSOR_CORE_DTYPES or load.mask is not None:
-            return None
-        if runtime_refs(load.index) or not _is_aligned(load, depth):
-            return None
-        assert isinstance(cast, Apply)
-        loads.append(cast.args[0])
-    left, right = loads
-    return (left, right) if nest.body[left].dtype == nest.body[right].dtype else None
+    one, other = (_factor(nest, factor, depth) for factor in product.args)
+    if one is None or other is None or len(dtypes := {one[1], other[1]} - {"int8"}) != 1:
+        return None
+    return one[0], other[0], dtypes.pop()
+
+
+def _factor(nest: Nest, factor: Ref, depth: Axis) -> tuple[Ref, str] | None:
+    """Return the load that a factor is cast from, and the dtype that holds its values; None for other factors.
+
+    8-bit integers are values of any of the dtypes that they may have been cast to on the way.
+    """
+    casts = []
+    while isinstance(value := nest.body[factor], Apply) and value.op == "cast":
+        casts.append(value.dtype)
+        factor = value.args[0]
+    load = nest.body[factor]
+    if not isinstance(load, Load) or load.mask is not None or runtime_refs(load.index) or not _is_aligned(load, depth):
+        return None
+    through = set(casts) - {"float32"}
+    if load.dtype == "int8" and through <= set(TENSOR_CORE_DTYPES):
+        return factor, through.pop() if len(through) == 1 else "int8"
+    return (factor, load.dtype) if load.dtype in TENSOR_CORE_DTYPES and casts == ["float32"] else None
 
 
 def _is_aligned(load: Load, depth: Axis) -> bool:
@@ -174,16 +191,13 @@ def _varying(nest: Nest, ref: Ref) -> frozenset[str]:
 
 
 def _below(nest: Nest, ref: Ref) -> Iterator[Ref]:
-    """Yield a product's values: the multiplication, its factors in float32, and their loads."""
+    """Yield a product's values: the multiplication, its factors in float32, what they are cast from, and loads."""
     reduce = nest.body[ref]
     assert isinstance(reduce, Reduce)
-    product = nest.body[reduce.arg]
-    assert isinstance(product, Apply)
-    yield reduce.arg
-    for factor in product.args:
-        cast = nest.body[factor]
-        assert isinstance(cast, Apply)
-        yield from (factor, *cast.args)
+    stack = [reduce.arg]
+    while stack:
+        yield (at := stack.pop())
+        stack += operands(nest.body[at])
 
 
 def _count(axes: Iterable[Axis]) -> int:

@@ -18,7 +18,7 @@ from tests.codegen.emit import products
 linear = F.linear
 bf16, f16 = torch.bfloat16, torch.float16
 Shapes = Sequence[tuple[int, ...]]
-Case = tuple[Callable[..., Any], Shapes, torch.dtype, Tile | None]
+Case = tuple[Callable[..., Any], Shapes, torch.dtype | Sequence[torch.dtype], Tile | None]
 
 
 def plain(x, w):
@@ -55,6 +55,11 @@ def sliced(x, w):
     return linear(x.narrow(1, 64, w.shape[1]), w)
 
 
+def of_integers(x, w, s):
+    """A product with 8-bit weights, as torchao's, and their scales."""
+    return torch.mm(x, w.t().to(x.dtype)) * s
+
+
 def scores(q, k, mask):
     """Scores of several queries a head, as attention of one token has them: `mask` is added."""
     return (q.unsqueeze(2) * k.unsqueeze(1).float()).sum(-1) * 0.3 + mask.unsqueeze(1)
@@ -77,6 +82,8 @@ CASES: dict[str, Case] = {
     "gate and up by vectors": (gated, ((2, 256), (272, 256), (272, 256)), f16, replace(VECTORS, rows=2)),
     "scores of a batch": (scores, ((3, 4, 64), (3, 80, 64), (3, 80)), bf16, None),
     "scores of a batch of uneven sizes": (scores, ((2, 3, 72), (2, 33, 72), (2, 33)), f16, None),
+    "integers": (of_integers, ((6, 256), (280, 256), (280,)), (bf16, torch.int8, bf16), None),
+    "integers by vectors": (of_integers, ((2, 256), (280, 256), (280,)), (f16, torch.int8, f16), VECTORS),
     "by heads by vectors": (by_heads, ((2, 2, 256), (256, 256)), bf16, VECTORS),
 }
 

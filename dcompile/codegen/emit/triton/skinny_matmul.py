@@ -85,18 +85,20 @@ class SkinnyMatmulWriter:
             self.line(f"sums{number} = tl.zeros([{tile.columns}, {tile.rows}], tl.float32)")
         self._begin_steps()
         self.line(f"{DOWN} = k + tl.arange(0, {tile.depth})[:, None]")
-        loaded = {ref: self._factor(f"left{n}", ref, DOWN, "y") for n, ref in enumerate(self._lefts())}
+        dtype = self.found.products[0].dtype
+        loaded = {ref: self._factor(f"left{n}", ref, dtype, DOWN, "y") for n, ref in enumerate(self._lefts())}
         for number, product in enumerate(self.found.products):
             if product.right not in loaded:
-                loaded[product.right] = self._factor(f"right{number}", product.right, ACROSS, "x")
+                loaded[product.right] = self._factor(f"right{number}", product.right, dtype, ACROSS, "x")
             total = sums[product.reduce]
             self.line(f"{total} = tl.dot({loaded[product.right]}, {loaded[product.left]}, {total})")
         self.text.depth -= 1
         return sums
 
-    def _factor(self, name: str, ref: Ref, along: str, across: str) -> str:
-        """Write the load of one step's factor; return its name."""
-        self.line(f"{name} = {self._loaded(ref, self._index(ref, along), along, across)}")
+    def _factor(self, name: str, ref: Ref, dtype: str, along: str, across: str) -> str:
+        """Write the load of one step's factor, as `dtype`; return its name."""
+        cast = "" if self._load(ref).dtype == dtype else f".to(tl.{dtype})"
+        self.line(f"{name} = {self._loaded(ref, self._index(ref, along), along, across)}{cast}")
         return name
 
     # --- vectors ---
@@ -146,7 +148,7 @@ class SkinnyMatmulWriter:
         beyond = [f"({along} < {self.found.depth})"] if self.found.depth % self.tile.depth else []
         if across and (mask := self.text.mask({across})):
             beyond.append(mask)
-        options = f", mask={' & '.join(beyond)}, other=0.0" if beyond else ""
+        options = f", mask={' & '.join(beyond)}, other=0" if beyond else ""
         return f"tl.load({self.text.argument(self._load(ref).buffer)} + ({index}){options})"
 
     def _lefts(self) -> list[Ref]:

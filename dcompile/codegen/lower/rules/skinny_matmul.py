@@ -14,12 +14,13 @@ import torch
 
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, from_view
+from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.pointwise import to_dtype
-from dcompile.codegen.lower.symbolic.strides import ranges_of, variables
+from dcompile.codegen.lower.symbolic.strides import affine_strides, ranges_of, variables
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES
 from dcompile.ir.index import flatten
-from dcompile.ir.nodes import Store, View
+from dcompile.ir.nodes import Apply, Load, Store, View
 
 MAX_ROWS = 16
 """Rows up to which a loop is used, as many as one tile has."""
@@ -37,10 +38,12 @@ ALIGNED_ELEMENTS = 8
 
 def is_by_few_rows(low: Lowering, left: LazyTensor, right: LazyTensor) -> bool:
     """Is it few rows times a column-major matrix, such as a transposed weight, of static size on a GPU?"""
-    if not low.own_rows or not low.traits.has_row_matmul or right.view is None or left.dtype not in DTYPES:
+    if not low.own_rows or not low.traits.has_row_matmul or left.dtype not in DTYPES or left.dtype != right.dtype:
         return False
-    sizes = (*left.shape, *right.shape, *right.view.strides)
-    if not all(isinstance(size, int) for size in sizes) or left.dtype != right.dtype or right.view.strides[0] != 1:
+    if not all(isinstance(size, int) for size in (*left.shape, *right.shape)) or 0 in right.shape:
+        return False
+    matrix = _integers(low, right) or right.view
+    if matrix is None or not all(isinstance(step, int) for step in matrix.strides) or matrix.strides[0] != 1:
         return False
     rows, (depth, columns) = left.shape[0], right.shape
     assert isinstance(rows, int) and isinstance(depth, int) and isinstance(columns, int), "static sizes"
@@ -49,9 +52,25 @@ def is_by_few_rows(low: Lowering, left: LazyTensor, right: LazyTensor) -> bool:
     return rows == 1 or (
         2 <= rows <= MAX_ROWS < columns
         and left.dtype in TENSOR_CORE_DTYPES
-        and _is_aligned(right.view, 0)
+        and _is_aligned(matrix, 0)
         and (depth % ALIGNED_ELEMENTS == 0 if left.view is None else _is_aligned(left.view, 1))
     )
+
+
+def _integers(low: Lowering, right: LazyTensor) -> View | None:
+    """Return the 8-bit integers in memory that a matrix is a cast of, as weights of torchao are; None for others."""
+    if right.cast_from is None:
+        return None
+    body = Body(ranges_of("i", right.shape))
+    body.trace(right.cast_from, variables("i", right.shape))
+    loads = [value for value in body.values if isinstance(value, Load)]
+    casts = all(isinstance(value, Load) or (isinstance(value, Apply) and value.op == "cast") for value in body.values)
+    if len(loads) != 1 or loads[0].dtype != "int8" or loads[0].mask is not None or not casts:
+        return None
+    if loads[0].buffer in low.overwritten:
+        return None
+    found = affine_strides(loads[0].index, right.shape)
+    return None if found is None else View(loads[0].buffer, right.shape, *found)
 
 
 def _is_aligned(view: View, along: int) -> bool:
@@ -70,7 +89,12 @@ def _by_rows(
     compute = opmath(dtype)
     body = low.body({**ranges_of("i", (rows, columns)), **ranges_of("j", (depth,))})
     (m, n), (k,) = variables("i", (rows, columns)), variables("j", (depth,))
-    factors = [body.cast(body.trace(tensor, at), compute) for tensor, at in ((left, (m, k)), (right, (k, n)))]
+    if right.cast_from is not None and _integers(low, right) is not None:
+        with body.without_stored():  # nothing else may read the cast in memory, which is then dropped
+            matrix = body.trace(right.cast_from, (k, n))
+    else:
+        matrix = body.trace(right, (k, n))
+    factors = body.cast(body.trace(left, (m, k)), compute), body.cast(matrix, compute)
     total = body.reduce("sum", body.apply("mul", *factors))
     if added is not None:
         start = broadcast(low.memory(added), (rows, columns))

@@ -90,7 +90,7 @@ def factor_dtype(loop: Loop) -> str:
     nest = flatten_loop(loop)
     found = find_contraction(nest)
     assert found is not None, f"{loop.name} is no product of few rows"
-    return _load(nest, found.products[0].right).dtype
+    return found.products[0].dtype
 
 
 def kind_of(loop: Loop) -> Loop:
@@ -114,6 +114,8 @@ def library_form(loop: Loop, table: Mapping[str, Buffer]) -> LibraryForm | None:
     results: dict[Ref, Load] = {}
     for number, product in enumerate(found.products):
         left, right = _load(nest, product.left), _load(nest, product.right)
+        if {left.dtype, right.dtype} != {product.dtype}:
+            return None  # the library would need the integers' casts in memory
         name = _new_name(f"{loop.name}_product{number or ''}", table)
         factors = (
             _view(left, (rows, depth), (found.rows[0], *nest.elements)),
@@ -143,7 +145,7 @@ def _only_copies(rest: Loop, made: Sequence[Buffer], table: Mapping[str, Buffer]
 
 def _are_rounded(nest: Nest, found: Contraction) -> bool:
     """Is every use of a sum a cast to the factors' dtype?"""
-    sums = {product.reduce: _load(nest, product.left).dtype for product in found.products}
+    sums = {product.reduce: product.dtype for product in found.products}
     users = [(value, ref) for value in nest.body for ref in operands(value) if ref in sums]
     stored = any(store.value in sums for store in nest.stores)
     return not stored and all(isinstance(v, Apply) and v.op == "cast" and v.dtype == sums[ref] for v, ref in users)

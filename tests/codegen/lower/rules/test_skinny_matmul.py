@@ -13,6 +13,7 @@ from dcompile.codegen.lower.lower import Lowered, lower
 from dcompile.codegen.nest.contraction import find_contraction
 from dcompile.codegen.nest.loop_nest import flatten_loop
 from dcompile.codegen.schedule.fusion.fuse import fuse
+from dcompile.codegen.schedule.order.dependences import remove_dead_steps
 from dcompile.device_traits import CPU, CUDA
 from dcompile.ir.nodes import Extern, Loop
 from dcompile.ir.verify import verify
@@ -105,6 +106,39 @@ def test_a_bias_is_added_before_the_sum_is_rounded() -> None:
     (got,) = run(found.program, found.constants, [x, w, b])
     want = x.double() @ w.double().t() + b
     assert kinds(found) == [Loop] and (got == want.bfloat16()).float().mean() > 0.98
+
+
+@pytest.mark.parametrize("transposed_first", [True, False])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_integers_are_cast_while_they_are_multiplied(rows: int, transposed_first: bool) -> None:
+    """As the weights of torchao's int8 recipe, and scaled afterwards."""
+
+    def scaled(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, w.t().to(x.dtype) if transposed_first else w.to(x.dtype).t()) * s
+
+    torch.manual_seed(0)
+    args = [wide(rows)[0], torch.randint(-128, 128, (1024, K), dtype=torch.int8), torch.rand(1024).bfloat16() / 64]
+    found = lowered(scaled, *args)
+    program = fuse(remove_dead_steps(found.program))
+    (step,) = program.steps
+    assert isinstance(step, Loop) and args[1].shape in {program.table[name].shape for name in step.reads}
+    assert (find_contraction(flatten_loop(step)) is not None) == (rows > 1)
+    (got,) = run(program, found.constants, args)
+    x, w, s = (arg.double() for arg in args)
+    torch.testing.assert_close(got.double(), x @ w.t() * s, rtol=2e-2, atol=1e-2)
+
+
+def test_integers_that_are_overwritten_are_cast_before() -> None:
+    def changed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        matrix = w.to(x.dtype)
+        w.zero_()
+        return torch.mm(x, matrix.t())
+
+    args = [wide(4)[0], torch.randint(-128, 128, (1024, K), dtype=torch.int8)]
+    want = args[0].double() @ args[1].double().t()
+    found = lowered(changed, *args)
+    (got,) = run(fuse(remove_dead_steps(found.program)), found.constants, args)
+    torch.testing.assert_close(got.double(), want, rtol=2e-2, atol=1.0)
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
     from dcompile.codegen.schedule.fusion.matmul_epilogue import fuse_matmul_epilogues
     from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
     from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
+    from dcompile.codegen.schedule.fusion.skinny_matmul import choose_skinny_matmuls
     from dcompile.codegen.schedule.fusion.split_reductions import (
         refuse_after_split,
         split_column_reductions,
@@ -229,6 +230,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
         LoopPass(group_updates),
         # after all passes that need costs of single steps, and before memory: a matmul with an epilogue has no result
         LoopPass(fuse_matmul_epilogues, lambda request: (dict(request.endings),), reorders_sums=True),
+        LoopPass(choose_skinny_matmuls, lambda request: (dict(request.endings),), reorders_sums=True),
         LoopPass(plan_memory_for_peak, lambda request: (request.kind == "forward",), needs_loops=False, required=True),
     )
 

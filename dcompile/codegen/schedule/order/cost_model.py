@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
+from dcompile.codegen.nest.contraction import multiplies_few_rows
 from dcompile.codegen.schedule.order.simulate import is_copied_gather
-from dcompile.device_traits import main_device, traits_of
+from dcompile.device_traits import loop_traits, main_device, traits_of
 from dcompile.ir import functional_collectives
 from dcompile.ir.analysis import operands, row_values, sizes
 from dcompile.ir.collective_kinds import COLLECTIVES
@@ -83,7 +84,8 @@ def step_seconds(
     match step:
         case Loop():
             moved = loop_bytes(step, table) / (figures.memory_gbs * 1e9)
-            done = loop_operations(step) / (figures.arithmetic_gops * 1e9)
+            by_tensor_cores = loop_traits(step, table).has_row_matmul and multiplies_few_rows(step)
+            done = 0.0 if by_tensor_cores else loop_operations(step) / (figures.arithmetic_gops * 1e9)
             product = 0.0 if step.product is None else extern_seconds(step.product.call, table, figures, tile)
             return max(moved, done) + product + figures.kernel_us * 1e-6
         case Extern() if (kind := functional_collectives.kind_of(step.op)) is not None:

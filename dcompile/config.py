@@ -56,9 +56,9 @@ class Config:
     )
     chunked_loss: int | str = setting(
         "auto",
-        "`cross_entropy` of a linear layer's result without its logits as a whole. auto: where the cost model says that "
-        "it saves memory for little time, in chunks of rows, whose gradients the forward computes. A number, at least "
-        "2: in this many chunks of classes, which the backward recomputes. 0: never. Losses differ by rounding.",
+        "`cross_entropy` of a linear layer's result without its logits as a whole. auto: where the cost model says "
+        "that this saves memory for little time, in chunks of rows, whose gradients the forward computes. A number, at "
+        "least 2: in this many chunks of classes, which the backward recomputes. 0: never. Losses differ by rounding.",
     )
     autocast_experts: bool = setting(
         False,

@@ -1,7 +1,7 @@
 """Matmuls of 16-bit matrices with float32 results, as torch operators.
 
-`torch.ops.dcompile_matmul.mm_float32(x, y)` and `addmm_float32(sums, x, y)` round nothing to 16 bits, so that a sum of
-several matmuls is as exact as one matmul over all of them. On GPUs they are one GEMM, which may write its sums in place.
+`torch.ops.dcompile_matmul.mm_float32(x, y)` and `addmm_float32(sums, x, y)` round nothing to 16 bits. So a sum of
+several matmuls is as exact as one matmul over all of them. On GPUs each is one GEMM, which may write its sums in place.
 PyTorch has none on CPUs. There, factors are converted to float32 in blocks.
 """
 
@@ -25,7 +25,7 @@ _SCHEMAS = (
 
 def wide_mm(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """`x @ y` in float32, or in the factors' dtype if that is wider; (m, k) by (k, n)."""
-    return x @ y if _is_wide(x) else torch.ops.dcompile_matmul.mm_float32(x, y)  # type: ignore[no-any-return]
+    return x @ y if _is_wide(x) else torch.ops.dcompile_matmul.mm_float32(x, y)
 
 
 def wide_addmm(sums: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -124,9 +124,9 @@ def _over_saved(
 def _passed_to_results(
     program: Program, groups: Sequence[Sequence[Buffer]], lives: Mapping[str, Life], storages: Mapping[str, str]
 ) -> dict[int, str]:
-    """Map in-place groups on a GPU to the result that takes over the last one's memory, which is then the result's.
+    """Map sums of matmuls on a GPU to the result that the last matmul writes: all of them accumulate in its memory.
 
-    A sum that several matmuls accumulate is such a result. On CPUs, results before their first write are donors.
+    On CPUs, results before their first write are donors.
     """
     table, flying = program.table, in_flight(program)
     begun: dict[int, list[str]] = defaultdict(list)
@@ -137,7 +137,9 @@ def _passed_to_results(
     for n, group in enumerate(groups):
         tail = max(group, key=lambda buffer: lives.get(buffer.name, (-1, -1))[1])
         at = lives[tail.name][1] if tail.name in lives else -1
-        for name in begun.get(at, ()) if all(map(fits, group)) and flying.isdisjoint(b.name for b in group) else ():
+        if at < 0 or not isinstance(program.steps[at], Extern) or not all(map(fits, group)):
+            continue
+        for name in begun.get(at, ()) if flying.isdisjoint(buffer.name for buffer in group) else ():
             if takes_over(program.steps[at], tail, table[name]):
                 found[n] = name
                 begun[at].remove(name)

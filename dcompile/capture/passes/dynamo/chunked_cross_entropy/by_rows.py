@@ -96,7 +96,7 @@ class LossAndGradients(torch.autograd.Function):
         ctx.count, ctx.scale = len(by_hidden), loss.scale
         ctx.save_for_backward(*by_hidden, by_weight, by_bias)
         ctx.mark_non_differentiable(powers, *top)
-        return torch.where(counts, losses, 0.0).sum(), powers, *(top or [None])
+        return torch.where(counts, losses, 0.0).sum(), powers, (top[0] if top else None)
 
     @staticmethod
     def backward(ctx: Any, by_total: torch.Tensor, *_: Any) -> Any:

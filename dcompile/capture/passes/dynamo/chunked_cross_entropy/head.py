@@ -13,6 +13,7 @@ from torch.fx import Node
 from dcompile import compat
 from dcompile.capture.passes.dynamo.causal_mask import argument, changes, shape_of
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.logit_steps import LogitStep
+from dcompile.capture.passes.dynamo.symbolic_elements.elements import value_of
 from dcompile.compat.user_line import user_line
 
 LOSS = torch.nn.functional.cross_entropy
@@ -52,7 +53,7 @@ class OutputLayer:
     @property
     def learns_by_rows(self) -> bool:
         """Whether a row result has a gradient."""
-        return any(node.meta["example_value"].requires_grad for node in self.row_results)
+        return any(value_of(node).requires_grad for node in self.row_results)
 
 
 def given_to(loss: Node) -> dict[str, Any]:
@@ -66,9 +67,10 @@ def head_of(loss: Node) -> OutputLayer:
     for name in ("size_average", "reduce"):
         if given[name] is not None:
             raise NotChunked(f"it is given `{name}`")
-    if given["target"].meta["example_value"].is_floating_point():
+    target, of_class = (value_of(given[name]) for name in ("target", "weight"))
+    if not isinstance(target, torch.Tensor) or target.is_floating_point():
         raise NotChunked("its targets are probabilities")
-    if isinstance(given["weight"], Node) and given["weight"].meta["example_value"].requires_grad:
+    if given["weight"] is not None and (not isinstance(of_class, torch.Tensor) or of_class.requires_grad):
         raise NotChunked("its class weights have a gradient")
     steps: list[Node] = []
     node = given["input"]
@@ -89,14 +91,19 @@ def is_call(node: Node, *names: str) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") in names
 
 
-def _source_of(node: Any) -> Node:
+def _source_of(node: Any) -> Any:
     """Return the logits before one step. Raises NotChunked."""
     if isinstance(node, Node):
         if is_call(node, *CONVERSIONS, *RESHAPES, "getitem", "transpose"):
-            return node.args[0]  # type: ignore[return-value]
+            return first_input(node)
         if logit_step(node) is not None:
             return node.all_input_nodes[0]
     raise NotChunked(f"they are not a linear layer's result alone, but `{getattr(node, 'name', node)}`'s")
+
+
+def first_input(node: Node) -> Any:
+    """Return the argument that a step works on."""
+    return argument(node, 0, "input")
 
 
 def logit_step(node: Node) -> LogitStep | None:
@@ -119,9 +126,9 @@ def logit_step(node: Node) -> LogitStep | None:
 def _is_linear(node: Any) -> bool:
     if not isinstance(node, Node) or node.op not in ("call_function", "call_method"):
         return False
-    return node.target is torch.nn.functional.linear or (
-        node.target in _PRODUCTS and _transposed_matrix(node.args[1]) is not None
-    )
+    if node.target is torch.nn.functional.linear:
+        return True
+    return node.target in _PRODUCTS and len(node.args) == 2 and _transposed_matrix(node.args[1]) is not None
 
 
 def _transposed_matrix(node: Any) -> Node | None:
@@ -187,17 +194,18 @@ def _read_by(user: Node) -> str:
 
 
 def _keeps_rows(node: Node) -> bool:
-    source, made = (value.meta.get("example_value") for value in (node.all_input_nodes[0], node))
-    floats = isinstance(made, torch.Tensor) and made.is_floating_point() and made.device == source.device
-    return floats and source.shape[-1] == made.shape[-1]
+    source, made = value_of(first_input(node)), value_of(node)
+    if not isinstance(source, torch.Tensor) or not isinstance(made, torch.Tensor) or not made.dim():
+        return False
+    return made.is_floating_point() and made.device == source.device and source.shape[-1] == made.shape[-1]
 
 
 def _reduces_rows(node: Node) -> bool:
     """Does a reduction give one number for each row, of a static shape or a flat one?"""
-    source, made = shape_of(node.args[0]), shape_of(node)
+    source, made = shape_of(first_input(node)), shape_of(node)
     dim = argument(node, 1, "dim")
     keeps = argument(node, 2, "keepdim") or False
-    if not isinstance(dim, int) or dim % len(source) != len(source) - 1 or not made:
+    if not isinstance(dim, int) or not source or dim % len(source) != len(source) - 1 or not made:
         return False
     return all(isinstance(size, int) for size in made) or (len(made) == 1 and not keeps)
 
@@ -208,7 +216,7 @@ def _reduces_rows(node: Node) -> bool:
 def _check_values(layer: Node, given: tuple[Any, ...], loss: Node) -> None:
     """Check that the operands are plain tensors that are unchanged at the loss. Raises NotChunked."""
     operands = [node for node in given if node is not None]
-    found = [node.meta.get("example_value") for node in operands]
+    found = [value_of(node) for node in operands]
     values = [value for value in found if isinstance(value, torch.Tensor) and not compat.tensors.is_wrapper(value)]
     if len(values) < len(operands):
         raise NotChunked("the linear layer works on tensors of a class of their own")
@@ -271,7 +279,9 @@ def row_steps(head: OutputLayer, loss: Node) -> list[tuple[str, Any]]:
             raise NotChunked("classes are not the last dimension of a linear layer's result")
         steps = steps[:-1]
     for step in steps:
-        source, made = (value.meta["example_value"] for value in (step.all_input_nodes[0], step))
+        source, made = value_of(step.all_input_nodes[0]), value_of(step)
+        if not isinstance(source, torch.Tensor) or not isinstance(made, torch.Tensor) or not made.dim():
+            raise NotChunked(f"`{step.name}` is no tensor with rows")
         if source.shape[-1] != classes or made.shape[-1] != classes or source.device != made.device:
             raise NotChunked(f"`{step.name}` does not leave rows as they are")
         if (is_call(step, *CONVERSIONS) or logit_step(step)) and made.is_floating_point():

@@ -12,11 +12,12 @@ LogitStep: TypeAlias = "tuple[str, float]"
 
 def apply_steps(logits: torch.Tensor, steps: tuple[LogitStep, ...]) -> tuple[torch.Tensor, torch.Tensor | float | None]:
     """Return the logits after the steps, in float32 at least, and their derivative; None if that is 1 everywhere."""
-    values, slope = logits.to(torch.promote_types(logits.dtype, torch.float32)), None
+    values = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    slope: torch.Tensor | float | None = None
     for kind, factor in steps:
+        by: torch.Tensor | float = factor
         if kind == "scale":
             values = values * factor
-            by = factor
         else:
             values = values.tanh()
             by = 1 - values * values

@@ -36,6 +36,7 @@ from dcompile.capture.passes.dynamo.chunked_cross_entropy.head import (
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import chunked_cross_entropy, spans
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs, is_checkpointed
 from dcompile.compat.user_line import user_line
+from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
 LEFT_WHOLE = "loss that chunked_loss leaves whole"
@@ -112,7 +113,9 @@ def _plan(head: OutputLayer, loss: Node, chunks: ChunkOption, planned_for: str |
         return LossPlan("classes", len(list(spans(classes, chunks))), 0, 0.0)
     logits, given = head.layer.meta["example_value"], given_to(loss)
     target = given["target"].meta["example_value"]
-    if not compat.sizes.is_fixed(logits) or not isinstance(width, int):
+    if not traits_of(planned_for or logits.device.type).is_compiled:
+        return LossPlan("whole", 1, 0, 0.0)
+    if not compat.sizes.is_fixed(logits) or not compat.sizes.is_fixed(target) or not isinstance(width, int):
         if _hint_bytes(logits) < MIN_SAVED_BYTES:
             return LossPlan("whole", 1, 0, 0.0)
         raise NotChunked("the number of rows is symbolic, and the cost model needs it; chunked_loss=8 needs none")

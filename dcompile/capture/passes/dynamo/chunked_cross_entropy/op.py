@@ -49,9 +49,9 @@ def chunked_cross_entropy(
     """Compute `cross_entropy(steps(linear(hidden, weight, bias)), target, class_weight, ...)` in `chunks` chunks.
 
     Returns the loss; with `wants_rows` also, for each row, the logarithm of the sum of exponentials and the largest
-    class. The logarithms have a gradient in chunks of classes alone. `target` has a class per row. `begun` is the number of
-    the first chunk, counted over all losses of the graph. `dtype` is the linear layer's, also under autocast, and
-    `result` that of the loss. Sums are taken in float32 at least. `grad` says whether the layer's result required a
+    class. The logarithms have a gradient in chunks of classes alone. `target` has a class per row. `begun` is the
+    number of the first chunk, counted over all losses of the graph. `dtype` is the linear layer's, also under autocast,
+    and `result` that of the loss. Sums are taken in float32 at least. `grad` says whether the layer's result required a
     gradient: under `no_grad` it does not, wherever the loss is computed.
     """
     with torch.autocast(hidden.device.type, enabled=False), torch.set_grad_enabled(grad and torch.is_grad_enabled()):

@@ -19,8 +19,8 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.capture.passes.dynamo.causal_mask import argument, changes, shape_of
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import AHEAD
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.head import LOSS, between, given_to, is_call
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.marks import AHEAD
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import differentiates
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from dcompile import compat
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import AHEAD
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.logit_steps import LogitStep, apply_steps, is_target_of
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.marks import AHEAD
 from dcompile.ir.nodes import PART
 from dcompile.matmul_ops import wide_addmm, wide_mm
 

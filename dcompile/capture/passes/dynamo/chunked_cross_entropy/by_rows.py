@@ -38,6 +38,10 @@ class RowLossSettings:
     """Number of the first chunk, counted over all losses of the graph."""
     wants_top: bool
     """Whether each row's largest class is a result."""
+    keeps_powers: bool
+    """Whether the gradient reuses the exponentials of the sum, as is faster on CPUs. Otherwise it recomputes them, and
+    the maximum and the sum take one pass over the logits (`use_online_softmax`).
+    """
 
 
 def row_spans(rows: int, chunks: int) -> Iterator[tuple[int, int]]:
@@ -148,8 +152,11 @@ class _ChunkLoss:
             others = counts.to(each.dtype) * self.share
             of_powers = of_target + others * self.of_all
             losses = of_powers * whole - others * (values * self.of_class).sum(1)
-        # not `of_powers / sums`: that scalar would depend on both reductions, and prevent fusion into one loop
-        gradient = powers * sums.reciprocal() * (of_powers * self.scale).unsqueeze(1)
+        if self.settings.keeps_powers:
+            # not `of_powers / sums`: that scalar would depend on both reductions, and prevent fusion into one loop
+            gradient = powers * sums.reciprocal() * (of_powers * self.scale).unsqueeze(1)
+        else:
+            gradient = (values - whole.unsqueeze(1)).exp() * (of_powers * self.scale).unsqueeze(1)
         gradient = gradient - torch.where(is_target, (of_target * self.scale).unsqueeze(1), 0.0)
         if others is not None:
             gradient = gradient - (others * self.scale).unsqueeze(1) * self.of_class

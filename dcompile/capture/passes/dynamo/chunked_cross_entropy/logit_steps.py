@@ -31,4 +31,5 @@ def is_target_of(target: torch.Tensor, first: int, last: int, begun: int) -> tor
     Positions are offset by `begun`, which differs for each loss of a graph. Otherwise CSE would share the results of
     two losses with equal targets, and keep all chunks of the first for the second.
     """
-    return torch.arange(first + begun, last + begun, device=target.device) == target + begun
+    places = torch.arange(first + begun, last + begun, dtype=torch.int32, device=target.device)
+    return places == (target + begun).to(torch.int32)  # 64-bit comparisons take twice as many instructions

@@ -78,7 +78,9 @@ def chunk_losses(
         if plan.kind == "whole":
             continue
         notes.append(_note(head, loss, plan))
+        device = planned_for or head.layer.meta["example_value"].device.type
         settings = {"chunks": plan.chunks, "by_rows": plan.kind == "rows", "begun": begun}
+        settings |= {"keeps_powers": traits_of(device).computes_loss_gradient_early}
         _replace(loss, head, at, rows, settings)
         begun += plan.chunks
         done += 1

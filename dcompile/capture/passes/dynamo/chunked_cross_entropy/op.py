@@ -44,6 +44,7 @@ def chunked_cross_entropy(
     reduction: str,
     label_smoothing: float,
     steps: tuple[LogitStep, ...] = (),
+    keeps_powers: bool = False,
     wants_rows: bool = False,
 ) -> Any:
     """Compute `cross_entropy(steps(linear(hidden, weight, bias)), target, class_weight, ...)` in `chunks` chunks.
@@ -52,7 +53,7 @@ def chunked_cross_entropy(
     class. The logarithms have a gradient in chunks of classes alone. `target` has a class per row. `begun` is the
     number of the first chunk, counted over all losses of the graph. `dtype` is the linear layer's, also under autocast,
     and `result` that of the loss. Sums are taken in float32 at least. `grad` says whether the layer's result required a
-    gradient: under `no_grad` it does not, wherever the loss is computed.
+    gradient: under `no_grad` it does not, wherever the loss is computed. `keeps_powers` is for chunks of rows.
     """
     with torch.autocast(hidden.device.type, enabled=False), torch.set_grad_enabled(grad and torch.is_grad_enabled()):
         rows, wide = target.reshape(-1), torch.promote_types(dtype, torch.float32)
@@ -63,7 +64,7 @@ def chunked_cross_entropy(
         if by_rows:
             parts = ((0, weight.shape[0]),)
             check = functools.partial(_of_targets, target=rows, parts=parts)
-            how = RowLossSettings(dtype, chunks, label_smoothing, steps, begun, wants_rows)
+            how = RowLossSettings(dtype, chunks, label_smoothing, steps, begun, wants_rows, keeps_powers)
             total, powers, top = LossAndGradients.apply(  # type: ignore[no-untyped-call, unused-ignore]
                 hidden, weight, bias, class_weight, rows, counts, each, lambda picked: check(picked.unsqueeze(0)), how
             )

@@ -76,8 +76,8 @@ def are_no_further(ours, theirs, true):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_gradients_are_no_further_from_float64_than_eagers(dtype, reduction):
+@pytest.mark.parametrize(("reduction", "keeps_powers"), [("mean", True), ("sum", False)])
+def test_gradients_are_no_further_from_float64_than_eagers(dtype, reduction, keeps_powers):
     hidden, weight, target = operands(512, 64, 2048, dtype)
     scale = 64.0 if dtype == torch.float16 else 1.0
 
@@ -88,7 +88,8 @@ def test_gradients_are_no_further_from_float64_than_eagers(dtype, reduction):
         return F.cross_entropy(F.linear(h, w), target, reduction=reduction)
 
     true = gradients(exact, hidden.double(), weight.double(), scale=scale)
-    ours = gradients(lambda h, w: by_rows(h, w, target, reduction=reduction), hidden, weight, scale=scale)
+    settings = {"reduction": reduction, "keeps_powers": keeps_powers}
+    ours = gradients(lambda h, w: by_rows(h, w, target, **settings), hidden, weight, scale=scale)
     are_no_further(ours, gradients(eager, hidden, weight, scale=scale), true)
 
 

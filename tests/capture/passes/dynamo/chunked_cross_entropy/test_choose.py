@@ -29,9 +29,10 @@ FROZEN = {"weight_learns": False}
         ((16384, 248320, 2048), {}, False, "rows"),
         ((16384, 128256, 4096), {}, False, "rows"),
         ((4096, 128256, 4096), {}, False, "whole"),  # the weight's sums in float32 take more than the logits
-        ((4096, 128256, 4096), {}, True, "classes"),
+        ((4096, 128256, 4096), {}, True, "whole"),  # checkpoints save more memory for as many FLOPs
         ((4096, 128256, 4096), FROZEN, False, "rows"),
         ((16384, 248320, 2048), {"is_one_sum": False}, False, "whole"),
+        ((16384, 248320, 2048), {"is_one_sum": False}, True, "classes"),
         ((16384, 248320, 2048), {"hidden_learns": False, **FROZEN}, False, "classes"),
         ((8192, 50304, 768), {"dtype": "float32", "device": "cpu"}, False, "rows"),
         ((8192, 50304, 768), {"device": "cpu"}, False, "whole"),

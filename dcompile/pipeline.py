@@ -53,7 +53,7 @@ from dcompile.capture.passes.joint.saved_values import (
     save_as_strided_views,
     save_random_values,
 )
-from dcompile.passes import GraphPass, OutputStep, nothing, with_own_kernels
+from dcompile.passes import GraphPass, OutputStep, nothing, recomputes, with_own_kernels
 
 if TYPE_CHECKING:
     from dcompile.codegen.emit.cpp.plan import NestDecision
@@ -75,8 +75,8 @@ DYNAMO_PASSES: tuple[GraphPass, ...] = (
     GraphPass(use_grouped_query_attention, lambda request: (request.planned_for,), when=with_own_kernels),
     GraphPass(
         chunk_losses,
-        lambda request: (request.config.chunked_loss,),
-        when=lambda config: bool(config.chunked_loss),
+        lambda request: (request.config.chunked_loss, request.planned_for, recomputes(request.config)),
+        when=lambda config: bool(config.chunked_loss) and (config.chunked_loss != "auto" or with_own_kernels(config)),
         required=True,
     ),
     # after chunks: those losses have no logits left

@@ -26,6 +26,7 @@ LEVELS = (
         "log_setting",
         "logs",
         "machine_model",
+        "matmul_ops",
         "passes",
         "random_ops",
         "rnn_ops",

@@ -251,7 +251,7 @@ def chunked(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) ->
     """A loss by two parts of the classes."""
     settings: dict[str, Any] = {"dtype": torch.float32, "result": torch.float32, "grad": True, "ignore_index": -100}
     settings |= {"reduction": "mean", "label_smoothing": 0.0}
-    return chunked_cross_entropy(hidden, weight, None, target, chunks=2, begun=0, **settings)
+    return chunked_cross_entropy(hidden, weight, None, target, None, chunks=2, by_rows=False, begun=0, **settings)
 
 
 def first_input(gm: GraphModule) -> Any:

@@ -167,7 +167,8 @@ def extern_seconds(step: Extern, table: Mapping[str, Buffer], figures: Figures, 
     flops = extern_flops(step, table, tile=tile)
     if not flops:
         return moved / (figures.memory_gbs * 1e9) + figures.library_us * 1e-6
-    dtype = next((table[view.buffer].dtype for view in views if view.buffer in table), "float32")
+    factors = views[-2:] if _name(step) in _FLOAT32_RESULT else views
+    dtype = next((table[view.buffer].dtype for view in factors if view.buffer in table), "float32")
     rate = figures.rate(dtype) * (figures.attention if "attention" in step.op else 1.0)
     return max(flops / rate, moved / (figures.memory_gbs * 1e9)) + figures.library_us * 1e-6
 
@@ -218,7 +219,7 @@ def _is_view(step: Extern) -> bool:
 
 
 def _name(step: Extern) -> str:
-    return step.op.removeprefix("aten.").partition(".")[0]
+    return step.op.removeprefix("aten.").removeprefix("dcompile_matmul.").partition(".")[0]
 
 
 _VIEWS = frozenset(
@@ -227,6 +228,9 @@ _VIEWS = frozenset(
         "unsqueeze", "detach", "alias", "as_strided", "split", "split_with_sizes", "unbind", "diagonal",
     )
 )  # fmt: skip
+
+_FLOAT32_RESULT = ("mm_float32", "addmm_float32")
+"""Matmuls of 16-bit factors (`dcompile/matmul_ops.py`)."""
 
 _Shapes = list[tuple[int, ...]]
 _Count = Callable[[Extern, _Shapes, Mapping[str, Buffer], int], int]
@@ -289,7 +293,7 @@ def _convolution_backward(step: Extern, shapes: _Shapes, _table: Mapping[str, Bu
 
 
 _FLOPS: Mapping[str, _Count] = {
-    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_int_mm", "_scaled_mm"), _mm),
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_int_mm", "_scaled_mm", *_FLOAT32_RESULT), _mm),
     **{f"_scaled_dot_product_{kind}": _attention for kind in _CAUSAL},
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,

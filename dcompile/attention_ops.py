@@ -15,11 +15,9 @@ import torch
 
 from dcompile.ir.index import Index, evaluate_on
 from dcompile.ir.piecewise import Test, Tree
-from dcompile.ir.predicate import BATCH, HEAD, KEY, QUERY, Predicate, parse_predicate
+from dcompile.ir.predicate import BATCH, HEAD, KEY, QUERIES_AT_ONCE, QUERY, Predicate, parse_predicate
 
 NAMESPACE = "dcompile_attention"
-BLOCK = 256
-"""Queries of one call of ATen's kernel: fewer make the masked corners of a block smaller, and calls more numerous."""
 
 _GIVEN = "Tensor query, Tensor key, Tensor value, Tensor[] reads, SymInt[] sizes, str predicate, float scale"
 _SCHEMAS = (
@@ -66,11 +64,11 @@ def allowed(
     """
     values: dict[str, Any] = {**places, **dict(zip(predicate.sizes, sizes, strict=True))}
     for number, (tensor, positions) in enumerate(zip(reads, predicate.reads, strict=True)):
-        values[f"z{number}"] = _element(tensor, [evaluate_on(index, values) for index in positions])
+        values[f"z{number}"] = element(tensor, [evaluate_on(index, values) for index in positions])
     return _evaluated(predicate.tree, values)
 
 
-def _element(tensor: torch.Tensor, positions: Sequence[Any]) -> torch.Tensor:
+def element(tensor: torch.Tensor, positions: Sequence[Any]) -> torch.Tensor:
     """Return a tensor's elements at positions, numbers or tensors, as integers."""
     for dim in reversed(range(tensor.dim())):
         if not isinstance(positions[dim], torch.Tensor):
@@ -139,8 +137,8 @@ class _Blocks:
         """Yield (batch, queries, keys, mask to add or None) of each call; keys are empty where all are masked."""
         step = 1 if self._predicate.by_batch else max(self._batch, 1)
         for at in range(0, self._batch, step):
-            for begin in range(0, self._queries, BLOCK):
-                end = min(begin + BLOCK, self._queries)
+            for begin in range(0, self._queries, QUERIES_AT_ONCE):
+                end = min(begin + QUERIES_AT_ONCE, self._queries)
                 yield self._call(slice(at, at + step), slice(begin, end))
 
     def _call(self, batch: slice, queries: slice) -> tuple[slice, slice, slice, torch.Tensor | None]:
@@ -208,7 +206,7 @@ def _backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sum gradients of keys and values over blocks of queries in float32, or in float64."""
-    by_query, by_key, by_value = map(_empty_like, (query, key, value))
+    by_query, by_key, by_value = map(torch.empty_like, (query, key, value))
     wide = torch.promote_types(query.dtype, torch.float32)
     sums = [torch.zeros_like(tensor, dtype=wide) for tensor in (by_key, by_value)]
     for batch, queries, keys, mask in _Blocks(query, key, reads, sizes, predicate):
@@ -230,22 +228,16 @@ def _backward(
 # --- what tracing and autograd know of them ---------------------------------------------------------------------------
 
 
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Make a result of (batch, heads, length, width) in the order of ATen's kernel: heads inside of positions."""
-    batch, heads, length, width = tensor.shape
-    return tensor.new_empty(batch, length, heads, width).transpose(1, 2)
-
-
 def _empty_forward(query: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, length, _width = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
-    return _empty_like(query), query.new_empty(batch, length, heads, dtype=wide).transpose(1, 2)
+    return torch.empty_like(query), query.new_empty(batch, length, heads, dtype=wide).transpose(1, 2)
 
 
 def _empty_backward(
     grad: torch.Tensor, out: torch.Tensor, logsumexp: torch.Tensor, *given: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _empty_like(given[0]), _empty_like(given[1]), _empty_like(given[2])
+    return torch.empty_like(given[0]), torch.empty_like(given[1]), torch.empty_like(given[2])
 
 
 def _save(ctx: Any, inputs: Sequence[Any], output: Sequence[torch.Tensor]) -> None:

@@ -19,6 +19,9 @@ from dcompile.ir.piecewise import Test, Tree, leaves, variables
 BATCH, HEAD, QUERY, KEY = "bhqk"
 PREFIX, CAUSAL, WINDOW, PADDING, DOCUMENTS = "prefix", "causal", "window", "padding", "documents"
 
+QUERIES_AT_ONCE = 256
+"""Queries of a block on CPUs: fewer make the masked corners of a block smaller, and calls more numerous."""
+
 
 @dataclass(frozen=True)
 class Predicate:

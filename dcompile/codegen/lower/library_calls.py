@@ -61,7 +61,10 @@ LIBRARY = frozenset(
         # checks that raise
         "_assert_async", "_linalg_check_errors",
     )
-) | {"dcompile_grouped.mm", "dcompile_grouped.outer", "dcompile_grouped.ends"}  # fmt: skip
+) | {
+    "dcompile_attention.forward", "dcompile_attention.backward", "dcompile_grouped.mm", "dcompile_grouped.outer",
+    "dcompile_grouped.ends",
+}  # fmt: skip
 """Packets left to the library on purpose: no loop is wanted for them, and none counts as a fallback."""
 
 WITH_EFFECTS = "higher_order.with_effects"

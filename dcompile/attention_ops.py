@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from dcompile.compat import attention
 from dcompile.ir.index import Index, evaluate_on
 from dcompile.ir.piecewise import Test, Tree
 from dcompile.ir.predicate import BATCH, HEAD, KEY, QUERIES_AT_ONCE, QUERY, Predicate, parse_predicate
@@ -185,8 +186,8 @@ def _forward(
             out[batch, :, queries] = 0
             logsumexp[batch, :, queries] = -torch.inf
             continue
-        found, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query[batch, :, queries], key[batch, :, keys], value[batch, :, keys], attn_mask=mask, scale=scale
+        found, total = attention.attend_on_cpu(
+            query[batch, :, queries], key[batch, :, keys], value[batch, :, keys], mask, scale
         )
         out[batch, :, queries] = found
         logsumexp[batch, :, queries] = total
@@ -213,9 +214,9 @@ def _backward(
         if keys.start == keys.stop:
             by_query[batch, :, queries] = 0
             continue
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        found = attention.attend_backward_on_cpu(
             grad[batch, :, queries], query[batch, :, queries], key[batch, :, keys], value[batch, :, keys],
-            out[batch, :, queries], logsumexp[batch, :, queries], 0.0, False, attn_mask=mask, scale=scale,
+            out[batch, :, queries], logsumexp[batch, :, queries], mask, scale,
         )  # fmt: skip
         by_query[batch, :, queries] = found[0]
         for total, part in zip(sums, found[1:], strict=True):

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from dcompile.attention_ops import allowed, autocast, chosen, element
-from dcompile.compat import flex_attention
+from dcompile.compat import attention
 from dcompile.ir.index import Index, as_index, evaluate_on
 from dcompile.ir.piecewise import Test, Tree, variables
 from dcompile.ir.polynomial import Atom, Div, Extreme, Mod, Var
 from dcompile.ir.predicate import BATCH, HEAD, KEY, QUERY, Predicate, parse_predicate
 
-BLOCK = flex_attention.BLOCK
+BLOCK = attention.BLOCK
 _DIMS = (BATCH, HEAD, QUERY, KEY)
 
 
@@ -45,8 +45,8 @@ def attend_in_blocks(
 
     buffers = (*reads, *_as_tensors(sizes, query.device))
     operands = autocast(query, key, value)
-    found: torch.Tensor = flex_attention.attend(
-        *operands, mask_mod, dict(zip(flex_attention.TABLES, tables, strict=True)), buffers, scale
+    found: torch.Tensor = attention.attend_by_flex(
+        *operands, mask_mod, dict(zip(attention.TABLES, tables, strict=True)), buffers, scale
     )
     return found
 
@@ -58,7 +58,7 @@ def block_tables(
     sizes: Sequence[int],
     predicate: str,
 ) -> tuple[torch.Tensor, ...]:
-    """Tables of FlexAttention's block mask, in the order of `compat.flex_attention.TABLES`, as int32 tensors."""
+    """Tables of FlexAttention's block mask, in the order of `compat.attention.TABLES`, as int32 tensors."""
     parsed = parse_predicate(predicate)
     bounds = _BlockBounds(parsed, query, key, reads, sizes)
     some, others = bounds.outcomes(parsed.tree)

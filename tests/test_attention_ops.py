@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as attention
 
-from dcompile import attention_ops
+from dcompile import attention_ops, compat
 from dcompile.ir.index import var
 from dcompile.ir.predicate import Predicate
 from tests.attention_masks import LENGTH, Q, both, masks, operands
@@ -42,13 +42,13 @@ def test_values_and_gradients_are_as_near_to_float64_as_eagers(name, dtype):
 
 def test_no_mask_and_no_scores_of_all_pairs(monkeypatch):
     """What ATen's kernel is called with: keys in a window's reach, and those of a document."""
-    sizes, aten = [], torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    sizes, aten = [], compat.attention.attend_on_cpu
 
-    def counted(query, key, value, **named):
+    def counted(query, key, value, mask, scale):
         sizes.append(key.shape[2])
-        return aten(query, key, value, **named)
+        return aten(query, key, value, mask, scale)
 
-    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", counted)
+    monkeypatch.setattr(compat.attention, "attend_on_cpu", counted)
     for name, expected in (
         ("window", [256, 63 + 44]),
         ("documents", [256, 300 - 210, 256, 300 - 220]),

@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 from dcompile import flex_masks
-from dcompile.compat.flex_attention import TABLES
+from dcompile.compat.attention import TABLES
 from dcompile.flex_masks import BLOCK
 from dcompile.ir.index import floordiv, modulo, var
 from dcompile.ir.piecewise import Test as Condition

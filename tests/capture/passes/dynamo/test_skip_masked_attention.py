@@ -314,3 +314,18 @@ def test_compiled_gradients_and_receipt():
     receipt = dcompile.receipt(compiled)
     assert "1 attention calls skip what their mask (causal, window) forbids" in str(receipt) and not receipt.fallbacks
     assert receipt.graphs_uncacheable == 0
+
+
+@pytest.mark.usefixtures("always", "flex")
+def test_flex_attention_in_a_compiled_graph():
+    torch.manual_seed(0)
+    theirs = [torch.randn(1, 2, 256, 16, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    ours = [tensor.detach().clone().requires_grad_() for tensor in theirs]
+    ones = torch.ones(1, 256, dtype=torch.int64)
+    ones[:, 200:] = 0
+    compiled = dcompile.compile(windowed_padding)
+    windowed_padding(*theirs, ones).square().sum().backward()
+    compiled(*ours, ones).square().sum().backward()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=0.1, rtol=0.02)
+    assert "FlexAttention's kernel computes them" in str(dcompile.receipt(compiled))

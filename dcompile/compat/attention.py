@@ -1,4 +1,4 @@
-"""FlexAttention's operator, called with tables of blocks while a graph is traced."""
+"""Attention kernels by their private names: ATen's for CPUs, and FlexAttention's operator with tables of blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,29 @@ TABLES = (
 """Tables of a block mask: numbers of blocks that are computed in part and in whole, and which ones, both ways."""
 
 
-def attend(
+def attend_on_cpu(query: Any, key: Any, value: Any, mask: Any, scale: float) -> tuple[Any, Any]:
+    """Attention and the logarithm of each row's sum, by ATen's kernel for CPUs. `mask` is added to scores."""
+    import torch
+
+    found: tuple[Any, Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, attn_mask=mask, scale=scale
+    )
+    return found
+
+
+def attend_backward_on_cpu(
+    grad: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, mask: Any, scale: float
+) -> tuple[Any, Any, Any]:
+    """Gradients of queries, keys and values, by the same kernel."""
+    import torch
+
+    found: tuple[Any, Any, Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, key, value, out, logsumexp, 0.0, False, attn_mask=mask, scale=scale
+    )
+    return found
+
+
+def attend_by_flex(
     query: Any,
     key: Any,
     value: Any,

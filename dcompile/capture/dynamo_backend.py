@@ -63,6 +63,7 @@ class DynamoGraph(GraphPrograms):
         sharded = [(at, infos[number].shard) for at, number in sorted(self.params.items()) if infos]
         facts = (
             f"token {self.adapter.carries_sync} goes on {self._goes_on} on {self.planned_for} {self.device}",
+            f"figures {figures_by_type(torch.device(self.device).type)}",  # masks are skipped where they gain
             f"sharded {[(at, shard is not None and shard.reshard) for at, shard in sharded]}",
         )
         return trace_key(gm, example_inputs, self.model.settings.config, facts)

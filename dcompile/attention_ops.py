@@ -44,13 +44,16 @@ def attend(
     return torch.ops.dcompile_attention.forward(*operands, [*reads], [*sizes], predicate, scale)[0]  # type: ignore[no-any-return]
 
 
-def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Convert tensors as autocast does for operations in lower precision."""
-    kind = tensors[0].device.type
+def autocast(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Convert operands as autocast does for operations in lower precision."""
+    kind = query.device.type
     if not torch.is_autocast_enabled(kind):
-        return tensors
+        return query, key, value
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
+    query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
+    return query, key, value
 
 
 # --- predicates on tensors --------------------------------------------------------------------------------------------
@@ -66,7 +69,8 @@ def allowed(
     values: dict[str, Any] = {**places, **dict(zip(predicate.sizes, sizes, strict=True))}
     for number, (tensor, positions) in enumerate(zip(reads, predicate.reads, strict=True)):
         values[f"z{number}"] = element(tensor, [evaluate_on(index, values) for index in positions])
-    return _evaluated(predicate.tree, values)
+    found: torch.Tensor | bool = _evaluated(predicate.tree, values)
+    return found
 
 
 def element(tensor: torch.Tensor, positions: Sequence[Any]) -> torch.Tensor:

@@ -296,7 +296,7 @@ class CachingCompiler:
         with without_collecting():
             return regions.load(gm, request, graph.regions)  # type: ignore[return-value, unused-ignore]
 
-    def _flex_calls(self, gm: Any) -> Mapping[str, Any]:
+    def _flex_calls(self, gm: Any) -> dict[str, Any]:
         """Calls of FlexAttention in a graph that is loaded, which TorchInductor compiles in each process."""
         if not any(compat.inductor.is_flex(node.target) for node in gm.graph.nodes if node.op == "call_function"):
             return {}

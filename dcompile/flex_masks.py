@@ -44,10 +44,9 @@ def attend_in_blocks(
         return allowed(parsed, {BATCH: b, HEAD: h, QUERY: q, KEY: k}, buffers[:count], buffers[count:])
 
     buffers = (*reads, *_as_tensors(sizes, query.device))
-    operands = autocast(query, key, value)
-    found: torch.Tensor = attention.attend_by_flex(
-        *operands, mask_mod, dict(zip(attention.TABLES, tables, strict=True)), buffers, scale
-    )
+    query, key, value = autocast(query, key, value)
+    named = dict(zip(attention.TABLES, tables, strict=True))
+    found: torch.Tensor = attention.attend_by_flex(query, key, value, mask_mod, named, buffers, scale)
     return found
 
 

@@ -73,9 +73,7 @@ DYNAMO_PASSES: tuple[GraphPass, ...] = (
     GraphPass(recognize_causal_masks, when=with_own_kernels),
     GraphPass(decompose_decode_attention, when=with_own_kernels),
     # after causal masks, for which kernels have a flag, and single queries, whose keys are read once
-    GraphPass(
-        skip_masked_attention, lambda request: (request.planned_for, request.figures), when=with_own_kernels
-    ),
+    GraphPass(skip_masked_attention, lambda request: (request.planned_for, request.figures), when=with_own_kernels),
     # after masks: attention with a mask is left unchanged
     GraphPass(use_grouped_query_attention, lambda request: (request.planned_for,), when=with_own_kernels),
     GraphPass(

@@ -52,7 +52,10 @@ def test_tables_hold_every_allowed_pair_and_no_whole_block_too_much(name):
             table = marked(tables[f"{part}{direction}_num_blocks"], tables[f"{part}{direction}_indices"], allowed.shape)
             found[part, direction] = table if direction == "kv" else table.transpose(-2, -1)
     assert torch.equal(found["", "kv"], found["", "q"]) and torch.equal(found["full_", "kv"], found["full_", "q"])
-    assert torch.equal(found["full_", "kv"], allowed == BLOCK * BLOCK) and not (found["", "kv"] & found["full_", "kv"]).any()
+    assert (
+        torch.equal(found["full_", "kv"], allowed == BLOCK * BLOCK)
+        and not (found["", "kv"] & found["full_", "kv"]).any()
+    )
     assert torch.equal(found["", "kv"] | found["full_", "kv"], allowed > 0)
 
 
@@ -80,6 +83,6 @@ def test_heads_may_be_shared_and_a_batch_may_be_a_variable():
     k, v = k[:, :1], v[:, :1]
     tables = flex_masks.block_tables(q, k, [lengths], [], str(predicate))
     found = flex_masks.attend_in_blocks(q, k, v, [lengths], [], tables, str(predicate), SCALE)
-    mask = AT < lengths[:, None, None, None]
+    mask = lengths[:, None, None, None] > AT
     expected = attention(q, k.expand(-1, heads, -1, -1), v.expand(-1, heads, -1, -1), attn_mask=mask, scale=SCALE)
     torch.testing.assert_close(found, expected)

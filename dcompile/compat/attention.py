@@ -52,13 +52,9 @@ def attend_by_flex(
     from torch._higher_order_ops.flex_attention import flex_attention
     from torch.nn.attention.flex_attention import BlockMask, _apply_kernel_options
 
-    mask = BlockMask(
-        seq_lengths=(query.shape[2], key.shape[2]), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod, **tables
-    )
+    mask = BlockMask(seq_lengths=(query.shape[2], key.shape[2]), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod, **tables)
     options: Any = _apply_kernel_options(query, key, value, False, None)
-    found: Any = flex_attention(
-        query, key, value, _same_score, mask.as_tuple(), scale, options, (), tuple(buffers)
-    )
+    found: Any = flex_attention(query, key, value, _same_score, mask.as_tuple(), scale, options, (), tuple(buffers))
     return found[0]
 
 

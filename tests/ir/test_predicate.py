@@ -68,7 +68,11 @@ def test_keys_of_a_block_are_those_that_some_query_allows():
         for begin, end, keys in ((0, 4, 20), (8, 12, 20), (16, 20, 20), (16, 20, 10)):
             first, last = predicate.key_range(begin, end, keys, sizes)
             reach = 6 if predicate is ENDS else ahead
-            some = [k for k in range(keys) if any(k - q < reach and (back is None or q - k < back) for q in range(begin, end))]
+            some = [
+                k
+                for k in range(keys)
+                if any(k - q < reach and (back is None or q - k < back) for q in range(begin, end))
+            ]
             assert [*range(first, last)] == some
 
 

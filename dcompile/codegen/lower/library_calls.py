@@ -16,7 +16,6 @@ from dcompile.codegen.lower.lazy_tensor import LazyTensor, from_view
 from dcompile.codegen.lower.opaque_calls import (
     function_name,
     is_nested,
-    leaves,
     opaque_call,
     returns_one_in_a_tuple,
 )

@@ -33,7 +33,7 @@ def as_function(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any]:
     args, kwargs, unpacked, nested = node.args, node.kwargs, returns_one_in_a_tuple(node), is_nested(node)
 
     def call(*values: Any) -> Any:
-        given = dict(zip(inputs, values, strict=True)) | fixed
+        given = {**dict(zip(inputs, values, strict=True)), **fixed}
         filled: Any = torch.fx.map_arg((args, kwargs), lambda n: given[n])
         result = target(*filled[0], **filled[1])
         if nested:

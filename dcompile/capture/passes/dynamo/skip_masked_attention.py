@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import attention_ops, flex_masks
-from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, Changed, argument, is_constant, mask_of
+from dcompile.capture.passes.dynamo.causal_mask import Changed, argument, is_constant, mask_of
 from dcompile.capture.passes.dynamo.grouped_query_attention import erase_repeated, unrepeated
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.mask_predicates import (
@@ -237,7 +237,10 @@ class _Rewriting:
             self._nest.erase_unused(masks, is_constant)
             erase_repeated(repeated, self._nest)
             self._nest.recompile()
-        return [f"{n} attention calls skip what their mask ({name}) forbids: {_HOW[how]}" for (name, how), n in counts.items()]
+        return [
+            f"{n} attention calls skip what their mask ({name}) forbids: {_HOW[how]}"
+            for (name, how), n in counts.items()
+        ]
 
     def _replace(self, call: _MaskedCall, key: Node, value: Node) -> None:
         node = call.node

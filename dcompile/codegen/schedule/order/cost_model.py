@@ -277,7 +277,8 @@ def _attention_in_blocks(step: Extern, shapes: _Shapes, _table: Mapping[str, Buf
     query, key, value = shapes[3:6] if backward else shapes[:3]
     text, sizes = next((arg, step.args[n - 1]) for n, arg in enumerate(step.args) if isinstance(arg, str))
     predicate = parse_predicate(text)
-    numbers = map(typical, sizes if isinstance(sizes, (tuple, list)) else ())
+    given = sizes if isinstance(sizes, tuple) else ()
+    numbers = [typical(size) for size in given if isinstance(size, (int, Index))]
     named: dict[str, int] = dict(zip(predicate.sizes, numbers, strict=True))
     pairs = prod(query[:2]) * allowed_pairs(predicate, query[2], key[2], QUERIES_AT_ONCE, named)
     return pairs * (2 * (3 * query[3] + 2 * value[3]) if backward else 2 * (query[3] + value[3]))

@@ -170,7 +170,9 @@ def test_what_is_known_is_what_torch_computes(seed):
                 known += 1
                 value = node.meta["example_value"]
                 assert found.dtype == value.dtype and found.shape == tuple(value.shape)
-                assert torch.equal(computed(found, value, elements.reads).nan_to_num(7.5), value.nan_to_num(7.5)), node.format_node()
+                assert torch.equal(computed(found, value, elements.reads).nan_to_num(7.5), value.nan_to_num(7.5)), (
+                    node.format_node()
+                )
     assert known > 20
 
 

@@ -14,21 +14,20 @@ from functools import lru_cache
 from math import prod
 
 from dcompile.codegen.nest.loop_nest import Axis, Nest, flatten_loop, levels, stride
+from dcompile.device_traits import MULTIPROCESSORS
 from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES
 from dcompile.ir.index import ZERO, substitute
 from dcompile.ir.nodes import ITEMSIZE, Apply, Load, Loop, Reduce, Ref, Scan, Tile
 
 MAX_ROWS = 16
-"""Rows up to which a program's tile has all of them."""
+"""Rows up to which products are loops: a program's tile has all of them."""
 MIN_DEPTH = 256
 """Length of a sum from which tensor cores take it: shorter ones are too few steps to prefetch."""
 MIN_BATCH_DEPTH = 64
 """The same in a batch, where other programs hide latency."""
 ALIGNED_ELEMENTS = 8
 """Elements of 16 bytes: factors are copied to shared memory in such pieces."""
-MULTIPROCESSORS = 132
-"""Multiprocessors of the GPU that tiles are chosen for, as in `gpu_tiling.py`."""
 STAGE_BYTES = 96 << 10
 """Shared memory for all stages of a program: GPUs from compute capability 8.0 on have 99 KiB."""
 MIN_STAGES, MAX_STAGES = 4, 8

@@ -151,7 +151,7 @@ def _are_rounded(nest: Nest, found: Contraction) -> bool:
     return not stored and all(isinstance(v, Apply) and v.op == "cast" and v.dtype == sums[ref] for v, ref in users)
 
 
-def _view(load: Load, shape: tuple[int, int], axes: tuple[Axis, Axis]) -> View:
+def _view(load: Load, shape: tuple[int, int], axes: tuple[Axis, ...]) -> View:
     """Return what a load reads along two variables as a matrix."""
     strides = tuple(stride(load.index, axis.name) for axis in axes)
     offset = as_size(substitute(load.index, {axis.name: ZERO for axis in axes}, {}))

@@ -82,6 +82,11 @@ class Config:
         "collectives.",
         in_key=False,  # the ranks' agreement is in the key
     )
+    all_reduces: Literal["auto", "collective"] = setting(
+        "auto",
+        "How small all-reduces of the model's own, as in tensor parallelism, run on GPUs. auto: as one kernel, where a "
+        "group's ranks can map each other's memory; elsewhere, and with collective, by the group's own collective.",
+    )
     shard_copies: Literal["auto", "kept", "gather"] = setting(
         "auto",
         "Memory of shards converted to the compute dtype, under mixed precision. kept: a permanent buffer, from which "

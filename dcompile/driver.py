@@ -150,7 +150,8 @@ class Pipeline:
 
     def emit(self, program: Program, request: Request) -> Kernels:
         """Emit the kernels of a program."""
-        return emit_all(program, request.kind, self._decisions, own_products=self._own_products())
+        products, one_shot = self._own_products(), self.config.all_reduces == "auto"
+        return emit_all(program, request.kind, self._decisions, own_products=products, one_shot=one_shot)
 
     def begin(self, gm: Any, request: Request, cache: KernelCache) -> PendingGraph:
         """Lower, schedule and emit one FX graph, and start building its kernels."""

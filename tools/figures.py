@@ -57,11 +57,19 @@ def lines_of(data: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
     if isinstance(data.get("settings"), Mapping):
         yield str(data["settings"]["kind"]), list(data["peers"])
     elif isinstance(data["lines"], Mapping):
-        for name, line in data["lines"].items():
+        for name, line in steps_of(data).items():
             yield name, list(line.get("peers", line)) if isinstance(line.get("peers", line), Mapping) else [""]
     else:
         for line in data["lines"]:
             yield " ".join(str(line[key]) for key in ("name", "dtype", "threads") if key in line), [""]
+
+
+def steps_of(data: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the lines of a file, by name. A benchmark of one line, decoding, stores its peers in their place."""
+    lines: Mapping[str, Mapping[str, Any]] = data["lines"]
+    if not all("ms" in line for line in lines.values()):
+        return lines
+    return {f"a token, {data['layers']} layers, cache of {data['length']}": lines}
 
 
 def read_results(folder: Path = RESULTS) -> list[Result]:
@@ -90,6 +98,12 @@ def _milliseconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.1f}"
 
 
+BASES = ("torch.compile", "inductor")
+"""Peers that others are compared with; the first that a line has."""
+RECORDED = "torch.compile reduce-overhead"
+"""Peer that others are compared with in decoding, which nobody does without CUDA graphs."""
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return a table in Markdown."""
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
@@ -100,9 +114,10 @@ def steps_table(results: Sequence[Result]) -> list[str]:
     """Return each peer's newest milliseconds in each line, and their ratio to torch.compile's in the same file."""
     newest: dict[str, dict[str, tuple[Mapping[str, Any], float | None]]] = {}
     for result in results:
-        for name, line in result.data["lines"].items():
+        for name, line in steps_of(result.data).items():
             peers = line.get("peers", line)
-            base = next((peers[peer].get("ms") for peer in ("torch.compile", "inductor") if peer in peers), None)
+            bases = (RECORDED,) if result.benchmark == "gpu_decode" else BASES
+            base = next((peers[peer].get("ms") for peer in bases if peer in peers), None)
             for peer, figure in peers.items():
                 if isinstance(figure, Mapping) and "ms" in figure:
                     newest.setdefault(name, {}).setdefault(peer, (figure, base))
@@ -200,6 +215,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Sequence[Result]], list[str]]]] = {
     "gpu_train": ("Training on one GPU", steps_table),
     "gpu_models": ("Models on one GPU", steps_table),
     "gpu_breadth": ("What else people compile, on one GPU", steps_table),
+    "gpu_deepspeed": ("DeepSpeed on GPUs", steps_table),
     "gpu_decode": ("Decoding on GPUs", decode_table),
     "gpu_few_rows": ("Products of few rows on one GPU", few_rows_table),
     "gpu_kernels": ("Kernels on one GPU", steps_table),

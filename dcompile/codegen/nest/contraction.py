@@ -111,9 +111,9 @@ def find_contraction(nest: Nest) -> Contraction | None:
 
 
 def _contraction(nest: Nest, products: tuple[Product, ...], depth: Axis) -> Contraction | None:
-    """Return the contraction if all products have the same rows and columns, and these cover the space."""
+    """Return the contraction if all products have the same dtype, rows and columns, and these cover the space."""
     sides = {(_varying(nest, product.left), _varying(nest, product.right)) for product in products}
-    if len(sides) != 1 or not isinstance(depth.size, int):
+    if len(sides) != 1 or len({product.dtype for product in products}) != 1 or not isinstance(depth.size, int):
         return None
     ((left, right),) = sides
     if len(left | right) != len(nest.rows):

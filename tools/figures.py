@@ -57,19 +57,11 @@ def lines_of(data: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
     if isinstance(data.get("settings"), Mapping):
         yield str(data["settings"]["kind"]), list(data["peers"])
     elif isinstance(data["lines"], Mapping):
-        for name, line in steps_of(data).items():
+        for name, line in data["lines"].items():
             yield name, list(line.get("peers", line)) if isinstance(line.get("peers", line), Mapping) else [""]
     else:
         for line in data["lines"]:
             yield " ".join(str(line[key]) for key in ("name", "dtype", "threads") if key in line), [""]
-
-
-def steps_of(data: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-    """Return the lines of a file, by name. A benchmark of one line, decoding, stores its peers in their place."""
-    lines: Mapping[str, Mapping[str, Any]] = data["lines"]
-    if not all("ms" in line for line in lines.values()):
-        return lines
-    return {f"a token, {data['layers']} layers, cache of {data['length']}": lines}
 
 
 def read_results(folder: Path = RESULTS) -> list[Result]:
@@ -100,8 +92,6 @@ def _milliseconds(value: float | None) -> str:
 
 BASES = ("torch.compile", "inductor")
 """Peers that others are compared with; the first that a line has."""
-RECORDED = "torch.compile reduce-overhead"
-"""Peer that others are compared with in decoding, which nobody does without CUDA graphs."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -114,10 +104,9 @@ def steps_table(results: Sequence[Result]) -> list[str]:
     """Return each peer's newest milliseconds in each line, and their ratio to torch.compile's in the same file."""
     newest: dict[str, dict[str, tuple[Mapping[str, Any], float | None]]] = {}
     for result in results:
-        for name, line in steps_of(result.data).items():
+        for name, line in result.data["lines"].items():
             peers = line.get("peers", line)
-            bases = (RECORDED,) if result.benchmark == "gpu_decode" else BASES
-            base = next((peers[peer].get("ms") for peer in bases if peer in peers), None)
+            base = next((peers[peer].get("ms") for peer in BASES if peer in peers), None)
             for peer, figure in peers.items():
                 if isinstance(figure, Mapping) and "ms" in figure:
                     newest.setdefault(name, {}).setdefault(peer, (figure, base))
@@ -190,7 +179,9 @@ def decode_table(results: Sequence[Result]) -> list[str]:
             peer, _, batch = name.partition(", batch ")
             base = lines.get(name.replace(peer, "torch.compile reduce-overhead"), {}).get("ms")
             floor = floors[batch or "1"] if isinstance(floors, Mapping) else floors
-            rest = _milliseconds(line["ms"]), f"{floor / line['ms']:.0%}", _ratio(line["ms"] / base if base else None)
+            known = "copy_bytes_per_second" in result.data or "H200" in result.device  # older floors are an H200's
+            share = f"{floor / line['ms']:.0%}" if known else "-"
+            rest = _milliseconds(line["ms"]), share, _ratio(line["ms"] / base if base else None)
             newest.setdefault(name, (batch or "1", peer, *rest, f"{line['warm_up_s']:.0f}"))
     head = ("batch", "peer", "ms a token", "of the floor", "of torch.compile reduce-overhead's", "warm-up s")
     return table(head, newest.values())

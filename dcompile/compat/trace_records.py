@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from dcompile.compat.inductor import FLEX, is_flex
 from dcompile.compat.tensors import fake_memory, fake_tensor, real_tensors
 from dcompile.ir.index import element_span
 
@@ -297,6 +298,8 @@ def target_name(target: Any) -> str:
     """Return the name of a call node's target. Raises NotKeepable."""
     if isinstance(target, torch._ops.OpOverload):
         return op_name(target)
+    if is_flex(target):
+        return f"flex.{target}"
     name = getattr(target, "__name__", "")
     if _FUNCTIONS.get(name) is not target:
         raise NotKeepable(f"it calls {getattr(target, '__name__', type(target).__name__)}, which is no operator")
@@ -306,6 +309,8 @@ def target_name(target: Any) -> str:
 def target_of(name: str) -> Any:
     """Return the target with a name of `target_name`."""
     module, _, function = name.partition(".")
+    if module == "flex" and function in FLEX:
+        return getattr(torch.ops.higher_order, function)
     return _FUNCTIONS[function] if module == "operator" else op_of(name)
 
 

@@ -38,10 +38,15 @@ def graph_record(gm: GraphModule) -> Record:
     writer = RecordWriter(numbers.__getitem__)
     nodes = [_node_record(node, writer) for node in gm.graph.nodes]
     constants = {
-        str(node.target): constant_record(operator.attrgetter(str(node.target))(gm))
+        str(node.target): _held_record(operator.attrgetter(str(node.target))(gm))
         for node in gm.graph.find_nodes(op="get_attr")
     }
     return {"nodes": nodes, "constants": constants} | writer.tables()
+
+
+def _held_record(value: Any) -> Record:
+    """Return the record of an attribute: a graph, as FlexAttention has for its scores, or a small tensor."""
+    return {"graph": graph_record(value)} if isinstance(value, GraphModule) else constant_record(value)
 
 
 def _node_record(node: Node, writer: RecordWriter) -> Record:
@@ -70,7 +75,10 @@ def graph_of(record: Mapping[str, Any], fake_mode: Any) -> GraphModule:
         node.meta = _notes(notes, reader)
     root = torch.nn.Module()
     for name, constant in record["constants"].items():
-        root.register_buffer(name, constant_of(constant), persistent=False)
+        if "graph" in constant:
+            root.add_module(name, graph_of(constant["graph"], fake_mode))
+        else:
+            root.register_buffer(name, constant_of(constant), persistent=False)
     made: GraphModule = lazy_graph_module(root, graph)
     return made
 

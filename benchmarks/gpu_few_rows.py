@@ -130,7 +130,7 @@ class Line:
 
 
 def _text(tile: Tile) -> str:
-    return f"{tile.rows}x{tile.columns}x{tile.depth} w{tile.warps} s{tile.stages}{' vectors' if tile.vectors else ''}"
+    return f"{tile.rows}x{tile.columns}x{tile.depth} w{tile.warps} s{tile.stages}"
 
 
 def run(names: Sequence[str], rows: Sequence[int], rounds: int) -> dict[str, Any]:

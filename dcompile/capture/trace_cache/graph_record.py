@@ -24,6 +24,7 @@ from dcompile.compat.trace_records import (
     target_name,
     target_of,
 )
+from dcompile.compat.trace_symbols import DATA_DEPENDENT, SizeSymbols
 
 _OPS = ("placeholder", "get_attr", "call_function", "output")
 _VALUES = ("val", "desc", "custom", DONATED, "partitioner_tag", "saved_tensor_with_no_vc_check")
@@ -32,10 +33,10 @@ _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 """Keys of node metadata about modules. Of each entry, only the module's path is kept."""
 
 
-def graph_record(gm: GraphModule) -> Record:
+def graph_record(gm: GraphModule, symbols: SizeSymbols) -> Record:
     """Return the record of a graph. Raises NotKeepable."""
     numbers = {node: number for number, node in enumerate(gm.graph.nodes)}
-    writer = RecordWriter(numbers.__getitem__)
+    writer = RecordWriter(symbols, numbers.__getitem__)
     nodes = [_node_record(node, writer) for node in gm.graph.nodes]
     constants = {
         str(node.target): constant_record(operator.attrgetter(str(node.target))(gm))
@@ -47,6 +48,8 @@ def graph_record(gm: GraphModule) -> Record:
 def _node_record(node: Node, writer: RecordWriter) -> Record:
     if node.op not in _OPS:
         raise NotKeepable(f"it has a node of kind {node.op}")
+    if node.meta.get("unbacked_bindings"):
+        raise NotKeepable(DATA_DEPENDENT)
     target = target_name(node.target) if node.op == "call_function" else str(node.target)
     notes: dict[str, Record] = {key: writer.value(node.meta[key]) for key in _VALUES if node.meta.get(key) is not None}
     for key in _STACKS:
@@ -57,9 +60,9 @@ def _node_record(node: Node, writer: RecordWriter) -> Record:
     return [_OPS.index(node.op), node.name, target, writer.value(node.args), writer.value(node.kwargs), notes]
 
 
-def graph_of(record: Mapping[str, Any], fake_mode: Any) -> GraphModule:
+def graph_of(record: Mapping[str, Any], symbols: SizeSymbols) -> GraphModule:
     """Return the graph of a record. Call it outside fake tensor modes. Raises NotKeepable for a damaged record."""
-    reader, graph = RecordReader(record, fake_mode), Graph()
+    reader, graph = RecordReader(record, symbols), Graph()
     for kind, name, target, args, kwargs, notes in record["nodes"]:
         op = _OPS[kind]
         called = target_of(target) if op == "call_function" else target

@@ -12,17 +12,16 @@ import functools
 import json
 import math
 import operator
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from dcompile.compat.tensors import fake_memory, fake_tensor, real_tensors
+from dcompile.compat.tensors import real_tensors
 from dcompile.compat.trace_expressions import NotKeepable as NotKeepable
 from dcompile.compat.trace_expressions import Record as Record
 from dcompile.compat.trace_symbols import SizeSymbols
-from dcompile.ir.index import element_span
+from dcompile.compat.trace_tensors import FakeTensors
 
 OWN_OPS = "dcompile"
 """Prefix of dcompile's operator namespaces."""
@@ -209,16 +208,17 @@ class RecordWriter:
 class RecordReader:
     """Reader of records. Use it outside fake tensor modes. Raises NotKeepable for unknown records."""
 
-    def __init__(self, tables: Mapping[str, Record], symbols: SizeSymbols) -> None:
-        """`symbols`: those of this compilation, in the order of the one that was recorded."""
-        self._fake_mode = symbols.fake_mode
-        self._rows = tables["tensors"]
+    def __init__(
+        self, tables: Mapping[str, Record], symbols: SizeSymbols, boundary: Collection[int] | None = None
+    ) -> None:
+        """`symbols`: those of this compilation, in the order of the one that was recorded.
+
+        `boundary`: storages in which tensors of symbolic size share memory as recorded; None for all.
+        """
         self._texts = tables["texts"]
-        self._sizes = tables["storages"]
         self._symbolic = [symbols.size_of(record) for record in tables["sizes"]]
-        self._holders = Counter(row[0] for row in self._rows)
-        self._storages: dict[int, Any] = {}
-        self._tensors: dict[int, Any] = {}
+        self._rows = tables["tensors"]
+        self._tensors = FakeTensors(symbols.fake_mode, self._rows, tables["storages"], self._size, boundary)
         self.nodes: list[torch.fx.Node] = []
         """Nodes made so far, by the number that records use."""
 
@@ -260,16 +260,7 @@ class RecordReader:
 
     def tensor(self, number: int) -> Any:
         """Return a fake tensor, the same one for equal numbers."""
-        if number not in self._tensors:
-            storage, name, device, shape, strides, offset = self._rows[number]
-            dtype = _by_name("dtype", name)
-            lonely = self._holders[storage] == 1 and _fills(self._sizes[storage], shape, strides, offset, dtype)
-            if not lonely and storage not in self._storages:
-                self._storages[storage] = fake_memory(self._size(self._sizes[storage]))
-            memory = None if lonely else self._storages[storage]  # half the time if nothing shares the storage
-            offset, *layout = self._size(offset), [*map(self._size, shape)], [*map(self._size, strides)]
-            self._tensors[number] = fake_tensor(self._fake_mode, dtype, torch.device(device), memory, offset, *layout)
-        return self._tensors[number]
+        return self._tensors.tensor(number, _by_name("dtype", self._rows[number][1]))
 
     def symbolic(self, number: int) -> Any:
         """Return a symbolic size by its number."""
@@ -278,13 +269,6 @@ class RecordReader:
     def _size(self, record: Record) -> Any:
         """Return a number of a tensor's layout."""
         return record if isinstance(record, int) else self._symbolic[record[0]]
-
-
-def _fills(nbytes: Record, shape: Sequence[Record], strides: Sequence[Record], offset: Record, dtype: Any) -> bool:
-    """Whether a tensor's sizes are numbers, and it spans a storage of `nbytes`."""
-    if offset != 0 or not all(isinstance(number, int) for number in (nbytes, *shape, *strides)):
-        return False
-    return bool(nbytes == element_span(shape, strides) * dtype.itemsize)
 
 
 def _by_name(kind: str, name: str) -> Any:
@@ -313,6 +297,16 @@ _READERS: Mapping[str, Callable[[RecordReader, Any], Any]] = {
     "enum": lambda _, held: _described()[held[0]][held[1]],
     "description": RecordReader.description,
 }
+
+
+def node_numbers(record: Record) -> Iterator[int]:
+    """Yield the numbers of the nodes in a record."""
+    if isinstance(record, list):
+        for item in record:
+            yield from node_numbers(item)
+    elif isinstance(record, dict):
+        ((kind, held),) = record.items()
+        yield from [held] if kind == "n" else node_numbers(held)
 
 
 def op_name(op: Any) -> str:

@@ -27,7 +27,7 @@ class SizeSymbols:
     def __init__(self, fake_mode: Any) -> None:
         """`fake_mode`: the fake tensor mode of the capture, or None, where no size may be symbolic."""
         self.fake_mode = fake_mode
-        self._environment = None if fake_mode is None else fake_mode.shape_env
+        self._environment: Any = None if fake_mode is None else fake_mode.shape_env
         self._numbers: dict[Any, int] = {}
         self._before, self._ranges = self._counts(), dict[Any, Any]()
 
@@ -43,7 +43,8 @@ class SizeSymbols:
         from torch.fx.experimental.symbolic_shapes import DimDynamic
 
         tracing = TracingContext.try_get()
-        known = None if tracing is None else tracing.tensor_to_context.get(value)
+        contexts: Any = {} if tracing is None else tracing.tensor_to_context
+        known = contexts.get(value)
         if known is None or isinstance(value, FakeTensor) or self.fake_mode is None:
             return value
         if isinstance(value, torch.nn.Parameter) and all(size is DimDynamic.STATIC for size in known.dynamic_sizes):
@@ -119,7 +120,7 @@ class SizeSymbols:
         made, of = expression_of(expression, list(self._numbers)), _KINDS[kind]
         node = SymNode(made, self._environment, of, of(made.xreplace(self._values())))
         wrap = {"int": torch.SymInt, "float": torch.SymFloat, "bool": torch.SymBool}[kind]
-        return wrap(node)  # type: ignore[no-untyped-call, unused-ignore]
+        return wrap(node)
 
     # --- guards -------------------------------------------------------------------------------------------------------
 

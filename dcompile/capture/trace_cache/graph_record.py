@@ -21,6 +21,7 @@ from dcompile.compat.trace_records import (
     RecordWriter,
     constant_of,
     constant_record,
+    node_numbers,
     target_name,
     target_of,
 )
@@ -62,7 +63,7 @@ def _node_record(node: Node, writer: RecordWriter) -> Record:
 
 def graph_of(record: Mapping[str, Any], symbols: SizeSymbols) -> GraphModule:
     """Return the graph of a record. Call it outside fake tensor modes. Raises NotKeepable for a damaged record."""
-    reader, graph = RecordReader(record, symbols), Graph()
+    reader, graph = RecordReader(record, symbols, _boundary(record)), Graph()
     for kind, name, target, args, kwargs, notes in record["nodes"]:
         op = _OPS[kind]
         called = target_of(target) if op == "call_function" else target
@@ -76,6 +77,14 @@ def graph_of(record: Mapping[str, Any], symbols: SizeSymbols) -> GraphModule:
         root.register_buffer(name, constant_of(constant), persistent=False)
     made: GraphModule = lazy_graph_module(root, graph)
     return made
+
+
+def _boundary(record: Mapping[str, Any]) -> set[int]:
+    """Return the storages of a graph's inputs and results: later stages ask which of these share memory."""
+    nodes = record["nodes"]
+    results = {number for node in nodes if _OPS[node[0]] == "output" for number in node_numbers(node[3])}
+    values = (node[5].get("val") for n, node in enumerate(nodes) if n in results or _OPS[node[0]] == "placeholder")
+    return {record["tensors"][value["x"]][0] for value in values if isinstance(value, dict) and "x" in value}
 
 
 def _notes(notes: Mapping[str, Record], reader: RecordReader) -> dict[str, Any]:

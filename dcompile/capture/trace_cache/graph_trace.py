@@ -78,8 +78,9 @@ class GraphTrace:
         if not self.is_noted:
             return
         try:
-            records = (None if graph is None else graph_record(graph, self._symbols) for graph in (forward, backward))
-            self._graphs = *records, self._symbols.added_guards()
+            first = graph_record(forward, self._symbols)
+            second = None if backward is None else graph_record(backward, self._symbols)
+            self._graphs = first, second, self._symbols.added_guards()
             self._facts = facts
         except NotKeepable as reason:
             self.objection = str(reason)

@@ -206,7 +206,7 @@ def _text(value: Any, numbers: dict[str, int]) -> str:
         case tuple() | list():
             return f"({','.join([_text(item, numbers) for item in value])})"
         case torch.SymInt():
-            return f"<{compat.sizes.size_expression(value)}>"
+            return f"<{compat.sizes.expression_text(compat.sizes.size_expression(value))}>"
         case torch.SymFloat() | torch.SymBool():
             return f"<{value}>"
         case torch.device():

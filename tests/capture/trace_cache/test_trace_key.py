@@ -231,7 +231,9 @@ def test_sizes_that_are_one_symbol_have_another_key_than_two_symbols():
     def both(a, b):
         return a.sin(), b.sin()
 
-    same, others = ([key_of(both, x(n), x(m), dynamic=True) for n, m in pairs] for pairs in (((5, 5), (7, 7)), ((5, 7),)))
+    same, others = (
+        [key_of(both, x(n), x(m), dynamic=True) for n, m in pairs] for pairs in (((5, 5), (7, 7)), ((5, 7),))
+    )
     assert same[0] == same[1] and is_key(same[0]) and is_key(others[0]) and others[0] != same[0]
 
 

@@ -99,7 +99,7 @@ class SizeSymbols:
         return self._record(size, self._known_number)
 
     def _record(self, size: Any, number_of: Any) -> Record:
-        node = getattr(size, "node", None)
+        node: Any = getattr(size, "node", None)
         kind = getattr(getattr(node, "pytype", None), "__name__", "")
         if kind not in _KINDS or getattr(node, "shape_env", None) is not self._environment or self._environment is None:
             raise NotKeepable(f"a size is a {type(size).__name__} of another kind")
@@ -119,7 +119,7 @@ class SizeSymbols:
             raise NotKeepable(f"a record has a size of an unknown kind, {kind}")
         made, of = expression_of(expression, list(self._numbers)), _KINDS[kind]
         node = SymNode(made, self._environment, of, of(made.xreplace(self._values())))
-        wrap = {"int": torch.SymInt, "float": torch.SymFloat, "bool": torch.SymBool}[kind]
+        wrap: Any = {"int": torch.SymInt, "float": torch.SymFloat, "bool": torch.SymBool}[kind]
         return wrap(node)
 
     # --- guards -------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class SizeSymbols:
     def adding_no_guards(self) -> contextlib.AbstractContextManager[Any]:
         """While records are read, comparisons of sizes add no guards."""
         env = self._environment
-        return contextlib.nullcontext() if env is None else env.suppress_guards()  # type: ignore[no-any-return]
+        return contextlib.nullcontext() if env is None else env.suppress_guards()
 
 
 def is_symbolic(value: torch.Tensor) -> bool:

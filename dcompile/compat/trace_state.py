@@ -182,6 +182,14 @@ def _is_plain_class(target: Any) -> bool:
     return isinstance(target, type) and (module == "torch" or module.startswith("torch."))
 
 
+@functools.cache
+def _plain_types() -> tuple[type, ...]:
+    """Types of tensors without dispatch of their own."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return torch.Tensor, torch.nn.Parameter, FakeTensor
+
+
 def tensor_text(
     value: torch.Tensor, storages: dict[int, int], symbols: SizeSymbols, whole_of: torch.Tensor | None = None
 ) -> str:
@@ -190,9 +198,7 @@ def tensor_text(
     Sizes are those of the fake tensor that will be traced. `whole_of`: the fake tensor of a view of this one. Raises
     NotKeepable for tensor subclasses with their own dispatch.
     """
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    if type(value) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
+    if type(value) not in _plain_types():
         raise NotKeepable(f"an input is a {type(value).__name__}")
     if value.layout is not torch.strided or value.is_quantized:
         raise NotKeepable(f"an input is {value.layout}")
@@ -229,7 +235,7 @@ def _sizes_text(value: torch.Tensor, symbols: SizeSymbols) -> str:
 
 def check_apart(inputs: Sequence[Any], symbols: SizeSymbols) -> None:
     """Refuse inputs of symbolic sizes that share memory with others: whether they overlap depends on the sizes."""
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor) and value.layout is torch.strided]
+    tensors = [value for value in inputs if type(value) in _plain_types() and value.layout is torch.strided]
     counts = Counter(value.untyped_storage()._cdata for value in tensors)
     shared = (value for value in tensors if counts[value.untyped_storage()._cdata] > 1)
     if any(is_symbolic(symbols.fake_of(value)) for value in shared):

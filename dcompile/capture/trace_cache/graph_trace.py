@@ -100,4 +100,4 @@ class GraphTrace:
         forward, backward, guards = self._graphs
         record = TraceRecord(self._metadata.record, forward, backward, facts(self._facts), guards)
         self._store.put_trace(self._key, record.to_text())
-        self._graphs = None
+        self._graphs, self._symbols = None, SizeSymbols(None)  # which hold what tracing has made

@@ -115,6 +115,7 @@ def steps_table(results: Sequence[Result]) -> list[str]:
         for peer, (figure, base) in peers.items():
             rest = [_milliseconds(figure["ms"]), _ratio(figure["ms"] / base if base else None)]
             memory, warm_up = figure.get("peak_mib"), figure.get("warm_up_s")
+            memory = figure["peak_gb"] * 1e9 / 2**20 if "peak_gb" in figure else memory
             rest += ["-" if memory is None else f"{memory:.0f}", "-" if warm_up is None else f"{warm_up:.0f}"]
             rows.append((name, peer, *rest))
     return table(("line", "peer", "ms", "of torch.compile's", "peak MiB", "warm-up s"), rows)
@@ -206,6 +207,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Sequence[Result]], list[str]]]] = {
     "gpu_train": ("Training on one GPU", steps_table),
     "gpu_models": ("Models on one GPU", steps_table),
     "gpu_breadth": ("What else people compile, on one GPU", steps_table),
+    "gpu_cross_entropy": ("A language model's last layer with its loss, on one GPU", steps_table),
     "gpu_deepspeed": ("DeepSpeed on GPUs", steps_table),
     "gpu_decode": ("Decoding on GPUs", decode_table),
     "gpu_few_rows": ("Products of few rows on one GPU", few_rows_table),

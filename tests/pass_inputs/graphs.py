@@ -142,6 +142,13 @@ def changed_windows(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def windowed_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    """Attention to the last 64 keys that are no padding."""
+    at = torch.arange(q.shape[2])
+    mask = (at <= at[:, None]) & (at > at[:, None] - 64) & padding[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
 def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """A mask that hides what comes later."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(12, 12, dtype=torch.bool).tril())
@@ -167,6 +174,9 @@ DYNAMO_INPUTS: Mapping[str, GraphInput] = {
     "recognize_causal_masks": GraphInput(lambda: captured(masked_attention, *(zeros(2, 3, 12, 8) for _ in range(3)))),
     "decompose_decode_attention": GraphInput(
         lambda: captured(grouped_attention, zeros(2, 6, 1, 8), zeros(2, 2, 10, 8), zeros(2, 2, 10, 8))
+    ),
+    "skip_masked_attention": GraphInput(
+        lambda: captured(windowed_attention, *(zeros(2, 3, 1024, 8) for _ in range(3)), torch.ones(2, 1024) > 0)
     ),
     "use_grouped_query_attention": GraphInput(
         lambda: captured(grouped_attention, *(zeros(2, heads, 8, 16, dtype=torch.bfloat16) for heads in (6, 2, 2))),

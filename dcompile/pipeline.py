@@ -54,7 +54,7 @@ from dcompile.capture.passes.joint.saved_values import (
     save_as_strided_views,
     save_random_values,
 )
-from dcompile.passes import GraphPass, OutputStep, nothing, with_own_kernels
+from dcompile.passes import GraphPass, OutputStep, nothing, recomputes, with_own_kernels
 
 if TYPE_CHECKING:
     from dcompile.codegen.emit.cpp.plan import NestDecision
@@ -78,8 +78,8 @@ DYNAMO_PASSES: tuple[GraphPass, ...] = (
     GraphPass(use_grouped_query_attention, lambda request: (request.planned_for,), when=with_own_kernels),
     GraphPass(
         chunk_losses,
-        lambda request: (request.config.chunked_loss,),
-        when=lambda config: bool(config.chunked_loss),
+        lambda request: (request.config.chunked_loss, request.planned_for, recomputes(request.config)),
+        when=lambda config: bool(config.chunked_loss) and (config.chunked_loss != "auto" or with_own_kernels(config)),
         required=True,
     ),
     # after chunks: those losses have no logits left
@@ -171,6 +171,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
     from dcompile.codegen.schedule.fusion.matmul_epilogue import fuse_matmul_epilogues
     from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
     from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
+    from dcompile.codegen.schedule.fusion.skinny_matmul import choose_skinny_matmuls
     from dcompile.codegen.schedule.fusion.split_reductions import (
         refuse_after_split,
         split_column_reductions,
@@ -232,6 +233,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
         LoopPass(group_updates),
         # after all passes that need costs of single steps, and before memory: a matmul with an epilogue has no result
         LoopPass(fuse_matmul_epilogues, lambda request: (dict(request.endings),), reorders_sums=True),
+        LoopPass(choose_skinny_matmuls, lambda request: (dict(request.endings),), reorders_sums=True),
         LoopPass(plan_memory_for_peak, lambda request: (request.kind == "forward",), needs_loops=False, required=True),
     )
 

@@ -28,6 +28,7 @@ LEVELS = (
         "log_setting",
         "logs",
         "machine_model",
+        "matmul_ops",
         "passes",
         "random_ops",
         "rnn_ops",

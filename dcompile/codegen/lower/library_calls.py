@@ -24,7 +24,12 @@ from dcompile.errors import DcompileError
 from dcompile.ir.nodes import OBJECT, REGION, Extern, View
 from dcompile.kernel_backends.region_call import RegionCall
 
-PLACED = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
+PLACED = frozenset(
+    (
+        *(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm")),
+        *(f"dcompile_matmul.{name}.default" for name in ("mm_float32", "addmm_float32")),
+    )
+)
 """Calls that write into a buffer of the program (mode `out`)."""
 
 LIBRARY = frozenset(
@@ -69,7 +74,7 @@ LIBRARY = frozenset(
     )
 ) | {
     "dcompile_attention.forward", "dcompile_attention.backward", "dcompile_grouped.mm", "dcompile_grouped.outer",
-    "dcompile_grouped.ends",
+    "dcompile_grouped.ends", "dcompile_matmul.mm_float32", "dcompile_matmul.addmm_float32",
 }  # fmt: skip
 """Packets left to the library on purpose: no loop is wanted for them, and none counts as a fallback."""
 

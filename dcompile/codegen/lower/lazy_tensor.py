@@ -37,8 +37,8 @@ class LazyTensor:
 
     `ops`, `loads` and `heavy` (transcendental or division) estimate the cost of inlining one element. A view of a lazy
     tensor keeps its `base` and the function `again` that views it, so that the base can be stored instead. A stored
-    tensor keeps the tensor it was `made` from, for readers of a few elements, and the cheap one that it was `cast_from`
-    or computed from by a little more, for kernels that only memory bounds. `sources` are all buffers that
+    tensor keeps the tensor it was `made` from, for readers of a few elements. It keeps the cheap one that it was
+    `cast_from`, or computed from by a little more, for kernels that only memory bounds. `sources` are all buffers that
     recomputing it would read. A tensor that reads no memory, such as a range, is computed at its uses, but stored on
     its `device`.
     """

@@ -220,7 +220,7 @@ def _text(value: Any, numbers: dict[str, int]) -> str:
         case dict():
             return _text([*value.items()], numbers).join("{}")
         case torch.SymInt():
-            return f"<{compat.sizes.size_expression(value)}>"
+            return f"<{compat.sizes.expression_text(compat.sizes.size_expression(value))}>"
         case torch.SymFloat() | torch.SymBool():
             return f"<{value}>"
         case torch.device():

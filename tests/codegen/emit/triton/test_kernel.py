@@ -229,8 +229,8 @@ def test_a_kernel_takes_its_buffers_and_two_pointers_for_scratch(name, machine_c
     assert {"3.6", "3.7"} <= minors.keys() and all(kernels[name] == taken for kernels in minors.values())
 
 
-@pytest.mark.parametrize("name", LARGE)
-@pytest.mark.parametrize("arch", [80, 100])
+# each kernel for one of them; 9.0 is above, and what depends on the GPU is Triton's
+@pytest.mark.parametrize(("arch", "name"), [((80, 100)[number % 2], name) for number, name in enumerate(LARGE)])
 def test_other_gpus(arch, name, tmp_path):
     ptx, _, cubin = compiled(source(LARGE[name]), arch, tmp_path)
     assert f".target sm_{arch}" in ptx

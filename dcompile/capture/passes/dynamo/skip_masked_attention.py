@@ -151,6 +151,8 @@ def _check_flex(operands: Sequence[torch.Tensor], scores: Sequence[Size], kind: 
         raise UnknownMask("attention is not in 16 bits")
     if operands[0].shape[3] not in FLEX_WIDTHS:
         raise UnknownMask(f"its heads have {operands[0].shape[3]} elements")
+    if any(not isinstance(size, int) for size in scores):
+        raise UnknownMask("sizes are symbols")  # TorchInductor's kernels for these have failed a test on a GPU
     if isinstance(scores[2], int) and scores[2] < MIN_FLEX_QUERIES:
         raise UnknownMask(f"there are only {scores[2]} queries")
 

@@ -41,8 +41,8 @@ class Config:
     )
     matmul: Literal["auto", "aten", "own"] = setting(
         "auto",
-        "Kernel for float32 matmul on CPU and for matrix-vector products on GPU. own: dcompile's; aten: ATen's; auto: "
-        "dcompile's on GPU, and on CPUs whose BLAS does not use AVX-512 (AMD).",
+        "Kernel for float32 matmul on CPU, and for products of one row, in 16 bits of up to 16 rows, on GPU. own: "
+        "dcompile's; aten: ATen's; auto: dcompile's on GPU, and on CPUs whose BLAS does not use AVX-512 (AMD).",
     )
     activation_memory_budget: float = setting(
         1.0,
@@ -185,7 +185,8 @@ class Config:
     max_autotune: bool = setting(
         False,
         "Measure cuBLASLt's algorithms for each large 16-bit matmul on a GPU, two seconds each, and use the fastest "
-        "one if it beats ATen's choice.",
+        "one if it beats ATen's choice. For products of 2 to 16 rows, measure tiles of dcompile's kernels, and the "
+        "library.",
     )
     coordinate_descent_tuning: bool = setting(
         False,

@@ -18,8 +18,10 @@ LEVELS = (
     (
         "config",
         "artifacts",
+        "attention_ops",
         "compat",
         "device_traits",
+        "flex_masks",
         "gc_pause",
         "grouped_ops",
         "kernel_backends",

@@ -715,7 +715,7 @@ def recorded(accumulate: bool = False, **how: Any) -> dict[str, Any]:
             gc.enable()
 
     def run(call: Any, module: Any) -> None:
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
         for step in range(2):
             module.set_requires_gradient_sync(step == 1 or not accumulate)
             backward(call, module, step)

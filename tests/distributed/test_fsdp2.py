@@ -128,9 +128,8 @@ def test_a_model_that_nobody_holds_is_freed(ranks, cases):
 @pytest.mark.parametrize(
     "how",
     [
-        {},
         {"reshard_after_forward": False},
-        {"mp_policy": BF16},
+        {"mp_policy": BF16},  # resharded
     ],
     ids=str,
 )

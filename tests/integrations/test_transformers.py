@@ -127,6 +127,7 @@ def test_the_launch_script_trains_the_same_and_goes_on(tmp_path):
     assert (tmp_path / "ours/hf/model.safetensors").is_file()
 
 
+@pytest.mark.usefixtures("forks")
 def test_without_the_import_accelerates_error_is_the_one_that_the_guide_explains(tmp_path):
     code = (
         "from transformers import Trainer, TrainingArguments; import torch; "

@@ -49,13 +49,6 @@ def test_ratio_is_of_one_file(tmp_path: Path) -> None:
     assert "| 1B | torch.compile | 8 | 1.00 | - | - |" in rows
 
 
-def test_decoding_is_compared_with_recorded_torch_compile(tmp_path: Path) -> None:
-    peers = {"torch.compile": {"ms": 40.0}, "torch.compile reduce-overhead": {"ms": 5.0}, "dcompile": {"ms": 3.0}}
-    write(tmp_path, 1, peers, benchmark="gpu_decode", layers=32, length=1024)
-    (line,) = {line for line, _ in figures.read_results(tmp_path)[0].measured}
-    assert f"| {line} | dcompile | 3 | 0.60 | - | - |" in figures.steps_table(figures.read_results(tmp_path))
-
-
 def newest(benchmark: str, device: str) -> figures.Result:
     results = figures.read_results()
     return next(result for result in results if (result.benchmark, result.device) == (benchmark, device))

@@ -41,6 +41,11 @@ def after_others_():
 """
 """The two forms of the function. In the second form, a successor that reads weights does so beside two kernels."""
 
+PREFETCH = "prefetch_"
+"""Function by which a kernel that starts early asks for constant memory: `prefetch_(addresses, bytes, mask)` brings so
+many bytes from each address into the L2 cache. It exists from compute capability 9.0 on, like early starts.
+"""
+
 _FUNCTIONS = """
 @triton.jit
 def div_(a, b):
@@ -185,6 +190,18 @@ def philox_(key, position, draw):
 def after_others_():
     gdc_wait()
     gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_(p, n, inside):
+    tl.inline_asm_elementwise(
+        "{ .reg .pred q; setp.ne.b32 q, $3, 0; @q cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r,r",
+        [p, tl.full([], n, tl.int32), inside.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

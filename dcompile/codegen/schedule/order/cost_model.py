@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
+from dcompile.codegen.nest.contraction import multiplies_few_rows
 from dcompile.codegen.schedule.order.simulate import is_copied_gather
-from dcompile.device_traits import main_device, traits_of
+from dcompile.device_traits import loop_traits, main_device, traits_of
 from dcompile.ir import functional_collectives
 from dcompile.ir.analysis import operands, row_values, sizes
 from dcompile.ir.collective_kinds import COLLECTIVES
@@ -34,6 +35,7 @@ from dcompile.ir.nodes import (
     views_of,
 )
 from dcompile.ir.ops import OPS
+from dcompile.ir.predicate import QUERIES_AT_ONCE, allowed_pairs, parse_predicate
 from dcompile.machine_model import Figures, GroupSize, collective_seconds, copying_seconds
 
 
@@ -83,7 +85,8 @@ def step_seconds(
     match step:
         case Loop():
             moved = loop_bytes(step, table) / (figures.memory_gbs * 1e9)
-            done = loop_operations(step) / (figures.arithmetic_gops * 1e9)
+            by_tensor_cores = loop_traits(step, table).has_row_matmul and multiplies_few_rows(step)
+            done = 0.0 if by_tensor_cores else loop_operations(step) / (figures.arithmetic_gops * 1e9)
             product = 0.0 if step.product is None else extern_seconds(step.product.call, table, figures, tile)
             return max(moved, done) + product + figures.kernel_us * 1e-6
         case Extern() if (kind := functional_collectives.kind_of(step.op)) is not None:
@@ -274,6 +277,19 @@ _CAUSAL: Mapping[str, int] = {
 """Position of the argument `is_causal` of each attention operator."""
 
 
+def _attention_in_blocks(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _tile: int) -> int:
+    """Count the matmuls of attention under a predicate, for blocks of queries with the keys in their reach."""
+    backward = ".backward." in step.op
+    query, key, value = shapes[3:6] if backward else shapes[:3]
+    text, sizes = next((arg, step.args[n - 1]) for n, arg in enumerate(step.args) if isinstance(arg, str))
+    predicate = parse_predicate(text)
+    given = sizes if isinstance(sizes, tuple) else ()
+    numbers = [typical(size) for size in given if isinstance(size, (int, Index))]
+    named: dict[str, int] = dict(zip(predicate.sizes, numbers, strict=True))
+    pairs = prod(query[:2]) * allowed_pairs(predicate, query[2], key[2], QUERIES_AT_ONCE, named)
+    return pairs * (2 * (3 * query[3] + 2 * value[3]) if backward else 2 * (query[3] + value[3]))
+
+
 def _convolution(step: Extern, shapes: _Shapes, table: Mapping[str, Buffer], _tile: int) -> int:
     """Count the FLOPs of a convolution: each element of the result is a sum over one output channel's filter."""
     weight = shapes[1]
@@ -293,6 +309,7 @@ def _convolution_backward(step: Extern, shapes: _Shapes, _table: Mapping[str, Bu
 _FLOPS: Mapping[str, _Count] = {
     **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_int_mm", "_scaled_mm", *_FLOAT32_RESULT), _mm),
     **{f"_scaled_dot_product_{kind}": _attention for kind in _CAUSAL},
+    "dcompile_attention": _attention_in_blocks,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
 }

@@ -66,7 +66,7 @@ def test_values_are_eagers_and_logits_are_never_there_as_a_whole(dtype: torch.dt
     assert "8 parts" in str(dcompile.receipt(call).notes)
 
 
-WIDE = 8192, 65_536, 512
+WIDE = 16_384, 32_768, 1024
 """Rows, classes and width for which the cost model chooses parts of the rows: logits of 1.1 GB, sums of 134 MB."""
 
 

@@ -7,7 +7,7 @@ together. `mm` is a product alone, `gated` two products and SwiGLU, `residual` a
 line is cuBLAS and, where something follows, a separate kernel. Shares are the bytes of the matrices over the time,
 relative to what `copy_` reads and writes. `usual` is the tile that default mode takes, `best` the fastest tried.
 
-The last lines say what to change: sizes where the library is faster than the usual tile (`skinny_matmul.MAX_ROWS`), and
+The last lines say what to change: sizes where the library is faster than the usual tile (`contraction.MAX_ROWS`), and
 tiles that are faster than the usual one by more than noise (`contraction.choose_tile`).
 """
 
@@ -130,7 +130,7 @@ class Line:
 
 
 def _text(tile: Tile) -> str:
-    return f"{tile.rows}x{tile.columns}x{tile.depth} w{tile.warps} s{tile.stages}{' vectors' if tile.vectors else ''}"
+    return f"{tile.rows}x{tile.columns}x{tile.depth} w{tile.warps} s{tile.stages}"
 
 
 def run(names: Sequence[str], rows: Sequence[int], rounds: int) -> dict[str, Any]:

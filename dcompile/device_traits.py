@@ -13,6 +13,8 @@ from dcompile.ir.nodes import Buffer, Loop
 
 HOST = "cpu"
 """Device type whose memory Python and host programs read."""
+MULTIPROCESSORS = 132
+"""Multiprocessors of the GPU that tiles are chosen for; on others the same kernels run, a little less evenly."""
 MAX_INT32_ELEMENTS = 2**31 - 2**20
 """Maximum elements of a 32-bit index in kernels of many threads: a tile may exceed its loop a little."""
 

@@ -138,7 +138,7 @@ def test_products_of_few_rows_are_measured_with_what_surrounds_them(skinny_conte
     again, _ = tuner.skinny(FEW, GPU, 90, build)
     assert again == chosen and len(skinny_contests) == len(chosen) >= 2
     tiles = sorted(map(str, chosen.values()))
-    assert "4x4x512, 8 warps, by vectors" in tiles
+    assert "8x128x64, 8 warps" in tiles
     assert notes[0].startswith("max_autotune: products of few rows: ") and "4x512x512 by" in notes[0]
     for contest in skinny_contests:
         names = {buffer.name for buffer in contest.buffers}

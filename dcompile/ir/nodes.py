@@ -120,11 +120,9 @@ class Tile:
     """
     descriptors: bool = False
     """Whether factors are read by the tensor memory accelerator, from compute capability 9.0 on."""
-    vectors: bool = False
-    """Whether vectors are multiplied and added row by row, and not by tensor cores: for products of few rows."""
 
     def __str__(self) -> str:
-        how = f", {self.programs} programs" if self.programs else ", by vectors" if self.vectors else ""
+        how = f", {self.programs} programs" if self.programs else ""
         return f"{self.rows}x{self.columns}x{self.depth}, {self.warps} warps{how}"
 
 

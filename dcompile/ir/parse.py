@@ -234,7 +234,7 @@ class _ProgramParser:
         found: dict[str, Any] = {}
         size = cursor.expect(r"\d+x\d+x\d+", "rows x columns x depth")
         while cursor.has(","):
-            if word := cursor.match(r"(?:flat|descriptors|vectors)\b"):
+            if word := cursor.match(r"(?:flat|descriptors)\b"):
                 found[word] = True
                 continue
             number = cursor.integer()

@@ -126,7 +126,7 @@ def show_tile(tile: Tile) -> str:
     words = [f"{tile.rows}x{tile.columns}x{tile.depth}", f"{tile.warps} warps", f"{tile.stages} stages"]
     words += [f"{tile.parts} parts"] if tile.parts != 1 else []
     words += [f"{tile.programs} programs"] if tile.programs else []
-    words += [word for word in ("flat", "descriptors", "vectors") if getattr(tile, word)]
+    words += [word for word in ("flat", "descriptors") if getattr(tile, word)]
     return ", ".join(words)
 
 

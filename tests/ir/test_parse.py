@@ -120,7 +120,6 @@ TILES = st.builds(
     st.integers(0, 132),
     flat=st.booleans(),
     descriptors=st.booleans(),
-    vectors=st.booleans(),
 )
 
 

@@ -89,7 +89,7 @@ def chain_of(x, weights):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("place", [0, 3, -1, None], ids=["usual", "another tile", "vectors", "library"])
+@pytest.mark.parametrize("place", [0, 3, -1, None], ids=["usual", "another tile", "wide", "library"])
 @pytest.mark.parametrize("name", ["residual", "gated"])
 def test_what_max_autotune_may_choose(name, place, monkeypatch):
     def fastest(contest, usual, launcher, device):

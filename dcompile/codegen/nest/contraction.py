@@ -14,33 +14,30 @@ from functools import lru_cache
 from math import prod
 
 from dcompile.codegen.nest.loop_nest import Axis, Nest, flatten_loop, levels, stride
+from dcompile.device_traits import MULTIPROCESSORS
 from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES
 from dcompile.ir.index import ZERO, substitute
 from dcompile.ir.nodes import ITEMSIZE, Apply, Load, Loop, Reduce, Ref, Scan, Tile
 
 MAX_ROWS = 16
-"""Rows up to which a program's tile has all of them."""
+"""Rows up to which products are loops: a program's tile has all of them."""
 MIN_DEPTH = 256
 """Length of a sum from which tensor cores take it: shorter ones are too few steps to prefetch."""
 MIN_BATCH_DEPTH = 64
 """The same in a batch, where other programs hide latency."""
 ALIGNED_ELEMENTS = 8
 """Elements of 16 bytes: factors are copied to shared memory in such pieces."""
-MULTIPROCESSORS = 132
-"""Multiprocessors of the GPU that tiles are chosen for, as in `gpu_tiling.py`."""
 STAGE_BYTES = 96 << 10
 """Shared memory for all stages of a program: GPUs from compute capability 8.0 on have 99 KiB."""
 MIN_STAGES, MAX_STAGES = 4, 8
 DEPTHS = (256, 128, 64)
 """Depths of a step, of which the first is only measured."""
-VECTOR_DEPTHS = (1024, 512)
-BUSY_PROGRAMS = MULTIPROCESSORS * 9 // 10
-"""Fewest programs that occupy a GPU: each keeps enough loads in flight for a multiprocessor's share of bandwidth."""
+BUSY_PROGRAMS = MULTIPROCESSORS * 7 // 10
+"""Fewest programs that occupy a GPU. 6144 columns in 96 programs took 0.95 of the time of 192 narrower ones. 4096
+columns in 64 programs took 1.07 of that of 128 (4096 deep, one H200)."""
 MIN_BATCH_PROGRAMS = 2 * BUSY_PROGRAMS
 """Fewest programs of a batch: with less to read, the launch takes most of the time of any kernel."""
-MAX_FMA_ROWS = 4
-"""Rows up to which multiply-adds on vectors keep up with memory; tensor cores pad more rows to 8 or 16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +109,9 @@ def find_contraction(nest: Nest) -> Contraction | None:
 
 
 def _contraction(nest: Nest, products: tuple[Product, ...], depth: Axis) -> Contraction | None:
-    """Return the contraction if all products have the same rows and columns, and these cover the space."""
+    """Return the contraction if all products have the same dtype, rows and columns, and these cover the space."""
     sides = {(_varying(nest, product.left), _varying(nest, product.right)) for product in products}
-    if len(sides) != 1 or not isinstance(depth.size, int):
+    if len(sides) != 1 or len({product.dtype for product in products}) != 1 or not isinstance(depth.size, int):
         return None
     ((left, right),) = sides
     if len(left | right) != len(nest.rows):
@@ -220,8 +217,6 @@ def candidate_tiles(found: Contraction, dtype: str) -> tuple[Tile, ...]:
     tiles = [choose_tile(found, dtype)]
     for columns in (16, 32, 64, 128):
         tiles += [tile_of(found, dtype, columns, depth) for depth in DEPTHS if _is_deep(found, dtype, columns, depth)]
-    if found.row_count <= MAX_FMA_ROWS and not found.batch:
-        tiles += [vector_tile(found, depth) for depth in VECTOR_DEPTHS]
     return tuple(dict.fromkeys(tiles))
 
 
@@ -231,12 +226,6 @@ def tile_of(found: Contraction, dtype: str, columns: int, depth: int) -> Tile:
     warps = 8 if columns > 64 else 4
     steps = -(-found.depth // depth)
     return Tile(_padded_rows(found), columns, depth, warps, max(min(STAGE_BYTES // step, MAX_STAGES, steps), 1))
-
-
-def vector_tile(found: Contraction, depth: int) -> Tile:
-    """Return the tile for multiply-adds on vectors, of at most `MAX_FMA_ROWS` rows."""
-    rows = 1 << (found.row_count - 1).bit_length()
-    return Tile(rows, max(4 // len(found.products), 1), depth, 8, 3, vectors=True)
 
 
 def _is_deep(found: Contraction, dtype: str, columns: int, depth: int) -> bool:

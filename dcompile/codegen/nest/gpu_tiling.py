@@ -21,6 +21,7 @@ from dcompile.codegen.nest.loop_nest import (
     stride,
     unit_strides,
 )
+from dcompile.device_traits import MULTIPROCESSORS
 from dcompile.ir.analysis import ancestors, runtime_refs
 from dcompile.ir.index import (
     TYPICAL,
@@ -66,8 +67,6 @@ COLUMN_ROWS, COLUMNS = 8, 256
 """Tile of a column reduction that needs no whole rows."""
 MIN_UNKNOWN_ROW = 64
 """Length from which rows are separate tiles where sizes are symbolic; a symbol counts as long."""
-MULTIPROCESSORS = 132
-"""Multiprocessors of the GPU that tiles are chosen for; on others the same kernels run, a little less evenly."""
 PROGRAMS = 2 * MULTIPROCESSORS
 """Programs of a kernel that loops over rows, and the fewest that a kernel should have."""
 

@@ -66,7 +66,6 @@ def scores(q, k, mask):
 
 
 THIN = Tile(16, 16, 64, 4, 3)
-VECTORS = Tile(4, 4, 128, 4, 2, vectors=True)
 CASES: dict[str, Case] = {
     "two rows": (plain, ((2, 256), (256, 256)), bf16, None),
     "five rows of uneven sizes": (plain, ((5, 328), (280, 328)), f16, None),
@@ -78,13 +77,9 @@ CASES: dict[str, Case] = {
     "two inputs": (two_inputs, ((2, 256), (2, 256), (272, 256), (272, 256)), bf16, None),
     "by heads": (by_heads, ((2, 4, 256), (256, 256)), bf16, None),
     "a part of wider rows": (sliced, ((4, 384), (256, 320)), bf16, None),
-    "three rows by vectors": (residual, ((3, 328), (280, 328), (3, 280)), bf16, VECTORS),
-    "gate and up by vectors": (gated, ((2, 256), (272, 256), (272, 256)), f16, replace(VECTORS, rows=2)),
     "scores of a batch": (scores, ((3, 4, 64), (3, 80, 64), (3, 80)), bf16, None),
     "scores of a batch of uneven sizes": (scores, ((2, 3, 72), (2, 33, 72), (2, 33)), f16, None),
     "integers": (of_integers, ((6, 256), (280, 256), (280,)), (bf16, torch.int8, bf16), None),
-    "integers by vectors": (of_integers, ((2, 256), (280, 256), (280,)), (f16, torch.int8, f16), VECTORS),
-    "by heads by vectors": (by_heads, ((2, 2, 256), (256, 256)), bf16, VECTORS),
 }
 
 

@@ -8,12 +8,11 @@ are those of any kernel (`printer.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import product as combinations
 
 from dcompile.codegen.emit.triton.library import AFTER, PREFETCH
 from dcompile.codegen.emit.triton.printer import TritonText
 from dcompile.codegen.nest.contraction import Contraction
-from dcompile.ir.index import ZERO, Index, as_index, substitute, var
+from dcompile.ir.index import ZERO, substitute, var
 from dcompile.ir.nodes import ITEMSIZE, Load, Reduce, Ref, Tile
 
 PID = "tl.program_id(0)"
@@ -39,7 +38,7 @@ class SkinnyMatmulWriter:
         """Write all statements."""
         self._place()
         self._prefetch()
-        sums = self._multiply_adds() if self.tile.vectors else self._dots()
+        sums = self._dots()
         for ref in sorted(self.text.levels.live):
             if isinstance(self.nest.body[ref], Reduce):
                 self.line(f"{self.text.name(ref)} = {sums[ref]}")
@@ -75,8 +74,6 @@ class SkinnyMatmulWriter:
         if self.text.waits or constant:
             self.line(AFTER)
 
-    # --- tensor cores ---
-
     def _dots(self) -> Mapping[Ref, str]:
         """Write the loop over the sums for tensor cores; return the sums."""
         tile, sums = self.tile, {}
@@ -101,37 +98,6 @@ class SkinnyMatmulWriter:
         self.line(f"{name} = {self._loaded(ref, self._index(ref, along), along, across)}{cast}")
         return name
 
-    # --- vectors ---
-
-    def _multiply_adds(self) -> Mapping[Ref, str]:
-        """Write the loop over the sums for vectors, row by row; return the sums as tiles of rows and columns."""
-        tile, rows = self.tile, range(self.found.row_count)
-        for number in range(len(self.found.products)):
-            for m in rows:
-                self.line(f"sums{number}_{m} = tl.zeros([{tile.columns}, {tile.depth}], tl.float32)")
-        self._begin_steps()
-        places = list(combinations(*(range(axis.size) for axis in self.found.rows)))  # type: ignore[arg-type]
-        for n, ref in enumerate(self._lefts()):
-            for m in rows:
-                at = {a.name: as_index(i) for a, i in zip(self.found.rows, places[m], strict=True)}
-                self.line(f"left{n}_{m} = {self._loaded(ref, self._index(ref, ACROSS, at), ACROSS, '')}.to(tl.float32)")
-        for number, product in enumerate(self.found.products):
-            loaded = self._loaded(product.right, self._index(product.right, ACROSS), ACROSS, "x")
-            self.line(f"right{number} = {loaded}.to(tl.float32)")
-            left = self._lefts().index(product.left)
-            for m in rows:
-                self.line(f"sums{number}_{m} = tl.fma(right{number}, left{left}_{m}, sums{number}_{m})")
-        self.text.depth -= 1
-        return {product.reduce: self._gathered(number) for number, product in enumerate(self.found.products)}
-
-    def _gathered(self, number: int) -> str:
-        """Add up the sums of each row, and return them side by side."""
-        shape = f"[{self.tile.columns}, {self.tile.rows}]"
-        text = f"tl.broadcast_to(tl.sum(sums{number}_0, 1)[:, None], {shape})"
-        for m in range(1, self.found.row_count):
-            text = f"tl.where(y == {m}, tl.sum(sums{number}_{m}, 1)[:, None], {text})"
-        return text
-
     # --- loads ---
 
     def _begin_steps(self) -> None:
@@ -140,13 +106,13 @@ class SkinnyMatmulWriter:
         self.text.depth += 1
         self.line(f"{ACROSS} = k + tl.arange(0, {tile.depth})[None, :]")
 
-    def _index(self, ref: Ref, along: str, at: Mapping[str, Index] | None = None) -> str:
-        return self.text.index(substitute(self._load(ref).index, {self.along: var(along), **(at or {})}, {}))
+    def _index(self, ref: Ref, along: str) -> str:
+        return self.text.index(substitute(self._load(ref).index, {self.along: var(along)}, {}))
 
     def _loaded(self, ref: Ref, index: str, along: str, across: str) -> str:
         """Return a load of one step, with zeros beyond the ends."""
         beyond = [f"({along} < {self.found.depth})"] if self.found.depth % self.tile.depth else []
-        if across and (mask := self.text.mask({across})):
+        if mask := self.text.mask({across}):
             beyond.append(mask)
         options = f", mask={' & '.join(beyond)}, other=0" if beyond else ""
         return f"tl.load({self.text.argument(self._load(ref).buffer)} + ({index}){options})"

@@ -18,12 +18,11 @@ from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.symbolic.strides import affine_strides, ranges_of, variables
+from dcompile.codegen.nest.contraction import ALIGNED_ELEMENTS, MAX_ROWS
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES
 from dcompile.ir.index import flatten
 from dcompile.ir.nodes import Apply, Load, Store, View
 
-MAX_ROWS = 16
-"""Rows up to which a loop is used, as many as one tile has."""
 DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes of one row; several need tensor cores."""
 MIN_MATRIX_ELEMENTS = 1 << 16
@@ -32,8 +31,6 @@ MIN_TILED_ELEMENTS = 1 << 18
 """The same for several rows, whose kernels take longer to compile."""
 MIN_ROW_ELEMENTS = 256
 """Elements of its rows: a program that sums fewer has too few loads in flight."""
-ALIGNED_ELEMENTS = 8
-"""Elements of 16 bytes: tiles of several rows are copied to shared memory in such pieces."""
 
 
 def is_by_few_rows(low: Lowering, left: LazyTensor, right: LazyTensor) -> bool:

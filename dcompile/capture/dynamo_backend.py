@@ -26,6 +26,7 @@ from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
 from dcompile.capture.passes.joint.absent_gradients import can_be_absent, shapes_of, tangents
 from dcompile.capture.passes.repeated_layers.find import RepeatedLayers, repeated_layers, shorten
 from dcompile.capture.passes.repeated_layers.replicate import LayersDiffer, check_inputs, unfold
+from dcompile.capture.services import figures_by_type
 from dcompile.capture.trace_cache.graph_trace import GraphTrace
 from dcompile.capture.trace_cache.trace_key import trace_key
 from dcompile.capture.trace_cache.traced_graph import KeptTrace, TraceFacts
@@ -63,6 +64,7 @@ class DynamoGraph(GraphPrograms):
         sharded = [(at, infos[number].shard) for at, number in sorted(self.params.items()) if infos]
         facts = (
             f"token {self.adapter.carries_sync} goes on {self._goes_on} on {self.planned_for} {self.device}",
+            f"figures {figures_by_type(torch.device(self.device).type)}",  # masks are skipped where they gain
             f"sharded {[(at, shard is not None and shard.reshard) for at, shard in sharded]}",
         )
         return trace_key(gm, example_inputs, self.model.settings.config, facts, symbols)
@@ -125,7 +127,8 @@ class DynamoGraph(GraphPrograms):
             self.captured = captured_calls(self.model, gm, self.params)
 
     def _run_passes(self, passes: Sequence[GraphPass], gm: Any, stage: str) -> None:
-        request = GraphRequest(self.model.settings.config, f"graph{self.number}", self.planned_for, self._find_shards)
+        config, name = self.model.settings.config, f"graph{self.number}"
+        request = GraphRequest(config, name, self.planned_for, figures_by_type, self._find_shards)
         report = run_passes(passes, gm, request, stage)
         self.notes += report.notes
         self.fallbacks.update(report.fallbacks)

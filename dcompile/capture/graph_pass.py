@@ -13,6 +13,7 @@ from typing import Any
 from dcompile.artifacts import dump
 from dcompile.config import Config
 from dcompile.logs import log
+from dcompile.machine_model import Figures, table_figures
 from dcompile.passes import GraphPass, PassReport
 
 DONATED = "dcompile_donated"
@@ -28,6 +29,8 @@ class GraphRequest:
     """The graph's name in logs and dumps."""
     planned_for: str | None = None
     """Type of the device that a graph is planned for, if it was captured on another."""
+    figures: Callable[[str], Figures] = table_figures
+    """Function from a device type to the figures of this machine's device."""
     sharded_parameters: Callable[[Any], Iterable[Any]] = lambda gm: ()
     """Function from a graph to its placeholders of sharded parameters."""
 

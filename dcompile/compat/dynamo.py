@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,9 +31,24 @@ def optimize(
     # Frames after a graph break belong to code that all models of a class share, with one limit on recompilations.
     # Where torch can, give each model its own cache.
     more = {"isolate_recompiles": True} if isolates_recompiles() else {}
+    _skip_disabled_functions()
     return torch._dynamo.optimize(  # type: ignore[no-untyped-call, unused-ignore]
         backend=backend, nopython=fullgraph, guard_filter_fn=guard_filter_fn, **more, **limits
     )
+
+
+@functools.cache
+def _skip_disabled_functions() -> None:
+    """Mark the code of functions that Dynamo leaves out as skipped, once and for all.
+
+    Every compiled graph is called through this code. Otherwise Dynamo is asked about it for each model, which two
+    threads must not do at once: one frees what the other writes to (torch 2.13, `isolate_recompiles`).
+    """
+    import torch
+    from torch._dynamo.eval_frame import skip_code
+
+    disabled: Any = torch._dynamo.disable(lambda: None)  # type: ignore[no-untyped-call, unused-ignore]
+    skip_code(disabled.__code__)
 
 
 def forget_backend(backend: Any) -> None:
@@ -101,20 +117,24 @@ def wrap_frame_callback(
     if not callable(inner) or isinstance(inner, bool):
         return  # TORCHDYNAMO_DISABLE=1: nothing will be compiled, and the context has no callback
 
+    from torch._dynamo.convert_frame import compile_lock
+
     def callback(frame: Any, *args: Any, **kwargs: Any) -> Any:
         if left_to_eager(frame.f_locals.get("self")):
             return _eager_once()
-        breaks = graph_break_count()
-        try:
-            with around(frame.f_code, late_sizes):
-                result = inner(frame, *args, **kwargs)
-        except Exception as error:
-            if not (late_sizes and _is_about_late_sizes(error)):
-                raise
+        with compile_lock:  # `around` changes settings of all threads, whose frames Dynamo compiles under this lock
             breaks = graph_break_count()
-            with around(frame.f_code, False):
-                result = inner(frame, *args, **kwargs)
-        compiled(frame.f_code, getattr(result, "guarded_code", None) if graph_break_count() == breaks else None)
+            try:
+                with around(frame.f_code, late_sizes):
+                    result = inner(frame, *args, **kwargs)
+            except Exception as error:
+                if not (late_sizes and _is_about_late_sizes(error)):
+                    raise
+                breaks = graph_break_count()
+                with around(frame.f_code, False):
+                    result = inner(frame, *args, **kwargs)
+            whole = graph_break_count() == breaks
+        compiled(frame.f_code, getattr(result, "guarded_code", None) if whole else None)
         return result
 
     # Dynamo finds the backend of a cached frame through this attribute
@@ -147,6 +167,7 @@ def tracing_settings(
     group_experts: Callable[..., Any] | None = None,
     late_sizes: bool = False,
     sizes_alone: bool = False,
+    layers_once: bool = False,
 ) -> Iterator[None]:
     """Dynamo's settings while a frame is compiled with dcompile.
 
@@ -155,7 +176,8 @@ def tracing_settings(
     torch.nn.SyncBatchNorm. `told_of_hooks`: an argument of the frame tells whether hooks for saved tensors are traced
     with it. `group_experts(loop, grouped)` returns the function to trace in place of transformers' loop over experts.
     `late_sizes`: operations with data-dependent result sizes (nonzero, masks) break no graph. `sizes_alone`: with
-    `dynamic`, floats of modules and arguments stay constants.
+    `dynamic`, floats of modules and arguments stay constants. `layers_once`: calls of equal layers are traced twice,
+    and copied for the others.
     """
     import logging
 
@@ -197,7 +219,12 @@ def tracing_settings(
     # After a kernel that evicted the cache, the code of each Python call is fetched from memory.
     if hasattr(config, "record_runtime_overhead"):
         settings["record_runtime_overhead"] = False
-    request = PatchRequest(sync_batch_norm=sync_batch_norm, told_of_hooks=told_of_hooks, group_experts=group_experts)
+    request = PatchRequest(
+        sync_batch_norm=sync_batch_norm,
+        told_of_hooks=told_of_hooks,
+        group_experts=group_experts,
+        layers_once=layers_once,
+    )
     with config.patch(settings), patched("frame", request):  # type: ignore[no-untyped-call, unused-ignore]
         yield
 

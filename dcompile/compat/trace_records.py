@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dcompile.compat.inductor import FLEX, is_flex
 from dcompile.compat.tensors import real_tensors
 from dcompile.compat.trace_expressions import NotKeepable as NotKeepable
 from dcompile.compat.trace_expressions import Record as Record
@@ -329,6 +330,8 @@ def target_name(target: Any) -> str:
     """Return the name of a call node's target. Raises NotKeepable."""
     if isinstance(target, torch._ops.OpOverload):
         return op_name(target)
+    if is_flex(target):
+        return f"flex.{target}"
     name = _function_names().get(target)
     if name is None:
         raise NotKeepable(f"it calls {getattr(target, '__name__', type(target).__name__)}, which is no operator")
@@ -337,6 +340,9 @@ def target_name(target: Any) -> str:
 
 def target_of(name: str) -> Any:
     """Return the target with a name of `target_name`."""
+    module, _, function = name.partition(".")
+    if module == "flex" and function in FLEX:
+        return getattr(torch.ops.higher_order, function)
     found = _functions().get(name)
     return op_of(name) if found is None else found
 

@@ -25,8 +25,11 @@ from dcompile.compat.trace_records import NotKeepable, op_name
 from dcompile.compat.trace_symbols import SizeSymbols, is_symbolic
 
 _TRACED_BODIES = frozenset(
-    ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "autograd_function_apply", "invoke_subgraph")
-)
+    (
+        "tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "autograd_function_apply", "invoke_subgraph",
+        "flex_attention",
+    )
+)  # fmt: skip
 """Higher-order operators of torch that only call subgraphs of the captured graph."""
 _BACKENDS = frozenset(("CPU", "CUDA", "MPS", "XPU", "HIP", "MTIA", "HPU", "Meta", "MkldnnCPU", "QuantizedCPU"))
 """Dispatch keys of kernels, which do not change a trace. `Meta` functions, which compute shapes, are torch's own."""

@@ -120,9 +120,11 @@ class Tile:
     """
     descriptors: bool = False
     """Whether factors are read by the tensor memory accelerator, from compute capability 9.0 on."""
+    vectors: bool = False
+    """Whether vectors are multiplied and added row by row, and not by tensor cores: for products of few rows."""
 
     def __str__(self) -> str:
-        how = f", {self.programs} programs" if self.programs else ""
+        how = f", {self.programs} programs" if self.programs else ", by vectors" if self.vectors else ""
         return f"{self.rows}x{self.columns}x{self.depth}, {self.warps} warps{how}"
 
 
@@ -148,7 +150,8 @@ class Loop:
     """One kernel. `origin` names the modules and operations that it came from, for people.
 
     With a `product`, `outer` and `inner` are the rows and columns of its result. Loads of the result need no memory
-    access.
+    access. `tile` is a measured choice for a loop that sums products of few rows and a matrix; without it, the sizes
+    decide (`nest/contraction.py`).
     """
 
     name: str
@@ -158,6 +161,7 @@ class Loop:
     stores: tuple[Store, ...]
     origin: tuple[str, ...] = ()
     product: Matmul | None = None
+    tile: Tile | None = None
 
     @property
     def reads(self) -> frozenset[str]:

@@ -108,7 +108,8 @@ def show_step(step: Step, dtypes: Mapping[str, str] | None = None) -> str:
 
 def show_loop(loop: Loop, dtypes: Mapping[str, str] | None = None) -> str:
     """Print a loop, with a line for each value and store; see `show_values` for the values inside lines."""
-    lines = [f"loop {show_name(loop.name)} {_sizes(loop.outer)} x {_sizes(loop.inner)}{_origin(loop.origin)}"]
+    tile = f" by {show_tile(loop.tile)}" if loop.tile is not None else ""
+    lines = [f"loop {show_name(loop.name)} {_sizes(loop.outer)} x {_sizes(loop.inner)}{tile}{_origin(loop.origin)}"]
     if loop.product is not None:
         lines.append(f"  {_show_product(loop.product)}")
         dtypes = None if dtypes is None else {**dtypes, loop.product.out: loop.product.dtype}
@@ -125,7 +126,7 @@ def show_tile(tile: Tile) -> str:
     words = [f"{tile.rows}x{tile.columns}x{tile.depth}", f"{tile.warps} warps", f"{tile.stages} stages"]
     words += [f"{tile.parts} parts"] if tile.parts != 1 else []
     words += [f"{tile.programs} programs"] if tile.programs else []
-    words += [word for word in ("flat", "descriptors") if getattr(tile, word)]
+    words += [word for word in ("flat", "descriptors", "vectors") if getattr(tile, word)]
     return ", ".join(words)
 
 

@@ -112,7 +112,10 @@ def test_of_a_step_of_which_nothing_was_compiled_it_says_why():
     found = make_receipt(model(Variant((), False)))
     assert (found.graphs, found.kernels, found.eligible) == (0, 0, False)
     assert found.fallbacks == {"call of the model, run eagerly": 2}
-    assert "not eligible: a step has run, but nothing of it was compiled (calls so far: 2)" in str(found)
+    assert "not eligible: a step has run, but nothing of it was compiled (calls so far: 2); TORCH_LOGS" in str(found)
+    made = model(Variant((), False))
+    made.adapter.eager_reason = "a mode observes operations"
+    assert make_receipt(made).reasons[0].endswith("(calls so far: 2): a mode observes operations")
 
 
 def test_traces_are_counted_and_what_cannot_be_kept_is_named():

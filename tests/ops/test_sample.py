@@ -15,7 +15,7 @@ from tests.ops.pool import run_all
 
 SECONDS = float(os.environ.get("SAMPLE_SECONDS", "60"))
 SEED = 20
-CASES = int(os.environ.get("SAMPLE_CASES", "60"))
+CASES = int(os.environ.get("SAMPLE_CASES", "30"))
 
 
 @pytest.fixture(scope="module")

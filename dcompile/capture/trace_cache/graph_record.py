@@ -40,10 +40,15 @@ def graph_record(gm: GraphModule, symbols: SizeSymbols) -> Record:
     writer = RecordWriter(symbols, numbers.__getitem__)
     nodes = [_node_record(node, writer) for node in gm.graph.nodes]
     constants = {
-        str(node.target): constant_record(operator.attrgetter(str(node.target))(gm))
+        str(node.target): _held_record(operator.attrgetter(str(node.target))(gm), symbols)
         for node in gm.graph.find_nodes(op="get_attr")
     }
     return {"nodes": nodes, "constants": constants} | writer.tables()
+
+
+def _held_record(value: Any, symbols: SizeSymbols) -> Record:
+    """Return the record of an attribute: a graph, as FlexAttention has for its scores, or a small tensor."""
+    return {"graph": graph_record(value, symbols)} if isinstance(value, GraphModule) else constant_record(value)
 
 
 def _node_record(node: Node, writer: RecordWriter) -> Record:
@@ -74,7 +79,10 @@ def graph_of(record: Mapping[str, Any], symbols: SizeSymbols) -> GraphModule:
         node.meta = _notes(notes, reader)
     root = torch.nn.Module()
     for name, constant in record["constants"].items():
-        root.register_buffer(name, constant_of(constant), persistent=False)
+        if "graph" in constant:
+            root.add_module(name, graph_of(constant["graph"], symbols))
+        else:
+            root.register_buffer(name, constant_of(constant), persistent=False)
     made: GraphModule = lazy_graph_module(root, graph)
     return made
 

@@ -170,3 +170,23 @@ def test_the_models_own_collectives_take_what_others_take():
     assert step_seconds(wait, table, H200, {}) == 0
     found = timeline((gather, wait), [1e-3, 0.0], {})
     assert (found.total, found.exposed) == (1e-3, 1e-3), "its wait comes next"
+
+
+def test_few_rows_times_a_matrix_take_as_long_as_reading_the_matrix():
+    """Though a loop on vectors could not multiply so fast."""
+    h100 = TABLE["h100"]
+    for rows in (2, 16):
+        m, n, k = var("i0"), var("i1"), var("j0")
+        body = (
+            Load("x", m * 4096 + k, "bfloat16"),
+            Apply("cast", (0,), "float32"),
+            Load("w", n * 4096 + k, "bfloat16"),
+            Apply("cast", (2,), "float32"),
+            Apply("mul", (1, 3), "float32"),
+            Reduce("sum", 4, "float32"),
+            Apply("cast", (5,), "bfloat16"),
+        )
+        loop = Loop("mm", (rows, 14336), (4096,), body, (Store("y", m * 14336 + n, 6),))
+        table = buffers("cuda", "bfloat16", x=(rows, 4096), w=(14336, 4096), y=(rows, 14336))
+        read = 2 * (14336 * 4096 + rows * (4096 + 14336)) / (h100.memory_gbs * 1e9)
+        assert step_seconds(loop, table, h100, {}) == pytest.approx(read + h100.kernel_us * 1e-6)

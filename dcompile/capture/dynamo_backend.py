@@ -128,7 +128,7 @@ class DynamoGraph(GraphPrograms):
 
     def _run_passes(self, passes: Sequence[GraphPass], gm: Any, stage: str) -> None:
         config, name = self.model.settings.config, f"graph{self.number}"
-        request = GraphRequest(config, name, self.planned_for, figures_by_type, self._find_shards)
+        request = GraphRequest(config, name, self.planned_for, self._find_shards, figures_by_type)
         report = run_passes(passes, gm, request, stage)
         self.notes += report.notes
         self.fallbacks.update(report.fallbacks)

@@ -29,10 +29,10 @@ class GraphRequest:
     """The graph's name in logs and dumps."""
     planned_for: str | None = None
     """Type of the device that a graph is planned for, if it was captured on another."""
-    figures: Callable[[str], Figures] = table_figures
-    """Function from a device type to the figures of this machine's device."""
     sharded_parameters: Callable[[Any], Iterable[Any]] = lambda gm: ()
     """Function from a graph to its placeholders of sharded parameters."""
+    figures: Callable[[str], Figures] = table_figures
+    """Function from a device type to the figures of this machine's device."""
 
 
 def run_passes(passes: Sequence[GraphPass], gm: Any, request: GraphRequest, stage: str) -> PassReport:

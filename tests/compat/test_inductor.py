@@ -93,6 +93,20 @@ def test_programs_are_kept_and_calls_are_built_when_they_are_loaded(calls, tmp_p
         assert len(calls) == start + 1
 
 
+def test_equal_calls_share_a_kernel(calls):
+    mask = windowed(64)
+
+    def function(x):
+        for scale in (0.25, 0.25, 0.5):
+            x = flex.flex_attention(x, x, x, block_mask=mask, scale=scale) + 1
+        return x
+
+    call = dcompile.compile(function, options={"receipt": False})
+    x = torch.randn(1, 2, 64, 16)
+    torch.testing.assert_close(call(x), function(x))
+    assert len(calls) == 2
+
+
 def test_lowering_builds_nothing(calls):
     def function(x):
         tables = flex_masks.block_tables(x, x, [], [], CAUSAL)

@@ -64,6 +64,23 @@ def let_cpu_be_the_accelerator() -> None:
     common.MultiProcessTestCase.__init_subclass__ = classmethod(_bound_world_size)  # type: ignore[assignment, arg-type]
 
 
+def let_modules_stay_on_cpu() -> None:
+    """Tests choose the rank's device and move modules and tensors there by its number: the CPU has none."""
+    import torch
+
+    nowhere = lambda *args, **kwargs: None  # noqa: E731
+    torch.cuda.set_device = torch.accelerator.set_device_index = nowhere
+    move = torch.nn.Module.to
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        numbered = bool(args) and type(args[0]) is int
+        return move(self, *(("cpu", *args[1:]) if numbered else args), **kwargs)
+
+    torch.nn.Module.to = to  # type: ignore[assignment]
+    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
+
+
 def _bound_world_size(case: type, **more: Any) -> None:
     """A class of tests that starts more processes on the CPU than on few accelerators starts as many as we have."""
     super(case.__mro__[-2], case).__init_subclass__(**more)
@@ -260,6 +277,7 @@ def set_up() -> None:
     if not torch.cuda.is_available():
         let_cpu_be_the_accelerator()
         let_ddp_take_device_ids()
+        let_modules_stay_on_cpu()
         let_ranks_fork()
     send_torch_compile()
     send_roots()

@@ -68,18 +68,45 @@ class FlexCall:
         self._parts: tuple[Node, Mapping[Node, Any]] | None = (node, fixed)
         self._operator = str(node.target)
 
-    def build(self) -> str:
-        """Have TorchInductor compile the call, at most once. Return a line for the receipt."""
-        found = "it is built" if self._parts is None else compat.inductor.compiled_flex(*self._parts)
-        if not isinstance(found, str):
+    def build(self, known: dict[str, Callable[..., Any] | str] | None = None) -> str:
+        """Have TorchInductor compile the call, at most once. Return a line for the receipt.
+
+        `known`: text of a call -> what came of it. Equal calls, as the layers of a model have, share one function.
+        """
+        if self._parts is not None:
+            text = _text_of_call(*self._parts)
+            found = None if known is None or text is None else known.get(text)
+            if found is None:
+                found = compat.inductor.compiled_flex(*self._parts)
+            if known is not None and text is not None:
+                known[text] = found
+            if isinstance(found, str):
+                return f"{self._operator} computes all scores, as in eager mode ({found}): there is no rule for it yet"
             self._run, self._parts = found, None
-        elif self._parts is not None:
-            return f"{self._operator} computes all scores, as in eager mode ({found}): there is no rule for it yet"
         return f"{self._operator} runs as TorchInductor's kernel: there is no rule for it yet"
 
     def __call__(self, *values: Any) -> Any:
         """Run on the values of the call's inputs."""
         return self._run(*values)
+
+
+def _text_of_call(node: Node, fixed: Mapping[Node, Any]) -> str | None:
+    """Return the text of a call with its functions and the layouts of its inputs; None if it holds tensors."""
+    parts = [value for value in fixed.values() if isinstance(value, GraphModule)]
+    if len(parts) != len(fixed) or any(part.graph.find_nodes(op="get_attr") for part in parts):
+        return None
+    numbers = {n: f"%{number}" for number, n in enumerate(node.all_input_nodes)}
+    arguments = torch.fx.map_arg((node.args, node.kwargs), lambda n: numbers[n])
+    used = sorted({str(user.args[1:]) for user in node.users})
+    graphs = [[line.format_node() for line in part.graph.nodes] for part in parts]
+    layouts = [_layout(n.meta.get("val")) for n in node.all_input_nodes if n not in fixed]
+    return f"{node.target} {arguments} {used} {graphs} {layouts}"
+
+
+def _layout(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"{value}"
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.device}"
 
 
 def flex_calls(gm: GraphModule) -> dict[str, FlexCall]:
@@ -96,4 +123,5 @@ def flex_calls(gm: GraphModule) -> dict[str, FlexCall]:
 
 def build_flex(constants: Iterable[Any]) -> list[str]:
     """Compile the calls of FlexAttention among a program's constants. Return lines for the receipt."""
-    return [value.build() for value in constants if isinstance(value, FlexCall)]
+    known: dict[str, Callable[..., Any] | str] = {}
+    return [value.build(known) for value in constants if isinstance(value, FlexCall)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from dcompile.compat.layer_calls.call_key import CallArguments, is_plain_fake, realized, traits
@@ -65,6 +65,10 @@ class CallRecord:
     """Operations -> facts of their values."""
     inputs: dict[Node, Any] = field(default_factory=dict)
     """Inputs of the graph that belong to the layer -> their sources."""
+    bodies: dict[Node, GraphModule] = field(default_factory=dict)
+    """Operations that are names of checkpointed regions -> these."""
+    operands: dict[Node, Node] = field(default_factory=dict)
+    """Inputs of regions -> what the regions' calls give for them."""
     held: dict[Node, Any] = field(default_factory=dict)
     """Other inputs and operations from before the call, not among its arguments -> memory of their values."""
     result: Any = None
@@ -121,6 +125,7 @@ class Recorder:
         self._before = set(self._graph.nodes)
         self._counts = _counts(translator)
         self._named = dict(translator.num_calls)
+        self._regions = {*translator.output.nn_modules}
         self._versions = {
             node: value._version for node in self._before if is_plain_fake(value := node.meta.get("example_value"))
         }
@@ -198,7 +203,16 @@ class Recorder:
         for node in created:
             if node.op == "placeholder":
                 made.inputs[node] = self._input_source(node)
+        regions = {node.target: node for node in operations if node.op == "get_attr"}
+        if regions.keys() != self._translator.output.nn_modules.keys() - self._regions:
+            raise NotRepeatable("it adds modules to the graph")
         for node in operations:
+            if node.op == "get_attr":
+                made.bodies[node] = self._translator.output.nn_modules[node.target]
+                made.metas[node] = dict(node.meta)
+                continue
+            if node.target is _checkpoint():
+                _collect_region(made, node)
             made.metas[node], made.facts[node] = dict(node.meta), _facts(node)
             for other in node.all_input_nodes:
                 if other in self._before and other not in self._arguments.nodes:
@@ -240,7 +254,6 @@ def _counts(translator: Any) -> dict[str, Any]:
     tables = {
         "random numbers": output.random_calls,
         "globals": output.installed_globals,
-        "modules of the graph": output.nn_modules,
         "cleanups": output.cleanups,
         "bytecode before the graph": getattr(output, "pregraph_bytecode", ()),
         "backward state": output.backward_state,
@@ -264,11 +277,33 @@ def _since(graph: Graph, last: Node | None) -> Iterator[Node]:
         found |= node is last
 
 
+def _checkpoint() -> Any:
+    """Operator that calls a region which is computed again in the backward."""
+    return torch.ops.higher_order.tag_activation_checkpoint
+
+
+def _collect_region(made: CallRecord, call: Node) -> None:
+    """Take the facts of a checkpointed region, which is called once. Raises NotRepeatable."""
+    name, *operands = call.args
+    assert isinstance(name, Node)
+    inner: Graph = made.bodies[name].graph
+    inputs = inner.find_nodes(op="placeholder")
+    if len(name.users) != 1 or len(inputs) != len(operands):
+        raise NotRepeatable("a checkpointed region is called in an unknown way")
+    for node, operand in zip(inputs, operands, strict=True):
+        if not isinstance(operand, Node) or node.target != operand.name:
+            raise NotRepeatable("an input of a checkpointed region has a name of its own")
+        made.operands[node] = operand
+    for node in inner.nodes:
+        if node.op not in ("placeholder", "output"):
+            made.facts[node] = _facts(node)
+
+
 def _facts(node: Node) -> Any:
     """Facts of an operation's value. Raises NotRepeatable for values that copies cannot have."""
     if node.op not in ("call_function", "call_method"):
         raise NotRepeatable(f"it has a node {node.op}")
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not _checkpoint():
         raise NotRepeatable(f"it has {node.target}")
     if "unbacked_bindings" in node.meta:
         raise NotRepeatable("a size depends on data")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
@@ -102,7 +102,7 @@ class Replay:
             old, new = like.meta["example_value"], node.meta["example_value"]
             if not is_plain_fake(new) or traits(old) != traits(new):
                 raise Differs("tensors of the layer")
-            node.meta |= self._moved_meta(like, node)
+            node.meta |= self._moved_meta(like, node.name)
         return node
 
     # --- operations ---
@@ -119,17 +119,38 @@ class Replay:
             self._nodes[node]._rename(name)
 
     def _copy(self, node: Node) -> None:
+        if node in self._record.bodies:
+            name = self._translator.output.install_subgraph("wrap_body", self._region(self._record.bodies[node]))
+            self._nodes[node] = copy = self._tracer.create_node("get_attr", name, (), {}, None, node.type)
+            copy.meta |= self._moved_meta(node, copy.name)
+            return
         args, kwargs = map_arg((node.args, node.kwargs), self._counterpart)
         copy = self._tracer.create_node(node.op, node.target, args, kwargs, None, node.type)
-        copy.meta |= self._moved_meta(node, copy)
+        copy.meta |= self._moved_meta(node, copy.name)
         copy.meta["example_value"] = self._values_of_copies[node]
         self._nodes[node] = copy
+
+    def _region(self, body: GraphModule) -> GraphModule:
+        """Copy of a checkpointed region. Its inputs have the names of what its call gives for them."""
+        graph, nodes, timestamp = Graph(), dict[Node, Node](), self._translator.output.timestamp
+        for node in body.graph.nodes:
+            operand = self._record.operands.get(node)
+            name = node.name if operand is None else self._counterpart(operand).name
+            target = node.target if operand is None else name
+            args, kwargs = map_arg((node.args, node.kwargs), nodes.__getitem__)
+            nodes[node] = copy = graph.create_node(node.op, target, args, kwargs, name, node.type)
+            copy.meta |= {**self._moved_meta(node), "creation_timestamp": timestamp}
+            if node.op != "output":
+                copy.meta["example_value"] = self._values_of_copies[node]
+        made = GraphModule({}, graph)
+        made.meta |= body.meta
+        return made
 
     def _counterpart(self, node: Node) -> Node:
         return self._nodes.get(node, node)
 
-    def _moved_meta(self, node: Node, copy: Node) -> dict[str, Any]:
-        """Metadata of a node, with the names of this layer's modules."""
+    def _moved_meta(self, node: Node, name: str | None = None) -> dict[str, Any]:
+        """Metadata of a node, with the names of this layer's modules; `name`: what its copy was called at first."""
         record = self._record
         found = dict(record.metas.get(node, node.meta))
         for own in ("example_value", "creation_timestamp", "grapharg", "tensor_dict"):
@@ -138,8 +159,8 @@ class Replay:
             inner = list(found["nn_module_stack"].items())[record.stack_depth :]
             found["nn_module_stack"] = {**self._translator.nn_module_stack, **dict(map(self._moved_module, inner))}
         if "source_fn_stack" in found:
-            *outer, (_, kind) = found["source_fn_stack"]
-            found["source_fn_stack"] = [*outer, (copy.name, kind)]
+            *outer, (called, kind) = found["source_fn_stack"]
+            found["source_fn_stack"] = [*outer, (name or called, kind)]
         return found
 
     def _moved_module(self, entry: tuple[str, tuple[str, type]]) -> tuple[str, tuple[str, type]]:
@@ -196,6 +217,7 @@ def copied_values(record: CallRecord, nodes: dict[Node, Node]) -> dict[Node, Any
     memory = {int(storage._cdata): storage for storage in record.held.values() if storage is not None}
     memory |= {storage_key(node.meta["example_value"]): value.untyped_storage() for node, value in values.items()}
     mode: Any = TracingContext.get().fake_mode
+    regions = {body.graph for body in record.bodies.values()}
 
     def like(facts: TensorFacts) -> Any:
         if facts.memory not in memory:
@@ -203,16 +225,36 @@ def copied_values(record: CallRecord, nodes: dict[Node, Node]) -> dict[Node, Any
         place = memory[facts.memory], facts.offset, facts.shape, facts.stride
         return fake_tensor(mode, facts.dtype, facts.device, *place).requires_grad_(facts.requires_grad)
 
+    def grown(facts: TensorFacts) -> Any:
+        made = like(facts)
+        if made.requires_grad:
+            with mode:
+                made = made.clone()  # no leaf of autograd's
+            memory[facts.memory] = made.untyped_storage()
+        return made
+
     with real_tensors():
         for node, facts in record.facts.items():
+            if node.graph in regions:
+                regions.discard(node.graph)
+                _take_operands(node.graph, record, values)
             if node in record.results:
                 values[node] = made = _computed(node, values, mode)
                 if not is_plain_fake(made) or result_traits(made) != record.results[node]:
                     raise Differs("a result")
                 memory[facts.memory] = made.untyped_storage()
+            elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
+                values[node] = pytree.tree_map_only(TensorFacts, grown, facts)
             else:
                 values[node] = pytree.tree_map_only(TensorFacts, like, facts)
     return values
+
+
+def _take_operands(region: Graph, record: CallRecord, values: dict[Node, Any]) -> None:
+    """Give the inputs of a checkpointed region the values that its call gives for them."""
+    for node in region.find_nodes(op="placeholder"):
+        operand = record.operands[node]
+        values[node] = values[operand] if operand in values else operand.meta["example_value"]
 
 
 def _computed(node: Node, values: dict[Node, Any], mode: Any) -> Any:

@@ -80,6 +80,8 @@ def described(gm: Any, model: nn.Module) -> Iterator[Any]:
         lines = node.meta.get("source_fn_stack"), node.meta.get("stack_trace"), sorted(node.meta)
         yield node.op, node.name, str(node.target), str(node.args), str(node.kwargs), stack, lines
         yield value(node.meta.get("example_value"))
+        if node.op == "get_attr" and isinstance(region := getattr(gm, node.target), torch.fx.GraphModule):
+            yield [*described(region, model)]
 
 
 def same_with_and_without(make: Callable[[], nn.Module], *args: Any, **options: Any) -> Captured:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dcompile.compat.patches.repeated_layers import repeated_layers_once
 from tests.compat.layer_calls.capturing import captured, same_with_and_without
@@ -55,6 +56,17 @@ def test_copies_without_gradients_and_of_changing_sizes() -> None:
     x = torch.randn(4, 8)
     torch._dynamo.mark_dynamic(x, 0)
     assert same_with_and_without(Net, x).copies == 3
+
+
+class Checkpointed(Block):
+    """Is computed again in the backward."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, pair: Any = None) -> Any:
+        return checkpoint(super().forward, x, mask, pair, use_reentrant=False)
+
+
+def test_checkpointed_layers_are_copied() -> None:
+    assert same_with_and_without(lambda: Net(Checkpointed), X).copies == 3
 
 
 class Several(Block):

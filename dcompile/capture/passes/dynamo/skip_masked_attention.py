@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from dcompile import attention_ops, flex_masks
+from dcompile import attention_ops, compat, flex_masks
 from dcompile.capture.passes.dynamo.causal_mask import Changed, argument, is_constant, mask_of
 from dcompile.capture.passes.dynamo.grouped_query_attention import erase_repeated, unrepeated
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
@@ -126,6 +126,8 @@ def _check_kernel(node: Node, kind: str, mask: MaskPredicate, scores: Sequence[S
     given = _given(node)
     size_dims(node, mask.sizes)
     operands = [value_of(given[name]) for name in ("query", "key", "value")]
+    if any(map(compat.tensors.is_wrapper, operands)):
+        raise UnknownMask("queries and keys are distributed tensors")
     if given.get("dropout_p", 0.0) != 0.0:
         raise UnknownMask("attention has dropout")
     if given.get("is_causal") or not isinstance(given.get("scale") or 1.0, float):
@@ -149,6 +151,8 @@ def _check_flex(operands: Sequence[torch.Tensor], scores: Sequence[Size], kind: 
         raise UnknownMask("attention is not in 16 bits")
     if operands[0].shape[3] not in FLEX_WIDTHS:
         raise UnknownMask(f"its heads have {operands[0].shape[3]} elements")
+    if any(not isinstance(size, int) for size in scores):
+        raise UnknownMask("sizes are symbols")  # TorchInductor's kernels for these have failed a test on a GPU
     if isinstance(scores[2], int) and scores[2] < MIN_FLEX_QUERIES:
         raise UnknownMask(f"there are only {scores[2]} queries")
 

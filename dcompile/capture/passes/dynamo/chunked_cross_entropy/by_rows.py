@@ -143,7 +143,8 @@ class _ChunkLoss:
         most = values.amax(1, keepdim=True)
         powers = (values - most).exp()
         sums = powers.sum(1, keepdim=True)
-        whole = (most + sums.log()).squeeze(1)
+        rest = sums.log()
+        whole = (most + rest).squeeze(1)
         is_target = is_target_of(target.unsqueeze(1), 0, len(self.weight), self.settings.begun)
         picked = torch.where(is_target, values, 0.0).sum(1)
         of_target = each * (1 - self.settings.smoothing)
@@ -156,7 +157,8 @@ class _ChunkLoss:
             # not `of_powers / sums`: that scalar would depend on both reductions, and prevent fusion into one loop
             gradient = powers * sums.reciprocal() * (of_powers * self.scale).unsqueeze(1)
         else:
-            gradient = (values - whole.unsqueeze(1)).exp() * (of_powers * self.scale).unsqueeze(1)
+            # not less `whole`, which is rounded where it is large
+            gradient = (values - most - rest).exp() * (of_powers * self.scale).unsqueeze(1)
         gradient = gradient - torch.where(is_target, (of_target * self.scale).unsqueeze(1), 0.0)
         if others is not None:
             gradient = gradient - (others * self.scale).unsqueeze(1) * self.of_class

@@ -3,7 +3,7 @@
 Chunks of rows (`by_rows.py`) compute gradients in the forward, so that nothing is computed twice. They need a loss that
 is one sum, and a number of rows that is known. Chunks of classes are recomputed in the backward, for any loss. Each
 gives a part of the weight's gradient in one step, so only the gradient of the layer's input is accumulated. A row's
-logarithm of the sum of exponentials is combined from those of the chunks. Only it is saved for the backward.
+maximum and sum of exponentials are combined from those of the chunks. Only these are saved for the backward.
 """
 
 from __future__ import annotations
@@ -138,39 +138,44 @@ class _Losses(torch.autograd.Function):
                 )
             with compat.aot.annotate_nodes({CHUNK_MARK: AGAIN}):
                 values, _ = apply_steps(part, settings.steps)
-                sums.append(values.logsumexp(1))
+                most.append(values.amax(1))
+                # chunks of classes without probability have a sum of 0
+                shift = torch.where(most[-1] == -torch.inf, 0.0, most[-1]).unsqueeze(1)
+                sums.append((values - shift).exp().sum(1))
                 is_target = is_target_of(target.unsqueeze(1), first, last, settings.begun)
                 picked.append(torch.where(is_target, values, 0.0).sum(1))
                 if settings.smoothing:
                     of_part = (values if class_weight is None else values * class_weight[first:last]).sum(1)
                     total = of_part if total is None else total + of_part
                 if settings.wants_top:
-                    most.append(values.amax(1))
                     places.append(values.argmax(1) + first)
                 logits.append(part)
         with compat.aot.annotate_nodes({CHUNK_MARK: KEPT}):
-            whole = torch.logsumexp(torch.stack(sums), 0)
+            maxima = torch.stack(most)
+            top = maxima.amax(0)
+            rest = (torch.stack(sums) * (maxima - top).exp()).sum(0).log()
+            whole = top + rest
             losses = each * (whole - _of_targets(torch.stack(picked), target, settings.parts))
             if total is not None:
                 share, of_all = _share(settings, weight, class_weight)
                 losses = losses * (1 - settings.smoothing) + (whole * of_all - total) * share
-            top = _largest(torch.stack(most), torch.stack(places)) if most else None
-        ctx.save_for_backward(hidden, weight, class_weight, target, each, whole)
+            largest = _largest(maxima, torch.stack(places)) if places else None
+        ctx.save_for_backward(hidden, weight, class_weight, target, each, top, rest)
         ctx.logits, ctx.settings, ctx.has_bias = logits, settings, bias is not None
         ctx.set_materialize_grads(False)
-        if top is not None:
-            ctx.mark_non_differentiable(top)
-        return losses, whole, top
+        if largest is not None:
+            ctx.mark_non_differentiable(largest)
+        return losses, whole, largest
 
     @staticmethod
     def backward(ctx: Any, losses: torch.Tensor | None, powers: torch.Tensor | None, _: Any) -> Any:
-        hidden, weight, class_weight, target, each, sums = ctx.saved_tensors
+        hidden, weight, class_weight, target, each, top, rest = ctx.saved_tensors
         settings, by_hidden, by_weight, by_bias = ctx.settings, None, [], []
         of_powers, of_target, of_others = _factors(settings, weight, class_weight, each, losses, powers)
-        target, sums = target.unsqueeze(1), sums.unsqueeze(1)
+        target, top, rest = (row.unsqueeze(1) for row in (target, top, rest))
         for (first, last), part in zip(settings.parts, ctx.logits, strict=True):
             values, slope = apply_steps(part, settings.steps)
-            by_logits = (values - sums).exp() * of_powers
+            by_logits = (values - top - rest).exp() * of_powers  # not less their sum, which is rounded
             if of_target is not None:
                 is_target = is_target_of(target, first, last, settings.begun)
                 by_logits = by_logits - torch.where(is_target, of_target, 0.0)

@@ -92,9 +92,8 @@ def z_loss_alone(logits, targets):
     return flat(logits, targets).detach() + logits.logsumexp(dim=-1).square().mean()
 
 
-LOSSES = [
-    flat, shifted, by_module, classes_second, each_row, scaled, capped, weighted, with_z_loss, z_loss_alone,
-]  # fmt: skip
+LOSSES = [flat, shifted, by_module, classes_second, each_row, scaled, with_z_loss]
+MORE = [capped, weighted, z_loss_alone]
 
 
 def compiled(model, **options):
@@ -124,7 +123,9 @@ def see_that_they_agree(model, *args, rtol=1e-5, atol=1e-6, **options):
 
 # a bias is cut like the weight's rows whatever the loss is: every other loss has one
 @pytest.mark.parametrize(
-    ("loss", "bias"), [*zip(LOSSES, cycle([True, False]))], ids=lambda value: getattr(value, "__name__", "")
+    ("loss", "bias"),
+    [*zip(LOSSES, cycle([True, False])), *(pytest.param(loss, True, marks=pytest.mark.full) for loss in MORE)],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_loss_and_gradients_are_eagers(loss, bias):
     torch.manual_seed(0)

@@ -88,7 +88,7 @@ class CallRecord:
 
 @contextlib.contextmanager
 def watched_tracing(graph: Graph, log: list[tuple[str, Node, str]], assume: Callable[[], None]) -> Iterator[None]:
-    """Log nodes added to a graph, and names that they get; `assume` is called for results taken as constants."""
+    """Log nodes added to a graph, and names that they get. `assume` is called for results taken as constants."""
     from torch._dynamo.variables import functions
 
     create, rename, constant = graph.create_node, Node._rename, functions.invoke_and_store_as_constant

@@ -134,6 +134,7 @@ class CompiledModel:
                 grouping,
                 late_sizes,
                 sizes_alone=classes,
+                layers_once=self.settings.config.layers_once,
             )
             looking = contextlib.nullcontext() if self.between is None else self.between.resting()
             busy, one = self.peers.busy("capturing"), self._guard_on_module_identity(code is entry)

@@ -167,6 +167,7 @@ def tracing_settings(
     group_experts: Callable[..., Any] | None = None,
     late_sizes: bool = False,
     sizes_alone: bool = False,
+    layers_once: bool = False,
 ) -> Iterator[None]:
     """Dynamo's settings while a frame is compiled with dcompile.
 
@@ -175,7 +176,8 @@ def tracing_settings(
     torch.nn.SyncBatchNorm. `told_of_hooks`: an argument of the frame tells whether hooks for saved tensors are traced
     with it. `group_experts(loop, grouped)` returns the function to trace in place of transformers' loop over experts.
     `late_sizes`: operations with data-dependent result sizes (nonzero, masks) break no graph. `sizes_alone`: with
-    `dynamic`, floats of modules and arguments stay constants.
+    `dynamic`, floats of modules and arguments stay constants. `layers_once`: calls of equal layers are traced twice,
+    and copied for the others.
     """
     import logging
 
@@ -217,7 +219,12 @@ def tracing_settings(
     # After a kernel that evicted the cache, the code of each Python call is fetched from memory.
     if hasattr(config, "record_runtime_overhead"):
         settings["record_runtime_overhead"] = False
-    request = PatchRequest(sync_batch_norm=sync_batch_norm, told_of_hooks=told_of_hooks, group_experts=group_experts)
+    request = PatchRequest(
+        sync_batch_norm=sync_batch_norm,
+        told_of_hooks=told_of_hooks,
+        group_experts=group_experts,
+        layers_once=layers_once,
+    )
     with config.patch(settings), patched("frame", request):  # type: ignore[no-untyped-call, unused-ignore]
         yield
 

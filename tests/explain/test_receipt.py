@@ -122,9 +122,9 @@ def test_traces_are_counted_and_what_cannot_be_kept_is_named():
     def trace(cached=None, objection=""):
         return SimpleNamespace(cached=cached, objection=objection)
 
-    traces = (trace("kept"), trace(objection="its sizes are symbolic"), trace(objection="its sizes are symbolic"))
+    traces = (trace("kept"), trace(objection="a float is symbolic"), trace(objection="a float is symbolic"))
     report = ProgramReport(kernels=1)
     graphs = [graph(number, trace=trace, inference=report) for number, trace in enumerate(traces)]
     receipt = make_receipt(model(Variant((0,), False), *graphs))
-    assert (receipt.traces_cached, receipt.traces_uncacheable) == (1, {"its sizes are symbolic": 2})
-    assert "traced anew at each start: its sizes are symbolic x2" in str(receipt)
+    assert (receipt.traces_cached, receipt.traces_uncacheable) == (1, {"a float is symbolic": 2})
+    assert "traced anew at each start: a float is symbolic x2" in str(receipt)

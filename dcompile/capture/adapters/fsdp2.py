@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -301,8 +302,12 @@ def _name(dtype: torch.dtype) -> str:
 # --- hooks that can be traced -----------------------------------------------------------------------------------------
 
 
+@functools.cache
 def _before(dtype: torch.dtype | None) -> Callable[..., Any]:
-    """Return a hook before a forward that converts its floating-point inputs to `dtype`."""
+    """Return a hook before a forward that converts its floating-point inputs to `dtype`: one for all modules.
+
+    Layers with the same hooks are captured once.
+    """
 
     def cast_inputs(module: Any, args: Any, kwargs: Any) -> Any:
         del module
@@ -311,6 +316,7 @@ def _before(dtype: torch.dtype | None) -> Callable[..., Any]:
     return cast_inputs
 
 
+@functools.cache
 def _after(dtype: torch.dtype | None) -> Callable[..., Any]:
     """Return a hook after a forward that converts its floating-point outputs to `dtype`."""
 

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from dcompile.compat import absent_ranks, alone, aot_trace, dispatch_watch, groups, guards, sizes, zero
+from dcompile.compat.layer_calls import recorder
 from dcompile.compat.patches import (
     batch_norm_statistics,
     compile_call,
@@ -24,6 +25,7 @@ from dcompile.compat.patches import (
     packed_sequences,
     partitioner,
     quiet_dumps,
+    repeated_layers,
     rng_under_checkpoint,
     scalar_writes,
     symbolic_arithmetic,
@@ -128,6 +130,18 @@ PATCHES: tuple[TorchPatch, ...] = (
         "speed",
         "finding the names of traced functions parses whole files for a log that is off",
         FRAME,
+    ),
+    TorchPatch(
+        repeated_layers.repeated_layers_once,
+        (
+            "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.call_function",
+            "torch._dynamo.side_effects.SideEffects.mutation",
+            "torch._dynamo.side_effects.SideEffects.store_attr",
+        ),
+        "speed",
+        "Dynamo traces each layer of a model, which takes most of a warm start",
+        FRAME,
+        lambda request: (request.layers_once,),
     ),
     # --- Dynamo's tracing calls AOTAutograd's: within themselves these change nothing ---
     TorchPatch(
@@ -269,6 +283,17 @@ PATCHES: tuple[TorchPatch, ...] = (
         "takeover",
         "what is compiled with a parameter that is kept in step serves its own module alone",
         undone="when the frame is compiled",
+    ),
+    TorchPatch(
+        recorder.watched_tracing,
+        (
+            "torch._dynamo.variables.functions.invoke_and_store_as_constant",
+            "torch.fx.Graph.create_node",
+            "torch.fx.Node._rename",
+        ),
+        "speed",
+        "the call of a layer is recorded, for copies of it",
+        undone="when the call is traced",
     ),
     TorchPatch(
         aot_trace.recording_metadata,

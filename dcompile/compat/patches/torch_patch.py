@@ -24,6 +24,7 @@ class PatchRequest:
     sync_batch_norm: Callable[..., Any] | None = None
     group_experts: Callable[..., Any] | None = None
     told_of_hooks: bool = False
+    layers_once: bool = False
     fusible: frozenset[Any] = frozenset()
     recomputable: frozenset[Any] = frozenset()
     minimum_cut: Callable[..., Any] | None = None

@@ -1,0 +1,252 @@
+"""Guards on what one module's call read of that module, asked of another module and written down for it.
+
+A guard belongs to a source, the way from the frame's variables to the guarded object. The ways to what two layers hold
+differ in one place: the layer's index in its container.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dcompile.compat.layer_calls.module_match import IDENTITIES, ModulePairs, are_equal, is_constant
+
+TENSORS = "TENSOR_MATCH"
+ALIASES = ("DUPLICATE_INPUT", "OBJECT_ALIASING")
+NOT_IN = "DICT_NOT_CONTAINS"
+
+
+def layer_source(source: Any) -> Any:
+    """Source of a layer as an entry of its container, from which sources of all that it holds begin; None for others.
+
+    Dynamo puts marks of modules around it.
+    """
+    from torch._dynamo.source import NNModuleSource
+
+    while isinstance(source, NNModuleSource):
+        source = source.base
+    return source if hasattr(source, "index") and hasattr(source, "base") else None
+
+
+def differ_in_index(old: Any, new: Any) -> bool:
+    """Whether two sources of layers are entries of one container."""
+    return type(old) is type(new) and old != new and dataclasses.replace(new, index=old.index) == old
+
+
+class Renaming:
+    """Sources with one layer's source in them -> the same with another's."""
+
+    def __init__(self, old: Any, new: Any) -> None:
+        self._known = {old: new}
+
+    def of(self, source: Any) -> Any:
+        """The source after renaming; the very same object if the layer's source is not in it."""
+        from torch._guards import Source
+
+        found = self._known.get(source)
+        if found is None:
+            changed = {}
+            for entry in dataclasses.fields(source):
+                value = getattr(source, entry.name)
+                if isinstance(value, Source):
+                    renamed = self.of(value)
+                    if renamed is not value:
+                        changed[entry.name] = renamed
+            found = self._known[source] = dataclasses.replace(source, **changed) if changed else source
+        return found
+
+
+def guard_type(guard: Any) -> str:
+    """Name of the check that a guard makes."""
+    made = guard.create_fn
+    return str((made.func if isinstance(made, functools.partial) else made).__name__)
+
+
+def guard_arguments(guard: Any) -> Mapping[str, Any]:
+    """Arguments of the check beside the source; positional ones by number."""
+    made = guard.create_fn
+    if not isinstance(made, functools.partial):
+        return {}
+    return {**{str(place): value for place, value in enumerate(made.args)}, **made.keywords}
+
+
+class Values:
+    """Values of sources in the frame that is traced."""
+
+    def __init__(self, translator: Any) -> None:
+        root = translator.output.root_tx
+        self._globals = {"G": root.f_globals, "L": root.f_locals}
+        self._cache: dict[Any, Any] = {}
+
+    def of(self, source: Any) -> Any:
+        """Raises LookupError for a source that is no expression over the frame's variables."""
+        try:
+            return source.get_value(self._globals, {}, self._cache)
+        except Exception as error:
+            raise LookupError(source.name) from error
+
+
+@dataclass
+class GuardedLayer:
+    """Guards on what tracing read of a layer, with the values that it found."""
+
+    source: Any
+    guards: list[tuple[Any, str, Any]] = field(default_factory=list)
+    """Guard, its type, and the guarded value."""
+    ordered: list[Any] = field(default_factory=list)
+    """Sources of dicts whose order of keys is guarded."""
+    hook_guards: list[Any] = field(default_factory=list)
+    """Guards on torch's global tables of hooks, that a hook of the layer is not in them."""
+
+    @classmethod
+    def of(cls, translator: Any, source: Any, values: Values) -> GuardedLayer:
+        """Collect the guards on a layer. Raises LookupError."""
+        output, found = translator.output, cls(source)
+        for guard in output.guards:
+            if contains(guard.originating_source, source):
+                found.guards.append((guard, guard_type(guard), values.of(guard.originating_source)))
+        found.ordered = [other for other in output.guard_on_key_order if contains(other, source)]
+        return found
+
+    def tensors(self) -> list[Any]:
+        """Sources of the tensors that were read, in the order of reading."""
+        return [guard.originating_source for guard, kind, _ in self.guards if kind == TENSORS]
+
+
+def contains(source: Any, layer: Any) -> bool:
+    """Whether a source leads through a layer's."""
+    from torch._guards import Source
+
+    if source == layer:
+        return True
+    return any(
+        contains(value, layer)
+        for entry in dataclasses.fields(source)
+        if isinstance(value := getattr(source, entry.name), Source)
+    )
+
+
+def is_about_hook(guard: Any, keys: Collection[int]) -> bool:
+    """Whether a guard says that a hook with one of these keys is not in a global table of torch's."""
+    name, arguments = guard.originating_source.name, guard_arguments(guard)
+    return "._global_forward_" in name and guard_type(guard) == NOT_IN and arguments.get("key") in keys
+
+
+def holds_for(layer: GuardedLayer, renaming: Renaming, values: Values, pairs: ModulePairs, tracked: Any) -> bool:
+    """Whether all guards on a layer hold for another one, so that tracing it would read the same.
+
+    `tracked(value)`: the source under which Dynamo already knows an object, or None.
+    """
+    taken: dict[int, int] = {}
+    for guard, kind, old in layer.guards:
+        source = renaming.of(guard.originating_source)
+        try:
+            new = values.of(source)
+            if kind in ALIASES and not _aliases_hold(guard, new, renaming, values):
+                return False
+        except LookupError:
+            return False
+        if not _is_counterpart(old, new, kind, pairs):
+            return False
+        if new is not old and not is_constant(new):
+            if taken.setdefault(id(new), id(old)) != id(old):
+                return False  # two objects of the layer are one here
+            known = tracked(new)
+            if known is not None and layer_free(known) != layer_free(source):
+                return False  # known by another name, so comparisons with `is` may tell
+    return not any(
+        pairs.hook_keys[guard_arguments(guard)["key"]] in values.of(guard.originating_source)
+        for guard in layer.hook_guards
+    )
+
+
+def _is_counterpart(old: Any, new: Any, kind: str, pairs: ModulePairs) -> bool:
+    """Whether an object is another layer's counterpart of what a guard of some type was made of."""
+    for known in (pairs.modules, pairs.hook_tables):
+        if id(old) in known:
+            return known[id(old)] is new and (kind not in IDENTITIES or old is new)
+    return are_equal(old, new, kind)
+
+
+def layer_free(source: Any) -> Any:
+    """A source without Dynamo's marks of modules around it."""
+    from torch._dynamo.source import NNModuleSource
+
+    while isinstance(source, NNModuleSource):
+        source = source.base
+    return source
+
+
+def _aliases_hold(guard: Any, new: Any, renaming: Renaming, values: Values) -> bool:
+    """Whether a guard that two sources lead to one object holds for the renamed sources."""
+    from torch._guards import Source
+
+    others = [value for value in guard_arguments(guard).values() if isinstance(value, Source)]
+    return bool(others) and all(values.of(renaming.of(other)) is new for other in others)
+
+
+def install(layer: GuardedLayer, renaming: Renaming, pairs: ModulePairs, translator: Any) -> None:
+    """Write down a layer's guards for another layer, except for those on tensors, which come with a graph's inputs.
+
+    They tell the same line of the model in a recompilation's reason as if the other layer had been traced.
+    """
+    output = translator.output
+    hooked = [(guard, NOT_IN, None) for guard in layer.hook_guards]
+    for guard, kind, value in (*layer.guards, *hooked):
+        if kind != TENSORS:
+            keys = pairs.hook_keys if kind == NOT_IN and (value is None or id(value) in pairs.hook_tables) else {}
+            made = renaming.of(guard.originating_source).make_guard(_renamed_check(guard, renaming, keys))
+            made.stack, made.user_stack = guard.stack, guard.user_stack
+            output.guards.add(made, collect_debug_stack=False)
+    for source in layer.ordered:
+        output.guard_on_key_order.add(renaming.of(source))
+
+
+def _renamed_check(guard: Any, renaming: Renaming, keys: Mapping[int, int]) -> Any:
+    from torch._guards import Source
+
+    made = guard.create_fn
+    if not isinstance(made, functools.partial):
+        return made
+
+    def renamed(name: str, value: Any) -> Any:
+        if isinstance(value, Source):
+            return renaming.of(value)
+        return keys.get(value, value) if name == "key" and type(value) is int else value
+
+    keywords = {name: renamed(name, value) for name, value in made.keywords.items()}
+    return functools.partial(made.func, *(renamed("", value) for value in made.args), **keywords)
+
+
+def told_as(layer: GuardedLayer, renaming: Renaming, translator: Any) -> None:
+    """Give new guards on tensors the line that those of the layer name."""
+    lines = {renaming.of(guard.originating_source): guard for guard, kind, _ in layer.guards if kind == TENSORS}
+    find = getattr(translator.output.guards, "get_guards_for_source", None)  # since torch 2.13
+    for source, guard in lines.items():
+        for made in () if find is None else find(source):
+            if guard_type(made) == TENSORS:
+                made.stack, made.user_stack = guard.stack, guard.user_stack
+
+
+@contextlib.contextmanager
+def watched_guards(translator: Any) -> Iterator[list[Any]]:
+    """Guards that this context adds and that say something new, once it has ended."""
+    before, added = {_said(guard) for guard in translator.output.guards}, list[Any]()
+    yield added
+    added += [guard for guard in translator.output.guards if _said(guard) not in before]
+
+
+def _said(guard: Any) -> Any:
+    """What a guard says. Dynamo adds some guards anew at each reading."""
+    arguments = tuple((name, _hashable(value)) for name, value in guard_arguments(guard).items())
+    return guard_type(guard), guard.originating_source, arguments
+
+
+def _hashable(value: Any) -> Any:
+    from torch._guards import Source
+
+    return value if is_constant(value) or isinstance(value, Source) else id(value)

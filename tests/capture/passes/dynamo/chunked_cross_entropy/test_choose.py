@@ -28,6 +28,7 @@ FROZEN = {"weight_learns": False}
     [
         ((16384, 248320, 2048), {}, False, "rows"),
         ((16384, 128256, 4096), {}, False, "rows"),
+        ((16384, 32768, 1024), {}, False, "rows"),  # those of test_match_gpu.py
         ((4096, 128256, 4096), {}, False, "whole"),  # the weight's sums in float32 take more than the logits
         ((4096, 128256, 4096), {}, True, "whole"),  # checkpoints save more memory for as many FLOPs
         ((4096, 128256, 4096), FROZEN, False, "rows"),

@@ -215,6 +215,27 @@ _llama_8b = in_bfloat16(language(
 ))  # fmt: skip
 
 
+_window = in_bfloat16(language(
+    "Mistral", "Config", "ForCausalLM", {**DECODER, "sliding_window": 8}, hidden_size=2048, intermediate_size=8192,
+    num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=8, vocab_size=32000, sliding_window=1024,
+    max_position_embeddings=16384, use_cache=False,
+))  # fmt: skip
+_padded = in_bfloat16(language(
+    "Llama", "Config", "ForCausalLM", DECODER, hidden_size=2048, intermediate_size=8192, num_hidden_layers=4,
+    num_attention_heads=32, num_key_value_heads=8, vocab_size=32000, max_position_embeddings=4096, use_cache=False,
+))  # fmt: skip
+
+
+def _padded_tokens(is_small: bool) -> Batch:
+    """Make four sequences of other lengths, padded on the right, as a tokenizer returns them."""
+    found = dict(tokens(4, 4096, 32000)(is_small))
+    length = found["input_ids"].shape[1]
+    lengths = torch.linspace(length, length // 4, found["input_ids"].shape[0]).long()
+    found["attention_mask"] = (torch.arange(length) < lengths[:, None]).long()
+    found["labels"] = torch.where(found["attention_mask"].bool(), found["input_ids"], -100)
+    return found
+
+
 class Head(nn.Module):
     """The last layer of a language model and its plain loss."""
 
@@ -256,6 +277,8 @@ MODELS: Mapping[str, Model] = {
     "dcgan": Model(Generator, lambda small: {"noise": torch.randn(4 if small else 128, 100, 1, 1)}),
     "float8": Model(_float8, _rows, autocast=False),
     "long_context": Model(_long, tokens(1, 16384, 128256), autocast=False),
+    "window_16k": Model(_window, tokens(1, 16384, 32000), autocast=False),
+    "padded": Model(_padded, _padded_tokens, autocast=False),
     "logits": Model(_head, _classified, autocast=False),
     "lora_8b": Model(_lora, tokens(1, 4096, 128256), autocast=False),
 }

@@ -18,9 +18,10 @@ import argparse
 import gc
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,12 @@ def show(result: dict[str, Any]) -> None:
         print(verdict(label, line), flush=True)
 
 
+def plain_architectures(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return TORCH_CUDA_ARCH_LIST as DeepSpeed 0.19 can read it: `9.0a` is a ValueError when it builds C++."""
+    given = environment.get("TORCH_CUDA_ARCH_LIST")
+    return {} if given is None else {"TORCH_CUDA_ARCH_LIST": re.sub(r"(\d)[a-z]", r"\1", given)}
+
+
 def launch(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run each line as a separate job; print and write it when it is done."""
     lines: dict[str, Any] = {}
@@ -263,7 +270,7 @@ def launch(arguments: argparse.Namespace) -> dict[str, Any]:
         given = ["--only", label, "--out", str(part), "--quiet", "--device", arguments.device]
         given += ["--peers", ",".join(arguments.peers)]
         given += ["--rounds", str(arguments.rounds), "--steps", str(arguments.steps)]
-        settings = {"NCCL_NVLS_ENABLE": "0", "DS_ACCELERATOR": arguments.device}
+        settings = {"NCCL_NVLS_ENABLE": "0", "DS_ACCELERATOR": arguments.device, **plain_architectures(os.environ)}
         failed = run_job(MODULE, given, arguments.ranks, arguments.deadline, settings)
         if failed:
             print(f"{label}: {failed}", file=sys.stderr, flush=True)

@@ -1,10 +1,12 @@
 """Benchmark of matmul epilogue fusion under max_autotune.
 
-    python -m benchmarks.gpu_products [--only relu_mlp,residual] [--rounds 7] [--json] [--save]
+    python -m benchmarks.gpu_products [--only relu_768,residual_2048] [--rounds 7] [--json] [--save]
 
 Lines are blocks of models in bfloat16 with 8192 tokens, each without gradients and as a training step (forward and
 backward). dcompile runs them with `max_autotune`, with and without `epilogue_fusion`. Both take turns, long enough to
 reach the clocks of training, and figures are medians. Results are compared with eager's. `ended` is from the receipt.
+
+`benchmarks/gpu_few_rows.py` measures products of 2 to 16 rows.
 """
 
 from __future__ import annotations

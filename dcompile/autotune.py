@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,11 +14,19 @@ import torch
 from dcompile.codegen.emit.host.gemm_geometry import geometry, measurable_geometries
 from dcompile.codegen.emit.select_target import emit_loop
 from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.nest.contraction import candidate_tiles, choose_tile
 from dcompile.codegen.schedule.fusion.matmul_epilogue import EpilogueCandidate, endings, with_tile
+from dcompile.codegen.schedule.fusion.skinny_matmul import (
+    LIBRARY,
+    contraction_of,
+    factor_dtype,
+    library_form,
+    skinny_loops,
+)
 from dcompile.errors import BuildError
 from dcompile.ir.gemm import Algorithm, Chosen, Geometry
-from dcompile.ir.nodes import Extern, Loop, Program, Tile, View
-from dcompile.runtime.measure import autotune
+from dcompile.ir.nodes import Buffer, Extern, Loop, Program, Tile, View
+from dcompile.runtime.measure import autotune, skinny_contest
 from dcompile.runtime.program import cuda_launch
 
 DESCRIPTORS = 90
@@ -48,6 +57,8 @@ class Tuner:
         """None: nothing is faster than ATen's."""
         self._tiles: dict[Loop, Tile | None] = {}
         """Tile by kind of epilogue. None: the library's GEMM and a separate loop are as fast."""
+        self._skinny: dict[Loop, Tile] = {}
+        """Tile by kind of product of few rows, or `LIBRARY`."""
 
     def algorithms(self, program: Program, device: torch.device) -> tuple[Chosen, str]:
         """Choose algorithms for large GEMMs. Return them with a line for the receipt."""
@@ -118,6 +129,93 @@ class Tuner:
                 notes.append(f"max_autotune: the GPU has no room to measure what {_shape(kind)} ends in")
         torch.cuda.empty_cache()
         return result
+
+    def skinny(
+        self, program: Program, device: torch.device, arch: int, build: Build
+    ) -> tuple[dict[Loop, Tile], list[str]]:
+        """Choose the tile of each kind of product of few rows. Return them with lines for the receipt."""
+        kinds = skinny_loops(program)
+        new = {kind: found[0] for kind, found in kinds.items() if kind not in self._skinny}
+        notes: list[str] = []
+        if new:
+            try:
+                self._skinny |= _skinny_choices(program, new, device, build, notes)
+            except BuildError as error:
+                reason = str(error).strip().splitlines()[0]
+                notes.append(f"max_autotune: products of few rows keep their tiles, since kernels failed: {reason}")
+        chosen = {kind: self._skinny[kind] for kind in kinds if kind in self._skinny}
+        return chosen, [*notes, *skinny_notes(kinds, chosen)]
+
+
+def _skinny_choices(
+    program: Program, new: Mapping[Loop, Loop], device: torch.device, build: Build, notes: list[str]
+) -> dict[Loop, Tile]:
+    """Compile all candidates, then run those of each kind alternately with the library's GEMM."""
+    table = program.table
+    prepared = {kind: SkinnyCandidates(loop, table) for kind, loop in new.items()}
+    archives = build([source for found in prepared.values() for source in found.sources])
+    result: dict[Loop, Tile] = {}
+    for kind, found in prepared.items():
+        contest, launcher = found.contest(archives), archives[cuda_launch.LAUNCHER]
+        try:
+            result[kind] = skinny_contest.fastest_skinny(contest, found.usual, launcher, device) or LIBRARY
+        except torch.OutOfMemoryError:  # the model's own step may have room
+            notes.append(f"max_autotune: the GPU has no room to measure {_skinny_shape(kind)}")
+    torch.cuda.empty_cache()
+    return result
+
+
+class SkinnyCandidates:
+    """Kernels with different tiles for a loop of products of few rows, and the library's calls with a separate loop."""
+
+    def __init__(self, loop: Loop, table: Mapping[str, Buffer]) -> None:
+        found = contraction_of(loop)
+        assert found is not None, f"{loop.name} is no product of few rows"
+        dtype = factor_dtype(loop)
+        self.usual = choose_tile(found, dtype)
+        self.own = {t: emit_loop(replace(loop, tile=t), table) for t in candidate_tiles(found, dtype)}
+        self.library = library_form(loop, table)
+        made = () if self.library is None else self.library.buffers
+        whole = {**table, **{buffer.name: buffer for buffer in made}}
+        rest = None if self.library is None else self.library.rest
+        self.rest = None if rest is None else emit_loop(rest, whole)
+        self._buffers = tuple(whole[name] for name in sorted(loop.reads | loop.writes | {b.name for b in made}))
+
+    @property
+    def sources(self) -> list[KernelSource]:
+        """All kernels."""
+        return [*self.own.values(), *([] if self.rest is None else [self.rest])]
+
+    def contest(self, archives: Mapping[str, Path]) -> skinny_contest.SkinnyContest:
+        """Return what is measured, with compiled kernels."""
+        matmuls = []
+        for call in () if self.library is None else self.library.calls:
+            left, right = (view for view in call.args if isinstance(view, View))
+            assert call.outs[0] is not None, "a product has a result"
+            matmuls.append(skinny_contest.LibraryMatmul(left, right, call.outs[0]))
+        return skinny_contest.SkinnyContest(
+            self._buffers,
+            tuple(matmuls),
+            () if self.rest is None else _candidate_launch(self.rest, archives),
+            {tile: _candidate_launch(source, archives) for tile, source in self.own.items()},
+        )
+
+
+def skinny_notes(kinds: Mapping[Loop, Sequence[Loop]], chosen: Mapping[Loop, Tile]) -> list[str]:
+    """Lines for the receipt: what was chosen for each size of products of few rows."""
+    which = [
+        f"{len(kinds[kind])} of {_skinny_shape(kind)} by {'the library' if tile == LIBRARY else tile}"
+        for kind, tile in chosen.items()
+    ]
+    return [f"max_autotune: products of few rows: {', '.join(which)}"] if which else []
+
+
+def _skinny_shape(kind: Loop) -> str:
+    """Text of the sizes of products: rows x columns x depth, and their number if there are several."""
+    found = contraction_of(kind)
+    assert found is not None, "a kind of products"
+    times = f"{len(found.products)} times " if len(found.products) > 1 else ""
+    return f"{times}{found.row_count}x{found.column_count}x{found.depth}"
 
 
 def worth_ending(program: Program) -> dict[Loop, list[EpilogueCandidate]]:

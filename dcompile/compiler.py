@@ -275,7 +275,10 @@ class CachingCompiler:
             return None
         source = with_groups(with_numbers(graph.source, device_numbers(gm)), group_names(gm))
         graph = replace(graph, source=source)
-        executable = HostProgram(request.name, Loadable(graph, libraries, constants_of(gm) | calls), self._workspaces)
+        flex = self._flex_calls(gm)
+        constants = constants_of(gm) | calls | flex
+        executable = HostProgram(request.name, Loadable(graph, libraries, constants), self._workspaces)
+        executable.report.notes += self._built_flex(flex)
         self._record(cache, key, graph, libraries)
         executable.report.graphs_cached = 1
         executable.report.cache_hits = len(libraries)
@@ -293,6 +296,22 @@ class CachingCompiler:
         with without_collecting():
             return regions.load(gm, request, graph.regions)  # type: ignore[return-value, unused-ignore]
 
+    def _flex_calls(self, gm: Any) -> dict[str, Any]:
+        """Calls of FlexAttention in a graph that is loaded, which TorchInductor compiles in each process."""
+        if not any(compat.inductor.is_flex(node.target) for node in gm.graph.nodes if node.op == "call_function"):
+            return {}
+        from dcompile.codegen.lower.opaque_calls import flex_calls
+
+        return flex_calls(gm)
+
+    def _built_flex(self, constants: Mapping[str, Any]) -> list[str]:
+        """Have TorchInductor compile calls of FlexAttention. Return lines for the receipt."""
+        if not any(callable(constant) for constant in constants.values()):
+            return []
+        from dcompile.codegen.lower.opaque_calls import build_flex
+
+        return build_flex(constants.values())
+
     def _compile(
         self, cache: KernelCache, key: str | None, objection: str, gm: Any, request: Request, foreseen: Foreseen | None
     ) -> HostProgram:
@@ -300,6 +319,9 @@ class CachingCompiler:
         known = 0 if regions is None else regions.guards
         with without_collecting():
             begun = self._begun.pop((request.name, key), None) or pipeline.begin(gm, request, cache)
+            lowered = guard_count(gm)
+            flex = self._built_flex(begun.plan.lowered.constants)
+            guards += guard_count(gm) - lowered  # those are made again where the program is loaded
             if begun.waits and foreseen is not None and not self._compiles_anew():
                 self._begin(cache, foreseen())
             made, built = pipeline.finish(begun, gm, request, cache)
@@ -307,6 +329,7 @@ class CachingCompiler:
         if key is not None and guard_count(gm) != guards:
             key, objection = None, "compiling it looked at a symbolic size, on which Dynamo then guards"
         executable = HostProgram(request.name, made, self._workspaces)
+        executable.report.notes += flex  # not in the entry: another process compiles these calls itself
         if key is not None and not self._compiles_anew():
             source = without_groups(without_numbers(made.graph.source, device_numbers(gm)), group_names(gm))
             cache.put_graph(key, replace(made.graph, source=source))

@@ -41,8 +41,8 @@ class Config:
     )
     matmul: Literal["auto", "aten", "own"] = setting(
         "auto",
-        "Kernel for float32 matmul on CPU and for matrix-vector products on GPU. own: dcompile's; aten: ATen's; auto: "
-        "dcompile's on GPU, and on CPUs whose BLAS does not use AVX-512 (AMD).",
+        "Kernel for float32 matmul on CPU, and for products of one row, in 16 bits of up to 16 rows, on GPU. own: "
+        "dcompile's; aten: ATen's; auto: dcompile's on GPU, and on CPUs whose BLAS does not use AVX-512 (AMD).",
     )
     activation_memory_budget: float = setting(
         1.0,
@@ -54,10 +54,11 @@ class Config:
         "Pointwise operations of the forward that the backward recomputes instead of keeping their results. registers: "
         "those inside its kernels; memory: also those that it must write for library calls, such as matmul operands.",
     )
-    chunked_loss: int = setting(
-        0,
-        "Compute `cross_entropy` of a linear layer's result in this many chunks of its classes, at least 2, which the "
-        "backward recomputes: the logits never exist as a whole. 0: off. Losses differ by rounding.",
+    chunked_loss: int | str = setting(
+        "auto",
+        "`cross_entropy` of a linear layer's result without its logits as a whole. auto: where the cost model says "
+        "that this saves memory for little time, in chunks of rows, whose gradients the forward computes. A number, at "
+        "least 2: in this many chunks of classes, which the backward recomputes. 0: never. Losses differ by rounding.",
     )
     autocast_experts: bool = setting(
         False,
@@ -81,6 +82,11 @@ class Config:
         "other's memory, as on one machine, which takes no multiprocessors; elsewhere collectives. collective: always "
         "collectives.",
         in_key=False,  # the ranks' agreement is in the key
+    )
+    all_reduces: Literal["auto", "collective"] = setting(
+        "auto",
+        "How small all-reduces of the model's own, as in tensor parallelism, run on GPUs. auto: as one kernel, where a "
+        "group's ranks can map each other's memory; elsewhere, and with collective, by the group's own collective.",
     )
     shard_copies: Literal["auto", "kept", "gather"] = setting(
         "auto",
@@ -179,7 +185,8 @@ class Config:
     max_autotune: bool = setting(
         False,
         "Measure cuBLASLt's algorithms for each large 16-bit matmul on a GPU, two seconds each, and use the fastest "
-        "one if it beats ATen's choice.",
+        "one if it beats ATen's choice. For products of 2 to 16 rows, measure tiles of dcompile's kernels, and the "
+        "library.",
     )
     coordinate_descent_tuning: bool = setting(
         False,
@@ -372,10 +379,15 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
-def _parts(value: Any) -> int:
+def _parts(value: Any) -> int | str:
+    """A number of chunks of a loss, or `auto`. Raises OptionError."""
+    if value == "auto":
+        return "auto"
     number = int(value) if isinstance(value, str) and value.isdigit() else value
     if isinstance(number, bool) or not isinstance(number, int) or number < 0 or number == 1:
-        raise OptionError(f"dcompile: chunked_loss={number!r} should be a number of parts, at least 2, or 0 for none")
+        raise OptionError(
+            f"dcompile: chunked_loss={number!r} should be 'auto', or a number of parts, at least 2, or 0 for none"
+        )
     return number
 
 

@@ -13,6 +13,8 @@ from dcompile.ir.nodes import Buffer, Loop
 
 HOST = "cpu"
 """Device type whose memory Python and host programs read."""
+MULTIPROCESSORS = 132
+"""Multiprocessors of the GPU that tiles are chosen for; on others the same kernels run, a little less evenly."""
 MAX_INT32_ELEMENTS = 2**31 - 2**20
 """Maximum elements of a 32-bit index in kernels of many threads: a tile may exceed its loop a little."""
 
@@ -94,6 +96,8 @@ class DeviceTraits:
     """Whether a caching allocator returns freed memory without cost. Otherwise fresh pages are slow."""
     has_scalar_float64_functions: bool = False
     """Whether some float64 functions are computed one element at a time."""
+    masked_attention: str = ""
+    """What skips masked pairs of attention: "blocks" (`attention_ops`), "flex" (`flex_masks`), or nothing."""
     computes_loss_gradient_early: bool = False
     """Whether a loss's gradient is better computed in the forward, while its logits are cached."""
     aten: AtenTraits = AtenTraits()
@@ -118,6 +122,7 @@ CPU = DeviceTraits(
     matmul_tile=1,
     has_caching_allocator=False,
     has_scalar_float64_functions=True,
+    masked_attention="blocks",
     computes_loss_gradient_early=True,
     aten=AtenTraits(
         keeps_image_layout=True,
@@ -147,6 +152,7 @@ CUDA = replace(
     },
     has_row_matmul=True,
     has_matmul_epilogues=True,
+    masked_attention="flex",
     aten=AtenTraits(
         checks_while_writing=True,
         shares_attention_heads=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +48,8 @@ Result = TypeVar("Result")
 EPILOGUES = "fuse_matmul_epilogues"
 """Pass whose choices are measured, on the program right before it."""
 Measure: TypeAlias = Callable[[Program], Mapping[Loop, Tile]]
-"""Function that measures which loops to fuse as epilogues: `Request.endings` for the program before that pass."""
+"""Function that measures which loops to fuse as epilogues, and tiles of products of few rows: `Request.endings` for the
+program before these passes."""
 
 
 REPRO = '''"""The graph as it came from lowering: run this file to schedule it and see every kernel's loop."""
@@ -148,7 +150,8 @@ class Pipeline:
 
     def emit(self, program: Program, request: Request) -> Kernels:
         """Emit the kernels of a program."""
-        return emit_all(program, request.kind, self._decisions, own_products=self._own_products())
+        products, one_shot = self._own_products(), self.config.all_reduces == "auto"
+        return emit_all(program, request.kind, self._decisions, own_products=products, one_shot=one_shot)
 
     def begin(self, gm: Any, request: Request, cache: KernelCache) -> PendingGraph:
         """Lower, schedule and emit one FX graph, and start building its kernels."""
@@ -187,20 +190,30 @@ class Pipeline:
         return chosen
 
     def _endings(self, gm: Any, request: Request, arch: int, cache: KernelCache, notes: list[str]) -> Measure | None:
-        """Function that measures epilogues, or None if that is not requested. Lines for the receipt go to `notes`."""
+        """Function that measures kernels of matmuls, or None if that is not requested. Lines for the receipt go to
+        `notes`.
+        """
         config = self.config
-        if not (config.max_autotune and config.epilogue_fusion) or torch.are_deterministic_algorithms_enabled():
+        if not config.max_autotune or torch.are_deterministic_algorithms_enabled():
             return None
 
-        def build(sources: Sequence[KernelSource]) -> Mapping[str, Path]:
-            return self._compilers.begin(Kernels(tuple(sources)), arch, cache).result().libraries
+        build = functools.partial(self.build, arch=arch, cache=cache)
 
         def measure(program: Program) -> Mapping[Loop, Tile]:
-            found = self._timed(request, "endings", lambda: self._tuner.endings(program, _gpu(gm), arch, build))
-            notes.extend(found[1])
-            return found[0]
+            chosen: dict[Loop, Tile] = {}
+            for name, tune in (("endings", self._tuner.endings), ("skinny", self._tuner.skinny)):
+                if name == "endings" and not config.epilogue_fusion:
+                    continue
+                found, lines = self._timed(request, name, functools.partial(tune, program, _gpu(gm), arch, build))
+                chosen |= found
+                notes.extend(lines)
+            return chosen
 
         return measure
+
+    def build(self, sources: Sequence[KernelSource], *, arch: int, cache: KernelCache) -> Mapping[str, Path]:
+        """Build kernels to measure; return name -> archive, including the launcher."""
+        return self._compilers.begin(Kernels(tuple(sources)), arch, cache).result().libraries
 
     def finish(self, begun: PendingGraph, gm: Any, request: Request, cache: KernelCache) -> tuple[Loadable, Built]:
         """Wait for the kernels, and make the graph loadable."""
@@ -290,7 +303,7 @@ class Pipeline:
     def _schedule(
         self, program: Program, request: Request, sizes: Mapping[str, int], measure: Measure | None
     ) -> Program:
-        """Run the loop passes. Epilogues are measured right before the pass that uses them."""
+        """Run the loop passes. Matmuls are measured right before the passes that use the choices."""
         has_loops = any(isinstance(step, Loop) for step in program.steps)
         rows = [row for row in self._passes if has_loops or not row.needs_loops]
         names = [row.name for row in rows]

@@ -36,6 +36,11 @@ def with_own_kernels(config: Config) -> bool:
     return config.own_kernels
 
 
+def recomputes(config: Config) -> bool:
+    """Whether the settings trade time for memory: the backward recomputes more than what is free."""
+    return config.recompute == "memory" or config.activation_memory_budget < 1
+
+
 def nothing(request: Any) -> tuple[Any, ...]:
     """Arguments of a pass that takes only the graph: none."""
     del request

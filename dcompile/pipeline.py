@@ -39,6 +39,7 @@ from dcompile.capture.passes.dynamo.grouped_query_attention import use_grouped_q
 from dcompile.capture.passes.dynamo.inline_regions import inline_checkpoints, inline_nested_regions
 from dcompile.capture.passes.dynamo.loss_gradient_in_forward import compute_loss_gradient_in_forward
 from dcompile.capture.passes.dynamo.recurrent_layers import keep_recurrent_layers_whole
+from dcompile.capture.passes.dynamo.skip_masked_attention import skip_masked_attention
 from dcompile.capture.passes.dynamo.unfold_by_slices import view_unfold_by_slices
 from dcompile.capture.passes.joint.channels_last import use_channels_last
 from dcompile.capture.passes.joint.compact_pool_indices import compact_pool_indices, drop_saved_pool_inputs
@@ -53,7 +54,7 @@ from dcompile.capture.passes.joint.saved_values import (
     save_as_strided_views,
     save_random_values,
 )
-from dcompile.passes import GraphPass, OutputStep, nothing, with_own_kernels
+from dcompile.passes import GraphPass, OutputStep, nothing, recomputes, with_own_kernels
 
 if TYPE_CHECKING:
     from dcompile.codegen.emit.cpp.plan import NestDecision
@@ -71,12 +72,14 @@ DYNAMO_PASSES: tuple[GraphPass, ...] = (
     GraphPass(view_unfold_by_slices, required=True),
     GraphPass(recognize_causal_masks, when=with_own_kernels),
     GraphPass(decompose_decode_attention, when=with_own_kernels),
+    # after causal masks, for which kernels have a flag, and single queries, whose keys are read once
+    GraphPass(skip_masked_attention, lambda request: (request.planned_for, request.figures), when=with_own_kernels),
     # after masks: attention with a mask is left unchanged
     GraphPass(use_grouped_query_attention, lambda request: (request.planned_for,), when=with_own_kernels),
     GraphPass(
         chunk_losses,
-        lambda request: (request.config.chunked_loss,),
-        when=lambda config: bool(config.chunked_loss),
+        lambda request: (request.config.chunked_loss, request.planned_for, recomputes(request.config)),
+        when=lambda config: bool(config.chunked_loss) and (config.chunked_loss != "auto" or with_own_kernels(config)),
         required=True,
     ),
     # after chunks: those losses have no logits left
@@ -168,6 +171,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
     from dcompile.codegen.schedule.fusion.matmul_epilogue import fuse_matmul_epilogues
     from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
     from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
+    from dcompile.codegen.schedule.fusion.skinny_matmul import choose_skinny_matmuls
     from dcompile.codegen.schedule.fusion.split_reductions import (
         refuse_after_split,
         split_column_reductions,
@@ -229,6 +233,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
         LoopPass(group_updates),
         # after all passes that need costs of single steps, and before memory: a matmul with an epilogue has no result
         LoopPass(fuse_matmul_epilogues, lambda request: (dict(request.endings),), reorders_sums=True),
+        LoopPass(choose_skinny_matmuls, lambda request: (dict(request.endings),), reorders_sums=True),
         LoopPass(plan_memory_for_peak, lambda request: (request.kind == "forward",), needs_loops=False, required=True),
     )
 

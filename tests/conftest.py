@@ -48,6 +48,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What has been imported stays: looking through it for garbage again and again took a twentieth of the run."""
+    if "torch" in sys.modules:
+        from tests.device import seed_cpu_alone
+
+        seed_cpu_alone()
     gc.freeze()
     gc.set_threshold(700, 10, 50)  # what is left is little, and would be looked through as soon as it grew by a fourth
     gc.enable()

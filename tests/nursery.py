@@ -1,9 +1,10 @@
-"""Processes that are born with everything imported: forks of a server that has run nothing.
+"""Processes that are born with everything imported: forks of a server that has run next to nothing.
 
 Importing torch, Dynamo and transformers takes seconds of CPU time, and the first trace one more. What is forked from
-the server is as good as a process that has just done so: it has compiled nothing with dcompile, loaded none of its
-kernels, and is in no process group. CUDA does not survive a fork: where torch is built for it, processes start from
-nothing.
+the server is as good as a process that has just done so. It has compiled one linear layer with ATen's kernels, loaded
+no kernel of dcompile's, and is in no process group. Workers of pytest, and scripts that tests start with
+`sys.executable`, compile first without that. CUDA does not survive a fork: where torch is built for it, processes start
+from nothing.
 """
 
 from __future__ import annotations

@@ -10,12 +10,15 @@ import torch
 
 from dcompile import autotune
 from dcompile.codegen.schedule.fusion import matmul_epilogue
+from dcompile.codegen.schedule.fusion.skinny_matmul import LIBRARY, choose_skinny_matmuls
 from dcompile.collectives.contract import Request
 from dcompile.config import Config
 from dcompile.driver import Pipeline
 from dcompile.errors import BuildError
 from dcompile.ir.nodes import Loop
+from dcompile.ir.verify import verify
 from dcompile.runtime.measure import autotune as measure_autotune
+from dcompile.runtime.measure import skinny_contest
 from tests.codegen.emit import products
 
 GPU = torch.device("cuda", 0)
@@ -105,6 +108,60 @@ def test_a_kind_that_there_is_no_room_to_measure_is_named(contests, monkeypatch)
 def test_tiles_of_older_gpus_need_no_copy_engine():
     assert not any(tile.descriptors for tile in autotune.tiles(89, 128))
     assert all(tile.programs in (0, 132, 264) for tile in autotune.tiles(90, 132))
+
+
+def few_rows(x, w, v, b):
+    h = torch.nn.functional.silu(x @ w.t())
+    return h @ v.t() + x @ w.t(), torch.addmm(b, x, v.t())
+
+
+@pytest.fixture
+def skinny_contests(monkeypatch):
+    """What has been measured: with one product the last tile is fastest, with two the library."""
+    seen = []
+
+    def fastest(contest, usual, launcher, device):
+        seen.append(contest)
+        assert usual in contest.rivals and launcher == Path("gpu_launch") and device == GPU
+        return None if len(contest.matmuls) == 2 else [*contest.rivals][-1]
+
+    monkeypatch.setattr(skinny_contest, "fastest_skinny", fastest)
+    return seen
+
+
+FEW = products.program(few_rows, (4, 512), (512, 512), (512, 512), (512,))
+
+
+def test_products_of_few_rows_are_measured_with_what_surrounds_them(skinny_contests):
+    tuner = autotune.Tuner()
+    chosen, notes = tuner.skinny(FEW, GPU, 90, build)
+    again, _ = tuner.skinny(FEW, GPU, 90, build)
+    assert again == chosen and len(skinny_contests) == len(chosen) >= 2
+    tiles = sorted(map(str, chosen.values()))
+    assert "8x128x64, 8 warps" in tiles
+    assert notes[0].startswith("max_autotune: products of few rows: ") and "4x512x512 by" in notes[0]
+    for contest in skinny_contests:
+        names = {buffer.name for buffer in contest.buffers}
+        for rows in contest.rivals.values():
+            assert {name for row in rows for name in row.arguments} <= names
+        if contest.matmuls:
+            results = {matmul.out for matmul in contest.matmuls}
+            assert results <= names
+            assert all(results & set(row.arguments) for row in contest.separate)
+    after = choose_skinny_matmuls(FEW, chosen)
+    verify(after)
+    assert [step.tile for step in after.steps if isinstance(step, Loop) and step.tile] == [
+        tile for tile in chosen.values() if tile != LIBRARY
+    ]
+
+
+def test_few_rows_keep_their_tiles_where_kernels_cannot_be_compiled(skinny_contests):
+    def fail(sources):
+        raise BuildError("no compiler\nat all")
+
+    chosen, notes = autotune.Tuner().skinny(FEW, GPU, 90, fail)
+    assert not chosen and not skinny_contests
+    assert notes == ["max_autotune: products of few rows keep their tiles, since kernels failed: no compiler"]
 
 
 @pytest.mark.parametrize("config", [Config(verify=True), Config(verify=True, skip="fuse_matmul_epilogues")], ids=str)

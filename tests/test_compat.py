@@ -4,6 +4,7 @@ import copy
 import logging
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -48,8 +49,36 @@ def test_the_frame_callback_is_wrapped_for_new_frames_only():
     compiled = context(function)
     assert compiled(torch.zeros(1)).item() == 1
     assert seen.count("function") == 1  # beside frames of torch itself, which Dynamo then skips
+    assert torch._dynamo.disable(function).__code__.co_name not in seen  # code that all graphs and threads share
     count = len(seen)
     assert compiled(torch.zeros(1)).item() == 1 and len(seen) == count
+
+
+def test_threads_compile_one_after_the_other():
+    """What is set around Dynamo's work on a frame holds for all threads."""
+    import contextlib
+
+    inside, most = [], []
+
+    @contextlib.contextmanager
+    def around(code, late):
+        inside.append(code)
+        most.append(len(inside))
+        time.sleep(0.05)
+        yield
+        inside.pop()
+
+    def compile_one(number):
+        context = compat.dynamo.optimize(lambda gm, _: gm, fullgraph=False, guard_filter_fn=None, limits={})
+        compat.dynamo.wrap_frame_callback(context, around)
+        assert context(lambda x: x + number)(torch.zeros(1)).item() == number
+
+    threads = [threading.Thread(target=compile_one, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert set(most) == {1}
 
 
 @pytest.mark.parametrize(

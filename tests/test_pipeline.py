@@ -123,6 +123,7 @@ def test_an_unknown_pass_is_refused_by_name():
         Pipeline(Config.make(options={"skip": "fuze"}))
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_dump_shows_every_program_its_changes_and_the_host_code(tmp_path):
     against_eager(dump=str(tmp_path))
     for graph in ("forward0", "backward0"):

@@ -90,6 +90,10 @@ def _milliseconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}" if value < 100 else f"{value:.1f}"
 
 
+BASES = ("torch.compile", "inductor")
+"""Peers that others are compared with; the first that a line has."""
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return a table in Markdown."""
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
@@ -102,7 +106,7 @@ def steps_table(results: Sequence[Result]) -> list[str]:
     for result in results:
         for name, line in result.data["lines"].items():
             peers = line.get("peers", line)
-            base = next((peers[peer].get("ms") for peer in ("torch.compile", "inductor") if peer in peers), None)
+            base = next((peers[peer].get("ms") for peer in BASES if peer in peers), None)
             for peer, figure in peers.items():
                 if isinstance(figure, Mapping) and "ms" in figure:
                     newest.setdefault(name, {}).setdefault(peer, (figure, base))
@@ -111,6 +115,7 @@ def steps_table(results: Sequence[Result]) -> list[str]:
         for peer, (figure, base) in peers.items():
             rest = [_milliseconds(figure["ms"]), _ratio(figure["ms"] / base if base else None)]
             memory, warm_up = figure.get("peak_mib"), figure.get("warm_up_s")
+            memory = figure["peak_gb"] * 1e9 / 2**20 if "peak_gb" in figure else memory
             rest += ["-" if memory is None else f"{memory:.0f}", "-" if warm_up is None else f"{warm_up:.0f}"]
             rows.append((name, peer, *rest))
     return table(("line", "peer", "ms", "of torch.compile's", "peak MiB", "warm-up s"), rows)
@@ -164,12 +169,48 @@ def ranks_table(results: Sequence[Result]) -> list[str]:
     return table(("wrapper", "peer", "ms", "of stock's", "warm-up s"), rows)
 
 
+def decode_table(results: Sequence[Result]) -> list[str]:
+    """Return each peer's newest milliseconds a token, with its floor and its ratio to torch.compile's in its file."""
+    newest: dict[str, tuple[str, ...]] = {}
+    for result in results:
+        lines, floors = result.data["lines"], result.data["floor_ms"]
+        for name, line in lines.items():
+            if "ms" not in line:
+                continue
+            peer, _, batch = name.partition(", batch ")
+            base = lines.get(name.replace(peer, "torch.compile reduce-overhead"), {}).get("ms")
+            floor = floors[batch or "1"] if isinstance(floors, Mapping) else floors
+            known = "copy_bytes_per_second" in result.data or "H200" in result.device  # older floors are an H200's
+            share = f"{floor / line['ms']:.0%}" if known else "-"
+            rest = _milliseconds(line["ms"]), share, _ratio(line["ms"] / base if base else None)
+            newest.setdefault(name, (batch or "1", peer, *rest, f"{line['warm_up_s']:.0f}"))
+    head = ("batch", "peer", "ms a token", "of the floor", "of torch.compile reduce-overhead's", "warm-up s")
+    return table(head, newest.values())
+
+
+def few_rows_table(results: Sequence[Result]) -> list[str]:
+    """Return microseconds of the library and of dcompile's tiles in each line, with shares of a copy's rate."""
+    newest: dict[str, Mapping[str, Any]] = {}
+    for result in results:
+        for name, line in result.data["lines"].items():
+            newest.setdefault(name, line)
+    who = ("library", "usual", "best")
+    rows = [
+        (name, *(f"{line['us'][n]:.1f} ({line['shares'][n]:.0%})" for n in who), line["usual"], line["best"])
+        for name, line in newest.items()
+    ]
+    return table(("line", "library us", "usual tile us", "best tile us", "usual tile", "best tile"), rows)
+
+
 SECTIONS: Mapping[str, tuple[str, Callable[[Sequence[Result]], list[str]]]] = {
     "gpu_ddp_fsdp": ("DDP and FSDP2 on GPUs", steps_table),
     "gpu_train": ("Training on one GPU", steps_table),
     "gpu_models": ("Models on one GPU", steps_table),
     "gpu_breadth": ("What else people compile, on one GPU", steps_table),
-    "gpu_decode": ("Decoding one token on one GPU", steps_table),
+    "gpu_cross_entropy": ("A language model's last layer with its loss, on one GPU", steps_table),
+    "gpu_deepspeed": ("DeepSpeed on GPUs", steps_table),
+    "gpu_decode": ("Decoding on GPUs", decode_table),
+    "gpu_few_rows": ("Products of few rows on one GPU", few_rows_table),
     "gpu_kernels": ("Kernels on one GPU", steps_table),
     "overlap_cpu": ("DDP and FSDP2 on two CPU ranks", ranks_table),
     "cpu_models": ("Models on a CPU, forward and backward", speed_table),

@@ -26,9 +26,11 @@ from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
 from dcompile.capture.passes.joint.absent_gradients import can_be_absent, shapes_of, tangents
 from dcompile.capture.passes.repeated_layers.find import RepeatedLayers, repeated_layers, shorten
 from dcompile.capture.passes.repeated_layers.replicate import LayersDiffer, check_inputs, unfold
+from dcompile.capture.services import figures_by_type
 from dcompile.capture.trace_cache.graph_trace import GraphTrace
 from dcompile.capture.trace_cache.trace_key import trace_key
 from dcompile.capture.trace_cache.traced_graph import KeptTrace, TraceFacts
+from dcompile.compat.trace_symbols import SizeSymbols
 from dcompile.passes import GraphPass
 
 
@@ -46,7 +48,7 @@ class DynamoGraph(GraphPrograms):
         example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
         self._examine(gm, example_inputs)
         store = self.model.services.compiler.traces() if self.needs_data else None
-        trace = self.trace = GraphTrace(store, lambda: self._trace_key(gm, example_inputs))
+        trace = self.trace = GraphTrace(store, lambda symbols: self._trace_key(gm, example_inputs, symbols))
         if trace.cached is not None:
             compiled, seen = self._replay(gm, trace.cached, example_inputs), trace.cached.facts.without_gradients
         else:
@@ -56,15 +58,16 @@ class DynamoGraph(GraphPrograms):
         compiled = self._leaving_absent(self.sync.watch_parameters(compiled, self.params))
         return compat.dynamo.no_dynamo(view_without_gradients(compiled, seen), "a compiled graph")
 
-    def _trace_key(self, gm: Any, example_inputs: Sequence[Any]) -> str:
+    def _trace_key(self, gm: Any, example_inputs: Sequence[Any], symbols: SizeSymbols) -> str:
         """What the graph's trace is called in the cache: by all that it follows from. Raises NotKeepable."""
         infos = self.adapter.param_infos() if self.sync.sharded is not None else ()
         sharded = [(at, infos[number].shard) for at, number in sorted(self.params.items()) if infos]
         facts = (
             f"token {self.adapter.carries_sync} goes on {self._goes_on} on {self.planned_for} {self.device}",
+            f"figures {figures_by_type(torch.device(self.device).type)}",  # masks are skipped where they gain
             f"sharded {[(at, shard is not None and shard.reshard) for at, shard in sharded]}",
         )
-        return trace_key(gm, example_inputs, self.model.settings.config, facts)
+        return trace_key(gm, example_inputs, self.model.settings.config, facts, symbols)
 
     def _trace_graph(self, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Rewrite a graph, have AOTAutograd trace it, and compile what comes of it."""
@@ -124,7 +127,8 @@ class DynamoGraph(GraphPrograms):
             self.captured = captured_calls(self.model, gm, self.params)
 
     def _run_passes(self, passes: Sequence[GraphPass], gm: Any, stage: str) -> None:
-        request = GraphRequest(self.model.settings.config, f"graph{self.number}", self.planned_for, self._find_shards)
+        config, name = self.model.settings.config, f"graph{self.number}"
+        request = GraphRequest(config, name, self.planned_for, self._find_shards, figures_by_type)
         report = run_passes(passes, gm, request, stage)
         self.notes += report.notes
         self.fallbacks.update(report.fallbacks)

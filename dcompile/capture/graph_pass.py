@@ -13,6 +13,7 @@ from typing import Any
 from dcompile.artifacts import dump
 from dcompile.config import Config
 from dcompile.logs import log
+from dcompile.machine_model import Figures, table_figures
 from dcompile.passes import GraphPass, PassReport
 
 DONATED = "dcompile_donated"
@@ -30,6 +31,8 @@ class GraphRequest:
     """Type of the device that a graph is planned for, if it was captured on another."""
     sharded_parameters: Callable[[Any], Iterable[Any]] = lambda gm: ()
     """Function from a graph to its placeholders of sharded parameters."""
+    figures: Callable[[str], Figures] = table_figures
+    """Function from a device type to the figures of this machine's device."""
 
 
 def run_passes(passes: Sequence[GraphPass], gm: Any, request: GraphRequest, stage: str) -> PassReport:

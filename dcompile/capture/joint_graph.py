@@ -13,7 +13,7 @@ import torch
 from dcompile import compat
 from dcompile.capture.aliasing.memory import memory_of
 from dcompile.capture.graph_pass import DONATED
-from dcompile.capture.passes.dynamo.loss_gradient_in_forward import AHEAD
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import AHEAD
 from dcompile.capture.passes.joint.min_cut import minimum_cut
 from dcompile.capture.passes.joint.saved_values import COPIES, VIEWS
 from dcompile.device_traits import traits_of

@@ -145,6 +145,11 @@ MakeShards = Callable[[Mapping[int, ShardUnit], Mapping[str, ShardGroup]], Shard
 """(unit number -> unit, group name -> group) -> the sharded parameters with their collectives."""
 
 
+def figures_by_type(kind: str) -> Figures:
+    """Return the table's figures of this machine's device of a type."""
+    return table_figures(torch.cuda.get_device_name() if kind == "cuda" and torch.cuda.is_available() else kind)
+
+
 def figures_from_table(device: Any, _group: Any) -> Figures:
     """Return the table's figures of a device."""
     return table_figures(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")

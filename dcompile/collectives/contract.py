@@ -103,7 +103,9 @@ class Request:
     groups: tuple[tuple[str, GroupSize], ...] = ()
     """(group within the plan, its size and communicator)."""
     endings: tuple[tuple[Loop, Tile], ...] = ()
-    """Loops to fuse as GEMM epilogues, each with the tile measured as best on the rank that compiles."""
+    """Loops to fuse as GEMM epilogues, and products of few rows, each with the tile measured as best on the rank that
+    compiles.
+    """
     early_bytes: int | None = None
     """Bytes that overlapping collectives may add to the graph's peak memory; None: one incoming and one
     outgoing unit.

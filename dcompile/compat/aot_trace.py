@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from dcompile.compat.trace_records import Record
+    from dcompile.compat.trace_symbols import SizeSymbols
 
 _COLLECTS = "run_functionalized_fw_and_collect_metadata"
 """torch's function that finds a graph's mutations and aliases."""
@@ -34,7 +35,7 @@ class TracedMetadata:
 
 
 @contextlib.contextmanager
-def recording_metadata(found: TracedMetadata) -> Iterator[None]:
+def recording_metadata(found: TracedMetadata, symbols: SizeSymbols) -> Iterator[None]:
     """Record in `found` AOTAutograd's metadata of the first graph that it traces."""
     from torch._functorch._aot_autograd import graph_compile
 
@@ -57,7 +58,7 @@ def recording_metadata(found: TracedMetadata) -> Iterator[None]:
             results = own(*args, **kwargs)
             if not traced:
                 traced = True
-                _record(found, wrappers, kwargs.get("fw_metadata"), results)
+                _record(found, wrappers, kwargs.get("fw_metadata"), results, symbols)
             return results
 
         return trace
@@ -70,7 +71,7 @@ def recording_metadata(found: TracedMetadata) -> Iterator[None]:
         yield
 
 
-def _record(found: TracedMetadata, wrappers: list[Any], metadata: Any, results: Any) -> None:
+def _record(found: TracedMetadata, wrappers: list[Any], metadata: Any, results: Any, symbols: SizeSymbols) -> None:
     """Make the record, or set the reason why there is none."""
     from dcompile.compat.trace_records import NotKeepable, RecordWriter
 
@@ -81,18 +82,18 @@ def _record(found: TracedMetadata, wrappers: list[Any], metadata: Any, results: 
             raise NotKeepable("AOTAutograd takes tensors apart for it")
         if metadata.tokens:
             raise NotKeepable("it has operators whose effects are kept in order")
-        writer = RecordWriter()
+        writer = RecordWriter(symbols)
         found.record = {"metadata": writer.value(metadata)} | writer.tables()
         found.objection = ""
     except NotKeepable as reason:
         found.record, found.objection = None, str(reason)
 
 
-def metadata_of(record: Mapping[str, Any], fake_mode: Any) -> Any:
+def metadata_of(record: Mapping[str, Any], symbols: SizeSymbols) -> Any:
     """Rebuild AOTAutograd's metadata object. Raises NotKeepable."""
     from dcompile.compat.trace_records import RecordReader
 
-    return RecordReader(record, fake_mode).value(record["metadata"])
+    return RecordReader(record, symbols).value(record["metadata"])
 
 
 @contextlib.contextmanager

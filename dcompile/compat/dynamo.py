@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,9 +31,24 @@ def optimize(
     # Frames after a graph break belong to code that all models of a class share, with one limit on recompilations.
     # Where torch can, give each model its own cache.
     more = {"isolate_recompiles": True} if isolates_recompiles() else {}
+    _skip_disabled_functions()
     return torch._dynamo.optimize(  # type: ignore[no-untyped-call, unused-ignore]
         backend=backend, nopython=fullgraph, guard_filter_fn=guard_filter_fn, **more, **limits
     )
+
+
+@functools.cache
+def _skip_disabled_functions() -> None:
+    """Mark the code of functions that Dynamo leaves out as skipped, once and for all.
+
+    Every compiled graph is called through this code. Otherwise Dynamo is asked about it for each model, which two
+    threads must not do at once: one frees what the other writes to (torch 2.13, `isolate_recompiles`).
+    """
+    import torch
+    from torch._dynamo.eval_frame import skip_code
+
+    disabled: Any = torch._dynamo.disable(lambda: None)  # type: ignore[no-untyped-call, unused-ignore]
+    skip_code(disabled.__code__)
 
 
 def forget_backend(backend: Any) -> None:
@@ -101,20 +117,24 @@ def wrap_frame_callback(
     if not callable(inner) or isinstance(inner, bool):
         return  # TORCHDYNAMO_DISABLE=1: nothing will be compiled, and the context has no callback
 
+    from torch._dynamo.convert_frame import compile_lock
+
     def callback(frame: Any, *args: Any, **kwargs: Any) -> Any:
         if left_to_eager(frame.f_locals.get("self")):
             return _eager_once()
-        breaks = graph_break_count()
-        try:
-            with around(frame.f_code, late_sizes):
-                result = inner(frame, *args, **kwargs)
-        except Exception as error:
-            if not (late_sizes and _is_about_late_sizes(error)):
-                raise
+        with compile_lock:  # `around` changes settings of all threads, whose frames Dynamo compiles under this lock
             breaks = graph_break_count()
-            with around(frame.f_code, False):
-                result = inner(frame, *args, **kwargs)
-        compiled(frame.f_code, getattr(result, "guarded_code", None) if graph_break_count() == breaks else None)
+            try:
+                with around(frame.f_code, late_sizes):
+                    result = inner(frame, *args, **kwargs)
+            except Exception as error:
+                if not (late_sizes and _is_about_late_sizes(error)):
+                    raise
+                breaks = graph_break_count()
+                with around(frame.f_code, False):
+                    result = inner(frame, *args, **kwargs)
+            whole = graph_break_count() == breaks
+        compiled(frame.f_code, getattr(result, "guarded_code", None) if whole else None)
         return result
 
     # Dynamo finds the backend of a cached frame through this attribute

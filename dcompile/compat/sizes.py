@@ -119,6 +119,12 @@ def size_expression(size: Any) -> Any:
     return size.node.shape_env.simplify(size.node.expr)
 
 
+@functools.lru_cache(maxsize=4096)
+def expression_text(expression: Any) -> str:
+    """Text of a size's expression: sympy takes 40 us to print one, and a graph has a dozen, thousands of times."""
+    return str(expression)
+
+
 def least_value(shape_env: Any, symbol: Any) -> int | None:
     """Smallest value of a size symbol that torch knows without a guard; None if none."""
     known = shape_env.var_to_range.get(symbol)

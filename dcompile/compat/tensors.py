@@ -357,15 +357,32 @@ def fake_tensor(
 
     Not inside a mode of fake tensors.
     """
-    import torch
     from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
     if storage is None:
-        return FakeTensor(mode, torch.empty_strided(shape, strides, dtype=dtype, device="meta"), device)
-    made = torch.empty_strided((0,), (1,), dtype=dtype, device="meta")
+        return FakeTensor(mode, meta_tensor(dtype, None, offset, shape, strides), device)
     with in_kernel_invocation_manager(mode):
-        made.set_(storage, offset, shape, strides)  # type: ignore[call-overload, unused-ignore]
+        made = meta_tensor(dtype, storage, offset, shape, strides)
     return FakeTensor(mode, made, device)
+
+
+def meta_tensor(
+    dtype: torch.dtype, storage: Any, offset: int, shape: Sequence[int], strides: Sequence[int]
+) -> torch.Tensor:
+    """A meta tensor in memory of `fake_memory`, or of its own where `storage` is None."""
+    import torch
+
+    if storage is None:
+        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    made = torch.empty_strided((0,), (1,), dtype=dtype, device="meta")
+    return made.set_(storage, offset, shape, strides)  # type: ignore[call-overload, no-any-return, unused-ignore]
+
+
+def fake_copy(mode: Any, prototype: torch.Tensor, device: Any) -> Any:
+    """A fake tensor with the layout of a meta tensor, in its storage."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor(mode, prototype, device)
 
 
 @functools.cache

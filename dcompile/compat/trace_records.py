@@ -9,18 +9,20 @@ import base64
 import dataclasses
 import enum
 import functools
+import json
+import math
 import operator
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 
-from dcompile.compat.tensors import fake_memory, fake_tensor, real_tensors
-from dcompile.ir.index import element_span
-
-Record: TypeAlias = Any
-"""JSON data: None, numbers, texts, and lists. A dictionary with one entry names a kind of value."""
+from dcompile.compat.inductor import FLEX, is_flex
+from dcompile.compat.tensors import real_tensors
+from dcompile.compat.trace_expressions import NotKeepable as NotKeepable
+from dcompile.compat.trace_expressions import Record as Record
+from dcompile.compat.trace_symbols import SizeSymbols
+from dcompile.compat.trace_tensors import FakeTensors
 
 OWN_OPS = "dcompile"
 """Prefix of dcompile's operator namespaces."""
@@ -28,12 +30,22 @@ OP_NAMESPACES = frozenset(("aten", "prims", "prim", "_c10d_functional", "_c10d_f
 """Namespaces of torch's own operators, whose behavior follows from torch's version."""
 LARGEST_CONSTANT = 4096
 """Maximum bytes of a constant tensor that a record stores."""
-_FUNCTIONS = {"getitem": operator.getitem}
-"""Functions that a traced graph calls apart from torch's operators."""
+_OPERATORS = "getitem add sub mul floordiv truediv mod pow neg eq ne lt le gt ge and_ or_"
+_SIZE_FUNCTIONS = "sym_max sym_min sym_int sym_float sym_not sym_ite sym_sum"
+"""Functions of torch on symbolic sizes."""
 
 
-class NotKeepable(Exception):
-    """Raised for a value of a traced or captured graph that has no record. The message names it."""
+@functools.cache
+def _functions() -> Mapping[str, Any]:
+    """Name -> function that a traced graph calls apart from torch's operators."""
+    found: dict[str, Any] = {f"operator.{name}": getattr(operator, name) for name in _OPERATORS.split()}
+    found |= {f"math.{function.__name__}": function for function in (math.trunc, math.floor, math.ceil)}
+    return found | {f"torch.{name}": getattr(torch, name) for name in _SIZE_FUNCTIONS.split() if hasattr(torch, name)}
+
+
+@functools.cache
+def _function_names() -> Mapping[Any, str]:
+    return {function: name for name, function in _functions().items()}
 
 
 def is_known_op(name: str) -> bool:
@@ -63,7 +75,8 @@ def _types() -> Mapping[str, type]:
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
 
-    found = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor, int, float, bool, type(None))
+    found: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+    found += (int, float, bool, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
     return {kind.__name__: kind for kind in found}
 
 
@@ -87,19 +100,34 @@ def _is_dtype(value: Any) -> bool:
 
 
 class RecordWriter:
-    """Writer of records. It stores each tensor, text and module stack once."""
+    """Writer of records. It stores each tensor, text, symbolic size and module stack once."""
 
-    def __init__(self, node_of: Callable[[torch.fx.Node], int] | None = None) -> None:
+    def __init__(self, symbols: SizeSymbols, node_of: Callable[[torch.fx.Node], int] | None = None) -> None:
         """`node_of` returns the number of a node; None if no node may occur."""
         self._node_of = node_of
         self._tensors: dict[Any, int] = {}
         self._storages: dict[int, int] = {}
-        self._sizes: list[int] = []
+        self._sizes: list[Record] = []
         self._texts: dict[Any, int] = {}
+        self._symbols = symbols
+        self._symbolic: dict[str, int] = {}
 
     def tables(self) -> dict[str, Record]:
         """Return the tables that records refer to by number."""
-        return {"tensors": [list(key) for key in self._tensors], "storages": self._sizes, "texts": list(self._texts)}
+        return {
+            "tensors": [list(key) for key in self._tensors],
+            "storages": self._sizes,
+            "texts": list(self._texts),
+            "sizes": [json.loads(size) for size in self._symbolic],
+        }
+
+    def _size(self, value: Any) -> int | tuple[int]:
+        """Return a number of a tensor's layout, or where it is symbolic a tuple with its place in the table."""
+        if type(value) is int:
+            return value
+        if value.node.expr.is_Integer:  # a guard has made it a number
+            return int(value.node.expr)
+        return (self._symbolic.setdefault(json.dumps(self._symbols.record(value)), len(self._symbolic)),)
 
     def text(self, value: str) -> int:
         """Return the number of a frequent text."""
@@ -147,7 +175,7 @@ class RecordWriter:
         if isinstance(value, type) and _types().get(value.__name__) is value:
             return {"type": value.__name__}
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise NotKeepable("its sizes are symbolic")
+            return {"symbolic": self._symbolic.setdefault(json.dumps(self._symbols.record(value)), len(self._symbolic))}
         if type(value).__name__ == "ViewMetaSequence":
             raise NotKeepable("a result is a view that is made anew")
         if _described().get(type(value).__name__) is type(value):
@@ -169,28 +197,29 @@ class RecordWriter:
             raise NotKeepable(f"it holds a {type(value).__name__}")
         if value.layout is not torch.strided or value.is_conj() or value.is_neg():
             raise NotKeepable("it holds a tensor that is not plain: sparse, or marked as a conjugate or a negative")
-        lies = (*value.shape, *value.stride(), value.storage_offset(), nbytes := value.untyped_storage().nbytes())
-        if not all(type(number) is int for number in lies):
-            raise NotKeepable("its sizes are symbolic")
         storage = self._storages.setdefault(value.untyped_storage()._cdata, len(self._storages))
         if storage == len(self._sizes):
-            self._sizes.append(nbytes)
+            self._sizes.append(self._size(value.untyped_storage().nbytes()))
+        shape, strides = (tuple(map(self._size, numbers)) for numbers in (value.shape, value.stride()))
         dtype = _names()["dtype"][value.dtype]
-        key = (storage, dtype, str(value.device), tuple(value.shape), value.stride(), value.storage_offset())
+        key = (storage, dtype, str(value.device), shape, strides, self._size(value.storage_offset()))
         return self._tensors.setdefault(key, len(self._tensors))
 
 
 class RecordReader:
     """Reader of records. Use it outside fake tensor modes. Raises NotKeepable for unknown records."""
 
-    def __init__(self, tables: Mapping[str, Record], fake_mode: Any) -> None:
-        self._fake_mode = fake_mode
-        self._rows = tables["tensors"]
+    def __init__(
+        self, tables: Mapping[str, Record], symbols: SizeSymbols, boundary: Collection[int] | None = None
+    ) -> None:
+        """`symbols`: those of this compilation, in the order of the one that was recorded.
+
+        `boundary`: storages in which tensors of symbolic size share memory as recorded; None for all.
+        """
         self._texts = tables["texts"]
-        self._sizes = tables["storages"]
-        self._holders = Counter(row[0] for row in self._rows)
-        self._storages: dict[int, Any] = {}
-        self._tensors: dict[int, Any] = {}
+        self._symbolic = [symbols.size_of(record) for record in tables["sizes"]]
+        self._rows = tables["tensors"]
+        self._tensors = FakeTensors(symbols.fake_mode, self._rows, tables["storages"], self._size, boundary)
         self.nodes: list[torch.fx.Node] = []
         """Nodes made so far, by the number that records use."""
 
@@ -232,22 +261,15 @@ class RecordReader:
 
     def tensor(self, number: int) -> Any:
         """Return a fake tensor, the same one for equal numbers."""
-        if number not in self._tensors:
-            storage, name, device, shape, strides, offset = self._rows[number]
-            dtype = _by_name("dtype", name)
-            lonely = self._holders[storage] == 1 and self._sizes[storage] == _span(shape, strides, dtype) and not offset
-            if not lonely and storage not in self._storages:
-                self._storages[storage] = fake_memory(self._sizes[storage])
-            memory = None if lonely else self._storages[storage]  # half the time if nothing shares the storage
-            self._tensors[number] = fake_tensor(
-                self._fake_mode, dtype, torch.device(device), memory, offset, shape, strides
-            )
-        return self._tensors[number]
+        return self._tensors.tensor(number, _by_name("dtype", self._rows[number][1]))
 
+    def symbolic(self, number: int) -> Any:
+        """Return a symbolic size by its number."""
+        return self._symbolic[number]
 
-def _span(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
-    """Return bytes from the start of a tensor's first element to the end of its last."""
-    return element_span(shape, strides) * dtype.itemsize
+    def _size(self, record: Record) -> Any:
+        """Return a number of a tensor's layout."""
+        return record if isinstance(record, int) else self._symbolic[record[0]]
 
 
 def _by_name(kind: str, name: str) -> Any:
@@ -260,6 +282,7 @@ def _by_name(kind: str, name: str) -> Any:
 _READERS: Mapping[str, Callable[[RecordReader, Any], Any]] = {
     "n": RecordReader.node,
     "x": RecordReader.tensor,
+    "symbolic": RecordReader.symbolic,
     "t": lambda reader, held: tuple(reader.items(held)),
     "d": RecordReader.mapping,
     "set": lambda reader, held: set(reader.items(held)),
@@ -275,6 +298,16 @@ _READERS: Mapping[str, Callable[[RecordReader, Any], Any]] = {
     "enum": lambda _, held: _described()[held[0]][held[1]],
     "description": RecordReader.description,
 }
+
+
+def node_numbers(record: Record) -> Iterator[int]:
+    """Yield the numbers of the nodes in a record."""
+    if isinstance(record, list):
+        for item in record:
+            yield from node_numbers(item)
+    elif isinstance(record, dict):
+        ((kind, held),) = record.items()
+        yield from [held] if kind == "n" else node_numbers(held)
 
 
 def op_name(op: Any) -> str:
@@ -297,16 +330,21 @@ def target_name(target: Any) -> str:
     """Return the name of a call node's target. Raises NotKeepable."""
     if isinstance(target, torch._ops.OpOverload):
         return op_name(target)
-    name = getattr(target, "__name__", "")
-    if _FUNCTIONS.get(name) is not target:
+    if is_flex(target):
+        return f"flex.{target}"
+    name = _function_names().get(target)
+    if name is None:
         raise NotKeepable(f"it calls {getattr(target, '__name__', type(target).__name__)}, which is no operator")
-    return f"operator.{name}"
+    return name
 
 
 def target_of(name: str) -> Any:
     """Return the target with a name of `target_name`."""
     module, _, function = name.partition(".")
-    return _FUNCTIONS[function] if module == "operator" else op_of(name)
+    if module == "flex" and function in FLEX:
+        return getattr(torch.ops.higher_order, function)
+    found = _functions().get(name)
+    return op_of(name) if found is None else found
 
 
 def constant_record(value: Any) -> Record:

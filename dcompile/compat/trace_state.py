@@ -13,7 +13,8 @@ import math
 import operator
 import sys
 import types
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,14 @@ import torch
 
 from dcompile.compat.tensors import real_tensors
 from dcompile.compat.trace_records import NotKeepable, op_name
+from dcompile.compat.trace_symbols import SizeSymbols, is_symbolic
 
 _TRACED_BODIES = frozenset(
-    ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "autograd_function_apply", "invoke_subgraph")
-)
+    (
+        "tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "autograd_function_apply", "invoke_subgraph",
+        "flex_attention",
+    )
+)  # fmt: skip
 """Higher-order operators of torch that only call subgraphs of the captured graph."""
 _BACKENDS = frozenset(("CPU", "CUDA", "MPS", "XPU", "HIP", "MTIA", "HPU", "Meta", "MkldnnCPU", "QuantizedCPU"))
 """Dispatch keys of kernels, which do not change a trace. `Meta` functions, which compute shapes, are torch's own."""
@@ -180,29 +185,64 @@ def _is_plain_class(target: Any) -> bool:
     return isinstance(target, type) and (module == "torch" or module.startswith("torch."))
 
 
-def tensor_text(value: torch.Tensor, storages: dict[int, int]) -> str:
-    """Return an input's or constant's properties that tracing reads. `storages` numbers storages by first use.
-
-    Raises NotKeepable for tensor subclasses with their own dispatch.
-    """
+@functools.cache
+def _plain_types() -> tuple[type, ...]:
+    """Types of tensors without dispatch of their own."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    if type(value) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
+    return torch.Tensor, torch.nn.Parameter, FakeTensor
+
+
+def tensor_text(
+    value: torch.Tensor, storages: dict[int, int], symbols: SizeSymbols, whole_of: torch.Tensor | None = None
+) -> str:
+    """Return an input's or constant's properties that tracing reads. `storages` numbers storages by first use.
+
+    Sizes are those of the fake tensor that will be traced. `whole_of`: the fake tensor of a view of this one. Raises
+    NotKeepable for tensor subclasses with their own dispatch.
+    """
+    if type(value) not in _plain_types():
         raise NotKeepable(f"an input is a {type(value).__name__}")
     if value.layout is not torch.strided or value.is_quantized:
         raise NotKeepable(f"an input is {value.layout}")
-    storage = value.untyped_storage()
-    number = storages.setdefault(storage._cdata, len(storages))
-    sizes = (*value.shape, *value.stride(), value.storage_offset(), nbytes := storage.nbytes())
-    if not all(type(size) is int for size in sizes):
-        raise NotKeepable("its sizes are symbolic")
+    number = storages.setdefault(value.untyped_storage()._cdata, len(storages))
+    known: Any = symbols.fake_of(value) if whole_of is None else whole_of._base
+    if known is None:
+        raise NotKeepable("a view of memory that the captured graph does not know")
     marks = (value.requires_grad, value.is_leaf, value.is_conj(), value.is_neg(), value.is_inference())
-    lies = f"{tuple(value.shape)} {value.stride()} at {value.storage_offset()} of {number}: {nbytes}"
     kind = "parameter" if isinstance(value, torch.nn.Parameter) else "tensor"
+    lies = f"{_layout_text(known, whole_of, symbols)} of {number}"
     base = ""
     if value._is_view() and not value.is_inference():
-        base = f" view of {tensor_text(value._base, storages)} {torch._C._autograd._get_creation_meta(value)}"  # type: ignore[arg-type, unused-ignore]
+        of, made = tensor_text(value._base, storages, symbols, known), torch._C._autograd._get_creation_meta(value)  # type: ignore[arg-type, unused-ignore]
+        base = f" view of {of} {made}"
     return f"{kind} {value.dtype} {value.device} {lies} {marks}{base}"
+
+
+def _layout_text(known: torch.Tensor, whole_of: torch.Tensor | None, symbols: SizeSymbols) -> str:
+    """Return the text of a tensor's shape, strides, offset and storage size.
+
+    No guard says how large the memory around a view of symbolic size is, so the text leaves it out.
+    """
+    if whole_of is not None and is_symbolic(whole_of) and not is_symbolic(known):
+        return "any"
+    nbytes = known.untyped_storage().nbytes()
+    around = "any" if type(nbytes) is int and is_symbolic(known) else symbols.text(nbytes)
+    return f"{_sizes_text(known, symbols)} at {symbols.text(known.storage_offset())} in {around}"
+
+
+def _sizes_text(value: torch.Tensor, symbols: SizeSymbols) -> str:
+    """Return the text of a tensor's shape and strides."""
+    return " ".join(str([*map(symbols.text, sizes)]) for sizes in (value.shape, value.stride()))
+
+
+def check_apart(inputs: Sequence[Any], symbols: SizeSymbols) -> None:
+    """Refuse inputs of symbolic sizes that share memory with others: whether they overlap depends on the sizes."""
+    tensors = [value for value in inputs if type(value) in _plain_types() and value.layout is torch.strided]
+    counts = Counter(value.untyped_storage()._cdata for value in tensors)
+    shared = (value for value in tensors if counts[value.untyped_storage()._cdata] > 1)
+    if any(is_symbolic(symbols.fake_of(value)) for value in shared):
+        raise NotKeepable("inputs of symbolic sizes share memory")
 
 
 def device_text(device: torch.device) -> str:
@@ -224,17 +264,15 @@ def numbers_digest(value: torch.Tensor) -> str:
     return hashlib.sha256(bytes(numbers)).hexdigest()
 
 
-def result_text(value: Any) -> str:
+def result_text(value: Any, symbols: SizeSymbols) -> str:
     """Return the text of a captured node's example value. Raises NotKeepable."""
     if isinstance(value, torch.Tensor):
-        sizes = (*value.shape, *value.stride())
-        if not all(type(size) is int for size in sizes):
-            raise NotKeepable("its sizes are symbolic")
+        sizes = _sizes_text(value, symbols)
         return f"{type(value).__name__} {value.dtype} {value.device} {sizes} {value.requires_grad}"
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        raise NotKeepable("its sizes are symbolic")
+        return symbols.text(value)
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(result_text, value))}]"
+        return f"[{','.join(result_text(item, symbols) for item in value)}]"
     return type(value).__name__
 
 

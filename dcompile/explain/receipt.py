@@ -202,8 +202,10 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
 
 
 def nothing_compiled(model: CompiledModel) -> str:
-    """Message for a model whose steps run eagerly: its first graph break, and what to do next."""
+    """Message for a model whose steps run eagerly: its first graph break or the adapter's reason, and what to do."""
     said = f"a step has run, but nothing of it was compiled (calls so far: {model.eager_calls})"
+    if not model.breaks and model.adapter.eager_reason:
+        return f"{said}: {model.adapter.eager_reason}"
     if not model.breaks:
         return f"{said}; TORCH_LOGS=graph_breaks,recompiles says why"
     reason, frames = model.breaks[0]

@@ -7,6 +7,7 @@ inside DistributedDataParallel if there is one.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any, TypeVar
 
@@ -25,10 +26,13 @@ for _package in ("trl", "peft"):  # they need no integration module
 Trainer = TypeVar("Trainer")
 
 
-def compile_trainer(trainer: Trainer, plugin: DcompilePlugin | None = None, **options: Any) -> Trainer:
+def compile_trainer(
+    trainer: Trainer, plugin: DcompilePlugin | None = None, *, loss_only: bool = False, **options: Any
+) -> Trainer:
     """Configure a transformers.Trainer to compile its model with dcompile, and return the trainer.
 
-    Call it before training, with a `plugin` or with its fields by name (`mode="max-autotune"`, `receipt=False`). Raises
+    Call it before training, with a `plugin` or with its fields by name (`mode="max-autotune"`, `receipt=False`).
+    `loss_only`: while it trains, the model returns its loss and no logits, which then need not exist as a whole. Raises
     OptionError for a bad option, or if the trainer compiles already (`torch_compile=True` in its arguments).
     """
     given: Any = trainer
@@ -37,4 +41,21 @@ def compile_trainer(trainer: Trainer, plugin: DcompilePlugin | None = None, **op
     if plugin is not None and options:
         raise OptionError(f"compile_trainer: give {next(iter(options))!r} to the plugin, or no plugin")
     given.accelerator.state.dynamo_plugin = plugin if plugin is not None else DcompilePlugin(**options)
+    if loss_only:
+        _return_loss_only(given.model)
     return trainer
+
+
+def _return_loss_only(model: Any) -> None:
+    """Make a model return only its loss while it trains, where it computes one."""
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def forward_for_loss(*args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
+        if model.training and isinstance(outputs, dict) and outputs.get("loss") is not None:
+            return type(outputs)(loss=outputs["loss"])
+        is_loss_first = model.training and isinstance(outputs, tuple) and kwargs.get("labels") is not None
+        return outputs[:1] if is_loss_first else outputs
+
+    model.forward = forward_for_loss

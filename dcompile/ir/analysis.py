@@ -169,7 +169,7 @@ def takes_over(step: Step, old: Buffer, new: Buffer) -> bool:
             return False
 
 
-ADDING_PRODUCTS = ("aten.addmm.default", "aten.baddbmm.default")
+ADDING_PRODUCTS = ("aten.addmm.default", "aten.baddbmm.default", "dcompile_matmul.addmm_float32.default")
 
 
 def _load(loop: Loop, ref: Ref) -> Load:

@@ -148,7 +148,8 @@ class Loop:
     """One kernel. `origin` names the modules and operations that it came from, for people.
 
     With a `product`, `outer` and `inner` are the rows and columns of its result. Loads of the result need no memory
-    access.
+    access. `tile` is a measured choice for a loop that sums products of few rows and a matrix; without it, the sizes
+    decide (`nest/contraction.py`).
     """
 
     name: str
@@ -158,6 +159,7 @@ class Loop:
     stores: tuple[Store, ...]
     origin: tuple[str, ...] = ()
     product: Matmul | None = None
+    tile: Tile | None = None
 
     @property
     def reads(self) -> frozenset[str]:

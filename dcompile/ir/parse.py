@@ -205,6 +205,7 @@ class _ProgramParser:
         name = cursor.name("the name of a loop")
         outer = parse_sizes(cursor)
         inner = parse_sizes(cursor) if cursor.match(r"x\b") else ()
+        tile = self._tile() if cursor.match(r"by\b") else None
         origin = parse_origin(cursor)
         cursor.end_of_line()
         cursor.skip_lines()
@@ -214,7 +215,7 @@ class _ProgramParser:
             dtypes[product.out] = product.dtype
         body = BodyParser(cursor, self.table, dtypes)
         body.parse_lines()
-        return Loop(name, outer, inner, tuple(body.body), tuple(body.stores), origin, product)
+        return Loop(name, outer, inner, tuple(body.body), tuple(body.stores), origin, product, tile)
 
     def _product(self) -> Matmul:
         cursor = self.cursor

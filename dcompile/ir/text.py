@@ -108,7 +108,8 @@ def show_step(step: Step, dtypes: Mapping[str, str] | None = None) -> str:
 
 def show_loop(loop: Loop, dtypes: Mapping[str, str] | None = None) -> str:
     """Print a loop, with a line for each value and store; see `show_values` for the values inside lines."""
-    lines = [f"loop {show_name(loop.name)} {_sizes(loop.outer)} x {_sizes(loop.inner)}{_origin(loop.origin)}"]
+    tile = f" by {show_tile(loop.tile)}" if loop.tile is not None else ""
+    lines = [f"loop {show_name(loop.name)} {_sizes(loop.outer)} x {_sizes(loop.inner)}{tile}{_origin(loop.origin)}"]
     if loop.product is not None:
         lines.append(f"  {_show_product(loop.product)}")
         dtypes = None if dtypes is None else {**dtypes, loop.product.out: loop.product.dtype}

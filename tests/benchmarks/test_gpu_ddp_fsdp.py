@@ -11,56 +11,26 @@ from benchmarks.ranks import run_job
 
 
 @pytest.mark.timeout(280)
-def test_every_line_runs_on_two_ranks(tmp_path, forks):
-    out = tmp_path / "out.json"
-    arguments = [
-        gpu_ddp_fsdp.MODULE,
-        "--only",
-        "tiny-ddp,tiny-fsdp2",
-        "--peers",
-        "eager,dcompile",
-        "--device",
-        "cpu",
-        "--quiet",
-    ]
+def test_lines_run_on_two_ranks(tmp_path, forks):
+    """DDP and FSDP2, with and without mixed precision, checkpoints and several batches, in one job."""
+    out, lines = tmp_path / "out.json", "tiny-ddp,tiny-fsdp2-mixed,tiny-ddp-amp"
+    arguments = [gpu_ddp_fsdp.MODULE, "--only", lines, "--peers", "eager,dcompile", "--device", "cpu", "--quiet"]
     arguments += ["--rounds", "2", "--steps", "1", "--out", str(out), "--timelines", str(tmp_path)]
     assert not run_job("tests.small_llama", arguments, 2, 240, {"OMP_NUM_THREADS": "1"})
     result = json.loads(out.read_text())
     assert result["complete"] and result["ranks"] == 2 and 0 <= result["teardown_s"] < 5
-    for line in result["lines"].values():
+    assert list(result["lines"]) == lines.split(",")
+    for name, line in result["lines"].items():
         assert list(line) == ["eager", "dcompile"]
         for found in line.values():
             assert found["ms"] > 0 and found["rounds"] == 2 and found["ranks_equal"]
-        assert line["dcompile"]["losses"] == pytest.approx(line["eager"]["losses"], rel=0.02)
-        assert line["dcompile"]["took_over"] and any("all_" in said for said in line["dcompile"]["profile"])
-    assert (tmp_path / "tiny-fsdp2-x2-dcompile.svg").read_text().startswith("<svg")
+        ours, batches = line["dcompile"], 1 if name == "tiny-ddp" else 2
+        assert ours["losses"] == pytest.approx(line["eager"]["losses"], rel=0.02)
+        assert ours["took_over"] and any("all_" in said for said in ours["profile"])
+        assert ours["tokens_per_s"] == pytest.approx(2 * batches * 64 / ours["ms"] * 1e3)
+    assert (tmp_path / "tiny-fsdp2-mixed-x2-dcompile.svg").read_text().startswith("<svg")
     ddp = result["lines"]["tiny-ddp"]["dcompile"]
-    assert (
-        ddp["took_over"] and ddp["collectives_in_graphs"] == 1 and any("all_reduce" in said for said in ddp["profile"])
-    )
-
-
-@pytest.mark.timeout(280)
-def test_mixed_precision_checkpoints_and_several_batches_run_on_two_ranks(tmp_path, forks):
-    out = tmp_path / "out.json"
-    arguments = [
-        gpu_ddp_fsdp.MODULE,
-        "--only",
-        "tiny-fsdp2-mixed,tiny-ddp-amp",
-        "--peers",
-        "eager,dcompile",
-        "--device",
-        "cpu",
-        "--quiet",
-    ]
-    arguments += ["--rounds", "1", "--steps", "1", "--out", str(out)]
-    assert not run_job("tests.small_llama", arguments, 2, 240, {"OMP_NUM_THREADS": "1"})
-    result = json.loads(out.read_text())
-    assert result["complete"]
-    for line in result["lines"].values():
-        assert line["dcompile"]["losses"] == pytest.approx(line["eager"]["losses"], rel=0.02)
-        assert line["dcompile"]["took_over"], line["dcompile"]
-        assert line["dcompile"]["tokens_per_s"] == pytest.approx(2 * 2 * 64 / line["dcompile"]["ms"] * 1e3)
+    assert ddp["collectives_in_graphs"] == 1 and any("all_reduce" in said for said in ddp["profile"])
 
 
 def test_lines_name_their_own_peers_unless_asked():

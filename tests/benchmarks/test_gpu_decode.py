@@ -33,6 +33,22 @@ def test_a_table_of_several_runs(tmp_path):
     ]
 
 
+def test_each_number_of_sequences_has_a_floor_and_a_base_of_its_own():
+    peers = {"torch.compile reduce-overhead": (5.0, 8.0), "dcompile reduce-overhead": (4.0, 5.0)}
+    lines = {
+        gpu_decode.line_name(peer, batch): {"ms": ms, "off": 0.02, "warm_up_s": 1.0, "batch": batch}
+        for batch, place in ((1, 0), (8, 1))
+        for peer, ms in ((peer, times[place]) for peer, times in peers.items())
+    }
+    found = gpu_decode.rows({"floor_ms": {"1": 3.0, "8": 4.0}, "lines": lines})
+    assert [row[:4] for row in found] == [
+        ["torch.compile reduce-overhead", "5.00", "60%", "1.00"],
+        ["dcompile reduce-overhead", "4.00", "75%", "1.25"],
+        ["torch.compile reduce-overhead, batch 8", "8.00", "50%", "1.00"],
+        ["dcompile reduce-overhead, batch 8", "5.00", "80%", "1.60"],
+    ]
+
+
 def test_distance_is_relative_and_never_hides_a_nan():
     want = torch.tensor([3.0, 4.0])
     assert gpu_decode.distance(want + torch.tensor([0.0, 0.5]), want) == pytest.approx(0.1)

@@ -41,3 +41,9 @@ def test_the_verdict_is_of_the_best_of_each_side():
 def test_unknown_lines_are_errors():
     with pytest.raises(SystemExit):
         parse(["--only", "2B-zero9"])
+
+
+def test_architectures_are_given_as_deepspeed_reads_them():
+    given = {"TORCH_CUDA_ARCH_LIST": "8.0;9.0a+PTX 10.0f"}
+    assert gpu_deepspeed.plain_architectures(given) == {"TORCH_CUDA_ARCH_LIST": "8.0;9.0+PTX 10.0"}
+    assert gpu_deepspeed.plain_architectures({}) == {}

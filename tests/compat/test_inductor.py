@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention as flex
 
 import dcompile
+from dcompile import flex_masks
+from dcompile.codegen.lower.lower import lower
+from dcompile.codegen.lower.opaque_calls import FlexCall, flex_calls
 from dcompile.compat import inductor
 
 pytestmark = [
@@ -26,6 +30,9 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(inductor, "compiled_flex", compiled)
     return found
+
+
+CAUSAL = "{q + -1*k ? yes : no}"
 
 
 def windowed(length):
@@ -62,3 +69,50 @@ def test_without_a_kernel_eager_forms_run_and_the_receipt_says_so():
     x = torch.randn(1, 2, 64, 16)
     torch.testing.assert_close(call(x), flex.flex_attention(x, x, x, block_mask=mask) + 1)
     assert any("flex_attention computes all scores" in note for note in dcompile.receipt(call).notes)
+
+
+def test_programs_are_kept_and_calls_are_built_when_they_are_loaded(calls, tmp_path):
+    """Lowering compiles nothing: each start builds the calls of its programs, also of those in the cache."""
+    mask, options = windowed(64), {"receipt": False, "cache_dir": str(tmp_path), "verify": False}
+    slope = torch.tensor(0.5)
+    x = torch.randn(1, 2, 64, 16)
+
+    def function(x):
+        return flex.flex_attention(x, x, x, score_mod=lambda s, b, h, i, j: s - slope * (i - j), block_mask=mask) + 1
+
+    expected = function(x)
+    for start in range(2):
+        torch._dynamo.reset()
+        call = dcompile.compile(function, options=options)
+        torch.testing.assert_close(call(x), expected)
+        receipt = dcompile.receipt(call)
+        assert (receipt.graphs_cached, receipt.traces_cached, receipt.graphs_uncacheable) == (start, start, 0)
+        assert [note for note in receipt.notes if "flex" in note] == [
+            "flex_attention runs as TorchInductor's kernel: there is no rule for it yet"
+        ]
+        assert len(calls) == start + 1
+
+
+def test_equal_calls_share_a_kernel(calls):
+    mask = windowed(64)
+
+    def function(x):
+        for scale in (0.25, 0.25, 0.5):
+            x = flex.flex_attention(x, x, x, block_mask=mask, scale=scale) + 1
+        return x
+
+    call = dcompile.compile(function, options={"receipt": False})
+    x = torch.randn(1, 2, 64, 16)
+    torch.testing.assert_close(call(x), function(x))
+    assert len(calls) == 2
+
+
+def test_lowering_builds_nothing(calls):
+    def function(x):
+        tables = flex_masks.block_tables(x, x, [], [], CAUSAL)
+        return flex_masks.attend_in_blocks(x, x, x, [], [], tables, CAUSAL, 0.25) + 1
+
+    graph = make_fx(function, tracing_mode="fake")(torch.randn(1, 2, 64, 16))
+    (name, call), *_ = [item for item in lower(graph, "flex").constants.items() if isinstance(item[1], FlexCall)]
+    assert not calls and [*flex_calls(graph)] == [name]
+    assert call.build() == flex_calls(graph)[name].build() and len(calls) == 2

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -20,6 +20,8 @@ import dcompile
 from benchmarks.common import worst_of
 from dcompile import compat
 from dcompile.capture.entry import find_model
+from dcompile.capture.passes.dynamo.chunked_cross_entropy import match
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.choose import LossPlan
 from tests.distributed import models
 from tests.distributed.models import batch, loss_of
 from tests.distributed.training import Training, across_ranks, compare, largest_difference
@@ -105,6 +107,19 @@ def against_stock(
     if hook and dist.get_world_size(ranks) > 2:
         found["scatter"] = scatter(name, hook, ranks, accumulate, steps, **ddp)
     return found
+
+
+@contextlib.contextmanager
+def chunks_of_rows(chunks: int = 3) -> Iterator[None]:
+    """Around compiling: losses are in chunks of rows, though the cost model would leave small ones whole."""
+    with mock.patch.object(match, "choose_plan", lambda *_: LossPlan("rows", chunks, 0, 0.0, "forced")):
+        yield
+
+
+def in_chunks_of_rows(**how: Any) -> dict[str, Any]:
+    """`against_stock` of a model that returns its loss, in chunks of rows."""
+    with chunks_of_rows():
+        return against_stock(**how)
 
 
 def against_stock_sync_norm() -> dict[str, Any]:

@@ -37,7 +37,7 @@ from dcompile.runtime.communication.packing import in_order
 from dcompile.runtime.communication.peer_memory.cuda_ipc import CudaPeerMemoryAccess
 from dcompile.runtime.communication.work import PendingCollective
 from tests.distributed import models
-from tests.distributed.cases import ATEN, device, largest_difference
+from tests.distributed.cases import ATEN, chunks_of_rows, device, largest_difference
 from tests.distributed.matrix import MIXED
 from tests.distributed.models import batch, loss_of
 from tests.distributed.parts import Parts
@@ -652,6 +652,12 @@ def between_graphs(hows: tuple[str, ...], accumulate: bool = False, **how: Any) 
     return same_as_stock(steps, "between", "root", **how) | {"eligible": eligible}
 
 
+def in_chunks_of_rows(**how: Any) -> dict[str, Any]:
+    """`against_stock` of a model that returns its loss, in chunks of rows."""
+    with chunks_of_rows():
+        return against_stock(**how)
+
+
 def receipt_of_a_step(name: str) -> Any:
     module = make(name)
     backward(compiled(module), module)
@@ -709,7 +715,7 @@ def recorded(accumulate: bool = False, **how: Any) -> dict[str, Any]:
             gc.enable()
 
     def run(call: Any, module: Any) -> None:
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, fused=True)
         for step in range(2):
             module.set_requires_gradient_sync(step == 1 or not accumulate)
             backward(call, module, step)

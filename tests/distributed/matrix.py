@@ -119,7 +119,8 @@ FSDP1_ROWS = (
     _fsdp1("uneven, torch.compile, no_sync", order="torch.compile", accumulate=True),
     _fsdp1("LoRA", name="lora", wrap="root"),
     _fsdp1("BatchNorm, unused parameters", name="norm", wrap="root"),
-    _fsdp1("llama", name="llama_one"),
+    # capture of a Llama is the same under DDP; units and flat parameters are those of the rows above
+    _fsdp1("llama", name="llama_one", always=False),
     _fsdp1("tied Llama, root, no_sync", name="llama_tied", wrap="root", accumulate=True, always=False),
     _fsdp1("flat parameters alone", 0, ("FullyShardedDataParallel has use_orig_params=False",), name="mlp",
            use_orig_params=False),

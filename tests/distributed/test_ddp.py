@@ -118,7 +118,17 @@ def test_sync_batch_norm_is_part_of_the_graph(ranks, kernels, rows, norms):
         assert found["plans"]["backward"][1:] == ["all_reduce sum over 2 ranks"] * norms
 
 
+def test_a_loss_by_parts_of_its_rows_is_reduced_once(ranks):
+    options = {"kernels": "auto"}
+    for found in values(ranks, "in_chunks_of_rows", name="classes_tied", accumulate=True, steps=2, options=options):
+        receipt = found["receipt"]
+        assert receipt.eligible and receipt.collectives == 1
+        assert any("3 parts" in note and "with their gradients" in note for note in receipt.notes)
+        assert max(found["loss"], found["grad"], found["param"]) < 1e-9 and found["ranks"] == 0
+
+
 # without reentrance, a usual run has tests/models/test_models.py's
+@pytest.mark.full
 def test_a_loss_by_parts_of_its_classes_is_reduced_once(ranks):
     options = {"kernels": "aten", "chunked_loss": 4}
     for found in trained(ranks, name="classes_tied", accumulate=True, options=options):

@@ -67,6 +67,15 @@ def test_a_loss_by_parts_of_its_classes_is_reduced_once(ranks, name):
         assert found["receipt"].collectives == whole.collectives
 
 
+@pytest.mark.parametrize("name", ["classes_tied", pytest.param("classes", marks=pytest.mark.full)])
+def test_a_loss_by_parts_of_its_rows_is_reduced_once(ranks, name):
+    """The head's weight is gathered for the forward, which computes its gradient."""
+    for found in values(ranks, "in_chunks_of_rows", name=name, steps=2, options={"kernels": "auto"}):
+        receipt = found["receipt"]
+        assert receipt.eligible and any("3 parts" in note and "with their gradients" in note for note in receipt.notes)
+        assert max(found["loss"], found["grad"], found["param"]) < 1e-9
+
+
 @pytest.mark.parametrize("warm", [False, True])
 def test_a_mode_that_counts_collectives_counts_those_that_run(ranks, in_turn, warm):
     for found in [each["counted_when_warm"] for each in in_turn] if warm else values(ranks, "counted"):
@@ -119,9 +128,8 @@ def test_a_model_that_nobody_holds_is_freed(ranks, cases):
 @pytest.mark.parametrize(
     "how",
     [
-        {},
         {"reshard_after_forward": False},
-        {"mp_policy": BF16},
+        {"mp_policy": BF16},  # resharded
     ],
     ids=str,
 )

@@ -3,10 +3,14 @@
 CASES = "tests.distributed.length_cases:"
 
 
-def test_with_size_classes_all_ranks_compile_in_their_first_step(ranks):
-    for found in ranks.run(CASES + "classes", 120, options={"size_classes": [8, 16, 32]}):
-        assert found["graphs"] == [1, 1, 1, 1]
-        assert (found["grad"], found["ranks"]) == (0, 0) and found["receipt"].eligible
+def test_with_size_classes_all_ranks_compile_in_their_first_step(ranks, tmp_path):
+    """In a later start, with other lengths on either rank, AOTAutograd traces nothing."""
+    options = {"size_classes": [8, 16, 32]}
+    for cold, warm in ranks.run(CASES + "two_starts", 120, options=options, cache=str(tmp_path)):
+        assert cold["graphs"] == [1, 1, 1, 1] and warm["graphs"] == [1, 1]
+        for found in (cold, warm):
+            assert (found["grad"], found["ranks"]) == (0, 0) and found["receipt"].eligible
+        assert (warm["receipt"].traces_cached, warm["receipt"].traces_uncacheable) == (1, {})
 
 
 def test_ranks_that_were_given_other_classes_say_so(ranks):

@@ -74,8 +74,8 @@ def test_two_ranks_equal_stock(pair, row):
         assert found["grad"] <= (2 * EPSILON if row.tolerance else 0)
 
 
-# of FSDP1, a usual run has a small model with our kernels on four ranks
-@pytest.mark.parametrize("row", rows([row for row in LLAMAS if not row.name.startswith("FSDP1")]))
+# of FSDP1 and FSDP2, a usual run has small models with our kernels on four ranks
+@pytest.mark.parametrize("row", rows([row for row in LLAMAS if row.name.startswith("DDP")]))
 def test_two_ranks_with_our_kernels_stay_close(pair, row):
     for found in run(pair, row, "auto"):
         assert found["relative"] <= CLOSE

@@ -66,7 +66,6 @@ def test_what_only_unused_results_follow_from_gets_no_gradient_under_ddp(ranks, 
 @pytest.mark.parametrize(
     ("uses", "how"),
     [
-        ("none", {}),
         ("later", {"reshard_after_forward": False, "accumulate": True}),
         ("later", {"broken": True}),
         ("none", {"replicas": 2}),

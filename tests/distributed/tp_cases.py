@@ -260,7 +260,8 @@ def checkpoints(shape: tuple[int, ...], folder: str) -> dict[str, Any]:
     stock, module = make("two", shape), make("two", shape)
     call = compiled(module)
     pairs = [
-        (run, each, torch.optim.AdamW(each.parameters(), lr=1e-2)) for run, each in ((stock, stock), (call, module))
+        (run, each, torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True))
+        for run, each in ((stock, stock), (call, module))
     ]
     found = {}
     for number, ((run, source, theirs), (_, target, ours)) in enumerate((pairs, pairs[::-1])):

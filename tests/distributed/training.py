@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from benchmarks.common import worst_of
 from tests.distributed.models import batch, loss_of
@@ -23,7 +24,9 @@ class Training:
         self.call, self.wrapped, self.accumulate = call, wrapped, accumulate
         self.losses: list[float] = []
         parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        # fused, for torch works out placements for each operation of a step; which takes no mixture of two kinds
+        fused = len({isinstance(parameter, DTensor) for parameter in parameters}) == 1
+        self.optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=fused)
 
     def run(self, steps: int, first: int = 0) -> None:
         """AdamW steps, then one more forward and backward whose gradients stay.

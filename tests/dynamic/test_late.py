@@ -35,9 +35,24 @@ def found(request: pytest.FixtureRequest) -> dict[str, dict[str, object]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+LONG = {"two": True, "chosen": None}
+"""Cases that take longest, in one of both ways in a usual run: what else is symbolic is alike in all of them."""
+
+
 @pytest.mark.usefixtures("compiled_anew")
-@pytest.mark.parametrize("dynamic", [None, True], ids=["fixed", "dynamic"])
-@pytest.mark.parametrize("name", late_cases.FUNCTIONS)
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [
+        pytest.param(
+            name,
+            dynamic,
+            id=f"{name}-{'dynamic' if dynamic else 'fixed'}",
+            marks=() if LONG.get(name, dynamic) == dynamic else pytest.mark.full,
+        )
+        for name in late_cases.FUNCTIONS
+        for dynamic in (None, True)
+    ],
+)
 def test_late_sizes_on_the_cpu(name, dynamic):
     wrong, receipt = late_cases.problem(late_cases.FUNCTIONS[name], "cpu", dynamic)
     assert not wrong, wrong

@@ -112,16 +112,19 @@ def test_of_a_step_of_which_nothing_was_compiled_it_says_why():
     found = make_receipt(model(Variant((), False)))
     assert (found.graphs, found.kernels, found.eligible) == (0, 0, False)
     assert found.fallbacks == {"call of the model, run eagerly": 2}
-    assert "not eligible: a step has run, but nothing of it was compiled (calls so far: 2)" in str(found)
+    assert "not eligible: a step has run, but nothing of it was compiled (calls so far: 2); TORCH_LOGS" in str(found)
+    made = model(Variant((), False))
+    made.adapter.eager_reason = "a mode observes operations"
+    assert make_receipt(made).reasons[0].endswith("(calls so far: 2): a mode observes operations")
 
 
 def test_traces_are_counted_and_what_cannot_be_kept_is_named():
     def trace(cached=None, objection=""):
         return SimpleNamespace(cached=cached, objection=objection)
 
-    traces = (trace("kept"), trace(objection="its sizes are symbolic"), trace(objection="its sizes are symbolic"))
+    traces = (trace("kept"), trace(objection="a float is symbolic"), trace(objection="a float is symbolic"))
     report = ProgramReport(kernels=1)
     graphs = [graph(number, trace=trace, inference=report) for number, trace in enumerate(traces)]
     receipt = make_receipt(model(Variant((0,), False), *graphs))
-    assert (receipt.traces_cached, receipt.traces_uncacheable) == (1, {"its sizes are symbolic": 2})
-    assert "traced anew at each start: its sizes are symbolic x2" in str(receipt)
+    assert (receipt.traces_cached, receipt.traces_uncacheable) == (1, {"a float is symbolic": 2})
+    assert "traced anew at each start: a float is symbolic x2" in str(receipt)

@@ -102,6 +102,7 @@ def test_every_option_is_a_field_of_the_plugin():
     assert DcompilePlugin(triton_cudagraphs=True).to_kwargs()["options"]["triton.cudagraphs"] is True
 
 
+@pytest.mark.usefixtures("forks")
 def test_without_accelerate_the_error_names_the_extra():
     code = "import sys; sys.modules['accelerate'] = None; import dcompile.integrations.accelerate"
     result = run(sys.executable, "-c", code)

@@ -10,6 +10,7 @@ GONE = "import sys; sys.modules['deepspeed'] = None"
 OLD = "import dcompile.integrations.requirements as asked; asked._version = lambda package: '0.12.3'"
 
 
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize(("found", "said"), [(GONE, "it is not installed"), (OLD, "0.12.3 is installed")])
 def test_the_error_names_the_extra(found, said):
     result = run(sys.executable, "-c", f"{found}; import dcompile.integrations.deepspeed")

@@ -61,6 +61,7 @@ def test_steps_are_the_modules_own_again_behind_a_fit(tmp_path):
         compile(torch.nn.Linear(2, 2))
 
 
+@pytest.mark.usefixtures("forks")
 def test_without_lightning_the_error_names_the_extra():
     result = run(
         sys.executable, "-c", "import sys; sys.modules['lightning'] = None; import dcompile.integrations.lightning"

@@ -64,7 +64,7 @@ def train(folder, how: str) -> tuple[list[float], Trainer]:
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=batches())
     if how == "by the trainer":
-        compile_trainer(trainer, receipt=False)
+        compile_trainer(trainer, receipt=False, loss_only=True, chunked_loss=2)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
 
@@ -84,6 +84,11 @@ def test_trainer_trains_the_same(how, eager, tmp_path):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4, msg=name)
     if IS_DCOMPILE:
         assert dcompile.receipt(trainer.model_wrapped).kernels > 0
+        if how == "by the trainer":
+            assert any("chunked_loss: 2 parts" in note for note in dcompile.receipt(trainer.model_wrapped).notes)
+            batch = {name: row[None] for name, row in batches()[0].items()}
+            found = [trainer.model.train(training)(**batch).logits is not None for training in (True, False)]
+            assert found == [False, True], "evaluation still returns logits"
         assert trainer.model_wrapped is trainer.model and "_orig_mod" not in "".join(trainer.model.state_dict())
 
 
@@ -122,6 +127,7 @@ def test_the_launch_script_trains_the_same_and_goes_on(tmp_path):
     assert (tmp_path / "ours/hf/model.safetensors").is_file()
 
 
+@pytest.mark.usefixtures("forks")
 def test_without_the_import_accelerates_error_is_the_one_that_the_guide_explains(tmp_path):
     code = (
         "from transformers import Trainer, TrainingArguments; import torch; "

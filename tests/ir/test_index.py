@@ -98,7 +98,7 @@ def points(ranges):
 
 
 @given(trees, range_maps)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_simplifying_keeps_the_value_and_bounds_hold(tree, ranges):
     index = build(tree, ranges)
     low, high = bounds(index, ranges)
@@ -114,7 +114,7 @@ strides = st.sampled_from((1, 2, 3, 4, 6, 8, 12, 24))
 
 
 @given(st.tuples(strides, strides, strides), st.integers(-5, 30), strides, strides, range_maps)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_dividing_positions_keeps_the_value(steps, start, by, again, ranges):
     """Sums of strides with common factors, divided by multiples and divisors of these."""
     flat = flatten(map(var, NAMES), steps) + start
@@ -127,7 +127,7 @@ def test_dividing_positions_keeps_the_value(steps, start, by, again, ranges):
 
 
 @given(trees, trees, range_maps)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_substitution_and_renaming_keep_the_value(tree, inner, ranges):
     index = build(tree, {})
     wide = {name: size for name, size in ranges.items() if name != "a"}
@@ -308,7 +308,7 @@ def symbolic_points(ranges, data):
 
 
 @given(symbolic_trees, symbolic_ranges, st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_simplifying_with_symbolic_sizes_keeps_the_value(tree, ranges, data):
     index = build(tree, ranges)
     low, high = bounds(index, ranges)

@@ -153,7 +153,8 @@ def loops(draw):
     stores = st.lists(st.builds(Store, NAMES, indices(), st.integers(0, len(body) - 1), modes), max_size=3)
     product = st.builds(Matmul, CALLS.map(lambda call: replace(call, outs=("product",))), SOME_DTYPES, TILES)
     outer, inner = draw(SHAPES), draw(SHAPES)
-    return Loop(draw(NAMES), outer, inner, tuple(body), tuple(draw(stores)), draw(ORIGINS), draw(st.none() | product))
+    more = draw(st.none() | product), draw(st.none() | TILES)
+    return Loop(draw(NAMES), outer, inner, tuple(body), tuple(draw(stores)), draw(ORIGINS), *more)
 
 
 @st.composite

@@ -91,7 +91,8 @@ def assert_trains_alike(model, theirs, call, batches, tolerance=TENSOR, steps=No
     assert_same_state(model, theirs, tolerance, "after the last step:")
 
 
-@pytest.mark.parametrize("name", CASES)
+# a usual run trains GPT-2 with dropout, below
+@cases("mlp", "resnet", "llama", "bert")
 def test_three_adamw_steps(name):
     """The Llama with two layers, which stands for all models that have one behind another."""
     case = CASES[name]
@@ -106,7 +107,8 @@ def test_three_adamw_steps(name):
         assert receipt.kernels > 0 and receipt.fallbacks.keys() <= FALLBACKS, str(receipt)
 
 
-@cases("mlp", "gpt2")
+# GPT-2 drops what an MLP does, and attention's probabilities
+@cases("gpt2")
 def test_dropout_draws_what_eager_draws(name):
     case = CASES[name]
     model, theirs = twins(small(name), 0.3)
@@ -120,7 +122,8 @@ def test_dropout_draws_what_eager_draws(name):
     assert abs(other["loss"] - expected["loss"]) > 1e-4, "dropout does nothing here"
 
 
-@cases("mlp", "resnet", "llama")
+# a usual run has a decoder without gradients in test_decoders.py
+@cases("mlp", "resnet")
 def test_evaluation_without_gradients(name):
     case = CASES[name]
     model, theirs = twins(small(name), 0.3)
@@ -235,7 +238,7 @@ def test_checkpointing_keeps_the_dropout_mask(reentrant, monkeypatch):
 
 
 @pytest.mark.skipif(not IS_DCOMPILE, reason="about random numbers of ours")
-@cases("mlp", "gpt2")
+@cases("gpt2")
 def test_dropout_of_our_own(name):
     """A gradient belongs to the masks of its forward: it says how the loss moves along it, under the same seed."""
     case = CASES[name]

@@ -13,9 +13,9 @@ from tests.ops import record
 from tests.ops.cases import DTYPES, all_cases
 from tests.ops.pool import run_all
 
-SECONDS = float(os.environ.get("SAMPLE_SECONDS", "60"))
+SECONDS = float(os.environ.get("SAMPLE_SECONDS", "120"))
 SEED = 20
-CASES = int(os.environ.get("SAMPLE_CASES", "60"))
+CASES = int(os.environ.get("SAMPLE_CASES", "30"))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests import nursery
-from tests.device import compute_exactly, device
+from tests.device import compute_exactly, device, seed_cpu_alone
 from tests.ops.cases import Case
 from tests.ops.check import run
 from tests.poison import poisoned
@@ -23,8 +23,7 @@ def serve(pipe: Any, environment: dict[str, str]) -> None:
         os.dup2(nowhere, output)  # what operators print
     warnings.simplefilter("ignore")
     compute_exactly()
-    if device() == "cpu":  # torch's own notes its callers for each kind of device: a millisecond, thousands of times
-        torch.manual_seed = torch.default_generator.manual_seed
+    seed_cpu_alone()
     with poisoned():  # fresh pages hold zeros, which would be right for much that is not written at all
         while True:
             try:

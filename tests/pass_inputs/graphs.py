@@ -36,7 +36,7 @@ class GraphInput:
     def request(self) -> GraphRequest:
         """The request of a run with these settings."""
         config = Config.make(options={"receipt": False, **self.options})
-        return GraphRequest(config, "graph0", self.planned_for, self.sharded_parameters)
+        return GraphRequest(config, "graph0", self.planned_for, sharded_parameters=self.sharded_parameters)
 
 
 # --- how graphs come about --------------------------------------------------------------------------------------------
@@ -168,6 +168,9 @@ DYNAMO_INPUTS: Mapping[str, GraphInput] = {
     "decompose_decode_attention": GraphInput(
         lambda: captured(grouped_attention, zeros(2, 6, 1, 8), zeros(2, 2, 10, 8), zeros(2, 2, 10, 8))
     ),
+    "skip_masked_attention": GraphInput(
+        lambda: captured(windowed_attention, *(zeros(1, 2, 2048, 16) for _ in range(3)))
+    ),
     "use_grouped_query_attention": GraphInput(
         lambda: captured(grouped_attention, *(zeros(2, heads, 8, 16, dtype=torch.bfloat16) for heads in (6, 2, 2))),
         planned_for="cuda",
@@ -251,7 +254,14 @@ def chunked(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) ->
     """A loss by two parts of the classes."""
     settings: dict[str, Any] = {"dtype": torch.float32, "result": torch.float32, "grad": True, "ignore_index": -100}
     settings |= {"reduction": "mean", "label_smoothing": 0.0}
-    return chunked_cross_entropy(hidden, weight, None, target, chunks=2, begun=0, **settings)
+    return chunked_cross_entropy(hidden, weight, None, target, None, chunks=2, by_rows=False, begun=0, **settings)
+
+
+def windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention to the last 64 positions."""
+    at = torch.arange(query.shape[2])
+    near = (at[None, :] <= at[:, None]) & (at[None, :] > at[:, None] - 64)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=near)
 
 
 def first_input(gm: GraphModule) -> Any:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcompile.codegen.schedule.fusion.matmul_epilogue import endings
+from dcompile.codegen.schedule.fusion.skinny_matmul import LIBRARY, skinny_loops
 from dcompile.collectives.contract import BucketRule, ParamInfo, Request, Shard
-from dcompile.ir.nodes import Program, Tile
+from dcompile.ir.nodes import Loop, Program, Tile
 from dcompile.ir.parse import parse
 from dcompile.machine_model import TABLE, Figures, GroupSize, Link
 
@@ -22,6 +23,8 @@ class LoopInput:
 
     epilogue_tile: Tile | None = None
     """Chosen for every matmul that can end in a loop."""
+    skinny_choices: tuple[Tile, ...] = ()
+    """Chosen for the kinds of products of few rows, in order."""
 
     @property
     def program(self) -> Program:
@@ -30,8 +33,11 @@ class LoopInput:
 
     def requested(self) -> Request:
         """A request for a backward with these fields."""
-        found = [] if self.epilogue_tile is None else endings(self.program)
-        chosen = tuple((ending.kind, self.epilogue_tile) for ending in found)
+        chosen: tuple[tuple[Loop, Tile], ...] = ()
+        if self.epilogue_tile is not None:
+            chosen = tuple((ending.kind, self.epilogue_tile) for ending in endings(self.program))
+        if self.skinny_choices:
+            chosen = tuple(zip(skinny_loops(self.program), self.skinny_choices, strict=True))
         return replace(Request("pass", "backward"), endings=chosen, **self.request)
 
 
@@ -324,6 +330,24 @@ LOOP_INPUTS: Mapping[str, LoopInput] = {
         return (y)
         """,
         epilogue_tile=Tile(128, 128, 64, 8, 3),
+    ),
+    "choose_skinny_matmuls": LoopInput(
+        """
+        program p(x, w, v, r)
+          x: bfloat16[8, 256] on cuda
+          w: bfloat16[512, 256] on cuda
+          v: bfloat16[1024, 512] on cuda
+          r: bfloat16[8, 1024] on cuda
+          h: bfloat16[8, 512] on cuda
+          y: bfloat16[8, 1024] on cuda
+        loop h [8, 512] x [256]
+          h[i0, i1] = cast(row_sum(mul(cast(x[i0, j0], float32), cast(w[i1, j0], float32))), bfloat16)
+        loop y [8, 1024] x [512]
+          m = cast(row_sum(mul(cast(h[i0, j0], float32), cast(v[i1, j0], float32))), bfloat16)
+          y[i0, i1] = cast(add(cast(m, float32), cast(r[i0, i1], float32)), bfloat16)
+        return (y)
+        """,
+        skinny_choices=(Tile(8, 16, 64, 4, 6), LIBRARY),
     ),
     "plan_memory_for_peak": LoopInput("""
         program p(x)

@@ -1,15 +1,16 @@
 """Run tests of one of PyTorch's files in this process, with a backend in the place of others.
 
-`python -m tests.peers.child list|run FILE [TEST ...]`. Ranks are processes that import this module again before the
-test file, so what is set up here holds in them as well. Settings come by the environment: PEERS_BACKEND (dcompile,
-left_to_torch: it with parameters and gradients left to PyTorch, aot_eager, stock), PEERS_ROOTS (what makes roots,
-separated by spaces), PEERS_RECORDS (a file for lines of JSON).
+`python -m tests.peers.child list|run FILE [TEST ...]`. Ranks are forked from this process, or import this module
+before the test file, so what is set up here holds in them as well. Settings come by the environment: PEERS_BACKEND
+(dcompile, left_to_torch: it with parameters and gradients left to PyTorch, aot_eager, inductor, stock), PEERS_ROOTS
+(what makes roots, separated by spaces), PEERS_RECORDS (a file for lines of JSON).
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import multiprocessing
 import multiprocessing.util
 import os
 import sys
@@ -52,10 +53,41 @@ def let_cpu_be_the_accelerator() -> None:
     common.skip_if_lt_x_gpu = enough
     common.at_least_x_gpu = lambda ranks: ranks <= RANKS
     common.requires_accelerator_dist_backend = lambda backends=None: lambda test: test
-    from torch.testing._internal import common_fsdp
+    from torch.testing._internal import common_fsdp, common_utils
 
+    if hasattr(common_utils, "_cpu_sleep"):  # tests of delays ask whether the device can sleep
+        cycles = common_utils.get_cycles_per_ms
+        common_utils.get_cycles_per_ms = lambda device="cpu": cycles("cpu")
+        torch.cpu._sleep = common_utils._cpu_sleep
     common_fsdp.DEVICE_COUNT = RANKS
     common_fsdp.FSDPTestContinuous.world_size = RANKS  # type: ignore[misc]
+    common.MultiProcessTestCase.__init_subclass__ = classmethod(_bound_world_size)  # type: ignore[assignment, arg-type]
+
+
+def let_modules_stay_on_cpu() -> None:
+    """Tests choose the rank's device and move modules and tensors there by its number: the CPU has none."""
+    import torch
+
+    nowhere = lambda *args, **kwargs: None  # noqa: E731
+    torch.cuda.set_device = torch.accelerator.set_device_index = nowhere
+    move = torch.nn.Module.to
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        numbered = bool(args) and type(args[0]) is int
+        return move(self, *(("cpu", *args[1:]) if numbered else args), **kwargs)
+
+    torch.nn.Module.to = to  # type: ignore[assignment]
+    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
+
+
+def _bound_world_size(case: type, **more: Any) -> None:
+    """A class of tests that starts more processes on the CPU than on few accelerators starts as many as we have."""
+    super(case.__mro__[-2], case).__init_subclass__(**more)
+    asked = vars(case).get("world_size")
+    if isinstance(asked, property) and asked.fget is not None:
+        get = asked.fget
+        case.world_size = property(lambda self: min(int(get(self)), RANKS))  # type: ignore[attr-defined]
 
 
 def _for_tests(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,6 +113,21 @@ def let_ddp_take_device_ids() -> None:
         make(self, module, device_ids, output_device, **more)
 
     DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
+
+
+def let_ranks_fork() -> None:
+    """Fork ranks that tests spawn: an import of torch and of all of dcompile takes longer than most tests."""
+    from torch.testing._internal.common_distributed import MultiProcessTestCase as Ranks
+
+    spawn = Ranks._spawn_processes
+
+    def start(self: Any) -> None:
+        if os.environ.get("PEERS_RAN_HERE"):  # autograd's threads run since then, and forks could not use it
+            spawn(self)
+        else:
+            self._start_processes(multiprocessing.get_context("fork").Process)
+
+    Ranks._spawn_processes = start  # type: ignore[method-assign]
 
 
 # --- what is sent through the backend ---------------------------------------------------------------------------------
@@ -201,8 +248,12 @@ def keep_receipts() -> None:
         for model in filter(None, (reference() for reference in models)):
             record(model)
 
+    def watch(_models: Any) -> None:
+        multiprocessing.util.Finalize(None, at_exit, exitpriority=100)
+
     api.print_receipt = first_step
-    multiprocessing.util.Finalize(None, at_exit, exitpriority=100)
+    watch(models)
+    multiprocessing.util.register_after_fork(first_step, watch)  # a fork begins without finalizers
 
 
 def name_tests_in_workers() -> None:
@@ -226,6 +277,8 @@ def set_up() -> None:
     if not torch.cuda.is_available():
         let_cpu_be_the_accelerator()
         let_ddp_take_device_ids()
+        let_modules_stay_on_cpu()
+        let_ranks_fork()
     send_torch_compile()
     send_roots()
     name_tests_in_workers()
@@ -252,6 +305,9 @@ def run(case: unittest.TestCase) -> None:
     write(kind="begin", test=case.id())
     result = unittest.TestResult()
     unittest.TestSuite([case]).run(result)
+    for state in ("_processes_spawned", "poison_pill"):  # ranks that stay for all tests of a class have ended with it
+        if hasattr(type(case), state):
+            setattr(type(case), state, False)
     wrong = [text for _, text in (*result.errors, *result.failures)]
     if wrong:
         write(kind="end", test=case.id(), status="failed", text="\n".join(wrong)[-20000:])
@@ -269,8 +325,12 @@ def main(action: str, file: Path, *names: str) -> None:
     if action == "list":
         write(kind="tests", tests=list(found))
         return
+    from torch.testing._internal.common_distributed import MultiProcessTestCase as Ranks
+
     for name in names:
         run(found[name])
+        if not isinstance(found[name], Ranks):
+            os.environ["PEERS_RAN_HERE"] = "1"
 
 
 if __name__ in ("__main__", "__mp_main__"):

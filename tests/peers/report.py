@@ -26,7 +26,7 @@ class Outcome:
 
     test: str
     runs: Mapping[str, Run]
-    """Backend -> run: dcompile; while all others pass if that failed, stock, aot_eager, and left_to_torch."""
+    """Backend -> run: dcompile; while all others pass if that failed, stock, aot_eager, inductor, left_to_torch."""
     receipts: tuple[Mapping[str, Any], ...] = ()
     watches: tuple[str, ...] = ()
     """Functions of FSDP2's that the test puts its own in the place of, to see them called."""
@@ -37,7 +37,7 @@ class Outcome:
         own = self.runs["dcompile"]
         if own.status in ("passed", "skipped"):
             return own.status if own.status == "skipped" else self._passed()
-        for backend in ("stock", "aot_eager"):
+        for backend in ("stock", "aot_eager", "inductor"):
             run = self.runs.get(backend)
             if run is not None and run.status != "passed":
                 return f"fails with {backend} as well"
@@ -69,12 +69,18 @@ VERDICTS = (
     ("own", "fails with dcompile and passes with stock PyTorch and with aot_eager"),
     ("fails with stock as well", "fails on this machine without any compiler"),
     ("fails with aot_eager as well", "passes eagerly, fails with any backend of torch.compile"),
+    (
+        "fails with inductor as well",
+        "compares gradients to a few units in the last place, which no kernels but eager's keep: fails with "
+        "TorchInductor as well",
+    ),
     ("skipped", "asks for what this machine lacks"),
 )
 
 
 def general(text: str) -> str:
     """A reason without the names and numbers that are one model's own, so that like reasons are counted together."""
+    text = re.sub(r"/\S*/site-packages/", "", text)
     return re.sub(r"parameters? [\w.]+", "parameter ...", re.sub(r"\b\d+\b", "N", text))
 
 
@@ -103,7 +109,7 @@ def page(suites: Mapping[str, Sequence[Outcome]], made_with: str) -> str:
     ]
     for suite, outcomes in suites.items():
         lines += ["", f"## {suite}", "", *_counted("Stays stock because", _stock_reasons(outcomes))]
-        for verdict in ("own", "watches FSDP2", "fails with aot_eager as well", "fails with stock as well"):
+        for verdict in (name for name, _ in VERDICTS if name == "own" or name.startswith(("watches", "fails"))):
             lines += _listed(verdict, [outcome for outcome in outcomes if outcome.verdict == verdict])
         lines += _counted("Skipped because", (o.runs["dcompile"].text for o in outcomes if o.verdict == "skipped"))
     return "\n".join(_single_blanks(lines)) + "\n"

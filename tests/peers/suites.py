@@ -46,12 +46,15 @@ SUITES = {
 }
 
 
-def files_of(suite: Suite, checkout: Path) -> list[Path]:
-    """Test files of a suite, in a fixed order. Raises FileNotFoundError if the checkout has none of them."""
+def files_of(suite: Suite, checkout: Path, wanted: Sequence[str] = ()) -> list[Path]:
+    """Test files of a suite, in a fixed order: all, or those with one of the `wanted` parts in their names.
+
+    Raises FileNotFoundError if the checkout has none of the suite.
+    """
     found = [path for pattern in suite.files for path in sorted(checkout.glob(pattern))]
     if not found:
         raise FileNotFoundError(f"{checkout} has none of {', '.join(suite.files)}; name a checkout of PyTorch")
-    return found
+    return [path for path in found if not wanted or any(part in path.name for part in wanted)]
 
 
 def selected(tests: Sequence[str], suite: Suite, wanted: Sequence[str]) -> list[str]:

@@ -1,10 +1,12 @@
 """The tool itself: what it makes of records, the page, and a checkout of three tests."""
 
 import textwrap
+from dataclasses import replace
 
 import pytest
 
 from tests.peers.__main__ import main
+from tests.peers.kept import load, save
 from tests.peers.report import VERDICTS, Outcome, Run, general, page, table
 from tests.peers.session import Found, last_error, results
 from tests.peers.suites import SUITES, files_of, selected
@@ -25,6 +27,12 @@ LEFT = {"eligible": False, "graphs": 1, "reasons": ["an all-reduce hook is set"]
         ({"dcompile": FAILED, "stock": PASSED, "aot_eager": Run("deadline")}, (), (), "fails with aot_eager as well"),
         ({"dcompile": FAILED, "stock": PASSED, "aot_eager": PASSED}, (TAKEN,), (), "own"),
         ({"dcompile": Run("deadline"), "stock": PASSED, "aot_eager": PASSED}, (), (), "own"),
+        (
+            {"dcompile": FAILED, "stock": PASSED, "aot_eager": PASSED, "inductor": FAILED},
+            (TAKEN,),
+            (),
+            "fails with inductor as well",
+        ),
         (
             {"dcompile": FAILED, "stock": PASSED, "aot_eager": PASSED, "left_to_torch": PASSED},
             (),
@@ -53,7 +61,7 @@ def test_the_page_counts_verdicts_and_reasons_and_names_failures():
         Outcome("m.C.test_e", {"dcompile": Run("skipped", "needs 4 ranks")}),
         Outcome("m.C.test_f", {"dcompile": Run("skipped", "needs 8 ranks")}),
     ]
-    assert table({"ddp": outcomes})[-1] == "| ddp | 6 | 1 | 1 | 0 | 0 | 1 | 1 | 0 | 2 |"
+    assert table({"ddp": outcomes})[-1] == "| ddp | 6 | 1 | 1 | 0 | 0 | 1 | 1 | 0 | 0 | 2 |"
     text = page({"ddp": outcomes}, "torch 2.13.0 on x86_64")
     assert "- 1 x an all-reduce hook is set" in text and "- 2 x needs N ranks" in text
     assert "Own:\n\n- `m.C.test_c`: ValueError: no" in text
@@ -61,9 +69,22 @@ def test_the_page_counts_verdicts_and_reasons_and_names_failures():
     assert "\n\n\n" not in text and text.endswith("\n") and not text.endswith("\n\n")
 
 
+def test_the_newest_outcome_of_a_test_is_kept(tmp_path):
+    file = tmp_path / "results.jsonl"
+    assert load(file) == {}
+    first = Outcome("m.C.test_a", {"dcompile": FAILED, "stock": PASSED}, (LEFT, LEFT), ("unshard",))
+    other, again = Outcome("m.C.test_b", {"dcompile": PASSED}), Outcome("m.C.test_a", {"dcompile": PASSED}, (TAKEN,))
+    save(file, "ddp", first)
+    assert load(file) == {"ddp": [replace(first, receipts=(LEFT,))]}
+    save(file, "ddp", other)
+    save(file, "ddp", again)
+    assert load(file) == {"ddp": [again, other]}
+
+
 def test_reasons_lose_what_is_one_models_own():
     assert general("parameter layers.0.weight has a hook") == general("parameter head.bias has a hook")
     assert general("needs 4 ranks") == "needs N ranks"
+    assert general("a break, at /home/me/lib/site-packages/torch/a.py:7") == "a break, at torch/a.py:N"
 
 
 def test_records_of_a_child_that_ended_early():
@@ -96,6 +117,11 @@ def test_the_error_inside_a_rank_is_told():
 def test_files_and_tests_of_a_suite(tmp_path):
     with pytest.raises(FileNotFoundError, match="checkout of PyTorch"):
         files_of(SUITES["fsdp2"], tmp_path)
+    folder = tmp_path / "test/dynamo"
+    folder.mkdir(parents=True)
+    for name in ("test_misc.py", "test_repros.py"):
+        (folder / name).touch()
+    assert [path.name for path in files_of(SUITES["dynamo"], tmp_path, ["misc"])] == ["test_misc.py"]
     tests = ["m.Reducer.test_one", "m.DistributedDataParallelTest.test_two", "m.Gloo.test_ddp_three"]
     assert selected(tests, SUITES["ddp"], []) == tests[1:]
     assert selected(tests, SUITES["ddp"], ["three", "one"]) == tests[2:]
@@ -130,5 +156,47 @@ def test_a_checkout_is_run_each_test_under_a_deadline(tmp_path, monkeypatch):
     output = tmp_path / "page.md"
     arguments = ["--pytorch", str(tmp_path / "checkout"), "--suite", "dynamo", "--output", str(output)]
     assert main([*arguments, "--deadline", "30"]) == 0
-    assert "| dynamo | 4 | 1 | 0 | 0 | 0 | 0 | 2 | 0 | 1 |" in output.read_text()
+    assert "| dynamo | 4 | 1 | 0 | 0 | 0 | 0 | 2 | 0 | 0 | 1 |" in output.read_text()
     assert "`test_small.T.test_never_ends`: not done within the deadline" in output.read_text()
+
+
+@pytest.mark.full
+def test_two_ranks_of_a_checkout_are_taken_over_and_say_so(tmp_path, monkeypatch):
+    """Ranks are forked, and four asked for are two; what they record is read."""
+    folder = tmp_path / "checkout/test/distributed"
+    folder.mkdir(parents=True)
+    code = """
+        import torch
+        import torch.distributed as dist
+        from torch.nn.parallel import DistributedDataParallel
+        from torch.testing._internal.common_distributed import MultiProcessTestCase
+
+        class DdpTest(MultiProcessTestCase):
+            @property
+            def world_size(self):
+                return 4
+
+            def setUp(self):
+                super().setUp()
+                self._spawn_processes()
+
+            def test_ddp_step(self):
+                store = dist.FileStore(self.file_name, self.world_size)
+                dist.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world_size)
+                model = DistributedDataParallel(torch.nn.Linear(2, 2))
+                for _ in range(2):
+                    model(torch.ones(1, 2) * self.rank).sum().backward()
+                self.assertEqual(model.module.weight.grad, torch.full((2, 2), 1.0))
+                dist.destroy_process_group()
+    """
+    (folder / "test_c10d_gloo.py").write_text(textwrap.dedent(code))
+    monkeypatch.setenv("DCOMPILE_CACHE_DIR", str(tmp_path / "cache"))
+    output, results = tmp_path / "page.md", tmp_path / "results.jsonl"
+    arguments = ["--pytorch", str(tmp_path / "checkout"), "--suite", "ddp", "--output", str(output)]
+    arguments += ["--results", str(results), "--note", "files of this test", "--deadline", "60"]
+    assert main(arguments) == 0
+    assert "| ddp | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |" in output.read_text()
+    assert "files of this test" in output.read_text()
+    (outcome,) = load(results)["ddp"]
+    assert outcome.verdict == "taken over"
+    assert main([*arguments, "--new"]) == 0 and len(results.read_text().splitlines()) == 1

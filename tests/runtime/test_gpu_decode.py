@@ -11,25 +11,26 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 LENGTH, START, TOKENS = 96, 5, 12
 
 
-def decoder(model, compile_step):
+def decoder(model, compile_step, batch):
     """A step (token, position) -> logits, and the cache that it fills."""
     from transformers import StaticCache
 
     config = model.config
     cache = StaticCache(config=config, max_cache_len=LENGTH)
-    cache.early_initialization(1, config.num_key_value_heads, config.head_dim, model.dtype, torch.device("cuda"))
+    cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, model.dtype, torch.device("cuda"))
 
     def step(token, position):
-        return model(token, position_ids=position, past_key_values=cache, logits_to_keep=1).logits[0, -1]
+        return model(token, position_ids=position, past_key_values=cache, logits_to_keep=1).logits[:, -1]
 
-    prompt = torch.arange(START, device="cuda")[None]
+    prompt = torch.arange(START, device="cuda").repeat(batch, 1)
     step(prompt, prompt)
     return compile_step(step), cache
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("options", [{}, {"triton.cudagraphs": True}], ids=["plain", "cuda graph"])
-def test_tokens_and_cache_are_eagers(options):
+def test_tokens_and_cache_are_eagers(options, batch):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch._dynamo.reset()
@@ -40,11 +41,13 @@ def test_tokens_and_cache_are_eagers(options):
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval().to("cuda", torch.bfloat16)
     settings = {"receipt": False, **options}
-    ours, cache = decoder(model, lambda step: torch.compile(step, backend="dcompile", fullgraph=True, options=settings))
-    theirs, expected = decoder(model, lambda step: step)
-    tokens = torch.randint(0, 1000, (TOKENS, 1, 1), device="cuda")
+    ours, cache = decoder(
+        model, lambda step: torch.compile(step, backend="dcompile", fullgraph=True, options=settings), batch
+    )
+    theirs, expected = decoder(model, lambda step: step, batch)
+    tokens = torch.randint(0, 1000, (TOKENS, batch, 1), device="cuda")
     for n, token in enumerate(tokens):
-        position = torch.tensor([[START + n]], device="cuda")
+        position = torch.full((batch, 1), START + n, device="cuda")
         want, got = theirs(token, position).float(), ours(token, position).float()
         assert (got - want).norm() < 2e-2 * want.norm()
     for layer, other in zip(cache.layers, expected.layers, strict=True):

@@ -146,6 +146,7 @@ class ShardedAdapter(PlainAdapter):
 
     def note_eager(self, reason: str) -> None:
         """Note that a call runs eagerly, with FSDP's own hooks; later calls may be compiled."""
+        self.eager_reason = reason
         note = f"some calls run eagerly, with FSDP's own hooks: {reason}"
         if note not in self.notes:
             self.notes = (*self.notes, note)

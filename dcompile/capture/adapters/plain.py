@@ -35,6 +35,8 @@ class PlainAdapter:
     eligible = True
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    eager_reason = ""
+    """Why the adapter had the newest eager call run eagerly; empty if none did for a reason of its own."""
     group: Any = None
     """The process group whose ranks run this model together, or None."""
     eager = False

@@ -21,9 +21,11 @@ from dcompile.compat.trace_records import (
     RecordWriter,
     constant_of,
     constant_record,
+    node_numbers,
     target_name,
     target_of,
 )
+from dcompile.compat.trace_symbols import DATA_DEPENDENT, SizeSymbols
 
 _OPS = ("placeholder", "get_attr", "call_function", "output")
 _VALUES = ("val", "desc", "custom", DONATED, "partitioner_tag", "saved_tensor_with_no_vc_check")
@@ -32,21 +34,28 @@ _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 """Keys of node metadata about modules. Of each entry, only the module's path is kept."""
 
 
-def graph_record(gm: GraphModule) -> Record:
+def graph_record(gm: GraphModule, symbols: SizeSymbols) -> Record:
     """Return the record of a graph. Raises NotKeepable."""
     numbers = {node: number for number, node in enumerate(gm.graph.nodes)}
-    writer = RecordWriter(numbers.__getitem__)
+    writer = RecordWriter(symbols, numbers.__getitem__)
     nodes = [_node_record(node, writer) for node in gm.graph.nodes]
     constants = {
-        str(node.target): constant_record(operator.attrgetter(str(node.target))(gm))
+        str(node.target): _held_record(operator.attrgetter(str(node.target))(gm), symbols)
         for node in gm.graph.find_nodes(op="get_attr")
     }
     return {"nodes": nodes, "constants": constants} | writer.tables()
 
 
+def _held_record(value: Any, symbols: SizeSymbols) -> Record:
+    """Return the record of an attribute: a graph, as FlexAttention has for its scores, or a small tensor."""
+    return {"graph": graph_record(value, symbols)} if isinstance(value, GraphModule) else constant_record(value)
+
+
 def _node_record(node: Node, writer: RecordWriter) -> Record:
     if node.op not in _OPS:
         raise NotKeepable(f"it has a node of kind {node.op}")
+    if node.meta.get("unbacked_bindings"):
+        raise NotKeepable(DATA_DEPENDENT)
     target = target_name(node.target) if node.op == "call_function" else str(node.target)
     notes: dict[str, Record] = {key: writer.value(node.meta[key]) for key in _VALUES if node.meta.get(key) is not None}
     for key in _STACKS:
@@ -57,9 +66,9 @@ def _node_record(node: Node, writer: RecordWriter) -> Record:
     return [_OPS.index(node.op), node.name, target, writer.value(node.args), writer.value(node.kwargs), notes]
 
 
-def graph_of(record: Mapping[str, Any], fake_mode: Any) -> GraphModule:
+def graph_of(record: Mapping[str, Any], symbols: SizeSymbols) -> GraphModule:
     """Return the graph of a record. Call it outside fake tensor modes. Raises NotKeepable for a damaged record."""
-    reader, graph = RecordReader(record, fake_mode), Graph()
+    reader, graph = RecordReader(record, symbols, _boundary(record)), Graph()
     for kind, name, target, args, kwargs, notes in record["nodes"]:
         op = _OPS[kind]
         called = target_of(target) if op == "call_function" else target
@@ -70,9 +79,20 @@ def graph_of(record: Mapping[str, Any], fake_mode: Any) -> GraphModule:
         node.meta = _notes(notes, reader)
     root = torch.nn.Module()
     for name, constant in record["constants"].items():
-        root.register_buffer(name, constant_of(constant), persistent=False)
+        if "graph" in constant:
+            root.add_module(name, graph_of(constant["graph"], symbols))
+        else:
+            root.register_buffer(name, constant_of(constant), persistent=False)
     made: GraphModule = lazy_graph_module(root, graph)
     return made
+
+
+def _boundary(record: Mapping[str, Any]) -> set[int]:
+    """Return the storages of a graph's inputs and results: later stages ask which of these share memory."""
+    nodes = record["nodes"]
+    results = {number for node in nodes if _OPS[node[0]] == "output" for number in node_numbers(node[3])}
+    values = (node[5].get("val") for n, node in enumerate(nodes) if n in results or _OPS[node[0]] == "placeholder")
+    return {record["tensors"][value["x"]][0] for value in values if isinstance(value, dict) and "x" in value}
 
 
 def _notes(notes: Mapping[str, Record], reader: RecordReader) -> dict[str, Any]:

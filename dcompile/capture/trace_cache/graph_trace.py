@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,39 +14,54 @@ from dcompile.capture.trace_cache.traced_graph import KeptTrace, TraceFacts, Tra
 from dcompile.collectives.contract import TraceStore
 from dcompile.compat import aot_trace
 from dcompile.compat.trace_records import NotKeepable, Record
+from dcompile.compat.trace_symbols import SizeSymbols
 from dcompile.logs import report
+
+MAX_VARIANTS = 8
+"""Maximum number of traces of one graph that differ in their guards on symbolic sizes."""
 
 
 class GraphTrace:
-    """The trace of one Dynamo graph. `key` computes its cache key. A trace that cannot be cached has an objection."""
+    """The trace of one Dynamo graph. `key` computes its cache key. A trace that cannot be cached has an objection.
 
-    def __init__(self, store: TraceStore | None, key: Callable[[], str]) -> None:
+    A trace whose guards do not hold for the sizes at hand is passed over. The next one's key follows from these guards.
+    """
+
+    def __init__(self, store: TraceStore | None, key: Callable[[SizeSymbols], str]) -> None:
         self.objection = ""
         """Why the graph is traced at each start; empty if traces are not cached at all."""
         self.cached: KeptTrace | None = None
         self._store, self._key = store, ""
         self._metadata = aot_trace.TracedMetadata()
-        self._graphs: tuple[Record, Record] | None = None
+        self._graphs: tuple[Record, Record, Record] | None = None
         self._facts = TraceFacts()
+        self._symbols = SizeSymbols(aot_trace.tracing_mode())
         if store is None:
             return
         try:
             if not aot_trace.can_replay() or aot_trace.tracing_mode() is None:
                 raise NotKeepable("AOTAutograd is called in a way that is not known")
-            self._key = key()
+            self._find(store, key(self._symbols))
         except NotKeepable as reason:
             self.objection = str(reason)
-            return
-        text = store.find_trace(self._key)
-        if text is not None:
-            self._read(text)
 
-    def _read(self, text: str) -> None:
-        """Rebuild the graphs of a cache entry. A damaged entry is reported, and overwritten later."""
-        try:
-            self.cached = kept_trace(text)
-        except NotKeepable as reason:
-            report(logging.WARNING, f"a cached trace is damaged ({reason}); tracing it again")
+    def _find(self, store: TraceStore, key: str) -> None:
+        """Read the first trace whose guards hold. A damaged entry is reported, and overwritten later.
+
+        Raises NotKeepable if no further trace of this graph may be kept.
+        """
+        for _ in range(MAX_VARIANTS):
+            text = store.find_trace(key)
+            try:
+                found = None if text is None else kept_trace(text, self._symbols)
+            except NotKeepable as reason:
+                report(logging.WARNING, f"a cached trace is damaged ({reason}); tracing it again")
+                found = None
+            if not isinstance(found, str):
+                self._key, self.cached = key, found
+                return
+            key = hashlib.sha256(f"{key} without {found}".encode()).hexdigest()
+        raise NotKeepable(f"{MAX_VARIANTS} traces are kept, each with guards on sizes that do not hold here")
 
     @property
     def is_noted(self) -> bool:
@@ -55,14 +71,16 @@ class GraphTrace:
     def recording(self) -> AbstractContextManager[None]:
         """Record AOTAutograd's work on the graph. Each use drops an earlier record."""
         self._metadata, self._graphs = aot_trace.TracedMetadata(), None
-        return aot_trace.recording_metadata(self._metadata)
+        return aot_trace.recording_metadata(self._metadata, self._symbols)
 
     def note_graphs(self, forward: GraphModule, backward: GraphModule | None, facts: TraceFacts) -> None:
         """Record the graphs before the compilers change them."""
         if not self.is_noted:
             return
         try:
-            self._graphs = graph_record(forward), None if backward is None else graph_record(backward)
+            first = graph_record(forward, self._symbols)
+            second = None if backward is None else graph_record(backward, self._symbols)
+            self._graphs = first, second, self._symbols.added_guards()
             self._facts = facts
         except NotKeepable as reason:
             self.objection = str(reason)
@@ -79,7 +97,7 @@ class GraphTrace:
         if self._graphs is None or self.objection:
             self.objection = self.objection or "AOTAutograd has cut it in a way that is not known"
             return
-        forward, backward = self._graphs
-        record = TraceRecord(self._metadata.record, forward, backward, facts(self._facts))
+        forward, backward, guards = self._graphs
+        record = TraceRecord(self._metadata.record, forward, backward, facts(self._facts), guards)
         self._store.put_trace(self._key, record.to_text())
-        self._graphs = None
+        self._graphs, self._symbols = None, SizeSymbols(None)  # which hold what tracing has made

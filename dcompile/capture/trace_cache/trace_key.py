@@ -1,8 +1,9 @@
 """Cache key of a trace: the SHA-256 of a text of everything that AOTAutograd and its passes read.
 
 The text holds versions, settings of dcompile and torch, and the adapter's additions to a trace. It holds the inputs
-(shapes, strides, dtypes, devices, gradients, shared memory). It holds the captured graph with its subgraphs, constants
-and function names. A graph may call only functions of torch and dcompile: other code is not part of the text, so such
+(shapes, strides, dtypes, devices, gradients, shared memory). A symbolic size is an expression of numbered symbols, of
+which the text holds ranges and guards, and no values. It holds the captured graph with its subgraphs, constants and
+function names. A graph may call only functions of torch and dcompile: other code is not part of the text, so such
 a graph has no key. The text leaves out names of modules and inputs, and source lines. Messages and comments may name
 those of the model that was traced first.
 """
@@ -25,6 +26,7 @@ from dcompile.compat import groups
 from dcompile.compat.trace_records import NotKeepable
 from dcompile.compat.trace_state import (
     callable_text,
+    check_apart,
     check_captured,
     device_text,
     global_state,
@@ -33,10 +35,11 @@ from dcompile.compat.trace_state import (
     static_mark,
     tensor_text,
 )
+from dcompile.compat.trace_symbols import SizeSymbols
 from dcompile.config import Config
 from dcompile.toolchain import own_source, own_version
 
-FORMAT = 1
+FORMAT = 2
 """Version of the entries' format. It is part of each key."""
 _ELSEWHERE = frozenset(
     (
@@ -49,13 +52,16 @@ _MARKS = ("custom", "recompute", "ac_graph_id")
 """Keys of node metadata that tracing reads."""
 
 
-def trace_key(gm: GraphModule, inputs: Sequence[Any], config: Config, facts: Sequence[str]) -> str:
-    """Return a trace's cache key. `facts`: lines that an adapter adds. Raises NotKeepable."""
+def trace_key(
+    gm: GraphModule, inputs: Sequence[Any], config: Config, facts: Sequence[str], symbols: SizeSymbols
+) -> str:
+    """Return a trace's cache key. `facts`: lines that an adapter adds. It numbers `symbols`. Raises NotKeepable."""
     if config.backend is not None and config.backend.cache_objection:
         raise NotKeepable(config.backend.cache_objection)
-    storages: dict[int, int] = {}
-    given = (_input(value, storages) for value in inputs)
-    lines = (*_environment(config), *global_state(), *facts, *given, *_GraphText(storages).lines(gm, "graph"))
+    check_apart(inputs, symbols)
+    graph = _GraphText(symbols)
+    given = (graph.input(value) for value in inputs)
+    lines = (*_environment(config), *global_state(), *facts, *given, *graph.lines(gm, "graph"), *symbols.facts())
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -68,21 +74,24 @@ def _environment(config: Config) -> Iterator[str]:
             yield f"{field.name}={getattr(config, field.name)}"
 
 
-def _input(value: Any, storages: dict[int, int]) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"input {tensor_text(value, storages)}{device_text(value.device)}"
-    if type(value) in (int, float, bool, str):
-        return f"input {value!r}"
-    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        raise NotKeepable("its sizes are symbolic")
-    raise NotKeepable(f"an input is a {type(value).__name__}")
-
-
 class _GraphText:
-    """Text of a captured graph and its subgraphs."""
+    """Text of a captured graph, its inputs and its subgraphs."""
 
-    def __init__(self, storages: dict[int, int]) -> None:
-        self._storages = storages
+    def __init__(self, symbols: SizeSymbols) -> None:
+        self._symbols = symbols
+        self._storages: dict[int, int] = {}
+
+    def input(self, value: Any) -> str:
+        """Return the line of an input."""
+        if isinstance(value, torch.Tensor):
+            return f"input {tensor_text(value, self._storages, self._symbols)}{device_text(value.device)}"
+        if type(value) in (int, float, bool, str):
+            return f"input {value!r}"
+        if isinstance(value, torch.SymInt):
+            return f"input {self._symbols.text(value)}"
+        if isinstance(value, torch.SymFloat | torch.SymBool):
+            raise NotKeepable(f"an input is a symbolic {'float' if isinstance(value, torch.SymFloat) else 'bool'}")
+        raise NotKeepable(f"an input is a {type(value).__name__}")
 
     def lines(self, gm: GraphModule, name: str) -> Iterator[str]:
         """Yield a line for each node, with numbers instead of names."""
@@ -92,7 +101,7 @@ class _GraphText:
         for node in gm.graph.nodes:
             args, kwargs = _text(node.args, numbers), _text(node.kwargs, numbers)
             marks = [f"{mark}={_text(node.meta[mark], numbers)}" for mark in _MARKS if mark in node.meta]
-            value = "" if node.op == "output" else result_text(node.meta.get("example_value"))
+            value = "" if node.op == "output" else result_text(node.meta.get("example_value"), self._symbols)
             yield " ".join((node.op, self._target(node), args, kwargs, value, *marks))
             if node.op == "get_attr":
                 yield from self._held(operator.attrgetter(str(node.target))(gm), f"{name}.{numbers[node]}")
@@ -114,7 +123,7 @@ class _GraphText:
             return
         if not isinstance(value, torch.Tensor):
             raise NotKeepable(f"it holds a {type(value).__name__}")
-        yield f"{name} {tensor_text(value, self._storages)} {numbers_digest(value)}"
+        yield f"{name} {tensor_text(value, self._storages, self._symbols)} {numbers_digest(value)}"
 
 
 def _text(value: Any, numbers: dict[Node, int]) -> str:

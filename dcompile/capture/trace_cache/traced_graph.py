@@ -14,6 +14,7 @@ from dcompile.capture.trace_cache.graph_record import graph_of
 from dcompile.compat import aot_trace
 from dcompile.compat.tensors import real_tensors
 from dcompile.compat.trace_records import NotKeepable, Record
+from dcompile.compat.trace_symbols import SizeSymbols
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,12 @@ class TraceRecord:
     forward: Record
     backward: Record
     facts: TraceFacts
+    guards: Record
+    """Guards on symbolic sizes that tracing has added."""
 
     def to_text(self) -> str:
         """Return the records as JSON."""
-        parts = {"metadata": self.metadata, "forward": self.forward, "backward": self.backward}
+        parts = {"metadata": self.metadata, "forward": self.forward, "backward": self.backward, "guards": self.guards}
         return json.dumps(parts | {"facts": dataclasses.asdict(self.facts)}, separators=(",", ":"))
 
 
@@ -59,17 +62,22 @@ class KeptTrace:
     facts: TraceFacts
 
 
-def kept_trace(text: str) -> KeptTrace:
-    """Rebuild a trace from text, in the capture's fake tensor mode. Raises NotKeepable for damaged text."""
-    mode = aot_trace.tracing_mode()
+def kept_trace(text: str, symbols: SizeSymbols) -> KeptTrace | str:
+    """Rebuild a trace from text, in the capture's fake tensor mode, and add its guards to the compilation.
+
+    If the guards do not hold, return their text instead. Raises NotKeepable for damaged text.
+    """
     try:
         found = json.loads(text)
-        with real_tensors():
+        if not symbols.satisfy(found["guards"]):
+            return json.dumps(found["guards"])
+        symbols.add_guards(found["guards"])
+        with real_tensors(), symbols.adding_no_guards():
             backward = found["backward"]
             return KeptTrace(
-                aot_trace.metadata_of(found["metadata"], mode),
-                graph_of(found["forward"], mode),
-                None if backward is None else graph_of(backward, mode),
+                aot_trace.metadata_of(found["metadata"], symbols),
+                graph_of(found["forward"], symbols),
+                None if backward is None else graph_of(backward, symbols),
                 _facts(found["facts"]),
             )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:

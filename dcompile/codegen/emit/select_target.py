@@ -9,9 +9,10 @@ import torch
 from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.emit.cpp.plan import NestDecision
 from dcompile.codegen.emit.target import EmitRequest, Kernels, KernelSource, Target
-from dcompile.codegen.emit.triton import segment_sum
+from dcompile.codegen.emit.triton import one_shot_all_reduce, segment_sum
 from dcompile.codegen.emit.triton import target as triton_target
 from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, fuse_launches
+from dcompile.codegen.emit.triton.launch_order import start_next_first
 from dcompile.device_traits import loop_traits, main_device, traits_of
 from dcompile.ir.nodes import Buffer, Loop, Program
 from dcompile.toolchain import triton_version
@@ -44,16 +45,20 @@ def architecture(devices: Collection[torch.device]) -> int | None:
     return 10 * major + minor
 
 
-def emit_all(program: Program, kind: str, decisions: Sequence[NestDecision], *, own_products: bool) -> Kernels:
+def emit_all(
+    program: Program, kind: str, decisions: Sequence[NestDecision], *, own_products: bool, one_shot: bool = True
+) -> Kernels:
     """Emit the kernel of each loop for the device whose memory it writes; on CPUs also matmuls, if `own_products`.
 
-    `decisions`: the rows of `NEST_PASSES`, which plan C++ kernels.
+    `decisions`: the rows of `NEST_PASSES`, which plan C++ kernels. `one_shot`: small all-reduces get a kernel, too.
     """
     table = program.table
     loops = [step for step in program.steps if isinstance(step, Loop)]
     if traits_of(main_device(buffer.device for buffer in program.buffers)).is_host:
         return cpp_kernel.emit_all(program, decisions, training=kind == "forward", own_products=own_products)
-    constant = constants(program) if kind == "inference" else None  # training kernels run longer than their launch
+    all_reduces = one_shot_all_reduce.sources(program) if one_shot else {}
+    # training kernels run longer than their launch
+    constant = constants(program, all_reduces.keys()) if kind == "inference" else None
     nothing = None if constant is None else frozenset[str]()
     single = [emit_loop(loop, table, EmitRequest(decisions, nothing)) for loop in loops]
     calls = fuse_launches(program, single)
@@ -64,7 +69,9 @@ def emit_all(program: Program, kind: str, decisions: Sequence[NestDecision], *, 
                 single[number] = emit_loop(loops[number], table, EmitRequest(decisions, constant))
         early = fuse_launches(program, single)
         calls = early if first_launch(early) == first else calls
-    return Kernels(calls, segment_sum.products(program))
+    if constant is not None:
+        calls = start_next_first(calls)
+    return Kernels(calls, segment_sum.products(program), all_reduces)
 
 
 def emit_loop(loop: Loop, table: Mapping[str, Buffer], request: EmitRequest = NO_REQUEST) -> KernelSource:

@@ -73,10 +73,12 @@ class Kernels:
     calls: tuple[KernelSource, ...]
     products: Mapping[int, LibraryReplacement] = field(default_factory=dict)
     """Library calls replaced by a kernel, by their position among the steps."""
+    all_reduces: Mapping[str, KernelSource] = field(default_factory=dict)
+    """Kernels of collectives that may be one kernel, by the collective's bucket. The run time launches them."""
 
     @property
     def sources(self) -> tuple[KernelSource, ...]:
-        used = (*self.calls, *(product.kernel for product in self.products.values()))
+        used = (*self.calls, *(product.kernel for product in self.products.values()), *self.all_reduces.values())
         return tuple({kernel.name: kernel for kernel in used}.values())
 
 

@@ -12,15 +12,14 @@ from dcompile.codegen.lower.context import dtype_name, literal_text
 from dcompile.codegen.lower.library_calls import (
     CALL,
     GraphAttribute,
-    as_function,
     has_effect,
     has_no_text,
     is_region,
     op_text,
     returns_alias,
-    returns_one_in_a_tuple,
     written_arguments,
 )
+from dcompile.codegen.lower.opaque_calls import function_name, opaque_call, returns_one_in_a_tuple
 from dcompile.codegen.lower.provenance import origin_of
 from dcompile.codegen.lower.symbolic.shapes import opaque_shape
 from dcompile.device_traits import HOST
@@ -137,7 +136,7 @@ class _AtenWalk:
         if not fixed and not returns_one_in_a_tuple(node) and not any(has_no_text(arg) for arg in everything):
             args = tuple(self._spell(arg) for arg in node.args)
             return op_text(node.target), args, tuple((k, self._spell(v)) for k, v in node.kwargs.items())
-        function = self._constant(f"{node.name}_function", as_function(node, fixed))
+        function = self._constant(function_name(node), opaque_call(node, fixed))
         return CALL, (function, *(self._argument(n) for n in node.all_input_nodes if n not in fixed)), ()
 
     def _spell(self, arg: Any) -> Arg:

@@ -170,6 +170,8 @@ class Lowering:
                 stored = stored if stored.view is not None else self.store(tensor)
             else:
                 stored = self.store(tensor)
+                if tensor.is_cheap:
+                    stored = replace(stored, cast_from=tensor)
                 if anew:
                     stored = replace(stored, made=tensor, sources=stored.reads | tensor.sources)
             self._stored[key] = (tensor, stored)  # keeps the tensor alive, so that its id stays unique

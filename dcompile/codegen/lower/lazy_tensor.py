@@ -37,7 +37,8 @@ class LazyTensor:
 
     `ops`, `loads` and `heavy` (transcendental or division) estimate the cost of inlining one element. A view of a lazy
     tensor keeps its `base` and the function `again` that views it, so that the base can be stored instead. A stored
-    tensor keeps the tensor it was `made` from, for readers of a few elements. `sources` are all buffers that
+    tensor keeps the tensor it was `made` from, for readers of a few elements. It keeps the cheap one that it was
+    `cast_from`, or computed from by a little more, for kernels that only memory bounds. `sources` are all buffers that
     recomputing it would read. A tensor that reads no memory, such as a range, is computed at its uses, but stored on
     its `device`.
     """
@@ -54,6 +55,7 @@ class LazyTensor:
     base: LazyTensor | None = None
     again: Callable[[LazyTensor], LazyTensor] | None = field(default=None, repr=False)
     made: LazyTensor | None = None
+    cast_from: LazyTensor | None = None
     sources: frozenset[str] = frozenset()
     device: str | None = None
 
@@ -89,6 +91,8 @@ def remap_view(base: LazyTensor, shape: Shape, remap: Remap) -> LazyTensor:
     view = None if base.view is None else _view_through(base.view, shape, remap)
     if view is not None:
         seen = from_view(view, base.dtype)
+        if base.cast_from is not None:
+            seen = replace(seen, cast_from=remap_view(base.cast_from, shape, remap))
         return (
             seen if base.made is None else replace(seen, made=remap_view(base.made, shape, remap), sources=base.sources)
         )

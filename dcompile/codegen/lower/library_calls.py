@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,23 @@ from torch.fx import Node
 from dcompile import compat
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.lazy_tensor import LazyTensor, from_view
+from dcompile.codegen.lower.opaque_calls import (
+    function_name,
+    is_nested,
+    opaque_call,
+    returns_one_in_a_tuple,
+)
 from dcompile.codegen.lower.symbolic.shapes import is_symbolic, opaque_shape
 from dcompile.errors import DcompileError
 from dcompile.ir.nodes import OBJECT, REGION, Extern, View
 from dcompile.kernel_backends.region_call import RegionCall
 
-PLACED = frozenset(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm"))
+PLACED = frozenset(
+    (
+        *(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm")),
+        *(f"dcompile_matmul.{name}.default" for name in ("mm_float32", "addmm_float32")),
+    )
+)
 """Calls that write into a buffer of the program (mode `out`)."""
 
 LIBRARY = frozenset(
@@ -61,7 +72,10 @@ LIBRARY = frozenset(
         # checks that raise
         "_assert_async", "_linalg_check_errors",
     )
-) | {"dcompile_grouped.mm", "dcompile_grouped.outer", "dcompile_grouped.ends"}  # fmt: skip
+) | {
+    "dcompile_attention.forward", "dcompile_attention.backward", "dcompile_grouped.mm", "dcompile_grouped.outer",
+    "dcompile_grouped.ends", "dcompile_matmul.mm_float32", "dcompile_matmul.addmm_float32",
+}  # fmt: skip
 """Packets left to the library on purpose: no loop is wanted for them, and none counts as a fallback."""
 
 WITH_EFFECTS = "higher_order.with_effects"
@@ -107,7 +121,7 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
     elif aliasing and (copying := copying_variant(target)) is not None:
         op, aliasing = copying, False
     outs, result = name_results(low, value, node)
-    if returns_one_in_a_tuple(node) or _is_nested(node) or any(has_no_text(arg) for arg in (*args, *kwargs.values())):
+    if returns_one_in_a_tuple(node) or is_nested(node) or any(has_no_text(arg) for arg in (*args, *kwargs.values())):
         function, inputs = _bound(low, node)
         low.extern(CALL, [function, *inputs], outs, fallback=fallback, effect=True)
         return result
@@ -212,24 +226,10 @@ def is_dense(value: torch.Tensor) -> bool:
 def _bound(low: Lowering, node: Node) -> tuple[View, list[Any]]:
     """Return the node as a function among the constants, and its arguments."""
     fixed = {n: value.value for n in node.all_input_nodes if isinstance(value := low.values[n], GraphAttribute)}
-    name = f"{node.name}_function"
-    low.constants[name] = _flex(low, node, fixed) or as_function(node, fixed)
+    name = function_name(node)
+    low.constants[name] = opaque_call(node, fixed)
     low.inputs[name] = None
     return low.buffer((), OBJECT, name=name), [low.values[n] for n in node.all_input_nodes if n not in fixed]
-
-
-def _flex(low: Lowering, node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any] | None:
-    """Return FlexAttention compiled by TorchInductor, and note it; None for other calls, or if that is impossible."""
-    if not compat.inductor.is_flex(node.target):
-        return None
-    found = compat.inductor.compiled_flex(node, fixed)
-    how = (
-        f"computes all scores, as in eager mode ({found})"
-        if isinstance(found, str)
-        else "runs as TorchInductor's kernel"
-    )
-    low.declined.append(f"{node.target} {how}: there is no rule for it yet")
-    return None if isinstance(found, str) else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,29 +237,6 @@ class GraphAttribute:
     """An attribute of the graph module that is not a tensor: a graph, for example."""
 
     value: Any
-
-
-def as_function(node: Node, fixed: dict[Node, Any]) -> Callable[..., Any]:
-    """Return the node as a function of the values of its input nodes, except those in `fixed`."""
-    target: Any = node.target
-    inputs = [n for n in node.all_input_nodes if n not in fixed]
-    args, kwargs, unpacked, nested = node.args, node.kwargs, returns_one_in_a_tuple(node), _is_nested(node)
-
-    def call(*values: Any) -> Any:
-        given = dict(zip(inputs, values, strict=True)) | fixed
-        filled: Any = torch.fx.map_arg((args, kwargs), lambda n: given[n])
-        result = target(*filled[0], **filled[1])
-        if nested:
-            return tuple(_leaves(result))
-        return result[0] if unpacked else result
-
-    return call
-
-
-def returns_one_in_a_tuple(node: Node) -> bool:
-    """Return whether a call without a schema has one result in a tuple, such as torch.cond with one result."""
-    value = node.meta.get("val")
-    return isinstance(value, (tuple, list)) and len(value) == 1 and not hasattr(node.target, "_schema")
 
 
 def _in_place(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -313,7 +290,7 @@ def name_results(low: Lowering, value: Any, node: Node) -> tuple[list[str | None
         return [], None
     if not isinstance(value, (tuple, list)):
         return [], value
-    if _is_nested(node) and hasattr(node.target, "_schema"):
+    if is_nested(node) and hasattr(node.target, "_schema"):
         raise Unsupported(f"dcompile: {node.target} returns lists inside a tuple")
     used = {user.args[1] for user in node.users if user.target is operator.getitem and user.users}
     outs: list[str | None] = []
@@ -326,16 +303,6 @@ def name_results(low: Lowering, value: Any, node: Node) -> tuple[list[str | None
         return item if kept is None and not isinstance(item, torch.Tensor) else kept
 
     return outs, [named(item, f"{node.name}_{number}", number in used) for number, item in enumerate(value)]
-
-
-def _is_nested(node: Node) -> bool:
-    """Return whether a call returns nested tuples."""
-    value = node.meta.get("val")
-    return isinstance(value, (tuple, list)) and any(isinstance(item, (tuple, list)) for item in value)
-
-
-def _leaves(value: Any) -> list[Any]:
-    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, (tuple, list)) else [value]
 
 
 def _own_memory(low: Lowering, outs: Sequence[str | None], result: Any) -> Any:

@@ -96,6 +96,15 @@ class Body:
             self.anew = outer
 
     @contextmanager
+    def without_stored(self) -> Iterator[None]:
+        """Recompute elements of stored tensors inside, down to what only memory holds."""
+        outer, self.stored = self.stored, {}
+        try:
+            yield
+        finally:
+            self.stored = outer
+
+    @contextmanager
     def masked(self, mask: Ref) -> Iterator[None]:
         """Restrict loads inside to where `mask`, and every mask around it, holds."""
         outer = self.mask

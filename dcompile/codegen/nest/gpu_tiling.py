@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dcompile.codegen.nest.contraction import Contraction, choose_tile, find_contraction
 from dcompile.codegen.nest.loop_nest import (
     Axis,
     Nest,
@@ -20,6 +21,7 @@ from dcompile.codegen.nest.loop_nest import (
     stride,
     unit_strides,
 )
+from dcompile.device_traits import MULTIPROCESSORS
 from dcompile.ir.analysis import ancestors, runtime_refs
 from dcompile.ir.index import (
     TYPICAL,
@@ -38,7 +40,7 @@ from dcompile.ir.index import (
     size_product,
     typical,
 )
-from dcompile.ir.nodes import ITEMSIZE, Loop, Reduce, Scan, Store, Value
+from dcompile.ir.nodes import ITEMSIZE, Loop, Reduce, Scan, Store, Tile, Value
 
 FLAT_ELEMENTS = 1024
 """Elements of a pointwise tile: 8 for each of 128 threads, so one access moves 16 bytes of a 16-bit dtype."""
@@ -65,12 +67,10 @@ COLUMN_ROWS, COLUMNS = 8, 256
 """Tile of a column reduction that needs no whole rows."""
 MIN_UNKNOWN_ROW = 64
 """Length from which rows are separate tiles where sizes are symbolic; a symbol counts as long."""
-MULTIPROCESSORS = 132
-"""Multiprocessors of the GPU that tiles are chosen for; on others the same kernels run, a little less evenly."""
 PROGRAMS = 2 * MULTIPROCESSORS
 """Programs of a kernel that loops over rows, and the fewest that a kernel should have."""
 
-Kind = Literal["flat", "turn", "rows", "columns"]
+Kind = Literal["flat", "turn", "rows", "columns", "skinny"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class TilePlan:
 
     flat: elements in order. turn: two-dimensional tiles with `batch` variables outside. rows: `dims` are rows and
     elements; a program has whole rows, at once or, if `looped`, in blocks. columns: a program loops over `chunk` rows
-    and accumulates its column reductions.
+    and accumulates its column reductions. skinny: `dims` are columns and rows of products of few rows.
     """
 
     kind: Kind
@@ -108,6 +108,8 @@ class TilePlan:
     chunk: Size = 0
     atomic: bool = False
     """Whether combining stores do so in memory."""
+    skinny: tuple[Contraction, Tile] | None = None
+    """Products of few rows, and how they are tiled."""
 
     @property
     def grid(self) -> Size:
@@ -129,11 +131,13 @@ class TilePlan:
 
 
 def make_plan(loop: Loop) -> TilePlan:
-    """Choose the tiling of a loop."""
+    """Choose the tiling of a loop, unless it was measured."""
     in_pieces = may_exceed(size_product(loop.inner), MAX_PERSISTENT_ELEMENTS) and all(
         store.mode == "set" for store in loop.stores
     )
     nest = flatten_loop(loop, in_one_pass=in_pieces)
+    if (found := find_contraction(nest)) is not None:
+        return _skinny(nest, found, loop.tile)
     combining = [n for n, store in enumerate(nest.stores) if store.mode != "set"]
     chunk = _chunk(nest, combining)
     if combining and chunk:
@@ -144,6 +148,14 @@ def make_plan(loop: Loop) -> TilePlan:
 
 def _needs_rows(nest: Nest) -> bool:
     return any(nest.row_stores) or any(isinstance(value, (Reduce, Scan)) for value in nest.body)
+
+
+def _skinny(nest: Nest, found: Contraction, tile: Tile | None) -> TilePlan:
+    if tile is None:
+        tile = choose_tile(found, found.products[0].dtype)
+    assert tile.rows >= found.row_count, f"a tile of {tile.rows} rows has not all {found.row_count}"
+    x, y = TileDim("x", found.columns, tile.columns), TileDim("y", found.rows, tile.rows)
+    return TilePlan("skinny", nest, (x, y), tile.warps, found.batch, skinny=(found, tile))
 
 
 # --- element by element -----------------------------------------------------------------------------------------------

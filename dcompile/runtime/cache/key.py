@@ -168,7 +168,8 @@ def _nodes(gm: GraphModule) -> Iterator[str]:
         kwargs = ",".join(f"{name}={_text(value, numbers)}" for name, value in node.kwargs.items())
         value = operator.attrgetter(str(node.target))(gm) if node.op == "get_attr" else node.meta.get("val")
         if node.op == "get_attr" and not isinstance(value, torch.Tensor):
-            raise NotCacheable(f"it holds a {type(value).__name__}")
+            yield from _part(node, value)
+            continue
         yield f"{node.op} {node.name} {target}({args};{kwargs}) {_text(value, numbers)}"
         part = (node.meta.get("custom") or {}).get(PART)
         if part is not None:
@@ -179,7 +180,18 @@ def _nodes(gm: GraphModule) -> Iterator[str]:
             yield repr(number)  # kernels may be specialized on it
 
 
+def _part(node: Node, value: Any) -> Iterator[str]:
+    """Lines for a function of FlexAttention: a graph whose call is made anew from the graph that is loaded."""
+    if not isinstance(value, GraphModule) or not all(compat.inductor.is_flex(user.target) for user in node.users):
+        raise NotCacheable(f"it holds a {type(value).__name__}")
+    yield f"graph {node.name}"
+    yield from _nodes(value)
+    yield f"{node.name} ends"
+
+
 def _target(target: Any) -> str:
+    if compat.inductor.is_flex(target):
+        return f"higher_order.{target}"
     schema = getattr(target, "_schema", None)
     if schema is not None:
         name = str(target)
@@ -205,8 +217,10 @@ def _text(value: Any, numbers: dict[str, int]) -> str:
             return f"{value.dtype}{_sizes(value.shape)}{strides}{value.device.type}"
         case tuple() | list():
             return f"({','.join([_text(item, numbers) for item in value])})"
+        case dict():
+            return _text([*value.items()], numbers).join("{}")
         case torch.SymInt():
-            return f"<{compat.sizes.size_expression(value)}>"
+            return f"<{compat.sizes.expression_text(compat.sizes.size_expression(value))}>"
         case torch.SymFloat() | torch.SymBool():
             return f"<{value}>"
         case torch.device():

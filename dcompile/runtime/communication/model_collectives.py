@@ -21,6 +21,7 @@ from dcompile.errors import DcompileError
 from dcompile.ir.collective_kinds import CollectiveKind
 from dcompile.ir.functional_collectives import kind_of
 from dcompile.runtime.communication.gloo import start_gather
+from dcompile.runtime.communication.peer_memory.one_shot import OneShotLaunch
 from dcompile.runtime.communication.work import PendingCollective
 
 _RECORDED: ContextVar[list[tuple[Any, str]] | None] = ContextVar("recorded collectives", default=None)
@@ -30,14 +31,16 @@ _RECORDED: ContextVar[list[tuple[Any, str]] | None] = ContextVar("recorded colle
 class ModelCollective:
     """One of the model's own collectives in one prepared call: `self(sent, filled, ...)` starts it, `wait()` ends it.
 
-    `op` is torch's functional collective. A start takes its further arguments as they are in the graph.
+    `op` is torch's functional collective. A start takes its further arguments as they are in the graph. `one_shot`
+    launches it as one kernel, where all ranks' GPUs reach each other's memory.
     """
 
-    def __init__(self, op: str, name: str) -> None:
+    def __init__(self, op: str, name: str, one_shot: OneShotLaunch | None = None) -> None:
         kind = kind_of(op)
         assert kind is not None, f"{op} is no collective"
         self.kind: CollectiveKind = kind
         self.name = name
+        self._one_shot = one_shot
         self.nbytes = 0
         """Bytes of the whole, of the last start."""
         self._pending: PendingCollective | None = None
@@ -52,8 +55,11 @@ class ModelCollective:
                 "make a new mesh and a new model, and compile that"
             )
         self.nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (sent, filled))
+        near = None if self._one_shot is None else self._one_shot.peers(group, self.nbytes)
 
         def start(limit_s: float | None) -> Any:
+            if near is not None and self._one_shot is not None:
+                return self._one_shot.start(near, sent[0])
             return _start(self.kind, group, sent, filled, rest, limit_s)
 
         self._pending = PendingCollective(group, sent[0].device, f"model's own {self._words()}", start)

@@ -86,6 +86,8 @@ class PeerCoordinator(SingleProcess):
         """Number and label of a collective that is being started. A communicator's first one waits for the other ranks
         here.
         """
+        self.inboxes: dict[str, Any] = {}
+        """Device -> inboxes of one-shot all-reduces, which all programs of the group share."""
         self.meetings = 0
         """Number of agreements that this rank has come to, counted alike on every rank."""
         self.started = 0

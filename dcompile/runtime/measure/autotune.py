@@ -35,7 +35,7 @@ MAX_TIME_RATIO = 0.98
 
 def choose(geometries: Iterable[Geometry], device: torch.device) -> dict[Geometry, Algorithm]:
     """Choose an algorithm for each geometry for which one is faster than ATen's. Takes some two seconds for each."""
-    with _without_user_modes(device):
+    with without_user_modes(device):
         found = {geometry: fastest(geometry, device) for geometry in geometries}
     torch.cuda.empty_cache()
     return {geometry: algorithm for geometry, algorithm in found.items() if algorithm is not None}
@@ -83,7 +83,7 @@ def medians(calls: Mapping[Name, Callable[[], object]], rounds: int, seconds: fl
     return {name: statistics.median(times) for name, times in taken.items()}
 
 
-def _without_user_modes(device: torch.device) -> AbstractContextManager[object]:
+def without_user_modes(device: torch.device) -> AbstractContextManager[object]:
     """Context that disables modes of the user's program: fake tensors, other devices, gradients and autocast."""
     stack = ExitStack()
     for context in (real_tensors(), torch.cuda.device(device), torch.no_grad(), torch.autocast("cuda", enabled=False)):
@@ -137,8 +137,8 @@ class EpilogueContest:
 
 def fastest_ending(contest: EpilogueContest, launcher: Path, device: torch.device) -> Tile | None:
     """Tile of the kernel that beats matmul and loop by most, or None. Takes a second."""
-    with _without_user_modes(device):
-        memory = {buffer.name: _random_input(buffer, device) for buffer in contest.buffers}
+    with without_user_modes(device):
+        memory = {buffer.name: random_input(buffer, device) for buffer in contest.buffers}
         calls = _calls(contest, memory, launcher, torch.cuda.current_device())
         for call in calls.values():
             call()
@@ -151,7 +151,7 @@ def fastest_ending(contest: EpilogueContest, launcher: Path, device: torch.devic
         return best if look[best] <= MAX_TIME_RATIO * look[None] else None
 
 
-def _random_input(buffer: Buffer, device: torch.device) -> torch.Tensor:
+def random_input(buffer: Buffer, device: torch.device) -> torch.Tensor:
     """Random numbers from a generator of its own; integers and booleans are 0."""
     extent, dtype = buffer.extent, getattr(torch, buffer.dtype)
     assert isinstance(extent, int), "loops of known size"
@@ -174,27 +174,29 @@ def _calls(
         product = functools.partial(GemmCall(GemmDescription(geometry, device), algorithm), left, right, out)
     else:
         product = functools.partial(torch.addmm if len(views) > 2 else torch.mm, *views, out=out)
-    loaded, stream = library(launcher), cuda_launch.stream_of(device)
-
-    def launches(rows: tuple[CandidateLaunch, ...]) -> Callable[[], object]:
-        table = []
-        for row in rows:
-            known = [memory[arg].data_ptr() if isinstance(arg, str) else arg for arg in row.arguments]
-            table.append((row.archive, row.function, row.grid, [Address(value) for value in known]))
-        return functools.partial(cuda_launch.launches(loaded, device, 0, table), stream)
-
-    loop = launches(contest.separate)
+    loop = launch_calls(contest.separate, memory, launcher, device)
+    assert loop is not None, "loops of their own take little shared memory"
 
     def both() -> None:
         product()
         loop()
 
+    found = {tile: launch_calls(rows, memory, launcher, device) for tile, rows in contest.rivals.items()}
+    return {None: both, **{tile: call for tile, call in found.items() if call is not None}}
+
+
+def launch_calls(
+    rows: Iterable[CandidateLaunch], memory: Mapping[str, torch.Tensor], launcher: Path, device: int
+) -> Callable[[], object] | None:
+    """Call that makes some launches on the current stream; None if a kernel takes more shared memory than there is."""
     room = int(
         getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", cuda_launch.SHARED_LIMIT)
     )
-    fits = {
-        tile: rows
-        for tile, rows in contest.rivals.items()
-        if all(cuda_launch.read_archive(row.archive)[row.function].shared <= room for row in rows)
-    }
-    return {None: both, **{tile: launches(rows) for tile, rows in fits.items()}}
+    table = []
+    for row in rows:
+        if cuda_launch.read_archive(row.archive)[row.function].shared > room:
+            return None
+        known = [memory[arg].data_ptr() if isinstance(arg, str) else arg for arg in row.arguments]
+        table.append((row.archive, row.function, row.grid, [Address(value) for value in known]))
+    stream = cuda_launch.stream_of(device)
+    return functools.partial(cuda_launch.launches(library(launcher), device, 0, table), stream)

@@ -161,12 +161,23 @@ class SymbolicGrid:
     place: int
 
 
-class _LaunchTable(ArgumentTable):
+_ROW_WORDS = 4
+"""Words of the launcher's `struct Kernel`."""
+
+
+class LaunchTable(ArgumentTable):
     """Table of a sequence of kernel launches."""
 
     names: list[str]
     kept: tuple[Any, ...]
     """Objects whose addresses the table holds."""
+    first_row: int
+    """Position of the first kernel's words."""
+
+    def start_in_turn(self) -> None:
+        """Let no kernel start while the one before it runs."""
+        for number in range(len(self.names)):
+            self.words[self.first_row + _ROW_WORDS * number + _ROW_WORDS - 1] = 0
 
     def failed(self, where: int) -> None:
         """Raise the driver's error.
@@ -181,11 +192,12 @@ def launches(
     device: int,
     count: int,
     kernels: Sequence[tuple[Path, str, int | SymbolicGrid, Sequence[Argument]]],
+    tables: list[LaunchTable] | None = None,
 ) -> Callable[..., Any]:
     """Make a function that launches kernels.
 
     It takes a stream, and `count` values that change: addresses, sizes, grids. `launcher` is the library of
-    `LAUNCHER_TEXT`.
+    `LAUNCHER_TEXT`. The function's table is added to `tables`.
     """
     codes = [(_function(path, name, device), read_archive(path)[name]) for path, name, _, _ in kernels]
     rows, grids, arguments = list[int](), list[int](), list[int]()
@@ -196,8 +208,11 @@ def launches(
     scratch, start = _scratch(kernels, device), _driver().cuLaunchKernelEx
     head = [count, len(kernels), address_of(start), len(grids) // 2]
     given = [0] * count + [0 if scratch is None else scratch.data_ptr(), 0]
-    table = _LaunchTable.laid_out(head, given, [*grids, *rows], arguments)
+    table = LaunchTable.laid_out(head, given, [*grids, *rows], arguments)
     table.names, table.kept = [f"{path.stem[:12]}:{name}" for path, name, _, _ in kernels], (scratch, start)
+    table.first_row = len(head) + len(given) + len(grids)
+    if tables is not None:
+        tables.append(table)
     return bound(launcher, METHOD, table)
 
 

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from dcompile import grouped_ops, random_ops, rnn_ops  # noqa: F401  define operators that host programs call
+# define operators that host programs call
+from dcompile import attention_ops, grouped_ops, matmul_ops, random_ops, rnn_ops  # noqa: F401
 from dcompile.compat.tensors import assert_on_device
 from dcompile.errors import DcompileError
 from dcompile.ir.index import element_span

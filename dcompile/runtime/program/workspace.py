@@ -32,6 +32,7 @@ from dcompile.runtime.program.saved_tensors import Layout, SavedLayouts
 
 if TYPE_CHECKING:
     from dcompile.runtime.communication.model_collectives import ModelCollective
+    from dcompile.runtime.communication.peer_memory.one_shot import OneShotLaunch
 
 Call = Callable[[list[Any], AnySource | None, bool], list[Any]]
 
@@ -116,6 +117,7 @@ class Workspace:
             if prepared.run is None:
                 notes = program.report.notes
                 prepared.run = HostProgramServices(arena, program.libraries, prepared.results, self.device, notes)
+            prepared.run.begin()
             call = program.make(prepared.run, *sizes)
         prepared.calls[sizes] = call
         if not sizes:
@@ -151,6 +153,12 @@ class HostProgramServices:
         self.libraries = libraries
         self.results = results
         """Memory of results whose size varies, by name."""
+        self._tables: list[cuda_launch.LaunchTable] = []
+        """Tables of the call that is being prepared."""
+
+    def begin(self) -> None:
+        """Begin to prepare another call."""
+        self._tables = []
 
     def at(self, offset: int) -> Address:
         """Address in the arena, for a launch table."""
@@ -174,7 +182,8 @@ class HostProgramServices:
         `kernels`: name, function, grid and arguments of each. Kernels with an empty grid are left out.
         """
         found = [(self.libraries[name], function, grid, given) for name, function, grid, given in kernels if grid]
-        return cuda_launch.launches(library(self.libraries[cuda_launch.LAUNCHER]), self.device, count, found)
+        launcher = library(self.libraries[cuda_launch.LAUNCHER])
+        return cuda_launch.launches(launcher, self.device, count, found, self._tables)
 
     def stream(self) -> int:
         """Stream to launch on. The arena waits for pending work of another stream."""
@@ -274,12 +283,20 @@ class HostProgramServices:
         """Matmul of 16-bit matrices on a CPU: `entry`, or blocked float32 on processors without instructions for it."""
         return half_gemm.product(op, entry)
 
-    @staticmethod
-    def collective(op: str, name: str) -> ModelCollective:
-        """One of the model's own collectives."""
+    def collective(self, op: str, name: str, kernel: tuple[str, str] | None = None) -> ModelCollective:
+        """One of the model's own collectives. `kernel`: name and function of the one kernel that it may be."""
         from dcompile.runtime.communication.model_collectives import ModelCollective  # late: few programs have any
 
-        return ModelCollective(op, name)
+        if kernel is None:
+            return ModelCollective(op, name)
+        return ModelCollective(op, name, self._one_shot(*kernel))
+
+    def _one_shot(self, kernel: str, function: str) -> OneShotLaunch:
+        from dcompile.runtime.communication.peer_memory.one_shot import OneShotLaunch  # late, likewise
+
+        row = (kernel, function, self.grid(OneShotLaunch.GRID), tuple(range(OneShotLaunch.GRID)))
+        launch = self.launches(OneShotLaunch.GRID + 1, [row])
+        return OneShotLaunch(launch, self.device, self.notes, self._tables)
 
     @staticmethod
     def function(op: str) -> Callable[..., Any]:

@@ -89,7 +89,7 @@ def test_one_tensor_is_left_to_autograd():
     assert not shared_pairs([x, x, None]) and shared_pairs([x, x.view(3)]) == ((1, 0, True),)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_parts_of_a_tensor_share_memory_where_their_elements_do(data):
     memory = torch.zeros(4096)

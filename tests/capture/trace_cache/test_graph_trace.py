@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +18,7 @@ import dcompile
 from dcompile import compat
 from dcompile.capture.trace_cache.graph_record import graph_of, graph_record
 from dcompile.compat.trace_records import NotKeepable, RecordReader, op_of
+from dcompile.compat.trace_symbols import DATA_DEPENDENT, SizeSymbols
 
 
 class Model(nn.Module):
@@ -105,7 +107,8 @@ def test_graphs_come_back_as_they_were(settings):
     for entry in traces(settings):
         found = json.loads(entry.read_text().partition("\n")[2])
         for record in filter(None, (found["forward"], found["backward"])):
-            assert json.loads(json.dumps(graph_record(graph_of(record, FakeTensorMode())))) == record
+            symbols = SizeSymbols(FakeTensorMode())
+            assert json.loads(json.dumps(graph_record(graph_of(record, symbols), symbols))) == record
 
 
 def test_a_change_of_the_model_is_traced_anew(settings):
@@ -148,12 +151,70 @@ def test_inputs_that_change_and_results_that_look_at_them(settings):
             assert list(receipt.traces_uncacheable) == ([] if kept else ["a result is a view that is made anew"])
 
 
+class Lengths(Model):
+    """Layers whose backward needs sizes: a mean over a length, its attention, and a result without the last place."""
+
+    def forward(self, tokens):
+        x = self.layers(self.embedding(tokens))
+        x = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], is_causal=True)[:, 0]
+        logits = x + x.mean(1, keepdim=True)
+        return F.cross_entropy(logits[:, :-1].reshape(-1, 8), tokens[:, 1:].reshape(-1)), logits
+
+
+def lengths(settings, *given):
+    """Training steps with batches of these lengths under the compiler, each compared with eager; the receipt."""
+    torch._dynamo.reset()
+    counters.clear()
+    module, eager = (Lengths(nn.Linear(8, 8), nn.SiLU()) for _ in range(2))
+    eager.load_state_dict(module.state_dict())
+    call = torch.compile(module, backend="dcompile", options=settings)
+    for length in given:
+        tokens = torch.arange(2 * length).view(2, length) % 8
+        for model in (call, eager):
+            model(tokens)[0].backward()
+        torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in eager.parameters()])
+    assert counters["stats"]["unique_graphs"] == 2
+    return dcompile.receipt(call)
+
+
+def test_a_trace_of_symbolic_sizes_serves_other_sizes(settings, monkeypatch):
+    first = lengths(settings, 6, 9, 5)
+    assert (first.traces_cached, first.traces_uncacheable, len(traces(settings))) == (0, {}, 2)
+    monkeypatch.setattr(compat.aot, "min_cut_partition", None)  # nothing is cut, so nothing was traced
+    second = lengths(settings, 6, 13, 4)
+    assert (second.traces_cached, second.traces_uncacheable, len(traces(settings))) == (2, {}, 2)
+    assert first.notes == second.notes
+
+
+def test_guards_of_a_trace_are_guards_of_each_start(settings):
+    def thirds(x):
+        return sum(part.sin().sum() * n for n, part in enumerate(x.chunk(3, 1)))
+
+    def start(*lengths):
+        """After each call: how many graphs there are, and whether AOTAutograd has traced the newest one."""
+        torch._dynamo.reset()
+        counters.clear()
+        call, found = torch.compile(thirds, backend="dcompile", options=settings), []
+        for length in lengths:
+            x = torch.ones(2, length, requires_grad=True)
+            torch._dynamo.maybe_mark_dynamic(x, 1)
+            torch.testing.assert_close(torch.autograd.grad(call(x), x), torch.autograd.grad(thirds(x), x))
+            found.append((counters["stats"]["unique_graphs"], dcompile.receipt(call).traces_cached == 0))
+        return found
+
+    assert start(12) == [(1, True)]
+    assert start(7) == [(1, True)], "its last third is one column, which a guard of the first trace excludes"
+    assert start(7) == [(1, False)] and len(traces(settings)) == 2
+    (first, other, last) = start(15, 12, 7)
+    assert first == other == (1, False) and last[0] == 2, "the guard of a trace from the cache holds for later calls"
+
+
 def test_what_cannot_be_kept_is_counted_and_named(settings):
-    call = torch.compile(lambda x: x.sin() + 1, backend="dcompile", options=settings, dynamic=True)
-    call(torch.ones(4))
+    call = torch.compile(lambda x, y: (x * y, x.nonzero()), backend="dcompile", options=settings)
+    call(torch.ones(4), 2.0)
     receipt = dcompile.receipt(call)
-    assert receipt.traces_uncacheable == {"its sizes are symbolic": 1} and not traces(settings)
-    assert "traced anew at each start: its sizes are symbolic x1" in str(receipt)
+    assert receipt.traces_uncacheable == {DATA_DEPENDENT: 1} and not traces(settings)
+    assert f"traced anew at each start: {DATA_DEPENDENT} x1" in str(receipt)
 
 
 def test_whoever_looks_at_the_compilers_work_has_it_traced(settings, monkeypatch):
@@ -169,6 +230,13 @@ def _forge(text):
     text = text.replace('"aten.', '"antes.')
     digest = hashlib.sha256(f"{key.split()[0]}\n{text}".encode()).hexdigest()
     return f"{key.split()[0]} {digest}\n{text}"
+
+
+def _is_whole(entry):
+    """Does an entry have its own key, a checksum that is right, and operators that exist?"""
+    head, _, text = entry.read_text().partition("\n")
+    digest = hashlib.sha256(f"{entry.stem}\n{text}".encode()).hexdigest()
+    return head == f"{entry.stem} {digest}" and '"antes.' not in text
 
 
 DAMAGES = {
@@ -190,11 +258,12 @@ def test_damaged_entries_are_told_and_made_anew(settings, capsys):
         assert receipt.traces_cached == 0, name
         assert all(torch.equal(a, b) for a, b in zip(cold, warm, strict=True)), name
         assert capsys.readouterr().err.count("is damaged") == 2, name
-        assert start(MODELS["layers"], settings)[2].traces_cached == 2, name
+        assert all(map(_is_whole, traces(settings))), name
+    assert start(MODELS["layers"], settings)[2].traces_cached == 2
 
 
 def test_records_name_nothing_but_operators_and_what_describes_graphs():
-    reader = RecordReader({"tensors": [], "texts": [], "storages": []}, None)
+    reader = RecordReader({"tensors": [], "texts": [], "storages": [], "sizes": []}, SizeSymbols(None))
     for record in ({"op": "os.system.default"}, {"eval": "1"}, {"dtype": "load"}, {"op": "aten.add"}):
         with pytest.raises(NotKeepable):
             reader.value(record)

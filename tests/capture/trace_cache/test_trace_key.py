@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dcompile.capture.trace_cache.trace_key import trace_key
+from dcompile.compat import aot_trace
 from dcompile.compat.trace_records import NotKeepable
+from dcompile.compat.trace_symbols import DATA_DEPENDENT, SizeSymbols
 from dcompile.config import Config
 
 FACTOR = 2.0
@@ -30,7 +32,8 @@ def key_of(function, *inputs, config=CONFIG, facts=(), dynamic=False):
 
     def backend(gm, example_inputs):
         try:
-            found.append(trace_key(gm, example_inputs, config, facts))
+            symbols = SizeSymbols(aot_trace.tracing_mode())
+            found.append(trace_key(gm, example_inputs, config, facts, symbols))
         except NotKeepable as reason:
             found.append(str(reason))
         return gm.forward
@@ -187,6 +190,69 @@ def test_functions_that_choose_among_torchs_own_have_names():
     assert len(keys) == 3 and all(map(is_key, keys)), keys
 
 
+def sized(*shape, of=scaled, dim=1, whole=None, **limits):
+    """The key of a graph with one symbolic size. `whole` makes the input from a tensor of that shape."""
+    given = x(*shape) if whole is None else whole(x(*shape))
+    torch._dynamo.mark_dynamic(given, dim, **limits)
+    return key_of(of, given, dynamic=None)
+
+
+def test_the_value_of_a_symbolic_size_is_not_part_of_the_key():
+    keys = {sized(4, length) for length in (6, 9, 640)}
+    assert len(keys) == 1 and all(map(is_key, keys)) and BASE() not in keys
+    halves = {sized(4, length, whole=lambda x: x[:, ::2]) for length in (6, 10)}
+    assert len(halves) == 1 and all(map(is_key, halves)), "a view's strides are those of its whole"
+
+
+def _long(bound):
+    """The same graph, whatever the bound. Dynamo guards on it."""
+    return lambda x: x * 2.0 if x.shape[1] > bound else x
+
+
+SIZES = {
+    "another dimension": lambda: sized(4, 6, dim=0),
+    "strides": lambda: sized(6, 4, whole=lambda x: x.t()),
+    "strides of a view": lambda: sized(4, 12, whole=lambda x: x[:, ::2]),
+    "offset": lambda: sized(5, 6, whole=lambda x: x[1:]),
+    "a range": lambda: sized(4, 6, min=3, max=64),
+    "another maximum": lambda: sized(4, 6, min=3, max=128),
+    "another minimum": lambda: sized(4, 6, min=4, max=64),
+    "a guard": lambda: sized(4, 6, of=_long(4)),
+    "another guard": lambda: sized(4, 6, of=_long(5)),
+}
+
+
+def test_facts_about_symbolic_sizes_change_the_key():
+    keys = {name: make() for name, make in SIZES.items()} | {"a symbol": sized(4, 6), "numbers": BASE()}
+    assert all(map(is_key, keys.values())) and len(set(keys.values())) == len(keys), keys
+
+
+def test_sizes_that_are_one_symbol_have_another_key_than_two_symbols():
+    def both(a, b):
+        return a.sin(), b.sin()
+
+    same, others = (
+        [key_of(both, x(n), x(m), dynamic=True) for n, m in pairs] for pairs in (((5, 5), (7, 7)), ((5, 7),))
+    )
+    assert same[0] == same[1] and is_key(same[0]) and is_key(others[0]) and others[0] != same[0]
+
+
+def test_settings_of_symbolic_sizes_change_the_key():
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        key = sized(4, 6)
+    assert is_key(key) and key != sized(4, 6)
+
+
+def test_sizes_without_a_value_leave_no_key():
+    given = x(4, 6)
+    torch._dynamo.decorators.mark_unbacked(given, 1)
+    assert key_of(scaled, given, dynamic=None) == DATA_DEPENDENT
+    whole = x(9, 6)
+    parts = whole[:4], whole[4:]
+    torch._dynamo.mark_dynamic(parts[0], 0)
+    assert "share memory" in key_of(lambda a, b: (a.sin(), b.sin()), *parts, dynamic=None)
+
+
 def _told(x):
     return x + 1
 
@@ -194,7 +260,7 @@ def _told(x):
 def test_what_text_cannot_tell_has_no_name():
     told = torch.compiler.allow_in_graph(_told)
     assert "_told, whose code is not in the graph" in key_of(lambda x: told(x), x())
-    assert "symbolic" in key_of(scaled, x(), dynamic=True)
+    assert key_of(scaled, x(), dynamic=True) == "a float is symbolic"
 
     @torch.library.custom_op("tracecache::twice", mutates_args=())
     def twice(x: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from dcompile.codegen.emit.triton import segment_sum
+from dcompile.codegen.lower.rules import skinny_matmul
+from dcompile.codegen.nest import contraction
 from dcompile.codegen.schedule.fusion import matmul_epilogue, split_reductions
 from dcompile.codegen.schedule.order import group_updates
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program
 from dcompile.ir.symbols import specialise
-from tests.codegen.emit import cases, extremes, groups, interpreted, loops, products
+from tests.codegen.emit import cases, extremes, groups, interpreted, loops, products, skinny
 from tests.fuzz.checks import numbers_of
 from tests.ir.fuzz import random_program
 
@@ -59,6 +61,9 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
     matmul_epilogue.MIN_EPILOGUE_FLOPS = 0  # products of any size
     for name in products.CASES:
         yield f"product {name}", products.case(name), products.inputs(products.case(name)), 1.6e-2
+    skinny_matmul.MIN_TILED_ELEMENTS, contraction.MIN_BATCH_PROGRAMS = 0, 1
+    for name in skinny.CASES:
+        yield f"skinny {name}", skinny.case(name), products.inputs(skinny.case(name)), 1.6e-2
     for seed in range(0, 40, EACH):
         product = products.random_case(seed)
         yield f"products {seed}", product, products.inputs(product), 1.6e-2

@@ -30,11 +30,15 @@ MEANINGS = {"aten.mm.default": multiplied, "aten.addmm.default": lambda c, a, b:
 
 
 def program(
-    function: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, device: str = "cuda"
+    function: Callable[..., Any],
+    *shapes: tuple[int, ...],
+    dtype: torch.dtype | Sequence[torch.dtype] = torch.bfloat16,
+    device: str = "cuda",
 ) -> Program:
     """A function of tensors on a GPU, as it is after fusion."""
+    dtypes = [dtype] * len(shapes) if isinstance(dtype, torch.dtype) else dtype
     with FakeTensorMode():
-        given = [torch.empty(*shape, device=device, dtype=dtype) for shape in shapes]
+        given = [torch.empty(*s, device=device, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
         graph = make_fx(function, decomposition_table=table(fallback_random=False))(*given)
     return fuse(remove_dead_steps(lower(graph, "forward").program))
 
@@ -105,7 +109,14 @@ def case(name: str) -> Program:
 
 def inputs(of: Program) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    return {name: rng.standard_normal(of.table[name].shape).astype(np.float32) for name in of.inputs}
+    given: dict[str, np.ndarray] = {}
+    for name in of.inputs:
+        shape, dtype = of.table[name].shape, of.table[name].dtype
+        if dtype == "int8":
+            given[name] = rng.integers(-128, 128, shape, np.int8)
+        else:
+            given[name] = rng.standard_normal(shape).astype(np.float32)
+    return given
 
 
 def random_case(seed: int) -> Program:

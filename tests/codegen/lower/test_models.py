@@ -74,10 +74,14 @@ ALLOWED = {
     "gpt2": RANDOM | EMBEDDING,
     "llama": EMBEDDING,
 }
+WHOLE_IN_TESTS_MODELS = ("bert", "gpt2", "llama")
+"""A usual run trains these through the whole compiler in tests/models, which lowers the same operators."""
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", list(ALLOWED))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.full if kind in WHOLE_IN_TESTS_MODELS else ()) for kind in ALLOWED]
+)
 def test_model_trains_as_in_eager(kind: str) -> None:
     model, batch = case(kind)
     other = copy.deepcopy(model)

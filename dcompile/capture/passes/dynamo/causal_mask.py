@@ -4,12 +4,11 @@ Libraries pass `scaled_dot_product_attention` a mask when they cannot tell wheth
 do so while being traced. A kernel with a mask reads it, and computes the whole square of scores, a causal kernel half.
 Dynamo's graph shows how the mask is computed. If that is from comparisons of positions, `symbolic_elements` computes
 its elements as functions of positions, for any size. The mask is replaced if it is proved to be the lower triangle.
-Other masks stay, for example those that depend on an input (padding).
+Other masks stay, for example those that depend on an input (padding): `skip_masked_attention` comes next.
 """
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch.fx import GraphModule, Node
 from dcompile import compat
 from dcompile.capture.passes.dynamo.functionalize_constants import change_constants_anew
 from dcompile.capture.passes.dynamo.higher_order_bodies import BodyCall, NestedGraphs, placeholders
+from dcompile.capture.passes.dynamo.mask_predicates import broadcasts, is_allowed
 from dcompile.capture.passes.dynamo.symbolic_elements.analysis import ElementsOf
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
     Elements,
@@ -51,24 +51,25 @@ def recognize_causal_masks(gm: GraphModule) -> PassReport:
     """
     nest = NestedGraphs(gm)
     changed = change_constants_anew(nest, FROM_NUMBERS)
-    elements = ElementsOf(nest, _Changed(nest))
+    elements = ElementsOf(nest, Changed(nest))
     done: dict[str, int] = {}
     masks: dict[Node, None] = {}
     for node in nest.nodes():
-        mask = _mask_of(node)
+        mask = mask_of(node)
         verdict = None if mask is None else _verdict(elements(mask), node)
         if mask is not None and verdict is not None:
             _rewrite(node, causal=verdict == "causal")
             masks[mask] = None
             done[verdict] = done.get(verdict, 0) + 1
-    nest.erase_unused(masks, _is_constant)
+    nest.erase_unused(masks, is_constant)
     if done or changed:
         nest.recompile()
     notes = (f"{n} attention calls were given a {kind} mask as a tensor; {INSTEAD[kind]}" for kind, n in done.items())
     return PassReport(sum(done.values()), tuple(notes))
 
 
-def _mask_of(node: Node) -> Node | None:
+def mask_of(node: Node) -> Node | None:
+    """Return the mask of an attention call, if it has one that is not trained."""
     if node.op != "call_function" or node.target is not ATTENTION or argument(node, CAUSAL, "is_causal"):
         return None
     mask = argument(node, MASK, "attn_mask")
@@ -87,13 +88,10 @@ def _verdict(mask: Elements | None, node: Node) -> str | None:
         return None
     try:
         scores = [*map(size_of, (*query[:-1], key[-2]))]
-        allowed = combine(lambda leaf: _is_allowed(leaf, mask.dtype), (mask.tree,), mask.ranges)
+        allowed = combine(lambda leaf: is_allowed(leaf, mask.dtype), (mask.tree,), mask.ranges)
     except (UnknownElements, TooManyPieces):
         return None
-    # a mask of more dimensions, or larger ones, would make the result larger
-    if len(mask.shape) > len(scores) or any(
-        size not in (1, whole) for size, whole in zip(reversed(mask.shape), reversed(scores), strict=False)
-    ):
+    if not broadcasts(mask.shape, scores):
         return None
     if allowed is True:
         return "full"
@@ -108,32 +106,19 @@ def _is_causal(allowed: Tree, ahead: Index, mask: Elements) -> bool:
     return all(leaf is True for leaf in past) and all(leaf is False for leaf in future)
 
 
-def _is_allowed(leaf: Any, dtype: torch.dtype) -> bool:
-    """Does an element of a mask allow attention? Raises UnknownElements if it adds a bias to the score.
-
-    Minus infinity forbids it, and so does the least finite number of the dtype, which some libraries use. In a row with
-    an allowed element, the exponential of either is 0 with any finite score.
-    """
-    if isinstance(leaf, bool):
-        return leaf
-    if not isinstance(leaf, float) or leaf not in (0.0, -math.inf, torch.finfo(dtype).min):
-        raise UnknownElements
-    return leaf == 0.0
-
-
 def shape_of(node: Any) -> tuple[Any, ...]:
     """Return the shape of a node's value; () if it is no tensor."""
     value = value_of(node)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
-def _is_constant(node: Node) -> bool:
+def is_constant(node: Node) -> bool:
     """Does a node compute a tensor without side effects, by an operation that the analysis knows?"""
     made = name_of(node) in RULES or name_of(node) in FROM_NUMBERS
     return is_of_torch(node) and made and "out" not in node.kwargs
 
 
-class _Changed:
+class Changed:
     """The tensors in a nest of graphs that some node writes to."""
 
     def __init__(self, nest: NestedGraphs) -> None:

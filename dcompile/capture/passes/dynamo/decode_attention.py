@@ -20,7 +20,10 @@ from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
 MAX_QUERIES = 132
-"""Maximum number of queries, the multiprocessors of an H200: with more, the library's kernels keep all of them busy."""
+"""Maximum number of queries, the multiprocessors of an H200: with more, the library's kernels keep all of them busy.
+
+There is no maximum where keys and values are repeated for each head: the library would need them in memory, so often.
+"""
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _ALL = slice(None)
 
@@ -75,7 +78,8 @@ def _rewritten(gm: GraphModule, node: Node) -> bool:
     key, value = (_repeated_heads(given[name]) or given[name] for name in ("key", "value"))
     if _shape(key)[:3] != _shape(value)[:3] or len(_shape(key)) != 4 or shape[1] % _shape(key)[1]:
         return False
-    if shape[0] * shape[1] > MAX_QUERIES or _trains(query, key, value, mask):
+    is_repeated = _repeated_heads(given["key"]) is not None or _repeated_heads(given["value"]) is not None
+    if (shape[0] * shape[1] > MAX_QUERIES and not is_repeated) or _trains(query, key, value, mask):
         return False
     scale = given.get("scale")
     with gm.graph.inserting_before(node):

@@ -51,19 +51,35 @@ def use_grouped_query_attention(gm: GraphModule, planned_for: str | None = None)
     for node in nest.nodes():
         if node.op != "call_function" or node.target is not ATTENTION or not _has_kernel(node, planned_for):
             continue
-        query, *given = (argument(node, place, name) for place, name in enumerate(("query", "key", "value")))
-        heads = sizes_of(query)[1]
-        key, value = (_once(tensor, heads, nest) for tensor in given)
-        if key is not None and value is not None and _heads(key) == _heads(value) != heads:
-            _share(node, _brought_in(key, nest), _brought_in(value, nest))
-            repeated += given
+        shared = unrepeated(node, nest)
+        if shared is not None:
+            repeated += [argument(node, place, name) for place, name in ((1, "key"), (2, "value"))]
+            _share(node, *shared)
             count += 1
     if count:
-        nest.erase_unused(repeated, lambda node: _is(node, *_RESHAPES, "expand", "unsqueeze", *_SLICES, *_REPEATS))
+        erase_repeated(repeated, nest)
         nest.recompile()
         note = f"{count} attention calls were given keys and values repeated for groups of queries; they share them"
         return PassReport(count, (note,))
     return PassReport()
+
+
+def unrepeated(node: Node, nest: NestedGraphs) -> tuple[Node, Node] | None:
+    """Return keys and values of an attention call before their heads were repeated; None if they were not.
+
+    They are passed into the body of the call, if they were repeated outside.
+    """
+    query, *given = (argument(node, place, name) for place, name in enumerate(("query", "key", "value")))
+    heads = sizes_of(query)[1]
+    key, value = (_once(tensor, heads, nest) for tensor in given)
+    if key is None or value is None or not _heads(key) == _heads(value) != heads:
+        return None
+    return _brought_in(key, nest), _brought_in(value, nest)
+
+
+def erase_repeated(repeated: list[Node], nest: NestedGraphs) -> None:
+    """Erase repeated keys and values that nothing uses any more."""
+    nest.erase_unused(repeated, lambda node: _is(node, *_RESHAPES, "expand", "unsqueeze", *_SLICES, *_REPEATS))
 
 
 def _has_kernel(node: Node, planned_for: str | None) -> bool:

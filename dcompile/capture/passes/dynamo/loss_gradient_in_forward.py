@@ -19,7 +19,9 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.capture.passes.dynamo.causal_mask import argument, changes, shape_of
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import LOSS, between, given_to, is_call
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import AHEAD
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.head import LOSS, between, given_to, is_call
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import differentiates
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
@@ -29,14 +31,11 @@ _RESHAPES = ("view", "reshape", "flatten")
 _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 """dtypes in which a gradient may be saved. In float16 it would need GradScaler's factor from the start."""
 
-AHEAD = "dcompile_ahead"
-"""Annotation (`compat.aot.annotate_nodes`) of values that a forward computes only for its backward."""
-
 
 def compute_loss_gradient_in_forward(gm: GraphModule) -> PassReport:
     """Compute gradients in the forward for cross-entropies of matrices [rows, classes] in a Dynamo graph, in place."""
     found = [loss for loss in gm.graph.find_nodes(op="call_function", target=LOSS) if _is_worth(loss)]
-    if not found or any(map(_differentiates, gm.graph.nodes)):
+    if not found or any(map(differentiates, gm.graph.nodes)):
         return PassReport()
     for loss in found:
         given = given_to(loss)
@@ -53,11 +52,6 @@ def compute_loss_gradient_in_forward(gm: GraphModule) -> PassReport:
                 gm.graph.erase_node(node)
     gm.recompile()
     return PassReport(len(found))
-
-
-def _differentiates(node: Node) -> bool:
-    """Is a node a functorch transform, for which `_Loss` has no rules, or a call that may differentiate twice?"""
-    return node.target is torch.autograd.grad or "functorch" in str(getattr(node.target, "__module__", ""))
 
 
 def _is_worth(loss: Node) -> bool:

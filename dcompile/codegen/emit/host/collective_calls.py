@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from dcompile.codegen.emit.host.allocate import HostBuffers
 from dcompile.codegen.emit.host.expressions import HostExpressions
+from dcompile.codegen.emit.target import KernelSource
 from dcompile.ir.collective_kinds import bucket_traits
 from dcompile.ir.nodes import Bucket, Buffer, Collective, Extern, Program, View, Wait, views_of
 
@@ -13,10 +14,14 @@ from dcompile.ir.nodes import Bucket, Buffer, Collective, Extern, Program, View,
 class CollectiveCalls:
     """Writes them by the table of kinds: dcompile's own go through a source, the model's through `run.collective`."""
 
-    def __init__(self, program: Program, text: HostExpressions, buffers: HostBuffers) -> None:
+    def __init__(
+        self, program: Program, text: HostExpressions, buffers: HostBuffers, kernels: Mapping[str, KernelSource]
+    ) -> None:
         self.table: Mapping[str, Buffer] = buffers.table
         self.text, self.lines, self.buffers = text, text.lines, buffers
         self.exchanged = {bucket.name: bucket for bucket in program.buckets}
+        self.kernels = kernels
+        """Kernels of collectives that may be one kernel, by bucket."""
         self.started: dict[str, str] = {}
         """Name of one of the model's own collectives -> the object that starts it and waits for it."""
 
@@ -60,11 +65,16 @@ class CollectiveCalls:
         made = [name for name in step.buffers if name not in call.reads]
         filled = [self.text.view(View(name, self.table[name].shape, self.table[name].strides)) for name in made]
         rest = [self.text.argument(arg) for arg in call.args[1:]]
-        exchange = self.text.once(f"run.collective({call.op!r}, {step.bucket!r})", "exchange")
+        exchange = self.text.once(f"run.collective({call.op!r}, {step.bucket!r}{self._kernel(step)})", "exchange")
         self.started[step.bucket] = exchange
         if call.origin:
             self.lines.append(f"# {', '.join(call.origin)}")
         self.lines.append(f"{exchange}([{', '.join(sent)}], [{', '.join(filled)}], {', '.join(rest)})")
+
+    def _kernel(self, step: Collective) -> str:
+        """Return the argument that names a collective's kernel and its function, if it may be one kernel."""
+        kernel = self.kernels.get(step.bucket)
+        return "" if kernel is None else f", ({kernel.name!r}, {kernel.launches[0].function!r})"
 
     def _wait(self, name: str) -> None:
         traits = self.exchanged[name].traits

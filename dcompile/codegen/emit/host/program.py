@@ -91,7 +91,7 @@ class HostProgramWriter:
         for view in all_views(program):
             self.looks.setdefault(view.buffer, []).append(view)
         self.buffers = HostBuffers(self.table, self.text, self.batch, recycle)
-        self.collectives = CollectiveCalls(program, self.text, self.buffers)
+        self.collectives = CollectiveCalls(program, self.text, self.buffers, kernels.all_reduces)
         self.externs = ExternCalls(
             self.text, self.batch, self.buffers, chosen, self.last, self.early, self.in_kernels, self.looks
         )

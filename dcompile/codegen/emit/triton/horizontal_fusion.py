@@ -7,7 +7,7 @@ fused kernel finds its loop by its number. Each loop keeps its own statements, s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -59,12 +59,12 @@ def fuse_launches(program: Program, calls: Sequence[KernelSource]) -> tuple[Kern
     return tuple(found)
 
 
-def constants(program: Program) -> frozenset[str] | None:
+def constants(program: Program, one_shot: Collection[str] = ()) -> frozenset[str] | None:
     """Return the inputs that no step of the program writes, so that kernels may read them while others still run.
 
-    None where kernels must start in turn: nothing else was tried beside NCCL's streams.
+    `one_shot`: collectives that are kernels like others. None where kernels must start in turn, beside NCCL's streams.
     """
-    if any(isinstance(step, (Collective, Wait)) for step in program.steps):
+    if any(isinstance(step, (Collective, Wait)) and step.bucket not in one_shot for step in program.steps):
         return None
     if any(isinstance(step, Extern) and step.op.startswith("_c10d_functional.") for step in program.steps):
         return None

@@ -18,6 +18,7 @@ from dcompile.codegen.emit.triton.library import HEADER, used_functions
 from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, literal
 from dcompile.codegen.emit.triton.printer import TritonText
 from dcompile.codegen.emit.triton.row_passes import RowPassWriter
+from dcompile.codegen.emit.triton.skinny_matmul import SkinnyMatmulWriter
 from dcompile.codegen.nest.gpu_tiling import ceil_div, leaves_gaps, make_plan
 from dcompile.codegen.nest.loop_nest import may_exceed
 from dcompile.ir.index import exact_quotient
@@ -42,7 +43,7 @@ def emit(loop: Loop, table: Mapping[str, Buffer], constant: frozenset[str] | Non
         if store.mode != "set" and (plan.atomic or leaves_gaps(plan, store, table[store.buffer].extent))
     ]
     body = TritonText(plan, table, None if filled else constant)
-    RowPassWriter(body).run()
+    (SkinnyMatmulWriter if plan.skinny else RowPassWriter)(body).run()
     arguments = tuple(body.arguments)
     for store in filled:
         body.size(body.extent(store.buffer))  # every function takes all symbols

@@ -22,8 +22,28 @@ AFTER = "after_others_()"
 """Call by which a kernel that starts early waits for the previous one, before it touches memory that others write.
 
 This is programmatic dependent launch, from compute capability 9.0 on. For other GPUs the worker removes the line, and
-the kernel starts in its turn. A kernel with this line lets its successor start only after it; other kernels do so at
-their end. So a running kernel knows that all kernels except the one before it have ended.
+the kernel starts in its turn. It waits until the one before has ended, which has waited for its own predecessor. So
+behind this line all earlier kernels have ended.
+
+A kernel lets its successor start at this line, either behind its wait or in front of it. Without the line it does so
+at its end. The first kernel of a program does it behind: memory that the program itself does not write may be written
+by the previous program, which has ended then. `launch_order` says which others do it in front.
+"""
+WAIT_FIRST = """\
+def after_others_():
+    gdc_wait()
+    gdc_launch_dependents()
+"""
+START_NEXT_FIRST = """\
+def after_others_():
+    gdc_launch_dependents()
+    gdc_wait()
+"""
+"""The two forms of the function. In the second form, a successor that reads weights does so beside two kernels."""
+
+PREFETCH = "prefetch_"
+"""Function by which a kernel that starts early asks for constant memory: `prefetch_(addresses, bytes, mask)` brings so
+many bytes from each address into the L2 cache. It exists from compute capability 9.0 on, like early starts.
 """
 
 _FUNCTIONS = """
@@ -170,6 +190,18 @@ def philox_(key, position, draw):
 def after_others_():
     gdc_wait()
     gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_(p, n, inside):
+    tl.inline_asm_elementwise(
+        "{ .reg .pred q; setp.ne.b32 q, $3, 0; @q cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+        "=r,l,r,r",
+        [p, tl.full([], n, tl.int32), inside.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

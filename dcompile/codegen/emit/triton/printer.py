@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 
 from dcompile.codegen.emit.float8 import decoded
 from dcompile.codegen.emit.triton.ops import SPELLING, literal, register_type
-from dcompile.codegen.nest.gpu_tiling import MULTIPROCESSORS, TileDim, TilePlan, count, row_number
+from dcompile.codegen.nest.gpu_tiling import TileDim, TilePlan, count, row_number
 from dcompile.codegen.nest.loop_nest import Axis, Levels, levels, may_exceed
-from dcompile.device_traits import MAX_INT32_ELEMENTS
+from dcompile.device_traits import MAX_INT32_ELEMENTS, MULTIPROCESSORS
 from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.index import (
     Atom,

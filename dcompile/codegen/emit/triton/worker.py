@@ -13,6 +13,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import select
 import sys
 import tempfile
@@ -29,6 +30,8 @@ ENDED = "!"
 ALIGNED = ":16"
 AFTER = "    after_others_()\n"
 """The line with which kernels wait for the previous one: see `library.AFTER`."""
+PREFETCH = re.compile(r"^ +prefetch_\(.*\n", re.MULTILINE)
+"""Lines that ask for memory meanwhile: see `library.PREFETCH`."""
 CHECK = "tl.device_assert"
 """Assertions, which Triton removes unless it compiles for debugging: see `printer.CHECK`."""
 EARLY = 90
@@ -139,7 +142,7 @@ def compile_kernel(kernel: dict[str, Any], arch: int, options: dict[str, Any], f
 def load(name: str, text: str, arch: int, folder: Path) -> Any:
     """Load a kernel's text as a module from a file, which Triton reads the functions' source from."""
     path = folder / f"{name}.py"
-    path.write_text(text if arch >= EARLY else text.replace(AFTER, ""))
+    path.write_text(text if arch >= EARLY else PREFETCH.sub("", text.replace(AFTER, "")))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

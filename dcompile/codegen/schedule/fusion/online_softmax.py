@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dcompile.codegen.nest.gpu_tiling import MAX_PERSISTENT_ELEMENTS, MULTIPROCESSORS
+from dcompile.codegen.nest.gpu_tiling import MAX_PERSISTENT_ELEMENTS
 from dcompile.codegen.schedule.fusion.iteration_space import canonical
 from dcompile.codegen.schedule.fusion.merge import merge, without
-from dcompile.device_traits import loop_traits
+from dcompile.device_traits import MULTIPROCESSORS, loop_traits
 from dcompile.ir.index import size_product, typical
 from dcompile.ir.nodes import Apply, Buffer, Loop, Program, Reduce, Ref, Step, Value
 

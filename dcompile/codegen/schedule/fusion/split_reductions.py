@@ -14,7 +14,6 @@ from dcompile.codegen.nest.gpu_tiling import (
     COLUMN_ROWS,
     COLUMNS,
     MAX_PERSISTENT_ELEMENTS,
-    MULTIPROCESSORS,
     PROGRAMS,
     ROW_ELEMENTS,
     about,
@@ -28,7 +27,7 @@ from dcompile.codegen.nest.loop_nest import Axis, Nest, expand, may_exceed, renu
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.codegen.schedule.fusion.iteration_space import coordinates, position, radix, respace
 from dcompile.codegen.schedule.fusion.merge import without
-from dcompile.device_traits import loop_traits
+from dcompile.device_traits import MULTIPROCESSORS, loop_traits
 from dcompile.ir.analysis import (
     ancestors,
     inner_names,

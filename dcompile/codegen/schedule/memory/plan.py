@@ -48,14 +48,17 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
     storages |= dict.fromkeys(over, "over")
     arena = [buffer for buffer in program.buffers if storages[buffer.name] == "arena"]
     groups = _in_place_groups(program, arena, lives)
+    into = _passed_to_results(program, groups, lives, storages)
+    for n, name in into.items():
+        lives[name] = min(lives[buffer.name][0] for buffer in groups[n] if buffer.name in lives), lives[name][1]
     blocks = [_block(group, lives) for group in groups]
-    may_move = movable(program, groups)
+    may_move = movable(program, groups) - into.keys()
     apart = set_apart(
         {n: blocks[n] for n in sorted(may_move)},
         heirs_of(program, groups, lives, may_move, kept),
         held_bytes(program, storages, lives, fits, kept),
     ).hosts
-    fixed = [n for n, block in enumerate(blocks) if isinstance(block.nbytes, int) and n not in apart]
+    fixed = [n for n, block in enumerate(blocks) if isinstance(block.nbytes, int) and n not in {*apart, *into}]
     hosts = [host for host in hosts_of(program, storages, lives, kept) if host.name not in over.values()]
     table = program.table
     ending: dict[int, list[DonorBuffer]] = defaultdict(list)
@@ -85,6 +88,7 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
         if given is None:  # a separate allocation, which the rest of its group shares
             del where[head]
             storages[head] = "out"
+    where |= {buffer.name: (name, 0) for n, name in into.items() for buffer in groups[n]}
     where |= {new: (old, 0) for new, old in over.items()}
     buffers = tuple(
         buffer if buffer.storage is not None else _settle(buffer, storages[buffer.name], where.get(buffer.name))
@@ -113,6 +117,32 @@ def _over_saved(
             if lives[old][1] == at and storages[old] == "input" and takes_over(step, table[old], new):
                 found[new.name] = old
                 left.remove(old)
+                break
+    return found
+
+
+def _passed_to_results(
+    program: Program, groups: Sequence[Sequence[Buffer]], lives: Mapping[str, Life], storages: Mapping[str, str]
+) -> dict[int, str]:
+    """Map sums of matmuls on a GPU to the result that the last matmul writes: all of them accumulate in its memory.
+
+    On CPUs, results before their first write are donors.
+    """
+    table, flying = program.table, in_flight(program)
+    begun: dict[int, list[str]] = defaultdict(list)
+    for name, storage in storages.items():
+        if storage == "out" and fits(table[name]) and name in lives and name not in flying:
+            begun[lives[name][0]].append(name)
+    found: dict[int, str] = {}
+    for n, group in enumerate(groups):
+        tail = max(group, key=lambda buffer: lives.get(buffer.name, (-1, -1))[1])
+        at = lives[tail.name][1] if tail.name in lives else -1
+        if at < 0 or not isinstance(program.steps[at], Extern) or not all(map(fits, group)):
+            continue
+        for name in begun.get(at, ()) if flying.isdisjoint(buffer.name for buffer in group) else ():
+            if takes_over(program.steps[at], tail, table[name]):
+                found[n] = name
+                begun[at].remove(name)
                 break
     return found
 

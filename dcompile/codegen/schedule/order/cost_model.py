@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
+from dcompile.codegen.nest.contraction import multiplies_few_rows
 from dcompile.codegen.schedule.order.simulate import is_copied_gather
-from dcompile.device_traits import main_device, traits_of
+from dcompile.device_traits import loop_traits, main_device, traits_of
 from dcompile.ir import functional_collectives
 from dcompile.ir.analysis import operands, row_values, sizes
 from dcompile.ir.collective_kinds import COLLECTIVES
@@ -34,6 +35,7 @@ from dcompile.ir.nodes import (
     views_of,
 )
 from dcompile.ir.ops import OPS
+from dcompile.ir.predicate import QUERIES_AT_ONCE, allowed_pairs, parse_predicate
 from dcompile.machine_model import Figures, GroupSize, collective_seconds, copying_seconds
 
 
@@ -83,7 +85,8 @@ def step_seconds(
     match step:
         case Loop():
             moved = loop_bytes(step, table) / (figures.memory_gbs * 1e9)
-            done = loop_operations(step) / (figures.arithmetic_gops * 1e9)
+            by_tensor_cores = loop_traits(step, table).has_row_matmul and multiplies_few_rows(step)
+            done = 0.0 if by_tensor_cores else loop_operations(step) / (figures.arithmetic_gops * 1e9)
             product = 0.0 if step.product is None else extern_seconds(step.product.call, table, figures, tile)
             return max(moved, done) + product + figures.kernel_us * 1e-6
         case Extern() if (kind := functional_collectives.kind_of(step.op)) is not None:
@@ -165,7 +168,8 @@ def extern_seconds(step: Extern, table: Mapping[str, Buffer], figures: Figures, 
     flops = extern_flops(step, table, tile=tile)
     if not flops:
         return moved / (figures.memory_gbs * 1e9) + figures.library_us * 1e-6
-    dtype = next((table[view.buffer].dtype for view in views if view.buffer in table), "float32")
+    factors = views[-2:] if _name(step) in _FLOAT32_RESULT else views
+    dtype = next((table[view.buffer].dtype for view in factors if view.buffer in table), "float32")
     rate = figures.rate(dtype) * (figures.attention if "attention" in step.op else 1.0)
     return max(flops / rate, moved / (figures.memory_gbs * 1e9)) + figures.library_us * 1e-6
 
@@ -216,7 +220,7 @@ def _is_view(step: Extern) -> bool:
 
 
 def _name(step: Extern) -> str:
-    return step.op.removeprefix("aten.").partition(".")[0]
+    return step.op.removeprefix("aten.").removeprefix("dcompile_matmul.").partition(".")[0]
 
 
 _VIEWS = frozenset(
@@ -225,6 +229,9 @@ _VIEWS = frozenset(
         "unsqueeze", "detach", "alias", "as_strided", "split", "split_with_sizes", "unbind", "diagonal",
     )
 )  # fmt: skip
+
+_FLOAT32_RESULT = ("mm_float32", "addmm_float32")
+"""Matmuls of 16-bit factors (`dcompile/matmul_ops.py`)."""
 
 _Shapes = list[tuple[int, ...]]
 _Count = Callable[[Extern, _Shapes, Mapping[str, Buffer], int], int]
@@ -270,6 +277,19 @@ _CAUSAL: Mapping[str, int] = {
 """Position of the argument `is_causal` of each attention operator."""
 
 
+def _attention_in_blocks(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _tile: int) -> int:
+    """Count the matmuls of attention under a predicate, for blocks of queries with the keys in their reach."""
+    backward = ".backward." in step.op
+    query, key, value = shapes[3:6] if backward else shapes[:3]
+    text, sizes = next((arg, step.args[n - 1]) for n, arg in enumerate(step.args) if isinstance(arg, str))
+    predicate = parse_predicate(text)
+    given = sizes if isinstance(sizes, tuple) else ()
+    numbers = [typical(size) for size in given if isinstance(size, (int, Index))]
+    named: dict[str, int] = dict(zip(predicate.sizes, numbers, strict=True))
+    pairs = prod(query[:2]) * allowed_pairs(predicate, query[2], key[2], QUERIES_AT_ONCE, named)
+    return pairs * (2 * (3 * query[3] + 2 * value[3]) if backward else 2 * (query[3] + value[3]))
+
+
 def _convolution(step: Extern, shapes: _Shapes, table: Mapping[str, Buffer], _tile: int) -> int:
     """Count the FLOPs of a convolution: each element of the result is a sum over one output channel's filter."""
     weight = shapes[1]
@@ -287,8 +307,9 @@ def _convolution_backward(step: Extern, shapes: _Shapes, _table: Mapping[str, Bu
 
 
 _FLOPS: Mapping[str, _Count] = {
-    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_int_mm", "_scaled_mm"), _mm),
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_int_mm", "_scaled_mm", *_FLOAT32_RESULT), _mm),
     **{f"_scaled_dot_product_{kind}": _attention for kind in _CAUSAL},
+    "dcompile_attention": _attention_in_blocks,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
 }

@@ -7,6 +7,7 @@ GPU's multiprocessors.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
@@ -53,6 +54,15 @@ def reach_of(device: torch.device) -> PeerMemoryAccess | None:
     if device.type != "cuda" or torch.version.cuda is None:
         return None
     return CudaPeerMemoryAccess()
+
+
+def close_all(reach: PeerMemoryAccess, opened: Sequence[int]) -> None:
+    """Undo these `open`s, unless a CUDA graph is being recorded."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return  # unmapping would invalidate the recording; the memory stays mapped until the process ends
+    with contextlib.suppress(RuntimeError):
+        for address in opened:
+            reach.close(address)
 
 
 class _Handle(ctypes.Structure):

@@ -24,7 +24,7 @@ from dcompile.logs import report
 from dcompile.machine_model import LEAST_COPIED
 from dcompile.runtime.communication.converted_shards import ConvertedShards
 from dcompile.runtime.communication.peer_memory.copy_streams import CopyStreams
-from dcompile.runtime.communication.peer_memory.cuda_ipc import PeerMemoryAccess, reach_of
+from dcompile.runtime.communication.peer_memory.cuda_ipc import PeerMemoryAccess, close_all, reach_of
 from dcompile.runtime.coordination.agreement import exchange_texts
 
 MOST_RANKS = 16
@@ -130,7 +130,7 @@ class PeerShardGroup:
         except RuntimeError as error:
             return str(error) or type(error).__name__
         finally:
-            weakref.finalize(self, _close, self.reach, self._opened).atexit = False
+            weakref.finalize(self, close_all, self.reach, self._opened).atexit = False
         return ""
 
     # --- what can be copied ---
@@ -227,11 +227,3 @@ class PeerShards:
             if names and gathered >= LEAST_COPIED * len(names):
                 with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                     found[id(process_group)] = PeerShardGroup(process_group, units, self._converted, device, reach)
-
-
-def _close(reach: PeerMemoryAccess, opened: list[int]) -> None:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return  # unmapping would invalidate the recording; the memory stays mapped until the process ends
-    with contextlib.suppress(RuntimeError):
-        for address in opened:
-            reach.close(address)

@@ -117,7 +117,12 @@ def test_training_stays(monkeypatch):
 
 def test_many_queries_stay(monkeypatch):
     monkeypatch.setattr(decode_attention, "MAX_QUERIES", 2 * HEADS * TIMES - 1)
-    assert rewritten(monkeypatch, by_index, *inputs()) == ([], 1, [])
+    assert rewritten(monkeypatch, shared, *inputs()) == ([], 1, [])
+
+
+def test_many_queries_whose_keys_would_be_repeated_in_memory_are_written_out(monkeypatch):
+    monkeypatch.setattr(decode_attention, "MAX_QUERIES", 2 * HEADS * TIMES - 1)
+    assert rewritten(monkeypatch, by_index, *inputs())[:2] == ([KEYS], 0)
 
 
 def test_bfloat16_is_as_close_as_the_librarys():

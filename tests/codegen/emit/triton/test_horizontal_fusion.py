@@ -13,10 +13,11 @@ from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.codegen.emit.triton import horizontal_fusion
 from dcompile.codegen.emit.triton import kernel as triton_kernel
 from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, fuse_launches
-from dcompile.codegen.emit.triton.library import AFTER
+from dcompile.codegen.emit.triton.launch_order import start_next_first
+from dcompile.codegen.emit.triton.library import AFTER, START_NEXT_FIRST, WAIT_FIRST
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.codegen.schedule.order.group_updates import group_updates
-from dcompile.ir.nodes import Extern, Loop, Program
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait
 from dcompile.toolchain import triton_version
 from tests.codegen.emit import loops
 from tests.codegen.emit.loops import OPTIMIZED, on_a_gpu
@@ -196,3 +197,23 @@ def test_beside_collectives_kernels_start_in_turn():
     program = loops.side_by_side()
     call = Extern("_c10d_functional.all_reduce.default", (), (), (None,), "alloc", effect=True)
     assert constants(replace(program, steps=(*program.steps, call))) is None
+
+
+def test_collectives_that_are_kernels_change_nothing():
+    program = loops.side_by_side()
+    steps = (*program.steps, Collective("all_reduce", "x", "own0", ("x",)), Wait("x", ("x",), ()))
+    assert constants(replace(program, steps=steps), {"x"}) == constants(program)
+    assert constants(replace(program, steps=steps), {"y"}) is None
+
+
+def test_all_kernels_but_the_first_let_the_next_one_start_at_once():
+    """The previous program, which may write what this one reads early, has ended behind the first one's wait."""
+    program = loops.side_by_side()
+    kernels = [triton_kernel.emit(step, program.table, frozenset()) for step in program.steps]
+    first, *others = start_next_first(kernels)
+    assert WAIT_FIRST in first.text and first == kernels[0]
+    for kernel, before in zip(others, kernels[1:], strict=True):
+        assert START_NEXT_FIRST in kernel.text and WAIT_FIRST not in kernel.text
+        assert kernel.name != before.name and kernel.launches == before.launches
+    in_turn = [triton_kernel.emit(step, program.table) for step in program.steps]
+    assert start_next_first(in_turn) == tuple(in_turn)

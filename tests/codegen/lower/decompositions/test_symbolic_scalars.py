@@ -43,7 +43,8 @@ def cycling(optimizer):
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [*((name, falling) for name in OPTIMIZERS), ("SGD", cycling), ("AdamW", cycling), ("NAdam", cycling)],
+    # one cycle changes the learning rate, too; the others have no momentum that it could change
+    [(name, cycling if name in ("SGD", "AdamW", "NAdam") else falling) for name in OPTIMIZERS],
 )
 def test_a_schedule_takes_a_few_programs(name, schedule):
     torch._dynamo.reset()

@@ -68,7 +68,7 @@ def peak(items):
 
 
 @given(blocks)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_live_blocks_do_not_overlap_and_little_is_wasted(items):
     offsets, total = place(items)
     for n, (a, at) in enumerate(zip(items, offsets, strict=True)):

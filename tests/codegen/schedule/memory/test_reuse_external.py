@@ -34,7 +34,7 @@ host_lists = st.lists(st.tuples(st.integers(4, 80), st.integers(0, STEPS - 1), s
 
 
 @given(block_lists, host_lists, st.integers(0, 400), st.one_of(st.none(), st.integers(0, 400)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_attempts_that_end_early_would_not_have_been_chosen(blocks, given_hosts, other, beside):
     """Most are hopeless at their first blocks: followed to the end, they took longer than lowering 32 layers."""
     hosts = [DonorBuffer(f"h{n}", kib * KIB, edge, early) for n, (kib, edge, early) in enumerate(given_hosts)]
@@ -56,7 +56,7 @@ def is_open(host: DonorBuffer, block: Block) -> bool:
 
 
 @given(block_lists, host_lists, st.integers(0, 400), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_blocks_share_no_byte_and_the_peak_is_what_it_says(blocks, given_hosts, other, may_be_apart):
     hosts = [DonorBuffer(f"h{n}", kib * KIB, edge, early) for n, (kib, edge, early) in enumerate(given_hosts)]
     base = np.full(STEPS, other * KIB, np.int64)

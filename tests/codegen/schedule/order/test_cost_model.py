@@ -123,6 +123,21 @@ def test_operations_of_attention(op, args, kwargs, flops):
     assert extern_flops(call(f"_scaled_dot_product_{op}.default", *args, **kwargs), {}) == flops
 
 
+@pytest.mark.parametrize(
+    ("predicate", "sizes"), [("{-1*q + k + 9 ? yes : no}", ()), ("s0 {-1*q + k + s0 ? yes : no}", (9,))]
+)
+def test_attention_in_blocks_counts_the_keys_in_reach(predicate, sizes):
+    """The first of two blocks of 256 queries reaches all 512 keys, the second one whole blocks from key 246 on."""
+    pairs = 2 * 8 * (256 * 512 + 256 * 512)
+    forward = Extern("dcompile_attention.forward.default", (*QKV, (), sizes, predicate, 0.125), (), ("y", "l"), "out")
+    assert extern_flops(forward, {}) == pairs * 4 * 64
+    given = (view("g", 2, 8, 512, 64), view("o", 2, 8, 512, 64), view("l", 2, 8, 512))
+    backward = Extern("dcompile_attention.backward.default", (*given, *forward.args), (), ("q", "k", "v"), "out")
+    assert extern_flops(backward, {}) == pairs * 10 * 64
+    short = Extern(forward.op, (*QKV, (), (), "{q + -1*k ? yes : no}", 0.125), (), ("y", "l"), "out")
+    assert extern_flops(short, {}) == 2 * 8 * (256 * 256 + 256 * 512) * 4 * 64
+
+
 def test_a_large_product_takes_its_operations_a_small_one_the_least_time():
     large = call("mm.default", view("a", 8192, 4096), view("b", 4096, 4096))
     table = buffers(a=(8192, 4096), b=(4096, 4096), y=(8192, 4096))
@@ -170,3 +185,23 @@ def test_the_models_own_collectives_take_what_others_take():
     assert step_seconds(wait, table, H200, {}) == 0
     found = timeline((gather, wait), [1e-3, 0.0], {})
     assert (found.total, found.exposed) == (1e-3, 1e-3), "its wait comes next"
+
+
+def test_few_rows_times_a_matrix_take_as_long_as_reading_the_matrix():
+    """Though a loop on vectors could not multiply so fast."""
+    h100 = TABLE["h100"]
+    for rows in (2, 16):
+        m, n, k = var("i0"), var("i1"), var("j0")
+        body = (
+            Load("x", m * 4096 + k, "bfloat16"),
+            Apply("cast", (0,), "float32"),
+            Load("w", n * 4096 + k, "bfloat16"),
+            Apply("cast", (2,), "float32"),
+            Apply("mul", (1, 3), "float32"),
+            Reduce("sum", 4, "float32"),
+            Apply("cast", (5,), "bfloat16"),
+        )
+        loop = Loop("mm", (rows, 14336), (4096,), body, (Store("y", m * 14336 + n, 6),))
+        table = buffers("cuda", "bfloat16", x=(rows, 4096), w=(14336, 4096), y=(rows, 14336))
+        read = 2 * (14336 * 4096 + rows * (4096 + 14336)) / (h100.memory_gbs * 1e9)
+        assert step_seconds(loop, table, h100, {}) == pytest.approx(read + h100.kernel_us * 1e-6)

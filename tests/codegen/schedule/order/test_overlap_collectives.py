@@ -370,7 +370,7 @@ EXTERNS = {kind: exchanged(kind) for kind in ("all_gather", "reduce_scatter", "a
 
 
 @given(programs(), st.sampled_from([0.01, 0.2, 1.0, 5.0, 100.0]), st.sampled_from([None, 0, 2000, 1 << 20]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_random_programs(before, gbs, early_bytes):
     verify(before)
     figures = machine(gbs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
@@ -17,7 +17,9 @@ from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
     shape_of,
     value_of,
 )
+from dcompile.capture.passes.dynamo.symbolic_elements.reads import DTYPES, Read, Reads
 from dcompile.capture.passes.dynamo.symbolic_elements.rules import AS_OTHER, LIKE, RULES
+from dcompile.capture.passes.dynamo.symbolic_elements.values import position_in
 from dcompile.ir.piecewise import TooManyPieces
 
 
@@ -28,9 +30,14 @@ class ElementsOf:
         """Start without results. `changed` is true for nodes whose memory is written: these are unknown."""
         self._nest, self._changed = nest, changed
         self._known: dict[Node, Elements | None] = {}
+        self._batched: dict[Graph, frozenset[Node]] = {}
+        self.reads = Reads()
 
     def __call__(self, node: Node) -> Elements | None:
-        """Return the elements of a node's tensor; None if they are unknown."""
+        """Return the elements of a node's tensor; None if they are unknown.
+
+        Where no rule determines them, those of boolean and integer tensors are reads.
+        """
         pending = [node]
         while pending:
             top = pending[-1]
@@ -39,7 +46,7 @@ class ElementsOf:
             if top in self._known:
                 pending.pop()
             elif needed is None or any(self._known.get(other, top) is None for other in needed):
-                self._known[top] = None
+                self._known[top] = self._read(top)
             elif missing is not None:
                 pending.append(missing)
             else:
@@ -66,7 +73,31 @@ class ElementsOf:
             if node.op == "placeholder":
                 first, *others = known.values()
                 same = all(other == first for other in others) and first.shape == shape_of(value)
-                return first if same and first.dtype == value.dtype else None
-            return RULES[name_of(node)](Operation(node, known))
+                return first if same and first.dtype == value.dtype else self._read(node)
+            return RULES[name_of(node)](Operation(node, known, self.reads))
         except (UnknownElements, TooManyPieces):
+            return self._read(node)
+
+    def _read(self, node: Node) -> Elements | None:
+        """Return a tensor's elements as reads of it; None if it is written, or of another dtype than masks have."""
+        value = value_of(node)
+        if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES or self._changed(node):
             return None
+        if node in self._in_vmap(node.graph):
+            return None  # its shape lacks the dimensions of batches
+        try:
+            shape = shape_of(value)
+        except UnknownElements:
+            return None
+        read = Read(node, tuple(position_in(dim, shape) for dim in range(len(shape))))
+        return Elements(shape, value.dtype, self.reads.element(read, value.dtype))
+
+    def _in_vmap(self, graph: Graph) -> frozenset[Node]:
+        """Return the nodes of a graph that `vmap` maps over batches."""
+        if graph not in self._batched:
+            depth, inside = 0, []
+            for node in graph.nodes:
+                depth += {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}.get(name_of(node), 0)
+                inside += [node] if depth else []
+            self._batched[graph] = frozenset(inside)
+        return self._batched[graph]

@@ -2,8 +2,9 @@
 
 `arange(n)[None] <= arange(n)[:, None]` has the element `i1 <= i0` for any n. The analysis covers operations that make
 constant tensors, compare them, combine them element by element, and move elements. It goes through bodies of
-higher-order operators, and sizes may be symbolic. Elements that depend on an input's elements, or on another operation,
-are unknown. torch itself computes constants, one element for all, so rounding and dtypes are torch's.
+higher-order operators, and sizes may be symbolic. Elements of inputs, or of another operation's result, are variables
+too (`reads.py`), if they are booleans or integers. Others are unknown. torch itself computes constants, one element for
+all, so rounding and dtypes are torch's.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import torch
 from torch.fx import Node
 
 from dcompile import compat
+from dcompile.capture.passes.dynamo.symbolic_elements.reads import Reads
 from dcompile.ir.index import Index, Ranges, Size, as_index, as_size, bounds, var
-from dcompile.ir.piecewise import Tree, replace_variables, variables
+from dcompile.ir.piecewise import Tree
 
 
 class UnknownElements(Exception):
@@ -111,6 +113,7 @@ class Operation:
 
     node: Node
     known: Mapping[Node, Elements]
+    reads: Reads
 
     @property
     def shape(self) -> tuple[Size, ...]:
@@ -153,9 +156,9 @@ class Operation:
         """
         given = {**positions, **{n: as_index(0) for n, size in enumerate(source.shape) if size == 1}}
         values = {axis(n): index for n, index in given.items()}
-        if not variables(source.tree) <= values.keys() | dict(source.batches).keys():
+        if not self.reads.positions(source.tree) <= values.keys() | dict(source.batches).keys():
             raise UnknownElements
-        return replace_variables(source.tree, values, self.ranges if ranges is None else ranges)
+        return self.reads.replace(source.tree, values, self.ranges if ranges is None else ranges)
 
     def broadcast(self, source: Elements) -> Tree:
         """Return the element at the result's position of `source`, broadcast to the result's shape."""
@@ -178,7 +181,8 @@ def fits(index: Index, dtype: torch.dtype, ranges: Ranges) -> bool:
     """Does a dtype provably represent every value of an index exactly?"""
     least, greatest = bounds(index, ranges)
     if dtype == torch.int64 and (least is None or greatest is None):
-        # symbols are sizes, below 2**31: a linear form of these with small coefficients is below 2**62
+        # symbols are sizes, below 2**31, and reads are positions, lengths or numbers of documents, which are as small:
+        # a linear form of these with small coefficients is below 2**62
         linear = all(len(monomial) <= 1 for monomial, _ in index.terms) and index.is_affine
         return linear and sum(abs(number) for _, number in index.terms) < 1 << 30
     if dtype == torch.bool or least is None or greatest is None:

@@ -22,7 +22,7 @@ from dcompile.capture.passes.dynamo.symbolic_elements.values import (
     whole,
 )
 from dcompile.ir.index import Index, Ranges, Size, as_index, is_nonnegative, var
-from dcompile.ir.piecewise import Leaf, Tree, combine, negate_condition, variables
+from dcompile.ir.piecewise import Leaf, Tree, combine, negate_condition
 
 
 def index_elements(operation: Operation) -> Elements:
@@ -48,7 +48,7 @@ def index_elements(operation: Operation) -> Elements:
     def element(*leaves: Leaf) -> Tree:
         found = dict(positions)
         for dim, leaf in zip(by_tensor, leaves, strict=True):
-            if axis(dim) in variables(source.tree):  # negative positions are relative to the end
+            if axis(dim) in operation.reads.positions(source.tree):  # negative positions are relative to the end
                 found[dim] = _from_the_start(whole(leaf), source.shape[dim], operation.ranges)
             else:
                 found[dim] = as_index(0)

@@ -30,7 +30,7 @@ from dcompile.capture.passes.dynamo.symbolic_elements.values import (
     whole,
 )
 from dcompile.ir.index import Index, Ranges, Size, as_index, as_size, is_below, size_product, var
-from dcompile.ir.piecewise import Leaf, Test, Tree, combine, replace_variables, variables
+from dcompile.ir.piecewise import Leaf, Test, Tree, combine
 
 Rule: TypeAlias = Callable[[Operation], Elements]
 
@@ -166,7 +166,7 @@ def _end_to_end(operation: Operation, sources: Sequence[Elements], dim: int, ran
 def _sums_so_far(operation: Operation) -> Elements:
     source = operation.first
     dim = dim_of(operation.argument(1, "dim"), operation.shape)
-    if axis(dim) in variables(source.tree) or operation.dtype.is_floating_point:
+    if axis(dim) in operation.reads.positions(source.tree) or operation.dtype.is_floating_point:
         raise UnknownElements
     count = position_in(dim, operation.shape) + 1
     return check_element(operation, combine(lambda leaf: whole(leaf) * count, (source.tree,), operation.ranges))
@@ -185,8 +185,8 @@ def _differences(operation: Operation) -> Elements:
     ranges = operation.ranges | {axis(dim): longer}
     here = _end_to_end(operation, sources, dim, ranges)
     position = position_in(dim, operation.shape)
-    before = replace_variables(here, {axis(dim): position}, operation.ranges)
-    behind = replace_variables(here, {axis(dim): position + 1}, operation.ranges)
+    before = operation.reads.replace(here, {axis(dim): position}, operation.ranges)
+    behind = operation.reads.replace(here, {axis(dim): position + 1}, operation.ranges)
     return check_element(operation, combine(lambda a, b: whole(a) - whole(b), (behind, before), operation.ranges))
 
 
@@ -224,7 +224,7 @@ def _out_of_batch(operation: Operation) -> Elements:
     values = {axis(n): var(axis(other)) for n, other in enumerate(others)} | {batch: position_in(own, shape)}
     batches = tuple(item for item in source.batches if item[0] != batch)
     ranges = {axis(n): size for n, size in enumerate(shape)} | dict(batches)
-    return Elements(shape, operation.dtype, replace_variables(source.tree, values, ranges), batches)
+    return Elements(shape, operation.dtype, operation.reads.replace(source.tree, values, ranges), batches)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

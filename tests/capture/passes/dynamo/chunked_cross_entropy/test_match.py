@@ -70,7 +70,30 @@ def scaled(logits, targets):
     return flat(logits, targets).square() / 4
 
 
-LOSSES = [flat, shifted, by_module, classes_second, each_row, scaled]
+def capped(logits, targets):
+    """A soft cap and a temperature."""
+    return flat(torch.tanh(logits / 3.0) * 3.0 / 0.7, targets)
+
+
+def weighted(logits, targets):
+    weights = torch.linspace(0.5, 2, V)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weights, label_smoothing=0.1)
+
+
+def with_z_loss(logits, targets):
+    """With accuracy as a factor, so that it has a part in the loss."""
+    powers = logits.float().logsumexp(-1, keepdim=True)
+    right = (logits.view(-1, V).argmax(-1) == targets.flatten()).float().sum()
+    return flat(logits, targets) * (1 + right) + 0.1 * (powers.squeeze(-1) ** 2).mean()
+
+
+def z_loss_alone(logits, targets):
+    """The loss is computed, and its value alone is used."""
+    return flat(logits, targets).detach() + logits.logsumexp(dim=-1).square().mean()
+
+
+LOSSES = [flat, shifted, by_module, classes_second, each_row, scaled, with_z_loss]
+MORE = [capped, weighted, z_loss_alone]
 
 
 def compiled(model, **options):
@@ -100,7 +123,9 @@ def see_that_they_agree(model, *args, rtol=1e-5, atol=1e-6, **options):
 
 # a bias is cut like the weight's rows whatever the loss is: every other loss has one
 @pytest.mark.parametrize(
-    ("loss", "bias"), [*zip(LOSSES, cycle([True, False]))], ids=lambda value: getattr(value, "__name__", "")
+    ("loss", "bias"),
+    [*zip(LOSSES, cycle([True, False])), *(pytest.param(loss, True, marks=pytest.mark.full) for loss in MORE)],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_loss_and_gradients_are_eagers(loss, bias):
     torch.manual_seed(0)
@@ -266,19 +291,19 @@ def returned(logits, targets):
 
 
 def looked_at(logits, targets):
-    return flat(logits, targets) + (logits.argmax(-1) == targets).float().mean()
+    return flat(logits, targets) + logits.max()
 
 
-def weighted(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight=torch.ones(V))
+def before_a_cap(logits, targets):
+    return flat(logits.tanh(), targets) + logits.logsumexp(-1).mean()
 
 
 def probable(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), torch.ones(B * S, V) / V)
 
 
-def capped(logits, targets):
-    return flat(logits.tanh() * 30, targets)
+def scaled_each(logits, targets):
+    return flat(logits * targets.sum(), targets)
 
 
 def regrouped(logits, targets):
@@ -300,11 +325,11 @@ def elsewhere(logits, targets):
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (returned, "have what is compiled return its loss alone"),
-        (looked_at, "`argmax` (test_match.py:"),
-        (weighted, "it is given `weight`"),
+        (returned, "such as `lambda **batch: model(**batch).loss`"),
+        (looked_at, "`max_1` (test_match.py:"),
+        (before_a_cap, "`logsumexp` (test_match.py:"),
         (probable, "its targets are probabilities"),
-        (capped, "not a linear layer's result alone, but `mul"),
+        (scaled_each, "not a linear layer's result alone, but `"),
         (regrouped, "classes are not the last dimension"),
         (as_planes, "classes are not the last dimension"),
         (without_gradient, "not a linear layer's result alone, but `detach"),
@@ -352,14 +377,6 @@ def test_targets_may_be_written_between_head_and_loss():
 
 
 # --- kernels and memory ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def real(monkeypatch):
-    """The compiler that builds kernels."""
-    from dcompile.compiler import CachingCompiler
-
-    monkeypatch.setattr("dcompile.api.CachingCompiler", CachingCompiler)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "aten"])
@@ -418,9 +435,9 @@ def test_parts_cover_all_classes_once_and_are_aligned_where_they_are_large():
     assert all(a[1] == b[0] and b[0] % 8 == 0 for a, b in pairwise(found))
 
 
-@pytest.mark.parametrize("wrong", [1, -2, True, "1", "many", 2.5])
+@pytest.mark.parametrize("wrong", [1, -2, True, "1", "many", 2.5, None])
 def test_numbers_of_parts_that_are_none(wrong):
-    with pytest.raises(OptionError, match=r"chunked_loss=.* at least 2, or 0"):
+    with pytest.raises(OptionError, match=r"chunked_loss=.* 'auto', or .* at least 2, or 0"):
         dcompile.compile(nn.Linear(2, 2), options={"chunked_loss": wrong})
 
 

@@ -1,14 +1,16 @@
-"""Losses by parts of the classes, on a GPU: eager's values and gradients, in less memory than the logits take."""
+"""Losses by parts, on a GPU: eager's values and gradients, in less memory than the logits take."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import dcompile
+from dcompile import matmul_ops  # noqa: F401  defines the operators
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 ROWS, WIDTH, CLASSES = 2048, 256, 32_000
@@ -62,3 +64,74 @@ def test_values_are_eagers_and_logits_are_never_there_as_a_whole(dtype: torch.dt
         del found, theirs, ours
         assert peak(call, before, *args) < logits
     assert "8 parts" in str(dcompile.receipt(call).notes)
+
+
+WIDE = 16_384, 32_768, 1024
+"""Rows, classes and width for which the cost model chooses parts of the rows: logits of 1.1 GB, sums of 134 MB."""
+
+
+def loss_of(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels)
+
+
+def under_autocast(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cuda", torch.bfloat16):
+        return loss_of(hidden, weight, labels)
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["launched", "recorded"])
+@pytest.mark.parametrize(
+    ("function", "dtype", "scale"),
+    [(loss_of, torch.bfloat16, 1.0), (loss_of, torch.float16, 1024.0), (under_autocast, torch.float32, 1.0)],
+    ids=["bfloat16", "float16", "autocast"],
+)
+def test_without_being_asked_gradients_are_no_further_off_than_eagers(
+    function: Callable[..., torch.Tensor], dtype: torch.dtype, scale: float, recorded: bool
+) -> None:
+    torch.manual_seed(0)
+    rows, classes, width = WIDE
+    hidden, weight = (torch.randn(size, width, device="cuda") / width**0.25 for size in (rows, classes))
+    labels = torch.randint(classes, (rows,), device="cuda")
+    labels[::7] = -100
+    given = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
+
+    def step(call: Callable[..., torch.Tensor], *args: torch.Tensor) -> list[torch.Tensor]:
+        loss = call(*args)
+        return [loss.detach(), *torch.autograd.grad(loss * scale, args[:2])]
+
+    exact = step(loss_in_float64, *(x.detach().double().requires_grad_() for x in given[:2]), labels)
+    eager = step(function, *given)
+    torch._dynamo.reset()
+    call = dcompile.compile(function, options={"triton.cudagraphs": recorded, "receipt": False})
+    for _ in range(4):
+        found = step(call, *given)
+    for number, (ours, theirs, true) in enumerate(zip(found, eager, exact, strict=True)):
+        off, allowed = ((one.double() - true).norm() for one in (ours, theirs))
+        assert off <= 1.02 * allowed + (2.5e-7 * true.norm() if number == 0 else 0), (number, off, allowed)
+    assert any("with their gradients" in note for note in dcompile.receipt(call).notes)
+    if not recorded:
+        del found, ours, eager, theirs
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(call, *given)
+        assert torch.cuda.max_memory_allocated() - before < 0.75 * rows * classes * 2
+
+
+def loss_in_float64(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(F.linear(hidden, weight), labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_matmuls_with_float32_sums_add_in_place(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(384, 256, device="cuda").to(dtype), torch.randn(256, 512, device="cuda").to(dtype)
+    ops = torch.ops.dcompile_matmul
+    sums = ops.mm_float32(x, y)
+    exact = x.double() @ y.double()
+    assert sums.dtype == torch.float32 and torch.allclose(sums.double(), exact, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(ops.addmm_float32(sums, x, y), 2 * sums, rtol=1e-5, atol=1e-4)
+    before, at = torch.cuda.memory_allocated(), sums.data_ptr()
+    ops.addmm_float32.out(sums, x, y, out=sums)
+    assert sums.data_ptr() == at and torch.cuda.memory_allocated() == before
+    assert torch.allclose(sums.double(), 2 * exact, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,127 @@
+"""Calls of operators whose arguments have no text, as functions among a program's constants.
+
+FlexAttention is one of them. TorchInductor compiles its kernel when the program is built or loaded, not while a graph
+is lowered: planning a graph again, or for another machine, compiles nothing.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dcompile import compat
+
+
+def function_name(node: Node) -> str:
+    """Return the name of a call's function among the constants of its program."""
+    return f"{node.name}_function"
+
+
+def opaque_call(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any]:
+    """Return the node as a function of the values of its input nodes, except those in `fixed`."""
+    return FlexCall(node, fixed) if compat.inductor.is_flex(node.target) else as_function(node, fixed)
+
+
+def as_function(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any]:
+    """Return `opaque_call` by the operator itself, as in eager mode."""
+    target: Any = node.target
+    inputs = [n for n in node.all_input_nodes if n not in fixed]
+    args, kwargs, unpacked, nested = node.args, node.kwargs, returns_one_in_a_tuple(node), is_nested(node)
+
+    def call(*values: Any) -> Any:
+        given = {**dict(zip(inputs, values, strict=True)), **fixed}
+        filled: Any = torch.fx.map_arg((args, kwargs), lambda n: given[n])
+        result = target(*filled[0], **filled[1])
+        if nested:
+            return tuple(leaves(result))
+        return result[0] if unpacked else result
+
+    return call
+
+
+def returns_one_in_a_tuple(node: Node) -> bool:
+    """Return whether a call without a schema has one result in a tuple, such as torch.cond with one result."""
+    value = node.meta.get("val")
+    return isinstance(value, (tuple, list)) and len(value) == 1 and not hasattr(node.target, "_schema")
+
+
+def is_nested(node: Node) -> bool:
+    """Return whether a call returns nested tuples."""
+    value = node.meta.get("val")
+    return isinstance(value, (tuple, list)) and any(isinstance(item, (tuple, list)) for item in value)
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return the leaves of nested tuples and lists, in order."""
+    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, (tuple, list)) else [value]
+
+
+class FlexCall:
+    """One call of FlexAttention, forward or backward: eager math until `build` has compiled it."""
+
+    def __init__(self, node: Node, fixed: Mapping[Node, Any]) -> None:
+        self._run = as_function(node, fixed)
+        self._parts: tuple[Node, Mapping[Node, Any]] | None = (node, fixed)
+        self._operator = str(node.target)
+
+    def build(self, known: dict[str, Callable[..., Any] | str] | None = None) -> str:
+        """Have TorchInductor compile the call, at most once. Return a line for the receipt.
+
+        `known`: text of a call -> what came of it. Equal calls, as the layers of a model have, share one function.
+        """
+        if self._parts is not None:
+            text = _text_of_call(*self._parts)
+            found = None if known is None or text is None else known.get(text)
+            if found is None:
+                found = compat.inductor.compiled_flex(*self._parts)
+            if known is not None and text is not None:
+                known[text] = found
+            if isinstance(found, str):
+                return f"{self._operator} computes all scores, as in eager mode ({found}): there is no rule for it yet"
+            self._run, self._parts = found, None
+        return f"{self._operator} runs as TorchInductor's kernel: there is no rule for it yet"
+
+    def __call__(self, *values: Any) -> Any:
+        """Run on the values of the call's inputs."""
+        return self._run(*values)
+
+
+def _text_of_call(node: Node, fixed: Mapping[Node, Any]) -> str | None:
+    """Return the text of a call with its functions and the layouts of its inputs; None if it holds tensors."""
+    parts = [value for value in fixed.values() if isinstance(value, GraphModule)]
+    if len(parts) != len(fixed) or any(part.graph.find_nodes(op="get_attr") for part in parts):
+        return None
+    numbers = {n: f"%{number}" for number, n in enumerate(node.all_input_nodes)}
+    arguments = torch.fx.map_arg((node.args, node.kwargs), lambda n: numbers[n])
+    used = sorted({str(user.args[1:]) for user in node.users})
+    graphs = [[line.format_node() for line in part.graph.nodes] for part in parts]
+    layouts = [_layout(n.meta.get("val")) for n in node.all_input_nodes if n not in fixed]
+    return f"{node.target} {arguments} {used} {graphs} {layouts}"
+
+
+def _layout(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return f"{value}"
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.device}"
+
+
+def flex_calls(gm: GraphModule) -> dict[str, FlexCall]:
+    """Return the calls of FlexAttention in a graph, by the names that its program has for them."""
+    found = {}
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and compat.inductor.is_flex(node.target):
+            held = [n for n in node.all_input_nodes if n.op == "get_attr"]
+            values = {n: operator.attrgetter(str(n.target))(gm) for n in held}
+            fixed = {n: value for n, value in values.items() if not isinstance(value, torch.Tensor)}
+            found[function_name(node)] = FlexCall(node, fixed)
+    return found
+
+
+def build_flex(constants: Iterable[Any]) -> list[str]:
+    """Compile the calls of FlexAttention among a program's constants. Return lines for the receipt."""
+    known: dict[str, Callable[..., Any] | str] = {}
+    return [value.build(known) for value in constants if isinstance(value, FlexCall)]

@@ -22,6 +22,8 @@ from dcompile import compat
 from dcompile.capture.entry import find_model
 from dcompile.capture.passes.dynamo.chunked_cross_entropy import match
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.choose import LossPlan
+from dcompile.compat.layer_calls.frame import FrameCalls
+from dcompile.compat.patches import repeated_layers
 from tests.distributed import models
 from tests.distributed.models import batch, loss_of
 from tests.distributed.training import Training, across_ranks, compare, largest_difference
@@ -43,6 +45,7 @@ MAKE = {
     "tasks": models.Tasks,
     "mlp_bf16": lambda: models.Mlp().bfloat16(),
     "lora": models.Lora,
+    "deep": models.deep_decoder,
     "llama": models.llama,
     "llama_tied": lambda: models.llama(tied=True),
     "llama_one": lambda: models.llama(layers=1),
@@ -120,6 +123,19 @@ def in_chunks_of_rows(**how: Any) -> dict[str, Any]:
     """`against_stock` of a model that returns its loss, in chunks of rows."""
     with chunks_of_rows():
         return against_stock(**how)
+
+
+def with_copied_layers(train: Callable[..., dict[str, Any]] | None = None, **how: Any) -> dict[str, Any]:
+    """`train`, `against_stock` if nothing else is said, and how many calls of layers Dynamo copied."""
+    frames: list[FrameCalls] = []
+
+    def watched() -> FrameCalls:
+        frames.append(FrameCalls())
+        return frames[-1]
+
+    with mock.patch.object(repeated_layers, "FrameCalls", watched):
+        found = (train or against_stock)(**how)
+    return found | {"copies": sum(frame.copies for frame in frames)}
 
 
 def against_stock_sync_norm() -> dict[str, Any]:

@@ -36,7 +36,7 @@ from dcompile.runtime.communication.fsdp_shards import ShardCommunication
 from dcompile.runtime.communication.packing import in_order
 from dcompile.runtime.communication.peer_memory.cuda_ipc import CudaPeerMemoryAccess
 from dcompile.runtime.communication.work import PendingCollective
-from tests.distributed import models
+from tests.distributed import cases, models
 from tests.distributed.cases import ATEN, chunks_of_rows, device, largest_difference
 from tests.distributed.matrix import MIXED
 from tests.distributed.models import batch, loss_of
@@ -129,6 +129,7 @@ MAKE: dict[str, Callable[[], nn.Module]] = {
     "classes": models.Classes,
     "classes_tied": lambda: models.Classes(tied=True),
     "decoder": models.Decoder,
+    "deep": models.deep_decoder,
     "llama": models.llama,
     "llama_tied": lambda: models.llama(tied=True),
     "llama_one": lambda: models.llama(layers=1),
@@ -301,6 +302,11 @@ def against_stock(
     if "mp_policy" in how and dist.get_world_size() > 2:
         found["scatter"] = scatter(accumulate=accumulate, name=name, wrap=wrap, **how)
     return found
+
+
+def with_copied_layers(**how: Any) -> dict[str, Any]:
+    """The same, and how many calls of layers Dynamo copied."""
+    return cases.with_copied_layers(against_stock, **how)
 
 
 def scatter(mp_policy: MixedPrecisionPolicy, accumulate: bool, **how: Any) -> float:

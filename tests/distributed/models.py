@@ -279,6 +279,13 @@ def checkpointed_decoder(reentrant: bool = False, masked: bool = False) -> Decod
     return model
 
 
+def deep_decoder() -> Decoder:
+    """With as many layers as Dynamo copies one of; their weights differ."""
+    model = Decoder()
+    model.layers = nn.ModuleList([DecoderLayer() for _ in range(4)])
+    return model
+
+
 class NormUnused(nn.Module):
     """BatchNorm buffers, and parameters that no loss reaches."""
 

@@ -118,6 +118,12 @@ def test_sync_batch_norm_is_part_of_the_graph(ranks, kernels, rows, norms):
         assert found["plans"]["backward"][1:] == ["all_reduce sum over 2 ranks"] * norms
 
 
+def test_layers_that_are_captured_once_equal_stock_ddp(ranks):
+    for found in values(ranks, "with_copied_layers", name="deep", steps=2):
+        assert found["copies"] >= 2 and found["receipt"].eligible and found["receipt"].graph_breaks == 0
+        assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
+
+
 def test_a_loss_by_parts_of_its_rows_is_reduced_once(ranks):
     options = {"kernels": "auto"}
     for found in values(ranks, "in_chunks_of_rows", name="classes_tied", accumulate=True, steps=2, options=options):

@@ -67,6 +67,13 @@ def test_a_loss_by_parts_of_its_classes_is_reduced_once(ranks, name):
         assert found["receipt"].collectives == whole.collectives
 
 
+@pytest.mark.parametrize("how", [{}, {"mp_policy": MIXED}], ids=["float32", "mixed"])
+def test_layers_that_are_captured_once_equal_stock_fsdp(ranks, how):
+    for found in values(ranks, "with_copied_layers", steps=2, name="deep", **how):
+        assert found["copies"] >= 2 and found["receipt"].eligible and found["receipt"].graph_breaks == 0
+        assert (found["loss"], found["grad"], found["param"]) == (0, 0, 0)
+
+
 @pytest.mark.parametrize("name", ["classes_tied", pytest.param("classes", marks=pytest.mark.full)])
 def test_a_loss_by_parts_of_its_rows_is_reduced_once(ranks, name):
     """The head's weight is gathered for the forward, which computes its gradient."""

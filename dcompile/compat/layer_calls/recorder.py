@@ -309,7 +309,8 @@ def _facts(node: Node) -> Any:
         raise NotRepeatable("a size depends on data")
     if "example_value" not in node.meta:
         raise NotRepeatable(f"it calls {node.target}, which returns no tensor")
-    return pytree.tree_map(_of_value, node.meta["example_value"])
+    value = node.meta["example_value"]
+    return value if type(value) is torch.Size else pytree.tree_map(_of_value, value)  # pytree makes a tuple of sizes
 
 
 def _of_value(value: Any) -> Any:

@@ -243,6 +243,8 @@ def copied_values(record: CallRecord, nodes: dict[Node, Node]) -> dict[Node, Any
                 if not is_plain_fake(made) or result_traits(made) != record.results[node]:
                     raise Differs("a result")
                 memory[facts.memory] = made.untyped_storage()
+            elif type(facts) is torch.Size:
+                values[node] = facts
             elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
                 values[node] = pytree.tree_map_only(TensorFacts, grown, facts)
             else:

@@ -65,7 +65,7 @@ def described(gm: Any, model: nn.Module) -> Iterator[Any]:
 
     def value(example: Any) -> Any:
         if isinstance(example, tuple | list):
-            return [value(item) for item in example]
+            return type(example).__name__, [value(item) for item in example]
         if not isinstance(example, torch.Tensor):
             return str(example)
         place = memory.setdefault(example.untyped_storage()._cdata, len(memory))

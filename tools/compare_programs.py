@@ -57,7 +57,8 @@ def check_out(revision: str | None, folder: Path) -> Path:
     if found.returncode:
         raise NothingComparedError(f"no revision {revision!r} with a dcompile: {found.stderr.decode().strip()}")
     with tarfile.open(fileobj=io.BytesIO(found.stdout)) as archive:
-        archive.extractall(folder, filter="data")
+        how = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # since Python 3.11.4
+        archive.extractall(folder, **how)
     return folder
 
 

@@ -22,8 +22,7 @@ from dcompile import compat
 from dcompile.capture.entry import find_model
 from dcompile.capture.passes.dynamo.chunked_cross_entropy import match
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.choose import LossPlan
-from dcompile.compat.layer_calls.frame import FrameCalls
-from dcompile.compat.patches import repeated_layers
+from dcompile.compat.layer_calls import frame as layer_frames
 from tests.distributed import models
 from tests.distributed.models import batch, loss_of
 from tests.distributed.training import Training, across_ranks, compare, largest_difference
@@ -127,13 +126,13 @@ def in_chunks_of_rows(**how: Any) -> dict[str, Any]:
 
 def with_copied_layers(train: Callable[..., dict[str, Any]] | None = None, **how: Any) -> dict[str, Any]:
     """`train`, `against_stock` if nothing else is said, and how many calls of layers Dynamo copied."""
-    frames: list[FrameCalls] = []
+    own, frames = layer_frames.FrameCalls, list[layer_frames.FrameCalls]()
 
-    def watched() -> FrameCalls:
-        frames.append(FrameCalls())
+    def watched() -> layer_frames.FrameCalls:
+        frames.append(own())
         return frames[-1]
 
-    with mock.patch.object(repeated_layers, "FrameCalls", watched):
+    with mock.patch.object(layer_frames, "FrameCalls", watched):
         found = (train or against_stock)(**how)
     return found | {"copies": sum(frame.copies for frame in frames)}
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +21,7 @@ from dcompile.compat.layer_calls.guard_match import (
     watched_guards,
 )
 from dcompile.compat.layer_calls.module_match import hook_keys
-
-CREATED, RENAMED = "created", "renamed"
+from dcompile.compat.patches.repeated_layers import CREATED, RENAMED, watched_tracing
 
 
 class NotRepeatable(Exception):
@@ -84,35 +82,6 @@ class CallRecord:
     def tensors(self) -> list[Node]:
         """Nodes of the arguments."""
         return [*self.arguments.nodes]
-
-
-@contextlib.contextmanager
-def watched_tracing(graph: Graph, log: list[tuple[str, Node, str]], assume: Callable[[], None]) -> Iterator[None]:
-    """Log nodes that are added to a graph and names that they get; `assume`: called for results that are constants."""
-    from torch._dynamo.variables import functions
-
-    create, rename, constant = graph.create_node, Node._rename, functions.invoke_and_store_as_constant
-
-    def creating(*args: Any, **keywords: Any) -> Node:
-        node = create(*args, **keywords)
-        log.append((CREATED, node, node.name))
-        return node
-
-    def renaming(node: Node, candidate: str) -> None:
-        if node.graph is graph:
-            log.append((RENAMED, node, candidate))
-        rename(node, candidate)
-
-    def invoking(*args: Any, **keywords: Any) -> Any:
-        assume()
-        return constant(*args, **keywords)
-
-    with (
-        unittest.mock.patch.object(functions, "invoke_and_store_as_constant", invoking),
-        unittest.mock.patch.object(graph, "create_node", creating),
-        unittest.mock.patch.object(Node, "_rename", renaming),
-    ):
-        yield
 
 
 class Recorder:

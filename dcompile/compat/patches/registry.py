@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Iterator
 
 from dcompile.compat import absent_ranks, alone, aot_trace, dispatch_watch, groups, guards, sizes, zero
-from dcompile.compat.layer_calls import recorder
 from dcompile.compat.patches import (
     batch_norm_statistics,
     compile_call,
@@ -285,7 +284,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         undone="when the frame is compiled",
     ),
     TorchPatch(
-        recorder.watched_tracing,
+        repeated_layers.watched_tracing,
         (
             "torch._dynamo.variables.functions.invoke_and_store_as_constant",
             "torch.fx.Graph.create_node",

@@ -21,7 +21,7 @@ from dcompile.compat.layer_calls.guard_match import (
     watched_guards,
 )
 from dcompile.compat.layer_calls.module_match import hook_keys
-from dcompile.compat.patches.repeated_layers import CREATED, RENAMED, watched_tracing
+from dcompile.compat.layer_calls.watched_tracing import CREATED, RENAMED, watched_tracing
 
 
 class NotRepeatable(Exception):

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 from dcompile.compat import absent_ranks, alone, aot_trace, dispatch_watch, groups, guards, sizes, zero
+from dcompile.compat.layer_calls.watched_tracing import watched_tracing
 from dcompile.compat.patches import (
     batch_norm_statistics,
     compile_call,
@@ -284,7 +285,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         undone="when the frame is compiled",
     ),
     TorchPatch(
-        repeated_layers.watched_tracing,
+        watched_tracing,
         (
             "torch._dynamo.variables.functions.invoke_and_store_as_constant",
             "torch.fx.Graph.create_node",

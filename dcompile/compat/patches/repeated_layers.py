@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # importing dcompile loads no torch
-    from torch.fx import Graph, Node
-
     from dcompile.compat.layer_calls.frame import FrameCalls
-
-CREATED, RENAMED = "created", "renamed"
-"""What happens to a node while a layer is traced."""
 
 
 @contextlib.contextmanager
@@ -47,33 +42,3 @@ def repeated_layers_once(wanted: bool = True) -> Iterator[FrameCalls]:
         unittest.mock.patch.object(SideEffects, "store_attr", storing),
     ):
         yield frame
-
-
-@contextlib.contextmanager
-def watched_tracing(graph: Graph, log: list[tuple[str, Node, str]], assume: Callable[[], None]) -> Iterator[None]:
-    """Log nodes that are added to a graph and names that they get; `assume`: called for results that are constants."""
-    from torch._dynamo.variables import functions
-    from torch.fx import Node
-
-    create, rename, constant = graph.create_node, Node._rename, functions.invoke_and_store_as_constant
-
-    def creating(*args: Any, **keywords: Any) -> Node:
-        node = create(*args, **keywords)
-        log.append((CREATED, node, node.name))
-        return node
-
-    def renaming(node: Node, candidate: str) -> None:
-        if node.graph is graph:
-            log.append((RENAMED, node, candidate))
-        rename(node, candidate)
-
-    def invoking(*args: Any, **keywords: Any) -> Any:
-        assume()
-        return constant(*args, **keywords)
-
-    with (
-        unittest.mock.patch.object(functions, "invoke_and_store_as_constant", invoking),
-        unittest.mock.patch.object(graph, "create_node", creating),
-        unittest.mock.patch.object(Node, "_rename", renaming),
-    ):
-        yield

@@ -19,11 +19,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dcompile
 from benchmarks.common import worst_of
+from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.entry import find_model
 from dcompile.driver import Pipeline
 from dcompile.errors import DcompileError
 from dcompile.runtime.coordination import heartbeat, wait_policy
+from dcompile.runtime.coordination.artifact_sharing import ArtifactSharing
 from tests.distributed.models import NormedOnce, SyncNorm
 
 
@@ -273,9 +275,22 @@ def shared(folder: str, **options: Any) -> dict[str, Any]:
 
 
 def rank_0_cannot_compile(folder: str) -> Any:
-    """Rank 0 comes first, fails at its first try, and compiles at the second."""
+    """Rank 0 comes first, fails at its first try, and compiles at the second.
+
+    It sends what it has compiled then only after rank 1 has asked, and heard of the failure.
+    """
     failing = [True] if dist.get_rank() == 0 else []
-    stock = Pipeline.begin
+    stock, give, receive = Pipeline.begin, ArtifactSharing.give, ArtifactSharing.receive
+    store = compat.groups.group_store(dist.group.WORLD)
+
+    def giving(*arguments: Any) -> Any:
+        store.wait([f"asked {folder}"], timedelta(seconds=30))
+        return give(*arguments)
+
+    def receiving(*arguments: Any) -> Any:
+        found = receive(*arguments)
+        store.set(f"asked {folder}", "")
+        return found
 
     def compile(*arguments: Any) -> Any:
         if failing:
@@ -292,9 +307,14 @@ def rank_0_cannot_compile(folder: str) -> Any:
             torch._dynamo.reset()
             assert "no luck" in found[1], found
         dist.barrier()
+        if dist.get_rank() == 0:
+            ArtifactSharing.give = giving  # type: ignore[method-assign]
+        else:
+            ArtifactSharing.receive = receiving  # type: ignore[method-assign]
         step(model)
     finally:
         Pipeline.begin = stock  # type: ignore[method-assign]
+        ArtifactSharing.give, ArtifactSharing.receive = give, receive  # type: ignore[method-assign]
     return dcompile.receipt(model).notes, dcompile.receipt(model).built
 
 

@@ -8,7 +8,7 @@ one for each read, and `sizes` the values of its sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from dcompile.compat import attention
 from dcompile.ir.index import Index, evaluate_on
 from dcompile.ir.piecewise import Test, Tree
 from dcompile.ir.predicate import BATCH, HEAD, KEY, QUERIES_AT_ONCE, QUERY, Predicate, parse_predicate
+from dcompile.own_operators import Functions, define_operators
 
 NAMESPACE = "dcompile_attention"
 
@@ -262,16 +263,8 @@ def _differentiate(ctx: Any, grad: torch.Tensor, _grad_of_logsumexp: Any) -> tup
 
 
 def _register() -> torch.library.Library:
-    library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call, unused-ignore]
-    functions: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "forward": (_forward, _empty_forward), "backward": (_backward, _empty_backward),
-    }  # fmt: skip
-    for schema in _SCHEMAS:
-        name = schema.partition("(")[0]
-        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call, unused-ignore]
-        function, empty = functions[name]
-        library.impl(name, function, "CPU")  # type: ignore[no-untyped-call, unused-ignore]
-        torch.library.register_fake(f"{NAMESPACE}::{name}", empty, lib=library)
+    functions: dict[str, Functions] = {"forward": (_forward, _empty_forward), "backward": (_backward, _empty_backward)}
+    library = define_operators(NAMESPACE, _SCHEMAS, functions, "CPU")
     torch.library.register_autograd(f"{NAMESPACE}::forward", _differentiate, setup_context=_save, lib=library)
     return library
 

@@ -9,12 +9,14 @@ from offsets[g - 1] to offsets[g].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.nn import functional
+
+from dcompile.own_operators import Functions, define_operators
 
 NAMESPACE = "dcompile_grouped"
 ALIGNMENT_BYTES = 16
@@ -166,17 +168,11 @@ def _backward(mm: str, outer: str) -> Any:
 
 
 def _register() -> torch.library.Library:
-    library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call, unused-ignore]
-    functions: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    functions: dict[str, Functions] = {
         "ends": (_ends, _empty_ends), "mm": (_mm, _empty_mm), "outer": (_outer, _empty_outer),
         "mm_each": (_mm_each, _empty_mm), "outer_each": (_outer_each, _empty_outer),
     }  # fmt: skip
-    for schema in _SCHEMAS:
-        name = schema.partition("(")[0]
-        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call, unused-ignore]
-        function, empty = functions[name]
-        library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call, unused-ignore]
-        torch.library.register_fake(f"{NAMESPACE}::{name}", empty, lib=library)
+    library = define_operators(NAMESPACE, _SCHEMAS, functions)
     for mm, outer in (("mm", "outer"), ("mm_each", "outer_each")):
         torch.library.register_autograd(f"{NAMESPACE}::{mm}", _backward(mm, outer), setup_context=_save, lib=library)
     return library

@@ -7,9 +7,9 @@ PyTorch has none on CPUs. There, factors are converted to float32 in blocks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+
+from dcompile.own_operators import define_operators
 
 NAMESPACE = "dcompile_matmul"
 BLOCK_DEPTH = 1024
@@ -85,20 +85,12 @@ def _given_out(*_: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _register() -> torch.library.Library:
-    library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call, unused-ignore]
-    functions: dict[str, tuple[Any, Any]] = {
+_LIBRARY = define_operators(
+    NAMESPACE,
+    _SCHEMAS,
+    {
         "mm_float32": (_mm, _empty_mm), "mm_float32.out": (_mm_out, _given_out),
         "addmm_float32": (_addmm, _empty_addmm), "addmm_float32.out": (_addmm_out, _given_out),
-    }  # fmt: skip
-    for schema in _SCHEMAS:
-        name = schema.partition("(")[0]
-        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call, unused-ignore]
-        function, fake = functions[name]
-        library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call, unused-ignore]
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
-    return library
-
-
-_LIBRARY = _register()
+    },
+)  # fmt: skip
 """Library of the operators, which exist as long as this object."""

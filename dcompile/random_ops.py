@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dcompile.ir.philox import INCREMENTS, MULTIPLIERS, ROUNDS
+from dcompile.own_operators import define_operators
 
 NAMESPACE = "dcompile_random"
 KEY_RANGE = (-(2**63), 2**63 - 1)
@@ -112,20 +113,14 @@ def _empty_of(dtype: torch.dtype | None) -> Callable[..., torch.Tensor]:
     return empty
 
 
-def _register() -> torch.library.Library:
-    library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call, unused-ignore]
-    functions = {"uniform": (uniform, None), "normal": (normal, None), "less": (less, torch.bool),
-                 "bits": (bits, torch.int64)}  # fmt: skip
-    for schema in _SCHEMAS:
-        name = schema.partition("(")[0]
-        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call, unused-ignore]
-        function, dtype = functions[name]
-        library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call, unused-ignore]
-        torch.library.register_fake(f"{NAMESPACE}::{name}", _empty_of(dtype), lib=library)
-    return library
-
-
-_LIBRARY = _register()
+_LIBRARY = define_operators(
+    NAMESPACE,
+    _SCHEMAS,
+    {
+        "uniform": (uniform, _empty_of(None)), "normal": (normal, _empty_of(None)),
+        "less": (less, _empty_of(torch.bool)), "bits": (bits, _empty_of(torch.int64)),
+    },
+)  # fmt: skip
 """Library of the operators, which exist as long as this object."""
 
 

@@ -8,12 +8,13 @@ forward to differentiate it, because a library's intermediate results are privat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dcompile import compat
+from dcompile.own_operators import Functions, define_operators
 
 NAMESPACE = "dcompile_rnn"
 KINDS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -126,16 +127,12 @@ def _differentiate(ctx: Any, *gradients: Any) -> Any:
 
 
 def _register() -> torch.library.Library:
-    library = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call, unused-ignore]
-    schemas: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
-        "forward": (f"forward({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)", forward, _shapes),
-        "backward": (f"backward(Tensor[] gradients, Tensor state, {_ARGUMENTS}) -> Tensor[]", backward,
-                     _backward_shapes),
-    }  # fmt: skip
-    for name, (schema, function, shapes) in schemas.items():
-        library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call, unused-ignore]
-        library.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call, unused-ignore]
-        torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=library)
+    schemas = (
+        f"forward({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+        f"backward(Tensor[] gradients, Tensor state, {_ARGUMENTS}) -> Tensor[]",
+    )
+    functions: dict[str, Functions] = {"forward": (forward, _shapes), "backward": (backward, _backward_shapes)}
+    library = define_operators(NAMESPACE, schemas, functions)
     torch.library.register_autograd(f"{NAMESPACE}::forward", _differentiate, setup_context=_keep, lib=library)
     return library
 

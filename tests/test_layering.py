@@ -28,6 +28,7 @@ LEVELS = (
         "log_setting",
         "logs",
         "machine_model",
+        "own_operators",
         "matmul_ops",
         "passes",
         "random_ops",

@@ -19,7 +19,6 @@ from dcompile.codegen.schedule.fusion.matmul_epilogue import EpilogueCandidate, 
 from dcompile.codegen.schedule.fusion.skinny_matmul import (
     LIBRARY,
     contraction_of,
-    factor_dtype,
     library_form,
     skinny_loops,
 )
@@ -171,9 +170,8 @@ class SkinnyCandidates:
     def __init__(self, loop: Loop, table: Mapping[str, Buffer]) -> None:
         found = contraction_of(loop)
         assert found is not None, f"{loop.name} is no product of few rows"
-        dtype = factor_dtype(loop)
-        self.usual = choose_tile(found, dtype)
-        self.own = {t: emit_loop(replace(loop, tile=t), table) for t in candidate_tiles(found, dtype)}
+        self.usual = choose_tile(found)
+        self.own = {t: emit_loop(replace(loop, tile=t), table) for t in candidate_tiles(found)}
         self.library = library_form(loop, table)
         made = () if self.library is None else self.library.buffers
         whole = {**table, **{buffer.name: buffer for buffer in made}}

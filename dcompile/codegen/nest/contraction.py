@@ -64,6 +64,11 @@ class Contraction:
     depth: int
 
     @property
+    def dtype(self) -> str:
+        """Dtype of the factors, which all products share."""
+        return self.products[0].dtype
+
+    @property
     def row_count(self) -> int:
         return _count(self.rows)
 
@@ -90,7 +95,8 @@ def find_contraction(nest: Nest) -> Contraction | None:
     (depth,) = nest.elements
     if any(store.mode != "set" for store in nest.stores) or depth.size < MIN_BATCH_DEPTH:  # type: ignore[operator]
         return None
-    found, live = levels(nest), sorted(levels(nest).live)
+    found = levels(nest)
+    live = sorted(found.live)
     reduces = [ref for ref in live if isinstance(nest.body[ref], Reduce)]
     pairs = {ref: _factors(nest, ref, depth) for ref in reduces}
     if not pairs or any(isinstance(nest.body[ref], Scan) for ref in live):
@@ -204,33 +210,33 @@ def _count(axes: Iterable[Axis]) -> int:
 # --- tiles ------------------------------------------------------------------------------------------------------------
 
 
-def choose_tile(found: Contraction, dtype: str) -> Tile:
+def choose_tile(found: Contraction) -> Tile:
     """Choose the tile of a skinny GEMM from its sizes alone: as many columns as leave work for every multiprocessor."""
     widest = 64 if len(found.products) <= 2 else 32
     fitting = [width for width in (64, 32, 16) if width <= widest and found.programs(width) >= BUSY_PROGRAMS]
     columns = fitting[0] if fitting else 16
-    return next(tile_of(found, dtype, columns, depth) for depth in DEPTHS[1:] if _is_deep(found, dtype, columns, depth))
+    return next(tile_of(found, columns, depth) for depth in DEPTHS[1:] if _is_deep(found, columns, depth))
 
 
-def candidate_tiles(found: Contraction, dtype: str) -> tuple[Tile, ...]:
+def candidate_tiles(found: Contraction) -> tuple[Tile, ...]:
     """Return the tiles to measure, first the one that the sizes suggest."""
-    tiles = [choose_tile(found, dtype)]
+    tiles = [choose_tile(found)]
     for columns in (16, 32, 64, 128):
-        tiles += [tile_of(found, dtype, columns, depth) for depth in DEPTHS if _is_deep(found, dtype, columns, depth)]
+        tiles += [tile_of(found, columns, depth) for depth in DEPTHS if _is_deep(found, columns, depth)]
     return tuple(dict.fromkeys(tiles))
 
 
-def tile_of(found: Contraction, dtype: str, columns: int, depth: int) -> Tile:
+def tile_of(found: Contraction, columns: int, depth: int) -> Tile:
     """Return the tile of so many columns and depth, with as many stages as shared memory has room for."""
-    step = depth * _elements_read(found, columns) * ITEMSIZE[dtype]
+    step = depth * _elements_read(found, columns) * ITEMSIZE[found.dtype]
     warps = 8 if columns > 64 else 4
     steps = -(-found.depth // depth)
     return Tile(_padded_rows(found), columns, depth, warps, max(min(STAGE_BYTES // step, MAX_STAGES, steps), 1))
 
 
-def _is_deep(found: Contraction, dtype: str, columns: int, depth: int) -> bool:
+def _is_deep(found: Contraction, columns: int, depth: int) -> bool:
     """Do enough steps of this depth fit shared memory, without a rest at the end? The least depth always counts."""
-    step = depth * _elements_read(found, columns) * ITEMSIZE[dtype]
+    step = depth * _elements_read(found, columns) * ITEMSIZE[found.dtype]
     return depth == DEPTHS[-1] or (found.depth % depth == 0 and MIN_STAGES * step <= STAGE_BYTES)
 
 

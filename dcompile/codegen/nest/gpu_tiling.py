@@ -152,7 +152,7 @@ def _needs_rows(nest: Nest) -> bool:
 
 def _skinny(nest: Nest, found: Contraction, tile: Tile | None) -> TilePlan:
     if tile is None:
-        tile = choose_tile(found, found.products[0].dtype)
+        tile = choose_tile(found)
     assert tile.rows >= found.row_count, f"a tile of {tile.rows} rows has not all {found.row_count}"
     x, y = TileDim("x", found.columns, tile.columns), TileDim("y", found.rows, tile.rows)
     return TilePlan("skinny", nest, (x, y), tile.warps, found.batch, skinny=(found, tile))

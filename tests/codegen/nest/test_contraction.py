@@ -108,8 +108,8 @@ def test_a_batch_is_tiled_if_it_is_large(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_candidates_begin_with_the_usual_tile_and_fit_shared_memory(rows: int) -> None:
     found = find_contraction(flatten_loop(loop(rows, 4096, 4096)))
     assert found is not None
-    first, *others = candidate_tiles(found, "bfloat16")
-    assert first == choose_tile(found, "bfloat16") and first not in others
+    first, *others = candidate_tiles(found)
+    assert first == choose_tile(found) and first not in others
     for tile in (first, *others):
         assert tile.rows >= rows
         assert tile.stages * tile.depth * (tile.columns + tile.rows) * 2 <= contraction.STAGE_BYTES

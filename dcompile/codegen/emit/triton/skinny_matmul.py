@@ -82,7 +82,7 @@ class SkinnyMatmulWriter:
             self.line(f"sums{number} = tl.zeros([{tile.columns}, {tile.rows}], tl.float32)")
         self._begin_steps()
         self.line(f"{DOWN} = k + tl.arange(0, {tile.depth})[:, None]")
-        dtype = self.found.products[0].dtype
+        dtype = self.found.dtype
         loaded = {ref: self._factor(f"left{n}", ref, dtype, DOWN, "y") for n, ref in enumerate(self._lefts())}
         for number, product in enumerate(self.found.products):
             if product.right not in loaded:

@@ -85,14 +85,6 @@ def contraction_of(loop: Loop) -> Contraction | None:
     return find_contraction(flatten_loop(loop)) if loop.product is None else None
 
 
-def factor_dtype(loop: Loop) -> str:
-    """Return the dtype of a product's factors."""
-    nest = flatten_loop(loop)
-    found = find_contraction(nest)
-    assert found is not None, f"{loop.name} is no product of few rows"
-    return found.products[0].dtype
-
-
 def kind_of(loop: Loop) -> Loop:
     """Return a loop without names and tile: the key of a choice."""
     return replace(nameless(loop, {})[0], tile=None)

@@ -15,7 +15,7 @@ import torch
 from dcompile.attention_ops import allowed, autocast, chosen, element
 from dcompile.compat import attention
 from dcompile.ir.index import Index, as_index, evaluate_on
-from dcompile.ir.piecewise import Test, Tree, variables
+from dcompile.ir.piecewise import Test, Tree
 from dcompile.ir.polynomial import Atom, Div, Extreme, Mod, Var
 from dcompile.ir.predicate import BATCH, HEAD, KEY, QUERY, Predicate, parse_predicate
 
@@ -96,14 +96,13 @@ class _BlockBounds:
         sizes: Sequence[int],
     ) -> None:
         self.device = query.device
-        names = variables(predicate.tree) | {n for read in predicate.reads for index in read for n in index.variables}
         lengths = {BATCH: query.shape[0], HEAD: query.shape[1], QUERY: query.shape[2], KEY: key.shape[2]}
         self._lengths, self._blocks = lengths, {name: -(-lengths[name] // BLOCK) for name in (QUERY, KEY)}
         self.whole = self._first(QUERY) + BLOCK <= lengths[QUERY]
         self.whole = self.whole & (self._first(KEY) + BLOCK <= lengths[KEY])
         places = {name: self._range(name) for name in (BATCH, HEAD)}
         named = dict(zip(predicate.sizes, _as_tensors(sizes, self.device), strict=True))
-        self.shape = tuple(lengths[name] if name in names else 1 for name in (BATCH, HEAD))
+        self.shape = tuple(lengths[name] if name in predicate.names else 1 for name in (BATCH, HEAD))
         self.values: dict[str, tuple[Any, Any]] = {name: (place, place) for name, place in (places | named).items()}
         for name in (QUERY, KEY):
             first = self._first(name)

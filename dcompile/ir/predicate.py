@@ -96,10 +96,14 @@ class Predicate:
         return frozenset(names) & {QUERY, KEY}
 
     @property
+    def names(self) -> frozenset[str]:
+        """Variables of the tests and of the positions that are read."""
+        return frozenset(variables(self.tree)).union(*(index.variables for read in self.reads for index in read))
+
+    @property
     def by_batch(self) -> bool:
         """Whether elements of a batch may have different masks."""
-        names = variables(self.tree) | {name for read in self.reads for index in read for name in index.variables}
-        return BATCH in names
+        return BATCH in self.names
 
     def has_key_in_each_row(self, queries: Size, keys: Size) -> bool:
         """Whether each query is proved to have an allowed key: the one at its own position, or as far from the end."""

@@ -20,15 +20,18 @@ ALIASES = ("DUPLICATE_INPUT", "OBJECT_ALIASING")
 NOT_IN = "DICT_NOT_CONTAINS"
 
 
-def layer_source(source: Any) -> Any:
-    """Source of a layer as an entry of its container, from which sources of all that it holds begin; None for others.
-
-    Dynamo puts marks of modules around it.
-    """
+def without_module_marks(source: Any) -> Any:
+    """A source without Dynamo's marks of modules around it."""
     from torch._dynamo.source import NNModuleSource
 
     while isinstance(source, NNModuleSource):
         source = source.base
+    return source
+
+
+def layer_source(source: Any) -> Any:
+    """Source of a layer as an entry of its container, where sources of what it holds begin; None for others."""
+    source = without_module_marks(source)
     return source if hasattr(source, "index") and hasattr(source, "base") else None
 
 
@@ -156,7 +159,7 @@ def holds_for(layer: GuardedLayer, renaming: Renaming, values: Values, pairs: Mo
             if taken.setdefault(id(new), id(old)) != id(old):
                 return False  # two objects of the layer are one here
             known = tracked(new)
-            if known is not None and layer_free(known) != layer_free(source):
+            if known is not None and without_module_marks(known) != without_module_marks(source):
                 return False  # known by another name, so comparisons with `is` may tell
     return not any(
         pairs.hook_keys[guard_arguments(guard)["key"]] in values.of(guard.originating_source)
@@ -170,15 +173,6 @@ def _is_counterpart(old: Any, new: Any, kind: str, pairs: ModulePairs) -> bool:
         if id(old) in known:
             return known[id(old)] is new and (kind not in IDENTITIES or old is new)
     return are_equal(old, new, kind)
-
-
-def layer_free(source: Any) -> Any:
-    """A source without Dynamo's marks of modules around it."""
-    from torch._dynamo.source import NNModuleSource
-
-    while isinstance(source, NNModuleSource):
-        source = source.base
-    return source
 
 
 def _aliases_hold(guard: Any, new: Any, renaming: Renaming, values: Values) -> bool:

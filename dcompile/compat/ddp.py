@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcompile.compat.tensors import at_end_of_backward
 
@@ -140,6 +140,13 @@ def is_joining(ddp: Any) -> bool:
     return bool(ddp._join_config.enable)
 
 
+class LoggingData(NamedTuple):
+    """DDP's logging data, with the fields of torch's own class."""
+
+    strs_map: dict[str, str]
+    ints_map: dict[str, int]
+
+
 class _Logger:
     """DDP's logger, which also reports when a Join context manager enters the module, or a hook is registered.
 
@@ -148,7 +155,17 @@ class _Logger:
 
     def __init__(self, logger: Any, wanted: Callable[[str], None]) -> None:
         self.logger = logger
+        self.errors: list[str] = []
+        """Texts of errors that the reducer would have logged."""
         self._wanted = wanted
+
+    def _get_ddp_logging_data(self) -> Any:
+        """Return torch's data of strings and numbers, with what programs know in the reducer's place."""
+        found = self.logger._get_ddp_logging_data()
+        texts, numbers = dict(found.strs_map), dict(found.ints_map)
+        if self.errors:
+            texts["error"], numbers["has_error"] = self.errors[-1], 1
+        return LoggingData(texts, numbers)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.logger, name)
@@ -187,9 +204,15 @@ class _SilentReducer(_Reducer):
     are reduced once a backward has returned.
     """
 
-    def __init__(self, ddp: Any, watched: _Reducer) -> None:
+    def __init__(self, ddp: Any, watched: _Reducer, check: Callable[[], None]) -> None:
         super().__init__(watched.reducer, watched.prepared)
         self._ddp = weakref.ref(ddp)
+        self._check = check
+
+    def _rebuild_buckets(self) -> bool:
+        """Check that the prior reduction has finished; there are no buckets to rebuild."""
+        self._check()
+        return False
 
     def _set_manual_finalization_required(self, required: bool) -> None:
         """Ignore the setting. DDP stores it, too, and passes it to a rebuilt reducer (`rebuild_reducer`)."""
@@ -229,13 +252,19 @@ def leave_reducer(ddp: Any) -> None:
         ddp.reducer = ddp.reducer.reducer
 
 
-def silence_reducer(ddp: Any) -> None:
+def silence_reducer(ddp: Any, check: Callable[[], None]) -> None:
     """Remove DDP's reduction from its parameters. Its forward, no_sync and buffer broadcast stay.
 
-    Relies on: the reducer is watched.
+    `check` is called where the reducer raises if the prior reduction has not finished: at the start of each forward
+    with gradients. Relies on: the reducer is watched.
     """
     ddp._remove_autograd_hooks()
-    ddp.reducer = _SilentReducer(ddp, ddp.reducer)
+    ddp.reducer = _SilentReducer(ddp, ddp.reducer, check)
+
+
+def log_error(ddp: Any, text: str) -> None:
+    """Add an error of the reduction to DDP's logging data. Relies on: the reducer is watched."""
+    ddp.logger.errors.append(text)
 
 
 def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:

@@ -48,10 +48,8 @@ def test_gradients_are_averaged_without_the_wrapper_too(ranks, steps):
         ("each", UNUSED | {"bucket_cap_mb": 0.0005}),
         ("each", UNUSED | {"accumulate": True, "gradient_as_bucket_view": True}),
         ("none", STATIC | {"by_hand": True}),
-        ("none", {"by_hand": True}),
-        ("each", {"by_hand": True, "bucket_cap_mb": 0.0005}),
-        ("later", {"by_hand": True, "broken": True}),
-        ("later", {"by_hand": True, "hook": True}),
+        ("later", UNUSED | {"broken": True}),
+        ("each", UNUSED | {"hook": True}),
     ],
     ids=str,
 )
@@ -61,6 +59,30 @@ def test_what_only_unused_results_follow_from_gets_no_gradient_under_ddp(ranks, 
         assert found["grad"] <= 2**-20 and found["param"] <= 2**-20 and found["receipt"].eligible
         unused = ["heads.2.weight", "heads.2.bias"]
         assert found["none"][-2:] == unused and (len(found["none"]) > 2) == (uses == "none")
+
+
+UNFINISHED = [
+    ("no head", "evaluate", "all"),
+    ("one result", "no sync"),
+    ("all", "one result", "all", "all"),
+]
+FINISHED = [("no sync", "all", "forward", "evaluate", "all"), ("two losses", "two losses")]
+
+
+def test_a_parameter_without_a_gradient_is_an_error_of_the_next_forward_as_under_stock_ddp(ranks):
+    """And parameters that only code outside of DDP's forward uses get gradients, and are reduced."""
+    for rank, found in enumerate(values(ranks, "unfinished", plans=(*UNFINISHED, *FINISHED))):
+        for result in found:
+            assert result["receipt"].eligible and result["grad"] <= 2**-20
+            for stock, ours in result["raised"]:
+                assert bool(stock) == bool(ours) and set(stock.split("\n")) <= set(ours.split("\n"))
+        raised = [result["raised"] for result in found]
+        assert [any(stock for stock, _ in steps) for steps in raised] == [True] * len(UNFINISHED) + [False] * 2
+        named = f"\nParameters which did not receive grad for rank {rank}: "
+        assert named + "scale, head.weight\n" in raised[0][2][1]
+        assert named + "second.weight, second.bias\n" in raised[1][1][1]
+        text = "parameters of the module that only other code uses are averaged on their own: scale, head.weight"
+        assert all(result["receipt"].notes == (text,) for result in found[len(UNFINISHED) :])
 
 
 @pytest.mark.parametrize(

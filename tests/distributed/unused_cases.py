@@ -196,6 +196,71 @@ def unused_outputs(
     return {"grad": max(worst), "param": max(same), "none": none, "receipt": dcompile.receipt(call)}
 
 
+class Apart(nn.Module):
+    """Two layers with a result each, and two parameters that only the loss uses, or nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.second = nn.Linear(12, 4), nn.Linear(12, 4)
+        self.head, self.scale = nn.Linear(4, 4, bias=False), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x), self.second(x)
+
+
+def _step(ddp: Any, model: Any, kind: str, x: torch.Tensor) -> None:
+    """One step; `kind`: a key of `KINDS`."""
+    if kind == "evaluate":
+        with torch.no_grad():
+            model(x)
+        return
+    with ddp.no_sync() if kind == "no sync" else contextlib.nullcontext():
+        first, second = model(x)
+        beside = ddp.module.head(first).square().sum() * ddp.module.scale
+        if kind == "all":
+            (beside + second.square().sum()).backward()
+        elif kind == "one result":
+            beside.backward()
+        elif kind in ("no head", "no sync"):
+            (first * second).sum().backward()
+        elif kind == "two losses":
+            beside.backward(retain_graph=True)
+            second.square().sum().backward()
+
+
+KINDS = ("all", "one result", "no head", "no sync", "two losses", "evaluate", "forward")
+REDUCED = ("all", "two losses", "no sync")
+"""Steps behind which stock DDP has reduced all gradients that it is to reduce."""
+
+
+def unfinished(plans: tuple[tuple[str, ...], ...]) -> list[dict[str, Any]]:
+    """Of each plan, which is a list of steps: where stock DDP and dcompile raise what, and differences of gradients."""
+    found = []
+    for plan in plans:
+        stock, (call, wrapped) = DDP(Apart()), wrap(Apart(), "compile(ddp)", None)
+        worst, raised = [0.0], []
+        for step, kind in enumerate(plan):
+            assert kind in KINDS
+            raised.append([_error_of(ddp, each, kind, step) for each, ddp in ((stock, stock), (call, wrapped))])
+            if kind in REDUCED and raised[-1] == ["", ""]:
+                worst.append(largest_difference(gradients(stock), gradients(wrapped)))
+        found.append({"grad": max(worst), "raised": raised, "receipt": dcompile.receipt(call)})
+    return found
+
+
+def _error_of(ddp: Any, model: Any, kind: str, step: int) -> str:
+    """The error of a step, which DDP's logging data names as well; "" without one."""
+    ddp.zero_grad()
+    try:
+        _step(ddp, model, kind, inputs(step))
+    except RuntimeError as error:
+        logged = ddp._get_ddp_logging_data()
+        assert logged["has_error"] == 1 and str(error) in logged["error"]
+        return str(error)
+    return ""
+
+
 def _loss_of_some(results: tuple[torch.Tensor, ...], used: tuple[int, ...]) -> torch.Tensor:
     return torch.stack([loss_of(results[number]) for number in used]).sum()
 

@@ -37,6 +37,8 @@ class SynchronizedBackward:
     """Buckets of each program, in the order in which the programs ran."""
     numbers: list[frozenset[int]] = field(default_factory=list)
     """If `behind`: the parameters with gradients in each entry of `buckets`."""
+    used: set[int] = field(default_factory=set)
+    """Parameters that the programs use and that the loss needs, also those of which autograd gives no gradient."""
 
 
 class DdpSync(GradientSync):
@@ -54,6 +56,8 @@ class DdpSync(GradientSync):
         self._beside: dict[tuple[int, ...], tuple[str, ...]] = {}
         """Graphs of a call -> its uses of parameters outside of them; only where gradients are reduced as they arrive.
         """
+        self._watched: set[tuple[int, ...]] = set()
+        """Graphs of calls whose other parameters are watched: code outside of DDP's forward may use them."""
         self._compared = False
         """Whether ranks have compared their captured graphs, and who reduces gradients."""
 
@@ -99,6 +103,10 @@ class DdpSync(GradientSync):
             self._choose_way(variant, call, result, hooked)
         elif adapter.eligible and (reasons := (*variant.objections, *hooked)):
             adapter.restore("; ".join(reasons), call.inside_ddp)
+        elif not (adapter.uneven or variant.objections or variant.graphs in self._watched):
+            self._watched.add(variant.graphs)
+            used = (graph.params.values() for graph in self.model.graphs if graph.number in variant.graphs)
+            adapter.watch(adapter.refs.keys() - {number for numbers in used for number in numbers})
 
     def _choose_way(self, variant: Variant, call: Invocation, result: Any, hooked: tuple[str, ...]) -> None:
         """Decide, where ranks may use different parameters, if this call's gradients are reduced as they arrive."""
@@ -207,7 +215,7 @@ class DdpSync(GradientSync):
             arrivals.begin()
         elif accumulates and sync and buckets is not None:
             graph.agree("backward")
-            reduces = self._begin_sync(buckets, graph.grads, call.absent())
+            reduces = self._begin_sync(buckets, graph, call.absent())
         elif accumulates:
             adapter.unreduced.update(number for place, number in graph.grads if place not in call.gone)
         return call.run(call.args) if buckets is None else call.run(call.args, buckets=buckets, sync=reduces)
@@ -220,12 +228,12 @@ class DdpSync(GradientSync):
         """Return the buckets of all parameters if the call's gradients are reduced as they arrive."""
         return self._arrivals.layout(graphs) if self._adapter.eligible else ()
 
-    def _begin_sync(self, buckets: GradientBuckets, grads: Iterable[tuple[int, int]], absent: Collection[int]) -> bool:
+    def _begin_sync(self, buckets: GradientBuckets, graph: CapturedGraph, absent: Collection[int]) -> bool:
         """Prepare a graph's backward that reduces gradients, and the check at the end of the whole backward.
 
         Returns whether the program reduces. It does not if a parameter has a hook, which must get this rank's gradient.
-        Then all buckets of the graph's gradients `grads` are reduced after the backward. Their order is that of other
-        ranks' programs, since these ranks may have no hooks. `absent`: parameters without a gradient in this call.
+        Then all buckets of the graph's gradients are reduced after the backward. Their order is that of other ranks'
+        programs, since these ranks may have no hooks. `absent`: parameters without a gradient in this call.
         """
         adapter, task = self._adapter, compat.tensors.backward_task()
         first = task not in self._synced
@@ -238,18 +246,21 @@ class DdpSync(GradientSync):
         synced = self._synced[task]
         buckets.begin(adapter.unreduced if first and adapter.every else (), task, first, absent)
         synced.buckets.append(buckets)
+        if not adapter.uneven:
+            # autograd runs AccumulateGrad also for parameters of which the backward returns None
+            synced.used.update(number for number in graph.params.values() if number not in absent)
         if synced.behind:
-            synced.numbers.append(adapter.accumulating(number for _, number in grads if number not in absent))
+            synced.numbers.append(adapter.accumulating(number for _, number in graph.grads if number not in absent))
         return not synced.behind
 
     def _end_sync(self, synced: SynchronizedBackward) -> None:
-        self._adapter.has_synced()
         if synced.behind:
             done: set[int] = set()
             for buckets, numbers in zip(synced.buckets, synced.numbers, strict=True):
                 buckets.reduce_behind(numbers, done)
                 done |= numbers
         self._finish_sync(synced.buckets)
+        self._adapter.has_synced(synced.used)
 
     def _finish_sync(self, reduced: list[GradientBuckets]) -> None:
         adapter = self._adapter

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -30,6 +30,9 @@ class MadeUpDdp:
         self.restored: list[str] = []
         self.behind: list[list[str]] = []
         self.arriving: list[tuple[str, ...]] = []
+        self.watched: list[list[int]] = []
+        self.marked: list[Any] = []
+        self.refs = {number: lambda: None for number in (7, 8, 9)}
 
     @property
     def eligible(self) -> bool:
@@ -55,6 +58,12 @@ class MadeUpDdp:
 
     def note_arriving(self, reasons: tuple[str, ...]) -> None:
         self.arriving.append(reasons)
+
+    def watch(self, numbers: Any) -> None:
+        self.watched += [sorted(numbers)]
+
+    def has_synced(self, numbers: Any) -> None:
+        self.marked.append(numbers)
 
     def accumulating(self, numbers: Any) -> frozenset[int]:
         return frozenset(numbers)
@@ -89,6 +98,8 @@ class MadeUpGraph:
     """A captured graph whose backward adds to two parameters."""
 
     grads = GRADS
+    params: ClassVar = {0: 7, 1: 8}
+    number = 0
 
     def __init__(self, adds: bool = True) -> None:
         self.adds, self.agreed = adds, list[str]()
@@ -234,3 +245,14 @@ def test_ddps_own_reducer_waits_for_every_gradient():
     assert sync.awaited(GRADS, {7}) == {1}, "ranks say together that there is none of parameter 7"
     adapter.every = True
     assert sync.awaited(GRADS, ()) == frozenset()
+
+
+def test_parameters_that_no_graph_of_a_call_uses_are_watched_once():
+    """Code outside of DDP's forward may use them; the watch costs a call for each gradient."""
+    adapter, model = MadeUpDdp(), MadeUpModel()
+    model.graphs = [MadeUpGraph()]
+    sync = strategy(adapter, model)
+    for _ in range(2):
+        with torch.enable_grad():
+            sync.after_call(Variant((0,), training=True), Invocation(inside_ddp=True, graphs=[0]), torch.ones(1))
+    assert adapter.watched == [[9]]

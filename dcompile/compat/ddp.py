@@ -147,6 +147,11 @@ class LoggingData(NamedTuple):
     ints_map: dict[str, int]
 
 
+def nothing_logged(_sampled_ns: int) -> tuple[dict[str, str], dict[str, int]]:
+    """Logging data of reductions that DDP's own reducer runs, and logs."""
+    return {}, {}
+
+
 class _Logger:
     """DDP's logger, which also reports when a Join context manager enters the module, or a hook is registered.
 
@@ -155,17 +160,19 @@ class _Logger:
 
     def __init__(self, logger: Any, wanted: Callable[[str], None]) -> None:
         self.logger = logger
+        self.logged: Callable[[int], tuple[dict[str, str], dict[str, int]]] = nothing_logged
+        """Strings and numbers to add to the logging data, of a backward behind a time in nanoseconds."""
         self.errors: list[str] = []
         """Texts of errors that the reducer would have logged."""
         self._wanted = wanted
 
     def _get_ddp_logging_data(self) -> Any:
-        """Return torch's data of strings and numbers, with what programs know in the reducer's place."""
+        """Return torch's data of strings and numbers, with what programs do in the reducer's place."""
         found = self.logger._get_ddp_logging_data()
-        texts, numbers = dict(found.strs_map), dict(found.ints_map)
+        texts, numbers = self.logged(found.ints_map.get("backward_compute_time_start", 0))
         if self.errors:
-            texts["error"], numbers["has_error"] = self.errors[-1], 1
-        return LoggingData(texts, numbers)
+            texts, numbers = texts | {"error": self.errors[-1]}, numbers | {"has_error": 1}
+        return LoggingData(found.strs_map | texts, found.ints_map | numbers)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.logger, name)
@@ -252,13 +259,16 @@ def leave_reducer(ddp: Any) -> None:
         ddp.reducer = ddp.reducer.reducer
 
 
-def silence_reducer(ddp: Any, check: Callable[[], None]) -> None:
+def silence_reducer(
+    ddp: Any, check: Callable[[], None], logged: Callable[[int], tuple[dict[str, str], dict[str, int]]]
+) -> None:
     """Remove DDP's reduction from its parameters. Its forward, no_sync and buffer broadcast stay.
 
     `check` is called where the reducer raises if the prior reduction has not finished: at the start of each forward
-    with gradients. Relies on: the reducer is watched.
+    with gradients. `logged`: see `_Logger.logged`. Relies on: the reducer is watched.
     """
     ddp._remove_autograd_hooks()
+    ddp.logger.logged = logged
     ddp.reducer = _SilentReducer(ddp, ddp.reducer, check)
 
 

@@ -83,6 +83,10 @@ def test_a_parameter_without_a_gradient_is_an_error_of_the_next_forward_as_under
         assert named + "second.weight, second.bias\n" in raised[1][1][1]
         text = "parameters of the module that only other code uses are averaged on their own: scale, head.weight"
         assert all(result["receipt"].notes == (text,) for result in found[len(UNFINISHED) :])
+        stock, ours = found[-1]["logged"]
+        assert stock.keys() <= ours.keys() and ours["has_rebuilt_buckets"] == 1
+        assert ours["rebuilt_bucket_sizes"] == str(4 * 2 * (12 * 4 + 4)), "what the program reduces"
+        assert ours["avg_backward_comm_time"] > 0 and ours["backward_comm_time"] > 0
 
 
 @pytest.mark.parametrize(

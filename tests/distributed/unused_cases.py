@@ -245,7 +245,8 @@ def unfinished(plans: tuple[tuple[str, ...], ...]) -> list[dict[str, Any]]:
             raised.append([_error_of(ddp, each, kind, step) for each, ddp in ((stock, stock), (call, wrapped))])
             if kind in REDUCED and raised[-1] == ["", ""]:
                 worst.append(largest_difference(gradients(stock), gradients(wrapped)))
-        found.append({"grad": max(worst), "raised": raised, "receipt": dcompile.receipt(call)})
+        logged = [ddp._get_ddp_logging_data() for ddp in (stock, wrapped)]
+        found.append({"grad": max(worst), "raised": raised, "logged": logged, "receipt": dcompile.receipt(call)})
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,8 @@ class SynchronizedBackward:
 
     behind: bool
     """Whether gradients are reduced after the backward, not in its programs."""
+    began_ns: int = field(default_factory=time.time_ns)
+    """When its first program began; since the epoch."""
     buckets: list[GradientBuckets] = field(default_factory=list)
     """Buckets of each program, in the order in which the programs ran."""
     numbers: list[frozenset[int]] = field(default_factory=list)
@@ -260,6 +263,7 @@ class DdpSync(GradientSync):
                 buckets.reduce_behind(numbers, done)
                 done |= numbers
         self._finish_sync(synced.buckets)
+        self._adapter.log.record(synced.began_ns, synced.buckets)
         self._adapter.has_synced(synced.used)
 
     def _finish_sync(self, reduced: list[GradientBuckets]) -> None:

@@ -6,7 +6,7 @@ fail without dcompile. So the next forward raises the reducer's error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import torch.distributed as dist
 
@@ -29,9 +29,9 @@ DEBUG_HINT = (
 class PriorReduction:
     """Parameters with a gradient since DDP's reducer was last prepared for a backward."""
 
-    def __init__(self, awaited: Collection[int], learns: Callable[[int], bool]) -> None:
-        """`awaited`: numbers of the parameters in the reducer. `learns`: whether one still requires a gradient."""
-        self._awaited = frozenset(awaited)
+    def __init__(self, places: Mapping[int, int], learns: Callable[[int], bool]) -> None:
+        """`places`: parameter number -> its place in the reducer. `learns`: whether it still requires a gradient."""
+        self._places = places
         self._learns = learns
         self._marked: set[int] = set()
         self.expects = False
@@ -50,21 +50,20 @@ class PriorReduction:
         if not self.expects:
             return
         self._marked.update(numbers)
-        self.expects = not self._marked >= self._awaited and bool(self.missing())
+        self.expects = not self._marked >= self._places.keys() and bool(self.missing())
 
     def missing(self) -> list[int]:
         """Return the parameters without a gradient, of a reduction that has begun and not finished."""
         if not self.expects or not self._marked:
             return []
-        return sorted(number for number in self._awaited - self._marked if self._learns(number))
+        return sorted(number for number in self._places.keys() - self._marked if self._learns(number))
 
     def error(self, names: Callable[[int], str], rank: int) -> str:
         """Return the reducer's text, with the names of the parameters that got no gradient; "" if all did."""
         missing = self.missing()
         if not missing:
             return ""
-        order = {number: index for index, number in enumerate(sorted(self._awaited))}
-        indices = " ".join(str(order[number]) for number in missing)
+        indices = " ".join(str(self._places[number]) for number in missing)
         named = ", ".join(map(names, missing))
         which = (
             f"\nParameters which did not receive grad for rank {rank}: {named}"

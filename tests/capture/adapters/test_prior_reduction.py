@@ -6,11 +6,12 @@ import torch.distributed as dist
 from dcompile.capture.adapters.prior_reduction import PriorReduction
 
 NAMES = {3: "a.weight", 5: "b.weight", 8: "c.weight"}
+PLACES = {3: 0, 5: 1, 8: 2}
 
 
 def after(*events, frozen=()):
     """State behind events: "prepare", or parameters that got gradients in a backward."""
-    prior = PriorReduction(NAMES, lambda number: number not in frozen)
+    prior = PriorReduction(PLACES, lambda number: number not in frozen)
     for event in events:
         prior.prepare() if event == "prepare" else prior.mark(event)
     return prior

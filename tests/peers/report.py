@@ -26,7 +26,7 @@ class Outcome:
 
     test: str
     runs: Mapping[str, Run]
-    """Backend -> run: dcompile; while all others pass if that failed, stock, aot_eager, inductor, left_to_torch."""
+    """Backend -> run: dcompile; if that failed, others as far as they are asked (see `session.outcomes`)."""
     receipts: tuple[Mapping[str, Any], ...] = ()
     watches: tuple[str, ...] = ()
     """Functions of FSDP2's that the test puts its own in the place of, to see them called."""
@@ -41,6 +41,8 @@ class Outcome:
             run = self.runs.get(backend)
             if run is not None and run.status != "passed":
                 return f"fails with {backend} as well"
+        if self.runs.get("aten_kernels") == Run("passed"):
+            return "rounds otherwise"
         if self.watches and self.runs.get("left_to_torch") == Run("passed"):
             return "watches FSDP2"
         return "own"
@@ -57,6 +59,7 @@ class Outcome:
         return tuple(dict.fromkeys(found)) or ("no compiled step ran",)
 
 
+TAKEN = ("taken over", "rounds otherwise")
 VERDICTS = (
     ("taken over", "passed, parameters and gradients in the compiled programs, as a receipt of its ranks says"),
     ("stays stock", "passed, compiled, and parameters and gradients left to PyTorch for a reason in the receipt"),
@@ -74,8 +77,31 @@ VERDICTS = (
         "compares gradients to a few units in the last place, which no kernels but eager's keep: fails with "
         "TorchInductor as well",
     ),
+    (
+        "rounds otherwise",
+        "compares sums to a few units in the last place; passes with ATen's kernels between the same collectives "
+        "(kernels='aten')",
+    ),
     ("skipped", "asks for what this machine lacks"),
 )
+
+
+BY_DESIGN = (
+    "ranks are threads of one process",
+    "a mode that observes operations is on",
+    "option distributed='stock'",
+)
+"""Beginnings of reasons for which nothing is to be taken over: the test itself asks for what programs cannot give."""
+
+
+def share(outcomes: Iterable[Outcome]) -> str:
+    """Tests that are taken over, of those that can be: also those that fail, and those that stay stock needlessly."""
+    taken = could = 0
+    for outcome in outcomes:
+        stays = outcome.verdict == "stays stock" and not all(reason.startswith(BY_DESIGN) for reason in outcome.reasons)
+        taken += outcome.verdict in TAKEN
+        could += outcome.verdict in (*TAKEN, "own") or stays
+    return f"{taken} of {could}" + (f" ({taken / could:.0%})" if could else "")
 
 
 def general(text: str) -> str:
@@ -87,10 +113,11 @@ def general(text: str) -> str:
 def table(suites: Mapping[str, Sequence[Outcome]]) -> list[str]:
     """A line for each suite, a column for each verdict."""
     names = [name for name, _ in VERDICTS]
-    lines = ["| suite | tests | " + " | ".join(names) + " |", "|---" * (len(names) + 2) + "|"]
+    lines = ["| suite | tests | of those that can be | " + " | ".join(names) + " |", "|---" * (len(names) + 3) + "|"]
     for suite, outcomes in suites.items():
         counts = Counter(outcome.verdict for outcome in outcomes)
-        lines.append(f"| {suite} | {len(outcomes)} | " + " | ".join(str(counts[name]) for name in names) + " |")
+        counted = " | ".join(str(counts[name]) for name in names)
+        lines.append(f"| {suite} | {len(outcomes)} | {share(outcomes)} | {counted} |")
     return lines
 
 
@@ -106,10 +133,12 @@ def page(suites: Mapping[str, Sequence[Outcome]], made_with: str) -> str:
         *table(suites),
         "",
         *(f"- {name}: {meaning}." for name, meaning in VERDICTS),
+        "- of those that can be: taken over, of these, own failures, and tests that stay stock for another reason than",
+        "  that ranks are threads, that a mode observes each operation, or that the test's options say so.",
     ]
     for suite, outcomes in suites.items():
         lines += ["", f"## {suite}", "", *_counted("Stays stock because", _stock_reasons(outcomes))]
-        for verdict in (name for name, _ in VERDICTS if name == "own" or name.startswith(("watches", "fails"))):
+        for verdict in (name for name, _ in VERDICTS if name.startswith(("own", "watches", "fails", "rounds"))):
             lines += _listed(verdict, [outcome for outcome in outcomes if outcome.verdict == verdict])
         lines += _counted("Skipped because", (o.runs["dcompile"].text for o in outcomes if o.verdict == "skipped"))
     return "\n".join(_single_blanks(lines)) + "\n"

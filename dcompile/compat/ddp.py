@@ -86,19 +86,40 @@ def wire(ddp: Any) -> str | None:
     "" without a hook. None if only the reducer can call it: a user's hook, several hooks, or another group than DDP's.
     """
     import torch.distributed as dist
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     if not ddp._comm_hooks:
-        return None if ddp._get_ddp_logging_data().get("comm_hook") else ""
+        return _BUILTIN_WIRES.get(_builtin_hook(ddp))
     (hook, state), *others = ddp._comm_hooks
+    # without a state, these hooks use the default group, whichever DDP has
+    same_group = (dist.group.WORLD if state is None else state) is ddp.process_group
+    return _wire_of_hook(hook) if same_group and not others else None
+
+
+_BUILTIN_WIRES = {"": "", "BuiltinCommHookType.ALLREDUCE": "own", "BuiltinCommHookType.FP16_COMPRESS": "float16"}
+"""Name of a hook of the reducer's own, in C++, as DDP logs it -> dtype in which it sends gradients."""
+
+
+def _builtin_hook(ddp: Any) -> str:
+    """Name of the reducer's own communication hook, which DDP itself does not keep; "" without one."""
+    return str(ddp._get_ddp_logging_data().get("comm_hook") or "")
+
+
+def _wire_of_hook(hook: Any) -> str | None:
+    """Dtype in which one of torch's hooks sends gradients, wrapped or not; None for any other hook."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
     known = (
         (default_hooks.allreduce_hook, "own"),
         (default_hooks.fp16_compress_hook, "float16"),
         (default_hooks.bf16_compress_hook, "bfloat16"),
     )
-    # without a state, these hooks use the default group, whichever DDP has
-    same_group = (dist.group.WORLD if state is None else state) is ddp.process_group
-    return next((dtype for ours, dtype in known if ours is hook), None) if same_group and not others else None
+    wrappers = ((default_hooks.fp16_compress_wrapper, "float16"), (default_hooks.bf16_compress_wrapper, "bfloat16"))
+    for make, dtype in wrappers:  # closures over the hook that they cast for
+        name = f"{make.__qualname__}.<locals>"
+        if getattr(hook, "__module__", "") == make.__module__ and hook.__qualname__.startswith(name):
+            inner = [cell.cell_contents for cell in hook.__closure__ or ()]
+            return dtype if inner == [default_hooks.allreduce_hook] else None
+    return next((dtype for ours, dtype in known if ours is hook), None)
 
 
 def allows_unused(ddp: Any) -> bool:
@@ -280,8 +301,9 @@ def log_error(ddp: Any, text: str) -> None:
 def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
     """Restore DDP's reduction with a new reducer, built like its constructor does."""
     import torch
-    from torch._C._distributed_c10d import _register_comm_hook
+    from torch._C._distributed_c10d import BuiltinCommHookType, _register_comm_hook
 
+    builtin = "" if ddp._comm_hooks else _builtin_hook(ddp)
     parameters, sparse = ddp._build_params_for_reducer()
     static = bool(ddp.static_graph)
     ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), static)
@@ -293,6 +315,8 @@ def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
         ddp.require_manual_backward_finalization = True  # of the new reducer
     for hook, state in ddp._comm_hooks:
         _register_comm_hook(ddp.reducer, state, hook)
+    if builtin:
+        ddp._register_builtin_comm_hook(getattr(BuiltinCommHookType, builtin.rpartition(".")[2]))
     if inside_forward and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
         ddp.logger.set_runtime_stats_and_log()
         ddp.reducer.prepare_for_forward()  # DDP.forward has called it on the former reducer

@@ -65,7 +65,7 @@ def let_cpu_be_the_accelerator() -> None:
 
 
 def let_modules_stay_on_cpu() -> None:
-    """Tests choose the rank's device and move modules and tensors there by its number: the CPU has none."""
+    """Tests choose the rank's device, and make or move modules and tensors there by its number: the CPU has none."""
     import torch
 
     nowhere = lambda *args, **kwargs: None  # noqa: E731
@@ -79,6 +79,22 @@ def let_modules_stay_on_cpu() -> None:
     torch.nn.Module.to = to  # type: ignore[assignment]
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
+    for name in ("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros"):
+        setattr(torch, name, _on_cpu_by_number(getattr(torch, name)))
+
+
+def _on_cpu_by_number(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes tensors, which takes the number of a device for the CPU."""
+    from torch.jit import _builtins
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = "cpu"
+        return make(*args, **kwargs)
+
+    if (operator := _builtins._find_builtin(make)) is not None:
+        _builtins._register_builtin(made, operator)  # some files have functions in TorchScript
+    return made
 
 
 def _bound_world_size(case: type, **more: Any) -> None:
@@ -229,6 +245,18 @@ def note_watching() -> None:
         setattr(common_fsdp, name, noting(name, getattr(common_fsdp, name)))
 
 
+def let_dynamo_trace_tests() -> None:
+    """Models in torch's own files of tests are traced as those in test files, behind graph breaks as well."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.LEGACY_MOD_INLINELIST |= {
+        "torch.testing._internal.common_distributed",
+        "torch.testing._internal.common_fsdp",
+        "torch.testing._internal.distributed",
+    }
+    trace_rules.get_legacy_mod_inlinelist.cache_clear()
+
+
 def keep_receipts() -> None:
     """Record the receipt of every model after its first steps, and what became of it when the process ends."""
     import dcompile.api as api
@@ -284,6 +312,7 @@ def set_up() -> None:
         let_ddp_take_device_ids()
         let_modules_stay_on_cpu()
         let_ranks_fork()
+    let_dynamo_trace_tests()
     send_torch_compile()
     send_roots()
     name_tests_in_workers()

@@ -56,7 +56,7 @@ class Outcome:
     def reasons(self) -> tuple[str, ...]:
         """Why a test that passed is not taken over, each reason once."""
         found = (reason for receipt in self.receipts for reason in receipt["reasons"])
-        return tuple(dict.fromkeys(found)) or ("no compiled step ran",)
+        return tuple(dict.fromkeys(found)) or ("no gradients were asked for",)
 
 
 TAKEN = ("taken over", "rounds otherwise")
@@ -90,8 +90,14 @@ BY_DESIGN = (
     "ranks are threads of one process",
     "a mode that observes operations is on",
     "option distributed='stock'",
+    "a communication hook ",
+    "the Join context manager ",
+    "no gradients were asked for",
 )
-"""Beginnings of reasons for which nothing is to be taken over: the test itself asks for what programs cannot give."""
+"""Beginnings of reasons for which nothing is to be taken over: the test itself asks for what programs cannot give.
+
+A user's communication hook gets buckets that only DDP's reducer makes, and ranks under Join may have no input to run.
+"""
 
 
 def share(outcomes: Iterable[Outcome]) -> str:
@@ -133,8 +139,9 @@ def page(suites: Mapping[str, Sequence[Outcome]], made_with: str) -> str:
         *table(suites),
         "",
         *(f"- {name}: {meaning}." for name, meaning in VERDICTS),
-        "- of those that can be: taken over, of these, own failures, and tests that stay stock for another reason than",
-        "  that ranks are threads, that a mode observes each operation, or that the test's options say so.",
+        "- of those that can be: these are tests taken over, own failures, and tests that stay stock for another reason",
+        "  than threads as ranks, a mode that observes each operation, Join, a communication hook of the test's own, or",
+        "  evaluation alone.",
     ]
     for suite, outcomes in suites.items():
         lines += ["", f"## {suite}", "", *_counted("Stays stock because", _stock_reasons(outcomes))]

@@ -67,6 +67,7 @@ def let_cpu_be_the_accelerator() -> None:
 def let_modules_stay_on_cpu() -> None:
     """Tests choose the rank's device, and make or move modules and tensors there by its number: the CPU has none."""
     import torch
+    from torch.utils._device import _device_constructors
 
     nowhere = lambda *args, **kwargs: None  # noqa: E731
     torch.cuda.set_device = torch.accelerator.set_device_index = nowhere
@@ -79,6 +80,7 @@ def let_modules_stay_on_cpu() -> None:
     torch.nn.Module.to = to  # type: ignore[assignment]
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
+    _device_constructors()  # before the names change: `with torch.device(...)` looks up what is called
     for name in ("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros"):
         setattr(torch, name, _on_cpu_by_number(getattr(torch, name)))
 

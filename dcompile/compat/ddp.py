@@ -293,6 +293,13 @@ def silence_reducer(
     ddp.reducer = _SilentReducer(ddp, ddp.reducer, check)
 
 
+def names_parameters() -> bool:
+    """Whether TORCH_DISTRIBUTED_DEBUG is INFO or DETAIL, so that the reducer's errors name parameters."""
+    from torch._C._distributed_c10d import DebugLevel, get_debug_level
+
+    return get_debug_level() != DebugLevel.OFF
+
+
 def log_error(ddp: Any, text: str) -> None:
     """Add an error of the reduction to DDP's logging data. Relies on: the reducer is watched."""
     ddp.logger.errors.append(text)

@@ -233,7 +233,7 @@ def send_torch_compile() -> None:
 
 
 def note_watching() -> None:
-    """Record that a test puts functions of its own in the place of FSDP2's, to see them called."""
+    """Record that a test puts functions of its own in the place of FSDP2's, to see them called, or counts events."""
     from torch.testing._internal import common_fsdp
 
     def noting(name: str, patch: Any) -> Any:
@@ -245,6 +245,10 @@ def note_watching() -> None:
 
     for name in [name for name in vars(common_fsdp) if name.startswith("patch_")]:
         setattr(common_fsdp, name, noting(name, getattr(common_fsdp, name)))
+    if os.environ.get("BACKEND"):  # the file of DDP's tests asks for it
+        from torch.testing._internal.distributed import distributed_test
+
+        distributed_test.get_profiling_event = noting("profiling_event", distributed_test.get_profiling_event)
 
 
 def let_dynamo_trace_tests() -> None:

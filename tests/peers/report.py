@@ -29,7 +29,7 @@ class Outcome:
     """Backend -> run: dcompile; if that failed, others as far as they are asked (see `session.outcomes`)."""
     receipts: tuple[Mapping[str, Any], ...] = ()
     watches: tuple[str, ...] = ()
-    """Functions of FSDP2's that the test puts its own in the place of, to see them called."""
+    """Functions of FSDP2's that the test puts its own in the place of, to see them called; or events that it counts."""
 
     @property
     def verdict(self) -> str:
@@ -44,7 +44,7 @@ class Outcome:
         if self.runs.get("aten_kernels") == Run("passed"):
             return "rounds otherwise"
         if self.watches and self.runs.get("left_to_torch") == Run("passed"):
-            return "watches FSDP2"
+            return "watches the wrapper"
         return "own"
 
     def _passed(self) -> str:
@@ -65,9 +65,9 @@ VERDICTS = (
     ("stays stock", "passed, compiled, and parameters and gradients left to PyTorch for a reason in the receipt"),
     ("nothing compiled", "passed, and no compiled step ran (checks of constructors, states, errors)"),
     (
-        "watches FSDP2",
-        "fails since it counts or checks calls of FSDP2's own functions, which programs make none of; passes compiled "
-        "with parameters left to FSDP2 (distributed='stock')",
+        "watches the wrapper",
+        "fails since it counts or checks calls of FSDP2's own functions, or events of DDP's reducer, of which programs "
+        "make none; passes compiled with parameters and gradients left to it (distributed='stock')",
     ),
     ("own", "fails with dcompile and passes with stock PyTorch and with aot_eager"),
     ("fails with stock as well", "fails on this machine without any compiler"),
@@ -139,9 +139,9 @@ def page(suites: Mapping[str, Sequence[Outcome]], made_with: str) -> str:
         *table(suites),
         "",
         *(f"- {name}: {meaning}." for name, meaning in VERDICTS),
-        "- of those that can be: these are tests taken over, own failures, and tests that stay stock for another reason",
-        "  than threads as ranks, a mode that observes each operation, Join, a communication hook of the test's own, or",
-        "  evaluation alone.",
+        "- of those that can be: tests taken over, of these, own failures and tests that stay stock for other reasons",
+        "  than threads as ranks, a mode that observes each operation, Join, a communication hook of the test's own,",
+        "  or evaluation alone.",
     ]
     for suite, outcomes in suites.items():
         lines += ["", f"## {suite}", "", *_counted("Stays stock because", _stock_reasons(outcomes))]

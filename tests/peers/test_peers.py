@@ -43,7 +43,7 @@ LEFT = {"eligible": False, "graphs": 1, "reasons": ["an all-reduce hook is set"]
             {"dcompile": FAILED, "stock": PASSED, "aot_eager": PASSED, "left_to_torch": PASSED},
             (),
             ("unshard",),
-            "watches FSDP2",
+            "watches the wrapper",
         ),
         (
             {"dcompile": FAILED, "stock": PASSED, "aot_eager": PASSED, "left_to_torch": FAILED},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-import torch.distributed as dist
+from dcompile import compat
 
 UNFINISHED = (
     "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that "
@@ -69,4 +69,4 @@ class PriorReduction:
             f"\nParameters which did not receive grad for rank {rank}: {named}"
             f"\nParameter indices which did not receive grad for rank {rank}: {indices}"
         )
-        return UNFINISHED + which + (DEBUG_HINT if dist.get_debug_level() == dist.DebugLevel.OFF else "")
+        return UNFINISHED + which + ("" if compat.ddp.names_parameters() else DEBUG_HINT)

@@ -1,8 +1,8 @@
 """Which parameters lack a gradient at the start of a forward, in the order of events that DDP's reducer sees."""
 
 import pytest
-import torch.distributed as dist
 
+from dcompile import compat
 from dcompile.capture.adapters.prior_reduction import PriorReduction
 
 NAMES = {3: "a.weight", 5: "b.weight", 8: "c.weight"}
@@ -40,8 +40,7 @@ def test_what_has_begun_and_not_finished(events, frozen, expects, missing):
 
 @pytest.mark.parametrize("debug", [False, True])
 def test_the_error_names_parameters_and_their_places_in_the_reducer(monkeypatch, debug):
-    level = dist.DebugLevel.INFO if debug else dist.DebugLevel.OFF
-    monkeypatch.setattr(dist, "get_debug_level", lambda: level)
+    monkeypatch.setattr(compat.ddp, "names_parameters", lambda: debug)
     text = after("prepare", {5}).error(NAMES.__getitem__, 1)
     assert text.startswith("Expected to have finished reduction in the prior iteration before starting a new one.")
     assert "did not receive grad for rank 1: a.weight, c.weight\n" in text

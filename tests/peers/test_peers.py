@@ -2,6 +2,7 @@
 
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,7 @@ from tests.peers.__main__ import main
 from tests.peers.kept import load, save
 from tests.peers.report import VERDICTS, Outcome, Run, general, page, share, table
 from tests.peers.session import Found, last_error, results
-from tests.peers.suites import SUITES, files_of, selected
+from tests.peers.suites import SUITES, files_of, sampled, selected
 
 PASSED, FAILED = Run("passed"), Run("failed", "ValueError: no")
 TAKEN = {"eligible": True, "graphs": 1, "reasons": []}
@@ -144,6 +145,13 @@ def test_files_and_tests_of_a_suite(tmp_path):
     assert selected(tests, SUITES["ddp"], []) == tests[1:]
     assert selected(tests, SUITES["ddp"], ["three", "one"]) == tests[2:]
     assert selected(tests, SUITES["fsdp2"], ["test_*o*e"]) == [tests[0]]
+
+
+def test_a_sample_is_spread_over_all_files():
+    first, second = Path("a.py"), Path("b.py")
+    tests = {first: ["1", "2", "3", "4"], second: ["5", "6"]}
+    assert sampled(tests, 0) == sampled(tests, 9) == tests
+    assert sampled(tests, 3) == {first: ["1", "3"], second: ["5"]}
 
 
 @pytest.mark.full

@@ -69,28 +69,44 @@ def let_modules_stay_on_cpu() -> None:
     import torch
     from torch.utils._device import _device_constructors
 
-    nowhere = lambda *args, **kwargs: None  # noqa: E731
-    torch.cuda.set_device = torch.accelerator.set_device_index = nowhere
-    move = torch.nn.Module.to
-
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        numbered = bool(args) and type(args[0]) is int
-        return move(self, *(("cpu", *args[1:]) if numbered else args), **kwargs)
-
-    torch.nn.Module.to = to  # type: ignore[assignment]
+    for module, name in (
+        (torch.cuda, "set_device"),
+        (torch.cuda, "synchronize"),
+        (torch.cuda, "manual_seed"),
+        (torch.accelerator, "set_device_index"),
+    ):
+        setattr(module, name, lambda *args, **kwargs: None)  # Dynamo wants a function for each name
+    torch.cuda.current_device = lambda: 0
+    torch.nn.Module.to = _moving_to_cpu(torch.nn.Module.to)  # type: ignore[method-assign]
+    torch.Tensor.to = _moving_to_cpu(torch.Tensor.to)  # type: ignore[method-assign]
     torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
     _device_constructors()  # before the names change: `with torch.device(...)` looks up what is called
     for name in ("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros"):
-        setattr(torch, name, _on_cpu_by_number(getattr(torch, name)))
+        setattr(torch, name, _making_on_cpu(getattr(torch, name)))
 
 
-def _on_cpu_by_number(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that makes tensors, which takes the number of a device for the CPU."""
+def _is_gpu(device: Any) -> bool:
+    """Whether a test names an accelerator: by its number, or as one of CUDA's."""
+    named = device.type if hasattr(device, "index") and hasattr(device, "type") else device
+    return type(device) is int or (isinstance(named, str) and named.startswith("cuda"))
+
+
+def _moving_to_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.to` or `Module.to`, which take an accelerator for the CPU."""
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return move(self, *(("cpu", *args[1:]) if args and _is_gpu(args[0]) else args), **kwargs)
+
+    return to
+
+
+def _making_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes tensors, which takes an accelerator for the CPU."""
     from torch.jit import _builtins
 
     def made(*args: Any, **kwargs: Any) -> Any:
-        if type(kwargs.get("device")) is int:
+        if "device" in kwargs and _is_gpu(kwargs["device"]):
             kwargs["device"] = "cpu"
         return make(*args, **kwargs)
 

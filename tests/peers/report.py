@@ -19,6 +19,11 @@ class Run:
     text: str = ""
     """Why it was skipped, or the last line of the error."""
 
+    def fails_like(self, other: Run) -> bool:
+        """Whether both failed, and with an exception of one class: another one may hide an own failure."""
+        kinds = [(run.status, run.text.partition(":")[0]) for run in (self, other)]
+        return self.status in ("failed", "deadline") and kinds[0] == kinds[1]
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -37,9 +42,8 @@ class Outcome:
         own = self.runs["dcompile"]
         if own.status in ("passed", "skipped"):
             return own.status if own.status == "skipped" else self._passed()
-        for backend in ("stock", "aot_eager", "inductor"):
-            run = self.runs.get(backend)
-            if run is not None and run.status != "passed":
+        for backend in WITHOUT_US:
+            if fails_as_well(self.runs, backend):
                 return f"fails with {backend} as well"
         if self.runs.get("aten_kernels") == Run("passed"):
             return "rounds otherwise"
@@ -59,6 +63,18 @@ class Outcome:
         return tuple(dict.fromkeys(found)) or ("no gradients were asked for",)
 
 
+WITHOUT_US = ("stock", "aot_eager", "inductor")
+"""Backends without dcompile, in the order in which they are asked."""
+
+
+def fails_as_well(runs: Mapping[str, Run], backend: str) -> bool:
+    """Whether a test fails with another backend, too: stock PyTorch anyhow, compilers with the same class of error."""
+    run = runs.get(backend)
+    if run is None or run.status in ("passed", "skipped"):
+        return False
+    return backend == "stock" or run.fails_like(runs["dcompile"])
+
+
 TAKEN = ("taken over", "rounds otherwise")
 VERDICTS = (
     ("taken over", "passed, parameters and gradients in the compiled programs, as a receipt of its ranks says"),
@@ -71,7 +87,7 @@ VERDICTS = (
     ),
     ("own", "fails with dcompile and passes with stock PyTorch and with aot_eager"),
     ("fails with stock as well", "fails on this machine without any compiler"),
-    ("fails with aot_eager as well", "passes eagerly, fails with any backend of torch.compile"),
+    ("fails with aot_eager as well", "passes eagerly, fails in the same way with any backend of torch.compile"),
     (
         "fails with inductor as well",
         "compares gradients to a few units in the last place, which no kernels but eager's keep: fails with "

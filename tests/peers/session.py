@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from tests.peers.report import Outcome, Run
+from tests.peers.report import WITHOUT_US, Outcome, Run, fails_as_well
 from tests.peers.suites import Suite
 
 ROOT = Path(__file__).parents[2]
@@ -171,7 +171,7 @@ def outcomes(
     """
     with_ours = Session(suite, "dcompile", deadline_seconds, folder).run(file, tests)
     runs = {test: {"dcompile": found.run} for test, found in with_ours.items()}
-    for backend in ("stock", "aot_eager", "inductor", "aten_kernels", "left_to_torch"):
+    for backend in (*WITHOUT_US, "aten_kernels", "left_to_torch"):
         failing = [test for test in tests if _is_open(runs[test])]
         if backend in ("inductor", "aten_kernels"):
             failing = [test for test in failing if "not close" in runs[test]["dcompile"].text]
@@ -186,10 +186,9 @@ def outcomes(
 
 def _is_open(runs: Mapping[str, Run]) -> bool:
     """Whether a test that fails with dcompile may still be found to fail without it."""
-    others = (run.status for backend, run in runs.items() if backend in ("stock", "aot_eager", "inductor"))
     rounds = runs.get("aten_kernels") == Run("passed")
     failed = runs["dcompile"].status in ("failed", "deadline")
-    return failed and not rounds and all(status == "passed" for status in others)
+    return failed and not rounds and not any(fails_as_well(runs, backend) for backend in WITHOUT_US)
 
 
 def _new_records(folder: Path) -> Path:

@@ -25,7 +25,8 @@ LEFT = {"eligible": False, "graphs": 1, "reasons": ["an all-reduce hook is set"]
         ({"dcompile": PASSED}, (), (), "nothing compiled"),
         ({"dcompile": Run("skipped", "needs 4 ranks")}, (), (), "skipped"),
         ({"dcompile": FAILED, "stock": FAILED}, (), (), "fails with stock as well"),
-        ({"dcompile": FAILED, "stock": PASSED, "aot_eager": Run("deadline")}, (), (), "fails with aot_eager as well"),
+        ({"dcompile": FAILED, "stock": PASSED, "aot_eager": FAILED}, (), (), "fails with aot_eager as well"),
+        ({"dcompile": FAILED, "stock": PASSED, "aot_eager": Run("failed", "TypeError: other")}, (), (), "own"),
         ({"dcompile": FAILED, "stock": PASSED, "aot_eager": PASSED}, (TAKEN,), (), "own"),
         ({"dcompile": Run("deadline"), "stock": PASSED, "aot_eager": PASSED}, (), (), "own"),
         (

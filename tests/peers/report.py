@@ -110,7 +110,7 @@ BY_DESIGN = (
     "the Join context manager ",
     "no gradients were asked for",
 )
-"""Beginnings of reasons for which nothing is to be taken over: the test itself asks for what programs cannot give.
+"""Parts of reasons for which nothing is to be taken over: the test itself asks for what programs cannot give.
 
 A user's communication hook gets buckets that only DDP's reducer makes, and ranks under Join may have no input to run.
 """
@@ -120,10 +120,14 @@ def share(outcomes: Iterable[Outcome]) -> str:
     """Tests that are taken over, of those that can be: also those that fail, and those that stay stock needlessly."""
     taken = could = 0
     for outcome in outcomes:
-        stays = outcome.verdict == "stays stock" and not all(reason.startswith(BY_DESIGN) for reason in outcome.reasons)
+        stays = outcome.verdict == "stays stock" and not all(map(_is_by_design, outcome.reasons))
         taken += outcome.verdict in TAKEN
         could += outcome.verdict in (*TAKEN, "own") or stays
     return f"{taken} of {could}" + (f" ({taken / could:.0%})" if could else "")
+
+
+def _is_by_design(reason: str) -> bool:
+    return any(part in reason for part in BY_DESIGN)
 
 
 def general(text: str) -> str:

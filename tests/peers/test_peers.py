@@ -128,7 +128,8 @@ def test_the_error_inside_a_rank_is_told():
 
 def test_what_cannot_be_taken_over_is_not_counted_as_left():
     threads = {**LEFT, "reasons": ["ranks are threads of one process (torch.testing's threaded process group)"]}
-    receipts = [(TAKEN,), (LEFT,), (threads,), ()]
+    watched = {**LEFT, "reasons": ["nothing of it was compiled: a mode that observes operations is on"]}
+    receipts = [(TAKEN,), ({**LEFT, "reasons": ["a module asks for sparse gradients"]},), (threads,), (watched,), ()]
     assert share([Outcome("m.C.test", {"dcompile": PASSED}, given) for given in receipts]) == "1 of 2 (50%)"
     assert share([]) == "0 of 0"
     assert last_error("needs 4 ranks") == "needs 4 ranks"

@@ -49,7 +49,7 @@ class Outcome:
             return "rounds otherwise"
         if self.watches and self.runs.get("left_to_torch") == Run("passed"):
             return "watches the wrapper"
-        return "own"
+        return "not done in time" if own.status == "deadline" else "own"
 
     def _passed(self) -> str:
         if any(receipt["eligible"] and receipt["graphs"] for receipt in self.receipts):
@@ -86,6 +86,10 @@ VERDICTS = (
         "make none; passes compiled with parameters and gradients left to it (distributed='stock')",
     ),
     ("own", "fails with dcompile and passes with stock PyTorch and with aot_eager"),
+    (
+        "not done in time",
+        "takes longer than its deadline with dcompile, on this busy machine; a hang would look like it",
+    ),
     ("fails with stock as well", "fails on this machine without any compiler"),
     ("fails with aot_eager as well", "passes eagerly, fails in the same way with any backend of torch.compile"),
     (
@@ -122,7 +126,7 @@ def share(outcomes: Iterable[Outcome]) -> str:
     for outcome in outcomes:
         stays = outcome.verdict == "stays stock" and not all(map(_is_by_design, outcome.reasons))
         taken += outcome.verdict in TAKEN
-        could += outcome.verdict in (*TAKEN, "own") or stays
+        could += outcome.verdict in (*TAKEN, "own", "not done in time") or stays
     return f"{taken} of {could}" + (f" ({taken / could:.0%})" if could else "")
 
 
@@ -165,7 +169,9 @@ def page(suites: Mapping[str, Sequence[Outcome]], made_with: str) -> str:
     ]
     for suite, outcomes in suites.items():
         lines += ["", f"## {suite}", "", *_counted("Stays stock because", _stock_reasons(outcomes))]
-        for verdict in (name for name, _ in VERDICTS if name.startswith(("own", "watches", "fails", "rounds"))):
+        for verdict in (
+            name for name, _ in VERDICTS if name.startswith(("own", "not done", "watches", "fails", "rounds"))
+        ):
             lines += _listed(verdict, [outcome for outcome in outcomes if outcome.verdict == verdict])
         lines += _counted("Skipped because", (o.runs["dcompile"].text for o in outcomes if o.verdict == "skipped"))
     return "\n".join(_single_blanks(lines)) + "\n"

@@ -62,6 +62,7 @@ class Session:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "1",
+            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(int(self.deadline_seconds)),
             "TEMP_DIR": str(self.folder),
             "INIT_METHOD": f"file://{self.folder}/shared_init_file",  # ranks name the class by it
             "PEERS_BACKEND": "dcompile" if self.backend == "aten_kernels" else self.backend,

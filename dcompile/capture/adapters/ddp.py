@@ -7,7 +7,6 @@ are removed, at the first compiled backward. By then all objections are known, s
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal
@@ -81,10 +80,9 @@ class DdpAdapter(PlainAdapter):
         """Whether each graph's program reduces all trainable parameters, also those that it does not use."""
         self._trainable = self._trainable_now(self.refs)
         """Parameters with a place in each program's buckets if `every`; as under DDP, frozen ones have none."""
-        self._places = {number: place for place, number in enumerate(sorted(self._trainable))}
-        """Parameter number -> its place in DDP's reducer."""
-        self._prior = PriorReduction(self._places, lambda number: bool(self._trainable_now((number,))))
-        self.log = ReductionLog()
+        places = {number: place for place, number in enumerate(sorted(self._trainable))}  # in DDP's reducer
+        self._prior = PriorReduction(places, lambda number: bool(self._trainable_now((number,))))
+        self.log = ReductionLog(self._infos, places)
         self._beside: set[int] = set()
         """Parameters to whose .grad autograd has added since the last reduction, of those with a hook of ours."""
 
@@ -222,7 +220,7 @@ class DdpAdapter(PlainAdapter):
         # No hook has fired yet: autograd reaches a parameter only after every compiled backward that uses it.
         if ddp is not None:  # its reducer is gone with it
             compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
-            compat.ddp.silence_reducer(ddp, self.check_prior_reduction, self._logged)
+            compat.ddp.silence_reducer(ddp, self.check_prior_reduction, self.log.logged)
         self.state, self.every = "taken", self.every and not several
 
     def standing_objections(self) -> list[str]:
@@ -286,20 +284,6 @@ class DdpAdapter(PlainAdapter):
         if text:
             compat.ddp.log_error(self.ddp, text)
             raise RuntimeError(text)
-
-    def _logged(self, sampled_ns: int) -> tuple[dict[str, str], dict[str, int]]:
-        """Return strings and numbers for DDP's logging data, of a backward behind the time `sampled_ns`.
-
-        On GPUs without times: the host's clock says when work was queued.
-        """
-        texts = self.log.buckets(self._places, self._nbytes)
-        on_host = all(info.device == "cpu" for info in self._infos)
-        return texts, {"has_rebuilt_buckets": 1, **(self.log.times(sampled_ns) if on_host else {})} if texts else {}
-
-    def _nbytes(self, number: int) -> int:
-        info = self._infos[number]
-        itemsize: int = getattr(torch, info.dtype).itemsize
-        return math.prod(info.shape) * itemsize
 
     def name_of(self, tensor: Any) -> str | None:
         """Return the name of a parameter that DDP synchronizes; None for any other tensor."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import torch
+
+from dcompile.collectives.contract import ParamInfo
 
 MAX_KEPT_BACKWARDS = 200
 """Backwards of which times are kept. DDP's logger samples every hundredth."""
@@ -52,7 +57,9 @@ class BackwardTimes:
 class ReductionLog:
     """Times of the last backwards, and the buckets of the last one."""
 
-    def __init__(self) -> None:
+    def __init__(self, params: Sequence[ParamInfo], places: Mapping[int, int]) -> None:
+        """`params`: of the model, by number. `places`: parameter number -> its place in DDP's reducer."""
+        self._params, self._places = params, places
         self._times: deque[BackwardTimes] = deque(maxlen=MAX_KEPT_BACKWARDS)
         self._order: tuple[tuple[int, ...], ...] = ()
 
@@ -64,19 +71,30 @@ class ReductionLog:
             self._times.append(BackwardTimes(began_ns, min(starts), max(last_starts), max(ends)))
         self._order = tuple(bucket for buckets in reduced for bucket in buckets.order)
 
-    def buckets(self, index: Mapping[int, int], nbytes: Callable[[int], int]) -> dict[str, str]:
-        """Return what the logging data says of rebuilt buckets; empty before the first backward.
+    def logged(self, sampled_ns: int) -> tuple[dict[str, str], dict[str, int]]:
+        """Return strings and numbers for DDP's logging data, of a backward behind the time `sampled_ns`.
 
-        `index`: parameter number -> its place in the reducer. `nbytes`: bytes of a parameter.
+        On GPUs without times: the host's clock says when work was queued.
         """
+        texts, on_host = self.buckets(), all(info.device == "cpu" for info in self._params)
+        return texts, {"has_rebuilt_buckets": 1, **(self.times(sampled_ns) if on_host else {})} if texts else {}
+
+    def buckets(self) -> dict[str, str]:
+        """Return what the logging data says of rebuilt buckets; empty before the first backward."""
+        index = self._places
         order = [[number for number in bucket if number in index] for bucket in self._order]
         if not any(order):
             return {}
         return {
-            "rebuilt_bucket_sizes": ", ".join(str(sum(map(nbytes, bucket))) for bucket in order),
+            "rebuilt_bucket_sizes": ", ".join(str(sum(map(self._nbytes, bucket))) for bucket in order),
             "rebuilt_per_bucket_param_indices": ", ".join(_joined(index, bucket) for bucket in order),
             "prev_iteration_grad_ready_order_indices": ", ".join(str(index[n]) for bucket in order for n in bucket),
         }
+
+    def _nbytes(self, number: int) -> int:
+        info = self._params[number]
+        itemsize: int = getattr(torch, info.dtype).itemsize
+        return math.prod(info.shape) * itemsize
 
     def times(self, sampled_ns: int) -> dict[str, int]:
         """Return times of the first backward that reduced from `sampled_ns` on, or of the last; and averages of all."""

@@ -3,8 +3,12 @@
 from types import SimpleNamespace
 
 from dcompile.capture.adapters.reduction_log import MAX_KEPT_BACKWARDS, ReductionLog
+from dcompile.collectives.contract import ParamInfo
 
-ORDER = ((5, 3), (8, 1))
+ORDER = ((2, 0), (3, 1))
+PARAMS = [ParamInfo(number, f"p{number}", (number + 1, 2), "float32", "cpu") for number in range(4)]
+PLACES = {0: 0, 2: 1, 3: 2}
+"""The reducer has no place for parameter 1, which is frozen."""
 
 
 def reduced(*times_ns, order=ORDER):
@@ -12,8 +16,8 @@ def reduced(*times_ns, order=ORDER):
 
 
 def test_the_sampled_backward_is_the_first_behind_its_start():
-    log = ReductionLog()
-    assert log.times(0) == {} and log.buckets({}, int) == {}
+    log = ReductionLog(PARAMS, PLACES)
+    assert log.times(0) == {} and log.logged(0) == ({}, {})
     for step in range(3):
         start = 100 * step
         log.record(start, [reduced(start + 10, start + 30, start + 45), reduced(start + 20, start + 40, start + 60)])
@@ -25,7 +29,7 @@ def test_the_sampled_backward_is_the_first_behind_its_start():
 
 
 def test_programs_without_all_reduces_have_no_times_and_old_ones_go():
-    log = ReductionLog()
+    log = ReductionLog(PARAMS, PLACES)
     log.record(0, [reduced(0, 0, 0)])
     assert log.times(0) == {}
     for step in range(MAX_KEPT_BACKWARDS + 5):
@@ -34,10 +38,18 @@ def test_programs_without_all_reduces_have_no_times_and_old_ones_go():
 
 
 def test_buckets_are_told_by_places_in_the_reducer():
-    log = ReductionLog()
+    log = ReductionLog(PARAMS, PLACES)
     log.record(0, [reduced(1, 2, 3)])
-    assert log.buckets({3: 0, 5: 1, 8: 2}, lambda number: 4 * number) == {
+    texts, numbers = log.logged(0)
+    assert texts == {
         "rebuilt_bucket_sizes": "32, 32",
         "rebuilt_per_bucket_param_indices": "1 0, 2",
         "prev_iteration_grad_ready_order_indices": "1, 0, 2",
     }
+    assert numbers["has_rebuilt_buckets"] == 1 and numbers["backward_comm_time"] == 2
+
+
+def test_on_gpus_there_are_no_times():
+    log = ReductionLog([ParamInfo(0, "p", (2,), "float32", "cuda")], {0: 0})
+    log.record(0, [reduced(1, 2, 3, order=((0,),))])
+    assert log.logged(0)[1] == {"has_rebuilt_buckets": 1}

@@ -37,6 +37,7 @@ from dcompile.capture.passes.dynamo.decode_attention import decompose_decode_att
 from dcompile.capture.passes.dynamo.grouped_experts import group_experts
 from dcompile.capture.passes.dynamo.grouped_query_attention import use_grouped_query_attention
 from dcompile.capture.passes.dynamo.inline_regions import inline_checkpoints, inline_nested_regions
+from dcompile.capture.passes.dynamo.linear_upsampling import gather_upsampling_gradients
 from dcompile.capture.passes.dynamo.loss_gradient_in_forward import compute_loss_gradient_in_forward
 from dcompile.capture.passes.dynamo.recurrent_layers import keep_recurrent_layers_whole
 from dcompile.capture.passes.dynamo.skip_masked_attention import skip_masked_attention
@@ -70,6 +71,7 @@ DYNAMO_PASSES: tuple[GraphPass, ...] = (
     GraphPass(keep_recurrent_layers_whole, required=True),
     # torch writes zeros into the gaps between windows that are changed in place
     GraphPass(view_unfold_by_slices, required=True),
+    GraphPass(gather_upsampling_gradients, lambda request: (request.planned_for,), when=with_own_kernels),
     GraphPass(recognize_causal_masks, when=with_own_kernels),
     GraphPass(decompose_decode_attention, when=with_own_kernels),
     # after causal masks, for which kernels have a flag, and single queries, whose keys are read once

@@ -142,6 +142,11 @@ def changed_windows(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """An image of twice the size."""
+    return F.interpolate(x, scale_factor=2.0, mode="bilinear")
+
+
 def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """A mask that hides what comes later."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(12, 12, dtype=torch.bool).tril())
@@ -164,6 +169,9 @@ DYNAMO_INPUTS: Mapping[str, GraphInput] = {
     "group_experts": GraphInput(experts),
     "keep_recurrent_layers_whole": GraphInput(recurrent),
     "view_unfold_by_slices": GraphInput(lambda: captured(changed_windows, zeros(3, 12))),
+    "gather_upsampling_gradients": GraphInput(
+        lambda: captured(doubled, zeros(1, 2, 4, 4, learns=True)), planned_for="cuda"
+    ),
     "recognize_causal_masks": GraphInput(lambda: captured(masked_attention, *(zeros(2, 3, 12, 8) for _ in range(3)))),
     "decompose_decode_attention": GraphInput(
         lambda: captured(grouped_attention, zeros(2, 6, 1, 8), zeros(2, 2, 10, 8), zeros(2, 2, 10, 8))

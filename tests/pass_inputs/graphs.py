@@ -240,6 +240,11 @@ def convolved(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.conv2d(x, w, padding=1).relu()
 
 
+def heard(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Features over time, with their position, normalized for each point of time."""
+    return F.layer_norm(x.permute(0, 2, 1) + places, (32,))
+
+
 def sorted_rows(x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Rows in the order of their keys."""
     return x[keys.sort()[1]]
@@ -296,6 +301,7 @@ JOINT_INPUTS: Mapping[str, GraphInput] = {
     ),
     "narrow_gathers": GraphInput(lambda: traced(enlarged, zeros(2, 3, 4, 4, dtype=torch.bfloat16))),
     "use_channels_last": GraphInput(lambda: traced(convolved, zeros(2, 8, 6, 6), zeros(16, 8, 3, 3))),
+    "keep_rows_contiguous": GraphInput(lambda: traced(heard, zeros(2, 32, 40), zeros(40, 32))),
     "drop_saved_pool_inputs": GraphInput(lambda: joint(lambda x: F.avg_pool2d(x, 2), learning(2, 3, 4, 4))),
     "recompute_loss_chunks": GraphInput(lambda: joint(chunked, learning(6, 4), learning(10, 4), TARGET)),
     "save_random_values": GraphInput(drawn_again),

@@ -23,6 +23,8 @@ from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
+aten = torch.ops.aten
+
 NAMES = ("input", "size", "scale_factor", "mode", "align_corners", "recompute_scale_factor", "antialias")
 """Arguments of `torch.nn.functional.interpolate`, in order."""
 DIMENSIONS = {"linear": 1, "bilinear": 2, "trilinear": 3}
@@ -133,5 +135,5 @@ def gathered(gradient: torch.Tensor, dim: int, size: int, step: float, *, align_
     weights = torch.where((numbers >= 0) & (numbers < results), weights, 0)
     behind = -1 - dim
     places = [None] * (gradient.dim() + dim) + [numbers.clamp(0, results - 1)]
-    read: torch.Tensor = torch.ops.aten._unsafe_index.Tensor(gradient, places)  # inside, so nothing is checked
+    read: torch.Tensor = aten._unsafe_index.Tensor(gradient, places)  # inside, so nothing is checked
     return (read.to(dtype) * weights.view(*weights.shape, *[1] * behind)).sum(-1 - behind)

@@ -9,7 +9,8 @@ from dcompile.codegen.emit.triton.ops import SPELLING, literal, register_type
 from dcompile.codegen.nest.gpu_tiling import TileDim, TilePlan, count, row_number
 from dcompile.codegen.nest.loop_nest import Axis, Levels, levels, may_exceed
 from dcompile.device_traits import MAX_INT32_ELEMENTS, MULTIPROCESSORS
-from dcompile.ir.analysis import operands, runtime_refs
+from dcompile.ir.analysis import is_clamped, operands, runtime_refs
+from dcompile.ir.float8 import MAX_FLOAT8
 from dcompile.ir.index import (
     Atom,
     Div,
@@ -265,10 +266,10 @@ class TritonText:
                 return self._load(load)
             case Apply("cast", (arg,), dtype):
                 source = self.nest.body[arg].dtype
-                exact = source == dtype or (dtype == "float32" and source in ("bfloat16", "float16"))
-                return (
-                    self.name(arg) if exact else SPELLING["cast"].format(decoded(self.name(arg), source), dtype=dtype)
-                )
+                if source == dtype or (dtype == "float32" and source in ("bfloat16", "float16")):
+                    return self.name(arg)
+                how = "clamped_" if is_clamped(self.nest.body, arg, MAX_FLOAT8.get(dtype, -1.0)) else ""
+                return how + SPELLING["cast"].format(decoded(self.name(arg), source), dtype=dtype)
             case Apply(op, args, dtype):
                 text = SPELLING[op].format(*map(self.name, args), dtype=dtype)
                 # Triton computes 8 and 16 bits in 32

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from dcompile.codegen.nest.byte_words import WORD, by_words
 from dcompile.codegen.nest.contraction import Contraction, choose_tile, find_contraction
 from dcompile.codegen.nest.loop_nest import (
     Axis,
@@ -61,6 +62,8 @@ TRANSPOSE_SIDES = (32, 64)
 BYTE_TRANSPOSE_SIDES = (64, 64)
 """Sides of a transpose tile of two warps where all stores have one byte. It takes 0.92 of the time of 32 x 64 tiles of
 four warps (docs/lab/constants.md, K3)."""
+WORD_TRANSPOSE_SIDES = (128, 64)
+"""Sides of a transpose tile of four warps whose bytes are stored by words."""
 OUTER_ROWS = 64
 """Rows of a tile where adjacent rows, not elements, are contiguous."""
 COLUMN_ROWS, COLUMNS = 8, 256
@@ -110,6 +113,8 @@ class TilePlan:
     """Whether combining stores do so in memory."""
     skinny: tuple[Contraction, Tile] | None = None
     """Products of few rows, and how they are tiled."""
+    words: tuple[tuple[int, ...], ...] = ()
+    """Numbers of stores whose bytes are stored together."""
 
     @property
     def grid(self) -> Size:
@@ -173,9 +178,12 @@ def _pointwise(nest: Nest) -> TilePlan:
     rest = [axis for axis in axes if axis is not best]
     other = max(rest, key=lambda axis: scores[axis.name], default=None)
     if best and other and min(about([best]), about([other])) >= 16 and _both_ways(nest, best.name, other.name):
+        batch = tuple(axis for axis in rest if axis is not other)
+        for along, across in ((best, other), (other, best)):
+            if (found := by_words(nest, along, across)) is not None:
+                return _turn_words(*found, along, across, batch)
         sides, per_warp = (BYTE_TRANSPOSE_SIDES, 2048) if _stores_bytes(nest) else (TRANSPOSE_SIDES, 512)
         y, x = TileDim("y", (other,), _side(other, sides[0])), TileDim("x", (best,), _side(best, sides[1]))
-        batch = tuple(axis for axis in rest if axis is not other)
         return TilePlan("turn", nest, (y, x), max(y.block * x.block // per_warp, 1), batch)
     if best and rest and (block := _row_block(nest, best)):
         y, x = TileDim("y", tuple(rest), 1), TileDim("x", (best,), block)
@@ -190,6 +198,16 @@ def _pointwise(nest: Nest) -> TilePlan:
     rest.sort(key=lambda axis: -reach(nest, axis.name))
     ordered = (*rest, best) if best else ()
     return TilePlan("flat", nest, (TileDim("x", ordered, block),), max(block // 256, 1))
+
+
+def _turn_words(
+    nest: Nest, words: tuple[tuple[int, ...], ...], best: Axis, across: Axis, batch: tuple[Axis, ...]
+) -> TilePlan:
+    """Tile a nest of four rows at a time; `across` is the axis of its rows before."""
+    groups = next(axis for axis in nest.elements if axis.name == across.name)
+    sides = WORD_TRANSPOSE_SIDES
+    y, x = TileDim("y", (groups,), _side(groups, sides[0] // WORD)), TileDim("x", (best,), _side(best, sides[1]))
+    return TilePlan("turn", nest, (y, x), max(y.block * x.block * WORD // 2048, 1), batch, words=words)
 
 
 def reach(of: Nest | Loop, name: str) -> int:

@@ -10,7 +10,43 @@ from __future__ import annotations
 INSTRUCTIONS = "has_instructions: tl.constexpr = "
 """Start of the lines in which the worker writes True in place of False for GPUs with such instructions."""
 
-FLOAT8_FUNCTIONS = r"""
+FLOAT8_FUNCTIONS = r'''
+@triton.jit
+def pack_bytes(a, b, c, d):
+    low = a.to(tl.uint8).to(tl.int32) | (b.to(tl.uint8).to(tl.int32) << 8)
+    return low | (c.to(tl.uint8).to(tl.int32) << 16) | (d.to(tl.uint8).to(tl.int32) << 24)
+
+
+@triton.jit
+def pack_float8_e4m3fn(a, b, c, d):
+    has_instructions: tl.constexpr = False
+    if has_instructions:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }""",
+            "=r,f,f,f,f", [a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )
+    else:
+        first, second = integers_to_float8_e4m3fn(a), integers_to_float8_e4m3fn(b)
+        return pack_bytes(first, second, integers_to_float8_e4m3fn(c), integers_to_float8_e4m3fn(d))
+
+
+@triton.jit
+def pack_float8_e5m2(a, b, c, d):
+    has_instructions: tl.constexpr = False
+    if has_instructions:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }""",
+            "=r,f,f,f,f", [a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )
+    else:
+        first, second = integers_to_float8_e5m2(a), integers_to_float8_e5m2(b)
+        return pack_bytes(first, second, integers_to_float8_e5m2(c), integers_to_float8_e5m2(d))
+
+
 @triton.jit
 def clamped_to_float8_e4m3fn(a):
     has_instructions: tl.constexpr = False
@@ -101,5 +137,5 @@ def from_float8_e8m0fnu(a):
     u = a.to(tl.int32)
     bits = tl.where(u == 0, 0x400000, tl.where(u == 0xFF, 0x7F800001, u << 23))
     return bits.to(tl.float32, bitcast=True)
-"""
+'''
 """Functions of kernels, in the form of `library.py`."""

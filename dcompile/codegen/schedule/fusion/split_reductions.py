@@ -6,7 +6,7 @@ the result does not depend on timing, as it would with atomic additions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -303,6 +303,7 @@ def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[
     live = ancestors(body, [ref for store in stores for ref in store_operands(store)])
     reduces = [ref for ref in sorted(live) if isinstance(body[ref], Reduce)]
     done: dict[Ref, str] = {}
+    read: dict[Ref, str] = {}
     steps: list[Loop] = []
     last = max(known[ref] for ref in reduces)
     for number in range(1, last + 1):
@@ -311,10 +312,13 @@ def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[
         results = {r: _new(f"{loop.name}_rows", body[r].dtype, (rows,), device, table) for r in now}
         steps.append(_part(loop, parts, pieces, done))
         at_end = [s for s in stores if is_row_store(loop, s)] if number == last else []
-        steps.append(_sum(loop, parts, pieces, done, results, at_end))
+        if number == last:
+            read = {r: _new(f"{loop.name}_values", body[r].dtype, (rows,), device, table) for r in _read_by_rows(loop)}
+        steps.append(_sum(loop, parts, pieces, done, results | read, at_end))
         done |= results
     elements = tuple(store for store in stores if not is_row_store(loop, store))
     place = position("i", _known(loop.outer))
+    done |= read
     loaded = tuple(Load(done[ref], place, value.dtype) if ref in done else value for ref, value in enumerate(body))
     rest = without(replace(loop, body=loaded, stores=elements), frozenset())
     steps += [rest] if rest is not None else []
@@ -322,6 +326,29 @@ def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[
     for name in dead:
         del table[name]
     return [kept for step in steps if (kept := without(step, dead)) is not None]
+
+
+def _read_by_rows(loop: Loop) -> list[Ref]:
+    """Return what the loop over the elements reads in place of reductions: the row values computed from these.
+
+    Then only the second stage computes them. Every program of the loop over elements would divide in float64 for a
+    scale of float8 training. Empty where these values are more than the reductions.
+    """
+    body, of_row = loop.body, row_values(loop)
+    stores = [store for store in loop.stores if not is_row_store(loop, store)]
+    live = ancestors(body, [ref for store in stores for ref in store_operands(store)], through_reduces=False)
+    used = {ref for at in live if not of_row[at] for ref in operands(body[at])}
+    used |= {ref for store in stores for ref in store_operands(store)}
+    below = {ref: _reductions_below(body, ref) for ref in sorted(used) if of_row[ref]}
+    computed = [ref for ref, reduces in below.items() if reduces and not isinstance(body[ref], Reduce)]
+    reduces = set[Ref]().union(*below.values())
+    direct = [ref for ref in below if isinstance(body[ref], Reduce)]
+    return computed if len(computed) + len(direct) <= len(reduces) else []
+
+
+def _reductions_below(body: Sequence[Value], ref: Ref) -> set[Ref]:
+    """Return the last reductions that a value depends on."""
+    return {at for at in ancestors(body, [ref], through_reduces=False) if isinstance(body[at], Reduce)}
 
 
 def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str]) -> Loop:

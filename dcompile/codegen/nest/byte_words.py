@@ -1,8 +1,8 @@
 """Four rows at a time: a transposed matrix of bytes is stored by words.
 
-A tile is read along one dimension and stored along the other, so its values change threads through shared memory. Single
-bytes took 3 of 4 shared-memory instructions, and packing them most of the others. The bytes of four adjacent rows are
-packed by the thread that computes them, before they move.
+A tile is read along one dimension and stored along the other, so its values change threads through shared memory. One
+by one, bytes take an instruction each there, and more to pack them for a store. The thread that computes the bytes of
+four adjacent rows packs them before they move: a copy takes 1.9 instructions a byte in place of 5.9.
 """
 
 from __future__ import annotations

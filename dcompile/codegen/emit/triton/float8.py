@@ -1,8 +1,8 @@
 """8-bit floats in Triton: kernels hold them as bytes, as loops do, and convert them through float32.
 
-From compute capability 8.9 on, GPUs have instructions for it. They saturate, and drop a NaN's sign. So what may be too
-large or NaN is corrected; numbers that were clamped, which on GPUs drops a NaN's sign too, need no correction. For other
-GPUs, and in Triton's interpreter, the code is integer arithmetic: 20 instructions where the others are 1 to 5.
+From compute capability 8.9 on, GPUs have instructions for it. They saturate, and drop a NaN's sign, so results for
+large numbers and NaN are corrected. Clamped numbers need no correction: clamping drops that sign, too. Elsewhere, and
+in Triton's interpreter, the code is integer arithmetic: 13 instructions an element for one.
 """
 
 from __future__ import annotations

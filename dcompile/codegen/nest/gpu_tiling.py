@@ -60,10 +60,9 @@ threads (docs/lab/constants.md, K2)."""
 TRANSPOSE_SIDES = (32, 64)
 """Sides of a transpose tile."""
 BYTE_TRANSPOSE_SIDES = (64, 64)
-"""Sides of a transpose tile of two warps where all stores have one byte. It takes 0.92 of the time of 32 x 64 tiles of
-four warps (docs/lab/constants.md, K3)."""
+"""Sides of a transpose tile of four warps where all stores have one byte (docs/lab/constants.md, K3)."""
 WORD_TRANSPOSE_SIDES = (128, 64)
-"""Sides of a transpose tile of four warps whose bytes are stored by words."""
+"""Sides of a transpose tile of four warps whose bytes are stored by words (docs/lab/constants.md, K3)."""
 OUTER_ROWS = 64
 """Rows of a tile where adjacent rows, not elements, are contiguous."""
 COLUMN_ROWS, COLUMNS = 8, 256
@@ -182,7 +181,7 @@ def _pointwise(nest: Nest) -> TilePlan:
         for along, across in ((best, other), (other, best)):
             if (found := by_words(nest, along, across)) is not None:
                 return _turn_words(*found, along, across, batch)
-        sides, per_warp = (BYTE_TRANSPOSE_SIDES, 2048) if _stores_bytes(nest) else (TRANSPOSE_SIDES, 512)
+        sides, per_warp = (BYTE_TRANSPOSE_SIDES, 1024) if _stores_bytes(nest) else (TRANSPOSE_SIDES, 512)
         y, x = TileDim("y", (other,), _side(other, sides[0])), TileDim("x", (best,), _side(best, sides[1]))
         return TilePlan("turn", nest, (y, x), max(y.block * x.block // per_warp, 1), batch)
     if best and rest and (block := _row_block(nest, best)):

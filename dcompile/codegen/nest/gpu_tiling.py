@@ -41,7 +41,7 @@ from dcompile.ir.index import (
     size_product,
     typical,
 )
-from dcompile.ir.nodes import ITEMSIZE, Loop, Reduce, Scan, Store, Tile, Value
+from dcompile.ir.nodes import ITEMSIZE, Load, Loop, Reduce, Scan, Store, Tile, Value
 
 FLAT_ELEMENTS = 1024
 """Elements of a pointwise tile: 8 for each of 128 threads, so one access moves 16 bytes of a 16-bit dtype."""
@@ -62,7 +62,10 @@ TRANSPOSE_SIDES = (32, 64)
 BYTE_TRANSPOSE_SIDES = (64, 64)
 """Sides of a transpose tile of four warps where all stores have one byte (docs/lab/constants.md, K3)."""
 WORD_TRANSPOSE_SIDES = (128, 64)
-"""Sides of a transpose tile of four warps whose bytes are stored by words (docs/lab/constants.md, K3)."""
+"""Sides of a transpose tile of eight warps whose bytes are stored by words (docs/lab/constants.md, K3)."""
+MANY_ACCESSES = 3
+"""Whole matrices that a loop reads, or stores across, from which its tile of words has half as many rows: otherwise its
+values, 32 of each in a thread, would not fit registers."""
 OUTER_ROWS = 64
 """Rows of a tile where adjacent rows, not elements, are contiguous."""
 COLUMN_ROWS, COLUMNS = 8, 256
@@ -204,9 +207,15 @@ def _turn_words(
 ) -> TilePlan:
     """Tile a nest of four rows at a time; `across` is the axis of its rows before."""
     groups = next(axis for axis in nest.elements if axis.name == across.name)
-    sides = WORD_TRANSPOSE_SIDES
-    y, x = TileDim("y", (groups,), _side(groups, sides[0] // WORD)), TileDim("x", (best,), _side(best, sides[1]))
-    return TilePlan("turn", nest, (y, x), max(y.block * x.block * WORD // 2048, 1), batch, words=words)
+    loads = {
+        value.buffer
+        for value in nest.body
+        if isinstance(value, Load) and {best.name, across.name} <= value.index.variables
+    }
+    rows, columns = WORD_TRANSPOSE_SIDES
+    rows //= 2 if max(len(loads), len(words)) >= MANY_ACCESSES else 1
+    y, x = TileDim("y", (groups,), _side(groups, rows // WORD)), TileDim("x", (best,), _side(best, columns))
+    return TilePlan("turn", nest, (y, x), min(max(y.block * x.block * WORD // 512, 1), 8), batch, words=words)
 
 
 def reach(of: Nest | Loop, name: str) -> int:

@@ -12,6 +12,7 @@ import pytest
 
 from dcompile.codegen.emit.triton import worker
 from dcompile.codegen.emit.triton.compile import OPTIONS
+from dcompile.codegen.emit.triton.float8 import INSTRUCTIONS
 from dcompile.ir.interpret import interpret
 from dcompile.ir.verify import verify
 from dcompile.toolchain import triton_version
@@ -86,6 +87,7 @@ def test_what_ptxas_refuses_is_compiled_with_integers(tmp_path, monkeypatch):
         "name": kernel.name, "text": kernel.text,
         "functions": [{"name": n.function, "warps": n.warps, "types": n.types} for n in kernel.launches],
     }  # fmt: skip
+    assert worker.FLOAT8 == INSTRUCTIONS and f"{INSTRUCTIONS}False" in kernel.text
     compile_function, refused = worker.compile_function, []
 
     def refuse_instructions(function, *args):

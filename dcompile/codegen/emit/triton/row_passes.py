@@ -74,8 +74,12 @@ class RowPassWriter:
             if ref not in early:
                 self._value(ref)
         self._barrier()
+        together = {number for word in self.plan.words for number in word}
         for number in range(len(self.nest.stores)):
-            self.text.store(number)
+            if number not in together:
+                self.text.store(number)
+        for word in self.plan.words:
+            self.text.store_word(word)
 
     def _wait(self, has_begun: bool = False) -> None:
         """Wait for the previous kernel, if this one may have started meanwhile, or `has_begun` to read."""

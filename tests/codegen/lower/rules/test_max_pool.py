@@ -53,14 +53,13 @@ WINDOWS = {
 def test_on_gpus_no_window_is_the_librarys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In any layout; gradients are gathered, from positions in the image or in the window."""
     change_cpu(monkeypatch, many_threads=True)
-    shape, *rest = WINDOWS[name]
+    (shape, *rest), back = WINDOWS[name], aten.max_pool2d_with_indices_backward
     for dtype, layout in ((F32, torch.channels_last), (BF16, torch.contiguous_format)):
         x = tensor(*shape, dtype=dtype).contiguous(memory_format=layout)
         x[..., 3, :], x[..., 4, 2], x[:, :, :2] = 1.0, torch.nan, -torch.inf  # ties, NaN wins, the first of -inf
         check(lambda x: aten.max_pool2d_with_indices(x, *rest), x, bitwise=True)
         y, indices = aten.max_pool2d_with_indices(x, *rest)
         grad = torch.randn_like(y, dtype=F32).to(dtype)
-        back = aten.max_pool2d_with_indices_backward
         expected = back(grad.float(), x.float(), *rest, indices).to(dtype)
         check(lambda g, x, i: back(g, x, *rest, i), grad, x, indices, expected=expected)
 

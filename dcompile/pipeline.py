@@ -174,6 +174,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
     from dcompile.codegen.schedule.fusion.inner_loop_order import order_inner_loops
     from dcompile.codegen.schedule.fusion.interchange_reductions import interchange_reductions
     from dcompile.codegen.schedule.fusion.matmul_epilogue import fuse_matmul_epilogues
+    from dcompile.codegen.schedule.fusion.narrow_buffers import narrow_buffers
     from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
     from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
     from dcompile.codegen.schedule.fusion.skinny_matmul import choose_skinny_matmuls
@@ -202,6 +203,8 @@ def loop_passes() -> tuple[LoopPass, ...]:
         LoopPass(use_online_softmax, reorders_sums=True),
         LoopPass(interchange_reductions, reorders_sums=True),
         LoopPass(fuse),
+        # after fusion, which removes most buffers, and before bytes of the rest are counted
+        LoopPass(narrow_buffers),
         # after fusion, which leaves values in memory across a reduction
         LoopPass(rematerialize),
         # after fusion, which matches loops of one space by the order of their axes

@@ -106,8 +106,23 @@ class LayoutPlan:
             value = target(*args, **kwargs)
             if target in self.layouts.results:
                 value = value.clone(memory_format=self.layouts.results[target])
+            elif torch.Tag.pointwise in getattr(target, "tags", ()):
+                value = self._in_changed_order(node, value)
         if _strides(value) != _strides(node.meta.get("val")):
             self.values[node] = value
+
+    def _in_changed_order(self, node: Node, value: Any) -> Any:
+        """Give a result the strides of the first operand of its size that was changed.
+
+        Eager's strides would be those of the first operand. The gradient of a mean, a row-major image, would then make
+        a whole chain of gradients row-major, and each convolution would get a copy.
+        """
+        changed = (self.values[source] for source in node.all_input_nodes if source in self.values)
+        same = (found for found in changed if isinstance(found, torch.Tensor) and isinstance(value, torch.Tensor))
+        found = next((found for found in same if found.shape == value.shape and compat.sizes.is_dense(found)), None)
+        if found is None or found.stride() == value.stride():
+            return value
+        return torch.empty_strided(value.shape, found.stride(), dtype=value.dtype, device=value.device)
 
     def _follows(self, node: Node) -> bool:
         """Does a node compute the same values from inputs of other strides, with correct strides of its result?"""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
-from dcompile.codegen.emit.triton.library import AFTER
+from dcompile.codegen.emit.triton.library import AFTER, PREFETCH
 from dcompile.codegen.emit.triton.printer import Class, TritonText
 from dcompile.codegen.nest.gpu_tiling import TileDim
 from dcompile.ir.analysis import operands, runtime_refs, store_operands
-from dcompile.ir.index import size_product
+from dcompile.ir.index import size_product, substitute, var
 from dcompile.ir.nodes import ITEMSIZE, Load, Reduce, Ref, Scan
 
 PID = "tl.program_id(0)"
@@ -41,15 +42,46 @@ class RowPassWriter:
                 self._straight()
             case "rows":
                 x, r = self.plan.dims
+                asked = self._ask_for_rows(x, r)
                 self.text.position(x, self.pid if x.block == 1 else f"{self.pid} * {x.block}")
                 if self.plan.looped:
-                    self._wait()
+                    self._wait(asked)
                     self._looped(r)
                 else:
                     self.text.position(r, "0")
                     self._straight()
             case "columns":
                 self._columns()
+
+    def _ask_for_rows(self, x: TileDim, r: TileDim) -> bool:
+        """Prefetch matrices of a product of one row that no kernel writes; return whether there are any.
+
+        Each thread asks for one piece: of this program's rows, or of those of a later one.
+        """
+        found, tile = self.plan.row_matmul or (None, None)
+        if found is None or tile is None:
+            return False
+        nbytes = tile.early_bytes if self.plan.looped else found.depth * found.itemsize
+        loads = [load for ref in found.matrices if isinstance(load := self.nest.body[ref], Load)]
+        loads = [load for load in loads if load.buffer in self.text.constant]
+        if not loads or not (tile.early_bytes if self.plan.looped else tile.ahead):
+            return False
+        pieces = 32 * self.plan.warps // x.block
+        self.line(f"piece = tl.arange(0, {32 * self.plan.warps}){'.to(tl.int64)' if self.text.wide else ''}")
+        program = self.pid if self.plan.looped else f"({self.pid} + {tile.ahead})"
+        self.line(f"px = {program} * {x.block} + piece // {pieces}")
+        names = {axis.name: f"p{axis.name}" for axis in (*x.axes, *r.axes)}
+        self.text.coordinates("px", tuple(replace(axis, name=names[axis.name]) for axis in x.axes))
+        for load in loads:
+            width = ITEMSIZE[load.dtype]
+            wanted = min(nbytes, found.depth * width)
+            each = -(-wanted // pieces // 16) * 16
+            (along,) = r.axes
+            self.line(f"{names[along.name]} = piece % {pieces} * {each // width}")
+            inside = f"(px < {self.text.size(x.size)}) & ({names[along.name]} <= {(wanted - each) // width})"
+            index = self.text.index(substitute(load.index, {old: var(new) for old, new in names.items()}, {}))
+            self.line(f"{PREFETCH}({self.text.argument(load.buffer)} + ({index}), {each}, {inside})")
+        return True
 
     # --- everything at once ---
 
@@ -176,7 +208,7 @@ class RowPassWriter:
                 before = f"tl.broadcast_to({self.text.identity(value.op, value.dtype)}, {self.text.shape({'x'})})"
                 flat = self.text.identity(value.op, value.dtype)
                 self.line(f"c{self.text.number(ref)} = {flat if self.text.flat_rows else before}")
-        self.line(f"for r0 in range(0, {self.text.size(r.size)}, {r.block}):")
+        self.line(f"for r0 in {self._steps(r)}:")
         self.text.depth += 1
         self.text.position(r, "r0")
         for ref in below:
@@ -197,6 +229,12 @@ class RowPassWriter:
             self.line(f"{self.text.name(ref)} = {total}{self._column}")
         for arg, together in online.items():
             self._end_online(arg, together)
+
+    def _steps(self, r: TileDim) -> str:
+        """Return the range of a loop over the blocks of a row."""
+        bounds = f"0, {self.text.size(r.size)}, {r.block}"
+        stages = 1 if self.plan.row_matmul is None else self.plan.row_matmul[1].stages
+        return f"range({bounds})" if stages == 1 else f"tl.range({bounds}, num_stages={stages})"
 
     # A running maximum, and a sum below it, for each few elements that a thread reads at once: Milakov and Gimelshein,
     # "Online normalizer calculation for softmax", 2018

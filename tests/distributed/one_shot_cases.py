@@ -25,7 +25,7 @@ def inboxes(kind: str) -> dict[str, Any]:
     """How two ranks meet over inboxes in memory of processes."""
     reach = {"reached": ProcessReach, "unreachable": Unreachable, "none": lambda: None}[kind]()
     group = dist.new_group()
-    found = one_shot.InboxGroup(group, torch.device("cpu"), reach)
+    found = one_shot.InboxGroup(group, torch.device("cpu"), reach, 128)
     addresses = [] if found.reason else found.addresses.tolist()
     own = bool(addresses) and addresses[found.rank] == found.inbox.data_ptr()
     return {"reason": found.reason, "own": own, "addresses": len({*addresses})}

@@ -7,7 +7,7 @@ from math import prod
 
 from dcompile.codegen.emit.triton.library import AFTER, PREFETCH
 from dcompile.codegen.emit.triton.printer import Class, TritonText
-from dcompile.codegen.nest.gpu_tiling import TileDim
+from dcompile.codegen.nest.gpu_tiling import PROGRAMS, TileDim
 from dcompile.ir.analysis import operands, runtime_refs, store_operands
 from dcompile.ir.index import size_product, substitute, var
 from dcompile.ir.nodes import ITEMSIZE, Load, Reduce, Ref, Scan
@@ -102,8 +102,11 @@ class RowPassWriter:
         for ref in early:
             self._value(ref)
         self._wait(bool(early))
+        soon = [ref for ref in live if ref not in early and self._may_be_soon(ref)]
+        for ref in soon:
+            self._value(ref)
         for ref in live:
-            if ref not in early:
+            if ref not in early and ref not in soon:
                 self._value(ref)
         self._barrier()
         for number in range(len(self.nest.stores)):
@@ -123,6 +126,12 @@ class RowPassWriter:
             and value.mask is None
             and not runtime_refs(value.index)
         )
+
+    def _may_be_soon(self, ref: Ref) -> bool:
+        """Is a value a load that a brief kernel of few programs starts before its reductions, which wait for others?"""
+        value, grid = self.nest.body[ref], self.plan.grid
+        few = self.text.waits and isinstance(grid, int) and grid <= PROGRAMS
+        return few and isinstance(value, Load) and value.mask is None and not runtime_refs(value.index)
 
     def _value(self, ref: Ref) -> None:
         value = self.nest.body[ref]

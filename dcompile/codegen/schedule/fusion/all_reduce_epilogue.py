@@ -17,6 +17,9 @@ from dcompile.codegen.nest.loop_nest import Axis, stride
 from dcompile.ir.index import ZERO, Index, substitute
 from dcompile.ir.nodes import WITHIN, Apply, Collective, Load, Loop, Program, View, Wait
 
+MAX_ROW_ELEMENTS = 8192
+"""Elements of a row that a program may exchange: with more, its threads have no registers for what else it reads."""
+
 
 @dataclass(frozen=True, slots=True)
 class AllReduceEpilogue:
@@ -81,7 +84,7 @@ def _elements(plan: TilePlan) -> int | None:
     if plan.kind != "rows" or plan.looped or plan.dims[0].block != 1:
         return None
     size = count(plan.dims[1].axes)
-    return size if isinstance(size, int) else None
+    return size if isinstance(size, int) and size <= MAX_ROW_ELEMENTS else None
 
 
 def _is_in_order(index: Index, axes: Sequence[Axis]) -> bool:

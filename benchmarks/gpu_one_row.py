@@ -3,10 +3,10 @@
     python -m benchmarks.gpu_one_row [--only qkv,down/2] [--rounds 5] [--json] [--save]
 
 Sizes are those of an 8B Llama in bfloat16; `/2` is one rank's part of two. A recorded chain alternates a small kernel
-(the norm of a row) and the product, each time with another copy of the matrices, which no cache holds together. Every
-kernel starts while the one before it ends, as in a decoded token. The figure is the time of such a pair. `alone` is the
-product without early starts and without the norm. Shares are the bytes of the matrices over the time, relative to what
-`copy_` reads and writes. `usual` is what default mode takes, `best` the fastest tried.
+(the norm of a row) and the product. Each time the product reads another copy of its matrices, which no cache holds
+together. Every kernel starts while the one before it ends, as in a decoded token. The figure is the time of such a
+pair. `alone` is the product without early starts and without the norm. Shares are the bytes of the matrices over the
+time, relative to what `copy_` reads and writes. `usual` is what default mode takes, `best` the fastest tried.
 """
 
 from __future__ import annotations

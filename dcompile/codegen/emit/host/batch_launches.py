@@ -110,10 +110,11 @@ class LaunchBatch:
         return "".join(f"{slots.get(name, name)}, " for name in names).rstrip(), list(slots)
 
     def _launch_on_gpu(self, kernels: list[tuple[KernelSource, list[str]]]) -> None:
-        self.lines.append(self.launch_text(kernels))
+        run, values = self.launch_call(kernels)
+        self.lines.append(f"{run}({', '.join(values)})")
 
-    def launch_text(self, kernels: list[tuple[KernelSource, list[str]]]) -> str:
-        """Return the call that launches kernels with these arguments."""
+    def launch_call(self, kernels: list[tuple[KernelSource, list[str]]]) -> tuple[str, list[str]]:
+        """Return the function that launches kernels with these arguments, and what each call gives it."""
         slots, rows = _slots(names for _, names in kernels), list[str]()
         for kernel, names in kernels:
             rows += [f"# {', '.join(kernel.origin)}"] if kernel.origin else []
@@ -124,7 +125,7 @@ class LaunchBatch:
                     grid = self._grid(launch.grid, slots)
                     rows.append(f"({kernel.name!r}, {launch.function!r}, {grid}, {arguments}),")
         run = self.text.once(f"run.launches({len(slots)}, [{_lines(rows)}\n    ])", "launch")
-        return f"{run}({', '.join(['stream', *slots])})"
+        return run, ["stream", *slots]
 
     def named(self, kernel: KernelSource) -> list[str]:
         """Return the names of a kernel's arguments."""

@@ -91,8 +91,8 @@ class CollectiveCalls:
 
     def run_epilogue(self, bucket: str, kernel: KernelSource) -> None:
         """Launch the loop that a collective's kernel may end with, where it did not."""
-        launch = self.batch.launch_text([(kernel, self.batch.named(kernel))])
-        self.lines += [f"if not {self.started[bucket]}.ran_epilogue:", f"    {launch}"]
+        launch, values = self.batch.launch_call([(kernel, self.batch.named(kernel))])
+        self.lines.append(f"{self.started[bucket]}.run_epilogue({', '.join((launch, *values))})")
 
     def _wait(self, name: str) -> None:
         traits = self.exchanged[name].traits

@@ -83,6 +83,10 @@ def norm_program(depth: int) -> Program:
     return parse("\n".join([*lines, "x[j0] = cast(mul(a, s), bfloat16)", "return (x)"]))
 
 
+STEPS = ((8, 512, 8), (4, 512, 4), (8, 1024, 8), (4, 1024, 4), (4, 1024, 8), (2, 2048, 4), (4, 2048, 8))
+"""Rows, depth and warps of tiles that walk along their rows."""
+
+
 def candidates(matrices: int, depth: int) -> Iterator[RowTile]:
     """Yield the tiles to try: whole rows in registers, and rows in steps."""
     whole = power_of_two(depth)
@@ -90,17 +94,16 @@ def candidates(matrices: int, depth: int) -> Iterator[RowTile]:
         for warps in (2, 4, 8, 16):
             if 16 <= rows * whole * matrices // (32 * warps) <= 64:
                 resident = MULTIPROCESSORS * min(64 // warps, 32) * 3 // 4
-                for ahead in (0, resident, 2 * resident):
-                    yield RowTile(rows, whole, warps, ahead=ahead)
-                yield RowTile(rows, whole, warps, streams=True)
-                yield RowTile(rows, whole, warps, ahead=resident, streams=True)
-    for rows in (1, 2, 4, 8):
-        for step in (512, 1024, 2048):
-            for warps in (4, 8):
-                if step < depth and 8 <= rows * step * matrices // (32 * warps) <= 32:
-                    for stages in (1, 3):
-                        yield RowTile(rows, step, warps, stages, early_bytes=2048)
-                    yield RowTile(rows, step, warps, 3, early_bytes=4096, streams=True)
+                yield RowTile(rows, whole, warps)
+                for ahead in (0, resident // 2, resident, 2 * resident):
+                    yield RowTile(rows, whole, warps, ahead=ahead, streams=True)
+    for rows, step, warps in STEPS:
+        if step < depth and 8 <= rows * step * matrices // (32 * warps) <= 32:
+            for early in (2048, 4096, 8192):
+                if early <= 2 * depth:
+                    yield RowTile(rows, step, warps, 1, early_bytes=early)
+                    yield RowTile(rows, step, warps, 3, early_bytes=early)
+                    yield RowTile(rows, step, warps, 3, early_bytes=early, streams=True)
 
 
 @dataclass(frozen=True, slots=True)

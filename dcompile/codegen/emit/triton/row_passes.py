@@ -9,10 +9,13 @@ from dcompile.codegen.emit.triton.library import AFTER, PREFETCH
 from dcompile.codegen.emit.triton.printer import Class, TritonText
 from dcompile.codegen.nest.gpu_tiling import PROGRAMS, TileDim
 from dcompile.ir.analysis import operands, runtime_refs, store_operands
-from dcompile.ir.index import size_product, substitute, var
+from dcompile.ir.index import ZERO, size_product, substitute, var
 from dcompile.ir.nodes import ITEMSIZE, Load, Reduce, Ref, Scan
 
 PID = "tl.program_id(0)"
+PIECE_BYTES = 2048
+"""Bytes of one prefetch into L2. A multiprocessor starts about one in a cycle: prefetches of 32 bytes for whole rows
+took longer than the product (4096 x 3072, one H200)."""
 PREFETCHED = 96 << 10
 """Bytes of shared memory for loads of later iterations: GPUs from compute capability 8.0 on have 99 KiB."""
 
@@ -56,29 +59,30 @@ class RowPassWriter:
     def _ask_for_rows(self, x: TileDim, r: TileDim) -> bool:
         """Prefetch matrices of a product of one row that no kernel writes; return whether there are any.
 
-        Each thread asks for one piece: of this program's rows, or of those of a later one.
+        A thread asks for one piece: of this program's rows, or of those of a later one.
         """
         found, tile = self.plan.row_matmul or (None, None)
         if found is None or tile is None:
             return False
-        nbytes = tile.early_bytes if self.plan.looped else found.depth * found.itemsize
         loads = [load for ref in found.matrices if isinstance(load := self.nest.body[ref], Load)]
-        loads = [load for load in loads if load.buffer in self.text.constant]
+        loads = [load for load in loads if load.buffer in self.text.constant and _is_aligned(load, r)]
         if not loads or not (tile.early_bytes if self.plan.looped else tile.ahead):
             return False
-        pieces = 32 * self.plan.warps // x.block
-        self.line(f"piece = tl.arange(0, {32 * self.plan.warps}){'.to(tl.int64)' if self.text.wide else ''}")
+        threads = 32 * self.plan.warps
+        self.line(f"piece = tl.arange(0, {threads}){'.to(tl.int64)' if self.text.wide else ''}")
         program = self.pid if self.plan.looped else f"({self.pid} + {tile.ahead})"
-        self.line(f"px = {program} * {x.block} + piece // {pieces}")
         names = {axis.name: f"p{axis.name}" for axis in (*x.axes, *r.axes)}
-        self.text.coordinates("px", tuple(replace(axis, name=names[axis.name]) for axis in x.axes))
+        (along,) = r.axes
         for load in loads:
             width = ITEMSIZE[load.dtype]
-            wanted = min(nbytes, found.depth * width)
-            each = -(-wanted // pieces // 16) * 16
-            (along,) = r.axes
+            row = found.depth * width
+            wanted = min(tile.early_bytes, row) if self.plan.looped else row
+            pieces = max(min(-(-wanted // PIECE_BYTES), threads // x.block), 1)
+            each = wanted // pieces // 16 * 16
+            self.line(f"px = {program} * {x.block} + piece // {pieces}")
+            self.text.coordinates("px", tuple(replace(axis, name=names[axis.name]) for axis in x.axes))
             self.line(f"{names[along.name]} = piece % {pieces} * {each // width}")
-            inside = f"(px < {self.text.size(x.size)}) & ({names[along.name]} <= {(wanted - each) // width})"
+            inside = f"(piece < {x.block * pieces}) & (px < {self.text.size(x.size)})"
             index = self.text.index(substitute(load.index, {old: var(new) for old, new in names.items()}, {}))
             self.line(f"{PREFETCH}({self.text.argument(load.buffer)} + ({index}), {each}, {inside})")
         return True
@@ -385,3 +389,9 @@ class RowPassWriter:
         packed = f"({q}).to(tl.{dtype})" if dtype in ("bfloat16", "float16") else q
         mask = self.text.mask(spread)
         self.line(f"tl.store({self.text.pointer(store)}, {packed}{f', {mask}' if mask else ''})")
+
+
+def _is_aligned(load: Load, r: TileDim) -> bool:
+    """Does each row of a matrix begin at whole 16 bytes, as prefetches do?"""
+    rest = substitute(load.index, {axis.name: ZERO for axis in r.axes}, {})
+    return all(coefficient * ITEMSIZE[load.dtype] % 16 == 0 for _, coefficient in rest.terms)

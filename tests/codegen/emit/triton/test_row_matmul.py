@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.gpu_one_row import product_program
 from dcompile.codegen.emit.triton import kernel as triton_kernel
+from dcompile.codegen.nest.gpu_tiling import power_of_two
 from dcompile.codegen.nest.row_matmul import RowTile
 
 WEIGHTS = frozenset(("w0", "w1"))
@@ -20,27 +23,30 @@ def test_whole_rows_are_read_and_those_of_later_programs_prefetched():
     lines = body(RowTile(2, 4096, 8, ahead=500))
     assert lines[:5] == [
         "piece = tl.arange(0, 256)",
-        "px = (tl.program_id(0) + 500) * 2 + piece // 128",
+        "px = (tl.program_id(0) + 500) * 2 + piece // 4",
         "pi0 = px",
-        "pj0 = piece % 128 * 32",
-        "prefetch_(a0 + (pj0 + pi0 * 4096), 64, (px < 6144) & (pj0 <= 4064))",
+        "pj0 = piece % 4 * 1024",
+        "prefetch_(a0 + (pj0 + pi0 * 4096), 2048, (piece < 8) & (px < 6144))",
     ]
     waits = lines.index("after_others_()")
     assert "tl.load(a0" in lines[waits - 1] and "tl.load(a1" in lines[waits + 1]
 
 
 def test_rows_in_steps_are_prefetched_from_their_start():
-    lines = body(RowTile(4, 1024, 4, 3, early_bytes=2048), matrices=2, depth=14336)
+    lines = body(RowTile(4, 1024, 4, 3, early_bytes=4096), matrices=2, depth=14336)
     asked = [line for line in lines if line.startswith("prefetch_")]
-    assert asked == [f"prefetch_({a} + (pj0 + pi0 * 14336), 64, (px < 6144) & (pj0 <= 992))" for a in ("a0", "a1")]
+    assert asked == [f"prefetch_({a} + (pj0 + pi0 * 14336), 2048, (piece < 8) & (px < 6144))" for a in ("a0", "a1")]
     assert lines.index(asked[-1]) < lines.index("after_others_()")
     assert "for r0 in tl.range(0, 14336, 1024, num_stages=3):" in lines
 
 
-def test_pieces_never_reach_beyond_a_row():
-    lines = body(RowTile(1, 8192, 16, ahead=1), depth=7168)
+@pytest.mark.parametrize(("depth", "pieces", "nbytes"), [(7168, 7, 2048), (3000, 3, 2000), (296, 1, 592)])
+def test_pieces_never_reach_beyond_a_row(depth, pieces, nbytes):
+    lines = body(RowTile(1, power_of_two(depth), 4, ahead=1), depth=depth)
     (asked,) = (line for line in lines if line.startswith("prefetch_"))
-    assert asked == "prefetch_(a0 + (pj0 + pi0 * 7168), 32, (px < 6144) & (pj0 <= 7152))"
+    assert asked == f"prefetch_(a0 + (pj0 + pi0 * {depth}), {nbytes}, (piece < {pieces}) & (px < 6144))"
+    assert pieces * nbytes <= 2 * depth
+    assert not any("prefetch_" in line for line in body(RowTile(1, 512, 4, ahead=1), depth=300))  # no whole 16 bytes
 
 
 def test_kernels_that_start_in_turn_prefetch_nothing():

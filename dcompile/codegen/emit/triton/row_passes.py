@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 from math import prod
 
-from dcompile.codegen.emit.triton.library import AFTER, PREFETCH
+from dcompile.codegen.emit.triton.library import AFTER
+from dcompile.codegen.emit.triton.prefetch_rows import prefetch_rows
 from dcompile.codegen.emit.triton.printer import Class, TritonText
 from dcompile.codegen.nest.gpu_tiling import PROGRAMS, TileDim
 from dcompile.ir.analysis import operands, runtime_refs, store_operands
-from dcompile.ir.index import ZERO, size_product, substitute, var
+from dcompile.ir.index import size_product
 from dcompile.ir.nodes import ITEMSIZE, Load, Reduce, Ref, Scan
 
 PID = "tl.program_id(0)"
-PIECE_BYTES = 2048
-"""Bytes of one prefetch into L2. A multiprocessor starts about one in a cycle: prefetches of 32 bytes for whole rows
-took longer than the product (4096 x 3072, one H200)."""
 PREFETCHED = 96 << 10
 """Bytes of shared memory for loads of later iterations: GPUs from compute capability 8.0 on have 99 KiB."""
 
 
-class RowPassWriter:
-    """Writes the body of a kernel to `text`."""
+@dataclass(frozen=True, slots=True)
+class ReceivedTile:
+    """Statements around a kernel that receives the elements of `buffer` from other GPUs, as a tile in registers."""
 
-    def __init__(self, text: TritonText) -> None:
-        self.text, self.line = text, text.line
+    buffer: str
+    before_wait: list[str]
+    send: list[str]
+    """Behind the wait for earlier kernels. Other loads come next."""
+    receive: list[str]
+    """Before the first value that depends on the tile."""
+    store: list[str]
+    """Before the kernel's own stores, behind a barrier."""
+    finish: list[str]
+
+
+class RowPassWriter:
+    """Writes the body of a kernel to `text`. Kernels that receive a tile do not loop over blocks of a row."""
+
+    def __init__(self, text: TritonText, received: ReceivedTile | None = None) -> None:
+        self.text, self.line, self.received = text, text.line, received
         self.plan, self.nest, self.table = text.plan, text.nest, text.table
         self.levels, self.classes = text.levels, text.classes
 
@@ -45,7 +58,7 @@ class RowPassWriter:
                 self._straight()
             case "rows":
                 x, r = self.plan.dims
-                asked = self._ask_for_rows(x, r)
+                asked = prefetch_rows(self.text, self.pid)
                 self.text.position(x, self.pid if x.block == 1 else f"{self.pid} * {x.block}")
                 if self.plan.looped:
                     self._wait(asked)
@@ -55,37 +68,6 @@ class RowPassWriter:
                     self._straight()
             case "columns":
                 self._columns()
-
-    def _ask_for_rows(self, x: TileDim, r: TileDim) -> bool:
-        """Prefetch matrices of a product of one row that no kernel writes; return whether there are any.
-
-        A thread asks for one piece: of this program's rows, or of those of a later one.
-        """
-        found, tile = self.plan.row_matmul or (None, None)
-        if found is None or tile is None:
-            return False
-        loads = [load for ref in found.matrices if isinstance(load := self.nest.body[ref], Load)]
-        loads = [load for load in loads if load.buffer in self.text.constant and _is_aligned(load, r)]
-        if not loads or not (tile.early_bytes if self.plan.looped else tile.ahead):
-            return False
-        threads = 32 * self.plan.warps
-        self.line(f"piece = tl.arange(0, {threads}){'.to(tl.int64)' if self.text.wide else ''}")
-        program = self.pid if self.plan.looped else f"({self.pid} + {tile.ahead})"
-        names = {axis.name: f"p{axis.name}" for axis in (*x.axes, *r.axes)}
-        (along,) = r.axes
-        for load in loads:
-            width = ITEMSIZE[load.dtype]
-            row = found.depth * width
-            wanted = min(tile.early_bytes, row) if self.plan.looped else row
-            pieces = max(min(-(-wanted // PIECE_BYTES), threads // x.block), 1)
-            each = wanted // pieces // 16 * 16
-            self.line(f"px = {program} * {x.block} + piece // {pieces}")
-            self.text.coordinates("px", tuple(replace(axis, name=names[axis.name]) for axis in x.axes))
-            self.line(f"{names[along.name]} = piece % {pieces} * {each // width}")
-            inside = f"(piece < {x.block * pieces}) & (px < {self.text.size(x.size)})"
-            index = self.text.index(substitute(load.index, {old: var(new) for old, new in names.items()}, {}))
-            self.line(f"{PREFETCH}({self.text.argument(load.buffer)} + ({index}), {each}, {inside})")
-        return True
 
     # --- everything at once ---
 
@@ -101,20 +83,29 @@ class RowPassWriter:
 
     def _straight(self) -> None:
         """Write each value once, then the stores."""
-        live = sorted(self.levels.live)
+        live, received = sorted(self.levels.live), self.received
         early = [ref for ref in live if self._may_be_early(ref)]
         for ref in early:
             self._value(ref)
-        self._wait(bool(early))
+        self._lines(received and received.before_wait)
+        self._wait(bool(early) or received is not None)
+        self._lines(received and received.send)
         soon = [ref for ref in live if ref not in early and self._may_be_soon(ref)]
         for ref in soon:
             self._value(ref)
+        self._lines(received and received.receive)
         for ref in live:
             if ref not in early and ref not in soon:
                 self._value(ref)
         self._barrier()
+        self._lines(received and received.store)
         for number in range(len(self.nest.stores)):
             self.text.store(number)
+        self._lines(received and received.finish)
+
+    def _lines(self, lines: list[str] | None) -> None:
+        for line in lines or ():
+            self.line(line)
 
     def _wait(self, has_begun: bool = False) -> None:
         """Wait for the previous kernel, if this one may have started meanwhile, or `has_begun` to read."""
@@ -132,10 +123,16 @@ class RowPassWriter:
         )
 
     def _may_be_soon(self, ref: Ref) -> bool:
-        """Is a value a load that a brief kernel of few programs starts before its reductions, which wait for others?"""
+        """Is a value a load that a brief kernel of few programs starts before its reductions, which wait for others?
+
+        So does a kernel that waits for a tile.
+        """
         value, grid = self.nest.body[ref], self.plan.grid
-        few = self.text.waits and isinstance(grid, int) and grid <= PROGRAMS
-        return few and isinstance(value, Load) and value.mask is None and not runtime_refs(value.index)
+        if not isinstance(value, Load) or value.mask is not None or runtime_refs(value.index):
+            return False
+        if self.received is not None:
+            return value.buffer != self.received.buffer
+        return self.text.waits and isinstance(grid, int) and grid <= PROGRAMS
 
     def _value(self, ref: Ref) -> None:
         value = self.nest.body[ref]
@@ -168,7 +165,7 @@ class RowPassWriter:
         )
 
     def _barrier(self) -> None:
-        if self.text.overlaps:
+        if self.text.overlaps or self.received is not None:
             self.line("tl.debug_barrier()")
 
     # --- rows in pieces ---
@@ -389,9 +386,3 @@ class RowPassWriter:
         packed = f"({q}).to(tl.{dtype})" if dtype in ("bfloat16", "float16") else q
         mask = self.text.mask(spread)
         self.line(f"tl.store({self.text.pointer(store)}, {packed}{f', {mask}' if mask else ''})")
-
-
-def _is_aligned(load: Load, r: TileDim) -> bool:
-    """Does each row of a matrix begin at whole 16 bytes, as prefetches do?"""
-    rest = substitute(load.index, {axis.name: ZERO for axis in r.axes}, {})
-    return all(coefficient * ITEMSIZE[load.dtype] % 16 == 0 for _, coefficient in rest.terms)

@@ -11,8 +11,8 @@ from dcompile.ir.index import ZERO, substitute, var
 from dcompile.ir.nodes import ITEMSIZE, Load
 
 PIECE_BYTES = 2048
-"""Bytes of one prefetch. A multiprocessor starts about one in a cycle. Prefetches of 32 bytes for whole rows took longer
-than the product (4096 x 3072, one H200)."""
+"""Bytes of one prefetch. A multiprocessor starts about one in a cycle. Prefetches of 32 bytes for whole rows took
+longer than the product (4096 x 3072, one H200)."""
 
 
 def prefetch_rows(text: TritonText, pid: str) -> bool:

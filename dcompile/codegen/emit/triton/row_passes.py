@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -23,20 +24,23 @@ class ReceivedTile:
     """Statements around a kernel that receives the elements of `buffer` from other GPUs, as a tile in registers."""
 
     buffer: str
-    before_wait: list[str]
-    send: list[str]
+    before_wait: Sequence[str]
+    send: Sequence[str]
     """Behind the wait for earlier kernels. Other loads come next."""
-    receive: list[str]
+    receive: Sequence[str]
     """Before the first value that depends on the tile."""
-    store: list[str]
+    store: Sequence[str]
     """Before the kernel's own stores, behind a barrier."""
-    finish: list[str]
+    finish: Sequence[str]
+
+
+NOTHING_RECEIVED = ReceivedTile("", (), (), (), (), ())
 
 
 class RowPassWriter:
     """Writes the body of a kernel to `text`. Kernels that receive a tile do not loop over blocks of a row."""
 
-    def __init__(self, text: TritonText, received: ReceivedTile | None = None) -> None:
+    def __init__(self, text: TritonText, received: ReceivedTile = NOTHING_RECEIVED) -> None:
         self.text, self.line, self.received = text, text.line, received
         self.plan, self.nest, self.table = text.plan, text.nest, text.table
         self.levels, self.classes = text.levels, text.classes
@@ -87,24 +91,24 @@ class RowPassWriter:
         early = [ref for ref in live if self._may_be_early(ref)]
         for ref in early:
             self._value(ref)
-        self._lines(received and received.before_wait)
-        self._wait(bool(early) or received is not None)
-        self._lines(received and received.send)
+        self._lines(received.before_wait)
+        self._wait(bool(early or received.buffer))
+        self._lines(received.send)
         soon = [ref for ref in live if ref not in early and self._may_be_soon(ref)]
         for ref in soon:
             self._value(ref)
-        self._lines(received and received.receive)
+        self._lines(received.receive)
         for ref in live:
             if ref not in early and ref not in soon:
                 self._value(ref)
         self._barrier()
-        self._lines(received and received.store)
+        self._lines(received.store)
         for number in range(len(self.nest.stores)):
             self.text.store(number)
-        self._lines(received and received.finish)
+        self._lines(received.finish)
 
-    def _lines(self, lines: list[str] | None) -> None:
-        for line in lines or ():
+    def _lines(self, lines: Sequence[str]) -> None:
+        for line in lines:
             self.line(line)
 
     def _wait(self, has_begun: bool = False) -> None:
@@ -130,7 +134,7 @@ class RowPassWriter:
         value, grid = self.nest.body[ref], self.plan.grid
         if not isinstance(value, Load) or value.mask is not None or runtime_refs(value.index):
             return False
-        if self.received is not None:
+        if self.received.buffer:
             return value.buffer != self.received.buffer
         return self.text.waits and isinstance(grid, int) and grid <= PROGRAMS
 
@@ -165,7 +169,7 @@ class RowPassWriter:
         )
 
     def _barrier(self) -> None:
-        if self.text.overlaps or self.received is not None:
+        if self.text.overlaps or self.received.buffer:
             self.line("tl.debug_barrier()")
 
     # --- rows in pieces ---

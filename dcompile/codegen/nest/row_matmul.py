@@ -39,7 +39,7 @@ class RowTile:
     early_bytes: int = 0
     """Bytes of each row that a program asks for while the previous kernel ends. Whole rows are read then anyway."""
     ahead: int = 0
-    """Programs later whose rows a program asks for as it starts; 0: none."""
+    """Number of first programs that ask for the rows of as many later ones before their turn."""
     streams: bool = False
     """Whether loads of the matrix give way to others in caches."""
 

@@ -18,8 +18,8 @@ longer than the product (4096 x 3072, one H200)."""
 def prefetch_rows(text: TritonText, pid: str) -> bool:
     """Ask for rows of the matrices that no kernel writes; return whether there are any. `pid`: the program's number.
 
-    A thread asks for one piece. A program that walks along its rows asks for their start, another one for the rows of
-    a later program.
+    A thread asks for one piece. Programs that walk along their rows ask for the start. Others hold their rows anyway:
+    the first `ahead` of them, which wait for their turn, ask for the rows of as many later ones.
     """
     plan = text.plan
     if plan.row_matmul is None:
@@ -44,6 +44,7 @@ def prefetch_rows(text: TritonText, pid: str) -> bool:
         text.coordinates("px", tuple(replace(axis, name=names[axis.name]) for axis in x.axes))
         text.line(f"{names[along.name]} = piece % {pieces} * {each // width}")
         inside = f"(piece < {x.block * pieces}) & (px < {text.size(x.size)})"
+        inside += "" if plan.looped else f" & ({pid} < {tile.ahead})"
         index = text.index(substitute(load.index, {old: var(new) for old, new in names.items()}, {}))
         text.line(f"{PREFETCH}({text.argument(load.buffer)} + ({index}), {each}, {inside})")
     return True

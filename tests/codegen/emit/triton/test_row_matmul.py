@@ -26,7 +26,7 @@ def test_whole_rows_are_read_and_those_of_later_programs_prefetched():
         "px = (tl.program_id(0) + 500) * 2 + piece // 4",
         "pi0 = px",
         "pj0 = piece % 4 * 1024",
-        "prefetch_(a0 + (pj0 + pi0 * 4096), 2048, (piece < 8) & (px < 6144))",
+        "prefetch_(a0 + (pj0 + pi0 * 4096), 2048, (piece < 8) & (px < 6144) & (tl.program_id(0) < 500))",
     ]
     waits = lines.index("after_others_()")
     assert "tl.load(a0" in lines[waits - 1] and "tl.load(a1" in lines[waits + 1]
@@ -44,7 +44,10 @@ def test_rows_in_steps_are_prefetched_from_their_start():
 def test_pieces_never_reach_beyond_a_row(depth, pieces, nbytes):
     lines = body(RowTile(1, power_of_two(depth), 4, ahead=1), depth=depth)
     (asked,) = (line for line in lines if line.startswith("prefetch_"))
-    assert asked == f"prefetch_(a0 + (pj0 + pi0 * {depth}), {nbytes}, (piece < {pieces}) & (px < 6144))"
+    assert (
+        asked
+        == f"prefetch_(a0 + (pj0 + pi0 * {depth}), {nbytes}, (piece < {pieces}) & (px < 6144) & (tl.program_id(0) < 1))"
+    )
     assert pieces * nbytes <= 2 * depth
     assert not any("prefetch_" in line for line in body(RowTile(1, 512, 4, ahead=1), depth=300))  # no whole 16 bytes
 

@@ -176,6 +176,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
     from dcompile.codegen.schedule.fusion.matmul_epilogue import fuse_matmul_epilogues
     from dcompile.codegen.schedule.fusion.narrow_buffers import narrow_buffers
     from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
+    from dcompile.codegen.schedule.fusion.recompute_rows import recompute_rows
     from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
     from dcompile.codegen.schedule.fusion.skinny_matmul import choose_skinny_matmuls
     from dcompile.codegen.schedule.fusion.split_reductions import (
@@ -213,6 +214,8 @@ def loop_passes() -> tuple[LoopPass, ...]:
         LoopPass(split_column_reductions, reorders_sums=True),
         LoopPass(split_row_reductions, reorders_sums=True),
         LoopPass(refuse_after_split),
+        # after splitting, whose loops need not be read by all programs of another
+        LoopPass(recompute_rows, reorders_sums=True),
         # after fusion, which computes unshared values where they are sent: the remaining copies are of matmuls
         LoopPass(send_in_place, needs_loops=False),
         # after fusion, so that a bucket's all-reduce starts after the real kernel that writes its last gradient

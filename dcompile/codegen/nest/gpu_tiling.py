@@ -22,6 +22,7 @@ from dcompile.codegen.nest.loop_nest import (
     stride,
     unit_strides,
 )
+from dcompile.codegen.nest.row_matmul import RowMatmul, RowTile, choose_row_tile, find_row_matmul
 from dcompile.device_traits import MULTIPROCESSORS
 from dcompile.ir.analysis import ancestors, runtime_refs
 from dcompile.ir.index import (
@@ -117,6 +118,8 @@ class TilePlan:
     """Products of few rows, and how they are tiled."""
     words: tuple[tuple[int, ...], ...] = ()
     """Numbers of stores whose bytes are stored together."""
+    row_matmul: tuple[RowMatmul, RowTile] | None = None
+    """Products of one row, and how they are tiled, where that is not as for any rows."""
 
     @property
     def grid(self) -> Size:
@@ -137,8 +140,8 @@ class TilePlan:
         return as_size(extreme("max", ceil_div(rows, self.chunk), 1))
 
 
-def make_plan(loop: Loop) -> TilePlan:
-    """Choose the tiling of a loop, unless it was measured."""
+def make_plan(loop: Loop, row_tile: RowTile | None = None) -> TilePlan:
+    """Choose the tiling of a loop, unless it was measured. `row_tile`: that of products of one row, to measure it."""
     in_pieces = may_exceed(size_product(loop.inner), MAX_PERSISTENT_ELEMENTS) and all(
         store.mode == "set" for store in loop.stores
     )
@@ -149,6 +152,8 @@ def make_plan(loop: Loop) -> TilePlan:
     chunk = _chunk(nest, combining)
     if combining and chunk:
         return _columns(nest, chunk)
+    if (product := find_row_matmul(nest)) is not None and (tile := row_tile or choose_row_tile(product)) is not None:
+        return _row_matmul(nest, product, tile)
     plan = _rows(nest) if nest.elements and _needs_rows(nest) else _pointwise(nest)
     return replace(plan, atomic=bool(combining))
 
@@ -163,6 +168,11 @@ def _skinny(nest: Nest, found: Contraction, tile: Tile | None) -> TilePlan:
     assert tile.rows >= found.row_count, f"a tile of {tile.rows} rows has not all {found.row_count}"
     x, y = TileDim("x", found.columns, tile.columns), TileDim("y", found.rows, tile.rows)
     return TilePlan("skinny", nest, (x, y), tile.warps, found.batch, skinny=(found, tile))
+
+
+def _row_matmul(nest: Nest, found: RowMatmul, tile: RowTile) -> TilePlan:
+    dims = TileDim("x", nest.rows, tile.rows), TileDim("r", nest.elements, tile.depth)
+    return TilePlan("rows", nest, dims, tile.warps, looped=tile.depth < found.depth, row_matmul=(found, tile))
 
 
 # --- element by element -----------------------------------------------------------------------------------------------

@@ -292,8 +292,14 @@ class TritonText:
         pointer = self.argument(load.buffer) if index == "0" else f"{self.argument(load.buffer)} + ({index})"
         options = f", mask={' & '.join(masks)}" if masks else ""
         options += ", other=0" if load.mask is not None else ""
+        options += ', eviction_policy="evict_first"' if self._is_streamed(load) else ""
         wide = ".to(tl.float32)" if load.dtype in ("bfloat16", "float16") else ""
         return f"tl.load({pointer}{options}){wide}"
+
+    def _is_streamed(self, load: Load) -> bool:
+        """Is it a matrix that is read once, and gives way to others in caches?"""
+        found = self.plan.row_matmul
+        return found is not None and found[1].streams and any(self.nest.body[ref] == load for ref in found[0].matrices)
 
     def spread(self, index: Index, of: Class) -> str:
         """Return an index as a tensor of the shape of `of`; a scalar where nothing along `of` is a tensor."""

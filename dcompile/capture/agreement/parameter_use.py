@@ -11,6 +11,10 @@ import torch
 from dcompile.compat.tensors import is_compiled_backward
 
 
+SHOWN = 4
+"""Names in a reason."""
+
+
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a forward's result: as in DDP, those inside sequences, mappings and dataclasses, too."""
     if isinstance(value, torch.Tensor):
@@ -51,4 +55,12 @@ def outside_use(result: Any, name_of: Callable[[Any], str | None]) -> list[str]:
                 stack.append(following)
             elif not compiled and (name := name_of(leaf)) is not None:
                 outside[name] = None
-    return [f"parameter {name} is used outside the compiled graph" for name in sorted(outside)]
+    return [_reason(sorted(outside))] if outside else []
+
+
+def _reason(names: list[str]) -> str:
+    """One line for all of them: a recurrent layer behind a graph break has dozens."""
+    if len(names) == 1:
+        return f"parameter {names[0]} is used outside the compiled graph"
+    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return f"{len(names)} parameters are used outside the compiled graphs: {shown}"

@@ -37,7 +37,9 @@ def name_of(tensor):
 
 
 def message(*names):
-    return [f"parameter {name} is used outside the compiled graph" for name in names]
+    if len(names) == 1:
+        return [f"parameter {names[0]} is used outside the compiled graph"]
+    return [f"{len(names)} parameters are used outside the compiled graphs: {', '.join(names)}"]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,18 @@ def message(*names):
 )
 def test_outside_use(result, expected):
     assert outside_use(result(), name_of) == expected
+
+
+def test_many_parameters_are_one_reason():
+    layer = torch.nn.LSTM(2, 2)
+    names = {parameter: f"l.{name}" for name, parameter in layer.named_parameters()}
+    found = outside_use([*names, CompiledFunction.apply(A), layer(torch.ones(1, 2))], names.get)
+    assert found == [
+        "4 parameters are used outside the compiled graphs: l.bias_hh_l0, l.bias_ih_l0, l.weight_hh_l0, l.weight_ih_l0"
+    ]
+    layer = torch.nn.LSTM(2, 2, bidirectional=True)
+    names = {parameter: name for name, parameter in layer.named_parameters()}
+    assert outside_use(layer(torch.ones(1, 2)), names.get)[0].endswith(", bias_ih_l0, bias_ih_l0_reverse and 4 more")
 
 
 def test_a_deep_graph_needs_no_recursion():

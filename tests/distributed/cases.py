@@ -415,6 +415,32 @@ def used_outside_the_module() -> dict[str, Any]:
     return same_as_stock(steps)
 
 
+def used_outside_beside_two_forwards() -> dict[str, Any]:
+    """A backward of two forwards and of a parameter's own term, which it reaches after, between or before them."""
+
+    def steps(call: Any, ddp: Any) -> None:
+        inner = getattr(ddp.module, "_orig_mod", ddp.module)
+        for place in range(3):
+            terms = [lambda step=step: loss_of(call(inputs(step))) for step in (0, 1)]
+            terms.insert(place, lambda: torch.tanh(inputs(2) @ inner.a.weight.t()).sum())
+            sum(term() for term in terms).backward()
+
+    return same_as_stock(steps)
+
+
+def used_outside_in_channels_last() -> dict[str, Any]:
+    """The same of a weight that is not contiguous, so that autograd would copy its gradient."""
+    torch.manual_seed(0)
+    stock, ddp = (DDP(torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)) for _ in range(2))
+    ddp.module.load_state_dict(stock.module.state_dict())
+    dcompile.compile(ddp, options=dict(ATEN))
+    for model in (stock, ddp):
+        x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+        (loss_of(model(x)) + loss_of(model(x * 2)) + (model.module.weight * x[0, 0, 0, 0]).sum()).backward()
+    worst = largest_difference(gradients(stock), gradients(ddp))
+    return {"grad": worst, "ranks": across_ranks(gradients(ddp))}
+
+
 def a_later_branch_is_not_eligible() -> dict[str, Any]:
     """The first steps are taken over; then the model takes a branch that runs a layer eagerly."""
     module, twin = models.SometimesOutside(), models.SometimesOutside()

@@ -34,7 +34,7 @@ def in_turn(ranks):
     """Cases that trace the same graph, one behind the other with one pair of models; the last one leaves a note."""
     cases = (
         "two_synced_backwards", "zeroed_not_dropped", "gradients_kept", "interleaved", "autograd_grad",
-        "called_past_ddp", "uneven_batches", "used_outside_the_module",
+        "called_past_ddp", "uneven_batches", "used_outside_the_module", "used_outside_beside_two_forwards",
     )  # fmt: skip
     return values(ranks, "in_turn", cases=cases)
 
@@ -182,6 +182,17 @@ def test_gradients_from_elsewhere_are_reduced_and_reported(in_turn):
     for found in [each["used_outside_the_module"] for each in in_turn]:
         assert found["grad"] <= 2 * EPSILON and found["ranks"] == 0
         assert found["receipt"].notes == ("gradients from outside the module are averaged on their own: a.weight",)
+
+
+def test_gradients_from_elsewhere_beside_two_forwards_are_reduced(in_turn):
+    for found in [each["used_outside_beside_two_forwards"] for each in in_turn]:
+        assert found["grad"] <= 4 * EPSILON and found["ranks"] == 0
+
+
+@pytest.mark.full
+def test_gradients_from_elsewhere_of_weights_in_channels_last_are_reduced(ranks):
+    for found in values(ranks, "used_outside_in_channels_last"):
+        assert found["grad"] <= SHARED and found["ranks"] == 0
 
 
 def test_gradients_of_no_sync_steps_are_reduced_even_if_the_last_step_does_not_reach_them(ranks):

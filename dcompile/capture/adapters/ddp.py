@@ -322,14 +322,14 @@ class DdpAdapter(PlainAdapter):
         return frozenset(n for n, p in params if p is not None and compat.tensors.will_accumulate(p))
 
     def differs(self, number: int, address: int) -> bool:
-        """Is a parameter's .grad another tensor than the reduced gradient at `address`?
-
-        False for parameters that are not contiguous: autograd copies their gradients anyway.
-        """
+        """Is a parameter's .grad another tensor than the one at `address`?"""
         param = self.refs[number]()
-        if param is None or param.grad is None:
-            return False
-        return param.grad.data_ptr() != address and param.is_contiguous()
+        return param is not None and param.grad is not None and param.grad.data_ptr() != address
+
+    def is_contiguous(self, number: int) -> bool:
+        """Is this a contiguous parameter? Its `.grad` then may be a view of a bucket."""
+        param = self.refs[number]()
+        return param is not None and param.is_contiguous()
 
     def reduce_rest(
         self,

@@ -10,7 +10,6 @@ import torch
 
 from dcompile.compat.tensors import is_compiled_backward
 
-
 SHOWN = 4
 """Names in a reason."""
 

@@ -54,12 +54,14 @@ def outside_use(result: Any, name_of: Callable[[Any], str | None]) -> list[str]:
                 stack.append(following)
             elif not compiled and (name := name_of(leaf)) is not None:
                 outside[name] = None
-    return [_reason(sorted(outside))] if outside else []
+    if not outside:
+        return []
+    return [f"{counted_names(sorted(outside))} {'is' if len(outside) == 1 else 'are'} used outside the compiled graph"]
 
 
-def _reason(names: list[str]) -> str:
-    """One line for all of them: a recurrent layer behind a graph break has dozens."""
+def counted_names(names: list[str]) -> str:
+    """Return "parameter a", or "6 parameters (a, b, c, d and 2 more)": a recurrent layer has dozens."""
     if len(names) == 1:
-        return f"parameter {names[0]} is used outside the compiled graph"
-    shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-    return f"{len(names)} parameters are used outside the compiled graphs: {shown}"
+        return f"parameter {names[0]}"
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{len(names)} parameters ({', '.join(names[:SHOWN])}{more})"

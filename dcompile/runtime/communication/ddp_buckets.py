@@ -343,7 +343,8 @@ class BucketSet:
 
     def last_run(self) -> ReducedRun:
         """Return what the program has reduced in its last run."""
-        flats = {name: memory.flat for name, memory in self._reduced.items()}
+        # each another tensor of the memory, which is not free meanwhile
+        flats = {name: memory.flat.detach() for name, memory in self._reduced.items()}
         numbers = (number for name in flats for number in self._table[name].params if number not in self._absent)
         return ReducedRun(flats, {number: self._places[number] for number in numbers}, self._param)
 

@@ -25,6 +25,7 @@ class MadeUpDdp:
         self.state, self.reasons, self.group = "undecided", (), "group"
         self.every = self.prepared = self.may_be_alone = self.is_static = False
         self.varies = uneven
+        self.refs: dict[int, Any] = {}
         self.ddp = SimpleNamespace(static_graph=False, find_unused_parameters=uneven)
         self.unreduced: set[int] = set()
         self.decided: list[list[str]] = []
@@ -50,6 +51,9 @@ class MadeUpDdp:
     def decide(self, objections: list[str], several: bool = False) -> None:
         self.decided.append(objections)
         self.state = "stock" if objections else "taken"
+
+    def unwatch(self, numbers: Any) -> None:
+        self.unwatched = set(numbers)
 
     def note_behind(self, reasons: list[str]) -> None:
         self.behind.append(reasons)

@@ -440,7 +440,7 @@ class WithScale(torch.nn.Module):
 
 
 def used_only_outside(behind: bool) -> dict[str, Any]:
-    """A parameter is used only by a loss, behind the module, or only in front of it."""
+    """A parameter is used only by a loss: behind the module, or in a term of its own, which the backward reaches last."""
     torch.manual_seed(0)
     stock, ddp = (DDP(WithScale()) for _ in range(2))
     ddp.module.load_state_dict(stock.module.state_dict())
@@ -451,7 +451,8 @@ def used_only_outside(behind: bool) -> dict[str, Any]:
             model.zero_grad()
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
             scale = model.module.scale
-            loss_of(model(x) * scale if behind else model(x * scale)).backward()
+            term = torch.tanh(x * scale).sum()
+            (loss_of(model(x) * scale) if behind else term + loss_of(model(x))).backward()
         worst = max(worst, largest_difference(gradients(stock), gradients(ddp)), across_ranks(gradients(ddp)))
     return {"grad": worst, "receipt": dcompile.receipt(ddp)}
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from dcompile.compat.patches.registry import patched
+from dcompile.compat.patches.saved_guards import unread_gradients_left_out
 from dcompile.compat.patches.torch_patch import PatchRequest
 from dcompile.compat.shapes import of_context
 
@@ -389,9 +390,10 @@ def aot_compile(
     if not context.fullgraph:
         raise RuntimeError("Graph breaks are not supported with aot compile. Please use torch.compile(fullgraph=True).")
     hooks = copy.copy(context._hooks)  # torch sets a filter of guards in them
-    return aot_compile_fullgraph(
-        innermost_fn(fn), example_inputs, hooks=hooks, backend=backend, dynamic=context._dynamic
-    )
+    with unread_gradients_left_out():
+        return aot_compile_fullgraph(
+            innermost_fn(fn), example_inputs, hooks=hooks, backend=backend, dynamic=context._dynamic
+        )
 
 
 def serializable_callable() -> Any:

@@ -83,6 +83,14 @@ class LoadedFiles:
         return results
 
 
+def open_archive(data: bytes) -> LoadedFiles:
+    """Load the program of a zip file in memory. Raises ExportError as `LoadedFiles` does."""
+    with tempfile.TemporaryDirectory(prefix="dcompile-aot-") as folder:
+        path = Path(folder) / "program.zip"
+        path.write_bytes(data)
+        return LoadedFiles(path)
+
+
 class ExportedModel:
     """A loaded program, called like the exported model. It computes without gradients.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from dcompile.compat.sizes import guard_count, known_facts, reads_values
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.gc_pause import without_collecting
+from dcompile.ir.nodes import CALL
 from dcompile.log_setting import parse_log
 from dcompile.logs import log
 from dcompile.passes import GraphPasses, select_rows
@@ -48,6 +50,7 @@ from dcompile.runtime.program.workspace import Workspaces
 from dcompile.toolchain import own_products, products_key
 
 if TYPE_CHECKING:
+    from dcompile.codegen.lower.opaque_calls import FlexBuild
     from dcompile.compute_regions import RegionCompiler
     from dcompile.driver import PendingGraph, Pipeline
 
@@ -278,7 +281,7 @@ class CachingCompiler:
         flex = self._flex_calls(gm)
         constants = constants_of(gm) | calls | flex
         executable = HostProgram(request.name, Loadable(graph, libraries, constants), self._workspaces)
-        executable.report.notes += self._built_flex(flex)
+        _report_flex(self._build_flex(flex), executable.report)
         self._record(cache, key, graph, libraries)
         executable.report.graphs_cached = 1
         executable.report.cache_hits = len(libraries)
@@ -304,10 +307,10 @@ class CachingCompiler:
 
         return flex_calls(gm)
 
-    def _built_flex(self, constants: Mapping[str, Any]) -> list[str]:
-        """Have TorchInductor compile calls of FlexAttention. Return lines for the receipt."""
+    def _build_flex(self, constants: Mapping[str, Any]) -> FlexBuild | None:
+        """Have TorchInductor compile calls of FlexAttention, if there are any."""
         if not any(callable(constant) for constant in constants.values()):
-            return []
+            return None
         from dcompile.codegen.lower.opaque_calls import build_flex
 
         return build_flex(constants.values())
@@ -320,7 +323,7 @@ class CachingCompiler:
         with without_collecting():
             begun = self._begun.pop((request.name, key), None) or pipeline.begin(gm, request, cache)
             lowered = guard_count(gm)
-            flex = self._built_flex(begun.plan.lowered.constants)
+            flex = self._build_flex(begun.plan.lowered.constants)
             guards += guard_count(gm) - lowered  # those are made again where the program is loaded
             if begun.waits and foreseen is not None and not self._compiles_anew():
                 self._begin(cache, foreseen())
@@ -329,7 +332,7 @@ class CachingCompiler:
         if key is not None and guard_count(gm) != guards:
             key, objection = None, "compiling it looked at a symbolic size, on which Dynamo then guards"
         executable = HostProgram(request.name, made, self._workspaces)
-        executable.report.notes += flex  # not in the entry: another process compiles these calls itself
+        _report_flex(flex, executable.report)  # not in the entry: another process compiles these calls itself
         if key is not None and not self._compiles_anew():
             source = without_groups(without_numbers(made.graph.source, device_numbers(gm)), group_names(gm))
             cache.put_graph(key, replace(made.graph, source=source))
@@ -358,3 +361,11 @@ class CachingCompiler:
         if key is not None and cache.find_graph(key) is None:
             with contextlib.suppress(Exception):
                 self._begun[request.name, key] = self._pipeline().begin(gm, request, cache)
+
+
+def _report_flex(built: FlexBuild | None, report: ProgramReport) -> None:
+    """Add notes on FlexAttention's calls. Those that TorchInductor left are fallbacks by a name of their own."""
+    if built is not None:
+        report.notes += built.notes
+        others = Counter(report.fallbacks) - Counter({CALL: sum(built.left.values())})
+        report.fallbacks = {**others, **built.left}

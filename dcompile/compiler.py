@@ -29,6 +29,7 @@ from dcompile.runtime.cache import portable
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.cache.key import (
     NotCacheable,
+    communicates,
     constants_of,
     device_numbers,
     gpus,
@@ -44,6 +45,7 @@ from dcompile.runtime.coordination.artifact_sharing import ArtifactSharing
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, SingleProcess, peers_of
 from dcompile.runtime.cuda_graphs.size_classes import SizeClasses
 from dcompile.runtime.cuda_graphs.trees import GraphTree, ReplayedExecutable
+from dcompile.runtime.measure.region_times import RegionTimes
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 from dcompile.runtime.program.executable import HostProgram
 from dcompile.runtime.program.workspace import Workspaces
@@ -57,6 +59,9 @@ if TYPE_CHECKING:
 
 class CachingCompiler:
     """Implementation of `collectives.contract.Compiler`: a cache lookup before each graph, and a new entry after it."""
+
+    measures_regions = True
+    """Whether regions that another compiler compiles may be run to measure them."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -151,8 +156,9 @@ class CachingCompiler:
         """Load a graph from the cache, or compile it now."""
         began = time.perf_counter()
         cache = KernelCache.open(self.config)
-        key, objection = self._key(gm, request)
         with self._peers.busy("compiling"):
+            request = self._with_region_times(gm, request)
+            key, objection = self._key(gm, request)
             program = self._found(cache, key, gm, request)
             if program is None:
                 program = self._compile_for_all(cache, key, objection, gm, request, foreseen)
@@ -161,6 +167,20 @@ class CachingCompiler:
         program.report.compile_seconds = time.perf_counter() - began
         self._log_summary(request.name, program.report)
         return self._replayed(program, gm, request) if self.config.triton_cudagraphs else program
+
+    def _with_region_times(self, gm: Any, request: Request) -> Request:
+        """Return a request with measured times of another compiler's regions, if the graph has collectives to hide.
+
+        They are measured if no rank and no disk knows them, and are a part of the key from here on.
+        """
+        regions = self._region_compiler()
+        if regions is None or request.region_us or not communicates(gm, request):
+            return request
+        keeps = regions.backend.is_stable and not self._compiles_anew()
+        kept = portable.RecordedTraces(KernelCache.open(self.config)) if keeps else None
+        times = RegionTimes(kept, self._peers, self.measures_regions)
+        with without_collecting():
+            return replace(request, region_us=regions.measure(gm, request, times))
 
     def _record(self, cache: KernelCache, key: str, graph: CompiledGraph, libraries: Mapping[str, Path]) -> None:
         """Record a graph of the cache for torch.compiler.save_cache_artifacts()."""
@@ -356,7 +376,7 @@ class CachingCompiler:
         """
         if foreseen is None or known_facts(foreseen[0]):  # reading a symbolic size could add guards to another graph
             return
-        gm, request = foreseen
+        gm, request = foreseen[0], self._with_region_times(*foreseen)
         key, _ = self._key(gm, request)
         if key is not None and cache.find_graph(key) is None:
             with contextlib.suppress(Exception):

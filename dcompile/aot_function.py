@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.aot_training import compile_training, describe_argument
+from dcompile.aot_training import check_devices, compile_training, describe_argument, device_of
 from dcompile.capture.graph_pass import GraphRequest, run_passes
 from dcompile.capture.services import Services
 from dcompile.compiler import CachingCompiler
@@ -27,15 +27,18 @@ class AheadOfTimeBackend:
         self._config, self._services = check_writable(config), services
 
     def __call__(self, gm: Any, example_inputs: Sequence[Any]) -> AheadOfTimeProgram | AheadOfTimeTraining:
-        """Compile a graph for CPUs: forward and backward if it needs gradients. Raises ExportError if it cannot."""
+        """Compile a graph: forward, and backward if it needs one. Raises ExportError for what cannot be written."""
         if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in example_inputs):
             return compile_training(gm, example_inputs, self._config, self._services)
         compiler = CachingCompiler(self._config)
         run_passes(compiler.graph_passes().dynamo, gm, GraphRequest(self._config, "aot"), "dynamo")
-        graph, signature = compat.aot.export_graph(gm, example_inputs, decompositions(compiler))
+        on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in example_inputs)
+        graph, signature = compat.aot.export_graph(gm, example_inputs, decompositions(compiler, for_gpu=on_gpu))
         remove_tokens(graph, len(signature.input_tokens))
         call, tensors = _call_of(gm, graph, signature)
-        return AheadOfTimeProgram(archive(compile_inference(compiler, graph), tensors, call))
+        program = compile_inference(compiler, graph, device_of(graph))
+        check_devices(program, tensors)
+        return AheadOfTimeProgram(archive(program, tensors, call))
 
 
 def _call_of(gm: Any, graph: Any, signature: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

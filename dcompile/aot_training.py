@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +21,15 @@ from dcompile.capture.services import Services
 from dcompile.collectives.contract import Request
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
+from dcompile.device_traits import main_device
 from dcompile.errors import ExportError
-from dcompile.export_files import archive, compile_writable
+from dcompile.export_files import WritableProgram, archive, compile_writable
 from dcompile.runtime.program.aot_callable import AheadOfTimeTraining
 from dcompile.runtime.program.aot_training import BackwardProgram, ForwardProgram
 
 
 def compile_training(gm: Any, example_inputs: Sequence[Any], config: Config, services: Services) -> AheadOfTimeTraining:
-    """Compile forward and backward of a graph. Raises ExportError for what cannot be written or is not on the CPU."""
+    """Compile forward and backward of a graph. Raises ExportError for what cannot be written."""
     model = CompiledModel(Settings(config), services)
     return AheadOfTimeTraining(TrainingGraph(model, example_inputs).compile(gm, example_inputs))
 
@@ -83,7 +84,9 @@ class TrainingGraph(DynamoGraph):
         compiler = self.model.services.compiler
         assert isinstance(compiler, CachingCompiler), "programs are written by the compiler itself"
         inputs = [("argument", number) for number in range(len(_inputs(gm)))]
-        return archive(compile_writable(compiler, gm, request), {}, {"inputs": inputs, **call})
+        program = compile_writable(compiler, gm, request, device_of(gm))
+        check_devices(program, {})
+        return archive(program, {}, {"inputs": inputs, **call})
 
 
 def _inputs(gm: Any) -> list[Any]:
@@ -95,15 +98,38 @@ def _listed(plan: Any) -> Any:
     return list(plan.items()) if isinstance(plan, dict) else plan
 
 
+def device_of(gm: Any) -> str:
+    """Type of the device that a graph is compiled for: that of its values which are not on the host, if there are any.
+
+    Raises ExportError for a device without kernels.
+    """
+    values = (node.meta.get("val") for node in gm.graph.nodes)
+    found = main_device(value.device.type for value in values if isinstance(value, torch.Tensor))
+    if found not in ("cpu", "cuda"):
+        raise ExportError(f"dcompile: aot_compile compiles for CPUs and CUDA GPUs, not for {found}")
+    return found
+
+
+def check_devices(program: WritableProgram, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ExportError unless tensors of a graph are on the program's device, where loading puts them."""
+    wanted, held = program.made.graph.device, {**tensors, **program.made.constants}
+    others = {name: value.device.type for name, value in held.items() if value.device.type != wanted}
+    if others:
+        raise ExportError(
+            f"dcompile: the graph runs on {wanted} and holds {', '.join(others)} on {', '.join({*others.values()})}; "
+            "pass such a tensor as an argument"
+        )
+
+
 def describe_argument(value: Any, number: int) -> dict[str, Any]:
     """Describe the requirements for an argument. Kernels rely on these, and users can disable Dynamo's guards."""
     if not isinstance(value, torch.Tensor):
         return {"number": True}
-    if value.device.type != "cpu" or value.layout != torch.strided:
-        raise ExportError(f"dcompile: argument {number} is on {value.device}; aot_compile compiles for the CPU")
+    if value.layout != torch.strided:
+        raise ExportError(f"dcompile: argument {number} is {value.layout}; aot_compile compiles for strided tensors")
     shape = [size if isinstance(size, int) else (str(size), 0, None) for size in value.shape]
     fixed = all(isinstance(stride, int) for stride in value.stride())
     if not fixed and not value.is_contiguous():
         raise ExportError(f"dcompile: argument {number} has symbolic sizes and is not contiguous")
-    strides = [*value.stride()] if fixed else None
-    return {"dtype": str(value.dtype).removeprefix("torch."), "shape": shape, "strides": strides}
+    strides, dtype = [*value.stride()] if fixed else None, str(value.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": shape, "strides": strides, "device": value.device.type}

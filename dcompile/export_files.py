@@ -25,6 +25,7 @@ from dcompile.codegen.emit.host.step_list import list_steps
 from dcompile.collectives.contract import Request
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
+from dcompile.device_traits import HOST
 from dcompile.driver import Pipeline
 from dcompile.errors import ExportError
 from dcompile.ir.index import element_span
@@ -135,7 +136,7 @@ def write_files(
         "dcompile": own_version(),
         "torch": torch_range(),
         "machine": machine(),
-        "gpu": None,
+        "gpu": None if made.graph.device == HOST else torch.cuda.get_device_capability(),
         "graph": to_record(made.graph) | {"source": ""},
         "libraries": _copy_libraries(made, folder),
         "constants": constants,

@@ -247,6 +247,7 @@ def _checked(value: Any, said: Mapping[str, Any], number: int, symbols: dict[str
         if not isinstance(value, (int, float)):
             raise ExportError(f"dcompile: argument {number} is a {type(value).__name__}, not a number")
         return value
+    device = said.get("device", device)
     wanted = f"{said['dtype']} of shape {_shown(said['shape'])} on {'the CPU' if device == 'cpu' else 'a GPU'}"
     if not isinstance(value, torch.Tensor) or value.device.type != device or len(value.shape) != len(said["shape"]):
         raise ExportError(f"dcompile: argument {number} should be {wanted}")

@@ -16,7 +16,7 @@ from dcompile.aot_function import AheadOfTimeBackend
 from dcompile.api import make_services
 from dcompile.config import Config
 from dcompile.errors import ExportError
-from dcompile.runtime.program.aot_callable import AheadOfTimeProgram
+from dcompile.runtime.program.aot_callable import AheadOfTimeProgram, AheadOfTimeTraining
 from tests.job import run
 
 
@@ -164,6 +164,13 @@ def test_what_a_saved_backward_cannot_do_is_an_error() -> None:
     data[data.index(b"def make(run") + 5] ^= 1
     with pytest.raises(ExportError, match="damaged"):
         torch.compiler.load_compiled_function(io.BytesIO(bytes(data)))
+    other = AheadOfTimeTraining.serialize_compile_artifacts(compiled._artifacts.compiled_fn).replace(
+        b"torch 2.", b"torch 1."
+    )
+    with pytest.raises(
+        ExportError, match=r"compiled for 'dcompile \d+, torch 1.*, here is .*torch 2.*; compile it again"
+    ):
+        AheadOfTimeTraining.deserialize_compile_artifacts(other)
     compiled.disable_guard_check()
     with pytest.raises(ExportError, match=r"argument 0 has strides \(1, 4\), but was compiled with .* \(8, 1\)"):
         compiled(torch.randn(8, 4).t(), weight)

@@ -13,9 +13,11 @@ import torch
 
 from dcompile import compat
 from dcompile.errors import ExportError
-from dcompile.runtime.program.exported import checked, open_archive
+from dcompile.runtime.program.exported import FORMAT, checked, open_archive, torch_range
 
 _Base: Any = compat.dynamo.serializable_callable()
+_HEAD = f"dcompile {FORMAT}, torch {torch_range()}\n".encode()
+"""First line of a training function's bytes: format and range of torch."""
 
 
 class AheadOfTimeProgram(_Base):  # type: ignore[misc]
@@ -61,10 +63,14 @@ class AheadOfTimeTraining(_Base):  # type: ignore[misc]
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: AheadOfTimeTraining) -> bytes:
-        """Return AOTAutograd's record, pickled, with the archives of both programs in it."""
-        return compat.aot_bundle.to_bytes(fn._compiled)
+        """Return AOTAutograd's record, pickled, with the archives of both programs in it, behind a line of versions."""
+        return _HEAD + compat.aot_bundle.to_bytes(fn._compiled)
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> AheadOfTimeTraining:
         """Rebuild the graph. Raises ExportError for programs that are damaged, or for another torch or machine."""
-        return cls(compat.aot_bundle.from_bytes(data))
+        head, _, record = data.partition(b"\n")
+        if head + b"\n" != _HEAD:  # before torch unpickles what another torch has pickled
+            found, here = (text.decode(errors="replace").strip() for text in (head[:80], _HEAD))
+            raise ExportError(f"dcompile: this function was compiled for {found!r}, here is {here!r}; compile it again")
+        return cls(compat.aot_bundle.from_bytes(record))

@@ -13,7 +13,7 @@ from dcompile.capture.aliasing.output_views import results_without_gradients
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import DynamoGraph
 from dcompile.capture.graph_runner import Boxed
-from dcompile.capture.joint_graph import saved_positions
+from dcompile.capture.joint_graph import donated_positions, saved_positions
 from dcompile.capture.opaque_objects import remove_opaque_objects
 from dcompile.capture.output_steps import OutputRequest, plan_outputs
 from dcompile.capture.passes.joint.absent_gradients import tangents
@@ -77,7 +77,7 @@ class TrainingGraph(DynamoGraph):
         return ForwardProgram(self._write(gm, Request("forward", "forward", results=results), call))
 
     def _backward(self, gm: Any) -> Boxed:
-        request = Request("backward", "backward", saved=saved_positions(gm))
+        request = Request("backward", "backward", donated=donated_positions(gm), saved=saved_positions(gm))
         return BackwardProgram(self._write(gm, request, {"tangents": list(tangents(gm))}))
 
     def _write(self, gm: Any, request: Request, call: dict[str, Any]) -> bytes:

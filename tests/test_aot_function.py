@@ -158,6 +158,8 @@ def test_what_a_saved_backward_cannot_do_is_an_error() -> None:
     x, weight = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
     compiled = ahead_of_time(learn, x, weight, trains=True)
     loss, _ = compiled(x, weight)
+    first, second = (torch.autograd.grad(loss, weight, retain_graph=True) for _ in range(2))
+    torch.testing.assert_close((first, second), (torch.autograd.grad(learn(x, weight)[0], weight),) * 2)
     with pytest.raises(Exception, match="not for a batch of them"):
         torch.autograd.grad(loss, weight, torch.ones(2), is_grads_batched=True)
     data = bytearray(type(compiled).serialize(compiled).serialized_data)

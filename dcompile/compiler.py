@@ -20,7 +20,6 @@ from dcompile.compat.sizes import guard_count, known_facts, reads_values
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.gc_pause import without_collecting
-from dcompile.ir.nodes import CALL
 from dcompile.log_setting import parse_log
 from dcompile.logs import log
 from dcompile.passes import GraphPasses, select_rows
@@ -387,5 +386,5 @@ def _report_flex(built: FlexBuild | None, report: ProgramReport) -> None:
     """Add notes on FlexAttention's calls. Those that TorchInductor left are fallbacks by a name of their own."""
     if built is not None:
         report.notes += built.notes
-        others = Counter(report.fallbacks) - Counter({CALL: sum(built.left.values())})
+        others = Counter(report.fallbacks) - Counter(built.counted)
         report.fallbacks = {**others, **built.left}

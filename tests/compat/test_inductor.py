@@ -56,7 +56,8 @@ def test_forward_and_backward_are_calls_alone_and_the_rest_is_ours(calls, monkey
     ):
         torch.testing.assert_close(found, expected)
     receipt = dcompile.receipt(call)
-    assert dict(receipt.fallbacks) == {"dcompile.call": 2} and receipt.kernel_calls > 0
+    expected = {"dcompile.call flex_attention": 1, "dcompile.call flex_attention_backward": 1}
+    assert dict(receipt.fallbacks) == expected and receipt.kernel_calls > 0
     assert any("flex_attention_backward runs as TorchInductor's kernel" in note for note in receipt.notes)
     assert [str(node.target) for gm in calls for node in gm.graph.nodes if inductor.is_flex(node.target)] == [
         *inductor.FLEX
@@ -95,7 +96,7 @@ def test_programs_are_kept_and_calls_are_built_when_they_are_loaded(calls, monke
         assert [note for note in receipt.notes if "flex" in note] == [
             "flex_attention runs as TorchInductor's kernel: there is no rule for it yet"
         ]
-        assert len(calls) == start + 1 and dict(receipt.fallbacks) == {"dcompile.call": 1}
+        assert len(calls) == start + 1 and dict(receipt.fallbacks) == {"dcompile.call flex_attention": 1}
     monkeypatch.setattr(inductor, "compiled_flex", lambda *_: "no kernel here")
     torch._dynamo.reset()
     call = dcompile.compile(function, options=options)

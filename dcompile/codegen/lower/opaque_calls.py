@@ -7,8 +7,9 @@ is lowered: planning a graph again, or for another machine, compiles nothing.
 from __future__ import annotations
 
 import operator
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +17,27 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
+from dcompile.ir.nodes import CALL, Arg, View
+
+_NUMBER = re.compile(r"(_\d+)?_function$")
+"""End of a function's name: the number of its node, and what `function_name` adds."""
 
 
 def function_name(node: Node) -> str:
     """Return the name of a call's function among the constants of its program."""
     return f"{node.name}_function"
+
+
+def called_name(args: Sequence[Arg]) -> str:
+    """Return the receipt's name for a call, "dcompile.call cond" say, by its arguments: the function comes first."""
+    function = args[0]
+    assert isinstance(function, View), "a call has its function as first argument"
+    return named_call(function.buffer)
+
+
+def named_call(function: str) -> str:
+    """Return the receipt's name for a call by its function's name among the constants."""
+    return f"{CALL} {re.sub(_NUMBER, '', function)}"
 
 
 def opaque_call(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any]:
@@ -69,6 +86,8 @@ class FlexBuild:
     notes: tuple[str, ...] = ()
     left: Mapping[str, int] = field(default_factory=dict)
     """Calls that TorchInductor has not compiled, with the reason -> number of them."""
+    counted: Mapping[str, int] = field(default_factory=dict)
+    """The same by the names that the program's report has for them."""
 
 
 class FlexCall:
@@ -77,7 +96,7 @@ class FlexCall:
     def __init__(self, node: Node, fixed: Mapping[Node, Any]) -> None:
         self._run = as_function(node, fixed)
         self._parts: tuple[Node, Mapping[Node, Any]] | None = (node, fixed)
-        self.operator = str(node.target)
+        self.operator, self.counted = str(node.target), named_call(function_name(node))
 
     def build(self, known: dict[str, Callable[..., Any] | str] | None = None) -> str:
         """Have TorchInductor compile the call, at most once. Return why it did not; empty if it did.
@@ -143,5 +162,6 @@ def build_flex(constants: Iterable[Any]) -> FlexBuild:
     calls = [value for value in constants if isinstance(value, FlexCall)]
     reasons = [call.build(known) for call in calls]
     notes = tuple(call.note(why_not) for call, why_not in zip(calls, reasons, strict=True))
-    left = (f"{call.operator} left by inductor: {why}" for call, why in zip(calls, reasons, strict=True) if why)
-    return FlexBuild(notes, Counter(left))
+    left = [(call, why) for call, why in zip(calls, reasons, strict=True) if why]
+    names = Counter(f"{call.operator} left by inductor: {why}" for call, why in left)
+    return FlexBuild(notes, names, Counter(call.counted for call, _ in left))

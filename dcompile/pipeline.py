@@ -16,18 +16,12 @@ from typing import TYPE_CHECKING, Any
 from dcompile import compat
 from dcompile.capture.aliasing.output_views import (
     constant_results_to_separate,
-    detach_results,
-    detach_saved_views,
     remove_dtype_views,
-    repeat_results,
     repeated_results,
     results_to_detach,
     results_to_separate,
-    return_views,
     saved_in_same_memory,
     saved_input_views,
-    separate_results,
-    view_as_dtypes,
 )
 from dcompile.capture.aliasing.storage_resizes import resize_only_inputs
 from dcompile.capture.passes.dynamo.causal_mask import recognize_causal_masks
@@ -57,6 +51,14 @@ from dcompile.capture.passes.joint.saved_values import (
     save_random_values,
 )
 from dcompile.passes import GraphPass, OutputStep, nothing, recomputes, with_own_kernels
+from dcompile.results.result_steps import (
+    detach_results,
+    detach_saved_views,
+    repeat_results,
+    return_views,
+    separate_results,
+    view_as_dtypes,
+)
 
 if TYPE_CHECKING:
     from dcompile.codegen.emit.cpp.plan import NestDecision

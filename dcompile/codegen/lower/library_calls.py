@@ -21,7 +21,7 @@ from dcompile.codegen.lower.opaque_calls import (
 )
 from dcompile.codegen.lower.symbolic.shapes import is_symbolic, opaque_shape
 from dcompile.errors import DcompileError
-from dcompile.ir.nodes import OBJECT, REGION, Extern, View
+from dcompile.ir.nodes import CALL, OBJECT, REGION, Extern, View
 from dcompile.kernel_backends.region_call import RegionCall
 
 PLACED = frozenset(
@@ -80,13 +80,6 @@ LIBRARY = frozenset(
 
 WITH_EFFECTS = "higher_order.with_effects"
 """with_effects(token, op, *args): keeps calls that may raise in order; the op inside decides about fallbacks."""
-
-CALL = "dcompile.call"
-"""call(function, *tensors): for ops whose arguments have no text, such as graphs and dictionaries.
-
-The function returns a tensor, or a tuple of several. Without a schema, a tuple of one could not be distinguished from
-its element.
-"""
 
 SET_DATA = "dcompile.set_data"
 """set_data(tensor, source, copies): give a tensor the data of `source`, copied if the program reuses that memory."""

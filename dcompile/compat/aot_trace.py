@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import unittest.mock
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,8 +97,8 @@ def metadata_of(record: Mapping[str, Any], symbols: SizeSymbols) -> Any:
 
 
 @contextlib.contextmanager
-def replayed(metadata: Any, inference: torch.fx.GraphModule | None) -> Iterator[None]:
-    """Replace AOTAutograd's analysis of the first graph that it traces by `metadata`.
+def replayed(metadata: Any, inference: torch.fx.GraphModule | None, inputs: Sequence[Any]) -> Iterator[None]:
+    """Replace AOTAutograd's analysis of the first graph that it traces, which has these inputs, by `metadata`.
 
     For a graph without gradients, `inference` replaces the trace. For others nothing is traced, and the partition
     function must supply both parts.
@@ -106,7 +106,7 @@ def replayed(metadata: Any, inference: torch.fx.GraphModule | None) -> Iterator[
     from torch._functorch import aot_autograd
     from torch._functorch._aot_autograd import graph_compile
 
-    replaced = False
+    replaced, held = False, _plain_fakes(inputs)
     collect = getattr(aot_autograd, _COLLECTS)
 
     def collected(*args: Any, **kwargs: Any) -> Any:
@@ -133,6 +133,32 @@ def replayed(metadata: Any, inference: torch.fx.GraphModule | None) -> Iterator[
             own = getattr(graph_compile, name)
             stack.enter_context(unittest.mock.patch.object(graph_compile, name, replaying(own, joint)))
         yield
+    held.clear()
+
+
+def _plain_fakes(inputs: Sequence[Any]) -> list[Any]:
+    """Make fake tensors of plain parameters, which AOTAutograd finds as long as they are held.
+
+    It would copy all metadata of a parameter into its own, of which it reads no more than this if nothing is traced.
+    """
+    import torch
+
+    from dcompile.compat.tensors import fake_tensor
+    from dcompile.compat.trace_symbols import has_static_sizes
+
+    mode, held = tracing_mode(), list[Any]()
+    for value in inputs:
+        if type(value) is not torch.nn.Parameter or value.layout is not torch.strided or not value.is_leaf:
+            continue
+        if not has_static_sizes(value) or value.is_quantized:
+            continue
+        if value.storage_offset() or value.untyped_storage().nbytes() != value.nbytes:
+            continue
+        made = fake_tensor(mode, value.dtype, value.device, None, 0, value.shape, value.stride())
+        made._is_param = True
+        mode.fake_tensor_converter.set_tensor_memo(value, made.requires_grad_(value.requires_grad))
+        held.append(made)
+    return held
 
 
 def _untraced(inputs: int, tangents: int) -> torch.fx.GraphModule:

@@ -5,6 +5,7 @@ Operations, their names and metadata, inputs of the graph and guards come out as
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -210,7 +211,8 @@ def copied_values(record: CallRecord, nodes: dict[Node, Node]) -> dict[Node, Any
     """Fake values for the copies of a call's operations, which share memory as the recorded ones do. Raises Differs.
 
     `nodes`: arguments and inputs of the recorded call -> those of the other. Results are computed, since tracing goes
-    on with them: their history is autograd's.
+    on with them: their history is autograd's. Values inside a call, which nothing outside of it reads, are the recorded
+    ones: of a layer without checkpointed regions these are all but the results and what shares memory with them.
     """
     from torch._guards import TracingContext
 
@@ -219,6 +221,7 @@ def copied_values(record: CallRecord, nodes: dict[Node, Node]) -> dict[Node, Any
     memory |= {storage_key(node.meta["example_value"]): value.untyped_storage() for node, value in values.items()}
     mode: Any = TracingContext.get().fake_mode
     regions = {body.graph for body in record.bodies.values()}
+    inner = _inner(record, memory) if not record.bodies else frozenset[Node]()
 
     def like(facts: TensorFacts) -> Any:
         if facts.memory not in memory:
@@ -244,6 +247,8 @@ def copied_values(record: CallRecord, nodes: dict[Node, Node]) -> dict[Node, Any
                 if not is_plain_fake(made) or result_traits(made) != record.results[node]:
                     raise Differs("a result")
                 memory[facts.memory] = made.untyped_storage()
+            elif node in inner:
+                values[node] = node.meta["example_value"]
             elif type(facts) is torch.Size:
                 values[node] = facts
             elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -251,6 +256,18 @@ def copied_values(record: CallRecord, nodes: dict[Node, Node]) -> dict[Node, Any
             else:
                 values[node] = pytree.tree_map_only(TensorFacts, like, facts)
     return values
+
+
+def _inner(record: CallRecord, outside: Collection[int]) -> frozenset[Node]:
+    """Operations that share memory neither with anything `outside` nor with a result, nor with what makes a result."""
+
+    def memory_of(node: Node) -> set[int]:
+        leaves = pytree.tree_leaves(record.facts.get(node))
+        return {item.memory for item in leaves if isinstance(item, TensorFacts)}
+
+    makers = {argument for node in record.results for argument in (node, *node.all_input_nodes)}
+    shown = {*outside}.union(*map(memory_of, makers))
+    return frozenset(node for node in record.facts if node not in makers and shown.isdisjoint(memory_of(node)))
 
 
 def _take_operands(region: Graph, record: CallRecord, values: dict[Node, Any]) -> None:

@@ -137,28 +137,12 @@ def replayed(metadata: Any, inference: torch.fx.GraphModule | None, inputs: Sequ
 
 
 def _plain_fakes(inputs: Sequence[Any]) -> list[Any]:
-    """Make fake tensors of plain parameters, which AOTAutograd finds as long as they are held.
-
-    It would copy all metadata of a parameter into its own, of which it reads no more than this if nothing is traced.
-    """
-    import torch
-
-    from dcompile.compat.tensors import fake_tensor
+    """Make fake tensors of plain parameters, which AOTAutograd finds as long as they are held."""
+    from dcompile.compat.tensors import fake_parameter
     from dcompile.compat.trace_symbols import has_static_sizes
 
-    mode, held = tracing_mode(), list[Any]()
-    for value in inputs:
-        if type(value) is not torch.nn.Parameter or value.layout is not torch.strided or not value.is_leaf:
-            continue
-        if not has_static_sizes(value) or value.is_quantized:
-            continue
-        if value.storage_offset() or value.untyped_storage().nbytes() != value.nbytes:
-            continue
-        made = fake_tensor(mode, value.dtype, value.device, None, 0, value.shape, value.stride())
-        made._is_param = True
-        mode.fake_tensor_converter.set_tensor_memo(value, made.requires_grad_(value.requires_grad))
-        held.append(made)
-    return held
+    mode = tracing_mode()
+    return [fake_parameter(mode, value) for value in inputs if has_static_sizes(value)]
 
 
 def _untraced(inputs: int, tangents: int) -> torch.fx.GraphModule:

@@ -170,11 +170,11 @@ def _context_of(value: torch.Tensor) -> Any:
     return contexts.get(value)
 
 
-def has_static_sizes(value: torch.Tensor) -> bool:
-    """Whether all sizes of an input of the captured graph are numbers."""
+def has_static_sizes(value: Any) -> bool:
+    """Whether a value is a tensor that Dynamo has made an input of the captured graph, with numbers as sizes."""
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-    known = _context_of(value)
+    known = _context_of(value) if isinstance(value, torch.Tensor) else None
     return known is not None and all(size is DimDynamic.STATIC for size in known.dynamic_sizes)
 
 

@@ -7,7 +7,6 @@ partitioning asks which tensors share memory, so one tensor stands for all of a 
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -60,7 +59,7 @@ class FakeTensors:
         return self._inside[layout]
 
     def _layout_key(self, row: Record) -> str:
-        return json.dumps([row[1:], self._bytes[row[0]]])
+        return repr((row[1:], self._bytes[row[0]]))
 
     def _apart(self, row: Record, dtype: torch.dtype) -> Any:
         """Return a tensor that shares memory with those alone with which it was recorded."""

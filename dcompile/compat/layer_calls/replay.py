@@ -18,7 +18,7 @@ from dcompile.compat.layer_calls.guard_match import Renaming, Values, holds_for,
 from dcompile.compat.layer_calls.module_match import ModulePairs
 from dcompile.compat.layer_calls.recorder import CallRecord, TensorFacts, result_traits, stack_name
 from dcompile.compat.layer_calls.watched_tracing import CREATED
-from dcompile.compat.tensors import fake_memory, fake_tensor, real_tensors, storage_key
+from dcompile.compat.tensors import fake_memory, fake_parameter, fake_tensor, real_tensors, storage_key
 
 
 class Differs(Exception):
@@ -98,7 +98,10 @@ class Replay:
     def _input(self, source: Any, like: Node | None) -> Node:
         from torch._dynamo.variables.builder import VariableBuilder
 
-        variable = VariableBuilder(self._translator, source)(self._values.of(source))
+        value = self._values.of(source)
+        known = self._plain_fake(value)
+        variable = VariableBuilder(self._translator, source)(value)
+        del known  # the variable holds it by now
         node: Node = variable.as_proxy().node
         if like is not None:
             old, new = like.meta["example_value"], node.meta["example_value"]
@@ -106,6 +109,13 @@ class Replay:
                 raise Differs("tensors of the layer")
             node.meta |= self._moved_meta(like, node.name)
         return node
+
+    def _plain_fake(self, value: Any) -> Any:
+        """Fake tensor of a parameter, which Dynamo then finds; None for tensors of which it makes its own."""
+        from torch._dynamo import config
+
+        mode: Any = self._translator.fake_mode
+        return fake_parameter(mode, value) if config.force_parameter_static_shapes else None
 
     # --- operations ---
 

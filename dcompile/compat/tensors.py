@@ -341,13 +341,31 @@ def fake_memory(nbytes: int) -> Any:
 
 
 def fake_like(fake: Any, storage: Any) -> Any:
-    """Fake tensor like `fake`, in other memory.
+    """Fake tensor like `fake`, in other memory, or in memory of its own where `storage` is None.
 
     Not to be called inside a fake mode; a mode's operators would take longer.
     """
     return fake_tensor(
         fake.fake_mode, fake.dtype, fake.device, storage, fake.storage_offset(), fake.shape, fake.stride()
     )
+
+
+def in_memory_of_their_own(fakes: Sequence[Any]) -> list[Any]:
+    """Fake tensors of these layouts, none in the memory of another; other values as they are. Outside of fake modes.
+
+    Inside a graph from the cache one tensor may stand for all of a layout. Other compilers may ask which are the same.
+    """
+    import torch
+
+    found, known = list[Any](), set[int]()
+    for fake in fakes:
+        made = fake
+        if isinstance(fake, torch.Tensor) and fake.layout is torch.strided:
+            if storage_key(fake) in known:
+                made = fake_like(fake, fake_memory(fake.untyped_storage().nbytes()))
+            known.add(storage_key(made))
+        found.append(made)
+    return found
 
 
 def fake_tensor(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from dcompile.capture.graph_pass import DONATED
 from dcompile.compat.aot import lazy_graph_module
@@ -94,7 +95,22 @@ def graph_of(
         else:
             root.register_buffer(name, constant_of(constant), persistent=False)
     made: GraphModule = lazy_graph_module(root, graph)
+    # AOTAutograd copies a backward before it is compiled, with all that it holds; fx makes a class for each module
+    type(made).__deepcopy__ = lambda module, _: _copied(module)  # type: ignore[attr-defined, method-assign, unused-ignore]
     return made
+
+
+def _copied(gm: GraphModule) -> GraphModule:
+    """Return a copy of a graph with its own nodes and metadata; values and constants are the same objects."""
+    graph, nodes = Graph(), dict[Node, Node]()
+    for node in gm.graph.nodes:
+        nodes[node] = made = graph.create_node(node.op, node.target, name=node.name)
+        made.args = map_arg(node.args, nodes.__getitem__)
+        if node.kwargs:
+            made.kwargs = map_arg(node.kwargs, nodes.__getitem__)
+        made.meta = dict(node.meta)
+    copied: GraphModule = lazy_graph_module(gm, graph)
+    return copied
 
 
 def _boundary(record: Mapping[str, Any], results: int | None, is_backward: bool) -> set[int]:

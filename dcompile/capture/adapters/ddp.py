@@ -17,6 +17,7 @@ from dcompile import compat
 from dcompile.capture.adapters.plain import PlainAdapter, known_number, new_subject
 from dcompile.capture.adapters.prior_reduction import PriorReduction
 from dcompile.capture.adapters.reduction_log import ReductionLog
+from dcompile.capture.agreement.parameter_use import counted_names
 from dcompile.collectives.contract import BucketRule, ParamInfo
 
 PARAMETERS_ANEW = (
@@ -51,6 +52,8 @@ class DdpAdapter(PlainAdapter):
         self._compared: set[tuple[str, ...]] = set()
         self._watched: dict[int, Any] = {}
         """Parameter number -> handle of the hook that records its gradients."""
+        self._reached: dict[int, int] = {}
+        """Parameter number -> the last backward that added to its .grad, of parameters that are watched."""
         self.arrived: Callable[[int, str], None] | None = None
         """Callback of a backward for each gradient that autograd adds, with the parameter's number and name."""
         self.unreduced: set[int] = set()
@@ -196,6 +199,7 @@ class DdpAdapter(PlainAdapter):
         if self.state == "undecided" and not self._missing and torch.is_grad_enabled():
             self._held_static_graph |= compat.ddp.hold_static_graph(ddp)
             compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
+            self.watch()
 
     def decide(self, objections: list[str], several: bool = False) -> None:
         """Inside the first compiled backward: take over reduction, or leave it to DDP and record the reasons.
@@ -209,7 +213,7 @@ class DdpAdapter(PlainAdapter):
         ddp = self.ddp
         if ddp is not None:
             self._look(ddp)
-        reasons = self.standing_objections() + objections
+        reasons = self.standing_objections() + objections or self._used_behind()
         if reasons:
             self.state, self.reasons = "stock", tuple(dict.fromkeys(reasons))
             if ddp is not None:
@@ -217,11 +221,18 @@ class DdpAdapter(PlainAdapter):
                 if self._held_static_graph:
                     compat.ddp.release_static_graph(ddp)
             return
-        # No hook has fired yet: autograd reaches a parameter only after every compiled backward that uses it.
+        # No hook has fired yet: autograd reaches a parameter only after every compiled backward that uses it, and
+        # others have not been reached
         if ddp is not None:  # its reducer is gone with it
             compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
             compat.ddp.silence_reducer(ddp, self.check_prior_reduction, self.log.logged)
         self.state, self.every = "taken", self.every and not several
+
+    def _used_behind(self) -> list[str]:
+        """Return why DDP's reducer has begun with this backward: parameters used behind the module, as by a loss."""
+        task = compat.tensors.backward_task()
+        names = [self._infos[number].fqn for number, last in self._reached.items() if last == task]
+        return [f"outside of the module's forward, its result is used with {counted_names(names)}"] if names else []
 
     def standing_objections(self) -> list[str]:
         """Return the objections to taking over that do not depend on what the model computes."""
@@ -303,15 +314,20 @@ class DdpAdapter(PlainAdapter):
         """See `new_subject`."""
         return new_subject(self._compared, plan, "collectives of a model,")
 
-    def watch(self, numbers: Iterable[int] | None = None) -> None:
-        """Record each gradient that autograd adds from now on: all, or those of the parameters `numbers`.
-
-        That is for calls with eager parts or several graphs, and for parameters that a call's graphs do not use.
-        """
-        for number in self.refs if numbers is None else numbers:
-            parameter = self.refs[number]()
+    def watch(self) -> None:
+        """Record each gradient that autograd adds from now on, for calls with eager parts or several graphs."""
+        for number, ref in self.refs.items():
+            parameter = ref()
             if number not in self._watched and parameter is not None and parameter.requires_grad:
                 self._watch(number, parameter)
+
+    def unwatch(self, numbers: Iterable[int]) -> None:
+        """Stop recording gradients of these parameters, as programs reduce them."""
+        for number in numbers:
+            if number in self._watched:
+                self._watched.pop(number).remove()
+                self._reached.pop(number, None)
+                self.unreduced.discard(number)
 
     def note_arriving(self, reasons: Iterable[str]) -> None:
         """Note why gradients are reduced as autograd adds them. That costs a copy of each, unlike one program."""
@@ -336,6 +352,7 @@ class DdpAdapter(PlainAdapter):
     def _gradient_added(self, number: int, parameter: Any) -> None:
         if parameter.grad is not None:  # autograd calls hooks also where a gradient is absent
             self.unreduced.add(number)
+        self._reached[number] = compat.tensors.backward_task()
         self._beside.add(number)
         if self.arrived is not None:
             self.arrived(number, self._infos[number].fqn)
@@ -352,14 +369,14 @@ class DdpAdapter(PlainAdapter):
         return frozenset(n for n, p in params if p is not None and compat.tensors.will_accumulate(p))
 
     def differs(self, number: int, address: int) -> bool:
-        """Is a parameter's .grad another tensor than the reduced gradient at `address`?
-
-        False for parameters that are not contiguous: autograd copies their gradients anyway.
-        """
+        """Is a parameter's .grad another tensor than the one at `address`?"""
         param = self.refs[number]()
-        if param is None or param.grad is None:
-            return False
-        return param.grad.data_ptr() != address and param.is_contiguous()
+        return param is not None and param.grad is not None and param.grad.data_ptr() != address
+
+    def is_contiguous(self, number: int) -> bool:
+        """Is this a contiguous parameter? Its `.grad` then may be a view of a bucket."""
+        param = self.refs[number]()
+        return param is not None and param.is_contiguous()
 
     def reduce_rest(
         self,
@@ -384,7 +401,6 @@ class DdpAdapter(PlainAdapter):
             for number in sorted(self.unreduced.difference(covered))
             if (param := self.refs[number]()) is not None and param.grad is not None
         }
-        beside = self._beside & left.keys()
         self.unreduced.clear()
         if not outside and not left:
             return
@@ -392,8 +408,10 @@ class DdpAdapter(PlainAdapter):
         for _, param, view, rest in outside:
             param.grad.copy_(view + rest)
         self._note("gradients from outside the module are averaged on their own", [number for number, *_ in outside])
-        self._note("gradients of earlier no_sync steps are averaged on their own", list(left.keys() - beside))
-        self._note("parameters of the module that only other code uses are averaged on their own", sorted(beside))
+        beside = [number for number in left if number in self._watched]
+        self._note("gradients of parameters that only other code uses are averaged on their own", beside)
+        earlier = [number for number in left if number not in self._watched]
+        self._note("gradients of earlier no_sync steps are averaged on their own", earlier)
 
     def _note(self, text: str, numbers: list[int]) -> None:
         note = f"{text}: {', '.join(self._infos[number].fqn for number in numbers)}"

@@ -12,6 +12,7 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp_sync import DdpSync
 from dcompile.capture.adapters.gradient_sync import BackwardCall
 from dcompile.capture.call_state import Invocation, Variant
+from dcompile.runtime.communication.reduced_run import ReducedRun
 
 GRADS = ((0, 7), (1, 8))
 
@@ -24,15 +25,14 @@ class MadeUpDdp:
         self.state, self.reasons, self.group = "undecided", (), "group"
         self.every = self.prepared = self.may_be_alone = self.is_static = False
         self.varies = uneven
+        self.refs: dict[int, Any] = {}
         self.ddp = SimpleNamespace(static_graph=False, find_unused_parameters=uneven)
         self.unreduced: set[int] = set()
         self.decided: list[list[str]] = []
         self.restored: list[str] = []
         self.behind: list[list[str]] = []
         self.arriving: list[tuple[str, ...]] = []
-        self.watched: list[list[int]] = []
         self.marked: list[Any] = []
-        self.refs = {number: lambda: None for number in (7, 8, 9)}
 
     @property
     def eligible(self) -> bool:
@@ -53,14 +53,14 @@ class MadeUpDdp:
         self.decided.append(objections)
         self.state = "stock" if objections else "taken"
 
+    def unwatch(self, numbers: Any) -> None:
+        self.unwatched = set(numbers)
+
     def note_behind(self, reasons: list[str]) -> None:
         self.behind.append(reasons)
 
     def note_arriving(self, reasons: tuple[str, ...]) -> None:
         self.arriving.append(reasons)
-
-    def watch(self, numbers: Any) -> None:
-        self.watched += [sorted(numbers)]
 
     def has_synced(self, numbers: Any) -> None:
         self.marked.append(numbers)
@@ -119,6 +119,9 @@ class MadeUpBuckets:
 
     def begin(self, *args: Any) -> None:
         self.begun.append(args)
+
+    def last_run(self) -> ReducedRun:
+        return ReducedRun({}, {}, lambda number: None)
 
 
 def strategy(adapter: MadeUpDdp, model: MadeUpModel | None = None) -> DdpSync:
@@ -245,14 +248,3 @@ def test_ddps_own_reducer_waits_for_every_gradient():
     assert sync.awaited(GRADS, {7}) == {1}, "ranks say together that there is none of parameter 7"
     adapter.every = True
     assert sync.awaited(GRADS, ()) == frozenset()
-
-
-def test_parameters_that_no_graph_of_a_call_uses_are_watched_once():
-    """Code outside of DDP's forward may use them; the watch costs a call for each gradient."""
-    adapter, model = MadeUpDdp(), MadeUpModel()
-    model.graphs = [MadeUpGraph()]
-    sync = strategy(adapter, model)
-    for _ in range(2):
-        with torch.enable_grad():
-            sync.after_call(Variant((0,), training=True), Invocation(inside_ddp=True, graphs=[0]), torch.ones(1))
-    assert adapter.watched == [[9]]

@@ -459,7 +459,7 @@ class WithScale(torch.nn.Module):
 
 
 def used_only_outside(behind: bool) -> dict[str, Any]:
-    """A parameter is used only by a loss: behind the module, or in a term of its own, which the backward reaches last."""
+    """A parameter is used only by a loss: behind the module, or in a term of its own, which backward reaches last."""
     torch.manual_seed(0)
     stock, ddp = (DDP(WithScale()) for _ in range(2))
     ddp.module.load_state_dict(stock.module.state_dict())

@@ -16,7 +16,6 @@ from dcompile.capture import batched_backward
 from dcompile.capture.adapters.gradient_sync import BackwardCall
 from dcompile.capture.agreement.collective_plan import plan_of
 from dcompile.capture.aliasing.input_views import return_input_views
-from dcompile.capture.aliasing.unshare_gradients import UnshareGradients
 from dcompile.capture.aliasing.view_bases import with_bases_as_traced
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.joint_graph import PartitionResult, donated_positions, saved_positions, take_sync_token
@@ -40,6 +39,7 @@ from dcompile.device_traits import HOST, traits_of
 from dcompile.ir.functional_collectives import NAMESPACE, is_wait
 from dcompile.machine_model import GroupSize
 from dcompile.passes import OutputStep
+from dcompile.results.unshare_gradients import UnshareGradients
 
 Boxed = Callable[[list[Any]], list[Any]]
 NEGATIVE_GRADIENTS = "gradient marked as negative, copied"

@@ -9,9 +9,9 @@ import torch
 import dcompile
 from dcompile import compat
 from dcompile.backend import dcompile_backend
-from dcompile.capture.aliasing import output_views
 from dcompile.compat.tensors import quick_look
 from dcompile.errors import DcompileError
+from dcompile.results import result_steps
 
 # Dynamo itself looks at .grad of a non-leaf
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -109,7 +109,7 @@ def test_looks_are_made_of_tuples(monkeypatch):
         kinds.extend((type(shape), type(strides)))
         return quick_look()(tensor, shape, strides, more)
 
-    monkeypatch.setattr(output_views, "quick_view", look)
+    monkeypatch.setattr(result_steps, "quick_view", look)
     torch._dynamo.reset()
     rows, _ = dcompile.compile(rows_and_loss)(torch.randn(3, 2, 5, requires_grad=True), torch.randn(5, 7))
     rows.sum().backward()

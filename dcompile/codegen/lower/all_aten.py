@@ -10,7 +10,6 @@ from torch.fx import GraphModule, Node
 
 from dcompile.codegen.lower.context import dtype_name, literal_text
 from dcompile.codegen.lower.library_calls import (
-    CALL,
     GraphAttribute,
     has_effect,
     has_no_text,
@@ -24,7 +23,7 @@ from dcompile.codegen.lower.provenance import origin_of
 from dcompile.codegen.lower.symbolic.shapes import opaque_shape
 from dcompile.device_traits import HOST
 from dcompile.ir.index import Size
-from dcompile.ir.nodes import NUMBER, OBJECT, REGION, Arg, Buffer, Extern, Program, Verbatim, View
+from dcompile.ir.nodes import CALL, NUMBER, OBJECT, REGION, Arg, Buffer, Extern, Program, Verbatim, View
 
 
 def lower(

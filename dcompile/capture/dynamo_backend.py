@@ -98,7 +98,9 @@ class DynamoGraph(GraphPrograms):
             inference=callbacks.inference,
             partition=callbacks.partition,
             decompositions={},
-            around=compat.aot_trace.replayed(cached.metadata, None if cached.backward else cached.forward),
+            around=compat.aot_trace.replayed(
+                cached.metadata, None if cached.backward else cached.forward, example_inputs
+            ),
         )
         return compiled
 

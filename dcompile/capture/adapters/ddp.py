@@ -381,10 +381,10 @@ class DdpAdapter(PlainAdapter):
         for _, param, view, rest in outside:
             param.grad.copy_(view + rest)
         self._note("gradients from outside the module are averaged on their own", [number for number, *_ in outside])
-        outside = [number for number in left if number in self._watched]
-        self._note("gradients of parameters that only other code uses are averaged on their own", outside)
-        rest_of_all = [number for number in left if number not in self._watched]
-        self._note("gradients of earlier no_sync steps are averaged on their own", rest_of_all)
+        beside = [number for number in left if number in self._watched]
+        self._note("gradients of parameters that only other code uses are averaged on their own", beside)
+        earlier = [number for number in left if number not in self._watched]
+        self._note("gradients of earlier no_sync steps are averaged on their own", earlier)
 
     def _note(self, text: str, numbers: list[int]) -> None:
         note = f"{text}: {', '.join(self._infos[number].fqn for number in numbers)}"

@@ -100,9 +100,13 @@ def results_to_separate(gm: Any) -> tuple[tuple[int, int, bool], ...]:
     `h.detach()` has no base.
     """
     nodes = gm.graph.output_node().args[0]
-    memories = [memory_of(node) for node in nodes]
-    pairs = ((place, earlier) for place in range(len(nodes)) for earlier in range(place))
-    apart = [(n, m) for n, m in pairs if nodes[n] is not nodes[m] and memories[n] == memories[m] is not None]
+    earlier: dict[int, list[int]] = {}
+    apart = []
+    for place, memory in enumerate(map(memory_of, nodes)):
+        if memory is not None:
+            others = earlier.setdefault(memory, [])
+            apart += [(place, other) for other in others if nodes[place] is not nodes[other]]
+            others.append(place)
     return tuple((n, m, not (_is_detached(nodes[n]) or _is_detached(nodes[m]))) for n, m in apart)
 
 

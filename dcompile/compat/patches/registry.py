@@ -82,6 +82,13 @@ PATCHES: tuple[TorchPatch, ...] = (
         lambda request: (request.told_of_hooks,),
     ),
     TorchPatch(
+        guards.remembered_lines,
+        ("torch._dynamo.guards.format_frame",),
+        "speed",
+        "each guard looks up the line of the model that it comes from, for the reason of a recompilation",
+        FRAME,
+    ),
+    TorchPatch(
         guards.guard_methods,
         ("torch._dynamo.symbolic_convert.InliningInstructionTranslator.inline_call",),
         "correctness",

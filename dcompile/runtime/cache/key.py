@@ -161,6 +161,7 @@ def communicates(gm: GraphModule, request: Request) -> bool:
 
 def _nodes(gm: GraphModule) -> Iterator[str]:
     numbers, groups = device_numbers(gm), group_names(gm)
+    known: dict[int, str] = {}  # values of one layout are often one tensor, which the graph holds
     for node in gm.graph.nodes:
         target = _target(node.target) if node.op == "call_function" else ""
         named = groups if node.op == "call_function" and _collective_schema(node) is not None else {}
@@ -171,7 +172,9 @@ def _nodes(gm: GraphModule) -> Iterator[str]:
         if node.op == "get_attr" and not isinstance(value, torch.Tensor):
             yield from _part(node, value)
             continue
-        yield f"{node.op} {node.name} {target}({args};{kwargs}) {_text(value, numbers)}"
+        if (text := known.get(id(value))) is None:
+            text = known[id(value)] = _text(value, numbers)
+        yield f"{node.op} {node.name} {target}({args};{kwargs}) {text}"
         part = (node.meta.get("custom") or {}).get(PART)
         if part is not None:
             yield f"part {part}"

@@ -19,6 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
+from dcompile.capture.passes.repeated_layers.copied_values import CopiedValues, MemoryOwner, tensors_of
 from dcompile.capture.passes.repeated_layers.find import (
     STAND_IN,
     TAG,
@@ -75,18 +76,6 @@ def check_inputs(layers: RepeatedLayers) -> None:
 
 
 @dataclass(frozen=True)
-class _Owner:
-    """A value of a layer, which owns memory."""
-
-    layer: int
-    """Index among the traced layers."""
-    place: Place
-    number: int
-    """Position among several results of one operation."""
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class _Found:
     """The layers of a traced graph."""
 
@@ -102,7 +91,7 @@ class _Found:
     """For each traced layer: place of each value that the graph returns."""
     results: dict[int, int]
     """Position among the Dynamo graph's results -> among the traced graph's outputs."""
-    owners: dict[int, _Owner | None]
+    owners: dict[int, MemoryOwner | None]
     """Memory -> the first of the layers' values that is stored there; None for values outside of layers."""
 
     def seen_from(self, layer: int) -> Callable[[Node], object]:
@@ -138,8 +127,8 @@ def _find(traced: GraphModule, layers: RepeatedLayers) -> _Found:
     shown = tuple(shown_places(traced, layers.shown[layer], results, where, k) for k, layer in enumerate(layers.traced))
     found = _Found(stretches, where, tuple({} for _ in range(TRACED_LAYERS)), {}, shown, results, {})
     for node in traced.graph.nodes:
-        for number, tensor in enumerate(_tensors(node.meta.get("val"))):
-            owner = _Owner(*where[node], number, tensor.dtype) if node in where else None
+        for number, tensor in enumerate(tensors_of(node.meta.get("val"))):
+            owner = MemoryOwner(*where[node], number, tensor.dtype) if node in where else None
             found.owners.setdefault(compat.tensors.storage_key(tensor), owner)
     output: Any = traced.graph.output_node()
     for place, description in enumerate(output.meta.get("desc", ())):
@@ -216,7 +205,7 @@ def _check_users(node: Node, layer: int, found: _Found) -> None:
 def _text(node: Node, layer: int, found: _Found) -> str:
     """Return a text of all properties of an operation that must be equal in two layers."""
     tag, value = _tag(node), node.meta.get("val")
-    memory = [_memory(tensor, layer, found) for tensor in _tensors(value)]
+    memory = [_memory(tensor, layer, found) for tensor in tensors_of(value)]
     shown = (node.target, tag and (tag[0] - layer, tag[1]), _kind(value), memory, node.meta.get("recompute"))
     return f"{shown} {spell_arguments(node, found.seen_from(layer))}"
 
@@ -283,7 +272,7 @@ class _Copies:
                 for number, (_, its) in enumerate(shown):
                     if position == its:
                         self.nodes[layer, ("tangent", number)] = node
-        self.values = _Values(self)
+        self.values = CopiedValues(found.owners, layers.traced, self.nodes)
 
     def make(self) -> None:
         for stretch, order in (("forward", self.left_out), ("backward", reversed(self.left_out))):
@@ -368,45 +357,3 @@ class _Copies:
         for node in reversed(list(self.traced.graph.nodes)):
             if STAND_IN in (node.meta.get("custom") or {}) and not node.users:
                 self.traced.graph.erase_node(node)
-
-
-class _Values:
-    """Fake values of copied nodes, which share memory with each other as those of the traced layer do."""
-
-    def __init__(self, copies: _Copies) -> None:
-        self.copies = copies
-        self.new: dict[tuple[int, Place, int], Any] = {}
-        """(layer, place, position among several results) -> its new memory."""
-
-    def of(self, value: Any, layer: int, place: Place, like: int) -> Any:
-        """Return the value in `layer` that corresponds to the value at this place of the traced layer `like`."""
-        if isinstance(value, tuple | list):
-            items = [self._tensor(item, layer, place, like, number) for number, item in enumerate(value)]
-            return items if isinstance(value, list) else tuple(items)
-        return self._tensor(value, layer, place, like, 0)
-
-    def _tensor(self, tensor: Any, layer: int, place: Place, like: int, number: int) -> Any:
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        owner = self.copies.found.owners[compat.tensors.storage_key(tensor)]
-        if owner is None:
-            return tensor
-        there = layer + owner.layer - like
-        if self.copies.layers.traced[owner.layer] == there:
-            return tensor  # it has the right memory already
-        if (there, owner.place, owner.number) == (layer, place, number):
-            memory = self.new[layer, place, number] = compat.tensors.fake_memory(tensor.untyped_storage().nbytes())
-        else:
-            memory = self._memory(there, owner.place, owner.number)
-        return compat.tensors.fake_like(tensor, memory)
-
-    def _memory(self, layer: int, place: Place, number: int) -> Any:
-        if (layer, place, number) in self.new:
-            return self.new[layer, place, number]
-        return list(_tensors(self.copies.nodes[layer, place].meta["val"]))[number].untyped_storage()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    for item in value if isinstance(value, tuple | list) else (value,):
-        if isinstance(item, torch.Tensor) and item.layout == torch.strided:
-            yield item

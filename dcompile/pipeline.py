@@ -37,12 +37,14 @@ from dcompile.capture.passes.dynamo.decode_attention import decompose_decode_att
 from dcompile.capture.passes.dynamo.grouped_experts import group_experts
 from dcompile.capture.passes.dynamo.grouped_query_attention import use_grouped_query_attention
 from dcompile.capture.passes.dynamo.inline_regions import inline_checkpoints, inline_nested_regions
+from dcompile.capture.passes.dynamo.linear_upsampling import gather_upsampling_gradients
 from dcompile.capture.passes.dynamo.loss_gradient_in_forward import compute_loss_gradient_in_forward
 from dcompile.capture.passes.dynamo.recurrent_layers import keep_recurrent_layers_whole
 from dcompile.capture.passes.dynamo.skip_masked_attention import skip_masked_attention
 from dcompile.capture.passes.dynamo.unfold_by_slices import view_unfold_by_slices
 from dcompile.capture.passes.joint.channels_last import use_channels_last
 from dcompile.capture.passes.joint.compact_pool_indices import compact_pool_indices, drop_saved_pool_inputs
+from dcompile.capture.passes.joint.contiguous_rows import keep_rows_contiguous
 from dcompile.capture.passes.joint.narrow_gathers import narrow_gathers
 from dcompile.capture.passes.joint.pad_groups import pad_groups
 from dcompile.capture.passes.joint.pad_matmul import pad_matmuls
@@ -71,6 +73,7 @@ DYNAMO_PASSES: tuple[GraphPass, ...] = (
     GraphPass(keep_recurrent_layers_whole, required=True),
     # torch writes zeros into the gaps between windows that are changed in place
     GraphPass(view_unfold_by_slices, required=True),
+    GraphPass(gather_upsampling_gradients, lambda request: (request.planned_for,), when=with_own_kernels),
     GraphPass(recognize_causal_masks, when=with_own_kernels),
     GraphPass(decompose_decode_attention, when=with_own_kernels),
     # after causal masks, for which kernels have a flag, and single queries, whose keys are read once
@@ -104,6 +107,8 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     GraphPass(use_channels_last, stages=BOTH, when=with_own_kernels),
     # after layouts: padding is for channels-last convolutions
     GraphPass(pad_groups, stages=BOTH, when=with_own_kernels),
+    # after convolutions: what they leave permuted
+    GraphPass(keep_rows_contiguous, stages=BOTH, when=with_own_kernels),
     # after layouts: nothing changes strides from here on
     GraphPass(drop_saved_pool_inputs, stages=("joint",), when=with_own_kernels),
     GraphPass(recompute_loss_chunks, stages=("joint",), required=True),
@@ -174,6 +179,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
     from dcompile.codegen.schedule.fusion.matmul_epilogue import fuse_matmul_epilogues
     from dcompile.codegen.schedule.fusion.narrow_buffers import narrow_buffers
     from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
+    from dcompile.codegen.schedule.fusion.recompute_rows import recompute_rows
     from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
     from dcompile.codegen.schedule.fusion.skinny_matmul import choose_skinny_matmuls
     from dcompile.codegen.schedule.fusion.split_reductions import (
@@ -211,6 +217,8 @@ def loop_passes() -> tuple[LoopPass, ...]:
         LoopPass(split_column_reductions, reorders_sums=True),
         LoopPass(split_row_reductions, reorders_sums=True),
         LoopPass(refuse_after_split),
+        # after splitting, whose loops need not be read by all programs of another
+        LoopPass(recompute_rows, reorders_sums=True),
         # after fusion, which computes unshared values where they are sent: the remaining copies are of matmuls
         LoopPass(send_in_place, needs_loops=False),
         # after fusion, so that a bucket's all-reduce starts after the real kernel that writes its last gradient

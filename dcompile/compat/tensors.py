@@ -89,6 +89,44 @@ def is_relabelled(value: Any) -> bool:
     return type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
+def is_received_later(value: Any) -> bool:
+    """Whether this is the result of a collective that an eager operator waits for (AsyncCollectiveTensor)."""
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and isinstance(value, module.AsyncCollectiveTensor)
+
+
+def as_if_received(value: Any) -> Any:
+    """Return the plain tensor that is inside, without waiting; for fake tensors."""
+    return value.elem.detach().requires_grad_(value.requires_grad)
+
+
+def received(value: Any) -> Any:
+    """Wait for a tensor that is received later; return it as a plain tensor, also for autograd."""
+    import torch
+
+    if not (value.requires_grad and torch.is_grad_enabled()):
+        return value.trigger_wait()
+    return _receive().apply(value)
+
+
+@functools.cache
+def _receive() -> Any:
+    import torch
+
+    class Receive(torch.autograd.Function):
+        """torch's own wait returns the tensor inside, which requires no gradient."""
+
+        @staticmethod
+        def forward(ctx: Any, value: Any) -> Any:
+            return value.trigger_wait().detach()  # a new tensor: autograd writes into it
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients[0]
+
+    return Receive
+
+
 def backward_task() -> int:
     """Number of the backward that runs now; -1 outside."""
     import torch

@@ -17,6 +17,7 @@ from dcompile.codegen.lower.context import Lowering, dtype_name
 from dcompile.codegen.lower.lazy_tensor import (
     LazyTensor,
     broadcast,
+    broadcast_shape,
     constant,
     constant_of,
     copy_of,
@@ -364,10 +365,10 @@ def _index_put(
 
 
 def _put_sizes(x: LazyTensor, indices: Sequence[LazyTensor | None]) -> Shape:
-    """Return sizes whose product is the number of values, where all indices have one shape."""
+    """Return sizes whose product is the number of values."""
     given = {dim for dim, index in enumerate(indices) if index is not None}
-    largest = max((i.shape for i in indices if i is not None), key=lambda shape: typical(size_product(shape)))
-    return (*largest, *(size for dim, size in enumerate(x.shape) if dim not in given))
+    together = broadcast_shape([index.shape for index in indices if index is not None])
+    return (*together, *(size for dim, size in enumerate(x.shape) if dim not in given))
 
 
 def _added_by_rows(low: Lowering, x: LazyTensor, indices: Sequence[LazyTensor | None], values: LazyTensor) -> Result:

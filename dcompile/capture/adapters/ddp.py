@@ -327,7 +327,6 @@ class DdpAdapter(PlainAdapter):
             if number in self._watched:
                 self._watched.pop(number).remove()
                 self._reached.pop(number, None)
-                self.unreduced.discard(number)
 
     def note_arriving(self, reasons: Iterable[str]) -> None:
         """Note why gradients are reduced as autograd adds them. That costs a copy of each, unlike one program."""

@@ -17,12 +17,13 @@ _HOLDERS: list[Callable[[], Callable[[], None] | None]] = []
 """Weak references to methods that release process groups' resources."""
 
 
-def before_groups_end(callback: Callable[[], None]) -> None:
+def before_groups_end(callback: Callable[[], None], *, first: bool = False) -> None:
     """Call a bound method before process groups end, by destroy_process_group or `abort`, if its object is still alive.
 
-    When a communicator ends, NCCL waits for every CUDA graph that contains its collectives.
+    When a communicator ends, NCCL waits for every CUDA graph that contains its collectives. Dropping a graph waits for
+    its kernels. So methods that end waiting kernels come `first`.
     """
-    _HOLDERS.append(weakref.WeakMethod(callback))
+    _HOLDERS.insert(0 if first else len(_HOLDERS), weakref.WeakMethod(callback))
     hear_of_destroyed_groups()
 
 

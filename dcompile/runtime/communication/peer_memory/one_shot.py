@@ -59,7 +59,7 @@ class InboxGroup:
         self.reason = self._mapped.reasons.get("inbox", "")
         if not self.reason:
             self.addresses = torch.tensor(self._mapped.addresses["inbox"], dtype=torch.int64, device=device)
-            compat.groups.before_groups_end(self.release_waiting)
+            compat.groups.before_groups_end(self.release_waiting, first=True)
 
     def release_waiting(self) -> None:
         """Let kernels end that wait for a rank, if the job was called off. Called before groups end."""

@@ -61,13 +61,14 @@ def guards_kept(found: Captured) -> Iterator[None]:
 def described(gm: Any, model: nn.Module) -> Iterator[Any]:
     """Nodes of a graph with all that compilers read of them; modules by name instead of identity."""
     names = {str(id(module)): name for name, module in model.named_modules()}
+    numbers = {node: number for number, node in enumerate(gm.graph.nodes)}
     memory: dict[int, list[torch.fx.Node]] = {}
 
     def place(node: torch.fx.Node, example: torch.Tensor) -> int:
         """The first value in the same memory. Values inside of layers may share it with those of other layers."""
         first = memory.setdefault(example.untyped_storage()._cdata, [])
         first.append(node)
-        return next(n for n, other in enumerate(gm.graph.nodes) if other in first and is_seen(other, _layer(node)))
+        return next(numbers[other] for other in first if is_seen(other, _layer(node)))
 
     def value(node: torch.fx.Node, example: Any) -> Any:
         if isinstance(example, tuple | list):

@@ -23,8 +23,9 @@ from dcompile.codegen.schedule.fusion.skinny_matmul import (
     skinny_loops,
 )
 from dcompile.errors import BuildError
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.gemm import Algorithm, Chosen, Geometry
-from dcompile.ir.nodes import Buffer, Extern, Loop, Program, Tile, View
+from dcompile.ir.nodes import Extern, Loop, Program, Tile, View
 from dcompile.runtime.measure import autotune, skinny_contest
 from dcompile.runtime.program import cuda_launch
 

@@ -24,8 +24,9 @@ from dcompile.capture.joint_graph import PartitionResult, gradient_positions, pa
 from dcompile.capture.passes.dynamo.has_matmul import multiplies
 from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
 from dcompile.capture.passes.joint.absent_gradients import can_be_absent, shapes_of, tangents
+from dcompile.capture.passes.repeated_layers.compare import LayersDiffer
 from dcompile.capture.passes.repeated_layers.find import RepeatedLayers, repeated_layers, shorten
-from dcompile.capture.passes.repeated_layers.replicate import LayersDiffer, check_inputs, unfold
+from dcompile.capture.passes.repeated_layers.replicate import check_inputs, unfold
 from dcompile.capture.services import figures_by_type
 from dcompile.capture.trace_cache.graph_trace import GraphTrace
 from dcompile.capture.trace_cache.trace_key import trace_key

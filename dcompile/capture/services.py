@@ -19,7 +19,7 @@ from dcompile.collectives.contract import (
     ShardSource,
     ShardUnit,
 )
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 from dcompile.machine_model import Figures, table_figures
 
 

@@ -9,9 +9,10 @@ from typing import TypeAlias
 
 from dcompile.collectives.bucket import assign, lay_out
 from dcompile.collectives.contract import BucketRule, ParamInfo
+from dcompile.ir.buffers import ITEMSIZE, Bucket, Buffer
 from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
 from dcompile.ir.index import Index, as_index, contiguous_strides
-from dcompile.ir.nodes import ITEMSIZE, Bucket, Buffer, Collective, Extern, Loop, Program, Step, View, Wait
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, Step, View, Wait
 
 KIND: PlannedKind = "all_reduce"
 Output: TypeAlias = View | Index | int | float | bool | None

@@ -8,21 +8,9 @@ from typing import TypeAlias
 
 from dcompile.collectives.contract import ParamInfo
 from dcompile.collectives.fsdp_units import holder_of_unit, shard_of, unit_buckets
+from dcompile.ir.buffers import Bucket, Buffer
 from dcompile.ir.index import Index, as_index, as_size
-from dcompile.ir.nodes import (
-    Arg,
-    Bucket,
-    Buffer,
-    Collective,
-    Extern,
-    Load,
-    Loop,
-    Program,
-    Step,
-    Value,
-    View,
-    Wait,
-)
+from dcompile.ir.nodes import Arg, Collective, Extern, Load, Loop, Program, Step, Value, View, Wait
 
 
 @dataclass(frozen=True, slots=True)

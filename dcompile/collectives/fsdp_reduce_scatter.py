@@ -9,8 +9,9 @@ from math import prod
 from dcompile.collectives.contract import ParamInfo
 from dcompile.collectives.ddp_all_reduce import can_place, copy_into, products_last
 from dcompile.collectives.fsdp_units import APART_BYTES, holder_of_unit, shard_of, unit_buckets
+from dcompile.ir.buffers import ITEMSIZE, WITHIN, Bucket, Buffer
 from dcompile.ir.index import contiguous_strides
-from dcompile.ir.nodes import ITEMSIZE, WITHIN, Bucket, Buffer, Collective, Extern, Program, Step, View, Wait
+from dcompile.ir.nodes import Collective, Extern, Program, Step, View, Wait
 
 
 @dataclass(frozen=True, slots=True)

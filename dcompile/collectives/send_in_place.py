@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from dcompile.ir.nodes import Buffer, Collective, Extern, Load, Loop, Program, Step, Store, View
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Collective, Extern, Load, Loop, Program, Step, Store, View
 
 
 def send_in_place(program: Program) -> Program:

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from dcompile import compat
 from dcompile.collectives.contract import Predicted
-from dcompile.explain.timeline import OWN, advise, label
+from dcompile.explain.measured_steps import label
+from dcompile.explain.timeline import OWN, advise
 from dcompile.explain.timeline import MeasuredCollective as Measured
 from dcompile.explain.timeline_bars import duration
+from dcompile.ir.buffers import holder_of
 from dcompile.ir.diagram import buffer_bytes, bytes_text
 from dcompile.ir.functional_collectives import group_of, is_wait, kind_of, whole_bytes
-from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait, holder_of
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dcompile.capture.compiled_model import CompiledModel
 from dcompile.collectives.contract import ProgramReport
 from dcompile.errors import NotCompiledError
 from dcompile.explain.sources import source_of_frames
-from dcompile.ir.nodes import ITEMSIZE
+from dcompile.ir.buffers import ITEMSIZE
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.index import Index, Size, var
 from dcompile.ir.nodes import (
-    ITEMSIZE,
     Apply,
-    Buffer,
     Const,
     Extern,
     IndexOf,

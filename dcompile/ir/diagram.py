@@ -7,7 +7,8 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from dcompile.ir.nodes import Buffer, Collective, Extern, Loop, Program, Step, View, Wait
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, Step, View, Wait
 from dcompile.ir.text import show_buffer
 
 COLOURS = {"kernel": "#d5e8d4", "library": "#dae8fc", "fallback": "#f8cecc", "collective": "#ffe6cc", "wait": "#fff2cc"}

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.collective_kinds import KINDS, CollectiveKind
 from dcompile.ir.index import typical
-from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Extern, Step, views_of
+from dcompile.ir.nodes import Collective, Extern, Step, views_of
 
 NAMESPACE = "_c10d_functional."
 WAITS = ("wait_tensor", "wait_tensors")

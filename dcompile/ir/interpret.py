@@ -18,15 +18,12 @@ from typing import Any
 import numpy as np
 
 from dcompile.ir.analysis import inner_names, is_row_store, outer_names, product_buffer
+from dcompile.ir.buffers import IN_DONOR, ITEMSIZE, WITHIN, Buffer
 from dcompile.ir.float8 import BYTES, FLOAT8, from_bytes, to_bytes
 from dcompile.ir.index import Index, Size, as_index, element_span, evaluate, evaluate_on
 from dcompile.ir.nodes import (
-    IN_DONOR,
-    ITEMSIZE,
-    WITHIN,
     Apply,
     Arg,
-    Buffer,
     Collective,
     Const,
     Extern,

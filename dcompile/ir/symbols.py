@@ -6,22 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from dcompile.ir.buffers import NUMBER, Buffer
 from dcompile.ir.index import Index, Size, Var, as_index, is_symbol, substitute, substitute_size, var
-from dcompile.ir.nodes import (
-    NUMBER,
-    Arg,
-    Buffer,
-    Collective,
-    Extern,
-    IndexOf,
-    Load,
-    Loop,
-    Program,
-    Step,
-    Store,
-    Value,
-    View,
-)
+from dcompile.ir.nodes import Arg, Collective, Extern, IndexOf, Load, Loop, Program, Step, Store, Value, View
 
 What: TypeAlias = Literal["value", "shape", "stride"]
 

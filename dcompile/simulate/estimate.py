@@ -12,8 +12,9 @@ from dcompile.codegen.schedule.order.cost_model import collective_bytes, duratio
 from dcompile.codegen.schedule.order.overlap_collectives import overlap_collectives
 from dcompile.codegen.schedule.order.simulate import PredictedTimeline, timeline
 from dcompile.collectives.contract import ParamInfo
+from dcompile.ir.buffers import ITEMSIZE, Buffer, holder_of
 from dcompile.ir.index import typical
-from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Program, View, Wait, holder_of
+from dcompile.ir.nodes import Collective, Program, View, Wait
 from dcompile.machine_model import LEAST_COPIED, Figures
 from dcompile.simulate.trace import ParallelLayout, TracedStep
 

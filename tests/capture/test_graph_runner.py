@@ -15,7 +15,7 @@ from dcompile.capture.batched_backward import COUNTED, NOTE
 from dcompile.capture.dynamo_backend import DynamoGraph
 from dcompile.capture.graph_runner import NEGATIVE_GRADIENTS, WHOLE_BACKWARD, GraphPrograms, own_collectives
 from dcompile.collectives.contract import BucketRule, ParamInfo, Shard
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 from dcompile.machine_model import CPU, GroupSize
 from tests.capture.made_up import MadeUp, MadeUpAdapter, made_up
 

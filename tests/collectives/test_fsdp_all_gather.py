@@ -10,9 +10,10 @@ from dcompile.collectives.contract import ParamInfo, Shard
 from dcompile.collectives.fsdp_all_gather import insert_all_gathers
 from dcompile.collectives.fsdp_reduce_scatter import copied_bytes, insert_reduce_scatters
 from dcompile.errors import VerifyError
+from dcompile.ir.buffers import Buffer, holder_of
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Apply, Buffer, Collective, Extern, Load, Loop, Program, Store, View, Wait, holder_of
+from dcompile.ir.nodes import Apply, Collective, Extern, Load, Loop, Program, Store, View, Wait
 from dcompile.ir.verify import verify
 
 

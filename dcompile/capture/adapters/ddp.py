@@ -314,12 +314,12 @@ class DdpAdapter(PlainAdapter):
 
     def accumulates(self, numbers: Iterable[int]) -> bool:
         """Does this backward add to .grad of any of these? torch.autograd.grad does not; DDP then reduces nothing."""
-        return any(p is not None and compat.tensors.will_accumulate(p) for p in (self.refs[n]() for n in numbers))
+        return any(p is not None and compat.autograd.will_accumulate(p) for p in (self.refs[n]() for n in numbers))
 
     def accumulating(self, numbers: Iterable[int]) -> frozenset[int]:
         """Return those of these parameters to whose .grad this backward adds. It takes 1 us each."""
         params = ((number, self.refs[number]()) for number in numbers)
-        return frozenset(n for n, p in params if p is not None and compat.tensors.will_accumulate(p))
+        return frozenset(n for n, p in params if p is not None and compat.autograd.will_accumulate(p))
 
     def differs(self, number: int, address: int) -> bool:
         """Is a parameter's .grad another tensor than the reduced gradient at `address`?

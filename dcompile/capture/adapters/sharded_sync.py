@@ -89,7 +89,7 @@ class ShardedSync(GradientSync):
 
     def _flush_after_backward(self, shards: Any) -> None:
         """At the end of a backward that accumulates gradients, reduce those that earlier backwards left."""
-        task = compat.tensors.backward_task(), id(shards)
+        task = compat.autograd.backward_task(), id(shards)
         if task not in self._flushing:
             self._flushing.add(task)
 
@@ -97,8 +97,8 @@ class ShardedSync(GradientSync):
                 self._flushing.discard(task)
                 shards.flush()
 
-            compat.tensors.at_end_of_backward(flush)
+            compat.autograd.at_end_of_backward(flush)
 
     def accumulates(self, numbers: Iterable[int]) -> bool:
         """Does this backward add to the gradient of any of these virtual parameters?"""
-        return any(compat.tensors.will_accumulate(self._adapter.virtual(number)) for number in numbers)
+        return any(compat.autograd.will_accumulate(self._adapter.virtual(number)) for number in numbers)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from math import prod
 
 from dcompile.collectives.contract import ParamInfo
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 
 
 def plan_of(buckets: Iterable[Bucket], params: Iterable[ParamInfo]) -> list[str]:

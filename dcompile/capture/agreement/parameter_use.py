@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dcompile.compat.tensors import is_compiled_backward
+from dcompile.compat.autograd import is_compiled_backward
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

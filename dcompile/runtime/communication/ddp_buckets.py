@@ -9,8 +9,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from dcompile.compat.tensors import copy_all, multiply_all, storage_use_count, will_accumulate, zero_all
-from dcompile.ir.nodes import Bucket
+from dcompile.compat.autograd import will_accumulate
+from dcompile.compat.storage_holders import storage_use_count
+from dcompile.compat.tensors import copy_all, multiply_all, zero_all
+from dcompile.ir.buffers import Bucket
 from dcompile.runtime.communication.work import PendingCollective, count_replayed, start_sum
 
 MAX_KEPT_STORAGES = 2

@@ -342,7 +342,9 @@ class ReplayedExecutable:
             if isinstance(arg, torch.Tensor):
                 address = arg.untyped_storage().data_ptr()
                 # a retained graph holds the same tensor: one holder of the storage, which must not be given up
-                held[address] = held.get(address, 0) + (1 if compat.tensors.only_python_holds(arg) else -len(args))
+                held[address] = held.get(address, 0) + (
+                    1 if compat.storage_holders.only_python_holds(arg) else -len(args)
+                )
         for address, count in held.items():
             memory = taken.get(address)
             if memory is not None and memory.pool == pool and memory.holders == count and not memory.pinned:

@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dcompile.codegen.emit.target import KernelSource, LibraryReplacement
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import Size
-from dcompile.ir.nodes import Buffer, Extern, Program, View
+from dcompile.ir.nodes import Extern, Program, View
 
 ATEN_MATMULS = ("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default")
 

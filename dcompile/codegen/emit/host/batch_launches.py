@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dcompile.codegen.emit.host.buffer_uses import known_bytes
 from dcompile.codegen.emit.host.expressions import HostExpressions
 from dcompile.codegen.emit.target import Kernels, KernelSource
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import Size, as_index
-from dcompile.ir.nodes import Buffer, Program, View
+from dcompile.ir.nodes import Program, View
 
 ROOM_BYTES = 1 << 24
 """Bytes that batching GPU kernels may hold longer: a launch takes about 3 us."""

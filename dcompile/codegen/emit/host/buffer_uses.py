@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from dcompile.codegen.emit.target import KernelSource
-from dcompile.ir.nodes import Buffer, Collective, Extern, Loop, Program, View, views_of
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, View, views_of
 
 
 def views_in(step: Extern) -> list[View]:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dcompile.codegen.emit.host.allocate import HostBuffers
 from dcompile.codegen.emit.host.expressions import HostExpressions
 from dcompile.codegen.emit.target import KernelSource
+from dcompile.ir.buffers import Bucket, Buffer
 from dcompile.ir.collective_kinds import bucket_traits
-from dcompile.ir.nodes import Bucket, Buffer, Collective, Extern, Program, View, Wait, views_of
+from dcompile.ir.nodes import Collective, Extern, Program, View, Wait, views_of
 
 
 class CollectiveCalls:

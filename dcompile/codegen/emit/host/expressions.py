@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from dcompile.ir.buffers import IN_DONOR, ITEMSIZE, Buffer, holder_of
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_index, as_size, floordiv
-from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, Arg, Buffer, Program, Verbatim, View, holder_of
+from dcompile.ir.nodes import Arg, Program, Verbatim, View
 
 _TAKEN = frozenset(
     (

@@ -13,8 +13,9 @@ from dcompile.codegen.emit.host.aten_calls import in_torch, out_overload, resolv
 from dcompile.codegen.emit.host.buffer_uses import last_uses
 from dcompile.codegen.emit.target import Kernels, KernelSource, LibraryReplacement
 from dcompile.errors import ExportError
+from dcompile.ir.buffers import IN_DONOR, WITHIN
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_index
-from dcompile.ir.nodes import IN_DONOR, WITHIN, Arg, Extern, Loop, Program, Step, Verbatim, View
+from dcompile.ir.nodes import Arg, Extern, Loop, Program, Step, Verbatim, View
 from dcompile.ir.symbols import late_symbols, sources
 
 SHIMS = {"aten.addmm.out": "aoti_torch_cpu_addmm_out", "aten.baddbmm.out": "aoti_torch_cpu_baddbmm_out"}

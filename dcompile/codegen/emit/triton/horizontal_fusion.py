@@ -16,7 +16,8 @@ from dcompile.codegen.emit.target import KernelSource, Launch
 from dcompile.codegen.emit.triton.library import AFTER, HEADER, used_functions
 from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, TYPES
 from dcompile.codegen.emit.triton.printer import overlap
-from dcompile.ir.nodes import Buffer, Collective, Extern, Loop, Program, Wait
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait
 
 MAX_DIFFERENT_LOOPS = 8
 """Loops in one launch, unless they are equal; of equal loops, the number of different sizes."""

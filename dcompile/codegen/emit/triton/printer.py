@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterable, Mapping
 
 from dcompile.codegen.emit.float8 import decoded
 from dcompile.codegen.emit.triton.ops import SPELLING, literal, register_type
-from dcompile.codegen.nest.gpu_tiling import TileDim, TilePlan, count, row_number
 from dcompile.codegen.nest.loop_nest import Axis, Levels, levels, may_exceed
+from dcompile.codegen.nest.tile_plan import TileDim, TilePlan, count, row_number
 from dcompile.device_traits import MAX_INT32_ELEMENTS, MULTIPROCESSORS
 from dcompile.ir.analysis import operands, runtime_refs
+from dcompile.ir.buffers import IN_DONOR, ITEMSIZE, WITHIN, Buffer
 from dcompile.ir.index import (
     Atom,
     Div,
@@ -24,7 +25,7 @@ from dcompile.ir.index import (
     is_nonnegative,
     is_symbol,
 )
-from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, WITHIN, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Store
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Store
 from dcompile.ir.ops import REDUCTIONS, SCANS
 
 CHECK = "tl.device_assert"

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from dcompile.ir.nodes import Apply, Buffer, Extern, Load, Loop, Program, Step, View
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Apply, Extern, Load, Loop, Program, Step, View
 
 ADDING = {"aten.mm.default": "aten.addmm.default", "aten.bmm.default": "aten.baddbmm.default"}
 DTYPES = ("float32", "float64")  # narrower ones round after each addition, and an accumulating matmul does not

@@ -11,8 +11,9 @@ from dcompile.codegen.schedule.fusion.merge import LoopMerger, without
 from dcompile.codegen.schedule.order.dependences import edges
 from dcompile.device_traits import traits_of
 from dcompile.ir.analysis import takes_over
+from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.index import typical
-from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, Step, View
+from dcompile.ir.nodes import Loop, Program, Step, View
 
 BRIEF_BYTES = 1 << 16
 """Bytes that a GPU kernel moves within its launch time, 5 us: a smaller kernel joins another with a common input."""

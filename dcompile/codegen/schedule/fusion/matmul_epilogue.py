@@ -15,25 +15,11 @@ from dcompile.codegen.nest.loop_nest import stride
 from dcompile.codegen.schedule.order.dependences import edges
 from dcompile.device_traits import MAX_INT32_ELEMENTS, traits_of
 from dcompile.ir.analysis import is_row_store, runtime_refs, sizes
+from dcompile.ir.buffers import Buffer, holder_of
 from dcompile.ir.canonical_names import buffers_in, rename_buffers
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES, gemm_layout
 from dcompile.ir.index import ZERO, Index, substitute, var
-from dcompile.ir.nodes import (
-    Buffer,
-    Extern,
-    IndexOf,
-    Load,
-    Loop,
-    Matmul,
-    Program,
-    Reduce,
-    Scan,
-    Step,
-    Store,
-    Tile,
-    View,
-    holder_of,
-)
+from dcompile.ir.nodes import Extern, IndexOf, Load, Loop, Matmul, Program, Reduce, Scan, Step, Store, Tile, View
 from dcompile.ir.symbols import used_symbols
 
 MIN_EPILOGUE_FLOPS = 1 << 30

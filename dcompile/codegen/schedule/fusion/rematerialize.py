@@ -15,22 +15,9 @@ from dcompile.codegen.schedule.fusion.iteration_space import divisions, solve
 from dcompile.codegen.schedule.fusion.merge import MAX_BUFFERS, MAX_VALUES, append_value, mask_value, move_value
 from dcompile.device_traits import loop_traits
 from dcompile.ir.analysis import ancestors, ranges, runtime_refs, turning_point
+from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.index import Index, Ranges, substitute, typical, var
-from dcompile.ir.nodes import (
-    ITEMSIZE,
-    Apply,
-    Buffer,
-    Const,
-    IndexOf,
-    Load,
-    Loop,
-    Program,
-    Ref,
-    Step,
-    Store,
-    Value,
-    View,
-)
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Program, Ref, Step, Store, Value, View
 from dcompile.ir.ops import OPS
 
 MIN_RECOMPUTE_BYTES = 1 << 20

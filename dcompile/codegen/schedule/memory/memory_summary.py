@@ -12,9 +12,10 @@ import numpy as np
 
 from dcompile.codegen.schedule.memory.plan import escaping_buffers, held_by_results, live_ranges
 from dcompile.codegen.schedule.memory.reuse_external import workspaces
+from dcompile.ir.buffers import IN_DONOR, ITEMSIZE, Buffer
 from dcompile.ir.diagram import bytes_text
 from dcompile.ir.index import typical
-from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, Buffer, Collective, Extern, Loop, Program, Step
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, Step
 
 MAX_HOLDERS = 8
 """Holders of the peak listed by name, the largest first."""

@@ -19,8 +19,9 @@ from dcompile.codegen.schedule.memory.reuse_external import (
 from dcompile.codegen.schedule.memory.separate_allocations import fits, heirs_of, movable, set_apart
 from dcompile.device_traits import main_device, traits_of
 from dcompile.ir.analysis import takes_over
+from dcompile.ir.buffers import IN_DONOR, ITEMSIZE, Buffer, holder_of
 from dcompile.ir.index import Size, as_index, as_size
-from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, Buffer, Extern, Loop, Program, View, holder_of
+from dcompile.ir.nodes import Extern, Loop, Program, View
 from dcompile.ir.symbols import late_symbols
 
 Life = tuple[int, int]

@@ -10,7 +10,8 @@ import numpy as np
 from dcompile.codegen.schedule.memory.plan import escaping_buffers, plan_memory
 from dcompile.codegen.schedule.memory.reuse_external import is_known, workspace_bytes
 from dcompile.codegen.schedule.order.dependences import edges
-from dcompile.ir.nodes import IN_DONOR, Collective, Program, Step, View
+from dcompile.ir.buffers import IN_DONOR
+from dcompile.ir.nodes import Collective, Program, Step, View
 
 WINDOW_STEPS = 6
 """Steps that may run before the one whose turn it is: neighbours share caches, and planning time stays linear."""

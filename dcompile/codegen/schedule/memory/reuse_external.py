@@ -15,7 +15,8 @@ import numpy as np
 
 from dcompile.codegen.schedule.memory.offsets import Block, align_size, best_gap, place
 from dcompile.device_traits import traits_of
-from dcompile.ir.nodes import Buffer, Collective, Extern, Program, Step, View, Wait, holder_of
+from dcompile.ir.buffers import Buffer, holder_of
+from dcompile.ir.nodes import Collective, Extern, Program, Step, View, Wait
 
 SMALLEST_HOST, SMALLEST_GUEST = 1 << 12, 1 << 8
 """Bytes: below these, computing an address in each call costs more than the saved memory gains."""

@@ -15,25 +15,10 @@ from dcompile.codegen.schedule.order.simulate import is_copied_gather
 from dcompile.device_traits import loop_traits, main_device, traits_of
 from dcompile.ir import functional_collectives
 from dcompile.ir.analysis import operands, row_values, sizes
+from dcompile.ir.buffers import ITEMSIZE, Bucket, Buffer
 from dcompile.ir.collective_kinds import COLLECTIVES
 from dcompile.ir.index import Index, Size, typical
-from dcompile.ir.nodes import (
-    ITEMSIZE,
-    Apply,
-    Bucket,
-    Buffer,
-    Collective,
-    Const,
-    Extern,
-    IndexOf,
-    Load,
-    Loop,
-    Program,
-    Step,
-    View,
-    Wait,
-    views_of,
-)
+from dcompile.ir.nodes import Apply, Collective, Const, Extern, IndexOf, Load, Loop, Program, Step, View, Wait, views_of
 from dcompile.ir.ops import OPS
 from dcompile.ir.predicate import QUERIES_AT_ONCE, allowed_pairs, parse_predicate
 from dcompile.machine_model import Figures, GroupSize, collective_seconds, copying_seconds

@@ -14,8 +14,9 @@ from itertools import groupby
 
 from dcompile.codegen.schedule.order.dependences import edges
 from dcompile.device_traits import loop_traits
+from dcompile.ir.buffers import Buffer, holder_of
 from dcompile.ir.canonical_names import nameless
-from dcompile.ir.nodes import Buffer, Loop, Program, Step, holder_of
+from dcompile.ir.nodes import Loop, Program, Step
 
 SMALL_BYTES = 1 << 10
 """Largest result that may live longer because of reordering, for each loop."""

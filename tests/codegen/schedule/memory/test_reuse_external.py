@@ -14,9 +14,10 @@ from dcompile.codegen.schedule.memory.offsets import Block, place
 from dcompile.codegen.schedule.memory.plan import escaping_buffers, live_ranges, plan_memory
 from dcompile.codegen.schedule.memory.reuse_external import SEPARATE, DonorBuffer, lodge
 from dcompile.errors import VerifyError
+from dcompile.ir.buffers import IN_DONOR
 from dcompile.ir.index import var
 from dcompile.ir.interpret import GARBAGE, interpret
-from dcompile.ir.nodes import IN_DONOR, Apply, Collective, Extern, Load, Loop, Program, Store, Wait
+from dcompile.ir.nodes import Apply, Collective, Extern, Load, Loop, Program, Store, Wait
 from dcompile.ir.verify import verify
 from tests.codegen.emit import cpp_kernel
 from tests.codegen.emit.harness import call, compiled, placed, read

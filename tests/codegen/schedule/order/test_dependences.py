@@ -3,9 +3,10 @@ import time
 import pytest
 
 from dcompile.codegen.schedule.order.dependences import edges, remove_dead_steps, respects, touches
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Apply, Buffer, Collective, Extern, IndexOf, Load, Loop, Program, Store, View, Wait
+from dcompile.ir.nodes import Apply, Collective, Extern, IndexOf, Load, Loop, Program, Store, View, Wait
 from dcompile.ir.verify import verify
 from tests.ir.fuzz import random_program
 

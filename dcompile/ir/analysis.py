@@ -195,7 +195,7 @@ def _passes_that_need(loop: Loop, loads: frozenset[Ref]) -> list[int]:
 
 def product_buffer(product: Matmul) -> Buffer:
     """Buffer for the result of a GEMM, as it would be in memory."""
-    *_, left, right = (view for view in product.call.args if isinstance(view, View))
+    *_, left, right = product.call.views
     shape = left.shape[0], right.shape[1]
     return Buffer(product.out, product.dtype, shape, (shape[1], 1))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dcompile.ir.collective_kinds import BucketTraits, PlannedKind, bucket_traits
 from dcompile.ir.float8 import BYTES
-from dcompile.ir.index import Size, as_index, as_size
+from dcompile.ir.index import Size, as_index, as_size, typical
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class Buffer:
     bytes:
 
     - "arena": temporaries, reused from call to call.
-    - "bucket:NAME": a gradient bucket.
+    - IN_BUCKET and the name of a gradient bucket.
     - "out": allocated in each call, because it escapes to the caller or is large.
     - "input": memory of the caller.
     - "library": allocated by a library call.
@@ -64,7 +64,33 @@ class Buffer:
         assert isinstance(extent, int), f"{self.name} has a dynamic shape"
         return extent * ITEMSIZE[self.dtype]
 
+    @property
+    def typical_bytes(self) -> int:
+        """Bytes from the first to the last element, where a symbolic size counts as a typical one."""
+        return typical(self.extent) * ITEMSIZE[self.dtype]
 
+    @property
+    def bucket(self) -> str | None:
+        """Name of the gradient bucket that it is stored in, or None."""
+        return self._named_behind(IN_BUCKET)
+
+    @property
+    def donor(self) -> str | None:
+        """Name of the donor buffer in whose memory it is placed, or None."""
+        return self._named_behind(IN_DONOR)
+
+    @property
+    def holder(self) -> str | None:
+        """Name of the buffer that contains it, or None."""
+        return self._named_behind(WITHIN)
+
+    def _named_behind(self, prefix: str) -> str | None:
+        storage = self.storage or ""
+        return storage.removeprefix(prefix) if storage.startswith(prefix) else None
+
+
+IN_BUCKET = "bucket:"
+"""Prefix of the name of a bucket, in whose memory a buffer is placed."""
 IN_DONOR = "in:"
 """Prefix of the name of a donor buffer, in whose memory another buffer is placed."""
 NUMBER = "symint"
@@ -80,12 +106,6 @@ ITEMSIZE = {
 """Bytes of one element."""
 WITHIN = "within:"
 """Prefix of the name of the buffer that contains another one."""
-
-
-def holder_of(buffer: Buffer) -> str | None:
-    """Name of the buffer that contains this one, or None."""
-    storage = buffer.storage or ""
-    return storage.removeprefix(WITHIN) if storage.startswith(WITHIN) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dcompile.ir.buffers import Buffer
-from dcompile.ir.nodes import Collective, Extern, Loop, Program, Step, View, Wait
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, Step, Wait
 from dcompile.ir.text import show_buffer
 
 COLOURS = {"kernel": "#d5e8d4", "library": "#dae8fc", "fallback": "#f8cecc", "collective": "#ffe6cc", "wait": "#fff2cc"}
@@ -84,7 +84,7 @@ def _statements(program: Program) -> Iterator[str]:
     yield 'edge [color="#888888", fontcolor="#555555", fontname=monospace, fontsize=8]'
     legend = " ".join(f'{kind} [fillcolor="{colour}"]' for kind, colour in COLOURS.items())
     yield f"subgraph legend {{ rank=same {legend} }}"
-    escaping = {output.buffer for output in program.outputs if isinstance(output, View)}
+    escaping = program.returned
     for number, step in enumerate(program.steps):
         label = _quote("\n".join(_words(step, program, escaping)))
         colour = COLOURS[kind_of(step)]
@@ -99,7 +99,7 @@ def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _words(step: Step, program: Program, escaping: set[str]) -> tuple[str, ...]:
+def _words(step: Step, program: Program, escaping: frozenset[str]) -> tuple[str, ...]:
     table, inputs = program.table, set(program.inputs)
     match step:
         case Loop():

@@ -56,5 +56,5 @@ def whole_bytes(step: Extern, table: Mapping[str, Buffer]) -> int:
     """Bytes of the operands or of the results, whichever is larger."""
     views = [view for arg in step.args for view in views_of(arg)]
     sent = sum(prod(map(typical, view.shape)) * ITEMSIZE[table[view.buffer].dtype] for view in views)
-    made = sum(typical(table[out].extent) * ITEMSIZE[table[out].dtype] for out in step.outs if out is not None)
+    made = sum(table[out].typical_bytes for out in step.outs if out is not None)
     return max(sent, made)

@@ -13,8 +13,8 @@ its buffer. A variable `v7` in an index is the run-time integer computed by valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from dcompile.ir.buffers import Bucket, Buffer
@@ -238,8 +238,19 @@ class Extern:
         return self.mode == "alloc" and (self.fallback or self.effect or self.aliases)
 
     @property
+    def leaves(self) -> Iterator[Arg]:
+        """Arguments, and keyword arguments behind them, with those inside tuples, depth first."""
+        for arg in (*self.args, *(value for _, value in self.kwargs)):
+            yield from leaves_of(arg)
+
+    @property
+    def views(self) -> tuple[View, ...]:
+        """All views among the arguments, in this order."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, View))
+
+    @property
     def reads(self) -> frozenset[str]:
-        return frozenset(view.buffer for arg in (*self.args, *(v for _, v in self.kwargs)) for view in views_of(arg))
+        return frozenset(view.buffer for view in self.views)
 
     @property
     def writes(self) -> frozenset[str]:
@@ -351,11 +362,31 @@ class Program:
     def table(self) -> dict[str, Buffer]:
         return {buffer.name: buffer for buffer in self.buffers}
 
+    @property
+    def returned(self) -> frozenset[str]:
+        """Buffers that outputs are views of."""
+        return frozenset(output.buffer for output in self.outputs if isinstance(output, View))
+
+
+def leaves_of(arg: Arg) -> Iterator[Arg]:
+    """Yield an argument, or what is inside of it if it is a tuple, depth first."""
+    if isinstance(arg, tuple):
+        for item in arg:
+            yield from leaves_of(item)
+    else:
+        yield arg
+
 
 def views_of(arg: Arg) -> Iterator[View]:
-    """All views inside an argument, depth first."""
-    if isinstance(arg, View):
-        yield arg
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from views_of(item)
+    """Yield all views inside an argument, depth first."""
+    return (leaf for leaf in leaves_of(arg) if isinstance(leaf, View))
+
+
+def map_arguments(call: Extern, change: Callable[[Arg], Arg]) -> Extern:
+    """Return a call with each argument changed; of a tuple, what is inside of it."""
+
+    def changed(arg: Arg) -> Arg:
+        return tuple(map(changed, arg)) if isinstance(arg, tuple) else change(arg)
+
+    kwargs = tuple((name, changed(value)) for name, value in call.kwargs)
+    return replace(call, args=tuple(map(changed, call.args)), kwargs=kwargs)

@@ -21,14 +21,14 @@ The rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 
 from dcompile.errors import VerifyError
 from dcompile.ir.analysis import inner_names, outer_names, product_buffer
 from dcompile.ir.buffers import ITEMSIZE, NUMBER, Buffer
 from dcompile.ir.index import Index, as_index, contiguous_strides, flatten, var
-from dcompile.ir.nodes import Arg, Collective, Extern, Load, Loop, Program, View, Wait, views_of
+from dcompile.ir.nodes import Collective, Extern, Load, Loop, Program, View, Wait
 from dcompile.ir.symbols import specialise, symbols_of
 from dcompile.ir.text import show_step
 from dcompile.ir.verify_loop import BrokenRule, check_loop, extent_of, require
@@ -183,11 +183,11 @@ def _check_view(view: View, table: Mapping[str, Buffer], symbols: frozenset[str]
 
 
 def _check_extern(step: Extern, table: Mapping[str, Buffer], symbols: frozenset[str]) -> None:
-    for arg in (*step.args, *(value for _, value in step.kwargs)):
-        for view in views_of(arg):
-            _check_view(view, table, symbols)
-        for index in _indices_of(arg):
-            require(index.variables <= symbols, f"{step.op} uses an unknown symbol in {index}")
+    for leaf in step.leaves:
+        if isinstance(leaf, View):
+            _check_view(leaf, table, symbols)
+        elif isinstance(leaf, Index):
+            require(leaf.variables <= symbols, f"{step.op} uses an unknown symbol in {leaf}")
     for name in step.outs:
         require(name is not None or step.mode == "alloc", f"{step.op}: only an alloc call may drop a result")
         require(name is None or name in table, f"{step.op} writes unknown buffer {name}")
@@ -197,14 +197,6 @@ def _check_extern(step: Extern, table: Mapping[str, Buffer], symbols: frozenset[
         require(step.writes <= step.reads, f"{step.op} works in place on what is not an argument")
     else:
         require(not step.writes & step.reads, f"{step.op} reads what it writes")
-
-
-def _indices_of(arg: Arg) -> Iterable[Index]:
-    if isinstance(arg, Index):
-        yield arg
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from _indices_of(item)
 
 
 def _check_outputs(program: Program, table: Mapping[str, Buffer], symbols: frozenset[str], written: set[str]) -> None:

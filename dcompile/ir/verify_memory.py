@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dcompile.ir.analysis import takes_over
-from dcompile.ir.buffers import IN_DONOR, ITEMSIZE, WITHIN, Buffer, holder_of
+from dcompile.ir.buffers import IN_BUCKET, IN_DONOR, ITEMSIZE, WITHIN, Buffer
 from dcompile.ir.index import Size
-from dcompile.ir.nodes import Extern, Program, View
+from dcompile.ir.nodes import Extern, Program
 from dcompile.ir.verify_loop import BrokenRule, require
 
 _PLANNED = frozenset(("arena", "out", "input", "library"))
@@ -20,19 +20,19 @@ def check_memory(program: Program, table: Mapping[str, Buffer]) -> None:
     if not any(buffer.storage in _PLANNED for buffer in program.buffers):
         return
     capacity: dict[str, Size] = {"arena": program.arena_bytes}
-    capacity |= {f"bucket:{b.name}": b.numel * ITEMSIZE[b.dtype] for b in program.buckets}
+    capacity |= {IN_BUCKET + b.name: b.numel * ITEMSIZE[b.dtype] for b in program.buckets}
     hosts = [buffer for buffer in program.buffers if isinstance(buffer.extent, int) and _may_host(buffer, program)]
     capacity |= {IN_DONOR + buffer.name: buffer.nbytes for buffer in hosts}
-    holders = {holder for buffer in program.buffers if (holder := holder_of(buffer)) is not None}
+    holders = {holder for buffer in program.buffers if (holder := buffer.holder) is not None}
     require(holders <= table.keys(), f"parts of unknown buffers: {', '.join(sorted(holders - table.keys()))}")
     capacity |= {f"{WITHIN}{name}": table[name].nbytes for name in holders}
-    escaping = {output.buffer for output in program.outputs if isinstance(output, View)}
+    escaping = program.returned
     shared: dict[str, list[Buffer]] = defaultdict(list)
     for buffer in program.buffers:
         require(buffer.storage is not None, f"{buffer.name} has no place in memory")
         is_input = buffer.name in program.inputs
         require((buffer.storage == "input") == is_input, f"{buffer.name} cannot lie in {buffer.storage}")
-        lodged = (buffer.storage or "").startswith(IN_DONOR)
+        lodged = buffer.donor is not None
         inside = buffer.storage == "arena" or lodged
         over = lodged and _is_over_saved(buffer, program, table)
         hidden = not inside or over or buffer.name not in escaping
@@ -52,7 +52,7 @@ def check_memory(program: Program, table: Mapping[str, Buffer]) -> None:
 
 def _is_over_saved(buffer: Buffer, program: Program, table: Mapping[str, Buffer]) -> bool:
     """Whether a buffer covers the whole of a donated input."""
-    host = (buffer.storage or "").removeprefix(IN_DONOR)
+    host = buffer.donor
     return host in program.donated and buffer.offset == 0 and buffer.extent == table[host].extent
 
 
@@ -67,7 +67,7 @@ def _lives(program: Program) -> dict[str, tuple[int, int]]:
     its result. So such arguments live as long as the results.
     """
     lives: dict[str, tuple[int, int]] = {}
-    holders = {buffer.name: holder for buffer in program.buffers if (holder := holder_of(buffer)) is not None}
+    holders = {buffer.name: holder for buffer in program.buffers if (holder := buffer.holder) is not None}
     for position, step in enumerate(program.steps):
         names = step.reads | step.writes
         for name in names.union(holders[name] for name in names if name in holders):
@@ -75,9 +75,8 @@ def _lives(program: Program) -> dict[str, tuple[int, int]]:
     for name in program.inputs:
         if name in lives:
             lives[name] = (-1, lives[name][1])
-    for output in program.outputs:
-        if isinstance(output, View) and output.buffer in lives:
-            lives[output.buffer] = (lives[output.buffer][0], len(program.steps))
+    for name in program.returned & lives.keys():
+        lives[name] = (lives[name][0], len(program.steps))
     for step in reversed(program.steps):
         if isinstance(step, Extern) and step.holds:
             end = max((lives[name][1] for name in step.writes), default=0)

@@ -31,7 +31,7 @@ class HostBuffers:
         if name in self.text.hosts:
             self._inherit(self.text.hosts[name])
             return
-        if name in self.batch.allocated or buffer.storage == "arena" or self.text.bucket_of(buffer) is not None:
+        if name in self.batch.allocated or buffer.storage == "arena" or buffer.bucket is not None:
             return
         self.batch.make_room(buffer)
         self.batch.allocated.add(name)

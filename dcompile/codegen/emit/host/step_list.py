@@ -102,12 +102,8 @@ def _buffer(program: Program, name: str) -> dict[str, Any]:
 
 
 def _steps(program: Program, kernels: Kernels) -> list[dict[str, Any]]:
-    hosts = {
-        buffer.name: (buffer.storage or "").removeprefix(IN_DONOR)
-        for buffer in program.buffers
-        if (buffer.storage or "").startswith(IN_DONOR)
-    }
-    returned = {output.buffer for output in program.outputs if isinstance(output, View)}
+    hosts = {buffer.name: buffer.donor for buffer in program.buffers if buffer.donor is not None}
+    returned = program.returned
     dying: dict[int, list[str]] = {}
     for name, position in last_uses(program, kernels.calls, hosts).items():
         if name not in returned and name not in program.inputs:

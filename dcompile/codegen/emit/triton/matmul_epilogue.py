@@ -62,7 +62,7 @@ class MatmulWriter:
         buffers = {**table, product.out: self.result}
         self.text = TritonText(plan, buffers, registers={product.out: PRODUCT}, ragged=ragged)
         self.plan, self.nest, self.line = plan, nest, self.text.line
-        *added, self.left, self.right = (view for view in product.call.args if isinstance(view, View))
+        *added, self.left, self.right = product.call.views
         self.bias = added[0] if added else None
         self.down, self.across = (
             -(-size // block) for size, block in zip((rows, columns), (tile.rows, tile.columns), strict=True)

@@ -10,7 +10,7 @@ from dcompile.codegen.nest.loop_nest import Axis, Levels, levels, may_exceed
 from dcompile.codegen.nest.tile_plan import TileDim, TilePlan, count, row_number
 from dcompile.device_traits import MAX_INT32_ELEMENTS, MULTIPROCESSORS
 from dcompile.ir.analysis import operands, runtime_refs
-from dcompile.ir.buffers import IN_DONOR, ITEMSIZE, WITHIN, Buffer
+from dcompile.ir.buffers import IN_BUCKET, IN_DONOR, ITEMSIZE, WITHIN, Buffer
 from dcompile.ir.index import (
     Atom,
     Div,
@@ -394,6 +394,6 @@ def overlap(a: Buffer, b: Buffer) -> bool:
 def _home(buffer: Buffer) -> str:
     """Return the memory that the buffer's offset refers to: shared, or that of one buffer."""
     storage = buffer.storage or ""
-    if storage == "arena" or storage.startswith(("bucket:", WITHIN)):
+    if storage == "arena" or storage.startswith((IN_BUCKET, WITHIN)):
         return storage
     return storage if storage.startswith(IN_DONOR) else IN_DONOR + buffer.name

@@ -68,7 +68,7 @@ def find_sums(program: Program) -> list[SummedMatmuls]:
             writers[name].append(number)
         for name in step.reads:
             readers[name].append(number)
-    shown = {output.buffer for output in program.outputs if isinstance(output, View)}
+    shown = program.returned
     table, found = program.table, []
     for number, step in enumerate(program.steps):
         addends = _addends(step, table) if isinstance(step, Loop) else None

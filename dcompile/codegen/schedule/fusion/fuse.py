@@ -11,9 +11,7 @@ from dcompile.codegen.schedule.fusion.merge import LoopMerger, without
 from dcompile.codegen.schedule.order.dependences import edges
 from dcompile.device_traits import traits_of
 from dcompile.ir.analysis import takes_over
-from dcompile.ir.buffers import ITEMSIZE, Buffer
-from dcompile.ir.index import typical
-from dcompile.ir.nodes import Loop, Program, Step, View
+from dcompile.ir.nodes import Loop, Program, Step
 
 BRIEF_BYTES = 1 << 16
 """Bytes that a GPU kernel moves within its launch time, 5 us: a smaller kernel joins another with a common input."""
@@ -48,7 +46,7 @@ def fuse(program: Program) -> Program:
 
 def drop_internal(program: Program) -> Program:
     """Remove stores that no other step and no output reads."""
-    escaping = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
+    escaping = program.returned.union(program.inputs)
     readers: dict[str, set[int]] = {}
     for number, step in enumerate(program.steps):
         for name in step.reads | (frozenset() if isinstance(step, Loop) else step.writes):
@@ -81,11 +79,11 @@ class _StepGraph:
         self.members = {number: 1 << number for number in self.steps}
         self.living = list(self.steps)
         """The current step that contains each original one."""
-        self.nbytes = {buffer.name: _nbytes(buffer) for buffer in program.buffers}
+        self.nbytes = {buffer.name: buffer.typical_bytes for buffer in program.buffers}
         self.table, self.donated = program.table, frozenset(program.donated)
         self.devices = {buffer.name: buffer.device for buffer in program.buffers}
         self.parts = dict(program.parts)
-        self.kept = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
+        self.kept = program.returned.union(program.inputs)
         self.first = {number: number for number in self.steps}  # original position: keeps the order stable
         self.before: dict[int, int] = {}
         self.after: dict[int, int] = dict.fromkeys(self.steps, 0)
@@ -259,10 +257,6 @@ class _StepGraph:
     def _living(self, bits: int) -> set[int]:
         """Return the current steps that contain these original ones."""
         return {self.living[n] for n in _bits(bits)}
-
-
-def _nbytes(buffer: Buffer) -> int:
-    return typical(buffer.extent) * ITEMSIZE[buffer.dtype]
 
 
 def _bits(bits: int) -> Iterator[int]:

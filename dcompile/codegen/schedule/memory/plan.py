@@ -19,9 +19,9 @@ from dcompile.codegen.schedule.memory.reuse_external import (
 from dcompile.codegen.schedule.memory.separate_allocations import fits, heirs_of, movable, set_apart
 from dcompile.device_traits import main_device, traits_of
 from dcompile.ir.analysis import takes_over
-from dcompile.ir.buffers import IN_DONOR, ITEMSIZE, Buffer, holder_of
+from dcompile.ir.buffers import IN_DONOR, ITEMSIZE, Buffer
 from dcompile.ir.index import Size, as_index, as_size
-from dcompile.ir.nodes import Extern, Loop, Program, View
+from dcompile.ir.nodes import Extern, Loop, Program
 from dcompile.ir.symbols import late_symbols
 
 Life = tuple[int, int]
@@ -160,7 +160,7 @@ def live_ranges(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[
     its collective, so they live while it is in flight. A touch of a part counts as a touch of the whole buffer.
     """
     lives: dict[str, Life] = {}
-    holders = {buffer.name: holder for buffer in program.buffers if (holder := holder_of(buffer)) is not None}
+    holders = {buffer.name: holder for buffer in program.buffers if (holder := buffer.holder) is not None}
     for position, step in enumerate(program.steps):
         names = step.reads | step.writes
         names = names.union(holders[name] for name in names if name in holders)
@@ -189,7 +189,7 @@ def escaping_buffers(program: Program) -> frozenset[str]:
 
 
 def _escaping_names(program: Program, behind: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    shown = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
+    shown = program.returned
     return shown.union(*(behind[name] for name in shown if name in behind))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from dcompile.codegen.schedule.memory.offsets import Block, align_size, best_gap, place
 from dcompile.device_traits import traits_of
-from dcompile.ir.buffers import Buffer, holder_of
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.nodes import Collective, Extern, Program, Step, View, Wait
 
 SMALLEST_HOST, SMALLEST_GUEST = 1 << 12, 1 << 8
@@ -86,7 +86,7 @@ def hosts_of(
 
 def in_flight(program: Program) -> frozenset[str]:
     """Return the buffers that collectives use, in part or as a whole; their storage is what the runtime expects."""
-    holders = {buffer.name: holder for buffer in program.buffers if (holder := holder_of(buffer)) is not None}
+    holders = {buffer.name: holder for buffer in program.buffers if (holder := buffer.holder) is not None}
     return frozenset(
         found
         for step in program.steps

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dcompile.ir.nodes import Collective, Extern, Program, Step, View, Wait
+from dcompile.ir.nodes import Collective, Extern, Program, Step, Wait
 from dcompile.ir.symbols import late_symbols, used_symbols
 
 
@@ -77,7 +77,7 @@ def remove_dead_steps(program: Program) -> Program:
     Kept: the steps that outputs depend on, writes to inputs, in-place calls, collectives, and library calls with
     effects. Unread results of library allocations become None.
     """
-    live = {output.buffer for output in program.outputs if isinstance(output, View)} | set(program.inputs)
+    live = program.returned.union(program.inputs)
     live |= _tellers(program)
     kept: list[Step] = []
     for step in reversed(program.steps):

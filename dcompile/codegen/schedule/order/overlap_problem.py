@@ -9,9 +9,8 @@ import numpy as np
 
 from dcompile.codegen.schedule.order.cost_model import collective_bytes
 from dcompile.codegen.schedule.order.dependences import communicates, edges
-from dcompile.ir.buffers import ITEMSIZE, Buffer, holder_of
-from dcompile.ir.index import typical
-from dcompile.ir.nodes import Collective, Program, Step, View, Wait
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Collective, Program, Step, Wait
 from dcompile.machine_model import GroupSize
 
 
@@ -60,8 +59,8 @@ class OverlapProblem:
         self.times = np.concatenate(([0.0], np.cumsum([seconds[n] for n in self.computing])))
         """Start time of the step after each place, if computation never waited."""
         table = program.table
-        self.root = {name: holder_of(buffer) or name for name, buffer in table.items()}
-        self.sizes = {name: _nbytes(table[name]) for name in {*self.root.values()} & table.keys()}
+        self.root = {name: buffer.holder or name for name, buffer in table.items()}
+        self.sizes = {name: held_bytes(table[name]) for name in {*self.root.values()} & table.keys()}
         for name in program.inputs:
             self.sizes.pop(name, None)  # held by the caller in every order
         self.exchanges = tuple(self._exchanges())
@@ -138,9 +137,9 @@ class OverlapProblem:
             for name in {self.root[name] for name in step.reads | step.writes if name in self.root}:
                 first.setdefault(name, place)
                 last[name] = place
-        for output in self.program.outputs:
-            if isinstance(output, View) and self.root[output.buffer] in first:
-                last[self.root[output.buffer]] = count - 1
+        for name in self.program.returned:
+            if self.root[name] in first:
+                last[self.root[name]] = count - 1
         change = np.zeros(count + 1, np.int64)
         for name, begin in first.items():
             change[begin] += self.sizes.get(name, 0)
@@ -200,11 +199,9 @@ class OverlapProblem:
                 yield steps[self.computing[place]]
 
 
-def _nbytes(buffer: Buffer) -> int:
+def held_bytes(buffer: Buffer) -> int:
     """Return the bytes that a program holds for a buffer; 0 for gradient buckets, which exist in every order."""
-    if (buffer.storage or "").startswith("bucket:"):
-        return 0
-    return typical(buffer.extent) * ITEMSIZE[buffer.dtype]
+    return buffer.typical_bytes if buffer.bucket is None else 0
 
 
 def _waited_for(steps: Sequence[Step], firsts: Sequence[Iterable[int]], waits: Mapping[int, int]) -> list[set[int]]:

@@ -21,7 +21,7 @@ from dcompile.capture.graph_boundary import COPIED, COPIES_IN, with_flat_inputs,
 from dcompile.capture.graph_pass import GraphRequest, run_passes
 from dcompile.capture.graph_runner import Boxed, GraphPrograms, mark_boxed
 from dcompile.capture.joint_graph import PartitionResult, gradient_positions, partition_joint, returned_views
-from dcompile.capture.passes.dynamo.has_matmul import multiplies
+from dcompile.capture.passes.dynamo.captured_nodes import multiplies
 from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
 from dcompile.capture.passes.joint.absent_gradients import can_be_absent, shapes_of, tangents
 from dcompile.capture.passes.repeated_layers.compare import LayersDiffer

@@ -38,9 +38,6 @@ class GradientBuckets(BucketSource, Protocol):
     def mark_used(self, numbers: Iterable[int]) -> None:
         """Mark parameters for which this rank has gradients in `.grad`, from any program."""
 
-    def reduce_all(self) -> None:
-        """Reduce every bucket, as a program does, with the contents of `.grad`."""
-
     def reduce_behind(self, numbers: Collection[int], before: Collection[int]) -> None:
         """Reduce every bucket after a backward whose program has not, with `.grad` of the parameters `numbers`."""
 

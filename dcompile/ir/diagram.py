@@ -25,6 +25,11 @@ def bytes_text(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
+def count_text(number: int, noun: str) -> str:
+    """Text of a count: `1 kernel`, `2 kernels`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def buffer_bytes(buffer: Buffer) -> int | None:
     """Bytes of a buffer with a static size; None for others."""
     static = all(isinstance(size, int) for size in (*buffer.shape, *buffer.strides))
@@ -78,7 +83,7 @@ def render(text: str) -> str | None:
 
 def _statements(program: Program) -> Iterator[str]:
     counts = ((program.steps, "step"), (program.inputs, "input"), (program.outputs, "output"))
-    title = f"{program.name}: {', '.join(_count(len(items), noun) for items, noun in counts)}"
+    title = f"{program.name}: {', '.join(count_text(len(items), noun) for items, noun in counts)}"
     yield f"graph [label={_quote(title)}, labelloc=t, labeljust=l, fontname=monospace, fontsize=10]"
     yield 'node [shape=box, style="rounded,filled", fontname=monospace, fontsize=10]'
     yield 'edge [color="#888888", fontcolor="#555555", fontname=monospace, fontsize=8]'
@@ -117,14 +122,10 @@ def _words(step: Step, program: Program, escaping: frozenset[str]) -> tuple[str,
     lines.append(f"in {_total(step.reads, table)}, out {_total(step.writes, table)}")
     ends = []
     if count := len(step.reads & inputs):
-        ends.append(_count(count, "input"))
+        ends.append(count_text(count, "input"))
     if count := len(step.writes & escaping):
-        ends.append(_count(count, "output"))
+        ends.append(count_text(count, "output"))
     return (*lines, ", ".join(ends)) if ends else tuple(lines)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _flow_words(names: Sequence[str], table: Mapping[str, Buffer]) -> str:

@@ -15,7 +15,7 @@ from dcompile.codegen.schedule.order.simulate import PredictedTimeline, timeline
 from dcompile.collectives.contract import ParamInfo
 from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.nodes import Collective, Program, View, Wait
-from dcompile.machine_model import LEAST_COPIED, Figures
+from dcompile.machine_model import MIN_COPIED_BYTES, Figures
 from dcompile.simulate.trace import ParallelLayout, TracedStep
 
 UPDATE_SHARE = 0.63
@@ -31,7 +31,7 @@ class Setup:
     state_dtype: str = "bfloat16"
     """Dtype in which parameters, gradients and Adam's two moments are stored."""
     early_bytes: int | None = None
-    least_copied: int = LEAST_COPIED
+    least_copied: int = MIN_COPIED_BYTES
     """Average bytes of a gather from which ranks of one machine copy."""
 
 

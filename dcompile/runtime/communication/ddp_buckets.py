@@ -247,14 +247,6 @@ class BucketSet:
         rest = (number for number, _ in bucket.places if number not in bucket.scaled)
         return [self._view(number, memory) for number in rest if self._param(number) is not None]
 
-    def reduce_all(self) -> None:
-        """Reduce every bucket from what .grad holds of each parameter, as a program would."""
-        memories = {bucket.name: self.acquire(bucket.name) for bucket in self.buckets}
-        for name, memory in memories.items():
-            self.start(name, memory)
-        for name, memory in memories.items():
-            self.wait(name, memory)
-
     def reduce_behind(self, numbers: Collection[int], before: Collection[int]) -> None:
         """Reduce every bucket after a backward whose program did not.
 

@@ -15,8 +15,8 @@ from dcompile.ir.nodes import Loop, Program, Step
 
 BRIEF_BYTES = 1 << 16
 """Bytes that a GPU kernel moves within its launch time, 5 us: a smaller kernel joins another with a common input."""
-LARGE_BYTES, MOST_BETWEEN = 1 << 20, 4
-"""Two loops whose merge saves `LARGE_BYTES` also merge up to `MOST_BETWEEN` loops that stand between them."""
+LARGE_BYTES, MAX_LOOPS_BETWEEN = 1 << 20, 4
+"""Two loops whose merge saves `LARGE_BYTES` also merge up to `MAX_LOOPS_BETWEEN` loops that stand between them."""
 MIN_SHARED_BYTES = 4096  # a smaller shared read is in L1 anyway, and merging siblings only lengthens the kernel
 
 
@@ -160,7 +160,7 @@ class _StepGraph:
             return []
         between = sorted(self._living(bits), key=lambda n: (self.before[n].bit_count(), self.first[n]))
         loops = [step for n in (a, *between, b) if isinstance(step := self.steps[n], Loop)]
-        if len(between) > MOST_BETWEEN or len(loops) < len(between) + 2:
+        if len(between) > MAX_LOOPS_BETWEEN or len(loops) < len(between) + 2:
             return []
         one: Loop | None = loops[0]
         for loop in loops[1:]:

@@ -24,7 +24,7 @@ STEPS_OF_CAP = 8
 MIN_SAVED_BYTES = 1 << 16
 """Bytes that placements must save at least."""
 MIN_SEPARATE_BYTES = 1 << 17
-WORTH_APART = 100
+MIN_SAVING_DIVISOR = 100
 """Divisor of the peak: separate allocations must save 1/100 of it. Fresh pages made steps up to 7 % slower (Llama,
 LSTM; a busy machine, with a lower limit than this)."""
 SMALL_ARENA = 1 << 16
@@ -197,7 +197,7 @@ def lodge(
     within = within if cost(within) + MIN_SAVED_BYTES <= cost(usual) else usual
     small = {n for n in everything if int(blocks[n].nbytes) < MIN_SEPARATE_BYTES}  # type: ignore[arg-type]
     apart = best_of(within, bound | small)
-    return apart if cost(apart) + max(MIN_SAVED_BYTES, within.peak // WORTH_APART) <= cost(within) else within
+    return apart if cost(apart) + max(MIN_SAVED_BYTES, within.peak // MIN_SAVING_DIVISOR) <= cost(within) else within
 
 
 def _options(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -58,17 +58,6 @@ def edges(steps: Sequence[Step], *, ordered_starts: bool = True) -> list[frozens
 def communicates(step: Step) -> bool:
     """Return whether a library call is a collective, or waits for one, which dcompile cannot split into two steps."""
     return isinstance(step, Extern) and "c10d" in step.op
-
-
-def respects(after: Sequence[Step], before: Sequence[Step]) -> bool:
-    """Are these the same steps, in an order that keeps every edge of the old order?"""
-    places: dict[Step, deque[int]] = defaultdict(deque)
-    for place, step in enumerate(after):
-        places[step].append(place)
-    moved = [places[step].popleft() if places[step] else -1 for step in before]
-    if len(after) != len(before) or -1 in moved:
-        return False
-    return all(moved[first] < moved[number] for number, firsts in enumerate(edges(before)) for first in firsts)
 
 
 def remove_dead_steps(program: Program) -> Program:

@@ -148,7 +148,7 @@ def test_planning_keeps_every_value(small):
 
 
 def test_what_follows_in_memory_of_a_blocks_own_keeps_every_value(small, monkeypatch):
-    for name, value in {"MIN_SEPARATE_BYTES": 1, "WORTH_APART": 1 << 30, "BYTES_PER_DONOR": 1 << 30}.items():
+    for name, value in {"MIN_SEPARATE_BYTES": 1, "MIN_SAVING_DIVISOR": 1 << 30, "BYTES_PER_DONOR": 1 << 30}.items():
         monkeypatch.setattr(reuse_external, name, value)
     monkeypatch.setattr(plan, "hosts_of", lambda *_: [])
     followed = 0

@@ -31,6 +31,21 @@ def tracing_settings(
     `dynamic`, floats of modules and arguments stay constants. `layers_once`: calls of equal layers are traced twice,
     and copied for the others.
     """
+    import torch._dynamo.config as config
+
+    settings = _settings(dynamic, late_sizes, sizes_alone)
+    request = PatchRequest(
+        sync_batch_norm=sync_batch_norm,
+        told_of_hooks=told_of_hooks,
+        group_experts=group_experts,
+        layers_once=layers_once,
+    )
+    with config.patch(settings), patched("frame", request):  # type: ignore[no-untyped-call, unused-ignore]
+        yield
+
+
+def _settings(dynamic: bool | None, late_sizes: bool, sizes_alone: bool) -> dict[str, Any]:
+    """Return the settings by name, as far as this torch has them."""
     import logging
 
     import torch
@@ -71,14 +86,7 @@ def tracing_settings(
     # After a kernel that evicted the cache, the code of each Python call is fetched from memory.
     if hasattr(config, "record_runtime_overhead"):
         settings["record_runtime_overhead"] = False
-    request = PatchRequest(
-        sync_batch_norm=sync_batch_norm,
-        told_of_hooks=told_of_hooks,
-        group_experts=group_experts,
-        layers_once=layers_once,
-    )
-    with config.patch(settings), patched("frame", request):  # type: ignore[no-untyped-call, unused-ignore]
-        yield
+    return settings
 
 
 def keeps_static_graphs() -> bool:

@@ -32,12 +32,12 @@ def check_memory(program: Program, table: Mapping[str, Buffer]) -> None:
         require(buffer.storage is not None, f"{buffer.name} has no place in memory")
         is_input = buffer.name in program.inputs
         require((buffer.storage == "input") == is_input, f"{buffer.name} cannot lie in {buffer.storage}")
-        lodged = buffer.donor is not None
-        inside = buffer.storage == "arena" or lodged
-        over = lodged and _is_over_saved(buffer, program, table)
+        has_donor = buffer.donor is not None
+        inside = buffer.storage == "arena" or has_donor
+        over = has_donor and _is_over_saved(buffer, program, table)
         hidden = not inside or over or buffer.name not in escaping
         require(hidden, f"output {buffer.name} lies in the {buffer.storage}")
-        require(not lodged or buffer.storage in capacity, f"{buffer.name} may not lie in {buffer.storage}")
+        require(not has_donor or buffer.storage in capacity, f"{buffer.name} may not lie in {buffer.storage}")
         if buffer.storage in capacity:
             shared[buffer.storage].append(buffer)
             offset, size = buffer.offset, capacity[buffer.storage]

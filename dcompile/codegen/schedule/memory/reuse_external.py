@@ -42,7 +42,7 @@ block that has a separate allocation."""
 class DonorBuffer:
     """A buffer that may hold others: until step `edge` writes it (`early`), or after step `edge` has read it.
 
-    At step `edge` itself, memory may change hands in place, for the pairs in `heirs` of `lodge`.
+    At step `edge` itself, memory may change hands in place, for the pairs in `heirs` of `place_in_donors`.
     """
 
     name: str
@@ -150,7 +150,7 @@ def held_bytes(
     return np.cumsum(change[:-1])
 
 
-def lodge(
+def place_in_donors(
     blocks: Sequence[Block],
     hosts: Sequence[DonorBuffer],
     heirs: Mapping[int, Set[str]],
@@ -174,10 +174,10 @@ def lodge(
         return usual
     options = _options(blocks, hosts, heirs, bound) if hosts else [np.zeros(0, np.int64)] * len(blocks)
 
-    def cost(lodging: Placement) -> int:
-        count = sum(host == SEPARATE for host, _ in lodging.places)
-        later = 0 if beside is None else beside + total + lodging.arena_bytes
-        return max(lodging.peak, later) + count * (usual.peak // BYTES_PER_DONOR)
+    def cost(placement: Placement) -> int:
+        count = sum(host == SEPARATE for host, _ in placement.places)
+        later = 0 if beside is None else beside + total + placement.arena_bytes
+        return max(placement.peak, later) + count * (usual.peak // BYTES_PER_DONOR)
 
     def best_of(best: Placement, barred: Set[int]) -> Placement:
         for raises in (False, True):

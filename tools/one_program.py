@@ -60,8 +60,8 @@ Fusion makes one kernel of all loops, and memory planning gives each buffer its 
 
 The backward gets the gradient of the result and the saved values. Lowered:
 """,
-    "collective": """Fusion works as in the forward. `insert_ddp_buckets` then places the gradients in one bucket and adds
-`start all_reduce`; the wait moves to the end. The planned program:
+    "collective": """Fusion works as in the forward. `insert_ddp_buckets` then places the gradients in one bucket
+and adds `start all_reduce`; the wait moves to the end. The planned program:
 """,
     "kernel": """## 5. Kernel
 

@@ -83,8 +83,7 @@ class GraphPrograms:
         self._agreed: set[str] = set()
         """Kinds of programs whose collectives were compared between ranks."""
         self.later: set[int] = set()
-        """Units for which earlier graphs of a call compute gradients, too: their backward comes later, and reduces all.
-        """
+        """Units for which earlier graphs of a call compute gradients, too: their backward, a later one, reduces all."""
         self._sharded: dict[str, int] = {}
         """Name of a placeholder -> number of its sharded parameter."""
         self._goes_on = False

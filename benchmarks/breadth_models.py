@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -184,9 +185,12 @@ def _denoised(is_small: bool) -> Batch:
 # --- language ---------------------------------------------------------------------------------------------------------
 
 
-def _float8(is_small: bool) -> nn.Module:
-    """Make a model with torchao's tensorwise float8 recipe in every linear layer."""
-    from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found, unused-ignore]
+def _float8(is_small: bool, recipe: str = "tensorwise") -> nn.Module:
+    """Make a model with one of torchao's float8 recipes in every linear layer."""
+    from torchao.float8 import (  # type: ignore[import-not-found, unused-ignore]
+        Float8LinearConfig,
+        convert_to_float8_training,
+    )
 
     width, inner = (64, 128) if is_small else (4096, 8192)
     parts: list[nn.Module] = []
@@ -197,7 +201,8 @@ def _float8(is_small: bool) -> nn.Module:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).float().square().mean()  # type: ignore[no-any-return]
 
-    found: nn.Module = convert_to_float8_training(Linears(*parts).bfloat16())
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    found: nn.Module = convert_to_float8_training(Linears(*parts).bfloat16(), config=config)
     return found
 
 
@@ -276,6 +281,7 @@ MODELS: Mapping[str, Model] = {
     "video_decoder": Model(_half(VideoDecoder), _latents(1, 16, 8, 32, 32), autocast=False, training=False),
     "dcgan": Model(Generator, lambda small: {"noise": torch.randn(4 if small else 128, 100, 1, 1)}),
     "float8": Model(_float8, _rows, autocast=False),
+    "float8_rowwise": Model(functools.partial(_float8, recipe="rowwise"), _rows, autocast=False),
     "long_context": Model(_long, tokens(1, 16384, 128256), autocast=False),
     "window_16k": Model(_window, tokens(1, 16384, 32000), autocast=False),
     "padded": Model(_padded, _padded_tokens, autocast=False),

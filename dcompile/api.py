@@ -14,7 +14,7 @@ from torch.nn import Module
 from dcompile import artifacts, compat, logs
 from dcompile.capture.compiled_callables import compile_function
 from dcompile.capture.compiled_model import CompiledModel, Settings
-from dcompile.capture.entry import compile_module, find_model
+from dcompile.capture.entry import compile_module, find_models
 from dcompile.capture.services import Services
 from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.compiler import CachingCompiler
@@ -171,10 +171,11 @@ def print_receipt(model: CompiledModel) -> None:
 def receipt(compiled: Any) -> Receipt:
     """Receipt of a compiled model: the result of compile or torch.compile, the module inside it, or its DDP wrapper.
 
+    Of a module whose parts were compiled one by one, it is the sum of their receipts, without those that have not run.
     Raises NotCompiledError before the first step. If a step ran without any compiled code, the receipt has no graphs,
     and the reason.
     """
-    return make_receipt(find_model(compiled))
+    return make_receipt(*find_models(compiled))
 
 
 def list_mode_options(mode: str | None = None, dynamic: bool | None = None) -> dict[str, Any]:

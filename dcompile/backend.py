@@ -68,7 +68,9 @@ def _ahead_of_time(context: Any, fn: Any, config: Config) -> Callable[..., Any]:
     """Method `aot_compile` for the result of torch.compile. `fn` may be a weak reference to a module's method."""
 
     def aot_compile(example_inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """Compile `fn` for inference with arguments like these. Return an object that can be called and saved.
+        """Compile `fn` for arguments like these. Return an object that can be called and saved.
+
+        It has a backward if gradients are on and an argument, or a parameter of the module, requires one.
 
         Raises ExportError for programs that cannot be written, and Dynamo's errors for code that it cannot capture.
         """
@@ -77,7 +79,8 @@ def _ahead_of_time(context: Any, fn: Any, config: Config) -> Callable[..., Any]:
         called = fn() if isinstance(fn, weakref.WeakMethod) else fn
         if called is None:
             raise ReferenceError("dcompile: the module of this compiled call is gone; keep it, and compile it again")
-        return compat.dynamo.aot_compile(context, called, example_inputs, AheadOfTimeBackend(config))
+        backend = AheadOfTimeBackend(config, make_services(config))
+        return compat.dynamo.aot_compile(context, called, example_inputs, backend)
 
     return aot_compile
 

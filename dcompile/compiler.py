@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from dcompile.runtime.cache import portable
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.cache.key import (
     NotCacheable,
+    communicates,
     constants_of,
     device_numbers,
     gpus,
@@ -42,18 +44,23 @@ from dcompile.runtime.coordination.artifact_sharing import ArtifactSharing
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, SingleProcess, peers_of
 from dcompile.runtime.cuda_graphs.size_classes import SizeClasses
 from dcompile.runtime.cuda_graphs.trees import GraphTree, ReplayedExecutable
+from dcompile.runtime.measure.region_times import RegionTimes
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 from dcompile.runtime.program.executable import HostProgram
 from dcompile.runtime.program.workspace import Workspaces
 from dcompile.toolchain import own_products, products_key
 
 if TYPE_CHECKING:
+    from dcompile.codegen.lower.opaque_calls import FlexBuild
     from dcompile.compute_regions import RegionCompiler
     from dcompile.driver import PendingGraph, Pipeline
 
 
 class CachingCompiler:
     """Implementation of `collectives.contract.Compiler`: a cache lookup before each graph, and a new entry after it."""
+
+    measures_regions = True
+    """Whether regions that another compiler compiles may be run to measure them."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -148,8 +155,9 @@ class CachingCompiler:
         """Load a graph from the cache, or compile it now."""
         began = time.perf_counter()
         cache = KernelCache.open(self.config)
-        key, objection = self._key(gm, request)
         with self._peers.busy("compiling"):
+            request = self._with_region_times(gm, request)
+            key, objection = self._key(gm, request)
             program = self._found(cache, key, gm, request)
             if program is None:
                 program = self._compile_for_all(cache, key, objection, gm, request, foreseen)
@@ -158,6 +166,20 @@ class CachingCompiler:
         program.report.compile_seconds = time.perf_counter() - began
         self._log_summary(request.name, program.report)
         return self._replayed(program, gm, request) if self.config.triton_cudagraphs else program
+
+    def _with_region_times(self, gm: Any, request: Request) -> Request:
+        """Return a request with measured times of another compiler's regions, if the graph has collectives to hide.
+
+        They are measured if no rank and no disk knows them, and are a part of the key from here on.
+        """
+        regions = self._region_compiler()
+        if regions is None or request.region_us or not communicates(gm, request):
+            return request
+        keeps = regions.backend.is_stable and not self._compiles_anew()
+        kept = portable.RecordedTraces(KernelCache.open(self.config)) if keeps else None
+        times = RegionTimes(kept, self._peers, self.measures_regions)
+        with without_collecting():
+            return replace(request, region_us=regions.measure(gm, request, times))
 
     def _record(self, cache: KernelCache, key: str, graph: CompiledGraph, libraries: Mapping[str, Path]) -> None:
         """Record a graph of the cache for torch.compiler.save_cache_artifacts()."""
@@ -278,7 +300,7 @@ class CachingCompiler:
         flex = self._flex_calls(gm)
         constants = constants_of(gm) | calls | flex
         executable = HostProgram(request.name, Loadable(graph, libraries, constants), self._workspaces)
-        executable.report.notes += self._built_flex(flex)
+        _report_flex(self._build_flex(flex), executable.report)
         self._record(cache, key, graph, libraries)
         executable.report.graphs_cached = 1
         executable.report.cache_hits = len(libraries)
@@ -304,10 +326,10 @@ class CachingCompiler:
 
         return flex_calls(gm)
 
-    def _built_flex(self, constants: Mapping[str, Any]) -> list[str]:
-        """Have TorchInductor compile calls of FlexAttention. Return lines for the receipt."""
+    def _build_flex(self, constants: Mapping[str, Any]) -> FlexBuild | None:
+        """Have TorchInductor compile calls of FlexAttention, if there are any."""
         if not any(callable(constant) for constant in constants.values()):
-            return []
+            return None
         from dcompile.codegen.lower.opaque_calls import build_flex
 
         return build_flex(constants.values())
@@ -320,7 +342,7 @@ class CachingCompiler:
         with without_collecting():
             begun = self._begun.pop((request.name, key), None) or pipeline.begin(gm, request, cache)
             lowered = guard_count(gm)
-            flex = self._built_flex(begun.plan.lowered.constants)
+            flex = self._build_flex(begun.plan.lowered.constants)
             guards += guard_count(gm) - lowered  # those are made again where the program is loaded
             if begun.waits and foreseen is not None and not self._compiles_anew():
                 self._begin(cache, foreseen())
@@ -329,7 +351,7 @@ class CachingCompiler:
         if key is not None and guard_count(gm) != guards:
             key, objection = None, "compiling it looked at a symbolic size, on which Dynamo then guards"
         executable = HostProgram(request.name, made, self._workspaces)
-        executable.report.notes += flex  # not in the entry: another process compiles these calls itself
+        _report_flex(flex, executable.report)  # not in the entry: another process compiles these calls itself
         if key is not None and not self._compiles_anew():
             source = without_groups(without_numbers(made.graph.source, device_numbers(gm)), group_names(gm))
             cache.put_graph(key, replace(made.graph, source=source))
@@ -353,8 +375,16 @@ class CachingCompiler:
         """
         if foreseen is None or known_facts(foreseen[0]):  # reading a symbolic size could add guards to another graph
             return
-        gm, request = foreseen
+        gm, request = foreseen[0], self._with_region_times(*foreseen)
         key, _ = self._key(gm, request)
         if key is not None and cache.find_graph(key) is None:
             with contextlib.suppress(Exception):
                 self._begun[request.name, key] = self._pipeline().begin(gm, request, cache)
+
+
+def _report_flex(built: FlexBuild | None, report: ProgramReport) -> None:
+    """Add notes on FlexAttention's calls. Those that TorchInductor left are fallbacks by a name of their own."""
+    if built is not None:
+        report.notes += built.notes
+        others = Counter(report.fallbacks) - Counter(built.counted)
+        report.fallbacks = {**others, **built.left}

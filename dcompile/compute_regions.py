@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -19,11 +20,14 @@ from dcompile.collectives.contract import Request
 from dcompile.collectives.region_cuts import region_cuts
 from dcompile.compat.sizes import guard_count
 from dcompile.config import Config
+from dcompile.device_traits import HOST, traits_of
 from dcompile.kernel_backends.compile_region import Compiled, compile_region
 from dcompile.kernel_backends.names import KernelBackend
 from dcompile.kernel_backends.region_call import Layout, RegionCall, region_name
 from dcompile.logs import log
-from dcompile.runtime.cache.key import NotCacheable, graph_text
+from dcompile.runtime.cache.key import NotCacheable, environment, graph_text
+from dcompile.runtime.measure.calibration import device_name
+from dcompile.runtime.measure.region_times import RegionTimes, measure_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +63,30 @@ class RegionCompiler:
         calls: dict[int, RegionCall] = {}
         refused: dict[str, list[Region]] = {}
         for region in regions:
-            cost_us = _estimate_us(region, request)  # first: a compiler may change the graph that it gets
+            cost_us = self._cost_us(region, request)  # first: a compiler may change the graph that it gets
             found = self._made_of(region, request)
             if isinstance(found, str):
                 refused.setdefault(found, []).append(region)
             else:
                 calls[region.number] = self._call(region, request, found, cost_us)
         text = f"{request.name}: {len(calls)} of {len(regions)} regions by {self.backend}"
+        text += f", with {len(request.region_us)} measured times" if request.region_us else ""
         log(self.config, "kernels", logging.INFO, text)
         notes = tuple(self._refusal_note(left, request, reason) for reason, left in refused.items())
         counts = {reason: len(left) for reason, left in refused.items()}
         return RegionResult(with_calls(plan, regions, calls), calls, counts, notes)
+
+    def measure(self, gm: Any, request: Request, times: RegionTimes) -> tuple[tuple[str, float], ...]:
+        """Return (key, microseconds of a call) of each region that can be measured, for `Request.region_us`.
+
+        Regions with symbolic sizes or refused ones have none. Equal regions have one key.
+        """
+        found: dict[str, float | None] = {}
+        for region in self._cut(gm, request)[1]:
+            key = self._time_key(region, request)
+            if key is not None and key not in found:
+                found[key] = times.time_us(key, functools.partial(self._measured_us, region, request))
+        return tuple(sorted((key, us) for key, us in found.items() if us is not None))
 
     def load(self, gm: Any, request: Request, names: Collection[str]) -> dict[str, RegionCall] | None:
         """Compile the regions of a program from the cache again. None if the compiler refuses one now."""
@@ -90,11 +107,35 @@ class RegionCompiler:
         cuts = region_cuts(request, places.first_use, places.ready)
         return plan, [region for region in plan.regions((cuts.gathers, cuts.reductions)) if region.outputs]
 
+    def _cost_us(self, region: Region, request: Request) -> float:
+        """Time of a region in microseconds: measured if it was, else estimated by the cost model."""
+        measured = dict(request.region_us).get(self._time_key(region, request) or "") if request.region_us else None
+        return _estimate_us(region, request) if measured is None else measured
+
+    def _time_key(self, region: Region, request: Request) -> str | None:
+        """Name of a region's measured time, the same on all ranks of a kind; None if there is none."""
+        text = _text_of(region.graph)
+        if text is None:
+            return None
+        around = (*(f"{what} {value}" for what, value in environment().items()), device_name(_device(region.graph)))
+        lines = ("time of a region", f"{self.backend}", f"{request.kind != 'inference'}", *around, text)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def _measured_us(self, region: Region, request: Request) -> float | None:
+        layouts = [_layout(node.meta["val"]) for node in region.graph.graph.find_nodes(op="placeholder")]
+        results = sum(node.meta["val"].nbytes for node in region.outputs)
+        device = _device(region.graph)
+        made = self._made_of(region, request)
+        if isinstance(made, str):
+            return None
+        return measure_us(made, [layout for layout in layouts if layout is not None], results, device)
+
     def _made_of(self, region: Region, request: Request) -> Compiled | str:
         """Compiled code of a region, or the reason for a refusal; compiled once for all equal regions."""
         text = _text_of(region.graph)
         if text is None:
             return self._ask(region, request)
+        text = f"{_device(region.graph)}\n{text}"  # code may be for one of several GPUs
         key = hashlib.sha256(f"{request.kind != 'inference'}\n{text}".encode()).hexdigest()
         if key not in self._made:
             self._made[key] = self._ask(region, request)
@@ -127,6 +168,13 @@ def _estimate_us(region: Region, request: Request) -> float:
     return round(fused_seconds(program, request.figures) * 1e6, 3)
 
 
+def _device(gm: Any) -> torch.device:
+    """Device that a region computes on: that of its first tensor which is not on the host, if there is one."""
+    values = (node.meta.get("val") for node in gm.graph.nodes)
+    devices = [value.device for value in values if isinstance(value, torch.Tensor)]
+    return min(devices, key=lambda device: traits_of(device.type).is_host, default=torch.device(HOST))
+
+
 def _layout(value: torch.Tensor) -> Layout | None:
     """Required layout of a result; None if it depends on the call."""
     if not compat.sizes.is_fixed(value):
@@ -147,7 +195,7 @@ def _text_of(gm: Any) -> str | None:
         torch.are_deterministic_algorithms_enabled(),
     )
     values = (node.meta.get("val") for node in gm.graph.nodes)
-    devices = [str(value.device) for value in values if isinstance(value, torch.Tensor)]
+    devices = [value.device.type for value in values if isinstance(value, torch.Tensor)]
     try:
         return "\n".join((*map(str, settings), *devices, *graph_text(gm)))
     except NotCacheable:

@@ -160,6 +160,7 @@ CUDA = replace(
         splits_single_query=False,
         wants_aligned_matmul=True,
         scales_matmul=True,
+        sums_bias_gradient_apart=True,
         image_dtypes=frozenset(("bfloat16", "float16")),  # float32 was not measured
     ),
 )

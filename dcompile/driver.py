@@ -20,6 +20,7 @@ from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.select_target import architecture, emit_all, why_no_kernels
 from dcompile.codegen.emit.target import Built, Kernels, KernelSource
 from dcompile.codegen.lower.lower import Lowered, lower
+from dcompile.codegen.lower.opaque_calls import called_name
 from dcompile.codegen.lower.symbolic.shapes import traced_sizes
 from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
 from dcompile.collectives.contract import ProgramReport, Request
@@ -31,7 +32,7 @@ from dcompile.device_traits import main_device, traits_of
 from dcompile.ir.diagram import dot, render
 from dcompile.ir.functional_collectives import is_own_collective
 from dcompile.ir.gemm import Chosen
-from dcompile.ir.nodes import REGION, Collective, Extern, Loop, Program, Tile
+from dcompile.ir.nodes import CALL, REGION, Collective, Extern, Loop, Program, Tile
 from dcompile.ir.symbols import valued_symbols
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
@@ -371,7 +372,8 @@ def _report(program: Program, kernels: Kernels) -> ProgramReport:
     fallbacks: dict[str, int] = {}
     for step in externs:
         if step.fallback:
-            fallbacks[step.op] = fallbacks.get(step.op, 0) + 1
+            name = called_name(step.args) if step.op == CALL else step.op
+            fallbacks[name] = fallbacks.get(name, 0) + 1
     return ProgramReport(
         kernels=len(kernels.sources),
         kernel_calls=len(loops) + len(kernels.products),

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import shutil
+import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +25,7 @@ from dcompile.codegen.emit.host.step_list import list_steps
 from dcompile.collectives.contract import Request
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
+from dcompile.device_traits import HOST
 from dcompile.driver import Pipeline
 from dcompile.errors import ExportError
 from dcompile.ir.index import element_span
@@ -44,8 +47,8 @@ NAME = "exported"
 
 
 @dataclass(frozen=True)
-class InferenceProgram:
-    """A graph that was compiled for inference on CPUs."""
+class WritableProgram:
+    """A compiled graph that holds nothing but what files can."""
 
     made: Loadable
     steps: Mapping[str, Any]
@@ -56,7 +59,11 @@ class InferenceProgram:
 
 def own_config(options: Mapping[str, Any] | None, mode: str | None = None) -> Config:
     """Settings for an export. Raises ExportError for kernels by another compiler, which cannot be written."""
-    config = Config.make(mode, options)
+    return check_writable(Config.make(mode, options))
+
+
+def check_writable(config: Config) -> Config:
+    """Return settings whose programs can be written. Raises ExportError for kernels by another compiler."""
     if config.backend is not None:
         raise ExportError(
             f"dcompile: kernels by {config.backend.name} cannot be exported; use kernels='auto' or 'aten'"
@@ -76,14 +83,23 @@ def decompositions(compiler: CachingCompiler, *, for_gpu: bool = False) -> dict[
     return found
 
 
-def compile_inference(compiler: CachingCompiler, gm: Any, device: str = "cpu") -> InferenceProgram:
+def compile_inference(compiler: CachingCompiler, gm: Any, device: str = "cpu") -> WritableProgram:
     """Compile a functional graph. Raises ExportError for graphs that cannot be written, or are on another device."""
-    config = compiler.config
-    run_passes(compiler.graph_passes().joint, gm, GraphRequest(config, NAME), "inference")
+    run_passes(compiler.graph_passes().joint, gm, GraphRequest(compiler.config, NAME), "inference")
     count = len(gm.graph.output_node().args[0])
     separate = _separate(compiler, gm, count)
-    cache, request = KernelCache.open(config), Request(NAME, "inference", results=count)
-    pipeline = Pipeline(config)
+    return compile_writable(compiler, gm, Request(NAME, "inference", results=count), device, separate)
+
+
+def compile_writable(
+    compiler: CachingCompiler,
+    gm: Any,
+    request: Request,
+    device: str = "cpu",
+    separate: Sequence[tuple[int, int]] = (),
+) -> WritableProgram:
+    """Compile a graph whose passes have run. Raises ExportError as `compile_inference` does."""
+    cache, pipeline = KernelCache.open(compiler.config), Pipeline(compiler.config)
     begun = pipeline.begin(gm, request, cache)
     made, _ = pipeline.finish(begun, gm, request, cache)
     if made.graph.device not in ("cpu", device):
@@ -97,7 +113,7 @@ def compile_inference(compiler: CachingCompiler, gm: Any, device: str = "cpu") -
         steps = list_steps(begun.plan.program, begun.plan.kernels)
     except ExportError as error:
         steps = {"refused": str(error)}
-    return InferenceProgram(made, steps, separate)
+    return WritableProgram(made, steps, [*separate])
 
 
 def _separate(compiler: CachingCompiler, gm: Any, count: int) -> list[tuple[int, int]]:
@@ -109,7 +125,7 @@ def _separate(compiler: CachingCompiler, gm: Any, count: int) -> list[tuple[int,
 
 
 def write_files(
-    folder: Path, program: InferenceProgram, tensors: Mapping[str, torch.Tensor], call: Mapping[str, Any]
+    folder: Path, program: WritableProgram, tensors: Mapping[str, torch.Tensor], call: Mapping[str, Any]
 ) -> None:
     """Write a program to an empty folder, with the model's own `tensors` and a description of its `call`."""
     made = program.made
@@ -120,7 +136,7 @@ def write_files(
         "dcompile": own_version(),
         "torch": torch_range(),
         "machine": machine(),
-        "gpu": None,
+        "gpu": None if made.graph.device == HOST else torch.cuda.get_device_capability(),
         "graph": to_record(made.graph) | {"source": ""},
         "libraries": _copy_libraries(made, folder),
         "constants": constants,
@@ -141,6 +157,14 @@ def write_archive(folder: Path, target: Path | IO[bytes]) -> None:
     with zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as file:
         for part in sorted(folder.iterdir()):
             file.write(part, part.name)
+
+
+def archive(program: WritableProgram, tensors: Mapping[str, torch.Tensor], call: Mapping[str, Any]) -> bytes:
+    """Return the zip file that `write_files` and `write_archive` make of a program."""
+    with tempfile.TemporaryDirectory(prefix="dcompile-aot-") as name:
+        write_files(Path(name), program, tensors, call)
+        write_archive(Path(name), data := io.BytesIO())
+        return data.getvalue()
 
 
 def _copy_libraries(made: Loadable, folder: Path) -> dict[str, str]:

@@ -16,18 +16,12 @@ from typing import TYPE_CHECKING, Any
 from dcompile import compat
 from dcompile.capture.aliasing.output_views import (
     constant_results_to_separate,
-    detach_results,
-    detach_saved_views,
     remove_dtype_views,
-    repeat_results,
     repeated_results,
     results_to_detach,
     results_to_separate,
-    return_views,
     saved_in_same_memory,
     saved_input_views,
-    separate_results,
-    view_as_dtypes,
 )
 from dcompile.capture.aliasing.storage_resizes import resize_only_inputs
 from dcompile.capture.passes.dynamo.causal_mask import recognize_causal_masks
@@ -37,12 +31,14 @@ from dcompile.capture.passes.dynamo.decode_attention import decompose_decode_att
 from dcompile.capture.passes.dynamo.grouped_experts import group_experts
 from dcompile.capture.passes.dynamo.grouped_query_attention import use_grouped_query_attention
 from dcompile.capture.passes.dynamo.inline_regions import inline_checkpoints, inline_nested_regions
+from dcompile.capture.passes.dynamo.linear_upsampling import gather_upsampling_gradients
 from dcompile.capture.passes.dynamo.loss_gradient_in_forward import compute_loss_gradient_in_forward
 from dcompile.capture.passes.dynamo.recurrent_layers import keep_recurrent_layers_whole
 from dcompile.capture.passes.dynamo.skip_masked_attention import skip_masked_attention
 from dcompile.capture.passes.dynamo.unfold_by_slices import view_unfold_by_slices
 from dcompile.capture.passes.joint.channels_last import use_channels_last
 from dcompile.capture.passes.joint.compact_pool_indices import compact_pool_indices, drop_saved_pool_inputs
+from dcompile.capture.passes.joint.contiguous_rows import keep_rows_contiguous
 from dcompile.capture.passes.joint.narrow_gathers import narrow_gathers
 from dcompile.capture.passes.joint.pad_matmul import pad_matmuls
 from dcompile.capture.passes.joint.permutation_gradients import gather_permutation_gradients
@@ -55,6 +51,14 @@ from dcompile.capture.passes.joint.saved_values import (
     save_random_values,
 )
 from dcompile.passes import GraphPass, OutputStep, nothing, recomputes, with_own_kernels
+from dcompile.results.result_steps import (
+    detach_results,
+    detach_saved_views,
+    repeat_results,
+    return_views,
+    separate_results,
+    view_as_dtypes,
+)
 
 if TYPE_CHECKING:
     from dcompile.codegen.emit.cpp.plan import NestDecision
@@ -70,6 +74,7 @@ DYNAMO_PASSES: tuple[GraphPass, ...] = (
     GraphPass(keep_recurrent_layers_whole, required=True),
     # torch writes zeros into the gaps between windows that are changed in place
     GraphPass(view_unfold_by_slices, required=True),
+    GraphPass(gather_upsampling_gradients, lambda request: (request.planned_for,), when=with_own_kernels),
     GraphPass(recognize_causal_masks, when=with_own_kernels),
     GraphPass(decompose_decode_attention, when=with_own_kernels),
     # after causal masks, for which kernels have a flag, and single queries, whose keys are read once
@@ -101,6 +106,8 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     GraphPass(pad_matmuls, stages=BOTH, when=lambda config: config.shape_padding and with_own_kernels(config)),
     GraphPass(narrow_gathers, stages=BOTH, when=with_own_kernels),
     GraphPass(use_channels_last, stages=BOTH, when=with_own_kernels),
+    # after convolutions: what they leave permuted
+    GraphPass(keep_rows_contiguous, stages=BOTH, when=with_own_kernels),
     # after layouts: nothing changes strides from here on
     GraphPass(drop_saved_pool_inputs, stages=("joint",), when=with_own_kernels),
     GraphPass(recompute_loss_chunks, stages=("joint",), required=True),
@@ -169,7 +176,9 @@ def loop_passes() -> tuple[LoopPass, ...]:
     from dcompile.codegen.schedule.fusion.inner_loop_order import order_inner_loops
     from dcompile.codegen.schedule.fusion.interchange_reductions import interchange_reductions
     from dcompile.codegen.schedule.fusion.matmul_epilogue import fuse_matmul_epilogues
+    from dcompile.codegen.schedule.fusion.narrow_buffers import narrow_buffers
     from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
+    from dcompile.codegen.schedule.fusion.recompute_rows import recompute_rows
     from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
     from dcompile.codegen.schedule.fusion.skinny_matmul import choose_skinny_matmuls
     from dcompile.codegen.schedule.fusion.split_reductions import (
@@ -197,6 +206,8 @@ def loop_passes() -> tuple[LoopPass, ...]:
         LoopPass(use_online_softmax, reorders_sums=True),
         LoopPass(interchange_reductions, reorders_sums=True),
         LoopPass(fuse),
+        # after fusion, which removes most buffers, and before bytes of the rest are counted
+        LoopPass(narrow_buffers),
         # after fusion, which leaves values in memory across a reduction
         LoopPass(rematerialize),
         # after fusion, which matches loops of one space by the order of their axes
@@ -205,6 +216,8 @@ def loop_passes() -> tuple[LoopPass, ...]:
         LoopPass(split_column_reductions, reorders_sums=True),
         LoopPass(split_row_reductions, reorders_sums=True),
         LoopPass(refuse_after_split),
+        # after splitting, whose loops need not be read by all programs of another
+        LoopPass(recompute_rows, reorders_sums=True),
         # after fusion, which computes unshared values where they are sent: the remaining copies are of matmuls
         LoopPass(send_in_place, needs_loops=False),
         # after fusion, so that a bucket's all-reduce starts after the real kernel that writes its last gradient

@@ -85,6 +85,18 @@ def test_an_optimizer_is_compiled_by_its_step():
         dcompile.compile(optimizer)
 
 
+def test_receipt_of_layers_that_are_compiled_by_themselves():
+    layers = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()) for _ in range(3)))
+    for layer in layers:
+        dcompile.compile(layer, options={"receipt": False, "kernels": "aten"})
+    with pytest.raises(NotCompiledError, match="no compiled step has run yet"):
+        dcompile.receipt(layers)
+    for layer in layers[:2]:
+        layer(torch.ones(2, 2)).sum().backward()
+    assert dcompile.receipt(layers).graphs == 2
+    assert dcompile.receipt(layers).library_calls == 2 * dcompile.receipt(layers[0]).library_calls > 0
+
+
 def test_receipt_before_the_first_step():
     module = dcompile.compile(torch.nn.Linear(2, 2))
     with pytest.raises(NotCompiledError, match="no compiled step has run yet"):

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import copy
+import time
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dcompile
 from dcompile.capture.entry import find_model
+from dcompile.collectives.contract import Request
+from dcompile.compute_regions import RegionCompiler
+from dcompile.config import Config
 from dcompile.errors import DcompileError
 from dcompile.kernel_backends.names import NAMED
+from dcompile.runtime.coordination.heartbeat import SingleProcess
+from dcompile.runtime.measure.region_times import RegionTimes
 from tests.kernel_backends.fakes import FAKED, installed
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
@@ -201,3 +209,33 @@ def test_symbolic_sizes_go_to_who_takes_them() -> None:
             x = torch.randn(rows, 8)
             assert torch.equal(call(x), model.b(model.a(x).relu()).relu())
     assert dcompile.receipt(call).regions == 1
+
+
+def test_measured_times_are_costs_of_steps() -> None:
+    """Two equal regions are measured once; with symbolic sizes they keep their estimates."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor]:
+        drawn = torch.rand_like(x.sin() + 1)  # outside of regions
+        return (drawn.sin() + 1,)
+
+    def slow(gm, example_inputs):
+        def call(*values):
+            time.sleep(0.003)
+            return gm.forward(*values)
+
+        return call
+
+    config = Config.make(None, {"kernels": slow})
+    request, times = Request("inference0", "inference"), RegionTimes(None, SingleProcess())
+
+    def calls_of(mode: str) -> list[float]:
+        regions, gm = RegionCompiler(config, config.backend), make_fx(function, tracing_mode=mode)(torch.randn(4, 8))
+        measured = replace(request, region_us=regions.measure(gm, request, times))
+        costs = [call.cost_us for call in regions.compile(gm, measured).calls.values()]
+        estimates = [call.cost_us for call in regions.compile(gm, request).calls.values()]
+        assert len(costs) == 2 and all(cost < 3e3 for cost in estimates)
+        assert [us for _, us in measured.region_us] == ([] if mode == "symbolic" else costs[:1])
+        return costs
+
+    assert min(calls_of("fake")) >= 3e3
+    assert max(calls_of("symbolic")) < 3e3

@@ -31,6 +31,7 @@ LEVELS = (
         "own_operators",
         "matmul_ops",
         "passes",
+        "results",
         "random_ops",
         "rnn_ops",
         "settings",
@@ -42,6 +43,7 @@ LEVELS = (
     ("driver",),
     ("compiler",),
     ("dry_run", "export_files"),
+    ("aot_training",),
     ("aot_function",),
     (
         "ahead_of_time",

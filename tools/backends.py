@@ -46,10 +46,14 @@ The graph is cut into regions at collectives, each as large as they allow. A bac
 bucket; FSDP2 has one for each gathered group, forward and backward. Views belong to the region that reads them. Random
 numbers, changes of inputs, collectives of the model's own, and what returns sizes that depend on values stay outside.
 
-A region is an FX graph with fixed strides. Its call is one opaque step of the schedule. Its cost is estimated from its
-matrix products and from what it reads and writes. Collectives are placed around regions as around kernels. Gradients
-are copied from a region's results to their bucket; `bytes_copied` of the receipt counts that. Equal regions are
-compiled once.
+A region is an FX graph with fixed strides. Its call is one opaque step of the schedule. Collectives are placed around
+regions as around kernels. Gradients are copied from a region's results to their bucket; `bytes_copied` of the receipt
+counts that. Equal regions are compiled once.
+
+In a program with collectives, each kind of region is measured once, with random inputs, before the program is planned.
+The first rank's time counts on all ranks, and is kept in the cache. Regions with symbolic sizes, or without room for
+another set of inputs, are estimated from their matrix products and from what they read and write. So are those of
+`dcompile.precompile`.
 
 `inductor` gets operations that its own table takes apart. Under DDP and FSDP2 it trains bit for bit as
 `torch.compile(backend="inductor")` does under stock's collectives, where kernels compute alike in smaller graphs.

@@ -44,6 +44,9 @@ class DynamoGraph(GraphPrograms):
     needs_data = True
     """Whether programs read memory, which fake tensors lack."""
 
+    is_saved = False
+    """Whether the compiled graph is saved in a file, with AOTAutograd's record of it."""
+
     def compile(self, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What Dynamo is to call in place of `gm`."""
         example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
@@ -96,7 +99,9 @@ class DynamoGraph(GraphPrograms):
             inference=callbacks.inference,
             partition=callbacks.partition,
             decompositions={},
-            around=compat.aot_trace.replayed(cached.metadata, None if cached.backward else cached.forward),
+            around=compat.aot_trace.replayed(
+                cached.metadata, None if cached.backward else cached.forward, example_inputs
+            ),
         )
         return compiled
 
@@ -146,6 +151,7 @@ class DynamoGraph(GraphPrograms):
             partition=callbacks.partition,
             decompositions=self.model.services.compiler.decompositions(trains),
             around=self._recording(),
+            is_saved=self.is_saved,
         )
         return compiled
 

@@ -386,12 +386,19 @@ def find_model(thing: Any) -> CompiledModel | None:
 
     A wrapper is a module with exactly one compiled part. None if there is no such state.
     """
-    if isinstance(thing, Module):
-        root = compiled_part(thing)
-        entry = _entry_of(root)
-        if entry is None:
-            parts = {id(found): found for part in root.modules() if (found := _entry_of(part)) is not None}
-            entry = next(iter(parts.values())) if len(parts) == 1 else None
-    else:
+    models = find_models(thing)
+    return models[0] if len(models) == 1 else None
+
+
+def find_models(thing: Any) -> list[CompiledModel]:
+    """Return the states of all parts of a module that are compiled by themselves, such as its layers.
+
+    One state if the module is compiled as a whole, or for another callable. Empty if nothing was compiled.
+    """
+    if not isinstance(thing, Module):
         entry = getattr(thing, "_dcompile_entry", None)
-    return entry.model if entry is not None else None
+        return [] if entry is None else [entry.model]
+    root = compiled_part(thing)
+    entry = _entry_of(root)
+    parts = [entry] if entry is not None else [_entry_of(part) for part in root.modules()]
+    return [part.model for part in dict.fromkeys(parts) if part is not None]

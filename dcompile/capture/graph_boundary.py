@@ -131,9 +131,12 @@ def with_plain_tensors(gm: Any, inputs: Sequence[Any]) -> tuple[Sequence[Any], G
 
     Dynamo has traced what these subclasses define for functions (`__torch_function__`). torch checks a custom
     operator's first call, and the check raises on such subclasses. A tensor with the negative bit (`z.conj().imag`) is
-    replaced by a copy without it, since kernels read memory. Dynamo guards on the bit.
+    replaced by a copy without it, since kernels read memory. Dynamo guards on the bit. A tensor that a collective still
+    receives, as tensor parallelism passes to a layer compiled by itself, is waited for: AOTAutograd would do that, but
+    leave out its gradient.
     """
-    classes = {position: _plain for position, value in enumerate(inputs) if compat.tensors.is_relabelled(value)}
+    classes: dict[int, Convert] = {n: _plain for n, value in enumerate(inputs) if compat.tensors.is_relabelled(value)}
+    classes |= {n: compat.tensors.received for n, value in enumerate(inputs) if compat.tensors.is_received_later(value)}
     marked = {n: _clear_marks for n, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_neg()}
     found = classes | marked
     if not found:
@@ -166,7 +169,7 @@ def with_plain_boundary(
             _make(gm, node, placeholders[-1], make, plain[position])
         elif compat.dtensor.is_dtensor(value):
             make = compat.dtensor.wrapper(_fixed_dtensor(node, "takes"))
-            plain[position] = compat.aot.fake_input(value.to_local())
+            plain[position] = compat.aot.fake_input(_to_local(value))
             convert[position] = _to_local
             _make(gm, node, placeholders[-1], make, plain[position])
     for position, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
@@ -255,9 +258,12 @@ def _clear_marks(value: torch.Tensor) -> torch.Tensor:
     return _plain(value).resolve_neg()
 
 
-def _without_mark(fake: torch.Tensor) -> torch.Tensor:
+def _without_mark(fake: torch.Tensor) -> Any:
+    if compat.tensors.is_received_later(fake):
+        return compat.tensors.as_if_received(fake)
     return fake.detach().resolve_neg().requires_grad_(fake.requires_grad) if fake.is_neg() else fake
 
 
 def _to_local(value: Any) -> Any:
-    return value.to_local()
+    local = value.to_local()
+    return compat.tensors.received(local) if compat.tensors.is_received_later(local) else local

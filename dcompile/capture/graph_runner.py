@@ -15,7 +15,6 @@ from dcompile.capture import batched_backward
 from dcompile.capture.adapters.gradient_sync import BackwardCall
 from dcompile.capture.agreement.collective_plan import by_group, own_collectives, plan_of
 from dcompile.capture.aliasing.input_views import return_input_views
-from dcompile.capture.aliasing.unshare_gradients import UnshareGradients
 from dcompile.capture.aliasing.view_bases import with_bases_as_traced
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.joint_graph import PartitionResult, donated_positions, saved_positions, take_sync_token
@@ -38,6 +37,7 @@ from dcompile.capture.trace_cache.graph_trace import GraphTrace
 from dcompile.collectives.contract import Executable, Foreseen, Request
 from dcompile.device_traits import HOST, traits_of
 from dcompile.passes import OutputStep
+from dcompile.results.unshare_gradients import UnshareGradients
 
 Boxed = Callable[[list[Any]], list[Any]]
 NEGATIVE_GRADIENTS = "gradient marked as negative, copied"

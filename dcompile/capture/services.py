@@ -23,6 +23,25 @@ from dcompile.ir.buffers import Bucket
 from dcompile.machine_model import Figures, table_figures
 
 
+class ReducedGradients(Protocol):
+    """Gradients that one run of a backward program has reduced, by parameter number."""
+
+    def __contains__(self, number: int) -> bool:
+        """Whether the run has reduced a gradient of this parameter."""
+
+    def gradient(self, number: int) -> Any:
+        """Return a parameter's gradient, as its memory is now."""
+
+    def lay_out(self, results: list[Any], grads: Iterable[tuple[int, int]]) -> None:
+        """Give results the layout of their parameters. `grads`: (position of a result, parameter number)."""
+
+    def hand_on(self) -> None:
+        """Note that autograd gets the results now."""
+
+    def intact(self, numbers: Iterable[int]) -> Collection[int]:
+        """Return those of these parameters whose gradients autograd holds as they were returned, to be added to."""
+
+
 class GradientBuckets(BucketSource, Protocol):
     """Interface of one backward program's bucket memory for capture/."""
 
@@ -43,6 +62,12 @@ class GradientBuckets(BucketSource, Protocol):
 
     def settle_idle(self, elsewhere: Collection[int]) -> None:
         """At the end of a backward, set gradients of parameters that have one only on other ranks."""
+
+    def last_run(self) -> ReducedGradients:
+        """Return what the program has reduced in its last run."""
+
+    def handed_on(self) -> Collection[int]:
+        """Return the parameters whose gradients came from other ranks alone, in the last backward that reduced."""
 
     def forget(self) -> None:
         """Drop references to the reduced gradients, so that their memory can be reused."""

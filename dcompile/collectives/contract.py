@@ -107,6 +107,10 @@ class Request:
     """Loops to fuse as GEMM epilogues, and products of few rows, each with the tile measured as best on the rank that
     compiles.
     """
+    region_us: tuple[tuple[str, float], ...] = ()
+    """Regions that another compiler compiles, by key, with the measured microseconds of a call; the same on all ranks.
+    Others are estimated.
+    """
     early_bytes: int | None = None
     """Bytes that overlapping collectives may add to the graph's peak memory; None: one incoming and one
     outgoing unit.

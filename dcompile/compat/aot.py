@@ -25,10 +25,12 @@ def aot_compile(
     partition: Callable[..., Any],
     decompositions: dict[Any, Any],
     around: contextlib.AbstractContextManager[None],
+    is_saved: bool = False,
 ) -> Callable[..., Any]:
     """Trace forward and backward of a Dynamo graph, partition them, and compile each with the given functions.
 
-    `around` is entered meanwhile: see `aot_trace`.
+    `around` is entered meanwhile: see `aot_trace`. `is_saved`: keep torch's own wrappers, which a saved graph has when
+    it is loaded: see `aot_bundle`.
     """
     import torch._functorch.config as config
     from torch._functorch.aot_autograd import aot_module_simplified
@@ -40,7 +42,8 @@ def aot_compile(
     if hasattr(config, "graphsafe_rng_functionalization"):
         settings["graphsafe_rng_functionalization"] = False
     known = config.patch(settings)  # type: ignore[no-untyped-call, unused-ignore]
-    with known, patched("graph", PatchRequest(example_inputs=example_inputs)), around:
+    request = PatchRequest() if is_saved else PatchRequest(example_inputs=example_inputs)
+    with known, patched("graph", request), around:
         compiled = aot_module_simplified(
             gm,  # type: ignore[arg-type, unused-ignore]
             example_inputs,
@@ -51,7 +54,7 @@ def aot_compile(
             decompositions=decompositions,
             keep_inference_input_mutations=True,
         )
-        return unpack_arguments(compiled, gm)
+        return compiled if is_saved else unpack_arguments(compiled, gm)
 
 
 def backward_at_once() -> contextlib.AbstractContextManager[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import unittest.mock
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,8 +97,8 @@ def metadata_of(record: Mapping[str, Any], symbols: SizeSymbols) -> Any:
 
 
 @contextlib.contextmanager
-def replayed(metadata: Any, inference: torch.fx.GraphModule | None) -> Iterator[None]:
-    """Replace AOTAutograd's analysis of the first graph that it traces by `metadata`.
+def replayed(metadata: Any, inference: torch.fx.GraphModule | None, inputs: Sequence[Any]) -> Iterator[None]:
+    """Replace AOTAutograd's analysis of the first graph that it traces, which has these inputs, by `metadata`.
 
     For a graph without gradients, `inference` replaces the trace. For others nothing is traced, and the partition
     function must supply both parts.
@@ -106,7 +106,7 @@ def replayed(metadata: Any, inference: torch.fx.GraphModule | None) -> Iterator[
     from torch._functorch import aot_autograd
     from torch._functorch._aot_autograd import graph_compile
 
-    replaced = False
+    replaced, held = False, _plain_fakes(inputs)
     collect = getattr(aot_autograd, _COLLECTS)
 
     def collected(*args: Any, **kwargs: Any) -> Any:
@@ -133,6 +133,16 @@ def replayed(metadata: Any, inference: torch.fx.GraphModule | None) -> Iterator[
             own = getattr(graph_compile, name)
             stack.enter_context(unittest.mock.patch.object(graph_compile, name, replaying(own, joint)))
         yield
+    held.clear()
+
+
+def _plain_fakes(inputs: Sequence[Any]) -> list[Any]:
+    """Make fake tensors of plain parameters, which AOTAutograd finds as long as they are held."""
+    from dcompile.compat.tensors import fake_parameter
+    from dcompile.compat.trace_symbols import has_static_sizes
+
+    mode = tracing_mode()
+    return [fake_parameter(mode, value) for value in inputs if has_static_sizes(value)]
 
 
 def _untraced(inputs: int, tangents: int) -> torch.fx.GraphModule:

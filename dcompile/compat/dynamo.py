@@ -6,10 +6,13 @@ import contextlib
 import copy
 import functools
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from dcompile.compat.patches.saved_guards import unread_gradients_left_out
 from dcompile.compat.shapes import of_context
+from dcompile.compat.tracing_settings import tracing_settings
 
 
 def optimize(
@@ -297,10 +300,45 @@ def aot_compile(
 
     if not context.fullgraph:
         raise RuntimeError("Graph breaks are not supported with aot compile. Please use torch.compile(fullgraph=True).")
-    hooks = copy.copy(context._hooks)  # torch sets a filter of guards in them
-    return aot_compile_fullgraph(
-        innermost_fn(fn), example_inputs, hooks=hooks, backend=backend, dynamic=context._dynamic
-    )
+    hooks = copy.copy(context._hooks)
+    if getattr(hooks, "guard_filter_fn", None) is None:
+        hooks.guard_filter_fn = _can_be_saved
+    with tracing_settings(context._dynamic), unread_gradients_left_out():
+        compiled = aot_compile_fullgraph(
+            innermost_fn(fn), example_inputs, hooks=hooks, backend=backend, dynamic=context._dynamic
+        )
+    _import_modules(compiled)
+    return compiled
+
+
+def _import_modules(compiled: Any) -> None:
+    """Have a saved function import the modules that its code names by Dynamo's globals, which no other process has.
+
+    Code that makes an OrderedDict, as for outputs of transformers, names `collections` so.
+    """
+    artifacts, known = getattr(compiled, "_artifacts", None), getattr(compiled, "_extra_globals", None) or {}
+    environment = getattr(artifacts, "runtime_env", None)
+    for name in getattr(environment, "external_refs", ()):
+        if isinstance(module := known.get(name), types.ModuleType):
+            environment.import_sources.setdefault(name, module.__name__)  # type: ignore[union-attr]
+
+
+def _can_be_saved(entries: Sequence[Any]) -> list[bool]:
+    """Which guards are saved with a function: torch's choice, without guards on the code of a decorated method.
+
+    torch compares such code by its address, which means nothing in another process, and refuses to save that.
+    """
+    from torch._dynamo.guards import CheckFunctionManager
+
+    unsaved = CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES
+    return [
+        not (
+            entry.is_global
+            or entry.guard_type in unsaved
+            or (entry.guard_type == "CONSTANT_MATCH" and isinstance(entry.value, types.CodeType))
+        )
+        for entry in entries
+    ]
 
 
 def serializable_callable() -> Any:

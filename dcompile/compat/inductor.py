@@ -90,9 +90,14 @@ def _compiled(gm: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     from torch._guards import tracing
     from torch._inductor.compile_fx import compile_fx_inner
 
+    from dcompile.compat.sizes import adding_no_guards
+    from dcompile.compat.tensors import in_memory_of_their_own, real_tensors
+
     # without the context of the surrounding graph, whose strides and guards do not concern this call
     with tracing(None):
-        boxed: Any = compile_fx_inner(gm, list(inputs), cudagraphs=False)  # type: ignore[arg-type, call-arg, unused-ignore]
+        with real_tensors(), adding_no_guards(gm):
+            inputs = in_memory_of_their_own(inputs)
+        boxed: Any = compile_fx_inner(gm, inputs, cudagraphs=False)  # type: ignore[arg-type, call-arg, unused-ignore]
 
     def call(*values: Any) -> Any:
         return boxed([*values])

@@ -253,6 +253,19 @@ def is_fixed(tensor: Any) -> bool:
     return all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride()))
 
 
+def is_dense(tensor: Any) -> bool:
+    """Whether the elements fill the memory from the first to the last exactly once."""
+    if not is_fixed(tensor):
+        return False  # unknown until run time
+    extent = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != extent:
+                return False
+            extent *= size
+    return True
+
+
 def is_known_empty(tensor: Any) -> bool:
     """Whether a tensor is known to have no elements, without a guard on its sizes."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from dcompile.compat.storage_holders import storage_use_count
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +38,44 @@ def is_relabelled(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or type(value) is torch.Tensor:
         return False
     return type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def is_received_later(value: Any) -> bool:
+    """Whether this is the result of a collective that an eager operator waits for (AsyncCollectiveTensor)."""
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and isinstance(value, module.AsyncCollectiveTensor)
+
+
+def as_if_received(value: Any) -> Any:
+    """Return the plain tensor that is inside, without waiting; for fake tensors."""
+    return value.elem.detach().requires_grad_(value.requires_grad)
+
+
+def received(value: Any) -> Any:
+    """Wait for a tensor that is received later; return it as a plain tensor, also for autograd."""
+    import torch
+
+    if not (value.requires_grad and torch.is_grad_enabled()):
+        return value.trigger_wait()
+    return _receive().apply(value)
+
+
+@functools.cache
+def _receive() -> Any:
+    import torch
+
+    class Receive(torch.autograd.Function):
+        """torch's own wait returns the tensor inside, which requires no gradient."""
+
+        @staticmethod
+        def forward(ctx: Any, value: Any) -> Any:
+            return value.trigger_wait().detach()  # a new tensor: autograd writes into it
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients[0]
+
+    return Receive
 
 
 def has_flash_attention() -> bool:
@@ -161,13 +202,31 @@ def fake_memory(nbytes: int) -> Any:
 
 
 def fake_like(fake: Any, storage: Any) -> Any:
-    """Fake tensor like `fake`, in other memory.
+    """Fake tensor like `fake`, in other memory, or in memory of its own where `storage` is None.
 
     Not to be called inside a fake mode; a mode's operators would take longer.
     """
     return fake_tensor(
         fake.fake_mode, fake.dtype, fake.device, storage, fake.storage_offset(), fake.shape, fake.stride()
     )
+
+
+def in_memory_of_their_own(fakes: Sequence[Any]) -> list[Any]:
+    """Fake tensors of these layouts, none in the memory of another; other values as they are. Outside of fake modes.
+
+    Inside a graph from the cache one tensor may stand for all of a layout. Other compilers may ask which are the same.
+    """
+    import torch
+
+    found, known = list[Any](), set[int]()
+    for fake in fakes:
+        made = fake
+        if isinstance(fake, torch.Tensor) and fake.layout is torch.strided:
+            if storage_key(fake) in known:
+                made = fake_like(fake, fake_memory(fake.untyped_storage().nbytes()))
+            known.add(storage_key(made))
+        found.append(made)
+    return found
 
 
 def fake_tensor(
@@ -203,6 +262,47 @@ def fake_copy(mode: Any, prototype: torch.Tensor, device: Any) -> Any:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return FakeTensor(mode, prototype, device)
+
+
+def fake_parameter(mode: Any, value: Any) -> Any:
+    """A mode's own fake tensor of a plain parameter, as it is found later; None for other values.
+
+    The mode would copy all metadata, and remember the storage for tensors that share it. Hold the result: the mode has
+    a weak reference. Use it for parameters of fixed sizes, outside of modes of fake tensors.
+    """
+    import torch
+
+    if type(value) is not torch.nn.Parameter or not _is_plain(value):
+        return None
+    grad = value.grad
+    if grad is not None and not (type(grad) is torch.Tensor and _is_plain(grad) and not grad.requires_grad):
+        return None
+    made = _plain_fake(mode, value)
+    made._is_param = True
+    made.requires_grad_(value.requires_grad)
+    if grad is not None:
+        made.grad = _plain_fake(mode, grad)
+    mode.fake_tensor_converter.set_tensor_memo(value, made)
+    return made
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    """Whether a tensor is a strided leaf without marks, which has all of a storage that no other tensor shares."""
+    import torch
+
+    if value.layout is not torch.strided or value.is_quantized or value.is_neg() or value.is_conj():
+        return False
+    if value._is_view() or value.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return False
+    if not value.is_leaf or (value.requires_grad and getattr(value, "grad_dtype", value.dtype) != value.dtype):
+        return False
+    if value.storage_offset() or value.untyped_storage().nbytes() != value.nbytes:
+        return False
+    return storage_use_count(value) == 1  # asked while no variable here holds the storage
+
+
+def _plain_fake(mode: Any, value: torch.Tensor) -> Any:
+    return fake_tensor(mode, value.dtype, value.device, None, 0, value.shape, value.stride())
 
 
 @functools.cache

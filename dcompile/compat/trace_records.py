@@ -318,6 +318,7 @@ def op_name(op: Any) -> str:
     return name
 
 
+@functools.cache
 def op_of(name: str) -> Any:
     """Return the operator with a name."""
     parts = name.split(".")

@@ -38,16 +38,12 @@ class SizeSymbols:
 
         AOTAutograd makes it anew, with the symbols that Dynamo has given to the input's sizes.
         """
-        from torch._guards import TracingContext
         from torch._subclasses.fake_tensor import FakeTensor
-        from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-        tracing = TracingContext.try_get()
-        contexts: Any = {} if tracing is None else tracing.tensor_to_context
-        known = contexts.get(value)
+        known = _context_of(value)
         if known is None or isinstance(value, FakeTensor) or self.fake_mode is None:
             return value
-        if isinstance(value, torch.nn.Parameter) and all(size is DimDynamic.STATIC for size in known.dynamic_sizes):
+        if isinstance(value, torch.nn.Parameter) and has_static_sizes(value):
             return value
         made: torch.Tensor = self.fake_mode.from_tensor(
             value, symbolic_context=known, source=known.tensor_source, trace=False
@@ -163,6 +159,23 @@ class SizeSymbols:
         """While records are read, comparisons of sizes add no guards."""
         env = self._environment
         return contextlib.nullcontext() if env is None else env.suppress_guards()
+
+
+def _context_of(value: torch.Tensor) -> Any:
+    """Return which sizes of an input Dynamo has made symbolic; None for tensors that are no inputs."""
+    from torch._guards import TracingContext
+
+    tracing = TracingContext.try_get()
+    contexts: Any = {} if tracing is None else tracing.tensor_to_context
+    return contexts.get(value)
+
+
+def has_static_sizes(value: Any) -> bool:
+    """Whether a value is a tensor that Dynamo has made an input of the captured graph, with numbers as sizes."""
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    known = _context_of(value) if isinstance(value, torch.Tensor) else None
+    return known is not None and all(size is DimDynamic.STATIC for size in known.dynamic_sizes)
 
 
 def is_symbolic(value: torch.Tensor) -> bool:

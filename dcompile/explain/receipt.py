@@ -120,11 +120,15 @@ def _kernels_line(receipt: Receipt) -> str:
     return ", ".join(parts)
 
 
-def make_receipt(model: CompiledModel | None) -> Receipt:
-    """Receipt of a compiled model. Raises NotCompiledError before its first step.
+def make_receipt(*models: CompiledModel | None) -> Receipt:
+    """Receipt of a compiled model, or of several in one module. Raises NotCompiledError before their first step.
 
     If a step ran without any compiled code, the receipt has no graphs, and the reason.
     """
+    if len(models) > 1:
+        ran = [model for model in models if model is not None and _has_run(model)]
+        return functools.reduce(_joined, map(make_receipt, ran or models[:1]))
+    model = models[0] if models else None
     if model is None:
         raise NotCompiledError(
             "dcompile: this was not compiled by dcompile; pass what dcompile.compile or "

@@ -76,6 +76,22 @@ def turning_point(place: Value, number: Value) -> tuple[str, int] | None:
     return None if offset is None else (name, int(number.value) - offset)
 
 
+def is_clamped(body: Sequence[Value], ref: Ref, most: float) -> bool:
+    """Return whether a value's last operations leave it NaN, or from -`most` to `most`."""
+    match body[ref]:
+        case Apply("cast", (arg,), _):
+            return body[arg].dtype in ("float32", "bfloat16", "float16") and is_clamped(body, arg, most)
+        case Apply("min" | "max" as op, (arg, limit), _):
+            match body[arg]:
+                case Apply("min" | "max" as other, (_, opposite), _):
+                    return op != other and _is_within(body[limit], most) and _is_within(body[opposite], most)
+    return False
+
+
+def _is_within(value: Value, most: float) -> bool:
+    return isinstance(value, Const) and abs(value.value) <= most
+
+
 def store_operands(store: Store) -> tuple[Ref, ...]:
     """Positions of the values that a store uses."""
     return (store.value, *runtime_refs(store.index))

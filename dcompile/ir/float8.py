@@ -18,8 +18,8 @@ OPAQUE = ("float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2")
 """Dtypes that loops only copy as bytes."""
 BYTES = frozenset((*FLOAT8, *OPAQUE))
 """Dtypes whose values are held as bytes."""
-MAX_E4M3FN = 448.0
-"""Largest number of float8_e4m3fn."""
+MAX_FLOAT8 = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+"""Largest number of each dtype that has a sign."""
 
 _FRACTION = {"float8_e4m3fn": 3, "float8_e5m2": 2}
 _BIAS = {"float8_e4m3fn": 7, "float8_e5m2": 15}

@@ -192,6 +192,12 @@ SCALE = Verbatim("_scale")
 """Factor that averages gradients over ranks, by its name in the host program, which gets its value from a
 `BucketSource`. Plans depend neither on the number of ranks nor on whether a backward will reduce.
 """
+CALL = "dcompile.call"
+"""Op for calls, call(function, *tensors), of ops whose arguments have no text, such as graphs and dictionaries.
+
+The function returns a tensor, or a tuple of several. Without a schema, a tuple of one could not be distinguished from
+its element.
+"""
 REGION = "dcompile.region"
 """Op that calls another compiler's code for a region of the graph: region(made, *inputs)."""
 SCALED = (("beta", 0), ("alpha", SCALE))

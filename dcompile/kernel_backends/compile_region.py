@@ -43,7 +43,9 @@ def compile_region(backend: KernelBackend, gm: Any, trains: bool) -> Compiled | 
         return found
     try:
         with compat.inductor.outside_tracing(), compat.tensors.real_tensors():
-            return _boxed(_contract(backend)(gm, _inputs(gm)))
+            with compat.sizes.adding_no_guards(gm):
+                inputs = compat.tensors.in_memory_of_their_own(_inputs(gm))
+            return _boxed(_contract(backend)(gm, inputs))
     except Exception as error:
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         return text if len(text) <= 200 else f"{text[:200]}..."

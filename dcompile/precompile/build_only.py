@@ -58,8 +58,11 @@ class BuildLog:
 class PrecompilingCompiler(CachingCompiler):
     """Compiler that logs its programs. With `runs` False, a program returns results without computing them.
 
-    Programs in the cache are not built again.
+    Programs in the cache are not built again. Ranks find in the folder that regions of other compilers are estimated:
+    running a region would take the memory that is not there.
     """
+
+    measures_regions = False
 
     def __init__(self, config: Config, log: BuildLog, *, runs: bool) -> None:
         super().__init__(config)
@@ -87,7 +90,8 @@ class PrecompilingCompiler(CachingCompiler):
         return super().meet(group)
 
     def _note(self, gm: Any, request: Request, report: ProgramReport) -> None:
-        cache, (key, _) = KernelCache.open(self.config), self._key(gm, request)
+        cache = KernelCache.open(self.config)
+        key, _ = self._key(gm, self._with_region_times(gm, request))
         found = None if key is None or report.graphs_uncacheable else cache.find_graph(key)
         kernels = () if found is None else tuple(sorted(found[0].kernels.values()))
         self._log.programs.append(BuiltProgram(request.name, None if found is None else key, kernels, report))

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.checkpoint import checkpoint
 
 import dcompile
@@ -16,6 +17,32 @@ def compilers(monkeypatch):
     """Programs of ours run here: they read memory."""
     monkeypatch.setenv("DCOMPILE_RECEIPT", "0")
     torch._dynamo.reset()
+
+
+class Send(torch.autograd.Function):
+    """As the last step of a layer under tensor parallelism: its result may be used before it is received."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return AsyncCollectiveTensor(x * 2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert type(gradient) is torch.Tensor
+        return gradient * 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+def test_a_tensor_that_is_still_received_has_its_gradient():
+    w = torch.randn(8, 4, requires_grad=True)
+    own = dcompile.compile(lambda x: (x @ w).unflatten(0, (-1, 2)).sin() + x.mean(), options={"kernels": "aten"})
+    for rows in (4, 4, 6):
+        data = torch.randn(rows, 8, requires_grad=True)
+        found = torch.autograd.grad(own(Send.apply(data)).sum(), (data, w))
+        sent = data * 2
+        torch.testing.assert_close(found, torch.autograd.grad(((sent @ w).sin() + sent.mean()).sum(), (data, w)))
+    with torch.no_grad():
+        assert torch.equal(own(Send.apply(data)), own(sent))
 
 
 class Image(torch.Tensor):

@@ -9,8 +9,9 @@ import torch
 import dcompile
 from dcompile import compat
 from dcompile.backend import dcompile_backend
-from dcompile.capture.aliasing import output_views
 from dcompile.compat.tensors import quick_look
+from dcompile.errors import DcompileError
+from dcompile.results import result_steps
 
 # Dynamo itself looks at .grad of a non-leaf
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -108,7 +109,7 @@ def test_looks_are_made_of_tuples(monkeypatch):
         kinds.extend((type(shape), type(strides)))
         return quick_look()(tensor, shape, strides, more)
 
-    monkeypatch.setattr(output_views, "quick_view", look)
+    monkeypatch.setattr(result_steps, "quick_view", look)
     torch._dynamo.reset()
     rows, _ = dcompile.compile(rows_and_loss)(torch.randn(3, 2, 5, requires_grad=True), torch.randn(5, 7))
     rows.sum().backward()
@@ -160,14 +161,20 @@ def test_a_graph_may_be_retained_and_is_freed_otherwise():
             y.backward()
 
 
-def test_a_second_derivative_is_refused_as_by_torch():
-    compiled = dcompile.compile(torch.sin)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_second_derivative_is_refused_with_what_to_do(dynamic):
+    """Also where torch's wrappers stay, as around a graph that saves a symbolic size."""
+    compiled = dcompile.compile(lambda x: x.sin() * (x.shape[0] / 3), dynamic=dynamic)
     for _ in range(3):
         x = torch.randn(3, requires_grad=True)
         (gradient,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
         assert torch.allclose(gradient, x.cos())
-        with pytest.raises(RuntimeError, match="double backward"):
+        with pytest.raises(DcompileError, match=r"double backward.*set_stance\('force_eager'\)"):
             gradient.sum().backward()
+        assert is_lean(compiled(x)) is not dynamic
+    with torch.compiler.set_stance("force_eager"):
+        (gradient,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
+    assert torch.allclose(torch.autograd.grad(gradient.sum(), x)[0], -x.sin())
 
 
 def test_a_changed_input_is_noticed_in_the_backward():

@@ -23,16 +23,20 @@ def test_tensors_at_the_boundary_share_memory_as_recorded():
         [2, "float32", "cpu", [[0], 1], [1, 1], 0],
         [3, "float32", "cpu", [[0], 1], [1, 1], [0]],
         [4, "float32", "cpu", [2, 3], [3, 1], 0],
+        [5, "float32", "cpu", [[0], 1], [1, 1], 0],
+        [6, "float32", "cpu", [2, 3], [3, 1], 0],
     ]
     with env.suppress_guards():
-        fakes = FakeTensors(FakeTensorMode(shape_env=env), rows, [[1], [1], [1], [2], 24], number, {0, 1, 3})
-        found = [fakes.tensor(n, torch.float32) for n in range(6)]
+        storages = [[1], [1], [1], [2], 24, [1], 24]
+        fakes = FakeTensors(FakeTensorMode(shape_env=env), rows, storages, number, {0, 1, 3})
+        found = [fakes.tensor(n, torch.float32) for n in range(8)]
     for tensor, (_, _, device, shape, strides, offset) in zip(found, rows, strict=True):
         assert str([*tensor.shape]) == str([*map(number, shape)]) and tensor.device == torch.device(device)
         assert str([*tensor.stride()]) == str([*map(number, strides)])
         assert str(tensor.storage_offset()) == str(number(offset))
     memory = [tensor.untyped_storage()._cdata for tensor in found]
     assert memory[0] == memory[1] and len({*memory}) == 5
+    assert found[6] is found[3] and found[7] is found[5], "inside, one tensor stands for all of a layout"
     for tensor, nbytes in zip(found[2:5], (sizes[1], sizes[1], sizes[2]), strict=True):
         assert str(tensor.untyped_storage().nbytes()) == str(nbytes)
     assert fakes.tensor(0, torch.float32) is found[0] and not env.guards

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dcompile
+from dcompile import compute_regions
 from dcompile.capture.entry import find_model
 from dcompile.errors import PlanMismatchError
 from tests.distributed.harness import Ranks
@@ -85,7 +87,8 @@ def found_of(
     with dcompile.profile(call) as measured:
         for _ in range(2):
             measure()
-    sources = {e.report.regions: e.source for g in find_model(call).graphs for e in g.executables.values()}
+    programs = [e for g in find_model(call).graphs for e in g.executables.values()]
+    sources = {e.report.regions: e.source for e in programs}
     return {
         "same": same_bits(got, expected),
         "near": all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(got, expected, strict=True)),
@@ -93,6 +96,7 @@ def found_of(
         "overlaps": overlapped(measured.timeline),
         "kinds": [(c.kind, c.program) for c in measured.timeline.collectives],
         "sources": list(sources.values()),
+        "predicted": [(e.name, e.report.schedule) for e in programs],
     }
 
 
@@ -116,7 +120,10 @@ def compiler_of(name: str) -> Any:
 def ddp(
     kernels: str = "inductor", stock: str = "inductor", layer: str = "products", door: str = "dcompile"
 ) -> dict[str, Any]:
-    """DDP with small buckets, beside stock DDP over torch.compile of the whole model."""
+    """DDP with small buckets, beside stock DDP over torch.compile of the whole model.
+
+    Each rank measures another time for the regions, so that both have to agree on one.
+    """
     settings = {"bucket_cap_mb": 0.004}
     model = make(layer)
     twin = DDP(copy.deepcopy(model), **settings)
@@ -129,7 +136,8 @@ def ddp(
         call = dcompile.compile(ours, options=options)
     else:
         call = torch.compile(ours, backend="dcompile", options=options)
-    got = train(call, ours)
+    with mock.patch.object(compute_regions, "measure_us", lambda *_: 1e3 + dist.get_rank()):
+        got = train(call, ours)
     return found_of(call, got, expected, lambda: call(batch(0)).square().mean().backward())
 
 
@@ -194,6 +202,7 @@ def shared(folder: str) -> dict[str, Any]:
 def as_stock(ranks: Ranks, case: str, **keywords: Any) -> dict[str, Any]:
     """Run a case, from the test's process: one graph, as stock's bit for bit, nothing left to other kernels."""
     found = ranks.run(CASES + case, 280, **keywords)
+    assert found[0]["predicted"] == found[1]["predicted"], "ranks measured regions, each for itself"
     for each in found:
         receipt = each["receipt"]
         assert each["same"] and receipt.eligible and not receipt.fallbacks

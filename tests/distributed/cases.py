@@ -415,6 +415,61 @@ def used_outside_the_module() -> dict[str, Any]:
     return same_as_stock(steps)
 
 
+def used_outside_beside_forwards() -> dict[str, Any]:
+    """A backward of three forwards and of a parameter's own term, which it reaches after, between or before them."""
+
+    def steps(call: Any, ddp: Any) -> None:
+        inner = getattr(ddp.module, "_orig_mod", ddp.module)
+        for place in range(4):
+            terms = [lambda step=step: loss_of(call(inputs(step))) for step in (0, 1, 2)]
+            terms.insert(place, lambda: torch.tanh(inputs(3) @ inner.a.weight.t()).sum())
+            sum(term() for term in terms).backward()
+
+    return same_as_stock(steps)
+
+
+class WithScale(torch.nn.Module):
+    """A module with a parameter that its forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = torch.nn.Linear(8, 8), torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def used_only_outside(behind: bool) -> dict[str, Any]:
+    """A parameter is used only by a loss: behind the module, or in a term of its own, which the backward reaches last."""
+    torch.manual_seed(0)
+    stock, ddp = (DDP(WithScale()) for _ in range(2))
+    ddp.module.load_state_dict(stock.module.state_dict())
+    dcompile.compile(ddp, options=dict(ATEN))
+    worst = 0.0
+    for step in range(3):
+        for model in (stock, ddp):
+            model.zero_grad()
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+            scale = model.module.scale
+            term = torch.tanh(x * scale).sum()
+            (loss_of(model(x) * scale) if behind else term + loss_of(model(x))).backward()
+        worst = max(worst, largest_difference(gradients(stock), gradients(ddp)), across_ranks(gradients(ddp)))
+    return {"grad": worst, "receipt": dcompile.receipt(ddp)}
+
+
+def used_outside_in_channels_last() -> dict[str, Any]:
+    """The same of a weight that is not contiguous, so that autograd would copy its gradient."""
+    torch.manual_seed(0)
+    stock, ddp = (DDP(torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)) for _ in range(2))
+    ddp.module.load_state_dict(stock.module.state_dict())
+    dcompile.compile(ddp, options=dict(ATEN))
+    for model in (stock, ddp):
+        x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+        (loss_of(model(x)) + loss_of(model(x * 2)) + (model.module.weight * x[0, 0, 0, 0]).sum()).backward()
+    worst = largest_difference(gradients(stock), gradients(ddp))
+    return {"grad": worst, "ranks": across_ranks(gradients(ddp))}
+
+
 def a_later_branch_is_not_eligible() -> dict[str, Any]:
     """The first steps are taken over; then the model takes a branch that runs a layer eagerly."""
     module, twin = models.SometimesOutside(), models.SometimesOutside()

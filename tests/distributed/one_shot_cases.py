@@ -25,7 +25,7 @@ def inboxes(kind: str) -> dict[str, Any]:
     """How two ranks meet over inboxes in memory of processes."""
     reach = {"reached": ProcessReach, "unreachable": Unreachable, "none": lambda: None}[kind]()
     group = dist.new_group()
-    found = one_shot.InboxGroup(group, torch.device("cpu"), reach)
+    found = one_shot.InboxGroup(group, torch.device("cpu"), reach, 128)
     addresses = [] if found.reason else found.addresses.tolist()
     own = bool(addresses) and addresses[found.rank] == found.inbox.data_ptr()
     return {"reason": found.reason, "own": own, "addresses": len({*addresses})}
@@ -62,10 +62,10 @@ def summed(dtype: str, **options: Any) -> dict[str, Any]:
 class Layer(torch.nn.Module):
     """Half of a token's products: a norm, a row of weights, the sum over ranks and a residual."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, norm: str) -> None:
         super().__init__()
         self.group = group
-        self.norm, self.up = torch.nn.RMSNorm(1024), torch.nn.Linear(1024, 2048, bias=False)
+        self.norm, self.up = getattr(torch.nn, norm)(1024), torch.nn.Linear(1024, 2048, bias=False)
         self.down = torch.nn.Linear(2048, 1024, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,28 +73,46 @@ class Layer(torch.nn.Module):
         return x + collectives.all_reduce(partial, "sum", self.group)
 
 
-def decoded(reached: bool = True, **options: Any) -> dict[str, Any]:
-    """A token through eight layers, call after call, with weights that change before each.
+def decoded(reached: bool = True, norm: str = "RMSNorm", rows: int = 1, **options: Any) -> dict[str, Any]:
+    """Tokens of some sequences through eight layers, call after call, with weights that change before each.
 
-    Kernels read weights before the ones in front of them have ended, but not before the change.
+    Kernels read weights before the ones in front of them have ended, but not before the change. `epilogues`: starts of
+    all-reduces whose kernel went on with the residual and the norm.
     """
     torch.manual_seed(dist.get_rank())
     group = dist.new_group()
-    layers = torch.nn.Sequential(*(Layer(group) for _ in range(8))).to(device(), torch.bfloat16)
+    layers = torch.nn.Sequential(*(Layer(group, norm) for _ in range(8))).to(device(), torch.bfloat16)
+    for layer in layers:
+        torch.nn.init.uniform_(layer.norm.weight, 0.5, 1.5)
     step = torch.compile(layers, backend="dcompile", fullgraph=True, options={"receipt": False, **options})
     reach = one_shot.reach_of if reached else (lambda _: None)
-    worst = 0.0
-    with torch.no_grad(), unittest.mock.patch.object(one_shot, "reach_of", reach):
+    worst, epilogues, launch = 0.0, 0, one_shot.OneShotLaunch.start
+
+    def counted(self: Any, *given: Any) -> Any:
+        nonlocal epilogues
+        epilogues += self.has_epilogue
+        return launch(self, *given)
+
+    counting = unittest.mock.patch.object(one_shot.OneShotLaunch, "start", counted)
+    with torch.no_grad(), unittest.mock.patch.object(one_shot, "reach_of", reach), counting:
         for call in range(12):
             generator = torch.Generator(device()).manual_seed(call)
-            x = torch.randn(1, 1024, generator=generator, device=device()).bfloat16()
+            x = torch.randn(rows, 1024, generator=generator, device=device()).bfloat16()
             for parameter in layers.parameters():
                 parameter.mul_(1.0 + 0.125 * (-1) ** call)
             got = step(x.clone()).clone()
             want = layers(x)
             worst = max(worst, float((got.float() - want.float()).norm() / want.float().norm()))
     receipt = dcompile.receipt(step)
-    return {"worst": worst, "notes": receipt.notes, "replays": receipt.replays, "kernels": receipt.kernels}
+    return {"worst": worst, "notes": receipt.notes, "replays": receipt.replays, "kernels": receipt.kernels,
+            "epilogues": epilogues, "same": _same_on_all_ranks(got)}  # fmt: skip
+
+
+def _same_on_all_ranks(result: torch.Tensor) -> bool:
+    """Whether every rank has the same bits."""
+    results = [torch.empty_like(result) for _ in range(dist.get_world_size())]
+    dist.all_gather(results, result.contiguous())
+    return all(torch.equal(result, other) for other in results)
 
 
 def called_off(**options: Any) -> Any:

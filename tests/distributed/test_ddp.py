@@ -34,7 +34,7 @@ def in_turn(ranks):
     """Cases that trace the same graph, one behind the other with one pair of models; the last one leaves a note."""
     cases = (
         "two_synced_backwards", "zeroed_not_dropped", "gradients_kept", "interleaved", "autograd_grad",
-        "called_past_ddp", "uneven_batches", "used_outside_the_module",
+        "called_past_ddp", "uneven_batches", "used_outside_the_module", "used_outside_beside_forwards",
     )  # fmt: skip
     return values(ranks, "in_turn", cases=cases)
 
@@ -56,10 +56,7 @@ def test_torch_compile_with_fullgraph(ranks):
 def test_parameters_outside_the_graph_leave_reduction_to_ddp(ranks):
     for found in trained(ranks, name="outside"):
         assert not found["receipt"].eligible
-        assert found["receipt"].reasons == (
-            "parameter b.bias is used outside the compiled graph",
-            "parameter b.weight is used outside the compiled graph",
-        )
+        assert found["receipt"].reasons == ("2 parameters (b.bias, b.weight) are used outside the compiled graph",)
         assert (found["loss"], found["grad"], found["param"], found["ranks"]) == (0, 0, 0, 0)
 
 
@@ -187,6 +184,26 @@ def test_gradients_from_elsewhere_are_reduced_and_reported(in_turn):
         assert found["receipt"].notes == ("gradients from outside the module are averaged on their own: a.weight",)
 
 
+def test_gradients_from_elsewhere_beside_several_forwards_are_reduced(in_turn):
+    for found in [each["used_outside_beside_forwards"] for each in in_turn]:
+        assert found["grad"] <= 4 * EPSILON and found["ranks"] == 0
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_parameters_that_only_code_outside_the_module_uses_are_reduced(ranks, behind):
+    for found in values(ranks, "used_only_outside", behind=behind):
+        reason = "outside of the module's forward, its result is used with parameter scale"
+        note = "gradients of parameters that only other code uses are averaged on their own: scale"
+        assert found["grad"] <= SHARED and found["receipt"].eligible is not behind
+        assert (found["receipt"].reasons, found["receipt"].notes) == (((reason,), ()) if behind else ((), (note,)))
+
+
+@pytest.mark.full
+def test_gradients_from_elsewhere_of_weights_in_channels_last_are_reduced(ranks):
+    for found in values(ranks, "used_outside_in_channels_last"):
+        assert found["grad"] <= SHARED and found["ranks"] == 0
+
+
 def test_gradients_of_no_sync_steps_are_reduced_even_if_the_last_step_does_not_reach_them(ranks):
     for found in values(ranks, "accumulated_where_the_last_step_does_not_reach"):
         assert found["grad"] == 0 and found["ranks"] == 0 and found["receipt"].eligible
@@ -277,7 +294,7 @@ def test_what_is_compiled_of_one_layer_serves_no_other(ranks):
 def test_a_later_branch_gives_reduction_back(ranks):
     for found in values(ranks, "a_later_branch_is_not_eligible"):
         assert found["grad"] == 0 and found["eligible"] == [True, True, False, False, False]
-        assert "parameter b.weight is used outside the compiled graph" in found["reasons"][0]
+        assert "2 parameters (b.bias, b.weight) are used outside the compiled graph" in found["reasons"][0]
         assert found["notes"][0].startswith("DDP reduces the gradients again")
 
 

@@ -19,11 +19,13 @@ def test_sums_are_nccls(ranks, dtype, options):
 
 @pytest.mark.parametrize("reached", [True, False], ids=["one kernel", "NCCL"])
 @pytest.mark.parametrize("options", [{}, GRAPHS], ids=["plain", "recorded"])
-def test_kernels_that_start_early_read_the_weights_of_their_call(ranks, options, reached):
-    for found in ranks.run(CASES + "decoded", 120, reached=reached, **options):
+@pytest.mark.parametrize(("norm", "rows"), [("RMSNorm", 1), ("RMSNorm", 32), ("LayerNorm", 5)])
+def test_kernels_that_start_early_read_the_weights_of_their_call(ranks, options, reached, norm, rows):
+    for found in ranks.run(CASES + "decoded", 120, reached=reached, norm=norm, rows=rows, **options):
         print(found)
-        assert found["worst"] < 1e-2 and found["kernels"] > 0
+        assert found["worst"] < 1e-2 and found["kernels"] > 0 and found["same"]
         assert bool(found["notes"]) != reached
+        assert found["epilogues"] >= 8 if reached else found["epilogues"] == 0
         assert found["replays"] >= 8 if options else True
 
 

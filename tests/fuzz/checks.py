@@ -18,6 +18,7 @@ from dcompile.codegen.nest.gpu_tiling import make_plan
 from dcompile.codegen.schedule.fusion import split_reductions
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.codegen.schedule.fusion.interchange_reductions import interchange_reductions
+from dcompile.codegen.schedule.fusion.narrow_buffers import narrow_buffers
 from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
 from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
 from dcompile.codegen.schedule.memory.plan import plan_memory
@@ -136,7 +137,7 @@ def planned(program: Program) -> Program:
 
 def planned_for_gpu(program: Program) -> Program:
     """What the pipeline makes of it on a GPU; each buffer has memory of its own."""
-    program = fuse(interchange_reductions(use_online_softmax(remove_dead_steps(on_a_gpu(program)))))
+    program = narrow_buffers(fuse(interchange_reductions(use_online_softmax(remove_dead_steps(on_a_gpu(program))))))
     return group_updates(
         split_reductions.refuse_after_split(
             split_reductions.split_row_reductions(split_reductions.split_column_reductions(rematerialize(program)))

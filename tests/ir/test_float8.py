@@ -8,7 +8,7 @@ import torch
 
 from dcompile import compat
 from dcompile.ir.buffers import ITEMSIZE
-from dcompile.ir.float8 import FLOAT8, MAX_E4M3FN, OPAQUE, from_bytes, to_bytes
+from dcompile.ir.float8 import FLOAT8, MAX_FLOAT8, OPAQUE, from_bytes, to_bytes
 from dcompile.ir.ops import COMPUTE_DTYPES, DTYPES
 from tests.codegen.emit.float8 import bfloat16s, borders
 
@@ -20,10 +20,10 @@ def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_numbers_round_as_torch(dtype):
     x = np.concatenate([bfloat16s(), borders()])
-    beyond = np.abs(x) > MAX_E4M3FN
+    beyond = np.abs(x) > MAX_FLOAT8["float8_e4m3fn"]
     if dtype == "float8_e4m3fn" and compat.tensors.saturates_float8():
         np.testing.assert_array_equal(to_bytes(x, dtype)[beyond & (np.abs(x) > 464)] & 0x7F, 0x7F)
-        x = np.where(beyond, np.copysign(np.float32(MAX_E4M3FN), x), x)
+        x = np.where(beyond, np.copysign(np.float32(MAX_FLOAT8["float8_e4m3fn"]), x), x)
     np.testing.assert_array_equal(to_bytes(x, dtype), rounded(x, dtype))
 
 

@@ -142,6 +142,11 @@ def changed_windows(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """An image of twice the size."""
+    return F.interpolate(x, scale_factor=2.0, mode="bilinear")
+
+
 def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """A mask that hides what comes later."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones(12, 12, dtype=torch.bool).tril())
@@ -164,6 +169,9 @@ DYNAMO_INPUTS: Mapping[str, GraphInput] = {
     "group_experts": GraphInput(experts),
     "keep_recurrent_layers_whole": GraphInput(recurrent),
     "view_unfold_by_slices": GraphInput(lambda: captured(changed_windows, zeros(3, 12))),
+    "gather_upsampling_gradients": GraphInput(
+        lambda: captured(doubled, zeros(1, 2, 4, 4, learns=True)), planned_for="cuda"
+    ),
     "recognize_causal_masks": GraphInput(lambda: captured(masked_attention, *(zeros(2, 3, 12, 8) for _ in range(3)))),
     "decompose_decode_attention": GraphInput(
         lambda: captured(grouped_attention, zeros(2, 6, 1, 8), zeros(2, 2, 10, 8), zeros(2, 2, 10, 8))
@@ -232,6 +240,11 @@ def convolved(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return torch.conv2d(x, w, padding=1).relu()
 
 
+def heard(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Features over time, with their position, normalized for each point of time."""
+    return F.layer_norm(x.permute(0, 2, 1) + places, (32,))
+
+
 def sorted_rows(x: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Rows in the order of their keys."""
     return x[keys.sort()[1]]
@@ -288,6 +301,7 @@ JOINT_INPUTS: Mapping[str, GraphInput] = {
     ),
     "narrow_gathers": GraphInput(lambda: traced(enlarged, zeros(2, 3, 4, 4, dtype=torch.bfloat16))),
     "use_channels_last": GraphInput(lambda: traced(convolved, zeros(2, 8, 6, 6), zeros(16, 8, 3, 3))),
+    "keep_rows_contiguous": GraphInput(lambda: traced(heard, zeros(2, 32, 40), zeros(40, 32))),
     "drop_saved_pool_inputs": GraphInput(lambda: joint(lambda x: F.avg_pool2d(x, 2), learning(2, 3, 4, 4))),
     "recompute_loss_chunks": GraphInput(lambda: joint(chunked, learning(6, 4), learning(10, 4), TARGET)),
     "save_random_values": GraphInput(drawn_again),

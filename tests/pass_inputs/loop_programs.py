@@ -127,6 +127,20 @@ LOOP_INPUTS: Mapping[str, LoopInput] = {
           y[i0, i1] = mul(scaled, w[i1])
         return (y)
     """),
+    "narrow_buffers": LoopInput("""
+        program p(x)
+          x: float32[1024, 512] on cuda
+          h: float32[1024, 512] on cuda
+          total: float32[512] on cuda
+          y: float32[1024, 512] on cuda
+        loop h [1024, 512]
+          h[i0, i1] = cast(cast(x[i0, i1], bfloat16), float32)
+        loop total [1024, 512]
+          total[i1] sum= h[i0, i1]
+        loop y [1024, 512]
+          y[i0, i1] = sub(h[i0, i1], total[i1])
+        return (y)
+    """),
     "rematerialize": LoopInput("""
         program p(dy, x)
           dy: bfloat16[1024, 512] on cuda

@@ -56,11 +56,12 @@ def test_every_wrapper_comes_to_the_programs_of_a_step_that_runs(name, tmp_path)
 
 
 @pytest.mark.full
-def test_no_kernel_depends_on_the_world_size_where_shards_are_uneven(tmp_path):
+def test_no_kernel_and_no_trace_depends_on_the_world_size_where_shards_are_uneven(tmp_path):
     build, how = jobs.JOBS["fsdp2-uneven"]
     report = dcompile.precompile(build, world_size=(2, 4, 1024), path=tmp_path, **how)
     assert report.built == report.kernels > 0
     assert [sum(program.report.built for program in rank.programs) for rank in report.ranks[1:]] == [0, 0]
+    assert len([*tmp_path.glob("*.trace")]) == 1, "a world size is traced anew"
 
 
 def test_the_manifest_says_what_a_folder_is_for(tmp_path):

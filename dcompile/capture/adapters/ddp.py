@@ -15,6 +15,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.adapters.plain import PlainAdapter, known_number, new_subject
+from dcompile.capture.agreement.parameter_use import counted_names
 from dcompile.collectives.contract import BucketRule, ParamInfo
 
 PARAMETERS_ANEW = (
@@ -49,6 +50,8 @@ class DdpAdapter(PlainAdapter):
         self._compared: set[tuple[str, ...]] = set()
         self._watched: dict[int, Any] = {}
         """Parameter number -> handle of the hook that records its gradients."""
+        self._reached: dict[int, int] = {}
+        """Parameter number -> the last backward that added to its .grad, of parameters that are watched."""
         self.arrived: Callable[[int, str], None] | None = None
         """Callback of a backward for each gradient that autograd adds, with the parameter's number and name."""
         self.unreduced: set[int] = set()
@@ -190,6 +193,7 @@ class DdpAdapter(PlainAdapter):
         if self.state == "undecided" and not self._missing and torch.is_grad_enabled():
             self._held_static_graph |= compat.ddp.hold_static_graph(ddp)
             compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
+            self.watch()
 
     def decide(self, objections: list[str], several: bool = False) -> None:
         """Inside the first compiled backward: take over reduction, or leave it to DDP and record the reasons.
@@ -203,7 +207,7 @@ class DdpAdapter(PlainAdapter):
         ddp = self.ddp
         if ddp is not None:
             self._look(ddp)
-        reasons = self.standing_objections() + objections
+        reasons = self.standing_objections() + objections or self._used_behind()
         if reasons:
             self.state, self.reasons = "stock", tuple(dict.fromkeys(reasons))
             if ddp is not None:
@@ -211,11 +215,18 @@ class DdpAdapter(PlainAdapter):
                 if self._held_static_graph:
                     compat.ddp.release_static_graph(ddp)
             return
-        # No hook has fired yet: autograd reaches a parameter only after every compiled backward that uses it.
+        # No hook has fired yet: autograd reaches a parameter only after every compiled backward that uses it, and
+        # others have not been reached
         if ddp is not None:  # its reducer is gone with it
             compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
             compat.ddp.silence_reducer(ddp)
         self.state, self.every = "taken", self.every and not several
+
+    def _used_behind(self) -> list[str]:
+        """Return why DDP's reducer has begun with this backward: parameters used behind the module, as by a loss."""
+        task = compat.autograd.backward_task()
+        names = [self._infos[number].fqn for number, last in self._reached.items() if last == task]
+        return [f"outside of the module's forward, its result is used with {counted_names(names)}"] if names else []
 
     def standing_objections(self) -> list[str]:
         """Return the objections to taking over that do not depend on what the model computes."""
@@ -285,6 +296,14 @@ class DdpAdapter(PlainAdapter):
             if number not in self._watched and parameter is not None and parameter.requires_grad:
                 self._watch(number, parameter)
 
+    def unwatch(self, numbers: Iterable[int]) -> None:
+        """Stop recording gradients of these parameters, as programs reduce them."""
+        for number in numbers:
+            if number in self._watched:
+                self._watched.pop(number).remove()
+                self._reached.pop(number, None)
+                self.unreduced.discard(number)
+
     def note_arriving(self, reasons: Iterable[str]) -> None:
         """Note why gradients are reduced as autograd adds them. That costs a copy of each, unlike one program."""
         self._note_calls("some calls copy their gradients into buckets as they arrive", reasons)
@@ -307,6 +326,7 @@ class DdpAdapter(PlainAdapter):
 
     def _gradient_added(self, number: int, _parameter: Any) -> None:
         self.unreduced.add(number)
+        self._reached[number] = compat.autograd.backward_task()
         if self.arrived is not None:
             self.arrived(number, self._infos[number].fqn)
 
@@ -322,14 +342,14 @@ class DdpAdapter(PlainAdapter):
         return frozenset(n for n, p in params if p is not None and compat.autograd.will_accumulate(p))
 
     def differs(self, number: int, address: int) -> bool:
-        """Is a parameter's .grad another tensor than the reduced gradient at `address`?
-
-        False for parameters that are not contiguous: autograd copies their gradients anyway.
-        """
+        """Is a parameter's .grad another tensor than the one at `address`?"""
         param = self.refs[number]()
-        if param is None or param.grad is None:
-            return False
-        return param.grad.data_ptr() != address and param.is_contiguous()
+        return param is not None and param.grad is not None and param.grad.data_ptr() != address
+
+    def is_contiguous(self, number: int) -> bool:
+        """Is this a contiguous parameter? Its `.grad` then may be a view of a bucket."""
+        param = self.refs[number]()
+        return param is not None and param.is_contiguous()
 
     def reduce_rest(
         self,
@@ -361,7 +381,10 @@ class DdpAdapter(PlainAdapter):
         for _, param, view, rest in outside:
             param.grad.copy_(view + rest)
         self._note("gradients from outside the module are averaged on their own", [number for number, *_ in outside])
-        self._note("gradients of earlier no_sync steps are averaged on their own", list(left))
+        beside = [number for number in left if number in self._watched]
+        self._note("gradients of parameters that only other code uses are averaged on their own", beside)
+        earlier = [number for number in left if number not in self._watched]
+        self._note("gradients of earlier no_sync steps are averaged on their own", earlier)
 
     def _note(self, text: str, numbers: list[int]) -> None:
         note = f"{text}: {', '.join(self._infos[number].fqn for number in numbers)}"

@@ -13,6 +13,7 @@ from dcompile import compat
 from dcompile.capture.adapters.arriving_gradients import SEVERAL, GradientArrivals
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
+from dcompile.capture.adapters.merged_gradients import MergedGradients
 from dcompile.capture.agreement.capture_digest import compare_surroundings
 from dcompile.capture.agreement.collective_plan import plan_of
 from dcompile.capture.agreement.parameter_use import outside_use, tensors_in
@@ -37,6 +38,8 @@ class SynchronizedBackward:
     """Buckets of each program, in the order in which the programs ran."""
     numbers: list[frozenset[int]] = field(default_factory=list)
     """If `behind`: the parameters with gradients in each entry of `buckets`."""
+    merged: MergedGradients = field(default_factory=MergedGradients)
+    """If not `behind`: what the programs have reduced."""
 
 
 class DdpSync(GradientSync):
@@ -167,6 +170,13 @@ class DdpSync(GradientSync):
         return adapter.state != "undecided"
 
     def _decide(self) -> None:
+        self._decide_who_reduces()
+        adapter = self._adapter
+        # other parameters stay watched: their gradients come from outside the module, and are reduced on their own
+        done = {number for graph in self.model.graphs for _, number in graph.grads}
+        adapter.unwatch(done if adapter.eligible else [*adapter.refs])
+
+    def _decide_who_reduces(self) -> None:
         adapter, objections = self._adapter, self.model.objections()
         if not self._asks_others() or not adapter.uneven:
             adapter.decide(objections)
@@ -210,7 +220,13 @@ class DdpSync(GradientSync):
             reduces = self._begin_sync(buckets, graph.grads, call.absent())
         elif accumulates:
             adapter.unreduced.update(number for place, number in graph.grads if place not in call.gone)
-        return call.run(call.args) if buckets is None else call.run(call.args, buckets=buckets, sync=reduces)
+        if buckets is None:
+            return call.run(call.args)
+        results = call.run(call.args, buckets=buckets, sync=reduces)
+        if reduces:
+            merged = self._synced[compat.autograd.backward_task()].merged
+            merged.add(buckets.last_run(), results, graph.grads)
+        return results
 
     def reduces_in_program(self, graph: CapturedGraph) -> bool:
         """Reduce in the program, unless gradients of its calls are reduced as they arrive."""
@@ -249,9 +265,9 @@ class DdpSync(GradientSync):
             for buckets, numbers in zip(synced.buckets, synced.numbers, strict=True):
                 buckets.reduce_behind(numbers, done)
                 done |= numbers
-        self._finish_sync(synced.buckets)
+        self._finish_sync(synced.buckets, None if synced.behind else synced.merged)
 
-    def _finish_sync(self, reduced: list[GradientBuckets]) -> None:
+    def _finish_sync(self, reduced: list[GradientBuckets], merged: MergedGradients | None = None) -> None:
         adapter = self._adapter
         if not adapter.eligible:
             return
@@ -262,14 +278,17 @@ class DdpSync(GradientSync):
         addresses: dict[int, int] = {}
         for buckets in reduced:
             found = buckets.reduced()
-            # of a parameter of several graphs, autograd has summed the reduced gradients: nothing is missing
             sources |= {number: None if number in sources else buckets for number in found}
             addresses |= found
-        elsewhere = {
-            number: source.reduced_gradient(number)
-            for number, source in sources.items()
-            if source is not None and adapter.differs(number, addresses[number])
-        }
+        if merged is not None:
+            handed_on = frozenset[int]().union(*(buckets.handed_on() for buckets in reduced))
+            elsewhere = dict(merged.outside(adapter.differs, but=handed_on))
+        else:  # each .grad was reduced as a whole
+            elsewhere = {
+                number: source.reduced_gradient(number)
+                for number, source in sources.items()
+                if source is not None and adapter.differs(number, addresses[number]) and adapter.is_contiguous(number)
+            }
         adapter.reduce_rest(elsewhere, sources.keys(), self.model.services.average)
         for buckets in reduced:
             buckets.forget()

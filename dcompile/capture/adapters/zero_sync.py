@@ -17,6 +17,7 @@ from dcompile import compat
 from dcompile.capture.adapters.eager_regions import EagerRegionMonitor
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
+from dcompile.capture.adapters.merged_gradients import MergedGradients
 from dcompile.capture.adapters.sharded_sync import ShardedSync
 from dcompile.capture.adapters.zero import ZeroAdapter, ZeroReplicatedAdapter, ZeroStockAdapter, reasons_against
 from dcompile.capture.adapters.zero3 import Zero3Adapter, hidden
@@ -79,6 +80,8 @@ class ZeroReplicatedSync(GradientSync):
         """Buckets of each program of the backward in progress, in the order in which the programs ran."""
         self._absent: dict[int, GradientBuckets] = {}
         """Parameter without a gradient in such a program, as this rank's losses do not depend on it -> its buckets."""
+        self._merged: dict[int, MergedGradients] = {}
+        """Number of each backward of this step -> what its programs have reduced."""
 
     def take_over(self) -> tuple[ShardedParameters | None, EagerRegionMonitor | None]:
         compat.deepspeed.take_reduction(self._adapter.engine, _weakly(self._end_backward))
@@ -96,7 +99,11 @@ class ZeroReplicatedSync(GradientSync):
             buckets.begin((), compat.autograd.backward_task(), not self._reduced, absent)
             self._reduced.append(buckets)
             self._absent.update(dict.fromkeys(absent, buckets))
-        return call.run(call.args, buckets=buckets, sync=reduces)
+        results = call.run(call.args, buckets=buckets, sync=reduces)
+        if reduces:
+            merged = self._merged.setdefault(compat.autograd.backward_task(), MergedGradients())
+            merged.add(buckets.last_run(), results, graph.grads)
+        return results
 
     def accumulates(self, numbers: Iterable[int]) -> bool:
         found = (self._adapter.refs[number]() for number in numbers)
@@ -111,12 +118,10 @@ class ZeroReplicatedSync(GradientSync):
         adapter = self._adapter
         reduced, self._reduced = self._reduced, []
         absent, self._absent = self._absent, {}
+        merged, self._merged = self._merged, {}
         if not compat.deepspeed.reduces(adapter.engine):
             return
-        known: dict[int, list[GradientBuckets]] = {}
-        for buckets in reduced:
-            for number in buckets.reduced():
-                known.setdefault(number, []).append(buckets)
+        known = {number for buckets in reduced for number in buckets.reduced()}
         rest: dict[int, torch.Tensor] = {}
         for number, reference in adapter.refs.items():
             parameter: Any = reference()
@@ -128,12 +133,14 @@ class ZeroReplicatedSync(GradientSync):
                 parameter.grad = torch.zeros_like(parameter)
             elif number not in known:
                 rest[number] = parameter.grad
-            elif len(known[number]) == 1:  # of several programs, autograd has summed the reduced gradients
-                view = known[number][0].reduced_gradient(number)
-                if parameter.is_contiguous() and parameter.grad.data_ptr() != view.data_ptr():
-                    rest[number] = parameter.grad - view
-                    parameter.grad = view + rest[number]
-        self._average(rest, known.keys())
+        if len(merged) == 1:  # of several backwards, the programs of later ones have added what .grad held
+            (found,) = merged.values()
+            outside = dict(found.outside(adapter.differs, but=absent))
+            for number, gradient in sorted(outside.items()):
+                parameter = adapter.refs[number]()
+                rest[number] = parameter.grad - gradient
+                parameter.grad = gradient + rest[number]
+        self._average(rest, known)
         for buckets in reduced:
             buckets.forget()
 

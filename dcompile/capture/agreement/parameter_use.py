@@ -10,6 +10,9 @@ import torch
 
 from dcompile.compat.autograd import is_compiled_backward
 
+SHOWN = 4
+"""Names in a reason."""
+
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a forward's result: as in DDP, those inside sequences, mappings and dataclasses, too."""
@@ -51,4 +54,14 @@ def outside_use(result: Any, name_of: Callable[[Any], str | None]) -> list[str]:
                 stack.append(following)
             elif not compiled and (name := name_of(leaf)) is not None:
                 outside[name] = None
-    return [f"parameter {name} is used outside the compiled graph" for name in sorted(outside)]
+    if not outside:
+        return []
+    return [f"{counted_names(sorted(outside))} {'is' if len(outside) == 1 else 'are'} used outside the compiled graph"]
+
+
+def counted_names(names: list[str]) -> str:
+    """Return "parameter a", or "6 parameters (a, b, c, d and 2 more)": a recurrent layer has dozens."""
+    if len(names) == 1:
+        return f"parameter {names[0]}"
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{len(names)} parameters ({', '.join(names[:SHOWN])}{more})"

@@ -8,15 +8,13 @@ Here saved tensors become views of the result itself, so that autograd detects t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from dcompile.capture.aliasing.memory import memory_of
-from dcompile.compat.tensors import quick_look
-
-quick_view = quick_look()
+from dcompile.results.result_steps import DtypeViews
 
 
 def saved_in_same_memory(gm: Any, places: Sequence[int], count: int) -> dict[int, tuple[int, ...]]:
@@ -61,10 +59,7 @@ def saved_input_views(gm: Any, count: int) -> tuple[int, ...]:
     return tuple(n for n, node in saved if memory_of(node) in inputs and node.op != "placeholder")
 
 
-Steps = tuple[tuple[Any, tuple[Any, ...], Mapping[str, Any]], ...]
-
-
-def remove_dtype_views(gm: Any, count: int) -> tuple[tuple[int, int, Steps], ...]:
+def remove_dtype_views(gm: Any, count: int) -> tuple[tuple[int, int, DtypeViews], ...]:
     """Remove results that are views of another result as another dtype: (position, position of the other, views).
 
     The graph then returns the other result there, and its caller applies the views. A program's memory has one dtype,
@@ -105,9 +100,13 @@ def results_to_separate(gm: Any) -> tuple[tuple[int, int, bool], ...]:
     `h.detach()` has no base.
     """
     nodes = gm.graph.output_node().args[0]
-    memories = [memory_of(node) for node in nodes]
-    pairs = ((place, earlier) for place in range(len(nodes)) for earlier in range(place))
-    apart = [(n, m) for n, m in pairs if nodes[n] is not nodes[m] and memories[n] == memories[m] is not None]
+    earlier: dict[int, list[int]] = {}
+    apart = []
+    for place, memory in enumerate(map(memory_of, nodes)):
+        if memory is not None:
+            others = earlier.setdefault(memory, [])
+            apart += [(place, other) for other in others if nodes[place] is not nodes[other]]
+            others.append(place)
     return tuple((n, m, not (_is_detached(nodes[n]) or _is_detached(nodes[m]))) for n, m in apart)
 
 
@@ -166,53 +165,3 @@ def view_without_gradients(compiled: Callable[..., Any], places: Sequence[int]) 
         return results
 
     return seeing
-
-
-def separate_results(outputs: list[Any], pairs: Sequence[tuple[int, int, bool]]) -> None:
-    """Make a separate tensor for each result that is the same object as the earlier one of its pair."""
-    for place, earlier, view in pairs:
-        x = outputs[place]
-        if x is outputs[earlier]:
-            outputs[place] = x.as_strided(x.shape, x.stride()) if view else x.detach()
-
-
-def view_as_dtypes(outputs: list[Any], looks: Sequence[tuple[int, int, Steps]]) -> None:
-    """Apply views as another dtype to results; see `remove_dtype_views`."""
-    for place, source, steps in looks:
-        x = outputs[source]
-        for target, args, keywords in steps:
-            x = target(x, *args, **keywords)
-        outputs[place] = x
-
-
-def return_views(outputs: list[Any], results: Mapping[int, Sequence[int]]) -> None:
-    """Make separate tensors at the positions `results`, and make saved tensors in their memory views of them.
-
-    `results`: as from `saved_in_same_memory`.
-    """
-    for place, saved in results.items():
-        view = outputs[place]
-        own = outputs[place] = quick_view(view, tuple(view.shape), view.stride(), 0)
-        for other in saved:
-            x = outputs[other]
-            outputs[other] = torch.as_strided(own.detach(), x.shape, x.stride(), x.storage_offset())
-
-
-def detach_saved_views(outputs: list[Any], places: Sequence[int]) -> None:
-    """Detach saved views of inputs; see `saved_input_views`."""
-    for place in places:
-        outputs[place] = outputs[place].detach()
-
-
-def detach_results(outputs: list[Any], places: Sequence[Sequence[int]]) -> None:
-    """Detach results without gradients; see `results_to_detach`."""
-    for place, *others in places:
-        outputs[place] = outputs[place].detach()
-        for other in others:
-            outputs[other] = outputs[place]
-
-
-def repeat_results(outputs: list[Any], places: Sequence[tuple[int, int]]) -> None:
-    """Return one tensor at all positions of the same node; see `repeated_results`."""
-    for place, earlier in places:
-        outputs[place] = outputs[earlier]

@@ -6,11 +6,12 @@ Tensors that share memory share it again. Metadata that no stage after partition
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from dcompile.capture.graph_pass import DONATED
 from dcompile.compat.aot import lazy_graph_module
@@ -30,6 +31,8 @@ from dcompile.compat.trace_symbols import DATA_DEPENDENT, SizeSymbols
 _OPS = ("placeholder", "get_attr", "call_function", "output")
 _VALUES = ("val", "desc", "custom", DONATED, "partitioner_tag", "saved_tensor_with_no_vc_check")
 """Keys of node metadata that later stages read, and whose content is a value."""
+_NO_KWARGS: Record = {"d": []}
+"""Record of the keyword arguments of most nodes."""
 _STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 """Keys of node metadata about modules. Of each entry, only the module's path is kept."""
 
@@ -66,15 +69,23 @@ def _node_record(node: Node, writer: RecordWriter) -> Record:
     return [_OPS.index(node.op), node.name, target, writer.value(node.args), writer.value(node.kwargs), notes]
 
 
-def graph_of(record: Mapping[str, Any], symbols: SizeSymbols) -> GraphModule:
-    """Return the graph of a record. Call it outside fake tensor modes. Raises NotKeepable for a damaged record."""
-    reader, graph = RecordReader(record, symbols, _boundary(record)), Graph()
+def graph_of(
+    record: Mapping[str, Any], symbols: SizeSymbols, results: int | None = None, is_backward: bool = False
+) -> GraphModule:
+    """Return the graph of a record. Call it outside fake tensor modes. Raises NotKeepable for a damaged record.
+
+    `results`: number of outputs before those that are saved for a backward; None if there are none.
+    """
+    reader, graph = RecordReader(record, symbols, _boundary(record, results, is_backward)), Graph()
     for kind, name, target, args, kwargs, notes in record["nodes"]:
         op = _OPS[kind]
         called = target_of(target) if op == "call_function" else target
-        node = graph.create_node(op, called, reader.value(args), reader.value(kwargs), name=name)
+        node = graph.create_node(op, called, name=name)
         if node.name != name:
             raise NotKeepable(f"a node cannot be called {name} again")
+        node.args = reader.value(args)  # given to `create_node`, they would be searched for symbolic numbers
+        if kwargs != _NO_KWARGS:
+            node.kwargs = reader.value(kwargs)
         reader.nodes.append(node)
         node.meta = _notes(notes, reader)
     root = torch.nn.Module()
@@ -84,15 +95,42 @@ def graph_of(record: Mapping[str, Any], symbols: SizeSymbols) -> GraphModule:
         else:
             root.register_buffer(name, constant_of(constant), persistent=False)
     made: GraphModule = lazy_graph_module(root, graph)
+    # AOTAutograd copies a backward before it is compiled, with all that it holds; fx makes a class for each module
+    type(made).__deepcopy__ = lambda module, _: _copied(module)  # type: ignore[attr-defined, method-assign, unused-ignore]
     return made
 
 
-def _boundary(record: Mapping[str, Any]) -> set[int]:
-    """Return the storages of a graph's inputs and results: later stages ask which of these share memory."""
+def _copied(gm: GraphModule) -> GraphModule:
+    """Return a copy of a graph with its own nodes and metadata; values and constants are the same objects."""
+    graph, nodes = Graph(), dict[Node, Node]()
+    for node in gm.graph.nodes:
+        nodes[node] = made = graph.create_node(node.op, node.target, name=node.name)
+        made.args = map_arg(node.args, nodes.__getitem__)
+        if node.kwargs:
+            made.kwargs = map_arg(node.kwargs, nodes.__getitem__)
+        made.meta = dict(node.meta)
+    copied: GraphModule = lazy_graph_module(gm, graph)
+    return copied
+
+
+def _boundary(record: Mapping[str, Any], results: int | None, is_backward: bool) -> set[int]:
+    """Return the storages of a graph's inputs and results: later stages ask which of these share memory.
+
+    They ask of saved tensors whether they share it with inputs or results of the forward, or with a gradient.
+    """
     nodes = record["nodes"]
-    results = {number for node in nodes if _OPS[node[0]] == "output" for number in node_numbers(node[3])}
-    values = (node[5].get("val") for n, node in enumerate(nodes) if n in results or _OPS[node[0]] == "placeholder")
+    returned = (number for node in nodes if _OPS[node[0]] == "output" for number in _returned(node[3], results))
+    given = () if is_backward else (n for n, node in enumerate(nodes) if _OPS[node[0]] == "placeholder")
+    values = (nodes[number][5].get("val") for number in {*returned, *given})
     return {record["tensors"][value["x"]][0] for value in values if isinstance(value, dict) and "x" in value}
+
+
+def _returned(args: Mapping[str, Any], results: int | None) -> Iterator[int]:
+    """Yield the numbers of the nodes that a graph returns, before those that are saved."""
+    (outputs,) = args["t"]
+    if isinstance(outputs, dict):
+        outputs = outputs.get("t", [outputs])
+    return node_numbers(outputs[:results])
 
 
 def _notes(notes: Mapping[str, Record], reader: RecordReader) -> dict[str, Any]:

@@ -73,12 +73,12 @@ def kept_trace(text: str, symbols: SizeSymbols) -> KeptTrace | str:
             return json.dumps(found["guards"])
         symbols.add_guards(found["guards"])
         with real_tensors(), symbols.adding_no_guards():
-            backward = found["backward"]
+            backward, facts = found["backward"], _facts(found["facts"])
             return KeptTrace(
                 aot_trace.metadata_of(found["metadata"], symbols),
-                graph_of(found["forward"], symbols),
-                None if backward is None else graph_of(backward, symbols),
-                _facts(found["facts"]),
+                graph_of(found["forward"], symbols, None if backward is None else facts.results),
+                None if backward is None else graph_of(backward, symbols, is_backward=True),
+                facts,
             )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
         raise NotKeepable(f"{type(error).__name__}: {error}") from error

@@ -9,10 +9,11 @@ import torch
 from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.emit.cpp.plan import NestDecision
 from dcompile.codegen.emit.target import EmitRequest, Kernels, KernelSource, Target
-from dcompile.codegen.emit.triton import one_shot_all_reduce, segment_sum
+from dcompile.codegen.emit.triton import all_reduce_epilogue, one_shot_all_reduce, segment_sum
 from dcompile.codegen.emit.triton import target as triton_target
 from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, fuse_launches
-from dcompile.codegen.emit.triton.launch_order import start_next_first
+from dcompile.codegen.emit.triton.launch_order import start_all_reduces_early, start_next_first
+from dcompile.codegen.schedule.fusion.all_reduce_epilogue import all_reduce_epilogues
 from dcompile.device_traits import loop_traits, main_device, traits_of
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.nodes import Loop, Program
@@ -57,22 +58,36 @@ def emit_all(
     loops = [step for step in program.steps if isinstance(step, Loop)]
     if traits_of(main_device(buffer.device for buffer in program.buffers)).is_host:
         return cpp_kernel.emit_all(program, decisions, training=kind == "forward", own_products=own_products)
-    all_reduces = one_shot_all_reduce.sources(program) if one_shot else {}
+    sums = one_shot_all_reduce.small_sums(program) if one_shot else {}
     # training kernels run longer than their launch
-    constant = constants(program, all_reduces.keys()) if kind == "inference" else None
+    constant = constants(program, sums.keys()) if kind == "inference" else None
     nothing = None if constant is None else frozenset[str]()
     single = [emit_loop(loop, table, EmitRequest(decisions, nothing)) for loop in loops]
-    calls = fuse_launches(program, single)
+    epilogues = all_reduce_epilogues(program, sums.keys())
+    apart = {found.number for found in epilogues.values()}
+    calls = fuse_launches(program, single, apart)
+    first = first_launch(calls)
     if constant:
-        first = first_launch(calls)
         for number in range(first + 1, len(loops)):
             if loop_traits(loops[number], table).many_threads and constant & loops[number].reads:
                 single[number] = emit_loop(loops[number], table, EmitRequest(decisions, constant))
-        early = fuse_launches(program, single)
+        early = fuse_launches(program, single, apart)
         calls = early if first_launch(early) == first else calls
+    fused = {
+        bucket: kernel
+        for bucket, found in epilogues.items()
+        if (kernel := all_reduce_epilogue.emit(found, table, _early(constant, first, found.number)))
+    }
+    all_reduces = fused | one_shot_all_reduce.sources(sums, fused.keys())
     if constant is not None:
         calls = start_next_first(calls)
+        all_reduces = start_all_reduces_early(program, all_reduces, first)
     return Kernels(calls, segment_sum.products(program), all_reduces)
+
+
+def _early(constant: frozenset[str] | None, first: int, number: int) -> frozenset[str]:
+    """Return the inputs that a loop's kernel may read before its turn; none in the first kernel of a program."""
+    return constant if constant is not None and number > first else frozenset()
 
 
 def emit_loop(loop: Loop, table: Mapping[str, Buffer], request: EmitRequest = NO_REQUEST) -> KernelSource:

@@ -68,19 +68,37 @@ class LibraryReplacement:
 
 
 @dataclass(frozen=True, slots=True)
+class AllReduceKernel:
+    """The kernel of a small all-reduce, for the run time. A program of it has `words` words of 32 bits of the operand.
+
+    `loop` is the position among the program's loops of one that the kernel ends with. `source` then lists its buffers.
+    """
+
+    source: KernelSource
+    words: int
+    loop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """All kernels of a program: one for each of its loops, in order, and each distinct one once."""
 
     calls: tuple[KernelSource, ...]
     products: Mapping[int, LibraryReplacement] = field(default_factory=dict)
     """Library calls replaced by a kernel, by their position among the steps."""
-    all_reduces: Mapping[str, KernelSource] = field(default_factory=dict)
+    all_reduces: Mapping[str, AllReduceKernel] = field(default_factory=dict)
     """Kernels of collectives that may be one kernel, by the collective's bucket. The run time launches them."""
 
     @property
     def sources(self) -> tuple[KernelSource, ...]:
-        used = (*self.calls, *(product.kernel for product in self.products.values()), *self.all_reduces.values())
+        used = [*self.calls, *(product.kernel for product in self.products.values())]
+        used += [kernel.source for kernel in self.all_reduces.values()]
         return tuple({kernel.name: kernel for kernel in used}.values())
+
+    @property
+    def epilogues(self) -> Mapping[int, str]:
+        """Loops that the kernel of an all-reduce may end with, by their position among loops -> its bucket."""
+        return {kernel.loop: bucket for bucket, kernel in self.all_reduces.items() if kernel.loop is not None}
 
 
 class Cache(Protocol):

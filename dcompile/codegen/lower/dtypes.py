@@ -13,8 +13,9 @@ from dcompile.codegen.lower.lazy_tensor import LazyTensor
 from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rules.views import RULES as VIEWS
 from dcompile.device_traits import traits_of
-from dcompile.ir.float8 import BYTES, MAX_E4M3FN, OPAQUE
-from dcompile.ir.nodes import Apply, Const, Ref, Value, View
+from dcompile.ir.analysis import is_clamped
+from dcompile.ir.float8 import BYTES, MAX_FLOAT8, OPAQUE
+from dcompile.ir.nodes import Apply, Ref, View
 from dcompile.ir.ops import DTYPES
 
 CONVERSIONS = frozenset((
@@ -83,7 +84,8 @@ def saturate(body: Body, ref: Ref) -> Ref:
     """Clamp a float32 to the range of float8_e4m3fn where ATen's conversion saturates; NaN stays as it is."""
     if not compat.tensors.saturates_float8() or _is_bounded(body, ref):
         return ref
-    for limit, beyond in ((MAX_E4M3FN, "gt"), (-MAX_E4M3FN, "lt")):
+    largest = MAX_FLOAT8["float8_e4m3fn"]
+    for limit, beyond in ((largest, "gt"), (-largest, "lt")):
         most = body.const(limit, "float32")
         ref = body.apply("where", body.apply(beyond, ref, most), most, ref)
     return ref
@@ -95,18 +97,4 @@ def _is_bounded(body: Body, ref: Ref) -> bool:
         case Apply("cast", (arg,), _):
             wide = DTYPES[body.dtype(arg)] == "float" and body.dtype(arg) != "float64"
             return body.dtype(arg) == "float8_e4m3fn" or (wide and _is_bounded(body, arg))
-        case Apply("min", (arg, most), _):
-            return _is_within(body.values[most]) and _is_at_least(body, arg)
-    return False
-
-
-def _is_at_least(body: Body, ref: Ref) -> bool:
-    """Return whether a value is bounded below by a number within the range of float8_e4m3fn."""
-    match body.values[ref]:
-        case Apply("max", (_, least), _):
-            return _is_within(body.values[least])
-    return False
-
-
-def _is_within(value: Value) -> bool:
-    return isinstance(value, Const) and abs(value.value) <= MAX_E4M3FN
+    return is_clamped(body.values, ref, MAX_FLOAT8["float8_e4m3fn"])

@@ -26,7 +26,7 @@ from dcompile.codegen.lower.operator_facts import (
 from dcompile.codegen.lower.symbolic.shapes import is_symbolic, opaque_shape
 from dcompile.errors import DcompileError
 from dcompile.ir.buffers import OBJECT
-from dcompile.ir.nodes import REGION, Extern, View
+from dcompile.ir.nodes import CALL, REGION, Extern, View
 from dcompile.kernel_backends.region_call import RegionCall
 
 PLACED = frozenset(
@@ -85,13 +85,6 @@ LIBRARY = frozenset(
 
 WITH_EFFECTS = "higher_order.with_effects"
 """with_effects(token, op, *args): keeps calls that may raise in order; the op inside decides about fallbacks."""
-
-CALL = "dcompile.call"
-"""call(function, *tensors): for ops whose arguments have no text, such as graphs and dictionaries.
-
-The function returns a tensor, or a tuple of several. Without a schema, a tuple of one could not be distinguished from
-its element.
-"""
 
 SET_DATA = "dcompile.set_data"
 """set_data(tensor, source, copies): give a tensor the data of `source`, copied if the program reuses that memory."""
@@ -207,25 +200,12 @@ def _in_its_storage(low: Lowering, node: Node, tensor: LazyTensor) -> LazyTensor
     fake = node.args[0].meta["val"]  # type: ignore[union-attr]
     # smaller than the storage, for example via `as_strided` of an input, which is a copy of exact size here
     at_start = isinstance(offset := fake.storage_offset(), int) and offset == 0
-    if not (at_start and is_dense(fake) and fake.untyped_storage().nbytes() == fake.nbytes):
+    if not (at_start and compat.sizes.is_dense(fake) and fake.untyped_storage().nbytes() == fake.nbytes):
         raise Unsupported(f"dcompile: {node.target} reads the storage outside a slice")
     view = low.exact(tensor)
     out = low.buffer(tensor.shape, tensor.dtype, strides_of(fake), f"{view.buffer}_storage")
     low.extern("aten.clone.default", [view], [out.buffer])
     return from_view(out, tensor.dtype)
-
-
-def is_dense(value: torch.Tensor) -> bool:
-    """Return whether the elements fill the memory from the first to the last exactly once."""
-    if not compat.sizes.is_fixed(value):
-        return False  # unknown until run time
-    extent = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True)):
-        if size != 1:
-            if stride != extent:
-                return False
-            extent *= size
-    return True
 
 
 def _bound(low: Lowering, node: Node) -> tuple[View, list[Any]]:

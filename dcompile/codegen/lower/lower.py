@@ -336,7 +336,7 @@ class _Walk:
             return False  # a view of a tensor that is computed at its uses
         if uses.memory:
             return True
-        if is_cheap_to_repeat(tensor):
+        if is_cheap_to_repeat(tensor, many_threads=self.low.traits.many_threads):
             return False  # one computation for each row is cheaper than a kernel and memory
         if not tensor.heavy and uses.total <= typical(tensor.numel):
             return False

@@ -7,18 +7,37 @@ is lowered: planning a graph again, or for another machine, compiles nothing.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
+from dcompile.ir.nodes import CALL, Arg, View
+
+_NUMBER = re.compile(r"(_\d+)?_function$")
+"""End of a function's name: the number of its node, and what `function_name` adds."""
 
 
 def function_name(node: Node) -> str:
     """Return the name of a call's function among the constants of its program."""
     return f"{node.name}_function"
+
+
+def called_name(args: Sequence[Arg]) -> str:
+    """Return the receipt's name for a call, "dcompile.call cond" say, by its arguments: the function comes first."""
+    function = args[0]
+    assert isinstance(function, View), "a call has its function as first argument"
+    return named_call(function.buffer)
+
+
+def named_call(function: str) -> str:
+    """Return the receipt's name for a call by its function's name among the constants."""
+    return f"{CALL} {re.sub(_NUMBER, '', function)}"
 
 
 def opaque_call(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any]:
@@ -60,16 +79,27 @@ def leaves(value: Any) -> list[Any]:
     return [leaf for item in value for leaf in leaves(item)] if isinstance(value, (tuple, list)) else [value]
 
 
+@dataclass(frozen=True, slots=True)
+class FlexBuild:
+    """What came of a program's calls of FlexAttention, for its receipt."""
+
+    notes: tuple[str, ...] = ()
+    left: Mapping[str, int] = field(default_factory=dict)
+    """Calls that TorchInductor has not compiled, with the reason -> number of them."""
+    counted: Mapping[str, int] = field(default_factory=dict)
+    """The same by the names that the program's report has for them."""
+
+
 class FlexCall:
     """One call of FlexAttention, forward or backward: eager math until `build` has compiled it."""
 
     def __init__(self, node: Node, fixed: Mapping[Node, Any]) -> None:
         self._run = as_function(node, fixed)
         self._parts: tuple[Node, Mapping[Node, Any]] | None = (node, fixed)
-        self._operator = str(node.target)
+        self.operator, self.counted = str(node.target), named_call(function_name(node))
 
     def build(self, known: dict[str, Callable[..., Any] | str] | None = None) -> str:
-        """Have TorchInductor compile the call, at most once. Return a line for the receipt.
+        """Have TorchInductor compile the call, at most once. Return why it did not; empty if it did.
 
         `known`: text of a call -> what came of it. Equal calls, as the layers of a model have, share one function.
         """
@@ -81,9 +111,14 @@ class FlexCall:
             if known is not None and text is not None:
                 known[text] = found
             if isinstance(found, str):
-                return f"{self._operator} computes all scores, as in eager mode ({found}): there is no rule for it yet"
+                return found
             self._run, self._parts = found, None
-        return f"{self._operator} runs as TorchInductor's kernel: there is no rule for it yet"
+        return ""
+
+    def note(self, why_not: str) -> str:
+        """Line for the receipt about the call. `why_not`: what `build` has returned."""
+        how = f"computes all scores, as in eager mode ({why_not})" if why_not else "runs as TorchInductor's kernel"
+        return f"{self.operator} {how}: there is no rule for it yet"
 
     def __call__(self, *values: Any) -> Any:
         """Run on the values of the call's inputs."""
@@ -121,7 +156,12 @@ def flex_calls(gm: GraphModule) -> dict[str, FlexCall]:
     return found
 
 
-def build_flex(constants: Iterable[Any]) -> list[str]:
-    """Compile the calls of FlexAttention among a program's constants. Return lines for the receipt."""
+def build_flex(constants: Iterable[Any]) -> FlexBuild:
+    """Compile the calls of FlexAttention among a program's constants."""
     known: dict[str, Callable[..., Any] | str] = {}
-    return [value.build(known) for value in constants if isinstance(value, FlexCall)]
+    calls = [value for value in constants if isinstance(value, FlexCall)]
+    reasons = [call.build(known) for call in calls]
+    notes = tuple(call.note(why_not) for call, why_not in zip(calls, reasons, strict=True))
+    left = [(call, why) for call, why in zip(calls, reasons, strict=True) if why]
+    names = Counter(f"{call.operator} left by inductor: {why}" for call, why in left)
+    return FlexBuild(notes, names, Counter(call.counted for call, _ in left))

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from dcompile.codegen.nest.byte_words import WORD, by_words
 from dcompile.codegen.nest.contraction import Contraction, choose_tile, find_contraction
 from dcompile.codegen.nest.loop_nest import Axis, Nest, accesses, flatten_loop, may_exceed, stride, unit_strides
+from dcompile.codegen.nest.row_matmul import RowMatmul, RowTile, choose_row_tile, find_row_matmul
 from dcompile.codegen.nest.tile_columns import rows_of_program, tile_columns
 from dcompile.codegen.nest.tile_plan import (
     MAX_PERSISTENT_ELEMENTS,
@@ -26,21 +28,25 @@ from dcompile.codegen.nest.tile_plan import (
 from dcompile.codegen.nest.tile_rows import tile_rows
 from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import Index, size_product
-from dcompile.ir.nodes import Loop, Reduce, Scan, Store, Tile, Value
+from dcompile.ir.nodes import Load, Loop, Reduce, Scan, Store, Tile, Value
 
 FLAT_ELEMENTS = 1024
 """Elements of a pointwise tile: 8 for each of 128 threads, so one access moves 16 bytes of a 16-bit dtype."""
 TRANSPOSE_SIDES = (32, 64)
 """Sides of a transpose tile."""
 BYTE_TRANSPOSE_SIDES = (64, 64)
-"""Sides of a transpose tile of two warps where all stores have one byte. It takes 0.92 of the time of 32 x 64 tiles of
-four warps (docs/lab/constants.md, K3)."""
+"""Sides of a transpose tile of four warps where all stores have one byte (docs/lab/constants.md, K3)."""
+WORD_TRANSPOSE_SIDES = (128, 64)
+"""Sides of a transpose tile of eight warps whose bytes are stored by words (docs/lab/constants.md, K3)."""
+MANY_ACCESSES = 3
+"""Whole matrices that a loop reads, or stores across, from which its tile of words has half as many rows: otherwise its
+values, 32 of each in a thread, would not fit registers."""
 MIN_UNKNOWN_ROW = 64
 """Length from which rows are separate tiles where sizes are symbolic; a symbol counts as long."""
 
 
-def make_plan(loop: Loop) -> TilePlan:
-    """Choose the tiling of a loop, unless it was measured."""
+def make_plan(loop: Loop, row_tile: RowTile | None = None) -> TilePlan:
+    """Choose the tiling of a loop, unless it was measured. `row_tile`: that of products of one row, to measure it."""
     in_pieces = may_exceed(size_product(loop.inner), MAX_PERSISTENT_ELEMENTS) and all(
         store.mode == "set" for store in loop.stores
     )
@@ -51,6 +57,8 @@ def make_plan(loop: Loop) -> TilePlan:
     chunk = rows_of_program(nest, combining)
     if combining and chunk:
         return tile_columns(nest, chunk)
+    if (product := find_row_matmul(nest)) is not None and (tile := row_tile or choose_row_tile(product)) is not None:
+        return _row_matmul(nest, product, tile)
     plan = tile_rows(nest) if nest.elements and _needs_rows(nest) else _pointwise(nest)
     return replace(plan, atomic=bool(combining))
 
@@ -67,6 +75,11 @@ def _skinny(nest: Nest, found: Contraction, tile: Tile | None) -> TilePlan:
     return TilePlan("skinny", nest, (x, y), tile.warps, found.batch, skinny=(found, tile))
 
 
+def _row_matmul(nest: Nest, found: RowMatmul, tile: RowTile) -> TilePlan:
+    dims = TileDim("x", nest.rows, tile.rows), TileDim("r", nest.elements, tile.depth)
+    return TilePlan("rows", nest, dims, tile.warps, looped=tile.depth < found.depth, row_matmul=(found, tile))
+
+
 def _pointwise(nest: Nest) -> TilePlan:
     axes = (*nest.rows, *nest.elements)
     nest = replace(nest, rows=(), elements=axes, row_stores=(False,) * len(nest.stores))
@@ -79,9 +92,12 @@ def _pointwise(nest: Nest) -> TilePlan:
     rest = [axis for axis in axes if axis is not best]
     other = max(rest, key=lambda axis: scores[axis.name], default=None)
     if best and other and min(about([best]), about([other])) >= 16 and _both_ways(nest, best.name, other.name):
-        sides, per_warp = (BYTE_TRANSPOSE_SIDES, 2048) if _stores_bytes(nest) else (TRANSPOSE_SIDES, 512)
-        y, x = TileDim("y", (other,), _side(other, sides[0])), TileDim("x", (best,), _side(best, sides[1]))
         batch = tuple(axis for axis in rest if axis is not other)
+        for along, across in ((best, other), (other, best)):
+            if (found := by_words(nest, along, across)) is not None:
+                return _turn_words(*found, along, across, batch)
+        sides, per_warp = (BYTE_TRANSPOSE_SIDES, 1024) if _stores_bytes(nest) else (TRANSPOSE_SIDES, 512)
+        y, x = TileDim("y", (other,), _side(other, sides[0])), TileDim("x", (best,), _side(best, sides[1]))
         return TilePlan("turn", nest, (y, x), max(y.block * x.block // per_warp, 1), batch)
     if best and rest and (block := _row_block(nest, best)):
         y, x = TileDim("y", tuple(rest), 1), TileDim("x", (best,), block)
@@ -96,6 +112,22 @@ def _pointwise(nest: Nest) -> TilePlan:
     rest.sort(key=lambda axis: -reach(nest, axis.name))
     ordered = (*rest, best) if best else ()
     return TilePlan("flat", nest, (TileDim("x", ordered, block),), max(block // 256, 1))
+
+
+def _turn_words(
+    nest: Nest, words: tuple[tuple[int, ...], ...], best: Axis, across: Axis, batch: tuple[Axis, ...]
+) -> TilePlan:
+    """Tile a nest of four rows at a time; `across` is the axis of its rows before."""
+    groups = next(axis for axis in nest.elements if axis.name == across.name)
+    loads = {
+        value.buffer
+        for value in nest.body
+        if isinstance(value, Load) and {best.name, across.name} <= value.index.variables
+    }
+    rows, columns = WORD_TRANSPOSE_SIDES
+    rows //= 2 if max(len(loads), len(words)) >= MANY_ACCESSES else 1
+    y, x = TileDim("y", (groups,), _side(groups, rows // WORD)), TileDim("x", (best,), _side(best, columns))
+    return TilePlan("turn", nest, (y, x), min(max(y.block * x.block * WORD // 512, 1), 8), batch, words=words)
 
 
 def reach(of: Nest | Loop, name: str) -> int:

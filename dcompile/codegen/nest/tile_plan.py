@@ -8,6 +8,7 @@ from typing import Literal
 
 from dcompile.codegen.nest.contraction import Contraction
 from dcompile.codegen.nest.loop_nest import Axis, Nest
+from dcompile.codegen.nest.row_matmul import RowMatmul, RowTile
 from dcompile.device_traits import MULTIPROCESSORS
 from dcompile.ir.index import (
     TYPICAL,
@@ -71,6 +72,10 @@ class TilePlan:
     """Whether combining stores do so in memory."""
     skinny: tuple[Contraction, Tile] | None = None
     """Products of few rows, and how they are tiled."""
+    words: tuple[tuple[int, ...], ...] = ()
+    """Numbers of stores whose bytes are stored together."""
+    row_matmul: tuple[RowMatmul, RowTile] | None = None
+    """Products of one row, and how they are tiled, where that is not as for any rows."""
 
     @property
     def grid(self) -> Size:

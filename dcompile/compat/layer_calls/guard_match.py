@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import types
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,9 +89,27 @@ class Values:
     def of(self, source: Any) -> Any:
         """Raises LookupError for a source that is no expression over the frame's variables."""
         try:
-            return source.get_value(self._globals, {}, self._cache)
+            return self._of(source)
         except Exception as error:
             raise LookupError(source.name) from error
+
+    def _of(self, source: Any) -> Any:
+        """Evaluate a source as torch does, whose `get_value` compiles the expression of each source anew."""
+        from torch._guards import ChainedSource
+
+        if source in self._cache:
+            return self._cache[source]
+        if type(source).get_value is not ChainedSource.get_value:
+            return source.get_value(self._globals, {}, self._cache)
+        base = self._of(source.base)
+        found = self._cache[source] = eval(_code(source._name_template), self._globals, {"base": base})
+        return found
+
+
+@functools.lru_cache(4096)
+def _code(template: str) -> types.CodeType:
+    """Code of an expression of torch's for a source, by its template: what it makes of its base."""
+    return compile(template.format("base"), "<source>", "eval")
 
 
 @dataclass

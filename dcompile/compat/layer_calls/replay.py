@@ -5,6 +5,7 @@ Operations, their names and metadata, inputs of the graph and guards come out as
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from dcompile.compat.layer_calls.guard_match import Renaming, Values, holds_for,
 from dcompile.compat.layer_calls.module_match import ModulePairs
 from dcompile.compat.layer_calls.recorder import CallRecord, TensorFacts, result_traits, stack_name
 from dcompile.compat.layer_calls.watched_tracing import CREATED
-from dcompile.compat.tensors import fake_memory, fake_tensor, real_tensors, storage_key
+from dcompile.compat.tensors import fake_memory, fake_parameter, fake_tensor, real_tensors, storage_key
 
 
 class Differs(Exception):
@@ -97,7 +98,10 @@ class Replay:
     def _input(self, source: Any, like: Node | None) -> Node:
         from torch._dynamo.variables.builder import VariableBuilder
 
-        variable = VariableBuilder(self._translator, source)(self._values.of(source))
+        value = self._values.of(source)
+        known = self._plain_fake(value)
+        variable = VariableBuilder(self._translator, source)(value)
+        del known  # the variable holds it by now
         node: Node = variable.as_proxy().node
         if like is not None:
             old, new = like.meta["example_value"], node.meta["example_value"]
@@ -105,6 +109,13 @@ class Replay:
                 raise Differs("tensors of the layer")
             node.meta |= self._moved_meta(like, node.name)
         return node
+
+    def _plain_fake(self, value: Any) -> Any:
+        """Fake tensor of a parameter, which Dynamo then finds; None for tensors of which it makes its own."""
+        from torch._dynamo import config
+
+        mode: Any = self._translator.fake_mode
+        return fake_parameter(mode, value) if config.force_parameter_static_shapes else None
 
     # --- operations ---
 
@@ -210,7 +221,8 @@ def copied_values(record: CallRecord, nodes: dict[Node, Node]) -> dict[Node, Any
     """Fake values for the copies of a call's operations, which share memory as the recorded ones do. Raises Differs.
 
     `nodes`: arguments and inputs of the recorded call -> those of the other. Results are computed, since tracing goes
-    on with them: their history is autograd's.
+    on with them: their history is autograd's. Values inside a call, which nothing outside of it reads, are the recorded
+    ones: of a layer without checkpointed regions these are all but the results and what shares memory with them.
     """
     from torch._guards import TracingContext
 
@@ -219,6 +231,7 @@ def copied_values(record: CallRecord, nodes: dict[Node, Node]) -> dict[Node, Any
     memory |= {storage_key(node.meta["example_value"]): value.untyped_storage() for node, value in values.items()}
     mode: Any = TracingContext.get().fake_mode
     regions = {body.graph for body in record.bodies.values()}
+    inner = _inner(record, memory) if not record.bodies else frozenset[Node]()
 
     def like(facts: TensorFacts) -> Any:
         if facts.memory not in memory:
@@ -244,6 +257,8 @@ def copied_values(record: CallRecord, nodes: dict[Node, Node]) -> dict[Node, Any
                 if not is_plain_fake(made) or result_traits(made) != record.results[node]:
                     raise Differs("a result")
                 memory[facts.memory] = made.untyped_storage()
+            elif node in inner:
+                values[node] = node.meta["example_value"]
             elif type(facts) is torch.Size:
                 values[node] = facts
             elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -251,6 +266,18 @@ def copied_values(record: CallRecord, nodes: dict[Node, Node]) -> dict[Node, Any
             else:
                 values[node] = pytree.tree_map_only(TensorFacts, like, facts)
     return values
+
+
+def _inner(record: CallRecord, outside: Collection[int]) -> frozenset[Node]:
+    """Operations that share memory neither with anything `outside` nor with a result, nor with what makes a result."""
+
+    def memory_of(node: Node) -> set[int]:
+        leaves = pytree.tree_leaves(record.facts.get(node))
+        return {item.memory for item in leaves if isinstance(item, TensorFacts)}
+
+    makers = {argument for node in record.results for argument in (node, *node.all_input_nodes)}
+    shown = {*outside}.union(*map(memory_of, makers))
+    return frozenset(node for node in record.facts if node not in makers and shown.isdisjoint(memory_of(node)))
 
 
 def _take_operands(region: Graph, record: CallRecord, values: dict[Node, Any]) -> None:

@@ -15,8 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dcompile.compat.autograd import quick_grad_mode
+from dcompile.errors import DcompileError
 
 Boxed = Callable[[list[Any]], Any]
+SECOND_DERIVATIVE = (
+    "dcompile: the gradient of a compiled forward is differentiated again (double backward), and compiled code has no "
+    "second derivatives. Run this forward, such as a gradient penalty's, inside "
+    "torch.compiler.set_stance('force_eager'); other forwards stay compiled."
+)
 
 
 @contextlib.contextmanager
@@ -32,6 +38,8 @@ def lean_runtime(example_inputs: Sequence[Any]) -> Iterator[None]:
 
     def post_compile(self: Any, compiled: Any, config: Any, *, runtime_metadata: Any) -> Any:
         usual: Any = own(self, compiled, config, runtime_metadata=runtime_metadata)
+        if self.trace_joint and isinstance(cls := getattr(compiled, "__self__", None), type):
+            _explain_second_derivatives(cls)
         try:
             plain = not self.disable_amp and _is_plain(runtime_metadata)
             # saved-tensor hooks in the graph must not be applied again
@@ -214,6 +222,29 @@ def _shorten(cls: Any, runtime_wrappers: Any) -> None:
     node = cls._backward_cls
     node.symints, node.opaque_objects, node._tensors_no_vc_check = [], [], []  # torch's path and hooks read these
     cls.forward, cls.backward = staticmethod(forward), staticmethod(backward)
+
+
+def _explain_second_derivatives(cls: Any) -> None:
+    """Make the error about second derivatives say what to do: torch raises one where gradients are differentiated."""
+    import torch
+    from torch._dynamo.eval_frame import skip_code
+
+    usual = cls.backward
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        results = usual(ctx, *grads)
+        if torch.is_grad_enabled():
+            nodes = {x.grad_fn for x in results if isinstance(x, torch.Tensor) and x.grad_fn is not None}
+            for node in nodes:
+                node.register_prehook(_refuse_second_derivative)
+        return results
+
+    skip_code(backward.__code__)
+    cls.backward = staticmethod(backward)
+
+
+def _refuse_second_derivative(_: Any) -> None:
+    raise DcompileError(SECOND_DERIVATIVE)
 
 
 def _backward(cls: Any, runtime_wrappers: Any) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from dcompile.compat import absent_ranks, alone, aot_trace, dispatch_watch, groups, guards, sizes, zero
+from dcompile.compat import absent_ranks, alone, aot_bundle, aot_trace, dispatch_watch, groups, guards, sizes, zero
 from dcompile.compat.layer_calls.watched_tracing import watched_tracing
 from dcompile.compat.patches import (
     batch_norm_statistics,
@@ -27,6 +27,7 @@ from dcompile.compat.patches import (
     quiet_dumps,
     repeated_layers,
     rng_under_checkpoint,
+    saved_guards,
     scalar_writes,
     symbolic_arithmetic,
     symbolic_tangents,
@@ -79,6 +80,13 @@ PATCHES: tuple[TorchPatch, ...] = (
         "the guard on hooks of saved tensors asks for all of them at each call",
         FRAME,
         lambda request: (request.told_of_hooks,),
+    ),
+    TorchPatch(
+        guards.remembered_lines,
+        ("torch._dynamo.guards.format_frame",),
+        "speed",
+        "each guard looks up the line of the model that it comes from, for the reason of a recompilation",
+        FRAME,
     ),
     TorchPatch(
         guards.guard_methods,
@@ -307,6 +315,24 @@ PATCHES: tuple[TorchPatch, ...] = (
         (*_TRACERS, "torch._functorch.aot_autograd.run_functionalized_fw_and_collect_metadata"),
         "speed",
         "a kept trace stands in for tracing, which is half of a warm start",
+        undone="when the graph is compiled",
+    ),
+    TorchPatch(
+        saved_guards.unread_gradients_left_out,
+        ("torch._dynamo.guards.GuardsStatePickler.reducer_override",),
+        "correctness",
+        "saved guards on a tensor that had a gradient cannot be loaded",
+        last=(2, 14),
+        undone="when the function is compiled",
+    ),
+    TorchPatch(
+        aot_bundle.recording_programs,
+        (
+            "torch._functorch._aot_autograd.autograd_cache.autograd_cache_key",
+            "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache.save",
+        ),
+        "takeover",
+        "a graph that is compiled ahead of time is saved in a file, and neither found in torch's cache nor kept there",
         undone="when the graph is compiled",
     ),
     TorchPatch(

@@ -48,7 +48,7 @@ def graph_key(gm: GraphModule, request: Request, config: Config) -> str:
     """Key of a graph's cache entry. Raises NotCacheable."""
     if config.backend is not None and config.backend.cache_objection:
         raise NotCacheable(config.backend.cache_objection)
-    machine = _machine(request) if _communicates(gm, request) or config.backend is not None else ()
+    machine = _machine(request) if communicates(gm, request) or config.backend is not None else ()
     given = (*_request(request), *machine)
     surroundings = (f"{what} {value}" for what, value in environment().items())
     lines = (*surroundings, *_gpus(gm), config.key(), *given, *_symbols(gm), *_nodes(gm), *_storages(gm))
@@ -147,10 +147,11 @@ def _request(request: Request) -> Iterator[str]:
 
 def _machine(request: Request) -> Iterator[str]:
     """What collectives are scheduled by. Without any, a program is the same for every number of ranks."""
-    yield f"{request.figures} {request.groups} {request.early_bytes}"
+    yield f"{request.figures} {request.groups} {request.early_bytes} {request.region_us}"
 
 
-def _communicates(gm: GraphModule, request: Request) -> bool:
+def communicates(gm: GraphModule, request: Request) -> bool:
+    """Whether the graph's program has collectives: those of parameters, or the model's own."""
     sharded = any(param.shard is not None for param in request.params)
     return request.rule is not None or bool(request.gathers) or sharded or bool(compat.groups.named_groups(gm))
 
@@ -160,6 +161,7 @@ def _communicates(gm: GraphModule, request: Request) -> bool:
 
 def _nodes(gm: GraphModule) -> Iterator[str]:
     numbers, groups = device_numbers(gm), group_names(gm)
+    known: dict[int, str] = {}  # values of one layout are often one tensor, which the graph holds
     for node in gm.graph.nodes:
         target = _target(node.target) if node.op == "call_function" else ""
         named = groups if node.op == "call_function" and _collective_schema(node) is not None else {}
@@ -170,7 +172,9 @@ def _nodes(gm: GraphModule) -> Iterator[str]:
         if node.op == "get_attr" and not isinstance(value, torch.Tensor):
             yield from _part(node, value)
             continue
-        yield f"{node.op} {node.name} {target}({args};{kwargs}) {_text(value, numbers)}"
+        if (text := known.get(id(value))) is None:
+            text = known[id(value)] = _text(value, numbers)
+        yield f"{node.op} {node.name} {target}({args};{kwargs}) {text}"
         part = (node.meta.get("custom") or {}).get(PART)
         if part is not None:
             yield f"part {part}"

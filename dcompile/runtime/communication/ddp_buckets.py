@@ -13,6 +13,7 @@ from dcompile.compat.autograd import will_accumulate
 from dcompile.compat.storage_holders import storage_use_count
 from dcompile.compat.tensors import copy_all, multiply_all, zero_all
 from dcompile.ir.buffers import Bucket
+from dcompile.runtime.communication.reduced_run import ReducedRun
 from dcompile.runtime.communication.work import PendingCollective, count_replayed, start_sum
 
 MAX_KEPT_STORAGES = 2
@@ -333,6 +334,17 @@ class BucketSet:
             if number not in self._absent
         }
         return known | {number: gradient.data_ptr() for number, gradient in self._handed_on.items()}
+
+    def last_run(self) -> ReducedRun:
+        """Return what the program has reduced in its last run."""
+        # each another tensor of the memory, which is not free meanwhile
+        flats = {name: memory.flat.detach() for name, memory in self._reduced.items()}
+        numbers = (number for name in flats for number in self._table[name].params if number not in self._absent)
+        return ReducedRun(flats, {number: self._places[number] for number in numbers}, self._param)
+
+    def handed_on(self) -> Collection[int]:
+        """Return idle parameters that got a gradient which other ranks have reduced."""
+        return self._handed_on.keys()
 
     def reduced_gradient(self, number: int) -> torch.Tensor:
         """Reduced gradient of one parameter in the last backward that synchronized: a view of the bucket."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -32,7 +32,8 @@ class ModelCollective:
     """One of the model's own collectives in one prepared call: `self(sent, filled, ...)` starts it, `wait()` ends it.
 
     `op` is torch's functional collective. A start takes its further arguments as they are in the graph. `one_shot`
-    launches it as one kernel, where all ranks' GPUs reach each other's memory.
+    launches it as one kernel, where all ranks' GPUs reach each other's memory. That kernel may also be the loop behind
+    it; `run_epilogue` launches the loop where it was not.
     """
 
     def __init__(self, op: str, name: str, one_shot: OneShotLaunch | None = None) -> None:
@@ -43,10 +44,16 @@ class ModelCollective:
         self._one_shot = one_shot
         self.nbytes = 0
         """Bytes of the whole, of the last start."""
+        self._ran_epilogue = False
         self._pending: PendingCollective | None = None
 
-    def __call__(self, sent: Sequence[torch.Tensor], filled: Sequence[torch.Tensor], *how: Any) -> None:
-        """Start it. `filled`: its outputs; empty where it works on `sent` in place."""
+    def __call__(
+        self, sent: Sequence[torch.Tensor], filled: Sequence[torch.Tensor], *how: Any, given: Sequence[int] = ()
+    ) -> None:
+        """Start it. `filled`: its outputs; empty where it works on `sent` in place.
+
+        `given`: addresses for the loop that its one kernel ends with.
+        """
         *rest, group_name = how
         group = compat.groups.group_by_name(group_name)
         if group is None:
@@ -56,10 +63,11 @@ class ModelCollective:
             )
         self.nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (sent, filled))
         near = None if self._one_shot is None else self._one_shot.peers(group, self.nbytes)
+        self._ran_epilogue = near is not None and self._one_shot is not None and self._one_shot.has_epilogue
 
         def start(limit_s: float | None) -> Any:
             if near is not None and self._one_shot is not None:
-                return self._one_shot.start(near, sent[0])
+                return self._one_shot.start(near, sent[0], given)
             return _start(self.kind, group, sent, filled, rest, limit_s)
 
         self._pending = PendingCollective(group, sent[0].device, f"model's own {self._words()}", start)
@@ -84,6 +92,11 @@ class ModelCollective:
         pending, self._pending = self._pending, None
         assert pending is not None, f"{self.name} is not in flight"
         pending.wait()
+
+    def run_epilogue(self, launch: Callable[..., object], *values: int) -> None:
+        """Launch the loop behind the collective that was started last, unless the collective's kernel was that, too."""
+        if not self._ran_epilogue:
+            launch(*values)
 
 
 def _start(

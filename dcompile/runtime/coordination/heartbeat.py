@@ -87,7 +87,7 @@ class PeerCoordinator(SingleProcess):
         here.
         """
         self.inboxes: dict[str, Any] = {}
-        """Device -> inboxes of one-shot all-reduces, which all programs of the group share."""
+        """Device and words of a program -> inboxes of one-shot all-reduces, which all programs of the group share."""
         self.meetings = 0
         """Number of agreements that this rank has come to, counted alike on every rank."""
         self.started = 0

@@ -24,7 +24,7 @@ from dcompile.ir.buffers import Bucket
 from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
 from dcompile.ir.functional_collectives import is_wait, kind_of
 
-_WORK = re.compile(r"_(k|op|launch|fn|exchange)\d+(?:\.wait)?")
+_WORK = re.compile(r"_(k|op|launch|fn|exchange)\d+(?:\.wait|\.run_epilogue)?")
 """Names that a host program gives to callables that compute: kernels, library calls, launch tables."""
 POLL_S = 2e-4
 """Seconds between two checks of collectives that do not notify when they end."""
@@ -147,15 +147,17 @@ def _works(node: ast.stmt) -> bool:
 def _statement(node: ast.stmt, lines: list[str]) -> InstrumentedStatement:
     """Parse a statement. The comment before it gives its origin."""
     value: Any = _value_of(node)
-    callee, _, waits = ast.unparse(value.func).partition(".")
+    callee, _, method = ast.unparse(value.func).partition(".")
+    if method == "run_epilogue":  # a launch, unless the collective's kernel was that of the loop, too
+        callee = ast.unparse(value.args[0])
     prepared = re.compile(rf"^    {callee} = (.*)$")
     at, found = next((n, m[1]) for n, line in enumerate(lines) if (m := prepared.match(line)))
     comment = lines[node.lineno - 2].strip()
     origin = tuple(comment[2:].split(", ")) if comment.startswith("# ") else ()
     library = re.fullmatch(r"(?:entry\()?torch\.(ops\.)?([\w.]+)\)?", found)
-    if own := re.fullmatch(r"run\.collective\('([^']+)', '([^']+)'\)", found):
+    if own := re.match(r"run\.collective\('([^']+)', '([^']+)'", found):
         texts = [leaf.value for leaf in value.args if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)]
-        exchange = {"waits": own[2]} if waits else {"starts": own[2], "group": texts[-1]}
+        exchange = {"waits": own[2]} if method else {"starts": own[2], "group": texts[-1]}
         return InstrumentedStatement(own[1], origin, frozenset(), **exchange)
     name = found if library is None else library[2] if library[1] else f"aten.{library[2]}"
     if kernel := re.match(r"run\.(?:kernel|function|product)\('([^']+)'", found):

@@ -1,22 +1,23 @@
-"""Callable for a graph that `aot_compile` has compiled, in the form that torch's container saves and loads.
+"""Callables for graphs that `aot_compile` has compiled, in the form that torch's container saves and loads.
 
-torch's container pickles. Our part in it is bytes: an archive as `dcompile.export` writes it. It is checked and loaded
-without pickle, and without a C++ compiler.
+torch's container pickles. Our part in it is bytes: archives as `dcompile.export` writes them. They are checked and
+loaded without pickle, and without a C++ compiler. Of a graph with a backward, AOTAutograd's record is pickled, too.
 """
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dcompile import compat
 from dcompile.errors import ExportError
-from dcompile.runtime.program.exported import LoadedFiles, checked
+from dcompile.runtime.program.exported import FORMAT, checked, open_archive, torch_range
 
 _Base: Any = compat.dynamo.serializable_callable()
+_HEAD = f"dcompile {FORMAT}, torch {torch_range()}\n".encode()
+"""First line of a training function's bytes: format and range of torch."""
 
 
 class AheadOfTimeProgram(_Base):  # type: ignore[misc]
@@ -24,10 +25,7 @@ class AheadOfTimeProgram(_Base):  # type: ignore[misc]
 
     def __init__(self, archive: bytes) -> None:
         self._archive = archive
-        with tempfile.TemporaryDirectory(prefix="dcompile-aot-") as folder:
-            path = Path(folder) / "program.zip"
-            path.write_bytes(archive)
-            self._files = LoadedFiles(path)
+        self._files = open_archive(archive)
         manifest = self._files.manifest
         self._arguments: list[dict[str, Any]] = manifest["arguments"]
         self._changed: list[tuple[int, int]] = [tuple(entry) for entry in manifest["changed"]]
@@ -52,3 +50,27 @@ class AheadOfTimeProgram(_Base):  # type: ignore[misc]
     def deserialize_compile_artifacts(cls, data: bytes) -> AheadOfTimeProgram:
         """Load the program of an archive. Raises ExportError if it is damaged, or for another torch or machine."""
         return cls(data)
+
+
+class AheadOfTimeTraining(_Base):  # type: ignore[misc]
+    """A graph with a backward, called by Dynamo's code with flat arguments, returning flat results."""
+
+    def __init__(self, compiled: Callable[..., Any]) -> None:
+        self._compiled = compiled
+
+    def __call__(self, *args: Any) -> Any:
+        return self._compiled(*args)
+
+    @classmethod
+    def serialize_compile_artifacts(cls, fn: AheadOfTimeTraining) -> bytes:
+        """Return AOTAutograd's record, pickled, with the archives of both programs in it, behind a line of versions."""
+        return _HEAD + compat.aot_bundle.to_bytes(fn._compiled)
+
+    @classmethod
+    def deserialize_compile_artifacts(cls, data: bytes) -> AheadOfTimeTraining:
+        """Rebuild the graph. Raises ExportError for programs that are damaged, or for another torch or machine."""
+        head, _, record = data.partition(b"\n")
+        if head + b"\n" != _HEAD:  # before torch unpickles what another torch has pickled
+            found, here = (text.decode(errors="replace").strip() for text in (head[:80], _HEAD))
+            raise ExportError(f"dcompile: this function was compiled for {found!r}, here is {here!r}; compile it again")
+        return cls(compat.aot_bundle.from_bytes(record))

@@ -29,7 +29,8 @@ class HostProgram:
 
     def __init__(self, name: str, loadable: Loadable, workspaces: Workspaces | None = None) -> None:
         graph = loadable.graph
-        self.report = dataclasses.replace(graph.report, notes=[*graph.report.notes])
+        said = graph.report
+        self.report = dataclasses.replace(said, notes=[*said.notes], fallbacks={**said.fallbacks})
         self.buckets = graph.buckets
         self.source = graph.source
         self.mutated = graph.mutated

@@ -83,6 +83,14 @@ class LoadedFiles:
         return results
 
 
+def open_archive(data: bytes) -> LoadedFiles:
+    """Load the program of a zip file in memory. Raises ExportError as `LoadedFiles` does."""
+    with tempfile.TemporaryDirectory(prefix="dcompile-aot-") as folder:
+        path = Path(folder) / "program.zip"
+        path.write_bytes(data)
+        return LoadedFiles(path)
+
+
 class ExportedModel:
     """A loaded program, called like the exported model. It computes without gradients.
 
@@ -239,6 +247,7 @@ def _checked(value: Any, said: Mapping[str, Any], number: int, symbols: dict[str
         if not isinstance(value, (int, float)):
             raise ExportError(f"dcompile: argument {number} is a {type(value).__name__}, not a number")
         return value
+    device = said.get("device", device)
     wanted = f"{said['dtype']} of shape {_shown(said['shape'])} on {'the CPU' if device == 'cpu' else 'a GPU'}"
     if not isinstance(value, torch.Tensor) or value.device.type != device or len(value.shape) != len(said["shape"]):
         raise ExportError(f"dcompile: argument {number} should be {wanted}")

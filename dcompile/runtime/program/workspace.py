@@ -283,20 +283,26 @@ class HostProgramServices:
         """Matmul of 16-bit matrices on a CPU: `entry`, or blocked float32 on processors without instructions for it."""
         return half_gemm.product(op, entry)
 
-    def collective(self, op: str, name: str, kernel: tuple[str, str] | None = None) -> ModelCollective:
-        """One of the model's own collectives. `kernel`: name and function of the one kernel that it may be."""
+    def collective(
+        self, op: str, name: str, kernel: tuple[str, str, int, bool, int, tuple[int, ...]] | None = None
+    ) -> ModelCollective:
+        """One of the model's own collectives.
+
+        `kernel`: the one kernel that it may be. It has a name, a function, and words of a program. Then come whether it
+        ends with the loop behind the collective, the number of values that a call gives, and that loop's arguments.
+        """
         from dcompile.runtime.communication.model_collectives import ModelCollective  # late: few programs have any
 
-        if kernel is None:
-            return ModelCollective(op, name)
-        return ModelCollective(op, name, self._one_shot(*kernel))
+        return ModelCollective(op, name, None if kernel is None else self._one_shot(*kernel))
 
-    def _one_shot(self, kernel: str, function: str) -> OneShotLaunch:
-        from dcompile.runtime.communication.peer_memory.one_shot import OneShotLaunch  # late, likewise
+    def _one_shot(
+        self, kernel: str, function: str, words: int, has_epilogue: bool, count: int, arguments: tuple[int, ...]
+    ) -> OneShotLaunch:
+        from dcompile.runtime.communication.peer_memory.one_shot import EXCHANGED, OneShotLaunch  # late, likewise
 
-        row = (kernel, function, self.grid(OneShotLaunch.GRID), tuple(range(OneShotLaunch.GRID)))
-        launch = self.launches(OneShotLaunch.GRID + 1, [row])
-        return OneShotLaunch(launch, self.device, self.notes, self._tables)
+        every = (*arguments, *range(count, count + EXCHANGED))
+        launch = self.launches(count + EXCHANGED + 1, [(kernel, function, self.grid(count + EXCHANGED), every)])
+        return OneShotLaunch(launch, self.device, self.notes, self._tables, words, has_epilogue)
 
     @staticmethod
     def function(op: str) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp_sync import DdpSync
 from dcompile.capture.adapters.gradient_sync import BackwardCall
 from dcompile.capture.call_state import Invocation, Variant
+from dcompile.runtime.communication.reduced_run import ReducedRun
 
 GRADS = ((0, 7), (1, 8))
 
@@ -24,6 +25,7 @@ class MadeUpDdp:
         self.state, self.reasons, self.group = "undecided", (), "group"
         self.every = self.prepared = self.may_be_alone = self.is_static = False
         self.varies = uneven
+        self.refs: dict[int, Any] = {}
         self.ddp = SimpleNamespace(static_graph=False, find_unused_parameters=uneven)
         self.unreduced: set[int] = set()
         self.decided: list[list[str]] = []
@@ -49,6 +51,9 @@ class MadeUpDdp:
     def decide(self, objections: list[str], several: bool = False) -> None:
         self.decided.append(objections)
         self.state = "stock" if objections else "taken"
+
+    def unwatch(self, numbers: Any) -> None:
+        self.unwatched = set(numbers)
 
     def note_behind(self, reasons: list[str]) -> None:
         self.behind.append(reasons)
@@ -108,6 +113,9 @@ class MadeUpBuckets:
 
     def begin(self, *args: Any) -> None:
         self.begun.append(args)
+
+    def last_run(self) -> ReducedRun:
+        return ReducedRun({}, {}, lambda number: None)
 
 
 def strategy(adapter: MadeUpDdp, model: MadeUpModel | None = None) -> DdpSync:

@@ -37,7 +37,9 @@ def name_of(tensor):
 
 
 def message(*names):
-    return [f"parameter {name} is used outside the compiled graph" for name in names]
+    if len(names) == 1:
+        return [f"parameter {names[0]} is used outside the compiled graph"]
+    return [f"{len(names)} parameters ({', '.join(names)}) are used outside the compiled graph"]
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,21 @@ def message(*names):
 )
 def test_outside_use(result, expected):
     assert outside_use(result(), name_of) == expected
+
+
+def test_many_parameters_are_one_reason():
+    layer = torch.nn.LSTM(2, 2)
+    names = {parameter: f"l.{name}" for name, parameter in layer.named_parameters()}
+    found = outside_use([*names, CompiledFunction.apply(A), layer(torch.ones(1, 2))], names.get)
+    assert found == [
+        "4 parameters (l.bias_hh_l0, l.bias_ih_l0, l.weight_hh_l0, l.weight_ih_l0) are used outside the compiled graph"
+    ]
+    layer = torch.nn.LSTM(2, 2, bidirectional=True)
+    names = {parameter: name for name, parameter in layer.named_parameters()}
+    assert (
+        "8 parameters (bias_hh_l0, bias_hh_l0_reverse, bias_ih_l0, bias_ih_l0_reverse and 4 more) are used"
+        in (outside_use(layer(torch.ones(1, 2)), names.get)[0])
+    )
 
 
 def test_a_deep_graph_needs_no_recursion():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dcompile.ir.float8 import BYTES, FLOAT8
+from dcompile.ir.float8 import BYTES, FLOAT8, MAX_FLOAT8
 from dcompile.ir.interpret import from_bfloat16
-from dcompile.ir.nodes import Load, Program, Store
+from dcompile.ir.nodes import Const, Load, Program, Store
 from tests.codegen.emit import loops
 
 SOURCES = ("float32", "bfloat16", "float16", "float64", "int64", "bool")
@@ -63,11 +63,27 @@ def conversion(source: str, target: str, every: int = 1) -> tuple[Program, dict[
     return loops.program(body, x.shape, (), stores, x=(source, x.shape), y=(target, x.shape)), {"x": x}
 
 
-def turned(rows: int, columns: int, dtype: str) -> Program:
+def clamped(body: loops.Body, x: int, dtype: str) -> int:
+    """A float32 within the range of a dtype, or NaN."""
+    least, most = (body.put(Const(limit, "float32")) for limit in (-MAX_FLOAT8[dtype], MAX_FLOAT8[dtype]))
+    return body.op("min", body.op("max", x, least), most)
+
+
+def clamped_conversion(dtype: str, every: int = 1) -> tuple[Program, dict[str, np.ndarray]]:
+    """One of `every` so many numbers, clamped and converted. NaN has no sign, which GPUs drop."""
+    x = values("float32")[::every]
+    x = np.abs(x, where=np.isnan(x), out=x)
+    body = loops.Body()
+    stores = [Store("y", loops.I0, body.op("cast", clamped(body, body.load("x", loops.I0), dtype), dtype=dtype))]
+    return loops.program(body, x.shape, (), stores, x=("float32", x.shape), y=(dtype, x.shape)), {"x": x}
+
+
+def turned(rows: int, columns: int, dtype: str, *, clamps: bool = False) -> Program:
     """Rows scaled and rounded to 8 bits, and their columns one after another as well."""
     body = loops.Body()
     x = body.load("x", loops.I0 * columns + loops.J0, "bfloat16")
-    ref = body.op("cast", body.op("mul", x, body.load("s", loops.I0 * 0)), dtype=dtype)
+    number = body.op("mul", x, body.load("s", loops.I0 * 0))
+    ref = body.op("cast", clamped(body, number, dtype) if clamps else number, dtype=dtype)
     stores = [Store("y", loops.I0 * columns + loops.J0, ref), Store("z", loops.J0 * rows + loops.I0, ref)]
     shape = (rows, columns)
     buffers = {"y": (dtype, shape), "z": (dtype, shape, (1, rows))}
@@ -89,7 +105,11 @@ def programs(every: int = 1) -> dict[str, tuple[Program, dict[str, np.ndarray]]]
     made = {f"{a} to {b}": conversion(a, b, every) for a, b in (*ENCODED, *DECODED, *BETWEEN)}
     for dtype in ("float8_e4m3fn", "float8_e5m2"):
         x = from_bfloat16(rng.integers(0, 1 << 16, (48, 80)).astype(np.uint16))
-        made[f"turned {dtype}"] = turned(48, 80, dtype), {"x": x, "s": np.float32(3.7).reshape(())}
+        scale = np.float32(3.7).reshape(())
+        made[f"turned {dtype}"] = turned(48, 80, dtype), {"x": x, "s": scale}
+        made[f"turned clamped {dtype}"] = turned(48, 80, dtype, clamps=True), {"x": np.nan_to_num(x), "s": scale}
+        made[f"clamped {dtype}"] = clamped_conversion(dtype, every)
+    made["copied by words"] = copied(68, 70, "float8_e5m2"), {"x": rng.integers(0, 256, (68, 70)).astype(np.uint8)}
     for dtype in sorted(BYTES):
         made[f"copied {dtype}"] = copied(33, 70, dtype), {"x": rng.integers(0, 256, (33, 70)).astype(np.uint8)}
     return made

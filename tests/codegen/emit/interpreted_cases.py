@@ -6,6 +6,7 @@ Of random programs every other one; with --full, all.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -14,13 +15,14 @@ import numpy as np
 
 from dcompile.codegen.emit.triton import segment_sum
 from dcompile.codegen.lower.rules import skinny_matmul
-from dcompile.codegen.nest import contraction
+from dcompile.codegen.nest import contraction, gpu_tiling
+from dcompile.codegen.nest.row_matmul import RowMatmul, RowTile, choose_row_tile
 from dcompile.codegen.schedule.fusion import matmul_epilogue, split_reductions
 from dcompile.codegen.schedule.order import group_updates
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program
 from dcompile.ir.symbols import specialise
-from tests.codegen.emit import cases, extremes, groups, interpreted, loops, products, skinny
+from tests.codegen.emit import cases, extremes, groups, interpreted, loops, one_row, products, skinny
 from tests.fuzz.checks import numbers_of
 from tests.ir.fuzz import random_program
 
@@ -64,6 +66,10 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
     skinny_matmul.MIN_TILED_ELEMENTS, contraction.MIN_BATCH_PROGRAMS = 0, 1
     for name in skinny.CASES:
         yield f"skinny {name}", skinny.case(name), products.inputs(skinny.case(name)), 1.6e-2
+    for name, (*_, tile) in one_row.CASES.items():
+        gpu_tiling.choose_row_tile = functools.partial(_chosen, tile)
+        yield f"one row {name}", one_row.case(name), products.inputs(one_row.case(name)), 1.6e-2
+    gpu_tiling.choose_row_tile = choose_row_tile
     for seed in range(0, 40, EACH):
         product = products.random_case(seed)
         yield f"products {seed}", product, products.inputs(product), 1.6e-2
@@ -79,6 +85,10 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
     for seed in range(24, 44, EACH):
         program, inputs = random_program(seed, 8, exact=True)
         yield f"spread {seed}", spread_out(program), inputs, 0
+
+
+def _chosen(tile: RowTile, _: RowMatmul) -> RowTile:
+    return tile
 
 
 def spread_out(program: Program) -> Program:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from dcompile.codegen.emit.triton import worker
+from dcompile.codegen.emit.triton.compile import OPTIONS
+from dcompile.codegen.emit.triton.float8 import INSTRUCTIONS
 from dcompile.ir.interpret import interpret
 from dcompile.ir.verify import verify
 from dcompile.toolchain import triton_version
 from tests import nursery
 from tests.codegen.emit import float8, harness
-from tests.codegen.emit.triton.test_kernel import assert_nothing_spilled, compiled, source
+from tests.codegen.emit.triton.test_kernel import assert_nothing_spilled, compiled, dumped, source
 
 PROGRAMS = float8.programs()
 with_triton = pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
@@ -52,19 +56,48 @@ def test_triton_converts_and_copies_bit_for_bit(name, interpreted):
 
 
 LARGE = {
-    **{f"{dtype} of rows and columns": float8.turned(4096, 8192, dtype) for dtype in ("float8_e4m3fn", "float8_e5m2")},
+    "float8_e4m3fn of rows and columns": float8.turned(4096, 8192, "float8_e4m3fn"),
+    "clamped float8_e5m2 of rows and columns": float8.turned(4096, 8192, "float8_e5m2", clamps=True),
     **{f"copy of {dtype}": float8.copied(4096, 8192, dtype) for dtype in ("float8_e4m3fn", "float8_e4m3fnuz")},
     "bfloat16 of float8_e4m3fn": float8.conversion("float8_e4m3fn", "bfloat16")[0],
 }
+CASTS = list(LARGE)[:2]
 
 
 @with_triton
-# all for the one without such instructions, one for each other
+# all for the one without such instructions, one or two for each other
 @pytest.mark.parametrize(
-    ("name", "arch"), [*((name, 80) for name in LARGE), *zip(list(LARGE)[-2:], (90, 100), strict=True)]
+    ("name", "arch"), [*((name, 80) for name in LARGE), *zip(LARGE, (100, 90, 90, 89, 90), strict=True)]
 )
 def test_every_gpu_has_machine_code(name, arch, tmp_path):
-    """Without instructions for 8-bit floats, which saturate, and which compute capability 8.0 does not have."""
+    """With instructions for 8-bit floats only from compute capability 8.9 on."""
     ptx, _, cubin = compiled(source(LARGE[name]), arch, tmp_path)
-    assert f".target sm_{arch}" in ptx and "e4m3" not in ptx and "e5m2" not in ptx
+    assert f".target sm_{arch}" in ptx and ("cvt.rn.satfinite.e" in ptx) == (arch >= 89 and name in CASTS)
     assert_nothing_spilled(cubin, tmp_path)
+    # four rows at a time: no byte passes through shared memory alone
+    assert name == "bfloat16 of float8_e4m3fn" or not re.search(
+        r"(ST|LD)S\.[US](8|16)", dumped("-sass", cubin, tmp_path)
+    )
+
+
+@with_triton
+def test_what_ptxas_refuses_is_compiled_with_integers(tmp_path, monkeypatch):
+    kernel = source(float8.conversion("float32", "float8_e4m3fn")[0])
+    described = {
+        "name": kernel.name, "text": kernel.text,
+        "functions": [{"name": n.function, "warps": n.warps, "types": n.types} for n in kernel.launches],
+    }  # fmt: skip
+    assert worker.FLOAT8 == INSTRUCTIONS and f"{INSTRUCTIONS}False" in kernel.text
+    compile_function, refused = worker.compile_function, []
+
+    def refuse_instructions(function, *args):
+        made = compile_function(function, *args)
+        if "satfinite" in made.asm["ptx"]:
+            refused.append(function)
+            raise RuntimeError("ptxas failed")
+        return made
+
+    monkeypatch.setattr(worker, "compile_function", refuse_instructions)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    archive = worker.compile_kernel(described, 90, dict(OPTIONS), tmp_path)
+    assert refused and archive.startswith(b'[{"function"')

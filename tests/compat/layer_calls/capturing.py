@@ -61,16 +61,21 @@ def guards_kept(found: Captured) -> Iterator[None]:
 def described(gm: Any, model: nn.Module) -> Iterator[Any]:
     """Nodes of a graph with all that compilers read of them; modules by name instead of identity."""
     names = {str(id(module)): name for name, module in model.named_modules()}
-    memory: dict[int, int] = {}
+    memory: dict[int, list[torch.fx.Node]] = {}
 
-    def value(example: Any) -> Any:
+    def place(node: torch.fx.Node, example: torch.Tensor) -> int:
+        """The first value in the same memory. Values inside of layers may share it with those of other layers."""
+        first = memory.setdefault(example.untyped_storage()._cdata, [])
+        first.append(node)
+        return next(n for n, other in enumerate(gm.graph.nodes) if other in first and is_seen(other, _layer(node)))
+
+    def value(node: torch.fx.Node, example: Any) -> Any:
         if isinstance(example, tuple | list):
-            return type(example).__name__, [value(item) for item in example]
+            return type(example).__name__, [value(node, item) for item in example]
         if not isinstance(example, torch.Tensor):
             return str(example)
-        place = memory.setdefault(example.untyped_storage()._cdata, len(memory))
         sizes = str((example.shape, example.stride(), example.storage_offset()))
-        return place, sizes, example.dtype, example.requires_grad, type(example).__name__
+        return place(node, example), sizes, example.dtype, example.requires_grad, type(example).__name__
 
     for node in gm.graph.nodes:
         stack = [
@@ -79,9 +84,22 @@ def described(gm: Any, model: nn.Module) -> Iterator[Any]:
         ]
         lines = node.meta.get("source_fn_stack"), node.meta.get("stack_trace"), sorted(node.meta)
         yield node.op, node.name, str(node.target), str(node.args), str(node.kwargs), stack, lines
-        yield value(node.meta.get("example_value"))
+        yield value(node, node.meta.get("example_value"))
         if node.op == "get_attr" and isinstance(region := getattr(gm, node.target), torch.fx.GraphModule):
             yield [*described(region, model)]
+
+
+def is_seen(node: torch.fx.Node, layer: str | None) -> bool:
+    """Whether a value is of this layer, or of none, or is read outside of its own layer."""
+    own = _layer(node)
+    return own in (None, layer) or any(_layer(user) != own for user in node.users)
+
+
+def _layer(node: torch.fx.Node) -> str | None:
+    """The repeated layer that an operation is in."""
+    paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+    found = re.search(r"^.*?[.[](\d+)\b", paths[-1]) if paths else None
+    return found and found[0]
 
 
 def same_with_and_without(make: Callable[[], nn.Module], *args: Any, **options: Any) -> Captured:

@@ -186,6 +186,18 @@ def test_reduced_gives_the_last_synced_values():
     assert [buckets.reduced_gradient(n).tolist() for n in (0, 1)] == [[6.0] * 2, [6.0] * 3]
 
 
+def test_what_a_run_has_reduced_stays_until_nobody_keeps_the_run():
+    params, buckets = make((2,), (3,))
+    step(buckets, params, 1.0)
+    run = buckets.last_run()
+    for param in params:
+        param.grad = None
+    step(buckets, params, 2.0)
+    assert [run.gradient(number).tolist() for number in (0, 1)] == [[1.0] * 2, [1.0] * 3]
+    del run
+    assert sum(memory.is_free() for memory in buckets._kept["b"]) == 1, "params[...].grad shows the other one"
+
+
 def one_idle(pool=None):
     """Two parameters, of which the program has a gradient of the first."""
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]

@@ -107,10 +107,8 @@ def _shorten(backward: Node, mode: Any) -> bool:
     with graph.inserting_before(positions.next):
         short = call(aten._to_copy.default, call(aten.sub.Tensor, positions, firsts()), dtype=dtype)
     with graph.inserting_before(backward):
-        wide = call(aten._to_copy.default, short, dtype=torch.int64)
-        again = call(aten.add.Tensor, wide, firsts())
-    for node in (wide, again):
-        compat.aot.always_recompute(node)
+        again = call(aten.add.Tensor, short, firsts())  # of int64, without a conversion: cheap enough for each use
+    compat.aot.always_recompute(again)
     backward.replace_input_with(positions, again)
     return True
 

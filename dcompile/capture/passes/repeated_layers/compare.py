@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
+from dcompile.capture.passes.repeated_layers.copied_values import MemoryOwner, tensors_of
 from dcompile.capture.passes.repeated_layers.find import (
     TAG,
     TRACED_LAYERS,
@@ -34,18 +35,6 @@ class LayersDiffer(Exception):
 
 
 @dataclass(frozen=True)
-class _Owner:
-    """A value of a layer, which owns memory."""
-
-    layer: int
-    """Index among the traced layers."""
-    place: Place
-    number: int
-    """Position among several results of one operation."""
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class TracedLayers:
     """The layers of a traced graph."""
 
@@ -61,7 +50,7 @@ class TracedLayers:
     """For each traced layer: place of each value that the graph returns."""
     results: dict[int, int]
     """Position among the Dynamo graph's results -> among the traced graph's outputs."""
-    owners: dict[int, _Owner | None]
+    owners: dict[int, MemoryOwner | None]
     """Memory -> the first of the layers' values that is stored there; None for values outside of layers."""
 
     def seen_from(self, layer: int) -> Callable[[Node], object]:
@@ -98,7 +87,7 @@ def find_layers(traced: GraphModule, layers: RepeatedLayers) -> TracedLayers:
     found = TracedLayers(stretches, where, tuple({} for _ in range(TRACED_LAYERS)), {}, shown, results, {})
     for node in traced.graph.nodes:
         for number, tensor in enumerate(tensors_of(node.meta.get("val"))):
-            owner = _Owner(*where[node], number, tensor.dtype) if node in where else None
+            owner = MemoryOwner(*where[node], number, tensor.dtype) if node in where else None
             found.owners.setdefault(compat.tensors.storage_key(tensor), owner)
     output: Any = traced.graph.output_node()
     for place, description in enumerate(output.meta.get("desc", ())):
@@ -206,9 +195,3 @@ def _kind(value: Any) -> object:
 def _changes_something(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    for item in value if isinstance(value, tuple | list) else (value,):
-        if isinstance(item, torch.Tensor) and item.layout == torch.strided:
-            yield item

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
@@ -24,8 +23,8 @@ from dcompile.capture.passes.repeated_layers.compare import (
     compare_layers,
     find_layers,
     layer_tag,
-    tensors_of,
 )
+from dcompile.capture.passes.repeated_layers.copied_values import CopiedValues
 from dcompile.capture.passes.repeated_layers.find import (
     STAND_IN,
     TAG,
@@ -102,7 +101,7 @@ class _Copies:
                 for number, (_, its) in enumerate(shown):
                     if position == its:
                         self.nodes[layer, ("tangent", number)] = node
-        self.values = _Values(self)
+        self.values = CopiedValues(found.owners, layers.traced, self.nodes)
 
     def make(self) -> None:
         for stretch, order in (("forward", self.left_out), ("backward", reversed(self.left_out))):
@@ -187,39 +186,3 @@ class _Copies:
         for node in reversed(list(self.traced.graph.nodes)):
             if STAND_IN in (node.meta.get("custom") or {}) and not node.users:
                 self.traced.graph.erase_node(node)
-
-
-class _Values:
-    """Fake values of copied nodes, which share memory with each other as those of the traced layer do."""
-
-    def __init__(self, copies: _Copies) -> None:
-        self.copies = copies
-        self.new: dict[tuple[int, Place, int], Any] = {}
-        """(layer, place, position among several results) -> its new memory."""
-
-    def of(self, value: Any, layer: int, place: Place, like: int) -> Any:
-        """Return the value in `layer` that corresponds to the value at this place of the traced layer `like`."""
-        if isinstance(value, tuple | list):
-            items = [self._tensor(item, layer, place, like, number) for number, item in enumerate(value)]
-            return items if isinstance(value, list) else tuple(items)
-        return self._tensor(value, layer, place, like, 0)
-
-    def _tensor(self, tensor: Any, layer: int, place: Place, like: int, number: int) -> Any:
-        if not isinstance(tensor, torch.Tensor):
-            return tensor
-        owner = self.copies.found.owners[compat.tensors.storage_key(tensor)]
-        if owner is None:
-            return tensor
-        there = layer + owner.layer - like
-        if self.copies.layers.traced[owner.layer] == there:
-            return tensor  # it has the right memory already
-        if (there, owner.place, owner.number) == (layer, place, number):
-            memory = self.new[layer, place, number] = compat.tensors.fake_memory(tensor.untyped_storage().nbytes())
-        else:
-            memory = self._memory(there, owner.place, owner.number)
-        return compat.tensors.fake_like(tensor, memory)
-
-    def _memory(self, layer: int, place: Place, number: int) -> Any:
-        if (layer, place, number) in self.new:
-            return self.new[layer, place, number]
-        return list(tensors_of(self.copies.nodes[layer, place].meta["val"]))[number].untyped_storage()

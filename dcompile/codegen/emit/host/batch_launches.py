@@ -43,7 +43,7 @@ class LaunchBatch:
         """
         if not self.on_gpu and (kernel.checked or (self.waiting and self.waiting[-1][0].checked)):
             self.launch()
-        self.waiting.append((kernel, self._named(kernel) if self.on_gpu else []))
+        self.waiting.append((kernel, self.named(kernel) if self.on_gpu else []))
 
     def drop(self, buffers: list[str]) -> None:
         """Release tensors after their last use, so that their memory can be reused."""
@@ -93,7 +93,7 @@ class LaunchBatch:
         self.lines += [f"if failed := {call}:", "    run.failed(failed)"] if kernel.checked else [call]
 
     def _call_kernels(self, kernels: list[KernelSource]) -> None:
-        named = [self._named(kernel) for kernel in kernels]
+        named = [self.named(kernel) for kernel in kernels]
         slots = _slots(named)
         rows = []
         for kernel, names in zip(kernels, named, strict=True):
@@ -104,7 +104,18 @@ class LaunchBatch:
 
     # --- GPUs ---
 
+    def arguments_of(self, kernel: KernelSource) -> tuple[str, list[str]]:
+        """Return a kernel's arguments in a launch table of its own, and what each call gives."""
+        names = self.named(kernel)
+        slots = _slots([names])
+        return "".join(f"{slots.get(name, name)}, " for name in names).rstrip(), list(slots)
+
     def _launch_on_gpu(self, kernels: list[tuple[KernelSource, list[str]]]) -> None:
+        run, values = self.launch_call(kernels)
+        self.lines.append(f"{run}({', '.join(values)})")
+
+    def launch_call(self, kernels: list[tuple[KernelSource, list[str]]]) -> tuple[str, list[str]]:
+        """Return the function that launches kernels with these arguments, and what each call gives it."""
         slots, rows = _slots(names for _, names in kernels), list[str]()
         for kernel, names in kernels:
             rows += [f"# {', '.join(kernel.origin)}"] if kernel.origin else []
@@ -115,9 +126,9 @@ class LaunchBatch:
                     grid = self._grid(launch.grid, slots)
                     rows.append(f"({kernel.name!r}, {launch.function!r}, {grid}, {arguments}),")
         run = self.text.once(f"run.launches({len(slots)}, [{_lines(rows)}\n    ])", "launch")
-        self.lines.append(f"{run}({', '.join(['stream', *slots])})")
+        return run, ["stream", *slots]
 
-    def _named(self, kernel: KernelSource) -> list[str]:
+    def named(self, kernel: KernelSource) -> list[str]:
         """Return the names of a kernel's arguments."""
         given = [self.text.place(name) for name in kernel.arguments]
         given += [self._prepared_size(symbol) for symbol in kernel.sizes]

@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dcompile.codegen.emit.host.allocate import HostBuffers
+from dcompile.codegen.emit.host.batch_launches import LaunchBatch
 from dcompile.codegen.emit.host.expressions import HostExpressions
-from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.emit.target import AllReduceKernel, KernelSource
 from dcompile.ir.buffers import Bucket, Buffer
 from dcompile.ir.collective_kinds import bucket_traits
-from dcompile.ir.nodes import Collective, Extern, Program, View, Wait, views_of
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, View, Wait, views_of
 
 
 class CollectiveCalls:
     """Writes them by the table of kinds: dcompile's own go through a source, the model's through `run.collective`."""
 
     def __init__(
-        self, program: Program, text: HostExpressions, buffers: HostBuffers, kernels: Mapping[str, KernelSource]
+        self, program: Program, text: HostExpressions, buffers: HostBuffers, kernels: Mapping[str, AllReduceKernel]
     ) -> None:
         self.table: Mapping[str, Buffer] = buffers.table
         self.text, self.lines, self.buffers = text, text.lines, buffers
+        self.batch: LaunchBatch = buffers.batch
+        self.loops = [step for step in program.steps if isinstance(step, Loop)]
         self.exchanged = {bucket.name: bucket for bucket in program.buckets}
         self.kernels = kernels
         """Kernels of collectives that may be one kernel, by bucket."""
@@ -66,16 +69,31 @@ class CollectiveCalls:
         made = [name for name in step.buffers if name not in call.reads]
         filled = [self.text.view(View(name, self.table[name].shape, self.table[name].strides)) for name in made]
         rest = [self.text.argument(arg) for arg in call.args[1:]]
-        exchange = self.text.once(f"run.collective({call.op!r}, {step.bucket!r}{self._kernel(step)})", "exchange")
+        kernel, given = self._kernel(step)
+        exchange = self.text.once(f"run.collective({call.op!r}, {step.bucket!r}{kernel})", "exchange")
         self.started[step.bucket] = exchange
         if call.origin:
             self.lines.append(f"# {', '.join(call.origin)}")
-        self.lines.append(f"{exchange}([{', '.join(sent)}], [{', '.join(filled)}], {', '.join(rest)})")
+        self.lines.append(f"{exchange}([{', '.join(sent)}], [{', '.join(filled)}], {', '.join(rest)}{given})")
 
-    def _kernel(self, step: Collective) -> str:
-        """Return the argument that names a collective's kernel and its function, if it may be one kernel."""
+    def _kernel(self, step: Collective) -> tuple[str, str]:
+        """Return the arguments that describe the kernel of a collective that may be one, and those of its call."""
         kernel = self.kernels.get(step.bucket)
-        return "" if kernel is None else f", ({kernel.name!r}, {kernel.launches[0].function!r})"
+        if kernel is None:
+            return "", ""
+        if kernel.loop is not None:
+            for name in sorted(self.loops[kernel.loop].writes):
+                self.buffers.ensure(name)
+        arguments, slots = self.batch.arguments_of(kernel.source)
+        launch = kernel.source.launches[0]
+        described = (kernel.source.name, launch.function, kernel.words, kernel.loop is not None, len(slots))
+        text = ", ".join(map(repr, described))
+        return f", ({text}, ({arguments}))", f", given=({', '.join(slots)},)" if slots else ""
+
+    def run_epilogue(self, bucket: str, kernel: KernelSource) -> None:
+        """Launch the loop that a collective's kernel may end with, where it did not."""
+        launch, values = self.batch.launch_call([(kernel, self.batch.named(kernel))])
+        self.lines.append(f"{self.started[bucket]}.run_epilogue({', '.join((launch, *values))})")
 
     def _wait(self, name: str) -> None:
         traits = self.exchanged[name].traits

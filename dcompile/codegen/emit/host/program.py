@@ -92,6 +92,9 @@ class HostProgramWriter:
             self.looks.setdefault(view.buffer, []).append(view)
         self.buffers = HostBuffers(self.table, self.text, self.batch, recycle)
         self.collectives = CollectiveCalls(program, self.text, self.buffers, kernels.all_reduces)
+        loop_places = [place for place, step in enumerate(program.steps) if isinstance(step, Loop)]
+        self.epilogues = {loop_places[number]: bucket for number, bucket in kernels.epilogues.items()}
+        """Positions of loops that the kernel of an all-reduce may end with -> its bucket."""
         self.externs = ExternCalls(
             self.text, self.batch, self.buffers, chosen, self.last, self.early, self.in_kernels, self.looks
         )
@@ -171,6 +174,8 @@ class HostProgramWriter:
                 self.batch.launch()
             if position in self.products:
                 self._product(step, self.products[position])
+            elif position in self.epilogues:
+                self.collectives.run_epilogue(self.epilogues[position], next(calls))
             elif isinstance(step, Extern) and step.op == REGION:
                 dying[position] = self.externs.call_region(step, dying.get(position, []))
             else:

@@ -32,8 +32,10 @@ TABLE = "kernel_param_0"
 """LLVM's name of a kernel's first argument."""
 
 
-def fuse_launches(program: Program, calls: Sequence[KernelSource]) -> tuple[KernelSource, ...]:
-    """Return the kernels of a program's loops, with concurrent neighbours fused into one.
+def fuse_launches(
+    program: Program, calls: Sequence[KernelSource], apart: Collection[int] = ()
+) -> tuple[KernelSource, ...]:
+    """Return the kernels of a program's loops, with concurrent neighbours fused into one; loops `apart` stay alone.
 
     A fused kernel takes the place of its last loop; each other place gets a launch of no programs. Relies on: memory is
     planned, since independent loops may still share memory at different times.
@@ -47,7 +49,7 @@ def fuse_launches(program: Program, calls: Sequence[KernelSource]) -> tuple[Kern
             continue
         number = len(loops)
         loops[number] = step
-        if not _is_small(step, calls[number], table):
+        if number in apart or not _is_small(step, calls[number], table):
             _close(group, loops, found)
         elif _is_room([*group, number], calls) and all(
             _may_join(loops[n], calls[n], step, calls[number], table) for n in group

@@ -21,6 +21,7 @@ from dcompile.codegen.emit.triton.row_passes import RowPassWriter
 from dcompile.codegen.emit.triton.skinny_matmul import SkinnyMatmulWriter
 from dcompile.codegen.nest.gpu_tiling import make_plan
 from dcompile.codegen.nest.loop_nest import may_exceed
+from dcompile.codegen.nest.row_matmul import RowTile
 from dcompile.codegen.nest.tile_columns import leaves_gaps
 from dcompile.codegen.nest.tile_plan import ceil_div
 from dcompile.ir.buffers import Buffer
@@ -33,13 +34,19 @@ INTEGER = "i64"
 """Type of a size symbol, or of another number argument."""
 
 
-def emit(loop: Loop, table: Mapping[str, Buffer], constant: frozenset[str] | None = None) -> KernelSource:
+def emit(
+    loop: Loop,
+    table: Mapping[str, Buffer],
+    constant: frozenset[str] | None = None,
+    row_tile: RowTile | None = None,
+) -> KernelSource:
     """Return the source of one kernel; `table` gives the buffers' sizes, and offsets in the arena.
 
     Buffers in `constant` are written neither by this kernel nor by the one before it. If it reads some, it may start
     and read them while that kernel ends. If it reads none, it may still start then; with None it may not.
+    `row_tile`: see `make_plan`.
     """
-    plan = make_plan(loop)
+    plan = make_plan(loop, row_tile)
     filled = [
         store
         for store in plan.nest.stores

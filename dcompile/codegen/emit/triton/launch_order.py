@@ -6,12 +6,13 @@ comes, if it has started early enough: beside a norm and the all-reduce before i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.emit.target import AllReduceKernel, KernelSource
 from dcompile.codegen.emit.triton.horizontal_fusion import first_launch
 from dcompile.codegen.emit.triton.library import START_NEXT_FIRST, WAIT_FIRST
+from dcompile.ir.nodes import Collective, Loop, Program
 
 MARK = "_n"
 """End of the name of a kernel that lets the next one start first."""
@@ -25,6 +26,23 @@ def start_next_first(calls: Sequence[KernelSource]) -> tuple[KernelSource, ...]:
     """
     first = first_launch(calls)
     return tuple(kernel if number <= first else _started(kernel) for number, kernel in enumerate(calls))
+
+
+def start_all_reduces_early(
+    program: Program, kernels: Mapping[str, AllReduceKernel], first: int
+) -> dict[str, AllReduceKernel]:
+    """Return kernels of all-reduces, by bucket, where those behind the first kernel let their successors start at once.
+
+    `first`: position of the first kernel among the program's loops. A rank that waits for its peers' words in such a
+    kernel fills its registers with weights of the next matmul meanwhile.
+    """
+    started, loops = dict(kernels), 0
+    for step in program.steps:
+        loops += isinstance(step, Loop)
+        if isinstance(step, Collective) and step.bucket in started and loops > first:
+            kernel = started[step.bucket]
+            started[step.bucket] = replace(kernel, source=_started(kernel.source))
+    return started
 
 
 def _started(kernel: KernelSource) -> KernelSource:

@@ -6,9 +6,12 @@ and no rank waits for a flag behind the data. This is the LL protocol of NCCL: H
 arXiv:2507.04786 (2025). Words are 64 bits wide, since a GPU writes those undivided.
 
 Two calls in a row use different halves of an inbox. A rank that has finished a call has the operands of all others,
-so the others have finished the call before. What was written for that one may be overwritten.
+so the others have finished the call before. What was written for that one may be overwritten. A program of a kernel has
+the same words in each call, and counts them. So kernels whose programs have other numbers of words use other inboxes.
 
 Sums are computed in float32 in the order of ranks, and rounded once. So all ranks have the same bits.
+
+Where a loop over the sum's rows follows, the kernel ends with it (`all_reduce_epilogue`). A program then has a row.
 
 `runtime.communication.peer_memory.one_shot` launches it.
 """
@@ -16,10 +19,11 @@ Sums are computed in float32 in the order of ranks, and rounded once. So all ran
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Mapping
 
 from dcompile.codegen.emit.kernel_name import kernel_name
-from dcompile.codegen.emit.target import KernelSource, Launch
-from dcompile.codegen.emit.triton.library import HEADER, used_functions
+from dcompile.codegen.emit.target import AllReduceKernel, KernelSource, Launch
+from dcompile.codegen.emit.triton.library import AFTER, HEADER, used_functions
 from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.nodes import Collective, Program, View, views_of
 from dcompile.machine_model import MAX_ONE_SHOT_BYTES
@@ -28,92 +32,146 @@ BLOCK = 128
 """Words of a program: four for each thread of a warp, which looks at them without meeting others."""
 POLLS = 4096
 """Looks at a late word between two looks at the host's word that ends the job."""
-SUMMED = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32"}
-"""Dtypes of operands -> Triton's names."""
-TYPES = ("*i32", "*i64", "*i32", "*i32", "i64", "i64", "i64")
+DTYPES = ("bfloat16", "float16", "float32")
+"""Dtypes of operands."""
+NAMES = ("words", "inboxes", "calls", "ended", "count", "rank", "ranks")
+TYPES = ("*i32:16", "*i64", "*i32", "*i32", "i64", "i64", "i64")
+"""Arguments of the exchange, behind those of a loop: the operand's words, the addresses of all ranks' inboxes, the
+number of the last call for each program, the host's word, the number of words, this rank, and the number of ranks."""
 
 
-def sources(program: Program) -> dict[str, KernelSource]:
-    """Return the kernel of each collective that may be one kernel, by the name of its bucket.
+def small_sums(program: Program) -> dict[str, Buffer]:
+    """Return the operand of each collective that may be one kernel, by the name of its bucket.
 
     Whether it is one is decided at run time, by all ranks alike: their GPUs may not reach each other.
     """
-    table = {buffer.name: buffer for buffer in program.buffers}
-    found: dict[str, KernelSource] = {}
-    for step in program.steps:
-        if isinstance(step, Collective) and (buffer := _operand(step, table)) is not None:
-            found[step.bucket] = source(buffer.dtype)
-    return found
+    table = program.table
+    starts = [step for step in program.steps if isinstance(step, Collective)]
+    found = {step.bucket: _operand(step, table) for step in starts}
+    return {bucket: buffer for bucket, buffer in found.items() if buffer is not None}
 
 
-def _operand(step: Collective, table: dict[str, Buffer]) -> Buffer | None:
+def sources(operands: Mapping[str, Buffer], apart: Collection[str] = ()) -> dict[str, AllReduceKernel]:
+    """Return the kernels of these collectives by bucket, except those `apart`, which end with a loop."""
+    kept = {bucket: buffer for bucket, buffer in operands.items() if bucket not in apart}
+    return {bucket: AllReduceKernel(source(buffer.dtype), BLOCK) for bucket, buffer in kept.items()}
+
+
+def _operand(step: Collective, table: Mapping[str, Buffer]) -> Buffer | None:
     """Return the tensor that a small all-reduce of the model's own sums in place; None for other collectives."""
     if step.kind != "all_reduce" or step.call is None or len(step.buffers) != 1 or "sum" not in step.call.args:
         return None
     buffer = table[step.buffers[0]]
     (operand, *others) = views_of(step.call.args[0])
     whole = View(buffer.name, buffer.shape, buffer.strides)
-    if others or operand != whole or buffer.device == "cpu" or buffer.dtype not in SUMMED:
+    if others or operand != whole or buffer.device == "cpu" or buffer.dtype not in DTYPES:
         return None
     nbytes = buffer.extent * ITEMSIZE[buffer.dtype]
     return buffer if isinstance(nbytes, int) and nbytes <= MAX_ONE_SHOT_BYTES and nbytes % 4 == 0 else None
 
 
 def source(dtype: str) -> KernelSource:
-    """Return the kernel for operands of a dtype.
+    """Return the kernel for operands of a dtype. Its arguments are those of the exchange."""
+    inside = "inside"
+    lines = [f"place = tl.program_id(0) * {BLOCK} + tl.arange(0, {BLOCK})", f"{inside} = place < count"]
+    lines += [*own_inbox(), AFTER, *send(inside), *receive(dtype, BLOCK, inside), *store_sum(dtype, inside), *finish()]
+    return finished("one_shot_all_reduce", lines, (), (), 1, 20)
 
-    Its arguments: the operand's words, the addresses of all ranks' inboxes, the number of the last call for each
-    program, the host's word, the number of words, this rank, and the number of ranks.
-    """
-    body = _TEXT.format(block=BLOCK, polls=POLLS, most=MAX_ONE_SHOT_BYTES // 4, **_sums(dtype))
+
+def finished(
+    described: str, lines: list[str], arguments: tuple[str, ...], types: tuple[str, ...], warps: int, cost: int
+) -> KernelSource:
+    """Return the kernel of these lines, whose first arguments are buffers of a loop: `a0`, `a1`, ..."""
+    names = ", ".join((*(f"a{n}" for n in range(len(arguments))), *NAMES))
+    body = f"@triton.jit\ndef kernel({names}):\n" + "".join(f"    {line}\n" for line in lines)
     text = f"{HEADER}\n\n{used_functions(body)}\n\n{body}"
-    digest = hashlib.sha256(f"{text}\n{TYPES}".encode()).hexdigest()[:24]
-    entry = f"dcompile_one_shot_all_reduce_{digest[:8]}"
-    text = text.replace("def all_reduce(", f"def {entry}(")
-    launch = Launch(entry, 0, 1, tuple(range(len(TYPES))), TYPES)
-    return KernelSource(kernel_name("one_shot_all_reduce", digest), text, (), 20, False, launches=(launch,))
+    types = (*types, *TYPES)
+    digest = hashlib.sha256(f"{text}\n{types}\n{warps}".encode()).hexdigest()[:24]
+    entry = f"dcompile_{described}_{digest[:8]}"
+    text = text.replace("def kernel(", f"def {entry}(")
+    launch = Launch(entry, 0, warps, tuple(range(len(types))), types)
+    return KernelSource(kernel_name(described, digest), text, arguments, cost, False, launches=(launch,))
 
 
-def _sums(dtype: str) -> dict[str, str]:
-    """Return the statements that depend on the dtype: what a word adds, and the word of the sums."""
+# --- the exchange -----------------------------------------------------------------------------------------------------
+
+
+def own_inbox() -> list[str]:
+    """Return statements that may come before the wait for earlier kernels."""
+    return [f"own_inbox = {_inbox('rank')}"]
+
+
+def send(inside: str = "") -> list[str]:
+    """Return statements that send a program's words, at `place`, to all ranks. `inside`: mask of the words."""
+    mask = f", mask={inside}" if inside else ""
+    other = f"{mask}, other=0" if inside else ""
+    return [
+        "call = tl.load(calls + tl.program_id(0)) + 1",
+        "mark = call.to(tl.int64) << 32",
+        "half = (call & 1).to(tl.int64)",
+        f"sent = mark | (tl.load(words + place{other}).to(tl.int64) & 0xFFFFFFFF)",
+        "for step in range(0, ranks):",
+        f"    inbox = {_inbox('(rank + step) % ranks')}",
+        f"    tl.store(inbox + (rank * 2 + half) * {_SLOTS} + place, sent{mask})",
+    ]
+
+
+def receive(dtype: str, block: int, inside: str = "") -> list[str]:
+    """Return statements that add up `block` words of all ranks: in `low`, and in `high` if a word has two elements."""
+    other = f", mask={inside}, other=mark" if inside else ""
+    look = [
+        f"got = tl.load(box{other}, volatile=True)",
+        "late = tl.max(((got >> 32).to(tl.int32) != call).to(tl.int32), 0)",
+    ]
+    return [
+        f"low = tl.zeros([{block}], tl.float32)",
+        *([f"high = tl.zeros([{block}], tl.float32)"] if ITEMSIZE[dtype] == 2 else []),
+        "for source in range(0, ranks):",
+        f"    box = own_inbox + (source * 2 + half) * {_SLOTS} + place",
+        *(f"    {line}" for line in look),
+        "    polls = 0",
+        "    while late > 0:",
+        *(f"        {line}" for line in look),
+        "        polls += 1",
+        f"        if polls % {POLLS} == 0:",
+        "            late = tl.where(tl.load(ended, volatile=True) != 0, 0, late)",
+        "    word = got.to(tl.int32)",
+        *(f"    {line}" for line in _additions(dtype)),
+    ]
+
+
+def store_sum(dtype: str, inside: str = "") -> list[str]:
+    """Return statements that write the sums in place of the operand."""
+    mask = f", mask={inside}" if inside else ""
     if ITEMSIZE[dtype] == 4:
-        add = "low += word.to(tl.float32, bitcast=True)"
-        return {"add": add, "pack": "low.to(tl.int32, bitcast=True)"}
-    halves = "{0} += ({1}).to(tl.int16).to(tl." + SUMMED[dtype] + ", bitcast=True).to(tl.float32)"
-    add = f"{halves.format('low', 'word & 0xFFFF')}\n        {halves.format('high', 'word >> 16')}"
-    bits = "{0}.to(tl." + SUMMED[dtype] + ").to(tl.int16, bitcast=True).to(tl.int32)"
-    return {"add": add, "pack": f"({bits.format('low')} & 0xFFFF) | ({bits.format('high')} << 16)"}
+        return [f"tl.store(words + place, low.to(tl.int32, bitcast=True){mask})"]
+    bits = "{0}.to(tl." + dtype + ").to(tl.int16, bitcast=True).to(tl.int32)"
+    packed = f"({bits.format('low')} & 0xFFFF) | ({bits.format('high')} << 16)"
+    return [f"tl.store(words + place, {packed}{mask})"]
 
 
-_TEXT = """
-@triton.jit
-def all_reduce(words, inboxes, calls, ended, count, rank, ranks):
-    place = tl.program_id(0) * {block} + tl.arange(0, {block})
-    inside = place < count
-    own_inbox = tl.load(inboxes + rank).to(tl.pointer_type(tl.int64))
-    after_others_()
-    call = tl.load(calls + tl.program_id(0)) + 1
-    mark = call.to(tl.int64) << 32
-    half = (call & 1).to(tl.int64)
-    sent = mark | (tl.load(words + place, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF)
-    for step in range(0, ranks):
-        inbox = tl.load(inboxes + (rank + step) % ranks).to(tl.pointer_type(tl.int64))
-        tl.store(inbox + (rank * 2 + half) * {most} + place, sent, mask=inside)
-    low = tl.zeros([{block}], tl.float32)
-    high = tl.zeros([{block}], tl.float32)
-    for source in range(0, ranks):
-        box = own_inbox + (source * 2 + half) * {most} + place
-        got = tl.load(box, mask=inside, other=mark, volatile=True)
-        late = tl.max(((got >> 32).to(tl.int32) != call).to(tl.int32), 0)
-        polls = 0
-        while late > 0:
-            got = tl.load(box, mask=inside, other=mark, volatile=True)
-            late = tl.max(((got >> 32).to(tl.int32) != call).to(tl.int32), 0)
-            polls += 1
-            if polls % {polls} == 0:
-                late = tl.where(tl.load(ended, volatile=True) != 0, 0, late)
-        word = got.to(tl.int32)
-        {add}
-    tl.store(words + place, {pack}, mask=inside)
-    tl.store(calls + tl.program_id(0), call)
-"""
+def finish() -> list[str]:
+    """Return statements that count the call."""
+    return ["tl.store(calls + tl.program_id(0), call)"]
+
+
+def element_sums(dtype: str, elements: int) -> str:
+    """Return the sums of a program as one tile of so many elements, in float32, rounded to the dtype."""
+    if ITEMSIZE[dtype] == 4:
+        return "low"
+    return f"tl.reshape(tl.join(low, high), [{elements}]).to(tl.{dtype}).to(tl.float32)"
+
+
+_SLOTS = MAX_ONE_SHOT_BYTES // 4
+
+
+def _inbox(rank: str) -> str:
+    return f"tl.multiple_of(tl.load(inboxes + {rank}).to(tl.pointer_type(tl.int64)), 16)"
+
+
+def _additions(dtype: str) -> list[str]:
+    """Return statements that add a word's elements to the sums."""
+    if ITEMSIZE[dtype] == 4:
+        return ["low += word.to(tl.float32, bitcast=True)"]
+    halves = "{0} += ({1}).to(tl.int16).to(tl." + dtype + ", bitcast=True).to(tl.float32)"
+    return [halves.format("low", "word & 0xFFFF"), halves.format("high", "word >> 16")]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dcompile.codegen.emit.float8 import decoded
 from dcompile.codegen.emit.triton.ops import SPELLING, literal, register_type
 from dcompile.codegen.nest.loop_nest import Axis, Levels, levels, may_exceed
 from dcompile.codegen.nest.tile_plan import TileDim, TilePlan, count, row_number
 from dcompile.device_traits import MAX_INT32_ELEMENTS, MULTIPROCESSORS
-from dcompile.ir.analysis import operands, runtime_refs
+from dcompile.ir.analysis import is_clamped, operands, runtime_refs
 from dcompile.ir.buffers import IN_BUCKET, IN_DONOR, ITEMSIZE, WITHIN, Buffer
+from dcompile.ir.float8 import MAX_FLOAT8
 from dcompile.ir.index import (
     Atom,
     Div,
@@ -266,10 +267,10 @@ class TritonText:
                 return self._load(load)
             case Apply("cast", (arg,), dtype):
                 source = self.nest.body[arg].dtype
-                exact = source == dtype or (dtype == "float32" and source in ("bfloat16", "float16"))
-                return (
-                    self.name(arg) if exact else SPELLING["cast"].format(decoded(self.name(arg), source), dtype=dtype)
-                )
+                if source == dtype or (dtype == "float32" and source in ("bfloat16", "float16")):
+                    return self.name(arg)
+                how = "clamped_" if is_clamped(self.nest.body, arg, MAX_FLOAT8.get(dtype, -1.0)) else ""
+                return how + SPELLING["cast"].format(decoded(self.name(arg), source), dtype=dtype)
             case Apply(op, args, dtype):
                 text = SPELLING[op].format(*map(self.name, args), dtype=dtype)
                 # Triton computes 8 and 16 bits in 32
@@ -292,8 +293,14 @@ class TritonText:
         pointer = self.argument(load.buffer) if index == "0" else f"{self.argument(load.buffer)} + ({index})"
         options = f", mask={' & '.join(masks)}" if masks else ""
         options += ", other=0" if load.mask is not None else ""
+        options += ', eviction_policy="evict_first"' if self._is_streamed(load) else ""
         wide = ".to(tl.float32)" if load.dtype in ("bfloat16", "float16") else ""
         return f"tl.load({pointer}{options}){wide}"
+
+    def _is_streamed(self, load: Load) -> bool:
+        """Is it a matrix that is read once, and gives way to others in caches?"""
+        found = self.plan.row_matmul
+        return found is not None and found[1].streams and any(self.nest.body[ref] == load for ref in found[0].matrices)
 
     def spread(self, index: Index, of: Class) -> str:
         """Return an index as a tensor of the shape of `of`; a scalar where nothing along `of` is a tensor."""
@@ -322,6 +329,22 @@ class TritonText:
             inside = f"(({mask}) == 0) | ({inside})" if mask else inside
             self.line(f'{CHECK}({inside}, "a position lies outside of what is written to")')
         self.line(f"tl.store({pointer}, {self.packed(store.value, dtype)}{f', {mask}' if mask else ''})")
+
+    def store_word(self, numbers: Sequence[int]) -> None:
+        """Print one store of the bytes of several: see `byte_words`."""
+        stores = [self.nest.stores[number] for number in numbers]
+        place = exact_quotient(stores[0].index, len(stores))
+        assert place is not None, "words are aligned"
+        pointer = f"{self.argument(stores[0].buffer)}.to(tl.pointer_type(tl.int32)) + ({self.index(as_index(place))})"
+        how, packed = "pack_bytes", [store.value for store in stores]
+        dtype = self.nest.body[packed[0]].dtype
+        casts = [value for ref in packed if isinstance(value := self.nest.body[ref], Apply) and value.op == "cast"]
+        if dtype in MAX_FLOAT8 and len(casts) == len(packed):
+            before = [cast.args[0] for cast in casts]
+            if all(is_clamped(self.nest.body, ref, MAX_FLOAT8[dtype]) for ref in before):
+                how, packed = f"pack_{dtype}", before
+        mask = self.mask(self.class_of(stores[0].index))
+        self.line(f"tl.store({pointer}, {how}({', '.join(map(self.name, packed))}){f', {mask}' if mask else ''})")
 
     def pointer(self, store: Store) -> str:
         """Return the address that a store writes to."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 from dcompile.codegen.emit.triton.library import AFTER
+from dcompile.codegen.emit.triton.prefetch_rows import prefetch_rows
 from dcompile.codegen.emit.triton.printer import Class, TritonText
-from dcompile.codegen.nest.tile_plan import TileDim
+from dcompile.codegen.nest.tile_plan import PROGRAMS, TileDim
 from dcompile.ir.analysis import operands, runtime_refs, store_operands
 from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import size_product
@@ -17,11 +20,29 @@ PREFETCHED = 96 << 10
 """Bytes of shared memory for loads of later iterations: GPUs from compute capability 8.0 on have 99 KiB."""
 
 
-class RowPassWriter:
-    """Writes the body of a kernel to `text`."""
+@dataclass(frozen=True, slots=True)
+class ReceivedTile:
+    """Statements around a kernel that receives the elements of `buffer` from other GPUs, as a tile in registers."""
 
-    def __init__(self, text: TritonText) -> None:
-        self.text, self.line = text, text.line
+    buffer: str
+    before_wait: Sequence[str]
+    send: Sequence[str]
+    """Behind the wait for earlier kernels. Other loads come next."""
+    receive: Sequence[str]
+    """Before the first value that depends on the tile."""
+    store: Sequence[str]
+    """Before the kernel's own stores, behind a barrier."""
+    finish: Sequence[str]
+
+
+NOTHING_RECEIVED = ReceivedTile("", (), (), (), (), ())
+
+
+class RowPassWriter:
+    """Writes the body of a kernel to `text`. Kernels that receive a tile do not loop over blocks of a row."""
+
+    def __init__(self, text: TritonText, received: ReceivedTile = NOTHING_RECEIVED) -> None:
+        self.text, self.line, self.received = text, text.line, received
         self.plan, self.nest, self.table = text.plan, text.nest, text.table
         self.levels, self.classes = text.levels, text.classes
 
@@ -42,9 +63,10 @@ class RowPassWriter:
                 self._straight()
             case "rows":
                 x, r = self.plan.dims
+                asked = prefetch_rows(self.text, self.pid)
                 self.text.position(x, self.pid if x.block == 1 else f"{self.pid} * {x.block}")
                 if self.plan.looped:
-                    self._wait()
+                    self._wait(asked)
                     self._looped(r)
                 else:
                     self.text.position(r, "0")
@@ -66,17 +88,33 @@ class RowPassWriter:
 
     def _straight(self) -> None:
         """Write each value once, then the stores."""
-        live = sorted(self.levels.live)
+        live, received = sorted(self.levels.live), self.received
         early = [ref for ref in live if self._may_be_early(ref)]
         for ref in early:
             self._value(ref)
-        self._wait(bool(early))
+        self._lines(received.before_wait)
+        self._wait(bool(early or received.buffer))
+        self._lines(received.send)
+        soon = [ref for ref in live if ref not in early and self._may_be_soon(ref)]
+        for ref in soon:
+            self._value(ref)
+        self._lines(received.receive)
         for ref in live:
-            if ref not in early:
+            if ref not in early and ref not in soon:
                 self._value(ref)
         self._barrier()
+        self._lines(received.store)
+        together = {number for word in self.plan.words for number in word}
         for number in range(len(self.nest.stores)):
-            self.text.store(number)
+            if number not in together:
+                self.text.store(number)
+        for word in self.plan.words:
+            self.text.store_word(word)
+        self._lines(received.finish)
+
+    def _lines(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.line(line)
 
     def _wait(self, has_begun: bool = False) -> None:
         """Wait for the previous kernel, if this one may have started meanwhile, or `has_begun` to read."""
@@ -92,6 +130,18 @@ class RowPassWriter:
             and value.mask is None
             and not runtime_refs(value.index)
         )
+
+    def _may_be_soon(self, ref: Ref) -> bool:
+        """Is a value a load that a brief kernel of few programs starts before its reductions, which wait for others?
+
+        So does a kernel that waits for a tile.
+        """
+        value, grid = self.nest.body[ref], self.plan.grid
+        if not isinstance(value, Load) or value.mask is not None or runtime_refs(value.index):
+            return False
+        if self.received.buffer:
+            return value.buffer != self.received.buffer
+        return self.text.waits and isinstance(grid, int) and grid <= PROGRAMS
 
     def _value(self, ref: Ref) -> None:
         value = self.nest.body[ref]
@@ -124,7 +174,7 @@ class RowPassWriter:
         )
 
     def _barrier(self) -> None:
-        if self.text.overlaps:
+        if self.text.overlaps or self.received.buffer:
             self.line("tl.debug_barrier()")
 
     # --- rows in pieces ---
@@ -177,7 +227,7 @@ class RowPassWriter:
                 before = f"tl.broadcast_to({self.text.identity(value.op, value.dtype)}, {self.text.shape({'x'})})"
                 flat = self.text.identity(value.op, value.dtype)
                 self.line(f"c{self.text.number(ref)} = {flat if self.text.flat_rows else before}")
-        self.line(f"for r0 in range(0, {self.text.size(r.size)}, {r.block}):")
+        self.line(f"for r0 in {self._steps(r)}:")
         self.text.depth += 1
         self.text.position(r, "r0")
         for ref in below:
@@ -198,6 +248,12 @@ class RowPassWriter:
             self.line(f"{self.text.name(ref)} = {total}{self._column}")
         for arg, together in online.items():
             self._end_online(arg, together)
+
+    def _steps(self, r: TileDim) -> str:
+        """Return the range of a loop over the blocks of a row."""
+        bounds = f"0, {self.text.size(r.size)}, {r.block}"
+        stages = 1 if self.plan.row_matmul is None else self.plan.row_matmul[1].stages
+        return f"range({bounds})" if stages == 1 else f"tl.range({bounds}, num_stages={stages})"
 
     # A running maximum, and a sum below it, for each few elements that a thread reads at once: Milakov and Gimelshein,
     # "Online normalizer calculation for softmax", 2018

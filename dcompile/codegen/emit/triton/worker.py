@@ -34,6 +34,10 @@ PREFETCH = re.compile(r"^ +prefetch_\(.*\n", re.MULTILINE)
 """Lines that ask for memory meanwhile: see `library.PREFETCH`."""
 CHECK = "tl.device_assert"
 """Assertions, which Triton removes unless it compiles for debugging: see `printer.CHECK`."""
+FLOAT8 = "has_instructions: tl.constexpr = "
+"""Start of the lines that say whether the GPU has instructions for 8-bit floats: see `float8.INSTRUCTIONS`."""
+CONVERTING = 89
+"""Compute capability from which it has."""
 EARLY = 90
 """Compute capability from which kernels with that line may start while the previous one ends."""
 SETTINGS = {
@@ -123,13 +127,19 @@ def token(name: str) -> bytes:
 
 
 def compile_kernel(kernel: dict[str, Any], arch: int, options: dict[str, Any], folder: Path) -> bytes:
-    """Return the archive of one kernel: {"name", "text", "functions": [{"name", "warps", "types"}]}."""
+    """Return the archive of one kernel: {"name", "text", "functions": [{"name", "warps", "types"}]}.
+
+    ptxas 12.9 crashes on some code that packs the bytes of conversion instructions: such a kernel uses integers.
+    """
     if CHECK in kernel["text"]:  # without the other checks of debugging
         options = {**options, "debug": True, "sanitize_overflow": False}
-    module = load(kernel["name"], kernel["text"], arch, folder)
-    found = [
-        compile_function(getattr(module, f["name"]), f["types"], f["warps"], arch, options) for f in kernel["functions"]
-    ]
+    try:
+        found = _compile_functions(kernel, load(kernel["name"], kernel["text"], arch, folder), arch, options)
+    except Exception:
+        if FLOAT8 not in kernel["text"] or arch < CONVERTING:
+            raise
+        module = load(f"{kernel['name']}_integers", kernel["text"], arch, folder, converts=False)
+        found = _compile_functions(kernel, module, arch, options)
     head = [
         {"function": f["name"], "entry": made.metadata.name, "shared": made.metadata.shared, "warps": f["warps"],
          "waits": arch >= EARLY and AFTER in kernel["text"], "scratch": made.metadata.global_scratch_size,
@@ -139,9 +149,19 @@ def compile_kernel(kernel: dict[str, Any], arch: int, options: dict[str, Any], f
     return json.dumps(head).encode() + b"\n" + b"".join(made.asm["cubin"] for made in found)
 
 
-def load(name: str, text: str, arch: int, folder: Path) -> Any:
-    """Load a kernel's text as a module from a file, which Triton reads the functions' source from."""
+def _compile_functions(kernel: dict[str, Any], module: Any, arch: int, options: dict[str, Any]) -> list[Any]:
+    functions = kernel["functions"]
+    return [compile_function(getattr(module, f["name"]), f["types"], f["warps"], arch, options) for f in functions]
+
+
+def load(name: str, text: str, arch: int, folder: Path, *, converts: bool = True) -> Any:
+    """Load a kernel's text as a module from a file, which Triton reads the functions' source from.
+
+    Where the GPU has instructions that convert 8-bit floats, the text uses them if it `converts`.
+    """
     path = folder / f"{name}.py"
+    if converts and arch >= CONVERTING:
+        text = text.replace(f"{FLOAT8}False", f"{FLOAT8}True")
     path.write_text(text if arch >= EARLY else PREFETCH.sub("", text.replace(AFTER, "")))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

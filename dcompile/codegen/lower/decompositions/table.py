@@ -138,16 +138,18 @@ def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def convolution_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: Any, *how: Any) -> Any:
-    """Sum the gradient of the bias in a loop: the library reads the gradient again, in places on one core.
+    """Sum the gradient of the bias in a loop, which fuses with the one that computes `grad`.
 
-    The gradient of large depthwise filters is a separate call, as it is inside the library. Its workspace is large, and
-    it can run later (`schedule/memory/reorder_for_peak.py`). `how` ends with the mask of requested gradients.
+    The library reads `grad` again: on CPUs in places on one core, on GPUs far below their bandwidth. Where filters are
+    converted, the gradient of large depthwise ones is a separate call, as it is inside the library. Its workspace is
+    large, and it can run later (`schedule/memory/reorder_for_peak.py`). `how` ends with the mask of requested
+    gradients.
     """
     *more, mask = how
-    groups = more[-1]
+    groups, traits = more[-1], traits_of(grad.device.type).aten
     large = weight.shape[0] == groups and weight.shape[1] == 1 and weight.numel() > 9 * groups
-    apart = mask[0] and mask[1] and large
-    if not traits_of(grad.device.type).aten.sums_bias_gradient_apart or not (mask[2] or apart):
+    apart = mask[0] and mask[1] and large and traits.converts_filters
+    if not traits.sums_bias_gradient_apart or not (mask[2] or apart):
         return NotImplemented
 
     def gradients(*wanted: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ def _arange_start(
 
 
 def _iota(_: Lowering, value: torch.Tensor, /, length: Size, *, start: Size, step: Size, **__: Any) -> LazyTensor:
-    return arithmetic(value, start, step)
+    return replace(arithmetic(value, start, step), ops=0)  # a number of its coordinate: part of the reader's address
 
 
 _EMPTY = ("empty.memory_format", "empty_like.default", "new_empty.default", "empty_permuted.default")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dcompile.codegen.lower.context import Lowering
-from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, copy_of, make_lazy
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, broadcast_shape, copy_of, make_lazy
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.indexing import check_positions, indexed_space
@@ -24,7 +24,7 @@ from dcompile.codegen.lower.rules.scatter import (
 )
 from dcompile.codegen.lower.rules.scatter_by_aten import by_library, puts_by_library
 from dcompile.codegen.lower.symbolic.strides import Shape
-from dcompile.ir.index import Index, size_product, typical
+from dcompile.ir.index import Index
 from dcompile.ir.nodes import Ref
 from dcompile.ir.ops import DTYPES
 
@@ -58,10 +58,10 @@ def _index_put(
 
 
 def _put_sizes(x: LazyTensor, indices: Sequence[LazyTensor | None]) -> Shape:
-    """Return sizes whose product is the number of values, where all indices have one shape."""
+    """Return sizes whose product is the number of values."""
     given = {dim for dim, index in enumerate(indices) if index is not None}
-    largest = max((i.shape for i in indices if i is not None), key=lambda shape: typical(size_product(shape)))
-    return (*largest, *(size for dim, size in enumerate(x.shape) if dim not in given))
+    together = broadcast_shape([index.shape for index in indices if index is not None])
+    return (*together, *(size for dim, size in enumerate(x.shape) if dim not in given))
 
 
 def _added_by_rows(low: Lowering, x: LazyTensor, indices: Sequence[LazyTensor | None], values: LazyTensor) -> Result:

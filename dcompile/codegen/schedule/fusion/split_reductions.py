@@ -6,7 +6,7 @@ the result does not depend on timing, as it would with atomic additions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -21,6 +21,7 @@ from dcompile.codegen.nest.tile_plan import (
     count,
     power_of_two,
 )
+from dcompile.codegen.nest.tile_rows import PIECE_ELEMENTS
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.codegen.schedule.fusion.iteration_space import coordinates, position, radix, respace
 from dcompile.codegen.schedule.fusion.merge import without
@@ -301,18 +302,22 @@ def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[
     live = ancestors(body, [ref for store in stores for ref in store_operands(store)])
     reduces = [ref for ref in sorted(live) if isinstance(body[ref], Reduce)]
     done: dict[Ref, str] = {}
+    read: dict[Ref, str] = {}
     steps: list[Loop] = []
     last = max(known[ref] for ref in reduces)
     for number in range(1, last + 1):
         now = [ref for ref in reduces if known[ref] == number]
         pieces = {r: _new(f"{loop.name}_parts", body[r].dtype, (rows, parts), device, table) for r in now}
         results = {r: _new(f"{loop.name}_rows", body[r].dtype, (rows,), device, table) for r in now}
-        steps.append(_part(loop, parts, pieces, done))
+        steps.append(_part(loop, parts, pieces, done, backwards=(last - number) % 2 == 0))
         at_end = [s for s in stores if is_row_store(loop, s)] if number == last else []
-        steps.append(_sum(loop, parts, pieces, done, results, at_end))
+        if number == last:
+            read = {r: _new(f"{loop.name}_values", body[r].dtype, (rows,), device, table) for r in _read_by_rows(loop)}
+        steps.append(_sum(loop, parts, pieces, done, results | read, at_end))
         done |= results
     elements = tuple(store for store in stores if not is_row_store(loop, store))
     place = position("i", _known(loop.outer))
+    done |= read
     loaded = tuple(Load(done[ref], place, value.dtype) if ref in done else value for ref, value in enumerate(body))
     rest = without(replace(loop, body=loaded, stores=elements), frozenset())
     steps += [rest] if rest is not None else []
@@ -322,14 +327,46 @@ def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[
     return [kept for step in steps if (kept := without(step, dead)) is not None]
 
 
-def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str]) -> Loop:
-    """Build the first stage: each row in `parts`; the last may be shorter, and positions beyond the row are masked."""
+def _read_by_rows(loop: Loop) -> list[Ref]:
+    """Return what the loop over the elements reads in place of reductions: the row values computed from these.
+
+    Then only the second stage computes them. Every program of the loop over elements would divide in float64 for a
+    scale of float8 training. Empty where these values are more than the reductions.
+    """
+    body, of_row = loop.body, row_values(loop)
+    stores = [store for store in loop.stores if not is_row_store(loop, store)]
+    live = ancestors(body, [ref for store in stores for ref in store_operands(store)], through_reduces=False)
+    used = {ref for at in live if not of_row[at] for ref in operands(body[at])}
+    used |= {ref for store in stores for ref in store_operands(store)}
+    below = {ref: _reductions_below(body, ref) for ref in sorted(used) if of_row[ref]}
+    computed = [ref for ref, reduces in below.items() if reduces and not isinstance(body[ref], Reduce)]
+    reduces = set[Ref]().union(*below.values())
+    direct = [ref for ref in below if isinstance(body[ref], Reduce)]
+    return computed if len(computed) + len(direct) <= len(reduces) else []
+
+
+def _reductions_below(body: Sequence[Value], ref: Ref) -> set[Ref]:
+    """Return the last reductions that a value depends on."""
+    return {at for at in ancestors(body, [ref], through_reduces=False) if isinstance(body[at], Reduce)}
+
+
+def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str], *, backwards: bool) -> Loop:
+    """Build the first stage: each row in `parts`; the last may be shorter, and positions beyond the row are masked.
+
+    Parts of whole pieces are interleaved, so that all programs together pass through a row in the order of addresses,
+    or `backwards`. The L2 cache then holds what the next pass reads first, and what the kernel before wrote last.
+    """
     outer, inner, rank = _known(loop.outer), _known(loop.inner), len(loop.outer)
     size = prod(inner)
     length = -(-size // parts)
     cut = parts * length != size
-    bounds = {f"i{k}": n for k, n in enumerate((*outer, parts))} | {"j0": length}
+    mine: tuple[int, ...] = (length,)
     flat = var(f"i{rank}") * length + var("j0")
+    if not cut and length > PIECE_ELEMENTS and length % PIECE_ELEMENTS == 0:
+        mine = (length // PIECE_ELEMENTS, PIECE_ELEMENTS)
+        piece = mine[0] - 1 - var("j0") if backwards else var("j0")
+        flat = (piece * parts + var(f"i{rank}")) * PIECE_ELEMENTS + var("j1")
+    bounds = {f"i{k}": n for k, n in enumerate((*outer, parts))} | {f"j{k}": n for k, n in enumerate(mine)}
     values = coordinates("j", inner, flat, bounds)
     rows, element = position("i", outer), row_values(loop)
     body: list[Value] = []
@@ -355,7 +392,7 @@ def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str]) 
         number[ref] = len(body) - 1
         if ref in pieces:
             stores.append(Store(pieces[ref], rows * parts + var(f"i{rank}"), number[ref]))
-    made = Loop(f"{loop.name}_part", (*outer, parts), (length,), tuple(body), tuple(stores), loop.origin)
+    made = Loop(f"{loop.name}_part", (*outer, parts), mine, tuple(body), tuple(stores), loop.origin)
     kept = without(made, frozenset())
     assert kept is not None, f"{loop.name} has reductions that nothing uses"
     return kept

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from dcompile.codegen.schedule.memory.hoist_frees import hoist_frees
 from dcompile.codegen.schedule.memory.plan import escaping_buffers, plan_memory
 from dcompile.codegen.schedule.memory.reuse_external import is_known, workspace_bytes
 from dcompile.codegen.schedule.order.dependences import edges
+from dcompile.device_traits import main_device, traits_of
 from dcompile.ir.buffers import IN_DONOR
 from dcompile.ir.nodes import Collective, Program, Step
 
@@ -26,9 +28,11 @@ def plan_memory_for_peak(program: Program, saves: bool = False) -> Program:
     Relies on: as `plan_memory`. Programs with collectives keep their order, since it decides which computation hides
     which collective.
     """
-    planned = plan_memory(program, saves)
     if any(isinstance(step, Collective) for step in program.steps):
-        return planned
+        return plan_memory(program, saves)
+    if traits_of(main_device(buffer.device for buffer in program.buffers)).has_caching_allocator:
+        return plan_memory(hoist_frees(program), saves)
+    planned = plan_memory(program, saves)
     planned = _better(planned, reorder_for_frees(program), saves)
     while (moved := delay_peak_call(planned)) is not None:
         better = _better(planned, replace(program, steps=moved), saves)

@@ -7,7 +7,6 @@ and back. In a decoded token of a Llama of 8B parameters there are 64. The kerne
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +16,8 @@ import torch.distributed as dist
 
 from dcompile import compat
 from dcompile.machine_model import MAX_ONE_SHOT_BYTES
-from dcompile.runtime.communication.peer_memory.cuda_ipc import PeerMemoryAccess, close_all, reach_of
-from dcompile.runtime.coordination.agreement import exchange_texts
+from dcompile.runtime.communication.peer_memory.cuda_ipc import PeerMemoryAccess, reach_of
+from dcompile.runtime.communication.peer_memory.mapped_regions import MappedRegions
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, peers_of
 from dcompile.runtime.program.cuda_launch import LaunchTable
 
@@ -26,67 +25,41 @@ MOST_RANKS = 8
 """Ranks above which the sends of all to all take longer than a ring."""
 MAX_SENT_BYTES = 512 << 10
 """Bytes that a rank may send: they take about as long as NCCL's fixed time (two H200: 5.1 us for 128 KiB, of 12.3)."""
-BLOCK = 128
-"""Words of one program of the kernel."""
+EXCHANGED = 7
+"""Arguments of a kernel behind those of the loop that it ends with."""
+ALIGNMENT = 16
+"""Bytes of which an operand's address is a multiple."""
 
 
 class InboxGroup:
-    """Inboxes of the ranks of one process group, mapped into this process.
+    """Inboxes of the ranks of one process group, mapped into this process, for kernels with so many words a program.
 
     All ranks of the group construct theirs at the same point, and get the same `reason`.
     """
 
-    def __init__(self, group: Any, device: torch.device, reach: PeerMemoryAccess | None) -> None:
+    def __init__(self, group: Any, device: torch.device, reach: PeerMemoryAccess | None, words: int) -> None:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.reason = ""
         """Why the ranks do not use them; empty if they do."""
         self._peers: Callable[[], PeerCoordinator | None] = weakref.ref(peers_of(group))
-        self._opened: list[int] = []
         self._stream: Any = None
         """Stream of the last launch: calls follow one another."""
         if reach is None or self.ranks > MOST_RANKS:
             self.reason = "GPUs of this kind" if reach is None else f"{self.ranks} ranks"
             return
-        words = MAX_ONE_SHOT_BYTES // 4
-        self.inbox = torch.zeros(self.ranks * 2 * words, dtype=torch.int64, device=device)
-        self.calls = torch.zeros(-(-words // BLOCK), dtype=torch.int32, device=device)
+        slots = MAX_ONE_SHOT_BYTES // 4
+        self.inbox = torch.zeros(self.ranks * 2 * slots, dtype=torch.int64, device=device)
+        self.calls = torch.zeros(-(-slots // words), dtype=torch.int32, device=device)
         """Number of the last call of each program of the kernel."""
         self.ended = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         """1 once the job was called off: a kernel that waits for a rank then ends."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the inbox is empty before a rank writes into it
-        addresses = self._meet(group, reach)
+        self._mapped = MappedRegions(group, reach, "inboxes", {"inbox": self.inbox})
+        self.reason = self._mapped.reasons.get("inbox", "")
         if not self.reason:
-            self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+            self.addresses = torch.tensor(self._mapped.addresses["inbox"], dtype=torch.int64, device=device)
             compat.groups.before_groups_end(self.release_waiting)
-
-    def _meet(self, group: Any, reach: PeerMemoryAccess) -> list[int]:
-        """Exchange inboxes, and return their addresses in this process, in the order of ranks."""
-        try:
-            offer: dict[str, Any] = {"place": reach.place(), "inbox": reach.export(self.inbox)}
-        except RuntimeError as error:
-            offer = {"place": reach.place(), "refused": str(error)}
-        said = [json.loads(text) for text in exchange_texts(group, "inboxes of all-reduces", json.dumps(offer))]
-        places = {one["place"] for one in said}
-        refused = [f"rank {rank}: {one['refused']}" for rank, one in enumerate(said) if "refused" in one]
-        if refused or len(places) > 1 or not all(places):
-            self.reason = refused[0] if refused else f"ranks are on {len(places)} machines"
-            return []
-        addresses, trouble = list[int](), ""
-        try:
-            for rank, one in enumerate(said):
-                name, offset = one["inbox"]
-                addresses.append(self.inbox.data_ptr() if rank == self.rank else self._open(reach, name) + offset)
-        except RuntimeError as error:
-            trouble = str(error) or type(error).__name__
-        weakref.finalize(self, close_all, reach, self._opened).atexit = False
-        answers = exchange_texts(group, "access to inboxes", trouble)
-        self.reason = next((f"rank {rank} cannot reach them ({said})" for rank, said in enumerate(answers) if said), "")
-        return addresses
-
-    def _open(self, reach: PeerMemoryAccess, name: str) -> int:
-        self._opened.append(reach.open(name))
-        return self._opened[-1]
 
     def release_waiting(self) -> None:
         """Let kernels end that wait for a rank, if the job was called off. Called before groups end."""
@@ -106,18 +79,23 @@ class InboxGroup:
 class OneShotLaunch:
     """Launches of the kernel for one of a program's all-reduces.
 
-    `launch` takes a stream, the kernel's arguments in its order, and the number of programs.
+    `launch` takes a stream, the kernel's arguments in its order (first the addresses for a loop that it ends with), and
+    the number of programs. A program has `words` words of the operand.
     """
 
-    GRID = 7
-    """Position of the number of programs among the values of a launch, behind the kernel's arguments."""
-
     def __init__(
-        self, launch: Callable[..., Any], device: int, notes: list[str], tables: Sequence[LaunchTable]
+        self,
+        launch: Callable[..., Any],
+        device: int,
+        notes: list[str],
+        tables: Sequence[LaunchTable],
+        words: int,
+        has_epilogue: bool = False,
     ) -> None:
         self._launch, self._device, self._notes = launch, torch.device("cuda", device), notes
         self._tables = tables
         """All launches of the prepared call. They follow in turn where the group's own collective is between them."""
+        self._words, self.has_epilogue = words, has_epilogue
 
     def peers(self, group: Any, nbytes: int) -> InboxGroup | None:
         """Inboxes of a group's ranks; None where they use the group's own collective. All ranks get the same answer.
@@ -135,13 +113,13 @@ class OneShotLaunch:
         peers = peers_of(group)
         if peers is None or nbytes * (peers.world - 1) > MAX_SENT_BYTES:
             return None
-        key = str(self._device)
+        key = f"{self._device}, {self._words} words"
         found = peers.inboxes.get(key)
         if found is None:
             if torch.cuda.is_current_stream_capturing():
                 return None
             with compat.tensors.real_tensors(), torch.inference_mode(False), torch.no_grad():
-                found = peers.inboxes[key] = InboxGroup(group, self._device, reach_of(self._device))
+                found = peers.inboxes[key] = self._make(group)
         if found.reason:
             note = f"small all-reduces are not one kernel: {found.reason}"
             if note not in self._notes:
@@ -149,15 +127,22 @@ class OneShotLaunch:
             return None
         return found
 
-    def start(self, near: InboxGroup, operand: torch.Tensor) -> LaunchedWork:
-        """Sum a tensor over the ranks, in place, on the current stream."""
-        dense = operand.is_contiguous() and operand.data_ptr() % 4 == 0
+    def _make(self, group: Any) -> InboxGroup:
+        return InboxGroup(group, self._device, reach_of(self._device), self._words)
+
+    def start(self, near: InboxGroup, operand: torch.Tensor, given: Sequence[int] = ()) -> LaunchedWork:
+        """Sum a tensor over the ranks, in place, on the current stream. `given`: addresses for the loop behind it.
+
+        With a loop, the tensor has the sum only if later steps read it.
+        """
+        dense = operand.is_contiguous() and operand.data_ptr() % ALIGNMENT == 0
         words = operand if dense else operand.clone(memory_format=torch.contiguous_format)
         count = words.nbytes // 4
         stream = torch.cuda.current_stream(self._device)
         near.follow(stream)
         self._launch(
             stream.cuda_stream,
+            *given,
             words.data_ptr(),
             near.addresses.data_ptr(),
             near.calls.data_ptr(),
@@ -165,7 +150,7 @@ class OneShotLaunch:
             count,
             near.rank,
             near.ranks,
-            -(-count // BLOCK),
+            -(-count // self._words),
         )
         if not dense:
             operand.copy_(words)

@@ -9,9 +9,7 @@ FSDP stores them, or in the buffer of converted ones (`converted_shards`).
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -24,8 +22,8 @@ from dcompile.logs import report
 from dcompile.machine_model import MIN_COPIED_BYTES
 from dcompile.runtime.communication.converted_shards import ConvertedShards
 from dcompile.runtime.communication.peer_memory.copy_streams import CopyStreams
-from dcompile.runtime.communication.peer_memory.cuda_ipc import PeerMemoryAccess, close_all, reach_of
-from dcompile.runtime.coordination.agreement import exchange_texts
+from dcompile.runtime.communication.peer_memory.cuda_ipc import PeerMemoryAccess, reach_of
+from dcompile.runtime.communication.peer_memory.mapped_regions import MappedRegions
 
 MAX_ASKED_RANKS = 16
 """Ranks above which a group is not asked: it spans several machines."""
@@ -50,94 +48,37 @@ class PeerShardGroup:
         self.sources: dict[int, list[int]] = {}
         """Unit -> address of each rank's shard of it, in this process."""
         self._units = units
-        self._held: dict[int, torch.Tensor] = {}
-        """This rank's shards as the others have mapped them, kept for as long as they may be read."""
         self._moved = False
-        self._opened: list[int] = []
         self.reasons: dict[int, str] = {}
         """Unit -> why it cannot be copied. All other units can."""
         if self.ranks > MAX_ASKED_RANKS:
             self.reasons = dict.fromkeys(units, f"they are {self.ranks} ranks")
             return
-        said = [json.loads(text) for text in exchange_texts(group, "memory of shards", json.dumps(self._offers()))]
-        self.reasons = self._objections(said)
-        if self.reasons.keys() < units.keys():
-            trouble = self._open(said)
-            answers = exchange_texts(group, "access to shards", trouble)
-            found = [(rank, answer) for rank, answer in enumerate(answers) if answer]
-            if found:
-                self.reasons = dict.fromkeys(units, f"rank {found[0][0]} cannot reach them ({found[0][1]})")
-        for number in self.reasons:
-            self._held.pop(number, None)
-        if not self.sources.keys() - self.reasons.keys():
+        regions = {str(number): self._region(number, unit) for number, unit in units.items()}
+        self._mapped = MappedRegions(group, reach, "shards", regions)
+        self.reasons = {int(name): reason for name, reason in self._mapped.reasons.items()}
+        self.sources = {int(name): addresses for name, addresses in self._mapped.addresses.items()}
+        self._held = {int(name): tensor for name, tensor in self._mapped.held.items()}
+        if not self.sources:
             return
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         """Operand of the all-reduce by which ranks meet; its value has no meaning."""
         self.lanes = CopyStreams(device)
 
-    # --- who can reach what ---
-
-    def _offers(self) -> dict[str, Any]:
-        """Message to the other ranks: this rank's machine, and each unit's allocation, or why it cannot be read."""
-        units: dict[str, Any] = {}
-        for number, unit in self._units.items():
-            if unit.offloaded:
-                units[str(number)] = "they are kept in CPU memory"
-                continue
-            data = self._converted.sent(number)
-            if data.data_ptr() != unit.address() and self._converted.memory(number) is None:
-                units[str(number)] = f"they are converted for each gather: {self._converted.reason}"
-                continue
-            try:
-                units[str(number)] = [*self.reach.export(data), data.numel() * data.element_size()]
-                self._held[number] = data
-            except RuntimeError as error:
-                units[str(number)] = f"{error}"
-        return {"place": self.reach.place(), "units": units}
-
-    def _objections(self, said: list[Any]) -> dict[int, str]:
-        places = [one["place"] for one in said]
-        if not all(places) or len({*places}) > 1:
-            return dict.fromkeys(self._units, f"ranks are on {len({*places})} machines" if all(places) else "no place")
-        found = {}
-        for number in self._units:
-            of_ranks = [one["units"].get(str(number), "another rank has other units") for one in said]
-            refused = [(rank, reason) for rank, reason in enumerate(of_ranks) if isinstance(reason, str)]
-            if refused:
-                found[number] = refused[0][1]
-            elif len({nbytes for *_, nbytes in of_ranks}) > 1:
-                found[number] = "ranks hold shards of different sizes"
-        return found
-
-    def _open(self, said: list[Any]) -> str:
-        """Map the other ranks' memory. Return an error text, or an empty string."""
-        names: dict[str, int] = {}
-        try:
-            for number, held in self._held.items():
-                if number in self.reasons:
-                    continue
-                addresses = []
-                for rank, one in enumerate(said):
-                    name, offset, _ = one["units"][str(number)]
-                    if rank == self.rank:
-                        addresses.append(held.data_ptr())
-                        continue
-                    if name not in names:
-                        names[name] = self.reach.open(name)
-                        self._opened.append(names[name])
-                    addresses.append(names[name] + offset)
-                self.sources[number] = addresses
-        except RuntimeError as error:
-            return str(error) or type(error).__name__
-        finally:
-            weakref.finalize(self, close_all, self.reach, self._opened).atexit = False
-        return ""
+    def _region(self, number: int, unit: ShardUnit) -> torch.Tensor | str:
+        """Return this rank's shard of a unit, or why others cannot read it."""
+        if unit.offloaded:
+            return "they are kept in CPU memory"
+        data = self._converted.sent(number)
+        if data.data_ptr() != unit.address() and self._converted.memory(number) is None:
+            return f"they are converted for each gather: {self._converted.reason}"
+        return data
 
     # --- what can be copied ---
 
     def covers(self, numbers: Iterable[int]) -> bool:
         """Whether every rank can copy all of these units from all others."""
-        return all(number in self.sources and number not in self.reasons for number in numbers)
+        return all(number in self.sources for number in numbers)
 
     def refresh(self, numbers: Iterable[int]) -> None:
         """Make this rank's shards readable for the others: copy a shard that has moved to its exported address.

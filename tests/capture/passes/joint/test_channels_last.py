@@ -178,3 +178,21 @@ def test_filters_of_one_pixel_in_steps_over_few_channels_stay(channels):
     assert [is_channels_last(node.args[1]) for node in small] == [channels == 16]
     for found, expected in zip(gm(x, w, v), function(x, w, v), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_changed_operand_decides_where_operands_disagree():
+    """The gradient of a mean is row-major; with it, all gradients before it would be."""
+
+    def gradients(x, w, v, g):
+        y = torch.conv2d(x, w, padding=1)
+        g = g.expand_as(y) / 36
+        z = (g * (y + 1)).view(2, 2, 8, 36) * y.view(2, 2, 8, 36)
+        return torch.conv2d(z.view(2, 16, 6, 6) + g, v).sum()
+
+    given = (*INPUTS, torch.randn(2, 16, 1, 1))
+    gm = traced(gradients, *given)
+    assert use_channels_last(gm).changes > 0
+    copied = [node for node in gm.graph.nodes if node.target is aten.clone.default]
+    assert len(copied) == 1  # of the input
+    assert is_channels_last(convolutions(gm)[1].args[0])
+    torch.testing.assert_close(gm(*given), gradients(*given))

@@ -31,7 +31,7 @@ from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program.cuda_launch import read_archive
 from dcompile.toolchain import triton_version
 from tests import nursery
-from tests.codegen.emit import cases, groups, loops, products, skinny
+from tests.codegen.emit import cases, groups, loops, one_row, products, skinny
 from tests.codegen.emit.harness import store
 
 pytestmark = pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
@@ -103,6 +103,11 @@ def test_random_programs_agree_with_the_interpreter(kind, interpreted):
     found = {name: wrong for name, wrong in interpreted.items() if name.split()[0] == kind}
     assert len(found) >= 10
     assert not {name: wrong for name, wrong in found.items() if wrong}
+
+
+@pytest.mark.parametrize("name", one_row.CASES)
+def test_products_of_one_row_agree_with_the_interpreter(name, interpreted):
+    assert interpreted[f"one row {name}"] == ""
 
 
 @pytest.mark.parametrize("name", groups.CASES)

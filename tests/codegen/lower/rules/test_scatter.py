@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from dcompile.codegen.lower.rules import scatter
 from tests.codegen.lower.test_ops import BF16, F32, I64, check, program_of, run, tensor
 
 aten = torch.ops.aten
@@ -35,6 +38,11 @@ def test_index_put(accumulate: bool) -> None:
     check(lambda x, r, c, v: put(x, [r, c], v, accumulate), x, rows, columns, tensor(6))
     check(lambda x, r, v: put(x, [None, None, r], v, accumulate), x, rows, tensor(5, 1, 4))
     check(lambda x, r, c, v: put(x, [r, None, c], v, accumulate), x, rows, columns, tensor(2, 4, 4))
+
+
+def test_values_are_counted_where_indices_have_different_shapes() -> None:
+    x, rows, columns = (SimpleNamespace(shape=shape) for shape in ((2, 5, 7, 9), (4, 1), (3,)))
+    assert scatter._put_sizes(x, [None, rows, columns]) == (4, 3, 2, 9)  # type: ignore[list-item, arg-type]
 
 
 def test_whole_rows_are_put_by_a_table_of_rows() -> None:

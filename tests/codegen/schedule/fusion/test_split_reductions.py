@@ -69,6 +69,37 @@ def test_work_is_shared_among_programs(program, steps):
         assert np.allclose(want, got, rtol=1e-4, atol=1e-4)
 
 
+def test_what_elements_need_of_a_long_row_is_computed_once():
+    """A scale in float64, by the second stage and not by each program of the loop over elements."""
+    b = loops.Body()
+    x = b.load("x", I0 * 70000 + J0)
+    wide = b.op("cast", b.reduce("max", b.op("abs", x)), dtype="float64")
+    scale = b.op("cast", b.op("reciprocal", wide, dtype="float64"), dtype="float32")
+    stores = [Store("y", I0 * 70000 + J0, b.op("mul", x, scale)), Store("s", I0, scale)]
+    shape = ("float32", (2, 70000))
+    program = loops.program(b, (2,), (70000,), stores, x=shape, y=shape, s=("float32", (2,)))
+    made = spread_out(program)
+    part, second, elements = made.steps
+    found = [any(value.dtype == "float64" for value in step.body) for step in (part, second, elements)]
+    assert found == [False, True, False] and len(elements.reads) == 2
+    inputs = cases.random_inputs(program)
+    for want, got in zip(interpret(program, inputs), interpret(made, inputs), strict=True):
+        assert np.array_equal(want, got)
+
+
+def test_more_row_values_than_reductions_are_computed_again():
+    b = loops.Body()
+    x = b.load("x", J0)
+    most = b.reduce("max", x)
+    parts = [b.op(op, most) for op in ("exp", "neg", "sin")]
+    program = loops.program(
+        b, (), (70000,), [Store("y", J0, b.op("add", b.op("mul", b.op("add", x, parts[0]), parts[1]), parts[2]))],
+        x=("float32", (70000,)), y=("float32", (70000,)),
+    )  # fmt: skip
+    *_, elements = spread_out(program).steps
+    assert len(elements.reads) == 2
+
+
 def test_a_sum_over_other_axes_becomes_a_loop_of_its_own():
     """dx of each row and, over the first and the last axis, a sum for every channel."""
     b = loops.Body()

@@ -53,6 +53,8 @@ def shared_pairs(gradients: Sequence[Any]) -> tuple[Pair, ...]:
 def keep_apart(gradients: list[Any], pairs: Sequence[Pair]) -> list[Any]:
     """Unshare in place: equal views become one object, which autograd copies itself; others are cloned."""
     for place, other, same in pairs:
+        if gradients[place] is None or gradients[other] is None:  # added to that of an earlier program
+            continue
         gradients[place] = gradients[other] if same else gradients[place].clone()
     return gradients
 

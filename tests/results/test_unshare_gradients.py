@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dcompile
-from dcompile.capture.aliasing.unshare_gradients import keep_apart, shared_pairs
+from dcompile.results.unshare_gradients import keep_apart, shared_pairs
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,17 @@
+"""Benchmark of many other people's architectures on a GPU against torch.compile and eager: where are we slower?
+
+    python -m benchmarks.gpu_sweep [--only densenet121,bart] [--jobs 7] [--longest] [--json] [--save]
+    python -m benchmarks.gpu_sweep --merge FIRST.json SECOND.json
+
+Lines are the models of benchmarks/sweep_models.py, which were chosen for their variety and not looked at before: image
+models of timm, networks of diffusers, models of sound, text and tables. Peers, timing, memory and options are those of
+gpu_models.py. Lines need timm, diffusers or transformers; without its library, a line is an error in its row.
+"""
+
+from __future__ import annotations
+
+from benchmarks import gpu_models
+from benchmarks.sweep_models import MODELS
+
+if __name__ == "__main__":
+    raise SystemExit(gpu_models.main(MODELS, "gpu_sweep", __doc__))

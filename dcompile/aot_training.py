@@ -1,0 +1,135 @@
+"""Compile a Dynamo graph that needs gradients into a forward and a backward program that can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dcompile import compat
+from dcompile.capture.aliasing.input_views import return_input_views
+from dcompile.capture.aliasing.output_views import results_without_gradients
+from dcompile.capture.compiled_model import CompiledModel, Settings
+from dcompile.capture.dynamo_backend import DynamoGraph
+from dcompile.capture.graph_runner import Boxed
+from dcompile.capture.joint_graph import donated_positions, saved_positions
+from dcompile.capture.opaque_objects import remove_opaque_objects
+from dcompile.capture.output_steps import OutputRequest, plan_outputs
+from dcompile.capture.passes.joint.absent_gradients import tangents
+from dcompile.capture.services import Services
+from dcompile.collectives.contract import Request
+from dcompile.compiler import CachingCompiler
+from dcompile.config import Config
+from dcompile.device_traits import main_device
+from dcompile.errors import ExportError
+from dcompile.export_files import WritableProgram, archive, compile_writable
+from dcompile.runtime.program.aot_callable import AheadOfTimeTraining
+from dcompile.runtime.program.aot_training import BackwardProgram, ForwardProgram
+
+
+def compile_training(gm: Any, example_inputs: Sequence[Any], config: Config, services: Services) -> AheadOfTimeTraining:
+    """Compile forward and backward of a graph. Raises ExportError for what cannot be written."""
+    model = CompiledModel(Settings(config), services)
+    return AheadOfTimeTraining(TrainingGraph(model, example_inputs).compile(gm, example_inputs))
+
+
+class TrainingGraph(DynamoGraph):
+    """A graph whose programs are written: they run with nothing but what AOTAutograd's record and files hold."""
+
+    needs_data = False
+    is_saved = True
+
+    def compile(self, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile the graph. The result has AOTAutograd's record of it (`compat.aot_bundle`)."""
+        own = [name for held in (gm.named_parameters(), gm.named_buffers()) for name, _ in held]
+        if own:
+            raise ExportError(f"dcompile: the graph holds tensors ({', '.join(own)}); pass them as arguments")
+        example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
+        self._examine(gm, example_inputs)
+        with compat.aot_bundle.recording_programs():
+            compiled = self._trace_graph(gm, example_inputs)
+        if results_without_gradients(gm, self._learning):
+            raise ExportError("dcompile: the function returns a view made under torch.no_grad(); return a copy")
+        if not compat.aot_bundle.is_recorded(compiled):
+            raise ExportError("dcompile: this torch keeps no record of the graph, which saving it needs")
+        return compiled
+
+    def _inference(self, gm: Any) -> Boxed:
+        del gm
+        raise ExportError("dcompile: no result of the function needs a gradient; compile it under torch.no_grad()")
+
+    def _forward(self, gm: Any) -> Boxed:
+        if remove_opaque_objects(gm).inputs:
+            raise ExportError("dcompile: DTensors cannot be saved; compile the function for local tensors")
+        return_input_views(gm, compat.aot_metadata.looks_at_inputs())
+        results = self._cut.results
+        views, constant = compat.aot_metadata.take_views(), compat.aot_metadata.constant_results()
+        rows = self.model.services.compiler.graph_passes().outputs
+        steps = [
+            (step.__name__, plan)
+            for step, plan in plan_outputs(rows, gm, OutputRequest(results, views, constant), "forward")
+        ]
+        if any(name == "view_as_dtypes" for name, _ in steps):
+            raise ExportError("dcompile: the function returns a view of a result as another dtype; return a copy")
+        arguments = [describe_argument(value, number) for number, value in enumerate(_inputs(gm))]
+        call = {"arguments": arguments, "steps": [(name, _listed(plan)) for name, plan in steps]}
+        return ForwardProgram(self._write(gm, Request("forward", "forward", results=results), call))
+
+    def _backward(self, gm: Any) -> Boxed:
+        request = Request("backward", "backward", donated=donated_positions(gm), saved=saved_positions(gm))
+        return BackwardProgram(self._write(gm, request, {"tangents": list(tangents(gm))}))
+
+    def _write(self, gm: Any, request: Request, call: dict[str, Any]) -> bytes:
+        compiler = self.model.services.compiler
+        assert isinstance(compiler, CachingCompiler), "programs are written by the compiler itself"
+        inputs = [("argument", number) for number in range(len(_inputs(gm)))]
+        program = compile_writable(compiler, gm, request, device_of(gm))
+        check_devices(program, {})
+        return archive(program, {}, {"inputs": inputs, **call})
+
+
+def _inputs(gm: Any) -> list[Any]:
+    return [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def _listed(plan: Any) -> Any:
+    """Plan of a step on results as JSON has it: pairs in place of a mapping."""
+    return list(plan.items()) if isinstance(plan, dict) else plan
+
+
+def device_of(gm: Any) -> str:
+    """Type of the device that a graph is compiled for: that of its values which are not on the host, if there are any.
+
+    Raises ExportError for a device without kernels.
+    """
+    values = (node.meta.get("val") for node in gm.graph.nodes)
+    found = main_device(value.device.type for value in values if isinstance(value, torch.Tensor))
+    if found not in ("cpu", "cuda"):
+        raise ExportError(f"dcompile: aot_compile compiles for CPUs and CUDA GPUs, not for {found}")
+    return found
+
+
+def check_devices(program: WritableProgram, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ExportError unless tensors of a graph are on the program's device, where loading puts them."""
+    wanted, held = program.made.graph.device, {**tensors, **program.made.constants}
+    others = {name: value.device.type for name, value in held.items() if value.device.type != wanted}
+    if others:
+        raise ExportError(
+            f"dcompile: the graph runs on {wanted} and holds {', '.join(others)} on {', '.join({*others.values()})}; "
+            "pass such a tensor as an argument"
+        )
+
+
+def describe_argument(value: Any, number: int) -> dict[str, Any]:
+    """Describe the requirements for an argument. Kernels rely on these, and users can disable Dynamo's guards."""
+    if not isinstance(value, torch.Tensor):
+        return {"number": True}
+    if value.layout != torch.strided:
+        raise ExportError(f"dcompile: argument {number} is {value.layout}; aot_compile compiles for strided tensors")
+    shape = [size if isinstance(size, int) else (str(size), 0, None) for size in value.shape]
+    fixed = all(isinstance(stride, int) for stride in value.stride())
+    if not fixed and not value.is_contiguous():
+        raise ExportError(f"dcompile: argument {number} has symbolic sizes and is not contiguous")
+    strides, dtype = [*value.stride()] if fixed else None, str(value.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": shape, "strides": strides, "device": value.device.type}

@@ -1,0 +1,68 @@
+"""Gradients of linear interpolation that read windows of results: those of eager; and what stays as it is."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from dcompile.capture.passes.dynamo.linear_upsampling import gather_upsampling_gradients, interpolated
+
+MODES = {"linear": (8,), "bilinear": (5, 3), "trilinear": (4, 1, 6)}
+WAYS: tuple[dict[str, Any], ...] = (
+    {"scale_factor": 2.0}, {"scale_factor": 4.3}, {"scale_factor": 2.3, "recompute_scale_factor": True}, {"size": 1},
+    {"size": 2}, {"size": 7},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_those_of_eager(mode: str) -> None:
+    for way, align in itertools.product(WAYS, (False, True)):
+        x = torch.randn(2, 3, *MODES[mode], dtype=torch.float64, requires_grad=True)
+        found = [call(x, mode=mode, align_corners=align, **way) for call in (interpolated, F.interpolate)]
+        grad = torch.randn_like(found[0])
+        ours, eagers = (torch.autograd.grad(result, x, grad)[0] for result in found)
+        torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+        torch.testing.assert_close(ours, eagers, msg=lambda text, way=way, align=align: f"{way} {align}: {text}")
+
+
+def test_sixteen_bits_are_summed_in_float32_and_rounded_once() -> None:
+    x = torch.randn(1, 2, 6, 6, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(1, 2, 24, 24, dtype=torch.bfloat16)
+    (ours,) = torch.autograd.grad(interpolated(x, scale_factor=4.0), x, grad)
+    wide = x.detach().double().requires_grad_()
+    (exact,) = torch.autograd.grad(F.interpolate(wide, scale_factor=4.0, mode="bilinear"), wide, grad.double())
+    assert ours.dtype == torch.bfloat16
+    torch.testing.assert_close(ours.double(), exact, rtol=2**-8, atol=1e-6)
+
+
+def replaced(function: Any, *inputs: torch.Tensor, planned_for: str = "cuda", **keywords: Any) -> int:
+    """Return how many calls the pass replaces in the graph that Dynamo captures."""
+    counts = []
+
+    def backend(gm: Any, _: Any) -> Any:
+        counts.append(gather_upsampling_gradients(gm, planned_for).changes)
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(function, backend=backend, **keywords)(*inputs)
+    return sum(counts)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return F.interpolate(x, None, 2.0, "bilinear")
+
+
+def test_what_is_replaced() -> None:
+    x = torch.randn(1, 2, 4, 4, requires_grad=True)
+    assert replaced(lambda x: doubled(x).sum(), x) == 1
+    assert replaced(lambda x: checkpoint(doubled, x, use_reentrant=False).sum(), x) == 1
+    assert replaced(doubled, x, planned_for="cpu") == 0, "adding in memory is faster where it has an order"
+    assert replaced(doubled, x, dynamic=True) == 0, "windows have no fixed length"
+    assert replaced(doubled, x.detach()) == 0, "there is no gradient"
+    for mode, antialias in (("nearest", False), ("bicubic", False), ("bilinear", True)):
+        assert replaced(lambda x, m=mode, a=antialias: F.interpolate(x, (6, 6), mode=m, antialias=a), x) == 0

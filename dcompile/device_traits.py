@@ -58,6 +58,8 @@ class AtenTraits:
     """Whether a matmul can scale its result by a factor."""
     image_dtypes: frozenset[str] = frozenset()
     """Dtypes whose convolutions were measured to be faster channels-last."""
+    pads_groups: bool = False
+    """Whether channels-last convolutions copy groups of most widths into padded memory, slowly."""
     converts_filters: bool = False
     """Whether convolutions reorder their filters, which takes memory in the backward."""
     miscomputes_strided_pixels: bool = False
@@ -162,6 +164,7 @@ CUDA = replace(
         scales_matmul=True,
         sums_bias_gradient_apart=True,
         image_dtypes=frozenset(("bfloat16", "float16")),  # float32 was not measured
+        pads_groups=True,
     ),
 )
 DEVICE_TRAITS: Mapping[str, DeviceTraits] = {row.name: row for row in (CPU, CUDA)}

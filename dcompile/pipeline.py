@@ -40,6 +40,7 @@ from dcompile.capture.passes.joint.channels_last import use_channels_last
 from dcompile.capture.passes.joint.compact_pool_indices import compact_pool_indices, drop_saved_pool_inputs
 from dcompile.capture.passes.joint.contiguous_rows import keep_rows_contiguous
 from dcompile.capture.passes.joint.narrow_gathers import narrow_gathers
+from dcompile.capture.passes.joint.pad_groups import pad_groups
 from dcompile.capture.passes.joint.pad_matmul import pad_matmuls
 from dcompile.capture.passes.joint.permutation_gradients import gather_permutation_gradients
 from dcompile.capture.passes.joint.remove_clones import remove_clones
@@ -106,6 +107,8 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     GraphPass(pad_matmuls, stages=BOTH, when=lambda config: config.shape_padding and with_own_kernels(config)),
     GraphPass(narrow_gathers, stages=BOTH, when=with_own_kernels),
     GraphPass(use_channels_last, stages=BOTH, when=with_own_kernels),
+    # after layouts: padding is for channels-last convolutions
+    GraphPass(pad_groups, stages=BOTH, when=with_own_kernels),
     # after convolutions: what they leave permuted
     GraphPass(keep_rows_contiguous, stages=BOTH, when=with_own_kernels),
     # after layouts: nothing changes strides from here on

@@ -198,6 +198,17 @@ def test_a_misspelt_variable_is_a_note(monkeypatch):
     assert any("DCOMPILE_KERNEL has" in note and "'DCOMPILE_KERNELS'" in note for note in Config().idle())
 
 
+def test_under_a_mode_that_observes_operations_the_receipt_names_it():
+    class Observing(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    module = dcompile.compile(torch.nn.Linear(2, 2))
+    with Observing():
+        module(torch.ones(1, 2))
+    assert "a mode that observes operations is on" in dcompile.receipt(module).reasons[0]
+
+
 def test_with_dynamo_off_by_its_variable_everything_runs_eagerly(monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     module, x = torch.nn.Linear(2, 2), torch.ones(1, 2)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from dcompile.capture.passes.dynamo import decode_attention
-from dcompile.capture.passes.joint import pad_matmul
+from dcompile.capture.passes.joint import pad_groups, pad_matmul
 from dcompile.codegen.emit.cpp import kernel
 from dcompile.device_traits import traits_of
 from dcompile.ir.parse import parse
@@ -80,7 +80,8 @@ def test_dynamo_pass(row: GraphPass, golden: Callable[[str], None], monkeypatch:
 
 @pytest.mark.parametrize("row", JOINT_PASSES, ids=lambda row: row.name)
 def test_joint_pass(row: GraphPass, golden: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pad_matmul, "traits_of", lambda _: traits_of("cuda"))
+    for module in (pad_matmul, pad_groups):
+        monkeypatch.setattr(module, "traits_of", lambda _: traits_of("cuda"))
     check_graph_pass(row, JOINT_INPUTS[row.name], golden)
 
 

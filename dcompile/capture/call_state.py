@@ -51,6 +51,8 @@ class CapturedGraph(Protocol):
     fallbacks: Counter[str]
     captured: list[Line]
     later: set[int]
+    params: dict[int, int]
+    """Position among the graph's inputs -> the parameter's number."""
     grads: tuple[tuple[int, int], ...]
     """(position among the backward's outputs, parameter number)."""
     trace: GraphTrace | None

@@ -16,7 +16,7 @@ from dcompile import compat
 from dcompile.capture.adapters.eager_regions import EagerRegionMonitor
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.gradient_sync import GradientSync
-from dcompile.capture.adapters.plain import PlainAdapter, new_subject
+from dcompile.capture.adapters.plain import WATCHED, PlainAdapter, new_subject
 from dcompile.capture.agreement.capture_digest import compare_captures
 from dcompile.capture.call_state import CapturedGraph, Invocation, Variant
 from dcompile.capture.passes.dynamo.grouped_experts import group_loop
@@ -273,6 +273,8 @@ class CompiledModel:
 
     def _no_graph_ran(self, call: Invocation, result: Any) -> None:
         self.eager_calls += 1
+        if compat.dynamo.is_watched():
+            self.adapter.eager_reason = WATCHED
         self.sync.no_graph_ran(call, result)
         nothing = not self.graphs and not self.inside
         if (self.breaks or self._left_alone) and nothing and None not in self._reported:

@@ -20,6 +20,7 @@ from dcompile.capture.adapters.ddp_sync import DdpSync
 from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
 from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
+from dcompile.capture.adapters.plain import WATCHED
 from dcompile.capture.adapters.sharded_sync import ShardedSync
 from dcompile.capture.adapters.zero_sync import sync_for
 from dcompile.capture.callables import compiled_part, fresh_function, label_of, unwrap_module
@@ -196,7 +197,7 @@ class Entry:
         if compat.dynamo.is_off() or adapter.shown_by_another():
             return self.target(*args, **kwargs)
         if compat.dynamo.is_watched():
-            adapter.note_eager("a mode that observes operations is on, such as CommDebugMode")
+            adapter.note_eager(WATCHED)
             return self._call_eager(args, kwargs)
         args, kwargs = adapter.prepare(args, kwargs)
         between = self.model.between

@@ -45,6 +45,11 @@ class ReducedGradients(Protocol):
 class GradientBuckets(BucketSource, Protocol):
     """Interface of one backward program's bucket memory for capture/."""
 
+    order: tuple[tuple[int, ...], ...]
+    """Numbers of the parameters in each bucket, in the order of reduction."""
+    times_ns: list[int]
+    """Of the last backward: start of the first all-reduce, start and end of the last one; since the epoch."""
+
     def begin(
         self, used: Iterable[int] = (), task: object = None, first: bool = True, absent: Iterable[int] = ()
     ) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcompile.compat.autograd import at_end_of_backward
 
@@ -86,19 +86,40 @@ def wire(ddp: Any) -> str | None:
     "" without a hook. None if only the reducer can call it: a user's hook, several hooks, or another group than DDP's.
     """
     import torch.distributed as dist
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     if not ddp._comm_hooks:
-        return None if ddp._get_ddp_logging_data().get("comm_hook") else ""
+        return _BUILTIN_WIRES.get(_builtin_hook(ddp))
     (hook, state), *others = ddp._comm_hooks
+    # without a state, these hooks use the default group, whichever DDP has
+    same_group = (dist.group.WORLD if state is None else state) is ddp.process_group
+    return _wire_of_hook(hook) if same_group and not others else None
+
+
+_BUILTIN_WIRES = {"": "", "BuiltinCommHookType.ALLREDUCE": "own", "BuiltinCommHookType.FP16_COMPRESS": "float16"}
+"""Name of a hook of the reducer's own, in C++, as DDP logs it -> dtype in which it sends gradients."""
+
+
+def _builtin_hook(ddp: Any) -> str:
+    """Name of the reducer's own communication hook, which DDP itself does not keep; "" without one."""
+    return str(ddp._get_ddp_logging_data().get("comm_hook") or "")
+
+
+def _wire_of_hook(hook: Any) -> str | None:
+    """Dtype in which one of torch's hooks sends gradients, wrapped or not; None for any other hook."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
     known = (
         (default_hooks.allreduce_hook, "own"),
         (default_hooks.fp16_compress_hook, "float16"),
         (default_hooks.bf16_compress_hook, "bfloat16"),
     )
-    # without a state, these hooks use the default group, whichever DDP has
-    same_group = (dist.group.WORLD if state is None else state) is ddp.process_group
-    return next((dtype for ours, dtype in known if ours is hook), None) if same_group and not others else None
+    wrappers = ((default_hooks.fp16_compress_wrapper, "float16"), (default_hooks.bf16_compress_wrapper, "bfloat16"))
+    for make, dtype in wrappers:  # closures over the hook that they cast for
+        name = f"{make.__qualname__}.<locals>"
+        if getattr(hook, "__module__", "") == make.__module__ and hook.__qualname__.startswith(name):
+            inner = [cell.cell_contents for cell in hook.__closure__ or ()]
+            return dtype if inner == [default_hooks.allreduce_hook] else None
+    return next((dtype for ours, dtype in known if ours is hook), None)
 
 
 def allows_unused(ddp: Any) -> bool:
@@ -140,6 +161,18 @@ def is_joining(ddp: Any) -> bool:
     return bool(ddp._join_config.enable)
 
 
+class LoggingData(NamedTuple):
+    """DDP's logging data, with the fields of torch's own class."""
+
+    strs_map: dict[str, str]
+    ints_map: dict[str, int]
+
+
+def nothing_logged(_sampled_ns: int) -> tuple[dict[str, str], dict[str, int]]:
+    """Logging data of reductions that DDP's own reducer runs, and logs."""
+    return {}, {}
+
+
 class _Logger:
     """DDP's logger, which also reports when a Join context manager enters the module, or a hook is registered.
 
@@ -148,7 +181,19 @@ class _Logger:
 
     def __init__(self, logger: Any, wanted: Callable[[str], None]) -> None:
         self.logger = logger
+        self.logged: Callable[[int], tuple[dict[str, str], dict[str, int]]] = nothing_logged
+        """Strings and numbers to add to the logging data, of a backward behind a time in nanoseconds."""
+        self.errors: list[str] = []
+        """Texts of errors that the reducer would have logged."""
         self._wanted = wanted
+
+    def _get_ddp_logging_data(self) -> Any:
+        """Return torch's data of strings and numbers, with what programs do in the reducer's place."""
+        found = self.logger._get_ddp_logging_data()
+        texts, numbers = self.logged(found.ints_map.get("backward_compute_time_start", 0))
+        if self.errors:
+            texts, numbers = texts | {"error": self.errors[-1]}, numbers | {"has_error": 1}
+        return LoggingData(found.strs_map | texts, found.ints_map | numbers)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.logger, name)
@@ -187,9 +232,15 @@ class _SilentReducer(_Reducer):
     are reduced once a backward has returned.
     """
 
-    def __init__(self, ddp: Any, watched: _Reducer) -> None:
+    def __init__(self, ddp: Any, watched: _Reducer, check: Callable[[], None]) -> None:
         super().__init__(watched.reducer, watched.prepared)
         self._ddp = weakref.ref(ddp)
+        self._check = check
+
+    def _rebuild_buckets(self) -> bool:
+        """Check that the prior reduction has finished; there are no buckets to rebuild."""
+        self._check()
+        return False
 
     def _set_manual_finalization_required(self, required: bool) -> None:
         """Ignore the setting. DDP stores it, too, and passes it to a rebuilt reducer (`rebuild_reducer`)."""
@@ -229,20 +280,37 @@ def leave_reducer(ddp: Any) -> None:
         ddp.reducer = ddp.reducer.reducer
 
 
-def silence_reducer(ddp: Any) -> None:
+def silence_reducer(
+    ddp: Any, check: Callable[[], None], logged: Callable[[int], tuple[dict[str, str], dict[str, int]]]
+) -> None:
     """Remove DDP's reduction from its parameters. Its forward, no_sync and buffer broadcast stay.
 
-    Relies on: the reducer is watched.
+    `check` is called where the reducer raises if the prior reduction has not finished: at the start of each forward
+    with gradients. `logged`: see `_Logger.logged`. Relies on: the reducer is watched.
     """
     ddp._remove_autograd_hooks()
-    ddp.reducer = _SilentReducer(ddp, ddp.reducer)
+    ddp.logger.logged = logged
+    ddp.reducer = _SilentReducer(ddp, ddp.reducer, check)
+
+
+def names_parameters() -> bool:
+    """Whether TORCH_DISTRIBUTED_DEBUG is INFO or DETAIL, so that the reducer's errors name parameters."""
+    from torch._C._distributed_c10d import DebugLevel, get_debug_level
+
+    return get_debug_level() != DebugLevel.OFF
+
+
+def log_error(ddp: Any, text: str) -> None:
+    """Add an error of the reduction to DDP's logging data. Relies on: the reducer is watched."""
+    ddp.logger.errors.append(text)
 
 
 def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
     """Restore DDP's reduction with a new reducer, built like its constructor does."""
     import torch
-    from torch._C._distributed_c10d import _register_comm_hook
+    from torch._C._distributed_c10d import BuiltinCommHookType, _register_comm_hook
 
+    builtin = "" if ddp._comm_hooks else _builtin_hook(ddp)
     parameters, sparse = ddp._build_params_for_reducer()
     static = bool(ddp.static_graph)
     ddp._ddp_init_helper(parameters, sparse, ddp._build_debug_param_to_name_mapping(parameters), static)
@@ -254,6 +322,8 @@ def rebuild_reducer(ddp: Any, inside_forward: bool) -> None:
         ddp.require_manual_backward_finalization = True  # of the new reducer
     for hook, state in ddp._comm_hooks:
         _register_comm_hook(ddp.reducer, state, hook)
+    if builtin:
+        ddp._register_builtin_comm_hook(getattr(BuiltinCommHookType, builtin.rpartition(".")[2]))
     if inside_forward and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
         ddp.logger.set_runtime_stats_and_log()
         ddp.reducer.prepare_for_forward()  # DDP.forward has called it on the former reducer

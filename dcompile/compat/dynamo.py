@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dcompile.compat.patches.saved_guards import unread_gradients_left_out
+from dcompile.compat.patches.saved_functions import globals_saved, unread_gradients_left_out
 from dcompile.compat.shapes import of_context
 from dcompile.compat.tracing_settings import tracing_settings
 
@@ -303,24 +303,10 @@ def aot_compile(
     hooks = copy.copy(context._hooks)
     if getattr(hooks, "guard_filter_fn", None) is None:
         hooks.guard_filter_fn = _can_be_saved
-    with tracing_settings(context._dynamic), unread_gradients_left_out():
-        compiled = aot_compile_fullgraph(
+    with tracing_settings(context._dynamic), unread_gradients_left_out(), globals_saved():
+        return aot_compile_fullgraph(
             innermost_fn(fn), example_inputs, hooks=hooks, backend=backend, dynamic=context._dynamic
         )
-    _import_modules(compiled)
-    return compiled
-
-
-def _import_modules(compiled: Any) -> None:
-    """Have a saved function import the modules that its code names by Dynamo's globals, which no other process has.
-
-    Code that makes an OrderedDict, as for outputs of transformers, names `collections` so.
-    """
-    artifacts, known = getattr(compiled, "_artifacts", None), getattr(compiled, "_extra_globals", None) or {}
-    environment = getattr(artifacts, "runtime_env", None)
-    for name in getattr(environment, "external_refs", ()):
-        if isinstance(module := known.get(name), types.ModuleType):
-            environment.import_sources.setdefault(name, module.__name__)  # type: ignore[union-attr]
 
 
 def _can_be_saved(entries: Sequence[Any]) -> list[bool]:

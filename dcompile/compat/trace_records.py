@@ -318,9 +318,13 @@ def op_name(op: Any) -> str:
     return name
 
 
-@functools.cache
 def op_of(name: str) -> Any:
     """Return the operator with a name."""
+    return _op_of(name)
+
+
+@functools.cache
+def _op_of(name: str) -> Any:
     parts = name.split(".")
     if len(parts) != 3 or not is_known_op(name):
         raise NotKeepable(f"a record names {name}, which is no operator")

@@ -248,6 +248,25 @@ def halve(_state, bucket):
     return work.then(lambda future: future.value()[0])
 
 
+def known_hook(kind: str) -> dict[str, Any]:
+    """Hooks of the reducer's own, and wrapped ones: two compiled steps, and one behind a fallback, which keeps them."""
+    eligible: list[bool] = []
+
+    def steps(call: Any, ddp: Any) -> None:
+        if kind == "wrapped":
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
+        else:
+            ddp._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
+        for step in range(2):
+            backward(call, step)
+        if call is not ddp or find_model(call) is not None:
+            eligible.append(dcompile.receipt(call).eligible)
+        with torch.compiler.set_stance("force_eager"):
+            backward(call, 2)
+
+    return {**same_as_stock(steps), "eligible": eligible}
+
+
 def comm_hook_after_a_step(builtin: bool) -> dict[str, Any]:
     def steps(call: Any, ddp: Any) -> None:
         backward(call)
@@ -440,7 +459,7 @@ class WithScale(torch.nn.Module):
 
 
 def used_only_outside(behind: bool) -> dict[str, Any]:
-    """A parameter is used only by a loss: behind the module, or in a term of its own, which the backward reaches last."""
+    """A parameter is used only by a loss: behind the module, or in a term of its own, which backward reaches last."""
     torch.manual_seed(0)
     stock, ddp = (DDP(WithScale()) for _ in range(2))
     ddp.module.load_state_dict(stock.module.state_dict())

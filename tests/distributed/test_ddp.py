@@ -77,6 +77,12 @@ def test_what_needs_ddps_own_reducer_gets_it(ranks, case, how, reason):
         assert (found["receipt"].eligible, found["receipt"].reasons) == (False, (reason,))
 
 
+@pytest.mark.parametrize("kind", ["FP16_COMPRESS", "wrapped", pytest.param("ALLREDUCE", marks=pytest.mark.full)])
+def test_hooks_of_the_reducers_own_and_wrapped_ones_are_taken_over(ranks, kind):
+    for found in values(ranks, "known_hook", kind=kind):
+        assert found["grad"] == 0 and found["eligible"] == [True] and not found["receipt"].eligible
+
+
 @pytest.mark.parametrize("sync", [True, False])
 def test_a_first_call_in_inference_mode_leaves_later_steps_free(ranks, sync):
     for found in values(ranks, "first_call_in_inference_mode", sync=sync):

@@ -48,10 +48,8 @@ def test_gradients_are_averaged_without_the_wrapper_too(ranks, steps):
         ("each", UNUSED | {"bucket_cap_mb": 0.0005}),
         ("each", UNUSED | {"accumulate": True, "gradient_as_bucket_view": True}),
         ("none", STATIC | {"by_hand": True}),
-        ("none", {"by_hand": True}),
-        ("each", {"by_hand": True, "bucket_cap_mb": 0.0005}),
-        ("later", {"by_hand": True, "broken": True}),
-        ("later", {"by_hand": True, "hook": True}),
+        ("later", UNUSED | {"broken": True}),
+        ("each", UNUSED | {"hook": True}),
     ],
     ids=str,
 )
@@ -61,6 +59,31 @@ def test_what_only_unused_results_follow_from_gets_no_gradient_under_ddp(ranks, 
         assert found["grad"] <= 2**-20 and found["param"] <= 2**-20 and found["receipt"].eligible
         unused = ["heads.2.weight", "heads.2.bias"]
         assert found["none"][-2:] == unused and (len(found["none"]) > 2) == (uses == "none")
+
+
+UNFINISHED = [
+    (True, ("all", "evaluate", "all")),
+    (False, ("one result", "no sync")),
+    (False, ("all", "one result", "all", "all")),
+]
+FINISHED = [(False, ("no sync", "all", "forward", "evaluate", "all")), (False, ("two losses", "two losses"))]
+
+
+def test_a_parameter_without_a_gradient_is_an_error_of_the_next_forward_as_under_stock_ddp(ranks):
+    for rank, found in enumerate(values(ranks, "unfinished", plans=(*UNFINISHED, *FINISHED))):
+        for result in found:
+            assert result["receipt"].eligible and result["grad"] <= 2**-20 and not result["receipt"].notes
+            for stock, ours in result["raised"]:
+                assert bool(stock) == bool(ours) and set(stock.split("\n")) <= set(ours.split("\n"))
+        raised = [result["raised"] for result in found]
+        assert [any(stock for stock, _ in steps) for steps in raised] == [True] * len(UNFINISHED) + [False] * 2
+        named = f"\nParameters which did not receive grad for rank {rank}: "
+        assert named + "spare.weight, spare.bias\n" in raised[0][2][1]
+        assert named + "second.weight, second.bias\n" in raised[1][1][1]
+        stock, ours = found[-1]["logged"]
+        assert stock.keys() <= ours.keys() and ours["has_rebuilt_buckets"] == 1
+        assert ours["rebuilt_bucket_sizes"] == str(4 * 2 * (12 * 4 + 4)), "what the program reduces"
+        assert ours["avg_backward_comm_time"] > 0 and ours["backward_comm_time"] > 0
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,72 @@ def unused_outputs(
     return {"grad": max(worst), "param": max(same), "none": none, "receipt": dcompile.receipt(call)}
 
 
+class Apart(nn.Module):
+    """Two layers with a result each, and perhaps one that nobody uses."""
+
+    def __init__(self, spare: bool) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first, self.second = nn.Linear(12, 4), nn.Linear(12, 4)
+        self.spare = nn.Linear(4, 4) if spare else None
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x), self.second(x)
+
+
+def _step(ddp: Any, model: Any, kind: str, x: torch.Tensor) -> None:
+    """One step; `kind`: one of `KINDS`."""
+    if kind == "evaluate":
+        with torch.no_grad():
+            model(x)
+        return
+    with ddp.no_sync() if kind == "no sync" else contextlib.nullcontext():
+        first, second = model(x)
+        if kind == "all":
+            (first * second).sum().backward()
+        elif kind in ("one result", "no sync"):
+            first.square().sum().backward()
+        elif kind == "two losses":
+            first.square().sum().backward(retain_graph=True)
+            second.square().sum().backward()
+
+
+KINDS = ("all", "one result", "no sync", "two losses", "evaluate", "forward")
+REDUCED = ("all", "two losses", "no sync")
+"""Steps behind which stock DDP has reduced all gradients that it is to reduce."""
+
+
+def unfinished(plans: tuple[tuple[bool, tuple[str, ...]], ...]) -> list[dict[str, Any]]:
+    """Of each plan: where stock DDP and dcompile raise what, and differences of gradients.
+
+    A plan: whether the model has a layer that nobody uses, and the kinds of steps.
+    """
+    found = []
+    for spare, plan in plans:
+        stock, (call, wrapped) = DDP(Apart(spare)), wrap(Apart(spare), "compile(ddp)", None)
+        worst, raised = [0.0], []
+        for step, kind in enumerate(plan):
+            assert kind in KINDS
+            raised.append([_error_of(ddp, each, kind, step) for each, ddp in ((stock, stock), (call, wrapped))])
+            if kind in REDUCED and not spare and raised[-1] == ["", ""]:
+                worst.append(largest_difference(gradients(stock), gradients(wrapped)))
+        logged = [ddp._get_ddp_logging_data() for ddp in (stock, wrapped)]
+        found.append({"grad": max(worst), "raised": raised, "logged": logged, "receipt": dcompile.receipt(call)})
+    return found
+
+
+def _error_of(ddp: Any, model: Any, kind: str, step: int) -> str:
+    """The error of a step, which DDP's logging data names as well; "" without one."""
+    ddp.zero_grad()
+    try:
+        _step(ddp, model, kind, inputs(step))
+    except RuntimeError as error:
+        logged = ddp._get_ddp_logging_data()
+        assert logged["has_error"] == 1 and str(error) in logged["error"]
+        return str(error)
+    return ""
+
+
 def _loss_of_some(results: tuple[torch.Tensor, ...], used: tuple[int, ...]) -> torch.Tensor:
     return torch.stack([loss_of(results[number]) for number in used]).sum()
 

@@ -301,6 +301,13 @@ JOINT_INPUTS: Mapping[str, GraphInput] = {
     ),
     "narrow_gathers": GraphInput(lambda: traced(enlarged, zeros(2, 3, 4, 4, dtype=torch.bfloat16))),
     "use_channels_last": GraphInput(lambda: traced(convolved, zeros(2, 8, 6, 6), zeros(16, 8, 3, 3))),
+    "pad_groups": GraphInput(
+        lambda: traced(
+            lambda x, w: torch.conv2d(x.movedim(-1, 1), w.movedim(-1, 1), groups=2),
+            zeros(2, 6, 6, 48, dtype=torch.bfloat16),
+            zeros(48, 3, 3, 24, dtype=torch.bfloat16),
+        )
+    ),
     "keep_rows_contiguous": GraphInput(lambda: traced(heard, zeros(2, 32, 40), zeros(40, 32))),
     "drop_saved_pool_inputs": GraphInput(lambda: joint(lambda x: F.avg_pool2d(x, 2), learning(2, 3, 4, 4))),
     "recompute_loss_chunks": GraphInput(lambda: joint(chunked, learning(6, 4), learning(10, 4), TARGET)),

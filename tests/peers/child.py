@@ -16,13 +16,14 @@ import os
 import sys
 import unittest
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.peers.cpu_devices import take_cpu_for_accelerators
+
 BACKEND = os.environ.get("PEERS_BACKEND", "stock")
 ROOTS = os.environ.get("PEERS_ROOTS", "").split()
-RANKS = 2
 
 
 def write(**record: Any) -> None:
@@ -31,103 +32,6 @@ def write(**record: Any) -> None:
     file = os.open(os.environ["PEERS_RECORDS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, line)
     os.close(file)
-
-
-# --- the CPU in the place of GPUs -------------------------------------------------------------------------------------
-
-
-def let_cpu_be_the_accelerator() -> None:
-    """Two ranks on the CPU count as two accelerators, wherever tests ask for some."""
-    import torch
-    from torch.testing._internal import common_distributed as common
-
-    torch.cpu.device_count = lambda: RANKS
-    torch.accelerator.device_count = _for_tests(torch.accelerator.device_count, lambda: RANKS)
-    torch.accelerator.current_accelerator = _for_tests(
-        torch.accelerator.current_accelerator, lambda check_available=False: torch.device("cpu")
-    )
-
-    def enough(ranks: int, **_more: Any) -> Callable[[Any], Any]:
-        return (lambda test: test) if ranks <= RANKS else unittest.skip(f"needs {ranks} ranks")
-
-    common.skip_if_lt_x_gpu = enough
-    common.at_least_x_gpu = lambda ranks: ranks <= RANKS
-    common.requires_accelerator_dist_backend = lambda backends=None: lambda test: test
-    from torch.testing._internal import common_fsdp, common_utils
-
-    if hasattr(common_utils, "_cpu_sleep"):  # tests of delays ask whether the device can sleep
-        cycles = common_utils.get_cycles_per_ms
-        common_utils.get_cycles_per_ms = lambda device="cpu": cycles("cpu")
-        torch.cpu._sleep = common_utils._cpu_sleep
-    common_fsdp.DEVICE_COUNT = RANKS
-    common_fsdp.FSDPTestContinuous.world_size = RANKS  # type: ignore[misc]
-    common.MultiProcessTestCase.__init_subclass__ = classmethod(_bound_world_size)  # type: ignore[assignment, arg-type]
-
-
-def let_modules_stay_on_cpu() -> None:
-    """Tests choose the rank's device and move modules and tensors there by its number: the CPU has none."""
-    import torch
-
-    nowhere = lambda *args, **kwargs: None  # noqa: E731
-    torch.cuda.set_device = torch.accelerator.set_device_index = nowhere
-    move = torch.nn.Module.to
-
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
-        numbered = bool(args) and type(args[0]) is int
-        return move(self, *(("cpu", *args[1:]) if numbered else args), **kwargs)
-
-    torch.nn.Module.to = to  # type: ignore[assignment]
-    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[assignment]
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment]
-
-
-def _bound_world_size(case: type, **more: Any) -> None:
-    """A class of tests that starts more processes on the CPU than on few accelerators starts as many as we have."""
-    super(case.__mro__[-2], case).__init_subclass__(**more)
-    asked = vars(case).get("world_size")
-    if isinstance(asked, property) and asked.fget is not None:
-        get = asked.fget
-        case.world_size = property(lambda self: min(int(get(self)), RANKS))  # type: ignore[attr-defined]
-
-
-def _for_tests(original: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    """`instead` for tests and what helps them; torch itself goes on as it is."""
-
-    def chosen(*args: Any, **kwargs: Any) -> Any:
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        helps = not caller.startswith("torch.") or caller.startswith("torch.testing.")
-        return (instead if helps else original)(*args, **kwargs)
-
-    return chosen
-
-
-def let_ddp_take_device_ids() -> None:
-    """DDP of a module on the CPU takes no device_ids; tests give the rank's."""
-    from torch.nn.parallel import DistributedDataParallel
-
-    make = DistributedDataParallel.__init__
-
-    def __init__(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **more: Any) -> None:
-        if all(parameter.device.type == "cpu" for parameter in module.parameters()):
-            device_ids = output_device = None
-        make(self, module, device_ids, output_device, **more)
-
-    DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
-
-
-def let_ranks_fork() -> None:
-    """Fork ranks that tests spawn: an import of torch and of all of dcompile takes longer than most tests."""
-    from torch.testing._internal.common_distributed import MultiProcessTestCase as Ranks
-
-    spawn = Ranks._spawn_processes
-
-    def start(self: Any) -> None:
-        if os.environ.get("PEERS_RAN_HERE"):  # autograd's threads run since then, and forks could not use it
-            spawn(self)
-        else:
-            self._start_processes(multiprocessing.get_context("fork").Process)
-
-    Ranks._spawn_processes = start  # type: ignore[method-assign]
 
 
 # --- what is sent through the backend ---------------------------------------------------------------------------------
@@ -207,10 +111,15 @@ def send_torch_compile() -> None:
 
     if BACKEND != "stock":
         torch.compile = compile  # type: ignore[assignment]
+    if BACKEND not in ("stock", "inductor"):  # tests of TorchInductor call it as a function
+        from torch._dynamo.backends.registry import lookup_backend
+        from torch._inductor import compile_fx
+
+        compile_fx.compile_fx = lambda graph, inputs, *_args, **_kwargs: lookup_backend(ours)(graph, inputs)  # type: ignore[arg-type]
 
 
 def note_watching() -> None:
-    """Record that a test puts functions of its own in the place of FSDP2's, to see them called."""
+    """Record that a test puts functions of its own in the place of FSDP2's, to see them called, or counts events."""
     from torch.testing._internal import common_fsdp
 
     def noting(name: str, patch: Any) -> Any:
@@ -222,6 +131,22 @@ def note_watching() -> None:
 
     for name in [name for name in vars(common_fsdp) if name.startswith("patch_")]:
         setattr(common_fsdp, name, noting(name, getattr(common_fsdp, name)))
+    if os.environ.get("BACKEND"):  # the file of DDP's tests asks for it
+        from torch.testing._internal.distributed import distributed_test
+
+        distributed_test.get_profiling_event = noting("profiling_event", distributed_test.get_profiling_event)
+
+
+def let_dynamo_trace_tests() -> None:
+    """Models in torch's own files of tests are traced as those in test files, behind graph breaks as well."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.LEGACY_MOD_INLINELIST |= {
+        "torch.testing._internal.common_distributed",
+        "torch.testing._internal.common_fsdp",
+        "torch.testing._internal.distributed",
+    }
+    trace_rules.get_legacy_mod_inlinelist.cache_clear()
 
 
 def keep_receipts() -> None:
@@ -252,8 +177,26 @@ def keep_receipts() -> None:
         multiprocessing.util.Finalize(None, at_exit, exitpriority=100)
 
     api.print_receipt = first_step
+    if not ROOTS:
+        note_programs()
     watch(models)
     multiprocessing.util.register_after_fork(first_step, watch)  # a fork begins without finalizers
+
+
+def note_programs() -> None:
+    """Record programs of functions and plain modules that a graph alone reaches: their steps print no receipt."""
+    from dcompile.capture.graph_runner import GraphPrograms
+
+    build, noted = GraphPrograms._build, set[str]()
+
+    def _build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        program, test = build(self, *args, **kwargs), os.environ.get("PEERS_TEST", "")
+        if self.adapter.name == "plain" and test not in noted:
+            noted.add(test)
+            write(kind="receipt", test=test, adapter="plain", eligible=True, graphs=1, reasons=[])
+        return program
+
+    GraphPrograms._build = _build  # type: ignore[method-assign]
 
 
 def name_tests_in_workers() -> None:
@@ -275,10 +218,8 @@ def set_up() -> None:
     import torch.distributed.fsdp
 
     if not torch.cuda.is_available():
-        let_cpu_be_the_accelerator()
-        let_ddp_take_device_ids()
-        let_modules_stay_on_cpu()
-        let_ranks_fork()
+        take_cpu_for_accelerators()
+    let_dynamo_trace_tests()
     send_torch_compile()
     send_roots()
     name_tests_in_workers()

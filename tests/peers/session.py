@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from tests.peers.report import Outcome, Run
+from tests.peers.report import WITHOUT_US, Outcome, Run, fails_as_well
 from tests.peers.suites import Suite
 
 ROOT = Path(__file__).parents[2]
@@ -62,9 +62,11 @@ class Session:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "1",
+            "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(int(self.deadline_seconds)),
             "TEMP_DIR": str(self.folder),
             "INIT_METHOD": f"file://{self.folder}/shared_init_file",  # ranks name the class by it
-            "PEERS_BACKEND": self.backend,
+            "PEERS_BACKEND": "dcompile" if self.backend == "aten_kernels" else self.backend,
+            **({"DCOMPILE_KERNELS": "aten"} if self.backend == "aten_kernels" else {}),
             "PEERS_ROOTS": " ".join(self.suite.roots),
             "PEERS_RECORDS": str(records),
             **self.suite.environment,
@@ -155,8 +157,9 @@ def last_error(text: str) -> str:
     """The last line of a traceback that says what is wrong; the reason of a skip as it is."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line for line in lines if ("Error" in line or "Exception" in line) and not line.startswith("File ")]
-    inner = [line for line in named if not line.startswith("RuntimeError: Process")]
-    return (inner or named or lines or [""])[-1][:300]
+    inner = [line for line in named if not line.startswith(("RuntimeError: Process", "#"))]  # "#5": a frame in C++
+    differences = [f" {line}" for line in lines if line.startswith("Greatest absolute difference")]
+    return (inner or named or lines or [""])[-1][:300] + "".join(differences[-1:])
 
 
 def outcomes(
@@ -164,13 +167,14 @@ def outcomes(
 ) -> Iterator[Outcome]:
     """Run tests with dcompile; those that fail with other backends as well, until one does.
 
-    Only where numbers are not close is inductor asked: its kernels round otherwise than eager's, as ours do.
+    Only where numbers are not close are inductor and ATen's kernels asked: inductor's kernels round otherwise than
+    eager's, as ours do. ATen's, between the same collectives, do not.
     """
     with_ours = Session(suite, "dcompile", deadline_seconds, folder).run(file, tests)
     runs = {test: {"dcompile": found.run} for test, found in with_ours.items()}
-    for backend in ("stock", "aot_eager", "inductor", "left_to_torch"):
+    for backend in (*WITHOUT_US, "aten_kernels", "left_to_torch"):
         failing = [test for test in tests if _is_open(runs[test])]
-        if backend == "inductor":
+        if backend in ("inductor", "aten_kernels"):
             failing = [test for test in failing if "not close" in runs[test]["dcompile"].text]
         if backend == "left_to_torch":
             failing = [test for test in failing if with_ours[test].watches]
@@ -183,8 +187,9 @@ def outcomes(
 
 def _is_open(runs: Mapping[str, Run]) -> bool:
     """Whether a test that fails with dcompile may still be found to fail without it."""
-    others = (run.status for backend, run in runs.items() if backend != "dcompile")
-    return runs["dcompile"].status in ("failed", "deadline") and all(status == "passed" for status in others)
+    rounds = runs.get("aten_kernels") == Run("passed")
+    failed = runs["dcompile"].status in ("failed", "deadline")
+    return failed and not rounds and not any(fails_as_well(runs, backend) for backend in WITHOUT_US)
 
 
 def _new_records(folder: Path) -> Path:

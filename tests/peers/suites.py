@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,3 +62,14 @@ def selected(tests: Sequence[str], suite: Suite, wanted: Sequence[str]) -> list[
     words = suite.only.split()
     own = [test for test in tests if not words or any(word in test.partition(".")[2] for word in words)]
     return [test for test in own if not wanted or any(fnmatch.fnmatch(test, f"*{part}*") for part in wanted)]
+
+
+def sampled(tests: Mapping[Path, Sequence[str]], count: int) -> dict[Path, list[str]]:
+    """`count` tests, evenly spread over all in their order; all tests if there are fewer, or if `count` is 0."""
+    every = [(file, test) for file, names in tests.items() for test in names]
+    if 0 < count < len(every):
+        every = [every[number * len(every) // count] for number in range(count)]
+    found: dict[Path, list[str]] = {}
+    for file, test in every:
+        found.setdefault(file, []).append(test)
+    return found

@@ -2,14 +2,15 @@
 
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.peers.__main__ import main
 from tests.peers.kept import load, save
-from tests.peers.report import VERDICTS, Outcome, Run, general, page, table
+from tests.peers.report import VERDICTS, Outcome, Run, general, page, share, table
 from tests.peers.session import Found, last_error, results
-from tests.peers.suites import SUITES, files_of, selected
+from tests.peers.suites import SUITES, files_of, sampled, selected
 
 PASSED, FAILED = Run("passed"), Run("failed", "ValueError: no")
 TAKEN = {"eligible": True, "graphs": 1, "reasons": []}
@@ -24,9 +25,10 @@ LEFT = {"eligible": False, "graphs": 1, "reasons": ["an all-reduce hook is set"]
         ({"dcompile": PASSED}, (), (), "nothing compiled"),
         ({"dcompile": Run("skipped", "needs 4 ranks")}, (), (), "skipped"),
         ({"dcompile": FAILED, "stock": FAILED}, (), (), "fails with stock as well"),
-        ({"dcompile": FAILED, "stock": PASSED, "aot_eager": Run("deadline")}, (), (), "fails with aot_eager as well"),
+        ({"dcompile": FAILED, "stock": PASSED, "aot_eager": FAILED}, (), (), "fails with aot_eager as well"),
+        ({"dcompile": FAILED, "stock": PASSED, "aot_eager": Run("failed", "TypeError: other")}, (), (), "own"),
         ({"dcompile": FAILED, "stock": PASSED, "aot_eager": PASSED}, (TAKEN,), (), "own"),
-        ({"dcompile": Run("deadline"), "stock": PASSED, "aot_eager": PASSED}, (), (), "own"),
+        ({"dcompile": Run("deadline"), "stock": PASSED, "aot_eager": PASSED}, (), (), "not done in time"),
         (
             {"dcompile": FAILED, "stock": PASSED, "aot_eager": PASSED, "inductor": FAILED},
             (TAKEN,),
@@ -34,10 +36,16 @@ LEFT = {"eligible": False, "graphs": 1, "reasons": ["an all-reduce hook is set"]
             "fails with inductor as well",
         ),
         (
+            {"dcompile": FAILED, "stock": PASSED, "aot_eager": PASSED, "inductor": PASSED, "aten_kernels": PASSED},
+            (TAKEN,),
+            (),
+            "rounds otherwise",
+        ),
+        (
             {"dcompile": FAILED, "stock": PASSED, "aot_eager": PASSED, "left_to_torch": PASSED},
             (),
             ("unshard",),
-            "watches FSDP2",
+            "watches the wrapper",
         ),
         (
             {"dcompile": FAILED, "stock": PASSED, "aot_eager": PASSED, "left_to_torch": FAILED},
@@ -61,7 +69,7 @@ def test_the_page_counts_verdicts_and_reasons_and_names_failures():
         Outcome("m.C.test_e", {"dcompile": Run("skipped", "needs 4 ranks")}),
         Outcome("m.C.test_f", {"dcompile": Run("skipped", "needs 8 ranks")}),
     ]
-    assert table({"ddp": outcomes})[-1] == "| ddp | 6 | 1 | 1 | 0 | 0 | 1 | 1 | 0 | 0 | 2 |"
+    assert table({"ddp": outcomes})[-1] == "| ddp | 6 | 1 of 3 (33%) | 1 | 1 | 0 | 0 | 1 | 0 | 1 | 0 | 0 | 0 | 2 |"
     text = page({"ddp": outcomes}, "torch 2.13.0 on x86_64")
     assert "- 1 x an all-reduce hook is set" in text and "- 2 x needs N ranks" in text
     assert "Own:\n\n- `m.C.test_c`: ValueError: no" in text
@@ -111,6 +119,19 @@ def test_the_error_inside_a_rank_is_told():
     AssertionError: Tensor-likes are not close!
     """
     assert last_error(text) == "AssertionError: Tensor-likes are not close!"
+    far = "Greatest absolute difference: 2.0 at index (1,) (up to 1e-05 allowed)"
+    assert last_error(f"{text}\n\n{far}\n") == f"AssertionError: Tensor-likes are not close! {far}"
+    assert last_error("RuntimeError: it was\n#5 c10::Error::Error(c10::SourceLocation) from ??:0") == (
+        "RuntimeError: it was"
+    )
+
+
+def test_what_cannot_be_taken_over_is_not_counted_as_left():
+    threads = {**LEFT, "reasons": ["ranks are threads of one process (torch.testing's threaded process group)"]}
+    watched = {**LEFT, "reasons": ["nothing of it was compiled: a mode that observes operations is on"]}
+    receipts = [(TAKEN,), ({**LEFT, "reasons": ["a module asks for sparse gradients"]},), (threads,), (watched,), ()]
+    assert share([Outcome("m.C.test", {"dcompile": PASSED}, given) for given in receipts]) == "1 of 2 (50%)"
+    assert share([]) == "0 of 0"
     assert last_error("needs 4 ranks") == "needs 4 ranks"
 
 
@@ -126,6 +147,13 @@ def test_files_and_tests_of_a_suite(tmp_path):
     assert selected(tests, SUITES["ddp"], []) == tests[1:]
     assert selected(tests, SUITES["ddp"], ["three", "one"]) == tests[2:]
     assert selected(tests, SUITES["fsdp2"], ["test_*o*e"]) == [tests[0]]
+
+
+def test_a_sample_is_spread_over_all_files():
+    first, second = Path("a.py"), Path("b.py")
+    tests = {first: ["1", "2", "3", "4"], second: ["5", "6"]}
+    assert sampled(tests, 0) == sampled(tests, 9) == tests
+    assert sampled(tests, 3) == {first: ["1", "3"], second: ["5"]}
 
 
 @pytest.mark.full
@@ -156,7 +184,7 @@ def test_a_checkout_is_run_each_test_under_a_deadline(tmp_path, monkeypatch):
     output = tmp_path / "page.md"
     arguments = ["--pytorch", str(tmp_path / "checkout"), "--suite", "dynamo", "--output", str(output)]
     assert main([*arguments, "--deadline", "30"]) == 0
-    assert "| dynamo | 4 | 1 | 0 | 0 | 0 | 0 | 2 | 0 | 0 | 1 |" in output.read_text()
+    assert "| dynamo | 4 | 1 of 1 (100%) | 1 | 0 | 0 | 0 | 0 | 0 | 2 | 0 | 0 | 0 | 1 |" in output.read_text()
     assert "`test_small.T.test_never_ends`: not done within the deadline" in output.read_text()
 
 
@@ -195,7 +223,7 @@ def test_two_ranks_of_a_checkout_are_taken_over_and_say_so(tmp_path, monkeypatch
     arguments = ["--pytorch", str(tmp_path / "checkout"), "--suite", "ddp", "--output", str(output)]
     arguments += ["--results", str(results), "--note", "files of this test", "--deadline", "60"]
     assert main(arguments) == 0
-    assert "| ddp | 1 | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |" in output.read_text()
+    assert "| ddp | 1 | 1 of 1 (100%) | 1 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 | 0 |" in output.read_text()
     assert "files of this test" in output.read_text()
     (outcome,) = load(results)["ddp"]
     assert outcome.verdict == "taken over"

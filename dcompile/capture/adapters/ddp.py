@@ -15,6 +15,8 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.adapters.plain import PlainAdapter, known_number, new_subject
+from dcompile.capture.adapters.prior_reduction import PriorReduction
+from dcompile.capture.adapters.reduction_log import ReductionLog
 from dcompile.capture.agreement.parameter_use import counted_names
 from dcompile.collectives.contract import BucketRule, ParamInfo
 
@@ -58,8 +60,6 @@ class DdpAdapter(PlainAdapter):
         """Parameters whose .grad holds gradients of this rank only, from backwards under no_sync."""
         self.prepared = False
         """Whether the user prepared the reducer after a forward under no_sync; then the next backward reduces."""
-        self._expects = False
-        """Whether stock DDP would reduce in the next backward: its reducer does so once for each preparation."""
         missing = compat.ddp.missing_names(ddp)
         self._missing = f"this torch lacks {', '.join(missing)}" if missing else ""
         parameters = [] if missing else compat.ddp.parameters(ddp, kept)
@@ -83,6 +83,11 @@ class DdpAdapter(PlainAdapter):
         """Whether each graph's program reduces all trainable parameters, also those that it does not use."""
         self._trainable = self._trainable_now(self.refs)
         """Parameters with a place in each program's buckets if `every`; as under DDP, frozen ones have none."""
+        places = {number: place for place, number in enumerate(sorted(self._trainable))}  # in DDP's reducer
+        self._prior = PriorReduction(places, lambda number: bool(self._trainable_now((number,))))
+        self.log = ReductionLog(self._infos, places)
+        self._beside: set[int] = set()
+        """Parameters to whose .grad autograd has added since the last reduction, of those with a hook of ours."""
 
     @property
     def eligible(self) -> bool:  # type: ignore[override]
@@ -189,7 +194,8 @@ class DdpAdapter(PlainAdapter):
         """Inside DDP.forward, before the module runs: record settings, and hold back DDP's own reduction."""
         ddp = self.ddp
         self._look(ddp)
-        self._expects |= torch.is_grad_enabled() and self.wants_sync()
+        if torch.is_grad_enabled() and self.wants_sync():
+            self._prior.prepare()
         if self.state == "undecided" and not self._missing and torch.is_grad_enabled():
             self._held_static_graph |= compat.ddp.hold_static_graph(ddp)
             compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
@@ -219,7 +225,7 @@ class DdpAdapter(PlainAdapter):
         # others have not been reached
         if ddp is not None:  # its reducer is gone with it
             compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
-            compat.ddp.silence_reducer(ddp)
+            compat.ddp.silence_reducer(ddp, self.check_prior_reduction, self.log.logged)
         self.state, self.every = "taken", self.every and not several
 
     def _used_behind(self) -> list[str]:
@@ -259,17 +265,36 @@ class DdpAdapter(PlainAdapter):
             compat.ddp.leave_reducer(self.ddp)
 
     def _was_prepared(self) -> None:
-        self.prepared = self._expects = True
+        self.prepared = True
+        self._prior.prepare()
 
-    def has_synced(self) -> None:
-        """Record that a backward has reduced gradients, with a note if stock DDP would not have."""
+    def has_synced(self, numbers: Collection[int] = ()) -> None:
+        """Record that a backward has reduced gradients, with a note if stock DDP would not have.
+
+        `numbers`: the parameters that the programs of this backward use, and that got a gradient if the loss needs one.
+        """
         note = (
             "several backwards of forwards that synchronise: each one's gradients are averaged, where stock DDP "
             "averages the first one's alone, and ranks drift apart"
         )
-        if not self._expects and note not in self.notes:
+        if not self._prior.expects and note not in self.notes:
             self.notes = (*self.notes, note)
-        self._expects = self.prepared = False
+        self.prepared = False
+        if self.uneven:
+            self._prior.expects = False
+        else:
+            self._prior.mark(self._beside.union(numbers) if self._beside else numbers)
+        self._beside.clear()
+
+    def check_prior_reduction(self) -> None:
+        """Inside DDP.forward, where the reducer does so: raise its RuntimeError if a parameter got no gradient.
+
+        Not with find_unused_parameters or static_graph, where other ranks say so, or none needs to.
+        """
+        text = "" if self.uneven else self._prior.error(lambda number: self._infos[number].fqn, self._group.rank())
+        if text:
+            compat.ddp.log_error(self.ddp, text)
+            raise RuntimeError(text)
 
     def name_of(self, tensor: Any) -> str | None:
         """Return the name of a parameter that DDP synchronizes; None for any other tensor."""
@@ -302,7 +327,6 @@ class DdpAdapter(PlainAdapter):
             if number in self._watched:
                 self._watched.pop(number).remove()
                 self._reached.pop(number, None)
-                self.unreduced.discard(number)
 
     def note_arriving(self, reasons: Iterable[str]) -> None:
         """Note why gradients are reduced as autograd adds them. That costs a copy of each, unlike one program."""
@@ -324,9 +348,11 @@ class DdpAdapter(PlainAdapter):
         added = functools.partial(self._gradient_added, number)
         self._watched[number] = parameter.register_post_accumulate_grad_hook(added)
 
-    def _gradient_added(self, number: int, _parameter: Any) -> None:
-        self.unreduced.add(number)
+    def _gradient_added(self, number: int, parameter: Any) -> None:
+        if parameter.grad is not None:  # autograd calls hooks also where a gradient is absent
+            self.unreduced.add(number)
         self._reached[number] = compat.autograd.backward_task()
+        self._beside.add(number)
         if self.arrived is not None:
             self.arrived(number, self._infos[number].fqn)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,10 +35,14 @@ class SynchronizedBackward:
 
     behind: bool
     """Whether gradients are reduced after the backward, not in its programs."""
+    began_ns: int = field(default_factory=time.time_ns)
+    """When its first program began; since the epoch."""
     buckets: list[GradientBuckets] = field(default_factory=list)
     """Buckets of each program, in the order in which the programs ran."""
     numbers: list[frozenset[int]] = field(default_factory=list)
     """If `behind`: the parameters with gradients in each entry of `buckets`."""
+    used: set[int] = field(default_factory=set)
+    """Parameters that the programs use and that the loss needs, also those of which autograd gives no gradient."""
     merged: MergedGradients = field(default_factory=MergedGradients)
     """If not `behind`: what the programs have reduced."""
 
@@ -217,7 +222,7 @@ class DdpSync(GradientSync):
             arrivals.begin()
         elif accumulates and sync and buckets is not None:
             graph.agree("backward")
-            reduces = self._begin_sync(buckets, graph.grads, call.absent())
+            reduces = self._begin_sync(buckets, graph, call.absent())
         elif accumulates:
             adapter.unreduced.update(number for place, number in graph.grads if place not in call.gone)
         if buckets is None:
@@ -236,12 +241,12 @@ class DdpSync(GradientSync):
         """Return the buckets of all parameters if the call's gradients are reduced as they arrive."""
         return self._arrivals.layout(graphs) if self._adapter.eligible else ()
 
-    def _begin_sync(self, buckets: GradientBuckets, grads: Iterable[tuple[int, int]], absent: Collection[int]) -> bool:
+    def _begin_sync(self, buckets: GradientBuckets, graph: CapturedGraph, absent: Collection[int]) -> bool:
         """Prepare a graph's backward that reduces gradients, and the check at the end of the whole backward.
 
         Returns whether the program reduces. It does not if a parameter has a hook, which must get this rank's gradient.
-        Then all buckets of the graph's gradients `grads` are reduced after the backward. Their order is that of other
-        ranks' programs, since these ranks may have no hooks. `absent`: parameters without a gradient in this call.
+        Then all buckets of the graph's gradients are reduced after the backward. Their order is that of other ranks'
+        programs, since these ranks may have no hooks. `absent`: parameters without a gradient in this call.
         """
         adapter, task = self._adapter, compat.autograd.backward_task()
         first = task not in self._synced
@@ -254,18 +259,22 @@ class DdpSync(GradientSync):
         synced = self._synced[task]
         buckets.begin(adapter.unreduced if first and adapter.every else (), task, first, absent)
         synced.buckets.append(buckets)
+        if not adapter.uneven:
+            # autograd runs AccumulateGrad also for parameters of which the backward returns None
+            synced.used.update(number for number in graph.params.values() if number not in absent)
         if synced.behind:
-            synced.numbers.append(adapter.accumulating(number for _, number in grads if number not in absent))
+            synced.numbers.append(adapter.accumulating(number for _, number in graph.grads if number not in absent))
         return not synced.behind
 
     def _end_sync(self, synced: SynchronizedBackward) -> None:
-        self._adapter.has_synced()
         if synced.behind:
             done: set[int] = set()
             for buckets, numbers in zip(synced.buckets, synced.numbers, strict=True):
                 buckets.reduce_behind(numbers, done)
                 done |= numbers
         self._finish_sync(synced.buckets, None if synced.behind else synced.merged)
+        self._adapter.log.record(synced.began_ns, synced.buckets)
+        self._adapter.has_synced(synced.used)
 
     def _finish_sync(self, reduced: list[GradientBuckets], merged: MergedGradients | None = None) -> None:
         adapter = self._adapter

@@ -28,6 +28,10 @@ def known_number(numbers: Mapping[int, int], refs: Mapping[int, Callable[[], Any
     return number if number is not None and refs[number]() is parameter else None
 
 
+WATCHED = "a mode that observes operations is on, such as CommDebugMode"
+"""Why a call ran eagerly where TorchDynamo compiles nothing."""
+
+
 class PlainAdapter:
     """Interface and base class of the adapters: it takes nothing over."""
 

@@ -96,7 +96,7 @@ def graph_of(
             root.register_buffer(name, constant_of(constant), persistent=False)
     made: GraphModule = lazy_graph_module(root, graph)
     # AOTAutograd copies a backward before it is compiled, with all that it holds; fx makes a class for each module
-    type(made).__deepcopy__ = lambda module, _: _copied(module)  # type: ignore[attr-defined, method-assign, unused-ignore]
+    type(made).__deepcopy__ = lambda module, _: _copied(module)  # type: ignore[assignment, method-assign, unused-ignore]
     return made
 
 

@@ -27,7 +27,7 @@ from dcompile.compat.patches import (
     quiet_dumps,
     repeated_layers,
     rng_under_checkpoint,
-    saved_guards,
+    saved_functions,
     scalar_writes,
     symbolic_arithmetic,
     symbolic_tangents,
@@ -318,11 +318,18 @@ PATCHES: tuple[TorchPatch, ...] = (
         undone="when the graph is compiled",
     ),
     TorchPatch(
-        saved_guards.unread_gradients_left_out,
+        saved_functions.unread_gradients_left_out,
         ("torch._dynamo.guards.GuardsStatePickler.reducer_override",),
         "correctness",
         "saved guards on a tensor that had a gradient cannot be loaded",
         last=(2, 14),
+        undone="when the function is compiled",
+    ),
+    TorchPatch(
+        saved_functions.globals_saved,
+        ("torch._dynamo.convert_frame.GraphCaptureOutput.get_runtime_env",),
+        "correctness",
+        "saved code names modules by Dynamo's globals, which no other process has",
         undone="when the function is compiled",
     ),
     TorchPatch(

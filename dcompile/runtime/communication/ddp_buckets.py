@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -83,6 +84,10 @@ class BucketSet:
     _runs: int = field(init=False, default=0)
     _marks: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
     """Bucket -> its presence flags: 1 for each parameter that the program has a gradient of, 0 for idle ones."""
+    order: tuple[tuple[int, ...], ...] = field(init=False)
+    """Numbers of the parameters in each bucket, in the order of reduction."""
+    times_ns: list[int] = field(init=False, default_factory=lambda: [0, 0, 0])
+    """Of the last backward: start of the first all-reduce, start and end of the last one; since the epoch."""
     _scale: float = field(init=False)
     _exact: bool = field(init=False)
     """Whether scaling changes exponents alone (a power of two), so that it may come before rounding."""
@@ -90,6 +95,7 @@ class BucketSet:
     def __post_init__(self) -> None:
         self._table = {bucket.name: bucket for bucket in self.buckets}
         self._places = {n: (b.name, offset) for b in self.buckets for n, offset in b.places}
+        self.order = tuple(tuple(number for number, _ in bucket.places) for bucket in self.buckets)
         layouts = {b.name: (b.name, b.places, b.numel, b.dtype, b.wire) for b in self.buckets}
         self._kept = {name: self.pool.setdefault(layout, []) for name, layout in layouts.items()}
         ranks = dist.get_world_size(self.group)
@@ -130,6 +136,7 @@ class BucketSet:
         """
         self._reduced.clear()
         self._runs += 1
+        self.times_ns = [0, 0, 0]
         if task is None or task != self._task:
             self._task = task
             self._aside.clear()
@@ -158,6 +165,8 @@ class BucketSet:
         DDP reduces accumulated gradients, too. With p.grad set to None, autograd installs the bucket's view as the new
         p.grad. Otherwise it would add the view to gradients that are reduced already.
         """
+        now = time.time_ns()
+        self.times_ns[:2] = self.times_ns[0] or now, now
         described = self._table[bucket]
         early = described.scaled if self._exact else ()
         for number in described.params:
@@ -295,6 +304,7 @@ class BucketSet:
     def wait(self, bucket: str, memory: BucketMemory) -> None:
         """Wait for the all-reduce that `start` began."""
         self._works.pop(bucket).wait()
+        self.times_ns[2] = time.time_ns()
         if memory.wire is not None:
             memory.flat.copy_(memory.wire)
         self._landed(bucket, memory)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ class MadeUpDdp:
         self.restored: list[str] = []
         self.behind: list[list[str]] = []
         self.arriving: list[tuple[str, ...]] = []
+        self.marked: list[Any] = []
 
     @property
     def eligible(self) -> bool:
@@ -60,6 +61,9 @@ class MadeUpDdp:
 
     def note_arriving(self, reasons: tuple[str, ...]) -> None:
         self.arriving.append(reasons)
+
+    def has_synced(self, numbers: Any) -> None:
+        self.marked.append(numbers)
 
     def accumulating(self, numbers: Any) -> frozenset[int]:
         return frozenset(numbers)
@@ -94,6 +98,8 @@ class MadeUpGraph:
     """A captured graph whose backward adds to two parameters."""
 
     grads = GRADS
+    params: ClassVar = {0: 7, 1: 8}
+    number = 0
 
     def __init__(self, adds: bool = True) -> None:
         self.adds, self.agreed = adds, list[str]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import product
 from math import prod
@@ -17,7 +18,7 @@ from dcompile.codegen.lower.rules.concat import below, both, not_below
 from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.symbolic.strides import Shape, is_dense, ranges_of, variables
 from dcompile.ir.index import Index, Size, as_index, as_size, flatten, floordiv, modulo
-from dcompile.ir.nodes import Ref, Store
+from dcompile.ir.nodes import Apply, Load, Ref, Store
 from dcompile.ir.ops import DTYPES
 
 MAX_WINDOW = 27
@@ -33,8 +34,13 @@ def each(value: Any, rank: int, default: Sequence[int] | None = None) -> tuple[i
 
 
 def _clamped(body: Body, index: Index, low: int, high: Size) -> Ref:
-    ref = body.apply("max", body.index(index), body.const(low, "int64"))
-    return body.apply("min", ref, body.const(high, "int64"))
+    """Limit an index to [low, high], by as few operations as its range needs."""
+    ref = body.index(index)
+    if not_below(body, index, low) is not True:
+        ref = body.apply("max", ref, body.const(low, "int64"))
+    if below(body, index, as_size(high + 1)) is not True:
+        ref = body.apply("min", ref, body.const(high, "int64"))
+    return ref
 
 
 class _Window:
@@ -53,16 +59,30 @@ class _Window:
         if self.by is not None:
             return body.const(self.by, compute)
         total = body.const(1, "int64")
+        for count in self._counts(body, at):
+            total = body.apply("mul", total, count)
+        return body.cast(total, compute)
+
+    def share(self, body: Body, at: Coords, compute: str) -> Ref:
+        """Return the reciprocal of the divisor, as a product of one for each dimension: up to two roundings off."""
+        if self.by is not None:
+            return body.const(1 / self.by, compute)
+        parts = [body.apply("div", body.const(1, compute), body.cast(n, compute)) for n in self._counts(body, at)]
+        return functools.reduce(lambda left, right: body.apply("mul", left, right), parts)
+
+    def _counts(self, body: Body, at: Coords) -> list[Ref]:
+        """Return the elements that a window counts along each dimension; at least 1, also outside of the plane."""
+        counts = []
         for c, size, kernel, stride, pad in zip(at, self.size, self.kernel, self.stride, self.padding, strict=True):
             start = c * stride - pad
             if self.include:
-                end = body.apply("min", body.index(start + kernel), body.const(as_size(size + pad), "int64"))
+                end = _clamped(body, start + kernel, 0, as_size(size + pad))
                 count = body.apply("sub", end, body.index(start))
             else:
                 count = body.apply("sub", _clamped(body, start + kernel, 0, size), _clamped(body, start, 0, size))
             # positions outside are masked, but must not divide by 0
-            total = body.apply("mul", total, body.apply("max", count, body.const(1, "int64")))
-        return body.cast(total, compute)
+            counts.append(body.apply("max", count, body.const(1, "int64")))
+        return counts
 
 
 def _average(rank: int) -> Callable[..., Any]:
@@ -130,7 +150,17 @@ def element_where(body: Body, inside: Ref | bool, x: LazyTensor, place: Coords, 
         return to_dtype(body, body.trace(x, place), compute) if inside else body.const(other, compute)
     with body.masked(inside):
         element = to_dtype(body, body.trace(x, place), compute)
+    if other == 0 and _is_masked_load(body, element):
+        return element
     return body.apply("where", inside, element, body.const(other, compute))
+
+
+def _is_masked_load(body: Body, ref: Ref) -> bool:
+    """Is a value loaded under a mask, and so 0 where it does not hold, and converted at most?"""
+    value = body.values[ref]
+    if isinstance(value, Apply) and value.op == "cast":
+        value = body.values[value.args[0]]
+    return isinstance(value, Load) and value.mask is not None
 
 
 def _average_backward(rank: int) -> Callable[..., Any]:
@@ -156,6 +186,8 @@ def _average_backward(rank: int) -> Callable[..., Any]:
                 place.append(start)
                 inside += [not_below(body, start, 0), below(body, start, size), below(body, within, k)]
             given = element_where(body, both(body, *inside), grad, (*coords[:-rank], *place), compute)
+            if dtype != compute:  # rounding to 16 bits hides that of a reciprocal
+                return body.apply("mul", given, window.share(body, tuple(place), compute))
             return body.apply("div", given, window.divisor(body, tuple(place), compute))
 
         return sum_windows(low, value, reach, (grad,), element, lambda body, total, _: total)

@@ -9,10 +9,12 @@ from dcompile.codegen.schedule.fusion.merge import without
 from dcompile.device_traits import loop_traits
 from dcompile.ir.analysis import ancestors, is_row_store
 from dcompile.ir.buffers import Buffer
-from dcompile.ir.index import contiguous_strides, flatten, size_product, var
+from dcompile.ir.index import Mod, contiguous_strides, flatten, size_product, var
 from dcompile.ir.nodes import Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
 from dcompile.ir.ops import REDUCTIONS
 
+MIN_RUN = 8
+"""Shortest run of adjacent elements that is read in order: 16 bytes of a 16-bit dtype."""
 MAX_COLUMNS = 1 << 16  # every thread keeps one partial result for each column: 256 KB of float32, an L2 share
 
 
@@ -61,8 +63,13 @@ def wants_rows(loop: Loop, *, deep: bool = False) -> bool:
 
 
 def _unit(load: Load, name: str) -> bool:
+    """Are neighbours along a variable adjacent in memory, at least in runs such as the channels of a padded group?"""
     coefficient = load.index.coefficient(name)
-    return coefficient is not None and coefficient.constant == 1
+    if coefficient is not None:
+        return coefficient.constant == 1
+    atoms = [monomial[0] for monomial, factor in load.index.terms if len(monomial) == 1 and factor == 1]
+    runs = [atom.divisor for atom in atoms if isinstance(atom, Mod) and atom.base == var(name)]
+    return any(not isinstance(run, int) or run >= MIN_RUN for run in runs)
 
 
 def _has_nested_reduction(loop: Loop) -> bool:

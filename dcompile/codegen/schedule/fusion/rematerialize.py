@@ -180,7 +180,7 @@ def _inline_recomputed(reader: Loop, maker: Loop, offers: Mapping[str, _Recomput
         return None
     told = replace(reader, body=tuple(body), stores=stores)
     fits = len(body) <= MAX_VALUES and len(told.reads | told.writes) <= MAX_BUFFERS
-    return told if fits and divisions(told) <= divisions(reader) else None
+    return told if fits and divisions(told) <= divisions(reader) + divisions(maker) else None
 
 
 def _places(reader: Loop, load: Load, index: Index, own: Ranges, bounds: Ranges) -> dict[str, Index] | None:

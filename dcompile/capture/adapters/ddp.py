@@ -199,7 +199,8 @@ class DdpAdapter(PlainAdapter):
         if self.state == "undecided" and not self._missing and torch.is_grad_enabled():
             self._held_static_graph |= compat.ddp.hold_static_graph(ddp)
             compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
-            self.watch()
+            if not self.uneven:  # otherwise DDP's reducer raises an error about parameters used outside the module
+                self.watch()
 
     def decide(self, objections: list[str], several: bool = False) -> None:
         """Inside the first compiled backward: take over reduction, or leave it to DDP and record the reasons.

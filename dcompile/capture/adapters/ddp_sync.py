@@ -175,15 +175,14 @@ class DdpSync(GradientSync):
         return adapter.state != "undecided"
 
     def _decide(self) -> None:
-        self._decide_who_reduces()
-        adapter = self._adapter
-        # other parameters stay watched: their gradients come from outside the module, and are reduced on their own
-        done = {number for graph in self.model.graphs for _, number in graph.grads}
-        adapter.unwatch(done if adapter.eligible else [*adapter.refs])
-
-    def _decide_who_reduces(self) -> None:
         adapter, objections = self._adapter, self.model.objections()
-        if not self._asks_others() or not adapter.uneven:
+        if not adapter.uneven:
+            adapter.decide(objections)
+            # other parameters stay watched: their gradients come from outside the module, and are reduced on their own
+            done = {number for graph in self.model.graphs for _, number in graph.grads}
+            adapter.unwatch(done if adapter.eligible else [*adapter.refs])
+            return
+        if not self._asks_others():
             adapter.decide(objections)
             return
         self._compared = True  # ranks may have run different graphs: if one falls back to DDP, all do

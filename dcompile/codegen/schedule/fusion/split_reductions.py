@@ -309,7 +309,7 @@ def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[
         now = [ref for ref in reduces if known[ref] == number]
         pieces = {r: _new(f"{loop.name}_parts", body[r].dtype, (rows, parts), device, table) for r in now}
         results = {r: _new(f"{loop.name}_rows", body[r].dtype, (rows,), device, table) for r in now}
-        steps.append(_part(loop, parts, pieces, done, backwards=(last - number) % 2 == 0))
+        steps.append(_part(loop, parts, pieces, done))
         at_end = [s for s in stores if is_row_store(loop, s)] if number == last else []
         if number == last:
             read = {r: _new(f"{loop.name}_values", body[r].dtype, (rows,), device, table) for r in _read_by_rows(loop)}
@@ -350,23 +350,14 @@ def _reductions_below(body: Sequence[Value], ref: Ref) -> set[Ref]:
     return {at for at in ancestors(body, [ref], through_reduces=False) if isinstance(body[at], Reduce)}
 
 
-def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str], *, backwards: bool) -> Loop:
-    """Build the first stage: each row in `parts`; the last may be shorter, and positions beyond the row are masked.
-
-    Parts of whole pieces are interleaved, so that all programs together pass through a row in the order of addresses,
-    or `backwards`. The L2 cache then holds what the next pass reads first, and what the kernel before wrote last.
-    """
+def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str]) -> Loop:
+    """Build the first stage: each row in `parts`; the last may be shorter, and positions beyond the row are masked."""
     outer, inner, rank = _known(loop.outer), _known(loop.inner), len(loop.outer)
     size = prod(inner)
     length = -(-size // parts)
     cut = parts * length != size
-    mine: tuple[int, ...] = (length,)
+    bounds = {f"i{k}": n for k, n in enumerate((*outer, parts))} | {"j0": length}
     flat = var(f"i{rank}") * length + var("j0")
-    if not cut and length > PIECE_ELEMENTS and length % PIECE_ELEMENTS == 0:
-        mine = (length // PIECE_ELEMENTS, PIECE_ELEMENTS)
-        piece = mine[0] - 1 - var("j0") if backwards else var("j0")
-        flat = (piece * parts + var(f"i{rank}")) * PIECE_ELEMENTS + var("j1")
-    bounds = {f"i{k}": n for k, n in enumerate((*outer, parts))} | {f"j{k}": n for k, n in enumerate(mine)}
     values = coordinates("j", inner, flat, bounds)
     rows, element = position("i", outer), row_values(loop)
     body: list[Value] = []
@@ -392,7 +383,7 @@ def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str], 
         number[ref] = len(body) - 1
         if ref in pieces:
             stores.append(Store(pieces[ref], rows * parts + var(f"i{rank}"), number[ref]))
-    made = Loop(f"{loop.name}_part", (*outer, parts), mine, tuple(body), tuple(stores), loop.origin)
+    made = Loop(f"{loop.name}_part", (*outer, parts), (length,), tuple(body), tuple(stores), loop.origin)
     kept = without(made, frozenset())
     assert kept is not None, f"{loop.name} has reductions that nothing uses"
     return kept

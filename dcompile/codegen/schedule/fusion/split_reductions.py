@@ -21,7 +21,6 @@ from dcompile.codegen.nest.tile_plan import (
     count,
     power_of_two,
 )
-from dcompile.codegen.nest.tile_rows import PIECE_ELEMENTS
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.codegen.schedule.fusion.iteration_space import coordinates, position, radix, respace
 from dcompile.codegen.schedule.fusion.merge import without

@@ -25,8 +25,8 @@ from benchmarks.gpu_decode import copy_rate
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.triton import kernel as triton_kernel
 from dcompile.codegen.emit.triton.launch_order import start_next_first
-from dcompile.codegen.nest.gpu_tiling import power_of_two
 from dcompile.codegen.nest.row_matmul import RowTile
+from dcompile.codegen.nest.tile_plan import power_of_two
 from dcompile.config import Config
 from dcompile.device_traits import MULTIPROCESSORS
 from dcompile.driver import Pipeline

@@ -20,7 +20,7 @@ from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.compiler import CachingCompiler
 from dcompile.config import MODES, Config, option_names
 from dcompile.explain.receipt import Receipt, make_receipt, nothing_compiled
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 from dcompile.runtime.communication.ddp_buckets import BucketSet, average
 from dcompile.runtime.communication.fsdp_shards import Shards
 from dcompile.runtime.coordination.agreement import agree, any_rank_objection

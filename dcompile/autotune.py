@@ -23,8 +23,9 @@ from dcompile.codegen.schedule.fusion.skinny_matmul import (
     skinny_loops,
 )
 from dcompile.errors import BuildError
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.gemm import Algorithm, Chosen, Geometry
-from dcompile.ir.nodes import Buffer, Extern, Loop, Program, Tile, View
+from dcompile.ir.nodes import Extern, Loop, Program, Tile
 from dcompile.runtime.measure import autotune, skinny_contest
 from dcompile.runtime.program import cuda_launch
 
@@ -115,7 +116,7 @@ class Tuner:
             shape = _geometry(program, ending)
             contest = autotune.EpilogueContest(
                 tuple(table[name] for name in sorted(buffers | {product.out})),
-                tuple(view for view in product.call.args if isinstance(view, View)),
+                product.call.views,
                 product.out,
                 (shape, found) if shape is not None and (found := self._algorithms[shape]) is not None else None,
                 _candidate_launch(loops[kind], archives),
@@ -188,7 +189,7 @@ class SkinnyCandidates:
         """Return what is measured, with compiled kernels."""
         matmuls = []
         for call in () if self.library is None else self.library.calls:
-            left, right = (view for view in call.args if isinstance(view, View))
+            left, right = call.views
             assert call.outs[0] is not None, "a product has a result"
             matmuls.append(skinny_contest.LibraryMatmul(left, right, call.outs[0]))
         return skinny_contest.SkinnyContest(
@@ -252,7 +253,7 @@ def receipt_notes(kinds: Mapping[Loop, Sequence[EpilogueCandidate]], chosen: Map
 def _shape(kind: Loop) -> str:
     """Text of a GEMM's size: rows x columns x depth."""
     assert kind.product is not None, "an ending has a product"
-    *_, left, right = (view for view in kind.product.call.args if isinstance(view, View))
+    *_, left, right = kind.product.call.views
     return f"{left.shape[0]}x{right.shape[1]}x{left.shape[1]}"
 
 

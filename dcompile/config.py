@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,16 @@ from dcompile.errors import OptionError
 from dcompile.inductor_options import REASON_OF
 from dcompile.kernel_backends.names import REPLAYED, KernelBackend, find_backend
 from dcompile.log_setting import parse_log
-from dcompile.settings import check_type, idle_text, option_name, setting, suggestion, variable_name
+from dcompile.settings import (
+    check_type,
+    chunk_count,
+    idle_text,
+    option_name,
+    setting,
+    size_bounds,
+    suggestion,
+    variable_name,
+)
 
 TRACE_DIRECTORY = "dcompile_trace"
 """Directory of trace.enabled, relative to the working directory."""
@@ -191,7 +200,6 @@ class Config:
     coordinate_descent_tuning: bool = setting(
         False,
         "Measure block sizes and warps of kernels, step by step.",
-        in_key=False,
         idle="block sizes and warps of dcompile's kernels follow from their sizes and are not measured",
     )
     shape_padding: bool = setting(
@@ -218,19 +226,16 @@ class Config:
     selective_decompose: bool = setting(
         False,
         "Decompose only operations that kernels are generated for.",
-        in_key=False,
         idle="decompositions follow from `kernels` alone",
     )
     reorder_for_peak_memory: bool = setting(
         True,
         "Order operations by the memory that is live meanwhile.",
-        in_key=False,
         idle="one order is planned for memory and overlap together",
     )
     reorder_for_compute_comm_overlap: bool = setting(
         False,
         "Move collectives to where computation hides them.",
-        in_key=False,
         idle="the cost model always places dcompile's collectives so; the model's own keep the places of their waits",
     )
     triton_reorder_for_reducing_graph_partitions: bool = setting(
@@ -243,31 +248,26 @@ class Config:
     use_pre_grad_passes: bool = setting(
         True,
         "Rewrite graphs before they are traced.",
-        in_key=False,
         idle="inductor's passes do not run",
     )
     use_joint_graph_passes: bool = setting(
         True,
         "Rewrite graphs of forward and backward.",
-        in_key=False,
         idle="inductor's passes do not run",
     )
     use_post_grad_passes: bool = setting(
         True,
         "Rewrite graphs after their partition.",
-        in_key=False,
         idle="inductor's passes do not run",
     )
     use_dce: bool = setting(
         True,
         "Remove operations whose results are not used.",
-        in_key=False,
         idle="they always are",
     )
     allow_buffer_reuse: bool = setting(
         True,
         "Reuse a buffer's memory after its last reader.",
-        in_key=False,
         idle="memory is always planned so",
     )
     ignored: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), compare=False)
@@ -368,40 +368,15 @@ def _checked(name: str, value: Any) -> Any:
     if name == "kernels":
         return find_backend(value)
     if name == "chunked_loss":
-        return _parts(value)
+        return chunk_count(value)
     if name == "size_classes":
-        return _bounds(value)
+        return size_bounds(value)
     value = check_type(name, _types()[name], value)
     if name == "cache_size_gib" and value < 0:
         raise OptionError(f"dcompile: {name}={value!r} should be a number of GiB, or 0 for no limit")
     if name == "log":
         parse_log(value)
     return value
-
-
-def _parts(value: Any) -> int | str:
-    """A number of chunks of a loss, or `auto`. Raises OptionError."""
-    if value == "auto":
-        return "auto"
-    number = int(value) if isinstance(value, str) and value.isdigit() else value
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0 or number == 1:
-        raise OptionError(
-            f"dcompile: chunked_loss={number!r} should be 'auto', or a number of parts, at least 2, or 0 for none"
-        )
-    return number
-
-
-def _bounds(value: Any) -> str:
-    """Bounds of size classes, as text in one form. Raises OptionError unless they are sizes."""
-    if value is None or value in ("", "auto"):
-        return value or ""
-    words = value.split(",") if isinstance(value, str) else value
-    words = list(words) if isinstance(words, Iterable) else [words]
-    if any(isinstance(word, bool) or not str(word).strip().isdigit() or int(word) < 2 for word in words) or not words:
-        raise OptionError(
-            f"dcompile: size_classes={value!r} should be sizes of at least 2, such as [512, 1024, 2048], or 'auto'"
-        )
-    return ",".join(map(str, sorted({int(word) for word in words})))
 
 
 def option_types() -> dict[str, tuple[str, Any, str]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from dcompile.ir.nodes import Buffer, Loop
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Loop
 
 HOST = "cpu"
 """Device type whose memory Python and host programs read."""

@@ -13,7 +13,8 @@ from dcompile.capture.services import Services
 from dcompile.collectives.contract import AnySource, Foreseen, ProgramReport, Request
 from dcompile.compiler import CachingCompiler
 from dcompile.driver import Pipeline, ProgramPlan
-from dcompile.ir.nodes import Bucket, Loop, Program, Tile
+from dcompile.ir.buffers import Bucket
+from dcompile.ir.nodes import Loop, Program, Tile
 
 
 class PlanningCompiler(CachingCompiler):

@@ -89,7 +89,7 @@ class GroupSize:
 
 MAX_ONE_SHOT_BYTES = 256 << 10
 """Size of an all-reduce up to which every rank sends its whole operand to all others, in one kernel."""
-LEAST_COPIED = 32 << 20
+MIN_COPIED_BYTES = 32 << 20
 """Average bytes of a model's gathers below which one kernel is faster than a copy for each parameter and rank (two
 H200: 13.5 MiB for each layer of a model of 160 M).
 """

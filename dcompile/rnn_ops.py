@@ -91,7 +91,7 @@ def backward(
 ) -> list[torch.Tensor]:
     """Gradients of the input, of each hidden state and of each weight."""
     count = len(hidden)
-    with torch.random.fork_rng(devices=[]), compat.tensors.record_autograd():
+    with torch.random.fork_rng(devices=[]), compat.autograd.record_autograd():
         if state.numel():
             torch.set_rng_state(state)
         leaves = [tensor.detach().requires_grad_() for tensor in (value, *hidden, *weights)]

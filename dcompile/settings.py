@@ -1,4 +1,4 @@
-"""Definition of a setting: a field with help, its option and variable names, and the check of its type."""
+"""Definition of a setting: a field with help, its option and variable names, and the check of its value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def setting(default: Any, text: str, *, in_key: bool = True, option: str = "", i
 
     `idle`: why an option that torch.compile knows has no effect here. The docs and the receipt repeat it.
     """
-    return dataclasses.field(default=default, metadata={"help": text, "in_key": in_key, "option": option, "idle": idle})
+    facts = {"help": text, "in_key": in_key and not idle, "option": option, "idle": idle}
+    return dataclasses.field(default=default, metadata=facts)
 
 
 def variable_name(name: str) -> str:
@@ -71,3 +72,28 @@ def _fraction(name: str, value: Any) -> float:
 
 def idle_text(f: dataclasses.Field[Any]) -> str:
     return f" Accepted without effect: {f.metadata['idle']}." if f.metadata["idle"] else ""
+
+
+def chunk_count(value: Any) -> int | str:
+    """A number of chunks of a loss, or `auto`. Raises OptionError."""
+    if value == "auto":
+        return "auto"
+    number = int(value) if isinstance(value, str) and value.isdigit() else value
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0 or number == 1:
+        raise OptionError(
+            f"dcompile: chunked_loss={number!r} should be 'auto', or a number of parts, at least 2, or 0 for none"
+        )
+    return number
+
+
+def size_bounds(value: Any) -> str:
+    """Bounds of size classes, as text in one form. Raises OptionError unless they are sizes."""
+    if value is None or value in ("", "auto"):
+        return value or ""
+    words = value.split(",") if isinstance(value, str) else value
+    words = list(words) if isinstance(words, Iterable) else [words]
+    if any(isinstance(word, bool) or not str(word).strip().isdigit() or int(word) < 2 for word in words) or not words:
+        raise OptionError(
+            f"dcompile: size_classes={value!r} should be sizes of at least 2, such as [512, 1024, 2048], or 'auto'"
+        )
+    return ",".join(map(str, sorted({int(word) for word in words})))

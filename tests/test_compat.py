@@ -18,12 +18,12 @@ def test_settings_while_tracing_are_put_back():
     import torch._dynamo.config as config
 
     before = config.save_config()
-    with compat.dynamo.tracing_settings():
+    with compat.tracing_settings.tracing_settings():
         assert not config.optimize_ddp
         assert logging.Logger.warning in config.ignore_logging_functions
     assert config.save_config() == before
     for dynamic, by_default in ((True, False), (False, True)):
-        with compat.dynamo.tracing_settings(dynamic):
+        with compat.tracing_settings.tracing_settings(dynamic):
             assert config.assume_static_by_default == by_default
             assert config.automatic_dynamic_shapes or not dynamic
             assert config.fake_tensor_cache_enabled != dynamic
@@ -93,7 +93,7 @@ def test_a_frame_that_late_sizes_stop_is_compiled_without(message, again):
     def around(code, late):
         if code.co_name == "function":
             seen.append(late)
-        with compat.dynamo.tracing_settings(late_sizes=late):
+        with compat.tracing_settings.tracing_settings(late_sizes=late):
             asked.append(torch._dynamo.config.capture_dynamic_output_shape_ops)
             yield
 
@@ -118,11 +118,11 @@ def test_a_frame_that_late_sizes_stop_is_compiled_without(message, again):
 
 def test_storage_use_count():
     x = torch.zeros(4)
-    assert compat.tensors.storage_use_count(x) == 1
+    assert compat.storage_holders.storage_use_count(x) == 1
     view, alias = x[1:], x.detach()
-    assert compat.tensors.storage_use_count(x) == 3
+    assert compat.storage_holders.storage_use_count(x) == 3
     del view, alias
-    assert compat.tensors.storage_use_count(x) == 1
+    assert compat.storage_holders.storage_use_count(x) == 1
 
 
 class Probe(torch.autograd.Function):
@@ -135,9 +135,9 @@ class Probe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.found["accumulates"] = [compat.tensors.will_accumulate(p) for p in ctx.params]
-        ctx.found["task"] = compat.tensors.backward_task()
-        compat.tensors.at_end_of_backward(lambda: ctx.found.update(grads=[p.grad is not None for p in ctx.params]))
+        ctx.found["accumulates"] = [compat.autograd.will_accumulate(p) for p in ctx.params]
+        ctx.found["task"] = compat.autograd.backward_task()
+        compat.autograd.at_end_of_backward(lambda: ctx.found.update(grads=[p.grad is not None for p in ctx.params]))
         return None, *(torch.ones_like(p) for p in ctx.params)
 
 
@@ -149,7 +149,7 @@ def params():
 def test_inside_a_backward(params):
     found = {}
     Probe.apply(found, *params).backward()
-    assert found.pop("task") >= 0 and compat.tensors.backward_task() == -1
+    assert found.pop("task") >= 0 and compat.autograd.backward_task() == -1
     assert found == {"accumulates": [True, True], "grads": [True, True]}
 
 
@@ -223,7 +223,7 @@ def test_guards_are_timed_for_those_who_listen_alone(heard, monkeypatch):
     monkeypatch.setattr(guards, "profile_guard_manager", lambda *given: timed.append(own(*given)) or timed[-1])
     monkeypatch.setattr(guards.guards_log, "isEnabledFor", lambda _: heard)
     torch._dynamo.reset()
-    with compat.dynamo.tracing_settings():
+    with compat.tracing_settings.tracing_settings():
         torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2))
     assert bool(timed) == heard
 

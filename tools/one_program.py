@@ -20,7 +20,7 @@ import dcompile
 
 
 class Block(torch.nn.Module):
-    """A linear layer, GELU, and RMSNorm in elementary operations."""
+    """A linear layer, ReLU, and RMSNorm in elementary operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Block(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.ones(128))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.nn.functional.gelu(self.up(x), approximate="tanh")
+        hidden = torch.nn.functional.relu(self.up(x))
         return hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6) * self.scale
 
 
@@ -60,13 +60,13 @@ Fusion makes one kernel of all loops, and memory planning gives each buffer its 
 
 The backward gets the gradient of the result and the saved values. Lowered:
 """,
-    "collective": """Fusion works as in the forward. The pass that inserts buckets then places the gradients in one
-bucket and adds `start all_reduce`; the wait moves to the end. The planned program:
+    "collective": """Fusion works as in the forward. `insert_ddp_buckets` then places the gradients in one bucket
+and adds `start all_reduce`; the wait moves to the end. The planned program:
 """,
     "kernel": """## 5. Kernel
 
-The C++ target prints one function for each loop; equal loops share it. This is the forward's.
-[cpp-codegen.md](cpp-codegen.md) explains its passes over a row. `VECTORS` is set where the compiler has vector types.
+The C++ target prints one function for each loop; equal loops share it. This is the forward's: two passes over each
+row, and `g++` finds the vectors. [cpp-codegen.md](cpp-codegen.md) says when dcompile writes vectors itself.
 """,
     "host": """## 6. Host program
 
@@ -75,7 +75,8 @@ The host program is Python that calls kernels and libraries in order. The backwa
 """,
     "receipt": """## 7. Receipt
 
-The receipt counts what became of the model; [receipt.md](../guide/receipt.md) explains its fields.
+Rank 0 prints it after the first step: what became of the model, in three lines.
+[receipt.md](../guide/receipt.md) explains them and the fields behind them.
 """,
 }
 
@@ -89,7 +90,7 @@ def dump_block(folder: Path) -> str:
         options = {"dump": str(folder), "matmul": "aten", "receipt": False, "cache_dir": str(folder / "cache")}
         dcompile.compile(model, options=options)
         model(torch.randn(32, 64)).square().mean().backward()
-        return dcompile.receipt(model).details()
+        return str(dcompile.receipt(model))
     finally:
         dist.destroy_process_group()
 
@@ -143,7 +144,7 @@ def page() -> str:
             STAGES["host"],
             fenced("python", (backward / "host.py").read_text()),
             STAGES["receipt"],
-            fenced("text", re.sub(r"compile_seconds=[\d.]+", "compile_seconds=...", receipt).replace(" ", "\n")),
+            fenced("text", re.sub(r"[\d.]+ s\b", "... s", receipt)),
         ]
     return "\n".join(parts)
 

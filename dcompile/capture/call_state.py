@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -64,9 +63,6 @@ class CapturedGraph(Protocol):
     def accumulates(self) -> bool:
         """Inside its backward: does that add to the `.grad` of any parameter?"""
 
-    def units(self) -> set[int]:
-        """Return the units of sharded parameters for which a backward computes gradients."""
-
     @property
     def shards(self) -> ShardedParameters | None:
         """The sharded parameters of its collectives, also after a fallback to FSDP's own hooks."""
@@ -74,9 +70,6 @@ class CapturedGraph(Protocol):
     @property
     def gathers(self) -> bool:
         """Whether programs gather sharded parameters."""
-
-    def units_of(self, numbers: Iterable[int]) -> set[int]:
-        """Return the units of these parameters."""
 
     def has_own_collectives(self, kind: str) -> bool:
         """Does a program have collectives that the model itself calls?"""

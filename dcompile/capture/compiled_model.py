@@ -127,7 +127,7 @@ class CompiledModel:
         try:
             grouping = group_loop if self.settings.config.own_kernels else None
             classes = bool(self.settings.config.size_classes)
-            settings = compat.dynamo.tracing_settings(
+            settings = compat.tracing_settings.tracing_settings(
                 True if classes else self.settings.dynamic,
                 sync_batch_norm,
                 code is entry,
@@ -319,7 +319,7 @@ class CompiledModel:
         """
         if self.sync.before_backward(graph, sync) and True not in self._reported:
             self._reported.add(True)
-            compat.tensors.at_end_of_backward(self._backward_is_through)
+            compat.autograd.at_end_of_backward(self._backward_is_through)
 
     def _backward_is_through(self) -> None:
         """Report the first step; if the backward is inside a call (a compiled training step), report when that ends."""

@@ -21,11 +21,12 @@ from dcompile.capture.graph_boundary import COPIED, COPIES_IN, with_flat_inputs,
 from dcompile.capture.graph_pass import GraphRequest, run_passes
 from dcompile.capture.graph_runner import Boxed, GraphPrograms, mark_boxed
 from dcompile.capture.joint_graph import PartitionResult, gradient_positions, partition_joint, returned_views
-from dcompile.capture.passes.dynamo.has_matmul import multiplies
+from dcompile.capture.passes.dynamo.captured_nodes import multiplies
 from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
 from dcompile.capture.passes.joint.absent_gradients import can_be_absent, shapes_of, tangents
+from dcompile.capture.passes.repeated_layers.compare import LayersDiffer
 from dcompile.capture.passes.repeated_layers.find import RepeatedLayers, repeated_layers, shorten
-from dcompile.capture.passes.repeated_layers.replicate import LayersDiffer, check_inputs, unfold
+from dcompile.capture.passes.repeated_layers.replicate import check_inputs, unfold
 from dcompile.capture.services import figures_by_type
 from dcompile.capture.trace_cache.graph_trace import GraphTrace
 from dcompile.capture.trace_cache.trace_key import trace_key

@@ -205,7 +205,7 @@ class Entry:
         try:
             with adapter.scope(), between.watching(self.root):
                 result = self._call(False, args, kwargs)
-            compat.tensors.keep_for_backward(result, self.root)
+            compat.autograd.keep_for_backward(result, self.root)
             return result
         except FallBackToStock as error:
             reason = str(error)

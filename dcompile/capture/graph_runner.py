@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dcompile import compat
 from dcompile.capture import batched_backward
 from dcompile.capture.adapters.gradient_sync import BackwardCall
-from dcompile.capture.agreement.collective_plan import plan_of
+from dcompile.capture.agreement.collective_plan import by_group, own_collectives, plan_of
 from dcompile.capture.aliasing.input_views import return_input_views
 from dcompile.capture.aliasing.view_bases import with_bases_as_traced
 from dcompile.capture.compiled_model import CompiledModel
@@ -32,12 +31,11 @@ from dcompile.capture.passes.joint.absent_gradients import (
     zeros_for,
     zeros_of,
 )
+from dcompile.capture.program_request import describe_machine, describe_shards
 from dcompile.capture.services import GradientBuckets, Line
 from dcompile.capture.trace_cache.graph_trace import GraphTrace
-from dcompile.collectives.contract import Executable, Foreseen, ParamInfo, Request
+from dcompile.collectives.contract import Executable, Foreseen, Request
 from dcompile.device_traits import HOST, traits_of
-from dcompile.ir.functional_collectives import NAMESPACE, is_wait
-from dcompile.machine_model import GroupSize
 from dcompile.passes import OutputStep
 from dcompile.results.unshare_gradients import UnshareGradients
 
@@ -79,15 +77,13 @@ class GraphPrograms:
         """Lines for the receipt about changes to the graph."""
         self.fallbacks: Counter[str] = Counter()
         """Reason -> count of runs without dcompile's kernels that are due to the way the graph is called."""
-        self._own: dict[str, list[str]] = {}
-        """Kind of a program -> collectives that the model itself calls (SyncBatchNorm, tensor parallelism)."""
-        self._own_by_group: dict[str, dict[str, list[str]]] = {}
-        """Kind of a program -> name of a process group -> the model's own collectives in it."""
+        self._own: dict[str, list[tuple[str, str]]] = {}
+        """Name of a program -> (process group, line) of what the model itself calls: SyncBatchNorm, tensor parallelism.
+        """
         self._agreed: set[str] = set()
         """Kinds of programs whose collectives were compared between ranks."""
         self.later: set[int] = set()
-        """Units for which earlier graphs of a call compute gradients, too: their backward comes later, and reduces all.
-        """
+        """Units for which earlier graphs of a call compute gradients, too: their backward, a later one, reduces all."""
         self._sharded: dict[str, int] = {}
         """Name of a placeholder -> number of its sharded parameter."""
         self._goes_on = False
@@ -125,27 +121,26 @@ class GraphPrograms:
     def _build(
         self, gm: Any, kind: Any, whole: bool = False, foreseen: Foreseen | None = None, **more: Any
     ) -> Executable:
-        own = list(own_collectives(gm))
-        self._own[WHOLE_BACKWARD if whole else kind] = [line for _, line in own]
-        self._own_by_group[WHOLE_BACKWARD if whole else kind] = _by_group(own)
+        name = WHOLE_BACKWARD if whole else kind
+        self._own[name] = list(own_collectives(gm))
         request = self._request(gm, kind, whole, **more)
-        executable = self.model.services.compiler.compile_graph(gm, request, foreseen)
-        self.executables[WHOLE_BACKWARD if whole else kind] = executable
-        return executable
+        self.executables[name] = self.model.services.compiler.compile_graph(gm, request, foreseen)
+        return self.executables[name]
 
     def _request(self, gm: Any, kind: Any, whole: bool = False, **more: Any) -> Request:
         if self._sharded or (self.sync.scatters and kind == "backward"):
-            more = self._shards(gm, kind) | more
+            more = describe_shards(self.model, gm, kind, self._sharded, self.grads) | more
         empty = {position for position, _ in more.get("gathers", ())}  # virtual parameters, without memory
         donated = tuple(p for p in donated_positions(gm) if p not in empty) if kind == "backward" else ()
         if self.model.settings.config.triton_cudagraphs and not traits_of(self.device.type).is_host:
             donated = ()  # only a call can check for other references to a saved tensor; a replay cannot
+        found = self.adapter.communicators()
         return Request(
             name=f"{WHOLE_BACKWARD if whole else kind}{self.number}",
             kind=kind,
             donated=donated,
             saved=tuple(p for p in saved_positions(gm) if p not in empty) if kind == "backward" else (),
-            **self._machine(gm),
+            **describe_machine(self.model, gm, self.device, found, self._copied(found)),
             **more,
         )
 
@@ -157,18 +152,6 @@ class GraphPrograms:
         backward = without_opaque_objects(backward)
         likely = without(backward, unlikely(backward) if self._may_lack else (), self._exchanged)
         return likely, self._request(likely, "backward", **self._reduces())
-
-    def _shards(self, gm: Any, kind: str) -> dict[str, Any]:
-        """Return the parts of a request about sharded parameters: gathers, gradients, parameters, reductions."""
-        infos = self.adapter.param_infos()
-        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-        held = [(position, self._sharded[name]) for position, name in enumerate(names) if name in self._sharded]
-        # parameters that the forward keeps gathered are saved for the backward
-        gathers = tuple(entry for entry in held if kind != "backward" or _reshards(infos[entry[1]]))
-        grads = self.grads if kind == "backward" else ()
-        used = sorted({number for _, number in (*gathers, *grads)})
-        params = tuple(infos[number] for number in used)
-        return {"gathers": gathers, "grads": grads, "params": params, "reductions": self.adapter.reductions}
 
     def _gathering(self, run: Executable) -> Boxed:
         """Return a forward or inference program with its shard source."""
@@ -182,30 +165,6 @@ class GraphPrograms:
     def has_own_collectives(self, kind: str) -> bool:
         """Does a program have collectives that the model itself calls?"""
         return bool(self._own[kind])
-
-    def _machine(self, gm: Any) -> dict[str, Any]:
-        """Return the parts of a request for the cost model: the machine, and all groups of the graph's collectives."""
-        found, replicas = self.adapter.communicators(), self.adapter.replicas()
-        lanes: dict[int, str] = {}
-        for name, group in found.items():
-            lanes.setdefault(id(group), name)
-        copied = self._copied(found)
-        own = {
-            name: group
-            for named, name in compat.groups.named_groups(gm).items()
-            if (group := compat.groups.group_by_name(named)) is not None
-        }
-        for name, group in own.items():
-            lanes.setdefault(id(group), name)
-        config = self.model.settings.config
-        return {
-            "figures": self.model.services.figures(self.device, next(iter(found.values()), None)),
-            "groups": tuple(
-                (name, GroupSize(dist.get_world_size(group), lanes[id(group)], replicas.get(name, 1), name in copied))
-                for name, group in (found | own).items()
-            ),
-            "early_bytes": None if config.overlap_mb < 0 else config.overlap_mb << 20,
-        }
 
     def _copied(self, names: Iterable[str]) -> set[str]:
         """Return the groups whose gathers are copies from other ranks' memory; note why others use collectives."""
@@ -403,8 +362,7 @@ class GraphPrograms:
         if rule is None or not self._has_buckets():
             return {}
         params = self.adapter.exchanged({number for _, number in self.grads})
-        rule = dataclasses.replace(rule, unsure=self.unsure)
-        return {"grads": self.grads, "params": params, "rule": rule}
+        return {"grads": self.grads, "params": params, "rule": dataclasses.replace(rule, unsure=self.unsure)}
 
     def _has_buckets(self) -> bool:
         """Does the backward's program write gradients into buckets and reduce them?"""
@@ -419,14 +377,6 @@ class GraphPrograms:
         """Inside its backward: does that add to any parameter's .grad? torch.autograd.grad does not."""
         return self.sync.accumulates(number for _, number in self.grads)
 
-    def units(self) -> set[int]:
-        """Return the units of sharded parameters for which a backward computes gradients."""
-        return self.units_of(number for _, number in self.grads)
-
-    def units_of(self, numbers: Iterable[int]) -> set[int]:
-        infos = self.adapter.param_infos()
-        return {shard.unit for number in numbers if (shard := infos[number].shard) is not None}
-
     def agree(self, kind: str) -> None:
         """Check before a program's first collective that every rank is about to run the same ones."""
         if kind in self._agreed:
@@ -435,36 +385,12 @@ class GraphPrograms:
         if self.captured and self.adapter.compares_in_forward:  # DDP's are compared before a backward
             self.model.compare_captures([self])
         self.model.agree_on(self.plan(kind))
-        self.model.agree_on_own(self._own_by_group[kind])
+        self.model.agree_on_own(by_group(self._own[kind]))
 
     def plan(self, kind: str = "backward") -> list[str]:
         """Return the collectives of a program, one line each, equal on every rank that runs the same program."""
-        return plan_of(self.executables[kind].buckets, self.adapter.param_infos()) + self._own[kind]
-
-
-def own_collectives(gm: Any) -> Iterator[tuple[str, str]]:
-    """Yield (name of the process group, line) for each collective that is an operation of a graph.
-
-    Lines contain no sizes, since batches may differ between ranks.
-    """
-    for node in gm.graph.nodes:
-        op = str(node.target)
-        if node.op == "call_function" and op.startswith(NAMESPACE) and not is_wait(op):
-            texts = [arg for arg in node.args if isinstance(arg, str)]
-            if texts:  # otherwise its group is an object, which lowering reports
-                *how, group = texts
-                yield group, f"{' '.join((op.split('.')[1], *how))} over {compat.groups.size_of(group)} ranks"
-
-
-def _by_group(own: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for group, line in own:
-        found.setdefault(group, []).append(line)
-    return found
-
-
-def _reshards(info: ParamInfo) -> bool:
-    return info.shard is not None and info.shard.reshard
+        buckets = plan_of(self.executables[kind].buckets, self.adapter.param_infos())
+        return buckets + [line for _, line in self._own[kind]]
 
 
 def mark_boxed(function: Any) -> Boxed:

@@ -19,7 +19,7 @@ from dcompile.collectives.contract import (
     ShardSource,
     ShardUnit,
 )
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 from dcompile.machine_model import Figures, table_figures
 
 
@@ -61,9 +61,6 @@ class GradientBuckets(BucketSource, Protocol):
 
     def mark_used(self, numbers: Iterable[int]) -> None:
         """Mark parameters for which this rank has gradients in `.grad`, from any program."""
-
-    def reduce_all(self) -> None:
-        """Reduce every bucket, as a program does, with the contents of `.grad`."""
 
     def reduce_behind(self, numbers: Collection[int], before: Collection[int]) -> None:
         """Reduce every bucket after a backward whose program has not, with `.grad` of the parameters `numbers`."""

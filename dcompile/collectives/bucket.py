@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from dcompile.collectives.contract import BucketRule, ParamInfo
-from dcompile.ir.nodes import ITEMSIZE, Bucket
+from dcompile.ir.buffers import ITEMSIZE, Bucket
 
 ALIGN_BYTES = 64
 """Alignment of each gradient, a cache line, as of freshly allocated tensors: kernels are fastest on aligned memory."""

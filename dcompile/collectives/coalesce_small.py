@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dcompile.ir.nodes import ITEMSIZE, Bucket, Collective, Program, Wait
+from dcompile.ir.buffers import ITEMSIZE, Bucket
+from dcompile.ir.nodes import Collective, Program, Wait
 from dcompile.machine_model import Figures, GroupSize
 
 SAFETY_FACTOR = 2.0

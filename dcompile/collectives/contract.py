@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
-from dcompile.ir.nodes import Bucket, Loop, Tile
+from dcompile.ir.buffers import Bucket
+from dcompile.ir.nodes import Loop, Tile
 from dcompile.machine_model import CPU, Figures, GroupSize
 from dcompile.passes import GraphPasses
 

@@ -9,9 +9,10 @@ from typing import TypeAlias
 
 from dcompile.collectives.bucket import assign, lay_out
 from dcompile.collectives.contract import BucketRule, ParamInfo
+from dcompile.ir.buffers import IN_BUCKET, ITEMSIZE, Bucket, Buffer
 from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
 from dcompile.ir.index import Index, as_index, contiguous_strides
-from dcompile.ir.nodes import ITEMSIZE, Bucket, Buffer, Collective, Extern, Loop, Program, Step, View, Wait
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, Step, View, Wait
 
 KIND: PlannedKind = "all_reduce"
 Output: TypeAlias = View | Index | int | float | bool | None
@@ -201,7 +202,7 @@ def _outputs(program: Program, gradients: list[_BucketGradient]) -> tuple[Output
 def _buffers(program: Program, gradients: list[_BucketGradient], buckets: list[Bucket]) -> tuple[Buffer, ...]:
     """All buffers, with those of gradients placed in their bucket."""
     places = {
-        name: (f"bucket:{bucket.name}", offset * ITEMSIZE[bucket.dtype])
+        name: (IN_BUCKET + bucket.name, offset * ITEMSIZE[bucket.dtype])
         for bucket in buckets
         for name, offset in zip(bucket.buffers, bucket.offsets, strict=True)
     }

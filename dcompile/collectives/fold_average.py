@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dcompile.device_traits import traits_of
-from dcompile.ir.nodes import SCALED, Bucket, Extern, Program, Step, View
+from dcompile.ir.buffers import Bucket
+from dcompile.ir.nodes import SCALED, Extern, Program, Step, View
 
 DTYPES = ("float32", "float64", "bfloat16")
 """Dtypes whose exponent alone changes by a power of two. float16 has few exponents: DDP divides after overflow and

@@ -8,21 +8,9 @@ from typing import TypeAlias
 
 from dcompile.collectives.contract import ParamInfo
 from dcompile.collectives.fsdp_units import holder_of_unit, shard_of, unit_buckets
+from dcompile.ir.buffers import Bucket, Buffer
 from dcompile.ir.index import Index, as_index, as_size
-from dcompile.ir.nodes import (
-    Arg,
-    Bucket,
-    Buffer,
-    Collective,
-    Extern,
-    Load,
-    Loop,
-    Program,
-    Step,
-    Value,
-    View,
-    Wait,
-)
+from dcompile.ir.nodes import Collective, Extern, Load, Loop, Program, Step, Value, View, Wait, map_arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +129,7 @@ def _rebase_step(step: Step, places: Places) -> Step:
 
 
 def _rebase_call(call: Extern, places: Places) -> Extern:
-    kwargs = tuple((name, _moved_arg(value, places)) for name, value in call.kwargs)
-    return replace(call, args=tuple(_moved_arg(arg, places) for arg in call.args), kwargs=kwargs)
+    return map_arguments(call, lambda arg: _rebase_view(arg, places) if isinstance(arg, View) else arg)
 
 
 def _rebase_load(value: Value, places: Places) -> Value:
@@ -150,12 +137,6 @@ def _rebase_load(value: Value, places: Places) -> Value:
         place = places[value.buffer]
         return replace(value, buffer=place.holder, index=value.index + place.offset)
     return value
-
-
-def _moved_arg(arg: Arg, places: Places) -> Arg:
-    if isinstance(arg, tuple):
-        return tuple(_moved_arg(item, places) for item in arg)
-    return _rebase_view(arg, places) if isinstance(arg, View) else arg  # place of a view
 
 
 def _rebase_view(value: Output, places: Places) -> Output:

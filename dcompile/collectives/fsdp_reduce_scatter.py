@@ -9,8 +9,9 @@ from math import prod
 from dcompile.collectives.contract import ParamInfo
 from dcompile.collectives.ddp_all_reduce import can_place, copy_into, products_last
 from dcompile.collectives.fsdp_units import APART_BYTES, holder_of_unit, shard_of, unit_buckets
+from dcompile.ir.buffers import IN_BUCKET, ITEMSIZE, WITHIN, Bucket, Buffer
 from dcompile.ir.index import contiguous_strides
-from dcompile.ir.nodes import ITEMSIZE, WITHIN, Bucket, Buffer, Collective, Extern, Program, Step, View, Wait
+from dcompile.ir.nodes import Collective, Extern, Program, Step, View, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ def copied_bytes(program: Program) -> int:
     within = {
         buffer.name: prod(size for size in buffer.shape if isinstance(size, int)) * ITEMSIZE[buffer.dtype]
         for buffer in program.buffers
-        if (buffer.storage or "").startswith((WITHIN, "bucket:"))
+        if (buffer.storage or "").startswith((WITHIN, IN_BUCKET))
     }
     copies = (step for step in program.steps if getattr(step, "op", "") == "aten.cat.default")
     return sum(within.get(name, 0) for step in copies for name in step.writes)

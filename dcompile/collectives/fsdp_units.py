@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from dcompile.collectives.contract import ParamInfo, Shard
+from dcompile.ir.buffers import ITEMSIZE, Bucket
 from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
-from dcompile.ir.nodes import ITEMSIZE, Bucket
 
 Together = tuple[int, str, str]
 """Key of units that share a collective: number of the group, dtype on the wire, device."""

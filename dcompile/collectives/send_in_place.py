@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from dcompile.ir.nodes import Buffer, Collective, Extern, Load, Loop, Program, Step, Store, View
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Collective, Extern, Load, Loop, Program, Step, Store
 
 
 def send_in_place(program: Program) -> Program:
@@ -46,7 +47,7 @@ def _copies(program: Program) -> dict[int, tuple[str, str]]:
     for step in program.steps:
         for name in step.writes:
             writers.setdefault(name, []).append(step)
-    outside = {*program.inputs, *(output.buffer for output in program.outputs if isinstance(output, View))}
+    outside = program.returned.union(program.inputs)
     found: dict[int, tuple[str, str]] = {}
     for step in program.steps:
         pair = _copied(step)

@@ -120,7 +120,7 @@ def leave_absent(result: Any, shapes: Mapping[int, Any]) -> None:
     Functions set that while they run forward; the node of the autograd graph stores it. The node keeps `shapes` for
     `absent_shapes`.
     """
-    from dcompile.compat.tensors import is_compiled_backward
+    from dcompile.compat.autograd import is_compiled_backward
 
     node = result.grad_fn
     if node is not None and result._base is not None and not is_compiled_backward(node):

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dcompile.compat.tensors import at_end_of_backward
+from dcompile.compat.autograd import at_end_of_backward
 
 if TYPE_CHECKING:
     import torch

@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.autograd import has_hooks
 from dcompile.compat.dispatch_watch import saved_tensor_hooks
-from dcompile.compat.tensors import has_hooks
 
 if TYPE_CHECKING:
     from torch.nn import Module

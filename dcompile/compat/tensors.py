@@ -1,4 +1,4 @@
-"""Tensors: work around a backward, holders of a tensor, and memory of CUDA graphs."""
+"""Tensors: fake ones, storages, fast entry points of ATen, and what this build of torch does with dtypes."""
 
 from __future__ import annotations
 
@@ -9,59 +9,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.storage_holders import storage_use_count
+
 if TYPE_CHECKING:
     import torch
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run `callback` at the end of the backward that runs now."""
-    from torch.autograd import Variable
-
-    Variable._execution_engine.queue_callback(callback)
-
-
-@contextlib.contextmanager
-def record_autograd() -> Iterator[None]:
-    """Record autograd information, also inside an operator, where recording is disabled."""
-    import torch
-
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    kinds = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
-    for kind in kinds:
-        exclude = exclude.remove(kind)
-    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.inference_mode(False), torch.enable_grad():
-        yield
-
-
-def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether hooks may change its gradient."""
-    return bool(tensor._backward_hooks)
-
-
-def on_gradient(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
-    """Run `callback` inside each backward that reaches this result."""
-    tensor.register_hook(lambda _: callback())  # type: ignore[no-untyped-call, unused-ignore]
-
-
-def will_accumulate(parameter: torch.Tensor) -> bool:
-    """Whether the current backward will add to this parameter's .grad (torch.autograd.grad does not)."""
-    import torch
-    from torch.autograd.graph import get_gradient_edge
-
-    try:
-        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
-    except RuntimeError:
-        return False  # torch raises it for a leaf that torch.autograd.grad was asked for
-
-
-def keep_for_backward(result: Any, thing: Any) -> None:
-    """Keep `thing` alive as long as a backward from `result`, or from a tensor computed from it, is possible."""
-    from torch.utils._pytree import tree_leaves
-
-    for leaf in tree_leaves(result):
-        node = getattr(leaf, "grad_fn", None)
-        if node is not None:
-            node.metadata["dcompile"] = thing
 
 
 def fake_mode() -> Any:
@@ -127,18 +78,6 @@ def _receive() -> Any:
     return Receive
 
 
-def backward_task() -> int:
-    """Number of the backward that runs now; -1 outside."""
-    import torch
-
-    return int(torch._C._current_graph_task_id())
-
-
-def is_compiled_backward(node: Any) -> bool:
-    """Whether this node of the autograd graph runs a backward that AOTAutograd compiled."""
-    return bool(type(node).__name__ == "CompiledFunctionBackward")
-
-
 def has_flash_attention() -> bool:
     """Whether attention on GPUs may use the kernels that share key heads among queries: they are not disabled."""
     import torch
@@ -166,108 +105,6 @@ def assert_on_device(condition: torch.Tensor, message: str) -> None:
     import torch
 
     torch._assert_async(condition, message)
-
-
-def storage_use_count(tensor: torch.Tensor) -> int:
-    """Number of tensors (and other holders) that refer to this tensor's storage, `tensor` itself included.
-
-    All Python code shares one storage object, which counts like one tensor. The object's own reference count shows
-    whether other code holds it.
-    """
-    import torch
-
-    storage = tensor.untyped_storage()
-    others = sys.getrefcount(storage) - _lonely_storage_references()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1 + others  # `storage` itself is one
-
-
-class KeptTensor:
-    """A kept tensor, with a check for other holders of its storage. Each call runs the check, so it takes 0.4 us."""
-
-    __slots__ = ("_address", "_memory", "_references", "_storage", "_uses", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        """`tensor` is new: nothing else holds it."""
-        import torch
-
-        self.tensor = tensor
-        self._storage = tensor.untyped_storage()  # kept: it is one object for all Python code
-        self._address = self._storage._cdata
-        self._memory = (self._storage.data_ptr(), self._storage.nbytes())
-        self._uses = torch._C._storage_Use_Count(self._address)
-        self._references = sys.getrefcount(self._storage)
-
-    def alone(self) -> bool:
-        """Whether no other tensor, storage object or holder in C++ refers to the storage, and its memory is unchanged.
-
-        A former holder may have freed its memory (`resize_(0)`), or moved it to shared memory (`share_memory_`,
-        `multiprocessing` queues). Both give the storage other memory.
-        """
-        import torch
-
-        if (self._storage.data_ptr(), self._storage.nbytes()) != self._memory:
-            return False
-        same = torch._C._storage_Use_Count(self._address) == self._uses
-        return bool(same and sys.getrefcount(self._storage) == self._references)
-
-
-@functools.cache
-def _lonely_storage_references() -> int:
-    """Reference count of a storage object with one local variable: 2 or 3, depending on torch and Python."""
-    import torch
-
-    tensor = torch.empty(1, device="cpu")  # kept: a living tensor's reference counts in some versions
-    storage = tensor.untyped_storage()
-    return sys.getrefcount(storage)
-
-
-def is_only_reference(tensor: torch.Tensor) -> bool:
-    """Whether one local variable of the caller's caller is the only reference to a tensor and its storage.
-
-    Call it as `is_only_reference(x)` in a function that got `x` as its only argument from that variable.
-    """
-    import torch
-
-    if sys.getrefcount(tensor) != _references_of_one_variable() or not only_python_holds(tensor):
-        return False
-    storage = tensor.untyped_storage()
-    lonely = sys.getrefcount(storage) == _lonely_storage_references()
-    return lonely and int(torch._C._storage_Use_Count(storage._cdata)) == _uses_of_one_tensor()
-
-
-def _references_of_one_variable() -> int:
-    """`sys.getrefcount` as seen two calls below the function with the only reference.
-
-    It differs between Python versions. In one process, an earlier count once differed from that of later calls for
-    unknown reasons, so that unshared tensors were copied. So it is measured each time, with any object (0.2 us).
-    """
-    given = object()
-    return _between(given)
-
-
-def _between(given: object) -> int:
-    return _count(given)
-
-
-def _count(given: object) -> int:
-    return sys.getrefcount(given)
-
-
-@functools.cache
-def _uses_of_one_tensor() -> int:
-    """Holders of a storage with one tensor, while Python holds the storage object."""
-    import torch
-
-    tensor = torch.empty(1, device="cpu")
-    storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata))
-
-
-def storage_holders(storage: Any) -> int:
-    """Number of tensors and storages that refer to one memory; all Python code together counts as one."""
-    import torch
-
-    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -316,12 +153,6 @@ def is_static_input(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "_dynamo_static_input_type", None) is not None
 
 
-def only_python_holds(tensor: torch.Tensor) -> bool:
-    """Whether no C++ code, such as a retained autograd graph, holds this tensor besides Python."""
-    count = getattr(tensor, "_use_count", None)
-    return count is not None and int(count()) <= 1
-
-
 def quick_empty(device: str) -> Callable[..., torch.Tensor]:
     """Allocator (shape, strides, dtype) -> tensor on the CPU or current GPU, if possible without the dispatcher.
 
@@ -349,14 +180,6 @@ def quick_look() -> Callable[..., torch.Tensor]:
         return empty.set_(tensor.untyped_storage(), tensor.storage_offset() + more, shape, strides)
 
     return getattr(guards, "_reinterpret_tensor", look)
-
-
-def quick_grad_mode() -> Callable[[bool], None]:
-    """Setter of this thread's grad mode. torch.no_grad() takes five calls."""
-    import torch
-
-    set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-    return set_grad_enabled
 
 
 def direct_call(overload: Any) -> Any:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from dcompile import compat
 from dcompile.collectives.contract import Predicted
-from dcompile.explain.timeline import OWN, advise, label
+from dcompile.explain.measured_steps import label
+from dcompile.explain.timeline import OWN, advise
 from dcompile.explain.timeline import MeasuredCollective as Measured
 from dcompile.explain.timeline_bars import duration
 from dcompile.ir.diagram import buffer_bytes, bytes_text
 from dcompile.ir.functional_collectives import group_of, is_wait, kind_of, whole_bytes
-from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait, holder_of
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def _producer(program: Program, position: int) -> str:
 
 def _writer(program: Program, position: int, buffers: Iterable[str]) -> str:
     """Last step before `position` that wrote to the memory of any of these buffers."""
-    holders = {name: holder_of(buffer) or name for name, buffer in program.table.items()}
+    holders = {name: buffer.holder or name for name, buffer in program.table.items()}
     roots = {holders.get(name, name) for name in buffers}
     for step in reversed(program.steps[:position]):
         if isinstance(step, Loop | Extern) and any(holders.get(name, name) in roots for name in step.writes):

@@ -20,7 +20,8 @@ from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.entry import find_model
 from dcompile.errors import NotCompiledError
 from dcompile.explain.arrival_skew import latest_arrivals
-from dcompile.explain.timeline import Arrived, Timeline, steps_of
+from dcompile.explain.measured_steps import steps_of
+from dcompile.explain.timeline import Arrived, Timeline
 from dcompile.ir.functional_collectives import kind_of
 from dcompile.runtime.measure.instrumentation import CallRecorder, InstrumentedStatement, Measurable, ProgramCallTiming
 

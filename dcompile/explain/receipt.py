@@ -13,7 +13,8 @@ from dcompile.capture.compiled_model import CompiledModel
 from dcompile.collectives.contract import ProgramReport
 from dcompile.errors import NotCompiledError
 from dcompile.explain.sources import source_of_frames
-from dcompile.ir.nodes import ITEMSIZE
+from dcompile.ir.buffers import ITEMSIZE
+from dcompile.ir.diagram import count_text
 
 
 @dataclass(frozen=True)
@@ -85,15 +86,11 @@ def _text(value: object) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
 def _graphs_line(receipt: Receipt) -> str:
     if not receipt.graph_breaks:
-        return f"{_counted(receipt.graphs, 'graph')}, no graph break"
-    breaks = _counted(receipt.graph_breaks, "graph break")
-    return f"{_counted(receipt.graphs, 'graph')}, {breaks} (dcompile.explain(model, *inputs) lists them)"
+        return f"{count_text(receipt.graphs, 'graph')}, no graph break"
+    breaks = count_text(receipt.graph_breaks, "graph break")
+    return f"{count_text(receipt.graphs, 'graph')}, {breaks} (dcompile.explain(model, *inputs) lists them)"
 
 
 def _collectives_line(receipt: Receipt) -> str:
@@ -107,16 +104,16 @@ def _collectives_line(receipt: Receipt) -> str:
         return "no collectives" if receipt.adapter == PlainAdapter.name else f"{by}: no collectives in these graphs"
     whose = "the model's own" if receipt.adapter == PlainAdapter.name else f"{by}'s"
     exposed = f"{receipt.predicted_exposed_us / 1e3:.2f} ms of a step exposed by the cost model"
-    return f"{_counted(receipt.collectives, 'collective')} in the graphs, {whose}; {exposed}"
+    return f"{count_text(receipt.collectives, 'collective')} in the graphs, {whose}; {exposed}"
 
 
 def _kernels_line(receipt: Receipt) -> str:
     found = receipt.cache_hits + receipt.kernels_received
-    other = [f"{_counted(receipt.regions, 'region')} by another compiler"] if receipt.regions else []
+    other = [f"{count_text(receipt.regions, 'region')} by another compiler"] if receipt.regions else []
     parts = [
         *other,
-        f"{_counted(receipt.kernels, 'kernel')} in {_counted(receipt.kernel_calls, 'call')}",
-        f"{_counted(receipt.library_calls, 'library call')}; {receipt.built} built",
+        f"{count_text(receipt.kernels, 'kernel')} in {count_text(receipt.kernel_calls, 'call')}",
+        f"{count_text(receipt.library_calls, 'library call')}; {receipt.built} built",
         f"{found} from the cache",
         f"{receipt.compile_seconds:.1f} s",
     ]

@@ -18,7 +18,7 @@ from dcompile.explain.receipt import Receipt
 from dcompile.explain.sources import SourceLine
 from dcompile.explain.timeline import Timeline
 from dcompile.explain.timeline_bars import duration
-from dcompile.ir.diagram import buffer_bytes, bytes_text
+from dcompile.ir.diagram import buffer_bytes, bytes_text, count_text
 from dcompile.ir.nodes import Extern, Loop, Program
 
 
@@ -237,9 +237,9 @@ def summary(report: ReportData) -> str:
     """Summary of a report, for its first line."""
     count = len({re.sub(r"\D", "", graph.name) for graph in report.graphs})
     return (
-        f"{_count(count, 'graph')}, {_count(len(report.breaks), 'graph break')}, "
-        f"{_count(sum(len(graph.kernels) for graph in report.graphs), 'kernel call')}, "
-        f"{_count(len(report.fallbacks), 'fallback')}"
+        f"{count_text(count, 'graph')}, {count_text(len(report.breaks), 'graph break')}, "
+        f"{count_text(sum(len(graph.kernels) for graph in report.graphs), 'kernel call')}, "
+        f"{count_text(len(report.fallbacks), 'fallback')}"
     )
 
 
@@ -257,9 +257,10 @@ def headline(graph: GraphReport) -> str:
     arena = graph.program.arena_bytes
     foreseen = f"; by the cost model {duration(graph.seconds)}, {duration(graph.exposed)} exposed"
     return (
-        f"{_count(graph.operations, 'operation')} -> {_count(len(graph.kernels), 'kernel call')} of "
-        f"{_count(distinct, 'kernel')}, {_count(len(graph.library_calls) - len(graph.fallbacks), 'library call')}, "
-        f"{_count(len(graph.fallbacks), 'fallback')}, {_count(len(graph.exchanges), 'collective')}; reads "
+        f"{count_text(graph.operations, 'operation')} -> {count_text(len(graph.kernels), 'kernel call')} of "
+        f"{count_text(distinct, 'kernel')}, "
+        f"{count_text(len(graph.library_calls) - len(graph.fallbacks), 'library call')}, "
+        f"{count_text(len(graph.fallbacks), 'fallback')}, {count_text(len(graph.exchanges), 'collective')}; reads "
         f"{size_text(graph.read)}, writes {size_text(graph.written)}"
         f"{f', arena of {bytes_text(arena)}' if isinstance(arena, int) else ''}"
         f"{foreseen if graph.exchanges else ''}"
@@ -331,7 +332,3 @@ def _runs(numbers: Iterable[str]) -> str:
 def size_text(count: int | None) -> str:
     """Text of a size in bytes; "?" for sizes that are known only at run time."""
     return "?" if count is None else bytes_text(count)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

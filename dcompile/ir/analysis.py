@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.index import Index, Size, var
 from dcompile.ir.nodes import (
-    ITEMSIZE,
     Apply,
-    Buffer,
     Const,
     Extern,
     IndexOf,
@@ -212,7 +211,7 @@ def _passes_that_need(loop: Loop, loads: frozenset[Ref]) -> list[int]:
 
 def product_buffer(product: Matmul) -> Buffer:
     """Buffer for the result of a GEMM, as it would be in memory."""
-    *_, left, right = (view for view in product.call.args if isinstance(view, View))
+    *_, left, right = product.call.views
     shape = left.shape[0], right.shape[1]
     return Buffer(product.out, product.dtype, shape, (shape[1], 1))
 

@@ -7,7 +7,8 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from dcompile.ir.nodes import Buffer, Collective, Extern, Loop, Program, Step, View, Wait
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, Step, Wait
 from dcompile.ir.text import show_buffer
 
 COLOURS = {"kernel": "#d5e8d4", "library": "#dae8fc", "fallback": "#f8cecc", "collective": "#ffe6cc", "wait": "#fff2cc"}
@@ -22,6 +23,11 @@ def bytes_text(count: int) -> str:
             break
         size /= 1024
     return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def count_text(number: int, noun: str) -> str:
+    """Text of a count: `1 kernel`, `2 kernels`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def buffer_bytes(buffer: Buffer) -> int | None:
@@ -77,13 +83,13 @@ def render(text: str) -> str | None:
 
 def _statements(program: Program) -> Iterator[str]:
     counts = ((program.steps, "step"), (program.inputs, "input"), (program.outputs, "output"))
-    title = f"{program.name}: {', '.join(_count(len(items), noun) for items, noun in counts)}"
+    title = f"{program.name}: {', '.join(count_text(len(items), noun) for items, noun in counts)}"
     yield f"graph [label={_quote(title)}, labelloc=t, labeljust=l, fontname=monospace, fontsize=10]"
     yield 'node [shape=box, style="rounded,filled", fontname=monospace, fontsize=10]'
     yield 'edge [color="#888888", fontcolor="#555555", fontname=monospace, fontsize=8]'
     legend = " ".join(f'{kind} [fillcolor="{colour}"]' for kind, colour in COLOURS.items())
     yield f"subgraph legend {{ rank=same {legend} }}"
-    escaping = {output.buffer for output in program.outputs if isinstance(output, View)}
+    escaping = program.returned
     for number, step in enumerate(program.steps):
         label = _quote("\n".join(_words(step, program, escaping)))
         colour = COLOURS[kind_of(step)]
@@ -98,7 +104,7 @@ def _quote(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _words(step: Step, program: Program, escaping: set[str]) -> tuple[str, ...]:
+def _words(step: Step, program: Program, escaping: frozenset[str]) -> tuple[str, ...]:
     table, inputs = program.table, set(program.inputs)
     match step:
         case Loop():
@@ -116,14 +122,10 @@ def _words(step: Step, program: Program, escaping: set[str]) -> tuple[str, ...]:
     lines.append(f"in {_total(step.reads, table)}, out {_total(step.writes, table)}")
     ends = []
     if count := len(step.reads & inputs):
-        ends.append(_count(count, "input"))
+        ends.append(count_text(count, "input"))
     if count := len(step.writes & escaping):
-        ends.append(_count(count, "output"))
+        ends.append(count_text(count, "output"))
     return (*lines, ", ".join(ends)) if ends else tuple(lines)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _flow_words(names: Sequence[str], table: Mapping[str, Buffer]) -> str:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.collective_kinds import KINDS, CollectiveKind
 from dcompile.ir.index import typical
-from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Extern, Step, views_of
+from dcompile.ir.nodes import Collective, Extern, Step, views_of
 
 NAMESPACE = "_c10d_functional."
 WAITS = ("wait_tensor", "wait_tensors")
@@ -55,5 +56,5 @@ def whole_bytes(step: Extern, table: Mapping[str, Buffer]) -> int:
     """Bytes of the operands or of the results, whichever is larger."""
     views = [view for arg in step.args for view in views_of(arg)]
     sent = sum(prod(map(typical, view.shape)) * ITEMSIZE[table[view.buffer].dtype] for view in views)
-    made = sum(typical(table[out].extent) * ITEMSIZE[table[out].dtype] for out in step.outs if out is not None)
+    made = sum(table[out].typical_bytes for out in step.outs if out is not None)
     return max(sent, made)

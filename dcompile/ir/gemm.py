@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from dcompile.ir.nodes import ITEMSIZE, View
+from dcompile.ir.buffers import ITEMSIZE
+from dcompile.ir.nodes import View
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,12 @@ from typing import Any
 import numpy as np
 
 from dcompile.ir.analysis import inner_names, is_row_store, outer_names, product_buffer
+from dcompile.ir.buffers import IN_BUCKET, IN_DONOR, ITEMSIZE, WITHIN, Buffer
 from dcompile.ir.float8 import BYTES, FLOAT8, from_bytes, to_bytes
 from dcompile.ir.index import Index, Size, as_index, element_span, evaluate, evaluate_on
 from dcompile.ir.nodes import (
-    IN_DONOR,
-    ITEMSIZE,
-    WITHIN,
     Apply,
     Arg,
-    Buffer,
     Collective,
     Const,
     Extern,
@@ -42,7 +39,6 @@ from dcompile.ir.nodes import (
     Verbatim,
     View,
     Wait,
-    views_of,
 )
 from dcompile.ir.ops import OPS, REDUCTIONS, SCANS
 from dcompile.ir.symbols import sources
@@ -158,7 +154,7 @@ class _Machine:
         self.symbols: dict[str, int] = {}
         self._learn_symbols(program, inputs)
         blocks = {"arena": self.size(program.arena_bytes)}
-        blocks |= {f"bucket:{b.name}": b.numel * ITEMSIZE[b.dtype] for b in program.buckets}
+        blocks |= {IN_BUCKET + b.name: b.numel * ITEMSIZE[b.dtype] for b in program.buckets}
         self.blocks = {name: np.full(size, GARBAGE, np.uint8) for name, size in blocks.items()}
         self.memory: dict[str, Array] = {}
         for buffer in sorted(program.buffers, key=_lies_in_another):
@@ -262,8 +258,7 @@ class _Machine:
         """Views that a call in place writes: the first view of each buffer among its arguments."""
         if step.mode != "mutate":
             return {}
-        views = [view for arg in (*step.args, *(value for _, value in step.kwargs)) for view in views_of(arg)]
-        return {view.buffer: view for view in reversed(views)}
+        return {view.buffer: view for view in reversed(step.views)}
 
     def _argument(self, arg: Arg) -> Any:
         match arg:

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
+from dcompile.ir.buffers import Bucket, Buffer
 from dcompile.ir.collective_kinds import COLLECTIVES, CollectiveKind
 from dcompile.ir.cursor import TextCursor
 from dcompile.ir.index import Index, contiguous_strides
 from dcompile.ir.index_text import parse_index, parse_size, parse_sizes
 from dcompile.ir.names import NAME
-from dcompile.ir.nodes import Bucket, Buffer, Collective, Loop, Matmul, Program, Step, Tile, Wait
+from dcompile.ir.nodes import Collective, Loop, Matmul, Program, Step, Tile, Wait
 from dcompile.ir.parse_call import parse_args, parse_call, parse_origin
 from dcompile.ir.parse_loop import BodyParser
 

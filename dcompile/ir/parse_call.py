@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.cursor import TextCursor
 from dcompile.ir.index import contiguous_strides
 from dcompile.ir.index_text import parse_index, parse_size, parse_sizes
 from dcompile.ir.names import NAME
-from dcompile.ir.nodes import Arg, Buffer, Extern, Verbatim, View
+from dcompile.ir.nodes import Arg, Extern, Verbatim, View
 from dcompile.ir.text import VERBATIM
 
 FLOAT = r"-?(?:inf|nan|\d+(?:\.\d*(?:e[+-]?\d+)?|e[+-]?\d+))(?!\w)"

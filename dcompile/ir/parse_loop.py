@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.cursor import TextCursor
 from dcompile.ir.index import Index, flatten
 from dcompile.ir.index_text import parse_index
 from dcompile.ir.loop_text import PLAIN_CONSTANTS, implied_dtype, implied_reduction_dtype
 from dcompile.ir.names import NAME
-from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Store, Value
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Store, Value
 from dcompile.ir.ops import OPS, SCANS
 
 BODY_LINE = rf"(?:{NAME}|`[^`\n]*`)\s*(?:=|\[)"

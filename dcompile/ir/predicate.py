@@ -110,7 +110,7 @@ class Predicate:
         further = as_index(keys) - queries
         if not is_nonnegative(further, {}):
             return False
-        trees = (_replaced(self.tree, {KEY: var(QUERY) + offset}) for offset in (0, further))
+        trees = (replace_variables(self.tree, {KEY: var(QUERY) + offset}) for offset in (0, further))
         return any(all(leaf is True for leaf in leaves(tree, (), {QUERY: queries})) for tree in trees)
 
 
@@ -140,10 +140,11 @@ def _number(size: Size, sizes: Mapping[str, int]) -> int:
     return size if isinstance(size, int) else evaluate(size, sizes)
 
 
-def _replaced(tree: Tree, values: Mapping[str, Index]) -> Tree:
+def replace_variables(tree: Tree, values: Mapping[str, Index]) -> Tree:
+    """Substitute values for variables in the conditions of a tree."""
     if isinstance(tree, Test):
         condition = substitute(tree.condition, values, {})
-        return Test(condition, _replaced(tree.then, values), _replaced(tree.otherwise, values))
+        return Test(condition, replace_variables(tree.then, values), replace_variables(tree.otherwise, values))
     return tree
 
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from dcompile.ir.buffers import NUMBER, Buffer
 from dcompile.ir.index import Index, Size, Var, as_index, is_symbol, substitute, substitute_size, var
 from dcompile.ir.nodes import (
-    NUMBER,
     Arg,
-    Buffer,
     Collective,
     Extern,
     IndexOf,
@@ -21,6 +20,7 @@ from dcompile.ir.nodes import (
     Store,
     Value,
     View,
+    map_arguments,
 )
 
 What: TypeAlias = Literal["value", "shape", "stride"]
@@ -110,7 +110,7 @@ def _sizes_of(program: Program) -> Iterator[Size]:
     for buffer in program.buffers:
         yield from (*buffer.shape, *buffer.strides, buffer.offset)
     for output in program.outputs:
-        yield from _sizes_of_arg(output)
+        yield from _sizes_of_argument(output)
     for step in program.steps:
         yield from _sizes_of_step(step)
 
@@ -127,18 +127,15 @@ def _sizes_of_step(step: Step) -> Iterator[Size]:
             yield from (*step.outer, *step.inner, *(store.index for store in step.stores))
             yield from (value.index for value in step.body if isinstance(value, Load | IndexOf))
         case (Extern() as call) | Collective(call=Extern() as call):
-            for arg in (*call.args, *(value for _, value in call.kwargs)):
-                yield from _sizes_of_arg(arg)
+            for leaf in call.leaves:
+                yield from _sizes_of_argument(leaf)
 
 
-def _sizes_of_arg(arg: Arg) -> Iterator[Size]:
-    if isinstance(arg, Index):
-        yield arg
-    elif isinstance(arg, View):
-        yield from (*arg.shape, *arg.strides, arg.offset)
-    elif isinstance(arg, tuple):
-        for item in arg:
-            yield from _sizes_of_arg(item)
+def _sizes_of_argument(leaf: Arg) -> Iterator[Size]:
+    if isinstance(leaf, Index):
+        yield leaf
+    elif isinstance(leaf, View):
+        yield from (*leaf.shape, *leaf.strides, leaf.offset)
 
 
 # --- numbers for symbols ----------------------------------------------------------------------------------------------
@@ -172,8 +169,6 @@ def _fixed(arg: Arg, values: Mapping[str, Index]) -> Arg:
             return View(buffer, _all(shape, values), _all(strides, values), substitute_size(offset, values))
         case Index():
             return substitute_size(arg, values)
-        case tuple():
-            return tuple(_fixed(item, values) for item in arg)
         case _:
             return arg
 
@@ -183,16 +178,11 @@ def _fixed_step(step: Step, values: Mapping[str, Index]) -> Step:
         case Loop():
             return _fixed_loop(step, values)
         case Extern():
-            return _fixed_call(step, values)
+            return map_arguments(step, lambda arg: _fixed(arg, values))
         case Collective(call=Extern() as call):
-            return replace(step, call=_fixed_call(call, values))
+            return replace(step, call=map_arguments(call, lambda arg: _fixed(arg, values)))
         case _:
             return step
-
-
-def _fixed_call(call: Extern, values: Mapping[str, Index]) -> Extern:
-    kwargs = tuple((name, _fixed(value, values)) for name, value in call.kwargs)
-    return replace(call, args=tuple(_fixed(arg, values) for arg in call.args), kwargs=kwargs)
 
 
 def _fixed_loop(loop: Loop, values: Mapping[str, Index]) -> Loop:

@@ -11,24 +11,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 
+from dcompile.ir.buffers import Bucket, Buffer
 from dcompile.ir.index import Index, Size, contiguous_strides
 from dcompile.ir.loop_text import show_values
 from dcompile.ir.names import quoted, show_name
-from dcompile.ir.nodes import (
-    Arg,
-    Bucket,
-    Buffer,
-    Collective,
-    Extern,
-    Loop,
-    Matmul,
-    Program,
-    Step,
-    Tile,
-    Verbatim,
-    View,
-    Wait,
-)
+from dcompile.ir.nodes import Arg, Collective, Extern, Loop, Matmul, Program, Step, Tile, Verbatim, View, Wait
 
 VERBATIM = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+(?:\([^()`\n]*\))?"
 """Text of a library call's argument that can be nothing else."""

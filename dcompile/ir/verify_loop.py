@@ -10,9 +10,10 @@ from typing import TypeAlias
 import numpy as np
 
 from dcompile.ir.analysis import inner_names, is_row_store, operands, outer_names, sizes
+from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.float8 import OPAQUE
 from dcompile.ir.index import Index, as_index, evaluate_on, upper_bound
-from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, Const, IndexOf, Load, Loop, Reduce, Ref, Scan, Store, Value
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Scan, Store, Value
 from dcompile.ir.ops import COMPUTE_DTYPES, DTYPES, OPS, REDUCTIONS, SCANS
 
 Known: TypeAlias = Mapping[str, int]

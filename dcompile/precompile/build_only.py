@@ -18,7 +18,7 @@ from dcompile.config import Config
 from dcompile.dry_run import NoExchange
 from dcompile.errors import PrecompileError
 from dcompile.explain.receipt import Receipt, make_receipt
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.coordination.heartbeat import SingleProcess
 
@@ -203,8 +203,6 @@ class NoBuckets:
     def begin(self, used: Any = (), task: object = None, first: bool = True, absent: Any = ()) -> None: ...
 
     def mark_used(self, numbers: Iterable[int]) -> None: ...
-
-    def reduce_all(self) -> None: ...
 
     def reduce_behind(self, numbers: Collection[int], before: Collection[int]) -> None: ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from dcompile.ir.diagram import count_text
 from dcompile.precompile.build_only import BuiltProgram
 
 
@@ -91,20 +92,16 @@ class PrecompileReport:
         sizes = ", ".join(map(str, self.world_sizes))
         yield f"{self.model} ({' and '.join(adapters)}), precompiled for {sizes} ranks in {self.seconds:.1f} s"
         yield (
-            f"{_counted(self.programs, 'program')}, {_counted(self.kernels, 'kernel')}: "
+            f"{count_text(self.programs, 'program')}, {count_text(self.kernels, 'kernel')}: "
             f"{self.built} built, {self.kernels - self.built} from the cache; in {', '.join(self.directories)}"
         )
         for world_size in self.world_sizes:
             part = self.of(world_size)
             new = sum(not program.report.graphs_cached for rank in part.ranks for program in rank.programs)
-            counts = f"{_counted(part.programs, 'program')}, {new} planned; {_counted(part.built, 'kernel')} built"
+            counts = f"{count_text(part.programs, 'program')}, {new} planned; {count_text(part.built, 'kernel')} built"
             yield f"  {world_size} ranks: {counts}"
         for name in self.left:
             yield f"left: {name} is compiled by each rank at each start: no cache can keep it"
         for world_size, one, other in self.differing():
             yield f"note: of {world_size} ranks, {one} and {other} run different programs; precompile each kind of rank"
         yield from (f"note: {note}" for note in dict.fromkeys(note for rank in self.ranks for note in rank.notes))
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

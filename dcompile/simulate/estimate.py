@@ -10,11 +10,12 @@ import numpy as np
 
 from dcompile.codegen.schedule.order.cost_model import collective_bytes, durations
 from dcompile.codegen.schedule.order.overlap_collectives import overlap_collectives
+from dcompile.codegen.schedule.order.overlap_problem import held_bytes
 from dcompile.codegen.schedule.order.simulate import PredictedTimeline, timeline
 from dcompile.collectives.contract import ParamInfo
-from dcompile.ir.index import typical
-from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Program, View, Wait, holder_of
-from dcompile.machine_model import LEAST_COPIED, Figures
+from dcompile.ir.buffers import ITEMSIZE
+from dcompile.ir.nodes import Collective, Program, View, Wait
+from dcompile.machine_model import MIN_COPIED_BYTES, Figures
 from dcompile.simulate.trace import ParallelLayout, TracedStep
 
 UPDATE_SHARE = 0.63
@@ -30,7 +31,7 @@ class Setup:
     state_dtype: str = "bfloat16"
     """Dtype in which parameters, gradients and Adam's two moments are stored."""
     early_bytes: int | None = None
-    least_copied: int = LEAST_COPIED
+    least_copied: int = MIN_COPIED_BYTES
     """Average bytes of a gather from which ranks of one machine copy."""
 
 
@@ -126,7 +127,7 @@ def _reduced_bytes(backward: Program, setup: Setup, parameters: float) -> np.nda
     scattered = {s.bucket for s in steps if isinstance(s, Collective) and s.call is None and not s.gathers_parameters}
     for place, step in enumerate(steps):
         if isinstance(step, Wait) and step.bucket in scattered:
-            arrived[place] = sum(_nbytes(table[name]) for name in step.reads)
+            arrived[place] = sum(held_bytes(table[name]) for name in step.reads)
     whole = arrived.sum()
     return np.asarray(np.cumsum(arrived) * (parameters / whole if whole else 0.0))
 
@@ -154,7 +155,7 @@ def saved_bytes(forward: Program, results: int) -> float:
     """Bytes of the forward's outputs after its results, without its inputs."""
     kept = {output.buffer for output in forward.outputs[results:] if isinstance(output, View)}
     kept -= set(forward.inputs)
-    return float(sum(_nbytes(forward.table[name]) for name in kept))
+    return float(sum(held_bytes(forward.table[name]) for name in kept))
 
 
 def live_bytes(program: Program, held: frozenset[str], only: str = "") -> np.ndarray:
@@ -167,21 +168,15 @@ def live_bytes(program: Program, held: frozenset[str], only: str = "") -> np.nda
     last = dict.fromkeys(first, 0)
     for position, step in enumerate(program.steps):
         for name in step.reads | step.writes:
-            root = holder_of(table[name]) or name
+            root = table[name].holder or name
             first.setdefault(root, position)
             last[root] = position
-    for output in program.outputs:
-        if isinstance(output, View) and output.buffer not in program.inputs:
-            last[holder_of(table[output.buffer]) or output.buffer] = count - 1
+    for name in program.returned.difference(program.inputs):
+        last[table[name].holder or name] = count - 1
     change = np.zeros(count + 1)
     for name, begin in first.items():
         if name in held or not name.startswith(only):
             continue
-        change[begin] += _nbytes(table[name])
-        change[last[name] + 1] -= _nbytes(table[name])
+        change[begin] += held_bytes(table[name])
+        change[last[name] + 1] -= held_bytes(table[name])
     return np.cumsum(change)
-
-
-def _nbytes(buffer: Buffer) -> int:
-    in_bucket = (buffer.storage or "").startswith("bucket:")
-    return 0 if in_bucket else typical(buffer.extent) * ITEMSIZE[buffer.dtype]

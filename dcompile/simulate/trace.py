@@ -22,6 +22,7 @@ from dcompile.capture.compiled_model import Settings
 from dcompile.capture.dynamo_backend import DynamoGraph
 from dcompile.capture.entry import Entry
 from dcompile.capture.passes.joint.absent_gradients import tangents, without
+from dcompile.capture.program_request import describe_shards
 from dcompile.collectives.contract import BucketRule, Foreseen, ParamInfo, Request, Shard
 from dcompile.config import Config
 from dcompile.driver import ProgramPlan
@@ -183,7 +184,7 @@ class _SimulatedGraph(DynamoGraph):
         del whole, foreseen
         if self._spread.kind == "fsdp":
             self._sharded = self.placeholders
-            more |= self._shards(gm, kind)
+            more |= describe_shards(self.model, gm, kind, self._sharded, self.grads)
         elif self._spread.kind == "ddp" and kind == "backward":
             more |= {"grads": self.grads, "params": self.adapter.param_infos(), "rule": DDP_RULE}
         compiler = self.model.services.compiler

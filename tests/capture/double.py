@@ -10,7 +10,7 @@ import torch
 from dcompile import pipeline
 from dcompile.collectives.bucket import assign, lay_out
 from dcompile.collectives.contract import BucketSource, Foreseen, ProgramReport, Request
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 from dcompile.passes import GraphPasses
 from dcompile.runtime.coordination.heartbeat import SingleProcess, peers_of
 

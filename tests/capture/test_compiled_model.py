@@ -33,7 +33,7 @@ def with_graphs(*training: bool, made: MadeUp | None = None) -> MadeUp:
 def ends(monkeypatch):
     """What runs when the backward ends."""
     found = []
-    monkeypatch.setattr(compat.tensors, "at_end_of_backward", found.append)
+    monkeypatch.setattr(compat.autograd, "at_end_of_backward", found.append)
     return found
 
 

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dcompile.capture.agreement.collective_plan import own_collectives
 from dcompile.capture.batched_backward import COUNTED, NOTE
 from dcompile.capture.dynamo_backend import DynamoGraph
-from dcompile.capture.graph_runner import NEGATIVE_GRADIENTS, WHOLE_BACKWARD, GraphPrograms, own_collectives
+from dcompile.capture.graph_runner import NEGATIVE_GRADIENTS, WHOLE_BACKWARD, GraphPrograms
+from dcompile.capture.program_request import describe_machine
 from dcompile.collectives.contract import BucketRule, ParamInfo, Shard
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 from dcompile.machine_model import CPU, GroupSize
 from tests.capture.made_up import MadeUp, MadeUpAdapter, made_up
 
@@ -174,7 +176,7 @@ def test_a_program_gathers_what_it_reads_and_a_backward_only_what_was_not_kept()
     assert graph.gathers and forward.gathers == ((0, 0), (2, 1)) and forward.params == adapter.infos[:2]
     assert backward.gathers == ((0, 0),) and backward.grads == ((0, 2),)
     assert backward.params == (adapter.infos[0], adapter.infos[2])
-    assert graph.units() == {6} and graph.units_of([0, 1]) == {5, 6}
+    assert adapter.units_of([2]) == {6} and adapter.units_of([0, 1]) == {5, 6}
 
 
 # --- process groups ---
@@ -204,7 +206,7 @@ def test_the_cost_model_is_told_of_all_groups_and_which_share_a_communicator(ran
     adapter = MadeUpAdapter(groups={"ddp": whole, "again": whole, "pair": pair})
     adapter.replicas = lambda: {"pair": 2}  # type: ignore[method-assign]
     graph = GraphPrograms(made_up(adapter, overlap_mb=3).model, [])
-    told = graph._machine(reducing(pair.group_name, "sum"))
+    told = describe_machine(graph.model, reducing(pair.group_name, "sum"), graph.device, adapter.communicators(), set())
     assert told["figures"] is CPU and told["early_bytes"] == 3 << 20
     assert told["groups"] == (
         ("ddp", GroupSize(4, "ddp")), ("again", GroupSize(4, "ddp")), ("pair", GroupSize(2, "pair", 2)),
@@ -235,7 +237,7 @@ def test_captures_are_compared_first_and_buckets_are_part_of_the_plan():
     graph = GraphPrograms(made.model, [])
     bucket = Bucket("b0", "float32", "cpu", "fsdp0", (0,), ("g",), (0,), 4)
     graph.executables["forward"] = SimpleNamespace(buckets=(bucket,))  # type: ignore[assignment]
-    graph._own["forward"], graph._own_by_group["forward"] = [], {}
+    graph._own["forward"] = []
     graph.captured = [("mul", "model.py:1")]
     graph.agree("forward")
     graph.agree("forward")
@@ -248,8 +250,8 @@ def test_the_shards_of_groups_that_could_be_copied_say_why_they_are_not(ranks):
     made = made_up(adapter)
     made.model.shards = SimpleNamespace(copied=lambda name: (True, "") if name == "a" else (False, "another node"))  # type: ignore[assignment]
     graph = GraphPrograms(made.model, [])
-    told = graph._machine(reducing("0"))
-    assert [group.copies for _, group in told["groups"]] == [True, False]
+    request = graph._request(reducing("0"), "forward")
+    assert [group.copies for _, group in request.groups] == [True, False]
     assert graph.notes == ["shards are gathered by collectives, not copied: another node"]
 
 

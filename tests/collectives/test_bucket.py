@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from dcompile.collectives.bucket import ALIGN_BYTES, assign, lay_out
 from dcompile.collectives.contract import BucketRule, ParamInfo
-from dcompile.ir.nodes import ITEMSIZE
+from dcompile.ir.buffers import ITEMSIZE
 
 
 def params(shapes, dtype="float32"):

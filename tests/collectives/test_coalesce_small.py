@@ -6,8 +6,9 @@ import pytest
 
 from dcompile.codegen.schedule.order.cost_model import durations
 from dcompile.collectives.coalesce_small import coalesce_small, units_to_pack
+from dcompile.ir.buffers import Bucket, Buffer
 from dcompile.ir.index import var
-from dcompile.ir.nodes import Bucket, Buffer, Collective, Const, Loop, Program, Store, Wait
+from dcompile.ir.nodes import Collective, Const, Loop, Program, Store, Wait
 from dcompile.machine_model import CPU, TABLE, GroupSize
 
 H200 = replace(TABLE["h200"], interference=0.35)  # what is tested here does not move with the table

@@ -6,8 +6,9 @@ import pytest
 
 from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.collectives.ddp_all_reduce import all_idle, can_place, insert_all_reduces
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import contiguous_strides, var
-from dcompile.ir.nodes import Apply, Buffer, Collective, Extern, Load, Loop, Program, Store, View, Wait
+from dcompile.ir.nodes import Apply, Collective, Extern, Load, Loop, Program, Store, View, Wait
 from dcompile.ir.verify import verify
 
 EACH = BucketRule(1, 1)

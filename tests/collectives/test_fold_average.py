@@ -7,8 +7,9 @@ import pytest
 from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.collectives.ddp_all_reduce import insert_all_reduces
 from dcompile.collectives.fold_average import fold_average
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import contiguous_strides, var
-from dcompile.ir.nodes import SCALE, Apply, Buffer, Extern, Load, Loop, Program, Store, View
+from dcompile.ir.nodes import SCALE, Apply, Extern, Load, Loop, Program, Store, View
 from dcompile.ir.verify import verify
 
 

@@ -10,9 +10,10 @@ from dcompile.collectives.contract import ParamInfo, Shard
 from dcompile.collectives.fsdp_all_gather import insert_all_gathers
 from dcompile.collectives.fsdp_reduce_scatter import copied_bytes, insert_reduce_scatters
 from dcompile.errors import VerifyError
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Apply, Buffer, Collective, Extern, Load, Loop, Program, Store, View, Wait, holder_of
+from dcompile.ir.nodes import Apply, Collective, Extern, Load, Loop, Program, Store, View, Wait
 from dcompile.ir.verify import verify
 
 
@@ -124,7 +125,7 @@ def test_gradients_are_written_where_they_are_sent_from():
     verify(program)
     assert words(program) == "g1 +scatter0 g0 -scatter0 +scatter1 -scatter1"
     assert program.outputs == (None, None) and copied_bytes(program) == 0
-    assert holder_of(program.table["g0"]) == "grads0" and program.table["grads0"].storage == "arena"
+    assert program.table["g0"].holder == "grads0" and program.table["grads0"].storage == "arena"
 
 
 def test_gradients_of_another_dtype_are_converted_on_the_way():

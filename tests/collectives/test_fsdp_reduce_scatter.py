@@ -4,8 +4,9 @@ import pytest
 
 from dcompile.collectives.contract import ParamInfo, Shard
 from dcompile.collectives.fsdp_reduce_scatter import insert_reduce_scatters
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import contiguous_strides, var
-from dcompile.ir.nodes import Apply, Buffer, Collective, Extern, Load, Loop, Program, Store, View, Wait
+from dcompile.ir.nodes import Apply, Collective, Extern, Load, Loop, Program, Store, View, Wait
 from dcompile.ir.verify import verify
 
 WIDTH = 512

@@ -5,9 +5,10 @@ from dataclasses import replace
 import numpy as np
 
 from dcompile.collectives.send_in_place import send_in_place
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Buffer, Collective, Extern, Load, Loop, Program, Store, View, Wait
+from dcompile.ir.nodes import Collective, Extern, Load, Loop, Program, Store, View, Wait
 from dcompile.ir.verify import verify
 
 REDUCE = "_c10d_functional.all_reduce.default"

@@ -990,7 +990,7 @@ def copied(of: str = "against_stock", **how: Any) -> dict[str, Any]:
     reach = CountedReach() if device().type == "cuda" else ProcessReach()
     with (
         unittest.mock.patch("dcompile.runtime.communication.peer_memory.shards.reach_of", lambda device: reach),
-        unittest.mock.patch("dcompile.runtime.communication.peer_memory.shards.LEAST_COPIED", 0),
+        unittest.mock.patch("dcompile.runtime.communication.peer_memory.shards.MIN_COPIED_BYTES", 0),
     ):
         if of == "in_turn":
             how["copied"] = lambda: reach.copied

@@ -6,9 +6,10 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from dcompile.explain.export import save_timeline, timeline_lines
+from dcompile.explain.measured_steps import label, steps_of
 from dcompile.explain.perfetto import trace
 from dcompile.explain.svg import draw_timeline, ticks
-from dcompile.explain.timeline import Timeline, covered_seconds, label, steps_of
+from dcompile.explain.timeline import Timeline, covered_seconds
 from dcompile.explain.timeline_bars import bars, caption
 from dcompile.runtime.measure.instrumentation import CollectiveTiming, InstrumentedStatement, ProgramCallTiming
 

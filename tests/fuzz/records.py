@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+import dcompile.ir.buffers
 import dcompile.ir.index
 import dcompile.ir.nodes
 from dcompile.ir.nodes import Program
@@ -16,7 +17,7 @@ Inputs = Mapping[str, np.ndarray]
 Case = tuple[Program, Inputs]
 Record = dict[str, Any]
 
-NAMES = {**vars(dcompile.ir.index), **vars(dcompile.ir.nodes), "inf": inf, "nan": nan}
+NAMES = {**vars(dcompile.ir.index), **vars(dcompile.ir.buffers), **vars(dcompile.ir.nodes), "inf": inf, "nan": nan}
 """What the repr of a program is made of."""
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Apply, Buffer, Program, View
+from dcompile.ir.nodes import Apply, Program, View
 from tests.fuzz import keep as keeping
 from tests.fuzz.__main__ import failure, search, smallest
 from tests.fuzz.checks import Check, checks, first_difference

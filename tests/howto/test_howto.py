@@ -19,8 +19,9 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.codegen.emit import select_target
 from dcompile.codegen.emit.target import EmitRequest, KernelSource, Target
 from dcompile.device_traits import CUDA
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import var
-from dcompile.ir.nodes import Apply, Buffer, Load, Loop, Program, Store, View
+from dcompile.ir.nodes import Apply, Load, Loop, Program, Store, View
 from dcompile.ir.ops import OPS
 
 ROOT = Path(__file__).parents[2]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dcompile.ir.bounds import is_nonnegative
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import (
     Index,
     Size,
@@ -28,20 +29,7 @@ from dcompile.ir.index import (
     unflatten,
     var,
 )
-from dcompile.ir.nodes import (
-    Apply,
-    Buffer,
-    Const,
-    IndexOf,
-    Load,
-    Loop,
-    Program,
-    Reduce,
-    Scan,
-    Store,
-    Value,
-    View,
-)
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Program, Reduce, Scan, Store, Value, View
 from dcompile.ir.ops import DTYPES
 
 LIMIT = 32

@@ -7,9 +7,10 @@ from xml.etree import ElementTree
 import pytest
 
 from dcompile.ir import diagram
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.diagram import COLOURS, buffer_bytes, bytes_text, dot, flows, kind_of, render
 from dcompile.ir.index import var
-from dcompile.ir.nodes import Buffer, Collective, Extern, Program, View, Wait
+from dcompile.ir.nodes import Collective, Extern, Program, View, Wait
 from tests.ir.fuzz import random_program
 
 SVG = "http://www.w3.org/2000/svg"

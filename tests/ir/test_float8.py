@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dcompile import compat
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.float8 import FLOAT8, MAX_FLOAT8, OPAQUE, from_bytes, to_bytes
-from dcompile.ir.nodes import ITEMSIZE
 from dcompile.ir.ops import COMPUTE_DTYPES, DTYPES
 from tests.codegen.emit.float8 import bfloat16s, borders
 

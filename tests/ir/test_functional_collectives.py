@@ -2,9 +2,10 @@
 
 import pytest
 
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.functional_collectives import group_of, is_wait, kind_of, ranks_of, whole_bytes
 from dcompile.ir.index import contiguous_strides
-from dcompile.ir.nodes import Buffer, Extern, View
+from dcompile.ir.nodes import Extern, View
 
 
 def buffer(name, *shape, dtype="bfloat16"):

@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcompile.errors import ParseError
+from dcompile.ir.buffers import Bucket, Buffer
 from dcompile.ir.collective_kinds import COLLECTIVES
 from dcompile.ir.index import as_size, extreme, floordiv, modulo, var
 from dcompile.ir.nodes import (
     Apply,
-    Bucket,
-    Buffer,
     Collective,
     Const,
     Extern,

@@ -2,9 +2,10 @@ import numpy as np
 import pytest
 
 from dcompile.errors import VerifyError
+from dcompile.ir.buffers import NUMBER, Buffer
 from dcompile.ir.index import as_index, contiguous_strides, extreme, floordiv, var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import NUMBER, Apply, Buffer, Const, Extern, Load, Loop, Program, Store, View
+from dcompile.ir.nodes import Apply, Const, Extern, Load, Loop, Program, Store, View
 from dcompile.ir.symbols import late_symbols, sources, specialise, symbols_of, valued_symbols
 from dcompile.ir.verify import verify
 

@@ -1,12 +1,13 @@
 import subprocess
 import sys
 
+import dcompile.ir.buffers
 import dcompile.ir.index
 import dcompile.ir.nodes
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import flatten, var
 from dcompile.ir.nodes import (
     Apply,
-    Buffer,
     Collective,
     Const,
     Extern,
@@ -26,7 +27,7 @@ from tests.ir.fuzz import random_program
 
 I0, J0 = var("i0"), var("j0")
 AT = flatten((I0, J0), (768, 1))
-NAMES = {**vars(dcompile.ir.index), **vars(dcompile.ir.nodes)}
+NAMES = {**vars(dcompile.ir.index), **vars(dcompile.ir.buffers), **vars(dcompile.ir.nodes)}
 
 
 def test_a_pointwise_loop_is_one_line_per_value():

@@ -6,11 +6,10 @@ import pytest
 
 from dcompile.errors import VerifyError
 from dcompile.ir import verify as verify_module
+from dcompile.ir.buffers import Bucket, Buffer
 from dcompile.ir.index import ZERO, Index, bounds, flatten, floordiv, modulo, var
 from dcompile.ir.nodes import (
     Apply,
-    Bucket,
-    Buffer,
     Collective,
     Const,
     Extern,

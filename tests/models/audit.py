@@ -25,8 +25,9 @@ from dcompile.codegen.emit.host import program as host_program
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.driver import PendingGraph, Pipeline, ProgramPlan, _report
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.interpret import GARBAGE, interpret
-from dcompile.ir.nodes import Arg, Buffer, Extern, Loop, Program, Verbatim, View
+from dcompile.ir.nodes import Arg, Extern, Loop, Program, Verbatim, View
 from dcompile.ir.symbols import sources, specialise
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program.executable import HostProgram

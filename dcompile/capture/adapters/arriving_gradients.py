@@ -15,7 +15,7 @@ from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.services import GradientBuckets
 from dcompile.errors import DcompileError
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 
 SEVERAL = "the model was captured in several graphs"
 """Reason in the receipt for reducing a call's gradients as they arrive."""
@@ -80,7 +80,7 @@ class ArrivingGradients:
 
 
 def _will_come(parameter: Any) -> bool:
-    return parameter is not None and compat.tensors.will_accumulate(parameter)
+    return parameter is not None and compat.autograd.will_accumulate(parameter)
 
 
 class GradientArrivals:
@@ -126,11 +126,11 @@ class GradientArrivals:
 
     def is_running(self) -> bool:
         """Are the gradients of the backward that runs now reduced as they arrive?"""
-        return compat.tensors.backward_task() in self._running
+        return compat.autograd.backward_task() in self._running
 
     def begin(self) -> None:
         """Inside a backward, before its first gradient: reduce each bucket from now on once it is complete."""
-        adapter, task = self._adapter, compat.tensors.backward_task()
+        adapter, task = self._adapter, compat.autograd.backward_task()
         if task in self._running:
             return
         if hooked := adapter.hooked():
@@ -139,7 +139,7 @@ class GradientArrivals:
         adapter.watch()
         running = ArrivingGradients(*self._made, adapter.refs, adapter.unreduced, waits=bool(hooked))
         self._running, adapter.arrived = {task: running}, running.arrived  # a backward that has raised is forgotten
-        compat.tensors.at_end_of_backward(lambda: self._end(task))
+        compat.autograd.at_end_of_backward(lambda: self._end(task))
 
     def _end(self, task: int) -> None:
         running, self._adapter.arrived = self._running.pop(task, None), None

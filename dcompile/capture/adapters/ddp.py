@@ -231,7 +231,7 @@ class DdpAdapter(PlainAdapter):
 
     def _used_behind(self) -> list[str]:
         """Return why DDP's reducer has begun with this backward: parameters used behind the module, as by a loss."""
-        task = compat.tensors.backward_task()
+        task = compat.autograd.backward_task()
         names = [self._infos[number].fqn for number, last in self._reached.items() if last == task]
         return [f"outside of the module's forward, its result is used with {counted_names(names)}"] if names else []
 
@@ -352,7 +352,7 @@ class DdpAdapter(PlainAdapter):
     def _gradient_added(self, number: int, parameter: Any) -> None:
         if parameter.grad is not None:  # autograd calls hooks also where a gradient is absent
             self.unreduced.add(number)
-        self._reached[number] = compat.tensors.backward_task()
+        self._reached[number] = compat.autograd.backward_task()
         self._beside.add(number)
         if self.arrived is not None:
             self.arrived(number, self._infos[number].fqn)
@@ -361,12 +361,12 @@ class DdpAdapter(PlainAdapter):
 
     def accumulates(self, numbers: Iterable[int]) -> bool:
         """Does this backward add to .grad of any of these? torch.autograd.grad does not; DDP then reduces nothing."""
-        return any(p is not None and compat.tensors.will_accumulate(p) for p in (self.refs[n]() for n in numbers))
+        return any(p is not None and compat.autograd.will_accumulate(p) for p in (self.refs[n]() for n in numbers))
 
     def accumulating(self, numbers: Iterable[int]) -> frozenset[int]:
         """Return those of these parameters to whose .grad this backward adds. It takes 1 us each."""
         params = ((number, self.refs[number]()) for number in numbers)
-        return frozenset(n for n, p in params if p is not None and compat.tensors.will_accumulate(p))
+        return frozenset(n for n, p in params if p is not None and compat.autograd.will_accumulate(p))
 
     def differs(self, number: int, address: int) -> bool:
         """Is a parameter's .grad another tensor than the one at `address`?"""

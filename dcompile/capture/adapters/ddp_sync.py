@@ -20,7 +20,7 @@ from dcompile.capture.agreement.collective_plan import plan_of
 from dcompile.capture.agreement.parameter_use import outside_use, tensors_in
 from dcompile.capture.call_state import CapturedGraph, Invocation, Variant
 from dcompile.capture.services import GradientBuckets
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 
 GRADIENTS = "gradients of a model"
 """Subject of the comparison between ranks of who reduces gradients: dcompile or DDP."""
@@ -138,7 +138,7 @@ class DdpSync(GradientSync):
             # .data: graphs have saved the token, and its version must not change
             call.token.data.fill_(ARRIVING if call.sync else -ARRIVING)
         for tensor in _with_gradients(result):
-            compat.tensors.on_gradient(tensor, functools.partial(self._has_reached_result, call.sync))
+            compat.autograd.on_gradient(tensor, functools.partial(self._has_reached_result, call.sync))
 
     def _has_reached_result(self, sync: bool) -> None:
         """Start reducing gradients as they arrive, inside a backward that has not reached parameters yet."""
@@ -228,7 +228,7 @@ class DdpSync(GradientSync):
             return call.run(call.args)
         results = call.run(call.args, buckets=buckets, sync=reduces)
         if reduces:
-            merged = self._synced[compat.tensors.backward_task()].merged
+            merged = self._synced[compat.autograd.backward_task()].merged
             merged.add(buckets.last_run(), results, graph.grads)
         return results
 
@@ -247,14 +247,14 @@ class DdpSync(GradientSync):
         Then all buckets of the graph's gradients are reduced after the backward. Their order is that of other ranks'
         programs, since these ranks may have no hooks. `absent`: parameters without a gradient in this call.
         """
-        adapter, task = self._adapter, compat.tensors.backward_task()
+        adapter, task = self._adapter, compat.autograd.backward_task()
         first = task not in self._synced
         if first:
             hooked = [] if adapter.uneven else adapter.hooked()
             self._synced[task] = SynchronizedBackward(behind=bool(hooked))
             if hooked:
                 adapter.note_behind(hooked)
-            compat.tensors.at_end_of_backward(lambda: self._end_sync(self._synced.pop(task)))
+            compat.autograd.at_end_of_backward(lambda: self._end_sync(self._synced.pop(task)))
         synced = self._synced[task]
         buckets.begin(adapter.unreduced if first and adapter.every else (), task, first, absent)
         synced.buckets.append(buckets)

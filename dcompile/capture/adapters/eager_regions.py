@@ -194,7 +194,7 @@ class EagerRegionMonitor:
         if self._adapter.gathers_under_way() != call.gathers:
             self._adapter.shard_again()
             self.refuse("the model gathers parameters in its forward (unshard), after a graph break")
-        if at_the_end and any(compat.tensors.has_hooks(tensor) for _, tensor in self._stand_ins):
+        if at_the_end and any(compat.autograd.has_hooks(tensor) for _, tensor in self._stand_ins):
             self.refuse("a hook was registered on a parameter in the forward, after a graph break")
         if not takes_parameters:
             return

@@ -18,7 +18,7 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.call_state import CapturedGraph, Invocation, Variant
 from dcompile.capture.services import GradientBuckets, Services, ShardedParameters
 from dcompile.collectives.contract import Executable
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 
 Boxed = Callable[[list[Any]], list[Any]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from dcompile.collectives.contract import BucketRule, ParamInfo
@@ -75,6 +75,11 @@ class PlainAdapter:
     def param_infos(self) -> tuple[ParamInfo, ...]:
         """Return every synchronized parameter, by number."""
         return ()
+
+    def units_of(self, numbers: Iterable[int]) -> set[int]:
+        """Return the units of these parameters; those that are not sharded have none."""
+        infos = self.param_infos()
+        return {shard.unit for number in numbers if (shard := infos[number].shard) is not None}
 
     def exchanged(self, used: Collection[int]) -> tuple[ParamInfo, ...]:
         """Return the parameters with a place in the buckets of a program that computes gradients of `used`."""

@@ -48,7 +48,7 @@ class ShardedSync(GradientSync):
             return
         if not call.units:
             shards.forget_parts()
-        units = graph.units()
+        units = self._units_of(graph)
         graph.later |= units & call.units
         call.units |= units
 
@@ -80,16 +80,21 @@ class ShardedSync(GradientSync):
         graph.agree("backward")
         if accumulates:
             self._flush_after_backward(shards)
-            shards.may_lack(graph.units_of(graph.unsure))
+            shards.may_lack(self._adapter.units_of(graph.unsure))
         absent = set[int]()
         if call.gone:
-            absent = graph.units() - graph.units_of(number for place, number in graph.grads if place not in call.gone)
+            present = (number for place, number in graph.grads if place not in call.gone)
+            absent = self._units_of(graph) - self._adapter.units_of(present)
         source = shards.source(call.run.buckets, "backward", accumulates, graph.later, absent)
         return call.run(call.args, buckets=source)
 
+    def _units_of(self, graph: CapturedGraph) -> set[int]:
+        """Return the units of sharded parameters for which a graph's backward computes gradients."""
+        return self._adapter.units_of(number for _, number in graph.grads)
+
     def _flush_after_backward(self, shards: Any) -> None:
         """At the end of a backward that accumulates gradients, reduce those that earlier backwards left."""
-        task = compat.tensors.backward_task(), id(shards)
+        task = compat.autograd.backward_task(), id(shards)
         if task not in self._flushing:
             self._flushing.add(task)
 
@@ -97,8 +102,8 @@ class ShardedSync(GradientSync):
                 self._flushing.discard(task)
                 shards.flush()
 
-            compat.tensors.at_end_of_backward(flush)
+            compat.autograd.at_end_of_backward(flush)
 
     def accumulates(self, numbers: Iterable[int]) -> bool:
         """Does this backward add to the gradient of any of these virtual parameters?"""
-        return any(compat.tensors.will_accumulate(self._adapter.virtual(number)) for number in numbers)
+        return any(compat.autograd.will_accumulate(self._adapter.virtual(number)) for number in numbers)

@@ -25,7 +25,7 @@ from dcompile.capture.adapters.zero_partition import ZeroPartitionAdapter
 from dcompile.capture.call_state import Invocation
 from dcompile.capture.services import GradientBuckets, ShardedParameters
 from dcompile.errors import DcompileError
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 
 OUTSIDE = "gradients from outside the compiled graphs are reduced at the end of the backward"
 
@@ -96,18 +96,18 @@ class ZeroReplicatedSync(GradientSync):
         if reduces:
             graph.agree("backward")
             absent = call.absent()
-            buckets.begin((), compat.tensors.backward_task(), not self._reduced, absent)
+            buckets.begin((), compat.autograd.backward_task(), not self._reduced, absent)
             self._reduced.append(buckets)
             self._absent.update(dict.fromkeys(absent, buckets))
         results = call.run(call.args, buckets=buckets, sync=reduces)
         if reduces:
-            merged = self._merged.setdefault(compat.tensors.backward_task(), MergedGradients())
+            merged = self._merged.setdefault(compat.autograd.backward_task(), MergedGradients())
             merged.add(buckets.last_run(), results, graph.grads)
         return results
 
     def accumulates(self, numbers: Iterable[int]) -> bool:
         found = (self._adapter.refs[number]() for number in numbers)
-        return any(parameter is not None and compat.tensors.will_accumulate(parameter) for parameter in found)
+        return any(parameter is not None and compat.autograd.will_accumulate(parameter) for parameter in found)
 
     def make_buckets(self, buckets: tuple[Bucket, ...]) -> GradientBuckets:
         adapter = self._adapter

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dcompile.compat.tensors import is_compiled_backward
+from dcompile.compat.autograd import is_compiled_backward
 
 SHOWN = 4
 """Names in a reason."""

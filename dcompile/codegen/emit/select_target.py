@@ -15,7 +15,8 @@ from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_laun
 from dcompile.codegen.emit.triton.launch_order import start_all_reduces_early, start_next_first
 from dcompile.codegen.schedule.fusion.all_reduce_epilogue import all_reduce_epilogues
 from dcompile.device_traits import loop_traits, main_device, traits_of
-from dcompile.ir.nodes import Buffer, Loop, Program
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Loop, Program
 from dcompile.toolchain import triton_version
 
 TARGETS: Mapping[str, Target] = {target.traits.name: target for target in (cpp_kernel.TARGET, triton_target.TARGET)}

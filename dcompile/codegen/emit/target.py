@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dcompile.device_traits import DeviceTraits
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import Size
-from dcompile.ir.nodes import Buffer, Loop, View
+from dcompile.ir.nodes import Loop, View
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class KernelSource:
     plan: tuple[str, ...] = field(default=(), compare=False)
     """Decisions about its loops, one line each, for people."""
     kind: str = ""
-    """Tiling of a GPU kernel: `gpu_tiling.Kind`."""
+    """Tiling of a GPU kernel: `tile_plan.Kind`."""
 
 
 @dataclass(frozen=True, slots=True)

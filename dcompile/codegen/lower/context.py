@@ -18,9 +18,10 @@ from dcompile.codegen.lower.symbolic.shapes import shape_of as shape_of
 from dcompile.codegen.lower.symbolic.shapes import strides_of as strides_of
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous, is_dense, is_distinct, ranges_of, variables
 from dcompile.device_traits import HOST, DeviceTraits, traits_of
+from dcompile.ir.buffers import NUMBER, Buffer
 from dcompile.ir.float8 import OPAQUE
 from dcompile.ir.index import Index, Size, flatten, var
-from dcompile.ir.nodes import NUMBER, Arg, Buffer, Collective, Extern, Loop, Ref, Step, Store, Verbatim, View
+from dcompile.ir.nodes import Arg, Collective, Extern, Loop, Ref, Step, Store, Verbatim, View
 from dcompile.ir.ops import DTYPES
 
 LAY_OUT = "dcompile.lay_out"

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from dcompile import compat
-from dcompile.codegen.lower.library_calls import has_effect, is_in_place, op_text, returns_alias
+from dcompile.codegen.lower.operator_facts import has_effect, is_in_place, op_text, returns_alias
 
 
 def is_view(node: Node) -> bool:

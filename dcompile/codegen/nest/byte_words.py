@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from dcompile.codegen.nest.loop_nest import Axis, Nest, reindex, renumber, stride
 from dcompile.ir.analysis import runtime_refs
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import Index, exact_quotient, var
-from dcompile.ir.nodes import ITEMSIZE, Const, IndexOf, Load, Ref, Store, Value
+from dcompile.ir.nodes import Const, IndexOf, Load, Ref, Store, Value
 
 WORD = 4
 """Bytes of a word."""

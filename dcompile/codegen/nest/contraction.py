@@ -16,9 +16,10 @@ from math import prod
 from dcompile.codegen.nest.loop_nest import Axis, Nest, flatten_loop, levels, stride
 from dcompile.device_traits import MULTIPROCESSORS
 from dcompile.ir.analysis import operands, runtime_refs
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES
 from dcompile.ir.index import ZERO, substitute
-from dcompile.ir.nodes import ITEMSIZE, Apply, Load, Loop, Reduce, Ref, Scan, Tile
+from dcompile.ir.nodes import Apply, Load, Loop, Reduce, Ref, Scan, Tile
 
 MAX_ROWS = 16
 """Rows up to which products are loops: a program's tile has all of them."""

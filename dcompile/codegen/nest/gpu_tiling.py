@@ -8,56 +8,30 @@ symbolic length is read in several blocks, whatever its length.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from dcompile.codegen.nest.byte_words import WORD, by_words
 from dcompile.codegen.nest.contraction import Contraction, choose_tile, find_contraction
-from dcompile.codegen.nest.loop_nest import (
-    Axis,
-    Nest,
-    accesses,
-    flatten_loop,
-    may_exceed,
-    stride,
-    unit_strides,
-)
+from dcompile.codegen.nest.loop_nest import Axis, Nest, accesses, flatten_loop, may_exceed, stride, unit_strides
 from dcompile.codegen.nest.row_matmul import RowMatmul, RowTile, choose_row_tile, find_row_matmul
-from dcompile.device_traits import MULTIPROCESSORS
-from dcompile.ir.analysis import ancestors, runtime_refs
-from dcompile.ir.index import (
-    TYPICAL,
-    Div,
-    Index,
-    Size,
-    Var,
-    as_index,
-    as_size,
-    evaluate,
-    extreme,
-    flatten,
-    floordiv,
-    is_nonnegative,
-    is_symbol,
-    size_product,
-    typical,
+from dcompile.codegen.nest.tile_columns import rows_of_program, tile_columns
+from dcompile.codegen.nest.tile_plan import (
+    MAX_PERSISTENT_ELEMENTS,
+    PROGRAMS,
+    TileDim,
+    TilePlan,
+    about,
+    count,
+    power_of_two,
+    typical_stride,
 )
-from dcompile.ir.nodes import ITEMSIZE, Load, Loop, Reduce, Scan, Store, Tile, Value
+from dcompile.codegen.nest.tile_rows import tile_rows
+from dcompile.ir.buffers import ITEMSIZE
+from dcompile.ir.index import Index, size_product
+from dcompile.ir.nodes import Load, Loop, Reduce, Scan, Store, Tile, Value
 
 FLAT_ELEMENTS = 1024
 """Elements of a pointwise tile: 8 for each of 128 threads, so one access moves 16 bytes of a 16-bit dtype."""
-ROW_ELEMENTS = 2048
-"""Elements of a tile of short rows: 16 for each of 128 threads."""
-MAX_PERSISTENT_ELEMENTS = 16384
-"""Longest row that a program holds in registers (32 elements for each of 512 threads) instead of reading it twice."""
-PAIRED = (2048, 4096)
-"""Lengths of rows that are faster in pairs: a program then has 32 elements for each thread."""
-READ_ELEMENTS = 4096
-"""Elements of a row that 256 threads read at a time if only row values are stored. This takes 0.96 of the time of 512
-threads at once (docs/lab/constants.md, K1)."""
-PIECE_ELEMENTS = 2048
-"""Elements of a longer row that 128 threads read at a time. This takes 0.91 of the time of twice as many elements and
-threads (docs/lab/constants.md, K2)."""
 TRANSPOSE_SIDES = (32, 64)
 """Sides of a transpose tile."""
 BYTE_TRANSPOSE_SIDES = (64, 64)
@@ -67,77 +41,8 @@ WORD_TRANSPOSE_SIDES = (128, 64)
 MANY_ACCESSES = 3
 """Whole matrices that a loop reads, or stores across, from which its tile of words has half as many rows: otherwise its
 values, 32 of each in a thread, would not fit registers."""
-OUTER_ROWS = 64
-"""Rows of a tile where adjacent rows, not elements, are contiguous."""
-COLUMN_ROWS, COLUMNS = 8, 256
-"""Tile of a column reduction that needs no whole rows."""
 MIN_UNKNOWN_ROW = 64
 """Length from which rows are separate tiles where sizes are symbolic; a symbol counts as long."""
-PROGRAMS = 2 * MULTIPROCESSORS
-"""Programs of a kernel that loops over rows, and the fewest that a kernel should have."""
-
-Kind = Literal["flat", "turn", "rows", "columns", "skinny"]
-
-
-@dataclass(frozen=True, slots=True)
-class TileDim:
-    """One dimension of a tile: its loop variables, in row-major order, and the number of positions."""
-
-    name: str
-    axes: tuple[Axis, ...]
-    block: int
-
-    @property
-    def size(self) -> Size:
-        return count(self.axes)
-
-    @property
-    def blocks(self) -> Size:
-        return ceil_div(self.size, self.block)
-
-
-@dataclass(frozen=True, slots=True)
-class TilePlan:
-    """The tiling of a loop.
-
-    flat: elements in order. turn: two-dimensional tiles with `batch` variables outside. rows: `dims` are rows and
-    elements; a program has whole rows, at once or, if `looped`, in blocks. columns: a program loops over `chunk` rows
-    and accumulates its column reductions. skinny: `dims` are columns and rows of products of few rows.
-    """
-
-    kind: Kind
-    nest: Nest
-    dims: tuple[TileDim, ...]
-    warps: int
-    batch: tuple[Axis, ...] = ()
-    looped: bool = False
-    chunk: Size = 0
-    atomic: bool = False
-    """Whether combining stores do so in memory."""
-    skinny: tuple[Contraction, Tile] | None = None
-    """Products of few rows, and how they are tiled."""
-    words: tuple[tuple[int, ...], ...] = ()
-    """Numbers of stores whose bytes are stored together."""
-    row_matmul: tuple[RowMatmul, RowTile] | None = None
-    """Products of one row, and how they are tiled, where that is not as for any rows."""
-
-    @property
-    def grid(self) -> Size:
-        match self.kind:
-            case "columns":
-                return size_product((self.parts, self.dims[1].blocks))
-            case "rows":
-                return self.dims[0].blocks
-            case _:
-                return size_product((count(self.batch), *(dim.blocks for dim in self.dims)))
-
-    @property
-    def parts(self) -> Size:
-        """Runs of rows for programs; at least one, since sums of no rows are stored, too."""
-        rows = self.dims[0].size
-        if not isinstance(self.chunk, int):
-            return 1  # one run of all rows
-        return as_size(extreme("max", ceil_div(rows, self.chunk), 1))
 
 
 def make_plan(loop: Loop, row_tile: RowTile | None = None) -> TilePlan:
@@ -149,12 +54,12 @@ def make_plan(loop: Loop, row_tile: RowTile | None = None) -> TilePlan:
     if (found := find_contraction(nest)) is not None:
         return _skinny(nest, found, loop.tile)
     combining = [n for n, store in enumerate(nest.stores) if store.mode != "set"]
-    chunk = _chunk(nest, combining)
+    chunk = rows_of_program(nest, combining)
     if combining and chunk:
-        return _columns(nest, chunk)
+        return tile_columns(nest, chunk)
     if (product := find_row_matmul(nest)) is not None and (tile := row_tile or choose_row_tile(product)) is not None:
         return _row_matmul(nest, product, tile)
-    plan = _rows(nest) if nest.elements and _needs_rows(nest) else _pointwise(nest)
+    plan = tile_rows(nest) if nest.elements and _needs_rows(nest) else _pointwise(nest)
     return replace(plan, atomic=bool(combining))
 
 
@@ -173,9 +78,6 @@ def _skinny(nest: Nest, found: Contraction, tile: Tile | None) -> TilePlan:
 def _row_matmul(nest: Nest, found: RowMatmul, tile: RowTile) -> TilePlan:
     dims = TileDim("x", nest.rows, tile.rows), TileDim("r", nest.elements, tile.depth)
     return TilePlan("rows", nest, dims, tile.warps, looped=tile.depth < found.depth, row_matmul=(found, tile))
-
-
-# --- element by element -----------------------------------------------------------------------------------------------
 
 
 def _pointwise(nest: Nest) -> TilePlan:
@@ -236,7 +138,7 @@ def reach(of: Nest | Loop, name: str) -> int:
 def distance(body: Iterable[Value], stores: Iterable[Store], name: str) -> int:
     """Return this distance summed over some stores and the loads among some values."""
     steps = [(stride(index, name), weight) for index, weight in accesses(tuple(body), tuple(stores))]
-    return sum(abs(_about(step)) * weight for step, weight in steps if step is not None)
+    return sum(abs(typical_stride(step)) * weight for step, weight in steps if step is not None)
 
 
 def _full(axes: tuple[Axis, ...], used: list[tuple[Index, int]]) -> list[tuple[Index, int]]:
@@ -282,203 +184,4 @@ def _side(axis: Axis, most: int) -> int:
     return min(most, power_of_two(about([axis])))
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
-
-
-def _rows(nest: Nest) -> TilePlan:
-    rows, size = about(nest.rows), about(nest.elements)
-    known = isinstance(count(nest.elements), int)
-    whole = power_of_two(size)
-    if _is_lane(nest):
-        x = min(OUTER_ROWS, power_of_two(rows))
-        while x > 16 and rows < x * PROGRAMS:
-            x //= 2
-        # few programs: a double block, or all elements, since nothing else hides memory latency
-        few = rows < 2 * x * PROGRAMS
-        r = min(ROW_ELEMENTS * (2 if few else 1) // x, whole)
-        if known and few and r < whole and x * whole <= MAX_PERSISTENT_ELEMENTS:
-            dims = TileDim("x", nest.rows, x), TileDim("r", nest.elements, whole)
-            return TilePlan("rows", nest, dims, max(min(x * whole // 512, 16), 1))
-        dims = TileDim("x", nest.rows, x), TileDim("r", nest.elements, r)
-        return TilePlan("rows", nest, dims, max(min(x * r // 512, 4), 1), looped=r < size or not known)
-    if not known:
-        piece = min(max(4 * whole, PIECE_ELEMENTS // 8), PIECE_ELEMENTS)
-        dims = TileDim("x", nest.rows, 1), TileDim("r", nest.elements, piece)
-        return TilePlan("rows", nest, dims, max(piece // 512, 1), looped=True)
-    if whole > MAX_PERSISTENT_ELEMENTS:
-        return TilePlan(
-            "rows", nest, (TileDim("x", nest.rows, 1), TileDim("r", nest.elements, PIECE_ELEMENTS)), 4, looped=True
-        )
-    x = max(min(ROW_ELEMENTS // whole, power_of_two(rows)), 1)
-    while x > 1 and rows < x * PROGRAMS:
-        x //= 2
-    if all(nest.row_stores) and whole > READ_ELEMENTS and _in_one_pass(nest):
-        return TilePlan(
-            "rows",
-            nest,
-            (TileDim("x", nest.rows, x), TileDim("r", nest.elements, READ_ELEMENTS)),
-            _warps(READ_ELEMENTS),
-            looped=True,
-        )
-    if x == 1 and PAIRED[0] <= whole <= PAIRED[1] and rows >= PROGRAMS and not all(nest.row_stores):
-        # two rows at once are slower for maxima: softmax takes 154 us for 139, RMSNorm 37.2 for 37.6 (one H200)
-        sums = all(value.op == "sum" for value in nest.body if isinstance(value, (Reduce, Scan)))
-        x = 2 if sums and rows >= 2 * PROGRAMS else 1
-        return TilePlan(
-            "rows", nest, (TileDim("x", nest.rows, x), TileDim("r", nest.elements, whole)), max(x * whole // 1024, 1)
-        )
-    return TilePlan("rows", nest, (TileDim("x", nest.rows, x), TileDim("r", nest.elements, whole)), _warps(x * whole))
-
-
-def _in_one_pass(nest: Nest) -> bool:
-    """Is every element of a row needed only once, unlike for a variance, which needs the mean first?"""
-    reduces = [ref for ref, value in enumerate(nest.body) if isinstance(value, Reduce)]
-    below = ancestors(nest.body, [value.arg for value in nest.body if isinstance(value, Reduce)])
-    return not any(isinstance(value, Scan) for value in nest.body) and not below.intersection(reduces)
-
-
-def _is_lane(nest: Nest) -> bool:
-    """Are adjacent rows, rather than elements of a row, contiguous in memory?"""
-    if not nest.rows or about(nest.rows[-1:]) < 8 or not any(isinstance(value, (Reduce, Scan)) for value in nest.body):
-        return False
-    # weighted by traffic: in a weighted sum over a matrix's rows, the weights count little beside the matrix
-    often = [
-        (index, weight * _points(nest, index))
-        for index, weight in accesses(nest.body, nest.stores)
-        if index.variables & nest.element_names
-    ]
-    return unit_strides(nest.rows[-1].name, often) > unit_strides(nest.elements[-1].name, often)
-
-
-def _points(nest: Nest, index: Index) -> int:
-    """Return the number of elements that an index reaches; a run-time value may reach all."""
-    return about(axis for axis in nest.axes if axis.name in index.variables or runtime_refs(index))
-
-
-def _warps(elements: int) -> int:
-    """Return the warps of a block: 16 elements a thread, or 32 where a block would exceed 512 threads."""
-    return min(max(elements // 512, 1), 16)
-
-
 # --- columns ----------------------------------------------------------------------------------------------------------
-
-
-def _columns(nest: Nest, chunk: Size) -> TilePlan:
-    whole = power_of_two(about(nest.elements))
-    if sees_whole_rows(nest):
-        x = min(max(ROW_ELEMENTS // whole, 1), power_of_two(typical(chunk)))
-        return TilePlan(
-            "columns",
-            nest,
-            (TileDim("x", nest.rows, x), TileDim("r", nest.elements, whole)),
-            _warps(x * whole),
-            chunk=chunk,
-        )
-    r = min(COLUMNS, whole)
-    x = min(max(COLUMN_ROWS * COLUMNS // r, 1), power_of_two(typical(chunk)))
-    return TilePlan(
-        "columns", nest, (TileDim("x", nest.rows, x), TileDim("r", nest.elements, r)), max(x * r // 512, 1), chunk=chunk
-    )
-
-
-def _chunk(nest: Nest, combining: list[int]) -> Size:
-    """Return the rows of one program, if it can accumulate every combining store in registers; else 0."""
-    sizes: set[Size] = set()
-    rows = count(nest.rows)
-    for number in combining:
-        found = chunk_of(nest.stores[number], nest.rows, nest.elements, nest.row_stores[number])
-        if found is None:
-            return 0
-        sizes.add(found or (max(rows, 1) if isinstance(rows, int) else rows))
-    if len(sizes) != 1 or (may_exceed(count(nest.elements), MAX_PERSISTENT_ELEMENTS) and sees_whole_rows(nest)):
-        return 0
-    return sizes.pop()
-
-
-def sees_whole_rows(nest: Nest) -> bool:
-    """Does anything happen once a row, so that no two programs may share one?"""
-    if any(nest.row_stores) or any(isinstance(value, (Reduce, Scan)) for value in nest.body):
-        return True
-    return any(store.mode != "set" and not store.index.variables & nest.element_names for store in nest.stores)
-
-
-def chunk_of(store: Store, rows: tuple[Axis, ...], elements: tuple[Axis, ...], row_store: bool) -> int | None:
-    """Return how many consecutive rows a store combines: 0 for all, None for any other pattern.
-
-    Its index may contain the chunk's number, which is the row's number divided by the chunk's size. It contains all
-    variables of the element or none.
-    """
-    if runtime_refs(store.index):
-        return None
-    names = {axis.name for axis in elements}
-    used = store.index.variables & names
-    if used and (row_store or used != names or not _spreads(store.index, elements)):
-        return None
-    chunk = 0
-    for monomial, _ in store.index.terms:
-        for atom in monomial:
-            if isinstance(atom, Var) and (atom.name in names or is_symbol(atom.name)):
-                continue
-            if not isinstance(atom, Div) or atom.base != row_number(rows) or not isinstance(atom.divisor, int):
-                return None
-            if chunk not in (0, atom.divisor):
-                return None
-            chunk = atom.divisor
-    return chunk
-
-
-def leaves_gaps(plan: TilePlan, store: Store, extent: Size) -> bool:
-    """Return whether a column reduction may leave elements of its buffer unwritten; these get the sum of no values.
-
-    An example is the gradient of an embedding with only one row in use: no other row is part of the sum.
-    """
-    spread = store.index.variables & plan.nest.element_names
-    return size_product((plan.parts, count(plan.nest.elements) if spread else 1)) != extent
-
-
-def row_number(rows: tuple[Axis, ...]) -> Index:
-    """Return the position of a row among all rows."""
-    numbers = [Index((((Var(axis.name),), 1),)) for axis in rows]
-    steps = [count(rows[place + 1 :]) for place in range(len(rows))]
-    return flatten(numbers, steps)
-
-
-def _spreads(index: Index, elements: tuple[Axis, ...]) -> bool:
-    """Does every element have an address of its own?"""
-    strides: list[tuple[Size, Size]] = []
-    for axis in elements:
-        step = stride(index, axis.name)
-        if not step:
-            return False
-        strides.append((step, axis.size))
-    reach = as_index(0)
-    for step, size in sorted(strides, key=lambda pair: _about(pair[0])):
-        if not is_nonnegative(as_index(step) - reach - 1, {}):
-            return False
-        reach = reach + as_index(step) * (as_index(size) - 1)
-    return True
-
-
-def count(axes: Iterable[Axis]) -> Size:
-    """Return the number of points of a space."""
-    return size_product(axis.size for axis in axes)
-
-
-def about(axes: Iterable[Axis]) -> int:
-    """Return the number of points of a space, for decisions that affect only speed."""
-    return typical(count(axes))
-
-
-def _about(step: Size) -> int:
-    """Return a stride, possibly negative, for decisions that affect only speed."""
-    return step if isinstance(step, int) else evaluate(step, dict.fromkeys(step.variables, TYPICAL))
-
-
-def ceil_div(size: Size, block: int) -> Size:
-    """Return the number of blocks that cover a size."""
-    return as_size(floordiv(as_index(size) + block - 1, block, {}))
-
-
-def power_of_two(size: int) -> int:
-    """Return the smallest power of two that is at least `size`."""
-    return 1 << max(size - 1, 0).bit_length()

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from dcompile.ir.analysis import inner_names, is_row_store, of_one_element, operands, outer_names, runtime_refs
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import (
     ZERO,
     Index,
@@ -24,7 +25,7 @@ from dcompile.ir.index import (
     typical,
     var,
 )
-from dcompile.ir.nodes import ITEMSIZE, Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Scan, Store, Value
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Reduce, Ref, Scan, Store, Value
 from dcompile.ir.ops import OPS
 
 OUTER_VECTOR_ROWS = 256

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from dcompile.codegen.nest.loop_nest import Nest, levels, stride
 from dcompile.device_traits import MULTIPROCESSORS
 from dcompile.ir.analysis import operands, runtime_refs
-from dcompile.ir.nodes import ITEMSIZE, Load, Reduce, Ref, Scan
+from dcompile.ir.buffers import ITEMSIZE
+from dcompile.ir.nodes import Load, Reduce, Ref, Scan
 
 MIN_DEPTH = 256
 """Length of a sum from which rows are tiled here: shorter ones are rows like any other."""

@@ -14,7 +14,7 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from dcompile.compat.tensors import quick_grad_mode
+from dcompile.compat.autograd import quick_grad_mode
 from dcompile.errors import DcompileError
 
 Boxed = Callable[[list[Any]], Any]

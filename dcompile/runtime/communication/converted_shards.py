@@ -18,7 +18,7 @@ import torch
 from dcompile import compat
 from dcompile.collectives.contract import ShardUnit
 
-MOST_OF_MEMORY = 1 / 16
+MAX_MEMORY_SHARE = 1 / 16
 """Part of a GPU's memory that the buffer may take unless `shard_copies` asks for it: 5 GB of 80."""
 ALIGN_BYTES = 256
 """Alignment of each shard in bytes. NCCL and copy engines are slower at addresses that are no multiples of 16."""
@@ -97,7 +97,7 @@ class ConvertedShards:
         device = next(iter(converted.values())).device
         if self._saves_memory:
             return f"to save {nbytes >> 20} MiB, since {self._saves_memory} (option shard_copies)"
-        if device.type == "cuda" and nbytes > torch.cuda.get_device_properties(device).total_memory * MOST_OF_MEMORY:
+        if device.type == "cuda" and nbytes > torch.cuda.get_device_properties(device).total_memory * MAX_MEMORY_SHARE:
             return f"{nbytes >> 20} MiB would be more than a sixteenth of the GPU's memory (option shard_copies)"
         return ""
 

@@ -10,8 +10,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from dcompile.compat.tensors import copy_all, multiply_all, storage_use_count, will_accumulate, zero_all
-from dcompile.ir.nodes import Bucket
+from dcompile.compat.autograd import will_accumulate
+from dcompile.compat.storage_holders import storage_use_count
+from dcompile.compat.tensors import copy_all, multiply_all, zero_all
+from dcompile.ir.buffers import Bucket
 from dcompile.runtime.communication.reduced_run import ReducedRun
 from dcompile.runtime.communication.work import PendingCollective, count_replayed, start_sum
 
@@ -254,14 +256,6 @@ class BucketSet:
         """Views of gradients that were not scaled as they were written."""
         rest = (number for number, _ in bucket.places if number not in bucket.scaled)
         return [self._view(number, memory) for number in rest if self._param(number) is not None]
-
-    def reduce_all(self) -> None:
-        """Reduce every bucket from what .grad holds of each parameter, as a program would."""
-        memories = {bucket.name: self.acquire(bucket.name) for bucket in self.buckets}
-        for name, memory in memories.items():
-            self.start(name, memory)
-        for name, memory in memories.items():
-            self.wait(name, memory)
 
     def reduce_behind(self, numbers: Collection[int], before: Collection[int]) -> None:
         """Reduce every bucket after a backward whose program did not.

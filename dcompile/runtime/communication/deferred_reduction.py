@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dcompile.collectives.contract import ShardUnit
-from dcompile.compat.tensors import backward_task
+from dcompile.compat.autograd import backward_task
 from dcompile.errors import DcompileError
 
 

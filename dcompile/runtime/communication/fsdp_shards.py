@@ -11,7 +11,7 @@ import torch
 
 from dcompile import compat
 from dcompile.collectives.contract import Phase, ShardGroup
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 from dcompile.runtime.communication.converted_shards import ConvertedShards
 from dcompile.runtime.communication.gloo import start_gather
 from dcompile.runtime.communication.in_flight import PendingGather, PendingReduction, coalescing, named_error
@@ -73,7 +73,7 @@ class Shards(ShardReductions):
         """Start a call: drop what a forward without a backward left, as parameters may have changed since."""
         self._parts.clear()
         self.unreduced.forget_failed()
-        if compat.tensors.backward_task() < 0:
+        if compat.autograd.backward_task() < 0:
             self.unsure.forget()
 
     def leave_parts(self, group: Any, units: Iterable[int], full: Iterable[torch.Tensor]) -> None:

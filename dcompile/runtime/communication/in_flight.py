@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dcompile.collectives.contract import ShardGroup, ShardUnit
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 from dcompile.runtime.communication.packing import PackedUnits
 from dcompile.runtime.communication.peer_memory.all_gather import PendingCopyGather
 from dcompile.runtime.communication.work import PendingCollective

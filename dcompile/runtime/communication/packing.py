@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 
 
 def in_order(bucket: Bucket) -> list[int]:

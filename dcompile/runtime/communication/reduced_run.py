@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dcompile.compat.tensors import storage_use_count
+from dcompile.compat.storage_holders import storage_use_count
 
 
 class ReducedRun:

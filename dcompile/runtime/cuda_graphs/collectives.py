@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from dcompile.collectives.contract import AnySource, BucketSource, ShardSource
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 
 Once = Callable[[AnySource | None, bool], list[Any]]
 """Runs the program on a source of collectives; `sync` as in `collectives.contract.Executable`."""

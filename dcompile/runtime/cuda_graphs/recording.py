@@ -116,7 +116,7 @@ class ResultMemory:
 
     def _holders(self) -> tuple[int, int]:
         # Python code shares one storage object, which counts once; its own reference count tells of further holders
-        return compat.tensors.storage_holders(self._storage), sys.getrefcount(self._storage)
+        return compat.storage_holders.storage_holders(self._storage), sys.getrefcount(self._storage)
 
     @property
     def live(self) -> bool:

@@ -18,7 +18,7 @@ guess costs one more recording, at most twice.
 """
 COPY_US, BYTES_A_US = 2.0, 2_000_000
 """Time of a copy on an H200: microseconds to start it, and bytes per microsecond."""
-WORTH_US = 20.0
+MIN_COPIES_US = 20.0
 """Time of copies per call, in microseconds, from which removing them justifies one more recording (some tenths of a
 second).
 """
@@ -46,7 +46,7 @@ class StableInputDetector:
         seen = here if self._seen is None else self._seen
         self._seen = {position: address for position, address in seen.items() if here.get(position) == address}
         spared = sum(COPY_US + slot.tensor.nbytes / BYTES_A_US for slot in slots if slot.position in self._seen)
-        if self._left == 0 and spared >= WORTH_US:
+        if self._left == 0 and spared >= MIN_COPIES_US:
             self.still = self._seen
         return bool(self.still)
 

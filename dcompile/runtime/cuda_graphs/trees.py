@@ -266,16 +266,8 @@ class ReplayedExecutable:
         self, args: list[Any], recordings: list[Recording], settling: StableInputDetector, call: RecordedCall
     ) -> Recording | None:
         """Record this call. Return None if it must run without a graph."""
-        strangers = [a for a in args if isinstance(a, torch.Tensor) and not self._tree.recorder.takes(a)]
-        if strangers:
-            self._decline(f"it takes a tensor on {strangers[0].device}")
-            return None
-        if len(recordings) >= MAX_RECORDINGS:
-            self._decline(f"it was recorded {MAX_RECORDINGS} times, and its results or inputs are elsewhere each time")
-            return None
-        pool = self._tree.pool()
+        pool = self._pool_for(args, len(recordings))
         if pool is None:
-            self._note("some calls run without a CUDA graph: results of earlier ones are held in every pool")
             return None
         alive = self._tree.alive()
         taken = {memory.address: memory for memory in alive}
@@ -320,6 +312,20 @@ class ReplayedExecutable:
         self.report.recordings += 1
         return recording
 
+    def _pool_for(self, args: list[Any], recorded: int) -> int | None:
+        """Return the pool to record a call in; None, with the reason in the receipt, if it must run without a graph."""
+        strangers = [a for a in args if isinstance(a, torch.Tensor) and not self._tree.recorder.takes(a)]
+        if strangers:
+            self._decline(f"it takes a tensor on {strangers[0].device}")
+            return None
+        if recorded >= MAX_RECORDINGS:
+            self._decline(f"it was recorded {MAX_RECORDINGS} times, and its results or inputs are elsewhere each time")
+            return None
+        pool = self._tree.pool()
+        if pool is None:
+            self._note("some calls run without a CUDA graph: results of earlier ones are held in every pool")
+        return pool
+
     def _slots(self, args: Sequence[Any], fixed: frozenset[int]) -> tuple[CopiedInput, ...]:
         positions = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in fixed]
         slots = tuple(CopiedInput(i, like(args[i]), i in self._mutated) for i in positions)
@@ -342,7 +348,9 @@ class ReplayedExecutable:
             if isinstance(arg, torch.Tensor):
                 address = arg.untyped_storage().data_ptr()
                 # a retained graph holds the same tensor: one holder of the storage, which must not be given up
-                held[address] = held.get(address, 0) + (1 if compat.tensors.only_python_holds(arg) else -len(args))
+                held[address] = held.get(address, 0) + (
+                    1 if compat.storage_holders.only_python_holds(arg) else -len(args)
+                )
         for address, count in held.items():
             memory = taken.get(address)
             if memory is not None and memory.pool == pool and memory.holders == count and not memory.pinned:

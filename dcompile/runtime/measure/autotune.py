@@ -16,8 +16,9 @@ from typing import TypeVar
 import torch
 
 from dcompile.compat.tensors import real_tensors
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.gemm import Algorithm, Geometry
-from dcompile.ir.nodes import Buffer, Tile, View
+from dcompile.ir.nodes import Tile, View
 from dcompile.runtime.program import cuda_launch
 from dcompile.runtime.program.argument_table import Address
 from dcompile.runtime.program.cublaslt import GemmCall, GemmDescription

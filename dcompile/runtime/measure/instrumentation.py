@@ -20,9 +20,9 @@ from typing import Any, Protocol, get_args, runtime_checkable
 import torch
 
 from dcompile.collectives.contract import ProgramReport
+from dcompile.ir.buffers import Bucket
 from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
 from dcompile.ir.functional_collectives import is_wait, kind_of
-from dcompile.ir.nodes import Bucket
 
 _WORK = re.compile(r"_(k|op|launch|fn|exchange)\d+(?:\.wait|\.run_epilogue)?")
 """Names that a host program gives to callables that compute: kernels, library calls, launch tables."""

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from dcompile.ir.nodes import Buffer, Tile, View
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Tile, View
 from dcompile.runtime.measure.autotune import (
     GLANCE_S,
     GLANCES,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dcompile.compat.tensors import KeptTensor
+from dcompile.compat.storage_holders import KeptTensor
 from dcompile.ir.index import element_span
 from dcompile.runtime.program.fast_aten import empty_cpu
 

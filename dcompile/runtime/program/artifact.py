@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dcompile.collectives.contract import ProgramReport
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 
 
 @dataclass(frozen=True, slots=True)

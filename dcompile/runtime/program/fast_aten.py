@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dcompile.compat.tensors import direct_call, quick_empty, quick_grad_mode, quick_look
+from dcompile.compat.autograd import quick_grad_mode
+from dcompile.compat.tensors import direct_call, quick_empty, quick_look
 
 empty_cpu = quick_empty("cpu")
 """empty_cpu(shape, strides, dtype): allocate a tensor on the CPU."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from dcompile.collectives.contract import AnySource, ProgramReport
-from dcompile.compat.tensors import is_only_reference
+from dcompile.compat.storage_holders import is_only_reference
 from dcompile.ir.gemm import Geometry
 from dcompile.runtime.program import cuda_launch, half_gemm, host_checks
 from dcompile.runtime.program.arena import (

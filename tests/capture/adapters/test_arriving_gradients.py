@@ -45,7 +45,7 @@ def begun(monkeypatch):
     """Make one backward's gradients, of which those of `coming` will be added."""
 
     def make(coming: set[int], waits: bool = False) -> tuple[ArrivingGradients, NotingBuckets]:
-        monkeypatch.setattr("dcompile.compat.tensors.will_accumulate", lambda number: number in coming)
+        monkeypatch.setattr("dcompile.compat.autograd.will_accumulate", lambda number: number in coming)
         buckets, params = NotingBuckets(), {number: (lambda number=number: number) for number in range(5)}
         layout: Any = LAYOUT
         return ArrivingGradients(layout, buckets, params, coming, waits), buckets  # type: ignore[arg-type]

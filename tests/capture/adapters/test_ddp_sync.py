@@ -133,8 +133,8 @@ def strategy(adapter: MadeUpDdp, model: MadeUpModel | None = None) -> DdpSync:
 @pytest.fixture
 def backward(monkeypatch):
     """Inside a backward, whose end never comes."""
-    monkeypatch.setattr(compat.tensors, "backward_task", lambda: 1)
-    monkeypatch.setattr(compat.tensors, "at_end_of_backward", lambda run: None)
+    monkeypatch.setattr(compat.autograd, "backward_task", lambda: 1)
+    monkeypatch.setattr(compat.autograd, "at_end_of_backward", lambda run: None)
 
 
 def run(args: list[Any], **more: Any) -> list[Any]:

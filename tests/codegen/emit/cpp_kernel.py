@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 from dcompile.codegen.emit.cpp import kernel
 from dcompile.codegen.emit.cpp.plan import NestDecision, NestPlan
 from dcompile.codegen.emit.target import Kernels, KernelSource
-from dcompile.ir.nodes import Buffer, Loop, Program
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Loop, Program
 from dcompile.pipeline import nest_passes
 
 

@@ -21,9 +21,10 @@ import torch  # also for the OpenMP run time that kernels are linked with
 from dcompile.codegen.emit.cpp.compile import build
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
+from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.float8 import BYTES
 from dcompile.ir.interpret import GARBAGE, from_bfloat16, interpret, to_bfloat16
-from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, View
+from dcompile.ir.nodes import Loop, Program, View
 from dcompile.ir.ops import DTYPES
 from dcompile.runtime.cache.disk import KernelCache
 from tests.codegen.emit import cpp_kernel

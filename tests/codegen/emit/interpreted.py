@@ -25,10 +25,11 @@ from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.triton import kernel as emitter
 from dcompile.codegen.emit.triton import matmul_epilogue, segment_sum
 from dcompile.codegen.emit.triton.horizontal_fusion import fuse_launches
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.float8 import BYTES
 from dcompile.ir.index import as_index, evaluate
 from dcompile.ir.interpret import GARBAGE, from_bfloat16, to_bfloat16
-from dcompile.ir.nodes import Buffer, Loop, Program
+from dcompile.ir.nodes import Loop, Program
 from dcompile.ir.ops import OPS
 from dcompile.ir.symbols import specialise
 from tests.codegen.emit.harness import NONE, placed, read

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import Index, as_index, contiguous_strides, floordiv, modulo, var
-from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Scan, Store, Value, View
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Program, Reduce, Scan, Store, Value, View
 
 I0, J0 = var("i0"), var("j0")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcompile.ir.nodes import Bucket
+from dcompile.ir.buffers import Bucket
 from dcompile.runtime.communication.ddp_buckets import MAX_KEPT_STORAGES, BucketSet, average
 
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from dcompile.runtime.cuda_graphs import stable_inputs
-from dcompile.runtime.cuda_graphs.stable_inputs import COPY_US, WATCHED_CALLS, WORTH_US
+from dcompile.runtime.cuda_graphs.stable_inputs import COPY_US, MIN_COPIES_US, WATCHED_CALLS
 from tests.runtime.recorder import Program, Worst
 
 BYTES_A_US = 2_000
 """A thousandth of a GPU's: what is worth a recording is then 40 kB to fill again and again, not 40 MB."""
-COUNT = int(WORTH_US * BYTES_A_US) // 4
+COUNT = int(MIN_COPIES_US * BYTES_A_US) // 4
 """Elements of which one copy is worth a recording."""
 
 
@@ -98,7 +98,7 @@ def test_what_moves_meanwhile_has_a_copy(program):
 
 @pytest.mark.parametrize("many", [False, True])
 def test_small_inputs_are_copied_unless_they_are_many(many):
-    count = int(WORTH_US / COPY_US) if many else 3
+    count = int(MIN_COPIES_US / COPY_US) if many else 3
     little = Program(Worst(), lambda *inputs: [sum(inputs)])
     inputs = [torch.full((2,), float(n)) for n in range(count)]
     for _ in range(3 * WATCHED_CALLS):

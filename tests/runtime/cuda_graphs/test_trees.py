@@ -7,7 +7,7 @@ import torch
 from torch.distributed import distributed_c10d as c10d
 from torch.nn import Parameter
 
-from dcompile.compat.tensors import storage_use_count
+from dcompile.compat.storage_holders import storage_use_count
 from dcompile.runtime.communication import model_collectives
 from dcompile.runtime.cuda_graphs import trees
 from dcompile.runtime.cuda_graphs.trees import MAX_RECORDINGS, GraphTree

@@ -22,11 +22,12 @@ from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.collectives.contract import ProgramReport
 from dcompile.collectives.fold_average import fold_average
-from dcompile.compat.tensors import storage_use_count
+from dcompile.compat.storage_holders import storage_use_count
 from dcompile.config import Config
 from dcompile.errors import DcompileError
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Buffer, Extern, Program, View
+from dcompile.ir.nodes import Extern, Program, View
 from dcompile.ir.parse import parse
 from dcompile.runtime.program import cuda_launch
 from dcompile.runtime.program.argument_table import Address

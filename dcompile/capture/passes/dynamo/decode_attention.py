@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from dcompile.capture.passes.dynamo.causal_mask import ATTENTION
+from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
+from dcompile.capture.passes.dynamo.symbolic_elements.elements import value_of
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
@@ -68,7 +69,7 @@ def attend(
 def _rewritten(gm: GraphModule, node: Node) -> bool:
     given = dict(zip(_NAMES, node.args, strict=False)) | dict(node.kwargs)
     query, mask, shape = given["query"], given.get("attn_mask"), _shape(given["query"])
-    if len(shape) != 4 or shape[2] != 1 or traits_of(_value(query).device.type).aten.splits_single_query:
+    if len(shape) != 4 or shape[2] != 1 or traits_of(value_of(query).device.type).aten.splits_single_query:
         return False
     if given.get("dropout_p") or given.get("is_causal"):
         return False
@@ -95,7 +96,7 @@ def _rewritten(gm: GraphModule, node: Node) -> bool:
 
 def _trains(*nodes: Any) -> bool:
     """Does any value require a gradient?"""
-    return any(isinstance(value := _value(node), torch.Tensor) and value.requires_grad for node in nodes)
+    return any(isinstance(value := value_of(node), torch.Tensor) and value.requires_grad for node in nodes)
 
 
 def _erase_unused(gm: GraphModule, repeat: Any) -> None:
@@ -110,13 +111,9 @@ def _erase_unused(gm: GraphModule, repeat: Any) -> None:
         repeat = behind
 
 
-def _value(node: Any) -> Any:
-    return node.meta.get("example_value") if isinstance(node, Node) else None
-
-
 def _shape(node: Any) -> tuple[int, ...]:
     """Return the shape of a node's value; () if it is no tensor or has symbolic sizes."""
-    value = _value(node)
+    value = value_of(node)
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
     return shape if all(isinstance(size, int) for size in shape) else ()
 

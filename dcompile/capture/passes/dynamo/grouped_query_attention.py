@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, MASK, argument, changes
+from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION, MASK, argument, changes, is_call
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import sizes_of
 from dcompile.device_traits import traits_of
@@ -79,7 +79,7 @@ def unrepeated(node: Node, nest: NestedGraphs) -> tuple[Node, Node] | None:
 
 def erase_repeated(repeated: list[Node], nest: NestedGraphs) -> None:
     """Erase repeated keys and values that nothing uses any more."""
-    nest.erase_unused(repeated, lambda node: _is(node, *_RESHAPES, "expand", "unsqueeze", *_SLICES, *_REPEATS))
+    nest.erase_unused(repeated, lambda node: is_call(node, *_RESHAPES, "expand", "unsqueeze", *_SLICES, *_REPEATS))
 
 
 def _has_kernel(node: Node, planned_for: str | None) -> bool:
@@ -113,12 +113,12 @@ def _once(node: Any, heads: Size, nest: NestedGraphs) -> Source | None:
     if node.op == "placeholder":
         return _outside(node, heads, nest)
     merged = node
-    while _is(merged, *_RESHAPES):
+    while is_call(merged, *_RESHAPES):
         inner = merged.args[0]
         if not isinstance(inner, Node):
             return None
         merged = inner
-    source = _is_interleaved(merged) if _is(merged, *_REPEATS) else _expanded_heads(merged)
+    source = _is_interleaved(merged) if is_call(merged, *_REPEATS) else _expanded_heads(merged)
     if source is None or _repeated_heads(source, heads) != sizes_of(node) or _is_changed(node, source):
         return None
     return source
@@ -164,7 +164,7 @@ def _is_changed(node: Node, source: Node) -> bool:
 
 def _expanded_heads(node: Node) -> Node | None:
     """Return the tensor (batch, heads, length, width) that a node expands to (batch, heads, copies, length, width)."""
-    if not _is(node, "expand") or len(sizes_of(node)) != 5:
+    if not is_call(node, "expand") or len(sizes_of(node)) != 5:
         return None
     batch, heads, _, length, width = sizes_of(node)
     apart = node.args[0]
@@ -181,14 +181,8 @@ def _is_interleaved(node: Node) -> Node | None:
     return source
 
 
-def _is(node: Node, *names: str) -> bool:
-    if node.op == "call_method":
-        return node.target in names
-    return node.op == "call_function" and getattr(node.target, "__name__", "") in names
-
-
 def _adds_third_dimension(node: Node) -> bool:
-    if _is(node, "unsqueeze"):
+    if is_call(node, "unsqueeze"):
         return argument(node, 1, "dim") in (2, -3)
     index: Any = node.args[1] if node.target is operator.getitem else None
     every = slice(None, None, None)

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.causal_mask import argument
+from dcompile.capture.passes.dynamo.captured_nodes import argument
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport

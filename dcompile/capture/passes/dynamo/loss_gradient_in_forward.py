@@ -18,9 +18,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.causal_mask import argument, changes, shape_of
+from dcompile.capture.passes.dynamo.captured_nodes import argument, changes, is_call, shape_of
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import AHEAD
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.head import LOSS, between, given_to, is_call
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.head import LOSS, between, given_to
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import differentiates
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport

@@ -21,7 +21,7 @@ from dcompile.capture.passes.dynamo.symbolic_elements.reads import Read, Reads
 from dcompile.ir.bounds import MIN_SYMBOL_VALUES
 from dcompile.ir.index import Index, Size, as_index, is_below, is_nonnegative, is_symbol, substitute, var
 from dcompile.ir.piecewise import Leaf, Test, TooManyPieces, Tree, combine, variables
-from dcompile.ir.predicate import BATCH, HEAD, KEY, QUERY, Predicate
+from dcompile.ir.predicate import BATCH, HEAD, KEY, QUERY, Predicate, replace_variables
 
 MAX_READS = 8
 """Maximum number of reads of a predicate: a kernel loads each for every pair in a partial block."""
@@ -115,7 +115,7 @@ def _in_pairs(tree: Tree, mask: Elements, reads: Reads, scores: Sequence[Size]) 
     sizes = {name: f"{_letter(name)}{number}" for number, name in enumerate(dict.fromkeys(symbols))}
     values |= {name: var(short) for name, short in sizes.items()}
     rewritten = tuple(tuple(substitute(index, values, {}) for index in at) for at in positions)
-    predicate = Predicate(_renamed(tree, values), rewritten, tuple(sizes.values()))
+    predicate = Predicate(replace_variables(tree, values), rewritten, tuple(sizes.values()))
     return MaskPredicate(predicate, tuple(read.node for _, read in used), tuple(sizes))
 
 
@@ -140,13 +140,6 @@ def _ordered_variables(tree: Tree) -> list[str]:
 def _letter(name: str) -> str:
     """Letter of a size's least value; sizes are never negative, though it may be unknown that a symbol is none."""
     return name[0] if MIN_SYMBOL_VALUES[name[0]] is not None else "u"
-
-
-def _renamed(tree: Tree, values: Mapping[str, Index]) -> Tree:
-    if isinstance(tree, Test):
-        condition = substitute(tree.condition, values, {})
-        return Test(condition, _renamed(tree.then, values), _renamed(tree.otherwise, values))
-    return tree
 
 
 def size_dims(node: Node, sizes: Sequence[str]) -> dict[str, tuple[Node, int]]:

@@ -18,7 +18,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import attention_ops, compat, flex_masks
-from dcompile.capture.passes.dynamo.causal_mask import Changed, argument, is_constant, mask_of
+from dcompile.capture.passes.dynamo.captured_nodes import Changed, argument
+from dcompile.capture.passes.dynamo.causal_mask import is_constant, mask_of
 from dcompile.capture.passes.dynamo.grouped_query_attention import erase_repeated, unrepeated
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.mask_predicates import (

@@ -29,7 +29,7 @@ TRANSPOSED = {aten.convolution.default: 6, aten.convolution_backward.default: 7}
 """Operation -> position of the flag for transposed convolutions, which do not change."""
 STRIDES = {aten.convolution.default: 3, aten.convolution_backward.default: 4}
 """Operation -> position of the convolution's strides."""
-FEW_CHANNELS = 8
+MIN_STRIDED_CHANNELS = 8
 """Minimum number of channels of channels-last 1 x 1 filters with strides above 1.
 
 Below it, oneDNN's gradient writes out of bounds (torch 2.13, AVX2, 3 to 5 channels)."""
@@ -68,7 +68,7 @@ def _has_to_stay(node: Node) -> bool:
     if not traits_of(filters.device.type).aten.miscomputes_strided_pixels:
         return False
     single = all(isinstance(size, int) and size == 1 for size in filters.shape[2:])
-    return single and max(steps) > 1 and filters.shape[1] < FEW_CHANNELS  # type: ignore[arg-type]
+    return single and max(steps) > 1 and filters.shape[1] < MIN_STRIDED_CHANNELS  # type: ignore[arg-type]
 
 
 def _may_change(value: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ Guarantees: the same values. The result depends only on the graph, so it is the 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,9 +40,13 @@ def drop_saved_pool_inputs(joint: GraphModule) -> PassReport:
 
     Relies on: no later pass changes strides.
     """
-    nodes = [node for node in joint.graph.nodes if node.target in IMAGE_OF]
+    return _rewrite(joint, [node for node in joint.graph.nodes if node.target in IMAGE_OF], _take_room)
+
+
+def _rewrite(joint: GraphModule, nodes: Sequence[Node], rewrite: Callable[[Node, Any], bool]) -> PassReport:
+    """Rewrite each node where that is possible, in the graph's fake mode."""
     mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in nodes]) if nodes else None
-    count = sum(_take_room(node, mode) for node in nodes) if mode is not None else 0
+    count = sum(rewrite(node, mode) for node in nodes) if mode is not None else 0
     joint.recompile()
     return PassReport(count)
 
@@ -65,11 +69,8 @@ def _take_room(backward: Node, mode: Any) -> bool:
 
 def compact_pool_indices(joint: GraphModule) -> PassReport:
     """Save compact positions for backwards of max pooling in two dimensions."""
-    found = joint.graph.find_nodes(op="call_function", target=aten.max_pool2d_with_indices_backward.default)
-    mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in found]) if found else None
-    count = sum(_shorten(node, mode) for node in found) if mode is not None else 0
-    joint.recompile()
-    return PassReport(count)
+    backward = aten.max_pool2d_with_indices_backward.default
+    return _rewrite(joint, joint.graph.find_nodes(op="call_function", target=backward), _shorten)
 
 
 def _shorten(backward: Node, mode: Any) -> bool:

@@ -10,8 +10,8 @@ from dcompile.codegen.emit.cpp.ops import literal, memory_type
 from dcompile.codegen.emit.cpp.plan import NestPlan
 from dcompile.codegen.emit.cpp.printer import Printer
 from dcompile.codegen.emit.cpp.row_passes import print_row
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import Size, size_product
-from dcompile.ir.nodes import ITEMSIZE
 from dcompile.ir.ops import REDUCTIONS
 
 MAX_SCRATCH_BYTES = 1 << 20

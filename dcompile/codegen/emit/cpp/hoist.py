@@ -7,8 +7,9 @@ from dataclasses import replace
 from dcompile.codegen.emit.cpp.plan import BEFORE_ROWS, NestPlan
 from dcompile.codegen.nest.loop_nest import Levels, Nest, cone_cost, may_exceed
 from dcompile.ir.analysis import ancestors, operands
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import is_symbol, size_product
-from dcompile.ir.nodes import ITEMSIZE, Apply, Const, IndexOf, Ref, Value
+from dcompile.ir.nodes import Apply, Const, IndexOf, Ref, Value
 
 MIN_HOIST_ROWS = 8
 """Rows from which an array is worth its memory."""

@@ -19,8 +19,9 @@ from dcompile.codegen.emit.cpp.vectorize import (
     has_vector,
     stores_vector,
 )
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import size_product
-from dcompile.ir.nodes import ITEMSIZE, Apply, Const, Load, Reduce, Ref
+from dcompile.ir.nodes import Apply, Const, Load, Reduce, Ref
 
 SUMMED_ROWS = 4
 """Rows summed together."""

@@ -8,8 +8,9 @@ from dcompile.codegen.emit.cpp.ops import MEMORY
 from dcompile.codegen.emit.cpp.plan import BEFORE_ROWS, NestPlan
 from dcompile.codegen.nest.loop_nest import cone_cost
 from dcompile.ir.analysis import operands
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import Size, size_product
-from dcompile.ir.nodes import ITEMSIZE, Load, Ref
+from dcompile.ir.nodes import Load, Ref
 
 MAX_KEPT_BYTES = 1 << 18
 """Stack bytes for values kept from pass to pass. They fit into L2, from which a load costs less than an exponential.

@@ -29,9 +29,10 @@ from dcompile.codegen.emit.kernel_name import describe_loop, kernel_name
 from dcompile.codegen.emit.target import EmitRequest, Kernels, KernelSource, Target
 from dcompile.codegen.nest.loop_nest import make_nest, may_exceed
 from dcompile.device_traits import CPU
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.canonical_names import Nameless, nameless
 from dcompile.ir.index import size_product
-from dcompile.ir.nodes import Buffer, Loop, Program
+from dcompile.ir.nodes import Loop, Program
 
 
 def plan_kernel(

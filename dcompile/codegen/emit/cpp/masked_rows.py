@@ -8,8 +8,9 @@ from dcompile.codegen.emit.cpp.ops import memory_type
 from dcompile.codegen.emit.cpp.plan import NestPlan
 from dcompile.codegen.emit.cpp.printer import Printer
 from dcompile.codegen.nest.loop_nest import may_exceed
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import ZERO, substitute
-from dcompile.ir.nodes import ITEMSIZE, Load, Ref
+from dcompile.ir.nodes import Load, Ref
 
 ZEROS_BYTES = 16384
 """Length of the library's `zeros`, which rows with a false mask are read from if they are no longer."""

@@ -19,8 +19,9 @@ from dcompile.codegen.emit.cpp.vector_printer import VectorStep
 from dcompile.codegen.emit.cpp.vectorize import STEP_ELEMENTS, gains_from_vectors, has_vector, stores_vector
 from dcompile.codegen.nest.loop_nest import OUTER_VECTOR_ROWS, Axis
 from dcompile.ir.analysis import operands
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import substitute, var
-from dcompile.ir.nodes import ITEMSIZE, Const, Ref
+from dcompile.ir.nodes import Const, Ref
 from dcompile.ir.ops import REDUCTIONS
 
 GROUP = 8

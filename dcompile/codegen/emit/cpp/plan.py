@@ -14,8 +14,9 @@ from dcompile.codegen.emit.cpp.value_facts import PositionCounter, round_values,
 from dcompile.codegen.nest.loop_nest import OUTER_VECTOR_ROWS, Axis, Levels, Nest, stride
 from dcompile.codegen.nest.loop_nest import levels as find_levels
 from dcompile.ir.analysis import operands, store_operands
+from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.index import Index, Size, as_size, substitute, var
-from dcompile.ir.nodes import ITEMSIZE, Apply, Buffer, IndexOf, Load, Reduce, Ref, Scan
+from dcompile.ir.nodes import Apply, IndexOf, Load, Reduce, Ref, Scan
 from dcompile.ir.ops import OPS
 
 BEFORE_ROWS = -1

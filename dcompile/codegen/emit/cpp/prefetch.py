@@ -12,8 +12,9 @@ from dataclasses import replace
 from dcompile.codegen.emit.cpp.plan import NestPlan
 from dcompile.codegen.nest.loop_nest import Axis, stride
 from dcompile.ir.analysis import runtime_refs
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import substitute, var
-from dcompile.ir.nodes import ITEMSIZE, Apply, Load
+from dcompile.ir.nodes import Apply, Load
 from dcompile.ir.ops import OPS
 
 MIN_PREFETCH_BYTES = 1 << 20

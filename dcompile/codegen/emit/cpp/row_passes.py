@@ -23,8 +23,9 @@ from dcompile.codegen.emit.cpp.value_facts import PositionCounter
 from dcompile.codegen.emit.cpp.vector_printer import NO_SUMS, print_vector_loop
 from dcompile.codegen.nest.loop_nest import OUTER_VECTOR_ROWS, Axis, may_exceed
 from dcompile.ir.analysis import operands, store_operands
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import size_product
-from dcompile.ir.nodes import ITEMSIZE, Const, Load, Reduce, Ref
+from dcompile.ir.nodes import Const, Load, Reduce, Ref
 from dcompile.ir.ops import REDUCTIONS
 
 MAX_BLOCKS = 1024

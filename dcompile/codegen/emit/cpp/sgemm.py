@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dcompile.codegen.emit.target import KernelSource, LibraryReplacement
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import Size
-from dcompile.ir.nodes import Buffer, Extern, Program, View
+from dcompile.ir.nodes import Extern, Program, View
 
 ATEN_MATMULS = ("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default")
 
@@ -37,7 +38,7 @@ def replace_matmul(step: Extern, table: Mapping[str, Buffer]) -> LibraryReplacem
         return None
     target = table[step.outs[0]]
     out = View(target.name, target.shape, target.strides)
-    *added, left, right = [arg for arg in step.args if isinstance(arg, View)]
+    *added, left, right = step.views
     if not all(_is_float_matrix(table[view.buffer]) for view in (*added, left, right, out)):
         return None
     a, b, c, *start = (_Matrix.of(view, len(out.shape)) for view in (left, right, out, *added))

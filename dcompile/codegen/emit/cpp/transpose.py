@@ -16,8 +16,9 @@ from dcompile.codegen.emit.cpp.plan import NestPlan, TransposeTile
 from dcompile.codegen.emit.cpp.prefetch import MIN_PREFETCH_BYTES
 from dcompile.codegen.emit.cpp.printer import Printer
 from dcompile.codegen.nest.loop_nest import WIDE_TILE_SIDE, Nest
+from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.index import Index, Size, as_size, is_symbol, substitute, typical, var
-from dcompile.ir.nodes import ITEMSIZE, Buffer, Load
+from dcompile.ir.nodes import Load
 
 ITEMSIZES = (1, 2, 4, 8)
 """Bytes of elements that `turn` can exchange between registers."""

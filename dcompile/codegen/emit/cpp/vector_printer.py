@@ -12,7 +12,8 @@ from dcompile.codegen.emit.cpp.printer import Printer
 from dcompile.codegen.emit.cpp.stream_stores import cached_condition
 from dcompile.codegen.emit.cpp.value_facts import PositionCounter
 from dcompile.codegen.emit.cpp.vectorize import KEPT_AS, STEP_ELEMENTS, random_stride
-from dcompile.ir.nodes import ITEMSIZE, Apply, IndexOf, Load, Ref
+from dcompile.ir.buffers import ITEMSIZE
+from dcompile.ir.nodes import Apply, IndexOf, Load, Ref
 from dcompile.ir.ops import REDUCTIONS
 
 KINDS = {"": "wide", "pair": "pair", "two": "pair", "quad": "quad"}

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from dcompile.codegen.emit.host.batch_launches import LaunchBatch
 from dcompile.codegen.emit.host.expressions import HostExpressions
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import as_index
-from dcompile.ir.nodes import Buffer
 
 MIN_RECYCLED_BYTES = 1 << 18
 """Bytes from which a result reuses the memory of an earlier call's result. Fresh pages of a large allocation cost up to
@@ -31,7 +31,7 @@ class HostBuffers:
         if name in self.text.hosts:
             self._inherit(self.text.hosts[name])
             return
-        if name in self.batch.allocated or buffer.storage == "arena" or self.text.bucket_of(buffer) is not None:
+        if name in self.batch.allocated or buffer.storage == "arena" or buffer.bucket is not None:
             return
         self.batch.make_room(buffer)
         self.batch.allocated.add(name)

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dcompile.codegen.emit.host.buffer_uses import known_bytes
 from dcompile.codegen.emit.host.expressions import HostExpressions
 from dcompile.codegen.emit.target import Kernels, KernelSource
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import Size, as_index
-from dcompile.ir.nodes import Buffer, Program, View
+from dcompile.ir.nodes import Program
 
 ROOM_BYTES = 1 << 24
 """Bytes that batching GPU kernels may hold longer: a launch takes about 3 us."""
@@ -26,7 +27,7 @@ class LaunchBatch:
     def __init__(self, program: Program, kernels: Kernels, text: HostExpressions) -> None:
         self.text, self.lines = text, text.lines
         self.allocated: set[str] = set(program.inputs)
-        self.outputs = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
+        self.outputs = program.returned
         self.shown = frozenset(text.hosts[name] for name in self.outputs if name in text.hosts)
         """Donor buffers whose memory holds results."""
         self.waiting: list[tuple[KernelSource, list[str]]] = []

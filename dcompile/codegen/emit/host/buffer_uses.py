@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from dcompile.codegen.emit.target import KernelSource
-from dcompile.ir.nodes import Buffer, Collective, Extern, Loop, Program, View, views_of
-
-
-def views_in(step: Extern) -> list[View]:
-    return [view for arg in (*step.args, *(value for _, value in step.kwargs)) for view in views_of(arg)]
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, View
 
 
 def all_views(program: Program) -> Iterator[View]:
     for step in program.steps:
         call = step.call if isinstance(step, Collective) else step
         if isinstance(call, Extern):
-            yield from views_in(call)
+            yield from call.views
     yield from (output for output in program.outputs if isinstance(output, View))
 
 

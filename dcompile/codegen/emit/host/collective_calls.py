@@ -8,8 +8,9 @@ from dcompile.codegen.emit.host.allocate import HostBuffers
 from dcompile.codegen.emit.host.batch_launches import LaunchBatch
 from dcompile.codegen.emit.host.expressions import HostExpressions
 from dcompile.codegen.emit.target import AllReduceKernel, KernelSource
+from dcompile.ir.buffers import Bucket, Buffer
 from dcompile.ir.collective_kinds import bucket_traits
-from dcompile.ir.nodes import Bucket, Buffer, Collective, Extern, Loop, Program, View, Wait, views_of
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, View, Wait, views_of
 
 
 class CollectiveCalls:

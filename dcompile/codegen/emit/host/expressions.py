@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_index, as_size, floordiv
-from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, Arg, Buffer, Program, Verbatim, View, holder_of
+from dcompile.ir.nodes import Arg, Program, Verbatim, View
 
 _TAKEN = frozenset(
     (
@@ -43,7 +44,7 @@ class HostExpressions:
         self.lines: list[str] = []
         self.names: dict[str, str] = {}
         self.pointers: set[str] = set()
-        self.hosts = {b.name: (b.storage or "").removeprefix(IN_DONOR) for b in program.buffers if _is_lodged(b)}
+        self.hosts = {b.name: b.donor for b in program.buffers if b.donor is not None}
         """Buffer -> the donor buffer that it is placed in."""
         self.inherited: set[str] = set()
         """Donor buffers whose memory was reused so far, after their last read."""
@@ -76,20 +77,16 @@ class HostExpressions:
         """Return the name of a bucket's memory."""
         return "_bucket_" + re.sub(r"\W", "_", bucket)
 
-    def bucket_of(self, buffer: Buffer) -> str | None:
-        """Return the bucket that a buffer is a part of, if any."""
-        return (buffer.storage or "").removeprefix("bucket:") if (buffer.storage or "").startswith("bucket:") else None
-
     def placed(self, name: str) -> Buffer:
         """Return the buffer that memory planning has placed: this one, or the one that it is a part of."""
         buffer = self.table[name]
-        holder = holder_of(buffer)
+        holder = buffer.holder
         return buffer if holder is None else self.table[holder]
 
     def _within(self, name: str) -> Size:
         """Return the bytes from the start of the placed buffer to this one."""
         buffer = self.table[name]
-        return 0 if holder_of(buffer) is None else buffer.offset
+        return 0 if buffer.holder is None else buffer.offset
 
     def pointer(self, name: str) -> str:
         """Return the address of a buffer, for a kernel."""
@@ -103,7 +100,7 @@ class HostExpressions:
         if buffer.storage == "arena":
             at = as_size(as_index(buffer.offset) + as_index(self._within(name)))
             return self.once(f"run.address + {self.index(at)}", "at")
-        bucket = self.bucket_of(buffer)
+        bucket = buffer.bucket
         if bucket is None:
             return self._known_pointer(self.name(name))
         pointer = self._known_pointer(self.memory(bucket), ".flat")
@@ -178,7 +175,7 @@ class HostExpressions:
             at = self.index(as_size(as_index(buffer.offset) + as_index(view.offset) * ITEMSIZE[buffer.dtype]))
             text = f"run.view(torch.{buffer.dtype}, {shape}, {strides}, {at})"
             return self.once_if_known(text, "v", (*view.shape, *view.strides, view.offset))
-        bucket = self.bucket_of(buffer)
+        bucket = buffer.bucket
         if bucket is not None:
             assert isinstance(buffer.offset, int), f"{view.buffer} has no fixed place in its bucket"
             at = self.index(as_index(view.offset) + buffer.offset // ITEMSIZE[buffer.dtype])
@@ -252,7 +249,3 @@ class HostExpressions:
 
 def _same(a: Sequence[Size], b: Sequence[Size]) -> bool:
     return len(a) == len(b) and all(as_index(x) == as_index(y) for x, y in zip(a, b, strict=True))
-
-
-def _is_lodged(buffer: Buffer) -> bool:
-    return (buffer.storage or "").startswith(IN_DONOR)

@@ -18,9 +18,10 @@ from dcompile.codegen.emit.host.aten_calls import (
 from dcompile.codegen.emit.host.batch_launches import LaunchBatch
 from dcompile.codegen.emit.host.expressions import HostExpressions
 from dcompile.codegen.emit.host.gemm_geometry import factors_of, geometry
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.gemm import Chosen
 from dcompile.ir.index import Size, as_index, var
-from dcompile.ir.nodes import SCALE, SCALED, Buffer, Extern, View
+from dcompile.ir.nodes import SCALE, SCALED, Extern, View
 
 
 class ExternCalls:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES, Chosen, Geometry, gemm_layout
-from dcompile.ir.nodes import SCALED, Buffer, Extern, Program, View
+from dcompile.ir.nodes import SCALED, Extern, Program, View
 
 MIN_FLOP_SHARE = 0.02
 """Fraction of a program's matmul FLOPs below which a geometry is not worth measuring."""

@@ -13,8 +13,9 @@ from dcompile.codegen.emit.host.aten_calls import in_torch, out_overload, resolv
 from dcompile.codegen.emit.host.buffer_uses import last_uses
 from dcompile.codegen.emit.target import Kernels, KernelSource, LibraryReplacement
 from dcompile.errors import ExportError
+from dcompile.ir.buffers import IN_DONOR, WITHIN
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_index
-from dcompile.ir.nodes import IN_DONOR, WITHIN, Arg, Extern, Loop, Program, Step, Verbatim, View
+from dcompile.ir.nodes import Arg, Extern, Loop, Program, Step, Verbatim, View
 from dcompile.ir.symbols import late_symbols, sources
 
 SHIMS = {"aten.addmm.out": "aoti_torch_cpu_addmm_out", "aten.baddbmm.out": "aoti_torch_cpu_baddbmm_out"}
@@ -101,12 +102,8 @@ def _buffer(program: Program, name: str) -> dict[str, Any]:
 
 
 def _steps(program: Program, kernels: Kernels) -> list[dict[str, Any]]:
-    hosts = {
-        buffer.name: (buffer.storage or "").removeprefix(IN_DONOR)
-        for buffer in program.buffers
-        if (buffer.storage or "").startswith(IN_DONOR)
-    }
-    returned = {output.buffer for output in program.outputs if isinstance(output, View)}
+    hosts = {buffer.name: buffer.donor for buffer in program.buffers if buffer.donor is not None}
+    returned = program.returned
     dying: dict[int, list[str]] = {}
     for name, position in last_uses(program, kernels.calls, hosts).items():
         if name not in returned and name not in program.inputs:

@@ -15,7 +15,7 @@ from dcompile.codegen.emit.triton.kernel import types_of
 from dcompile.codegen.emit.triton.printer import TritonText
 from dcompile.codegen.emit.triton.row_passes import ReceivedTile, RowPassWriter
 from dcompile.codegen.schedule.fusion.all_reduce_epilogue import AllReduceEpilogue
-from dcompile.ir.nodes import ITEMSIZE, Buffer
+from dcompile.ir.buffers import ITEMSIZE, Buffer
 
 MAX_WARPS = 16
 TILE = "summed"

@@ -16,13 +16,14 @@ from dcompile.codegen.emit.target import KernelSource, Launch
 from dcompile.codegen.emit.triton.library import AFTER, HEADER, used_functions
 from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, TYPES
 from dcompile.codegen.emit.triton.printer import overlap
-from dcompile.ir.nodes import Buffer, Collective, Extern, Loop, Program, Wait
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait
 
 MAX_DIFFERENT_LOOPS = 8
 """Loops in one launch, unless they are equal; of equal loops, the number of different sizes."""
 MAX_ADDRESSES = 448
 """Buffers in one launch: a kernel takes 4 KiB of arguments. For equal loops this is the only limit."""
-MOST_BYTES = 1 << 28
+MAX_JOINED_BYTES = 1 << 28
 """Bytes of a loop's buffers: longer kernels lose nothing by running in turn, and may lose by sharing registers."""
 TINY_BYTES = 1 << 22
 """Bytes of a loop's buffers below which it takes no longer than a launch, whatever it computes."""
@@ -121,7 +122,7 @@ def _is_small(loop: Loop, kernel: KernelSource, table: Mapping[str, Buffer]) -> 
     known = [kernel.launches[0].grid, *(table[name].extent for name in loop.reads | loop.writes)]
     if not known[0] or not all(isinstance(size, int) for size in known):
         return False
-    return _nbytes(loop, table) <= MOST_BYTES
+    return _nbytes(loop, table) <= MAX_JOINED_BYTES
 
 
 def _nbytes(loop: Loop, table: Mapping[str, Buffer]) -> int:

@@ -15,10 +15,11 @@ from dcompile.codegen.emit.target import KernelSource, Launch
 from dcompile.codegen.emit.triton.kernel import function_text, types_of
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
 from dcompile.codegen.emit.triton.printer import TritonText
-from dcompile.codegen.nest.gpu_tiling import TileDim, TilePlan
 from dcompile.codegen.nest.loop_nest import flatten_loop
+from dcompile.codegen.nest.tile_plan import TileDim, TilePlan
 from dcompile.ir.analysis import product_buffer
-from dcompile.ir.nodes import Buffer, Loop, Matmul, View
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Loop, Matmul, View
 
 TOGETHER = 8
 """Rows of tiles that are traversed column by column, so that concurrent programs share their inputs."""
@@ -61,7 +62,7 @@ class MatmulWriter:
         buffers = {**table, product.out: self.result}
         self.text = TritonText(plan, buffers, registers={product.out: PRODUCT}, ragged=ragged)
         self.plan, self.nest, self.line = plan, nest, self.text.line
-        *added, self.left, self.right = (view for view in product.call.args if isinstance(view, View))
+        *added, self.left, self.right = product.call.views
         self.bias = added[0] if added else None
         self.down, self.across = (
             -(-size // block) for size, block in zip((rows, columns), (tile.rows, tile.columns), strict=True)

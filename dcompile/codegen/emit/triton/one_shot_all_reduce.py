@@ -24,7 +24,8 @@ from collections.abc import Collection, Mapping
 from dcompile.codegen.emit.kernel_name import kernel_name
 from dcompile.codegen.emit.target import AllReduceKernel, KernelSource, Launch
 from dcompile.codegen.emit.triton.library import AFTER, HEADER, used_functions
-from dcompile.ir.nodes import ITEMSIZE, Buffer, Collective, Program, View, views_of
+from dcompile.ir.buffers import ITEMSIZE, Buffer
+from dcompile.ir.nodes import Collective, Program, View, views_of
 from dcompile.machine_model import MAX_ONE_SHOT_BYTES
 
 BLOCK = 128

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from dcompile.codegen.emit.triton.library import PREFETCH
 from dcompile.codegen.emit.triton.printer import TritonText
-from dcompile.codegen.nest.gpu_tiling import TileDim
+from dcompile.codegen.nest.tile_plan import TileDim
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import ZERO, substitute, var
-from dcompile.ir.nodes import ITEMSIZE, Load
+from dcompile.ir.nodes import Load
 
 PIECE_BYTES = 2048
 """Bytes of one prefetch. A multiprocessor starts about one in a cycle. Prefetches of 32 bytes for whole rows took

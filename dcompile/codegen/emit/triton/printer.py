@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dcompile.codegen.emit.float8 import decoded
 from dcompile.codegen.emit.triton.ops import SPELLING, literal, register_type
-from dcompile.codegen.nest.gpu_tiling import TileDim, TilePlan, count, row_number
 from dcompile.codegen.nest.loop_nest import Axis, Levels, levels, may_exceed
+from dcompile.codegen.nest.tile_plan import TileDim, TilePlan, count, row_number
 from dcompile.device_traits import MAX_INT32_ELEMENTS, MULTIPROCESSORS
 from dcompile.ir.analysis import is_clamped, operands, runtime_refs
+from dcompile.ir.buffers import IN_BUCKET, IN_DONOR, ITEMSIZE, WITHIN, Buffer
 from dcompile.ir.float8 import MAX_FLOAT8
 from dcompile.ir.index import (
     Atom,
@@ -25,7 +26,7 @@ from dcompile.ir.index import (
     is_nonnegative,
     is_symbol,
 )
-from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, WITHIN, Apply, Buffer, Const, IndexOf, Load, Reduce, Ref, Scan, Store
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Store
 from dcompile.ir.ops import REDUCTIONS, SCANS
 
 CHECK = "tl.device_assert"
@@ -416,6 +417,6 @@ def overlap(a: Buffer, b: Buffer) -> bool:
 def _home(buffer: Buffer) -> str:
     """Return the memory that the buffer's offset refers to: shared, or that of one buffer."""
     storage = buffer.storage or ""
-    if storage == "arena" or storage.startswith(("bucket:", WITHIN)):
+    if storage == "arena" or storage.startswith((IN_BUCKET, WITHIN)):
         return storage
     return storage if storage.startswith(IN_DONOR) else IN_DONOR + buffer.name

@@ -9,10 +9,11 @@ from math import prod
 from dcompile.codegen.emit.triton.library import AFTER
 from dcompile.codegen.emit.triton.prefetch_rows import prefetch_rows
 from dcompile.codegen.emit.triton.printer import Class, TritonText
-from dcompile.codegen.nest.gpu_tiling import PROGRAMS, TileDim
+from dcompile.codegen.nest.tile_plan import PROGRAMS, TileDim
 from dcompile.ir.analysis import operands, runtime_refs, store_operands
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import size_product
-from dcompile.ir.nodes import ITEMSIZE, Load, Reduce, Ref, Scan
+from dcompile.ir.nodes import Load, Reduce, Ref, Scan
 
 PID = "tl.program_id(0)"
 PREFETCHED = 96 << 10

@@ -27,9 +27,10 @@ from dcompile.codegen.emit.kernel_name import kernel_name
 from dcompile.codegen.emit.target import KernelSource, Launch, LibraryReplacement
 from dcompile.codegen.emit.triton.library import HEADER
 from dcompile.codegen.emit.triton.ops import POINTERS
-from dcompile.codegen.nest.gpu_tiling import power_of_two
+from dcompile.codegen.nest.tile_plan import power_of_two
+from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.index import contiguous_strides, exact_quotient
-from dcompile.ir.nodes import ITEMSIZE, Buffer, Extern, Program, View
+from dcompile.ir.nodes import Extern, Program, View
 
 OP = "dcompile.sum_groups"
 """Name of the call in `lower/rules/embedding_backward.py`."""
@@ -88,7 +89,7 @@ def source(step: Extern, table: Mapping[str, Buffer]) -> KernelSource:
     text = "\n\n".join([HEADER, _rank(sizes), _collect(sizes), _join(sizes)])
     grids = {"rank": -(-sizes.rows // RANKED), "collect": sizes.chunks * sizes.blocks}
     grids["join"] = grids["collect"] if sizes.chunks > 1 else 0
-    warps = {"rank": WARPS, "collect": _warps(sizes), "join": _warps(sizes)}
+    warps = {"rank": WARPS, "collect": warps_of(sizes), "join": warps_of(sizes)}
     used = {"rank": (index, keys, order), "collect": (values, sums, keys, order, parts)}
     used["join"] = (sums, keys, order, parts)
     types = {name: _type(table[name]) for name in arguments}
@@ -116,7 +117,7 @@ def _type(buffer: Buffer) -> str:
     return POINTERS[buffer.dtype] + ("" if exact_quotient(buffer.offset, 16) is None else ":16")
 
 
-def _warps(sizes: _Sizes) -> int:
+def warps_of(sizes: _Sizes) -> int:
     return max(min(WARPS, sizes.block * ITEMSIZE[sizes.dtype] // 512), 1)
 
 

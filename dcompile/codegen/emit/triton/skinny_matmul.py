@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dcompile.codegen.emit.triton.library import AFTER, PREFETCH
 from dcompile.codegen.emit.triton.printer import TritonText
 from dcompile.codegen.nest.contraction import Contraction
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import ZERO, substitute, var
-from dcompile.ir.nodes import ITEMSIZE, Load, Reduce, Ref, Tile
+from dcompile.ir.nodes import Load, Reduce, Ref, Tile
 
 PID = "tl.program_id(0)"
 DOWN, ACROSS = "kd", "ka"

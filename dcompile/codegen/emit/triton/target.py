@@ -8,7 +8,8 @@ from dcompile.codegen.emit.target import EmitRequest, KernelSource, Target
 from dcompile.codegen.emit.triton import kernel, matmul_epilogue
 from dcompile.codegen.emit.triton.ops import SPELLING
 from dcompile.device_traits import CUDA
-from dcompile.ir.nodes import Buffer, Loop
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Loop
 
 
 def emit(loop: Loop, table: Mapping[str, Buffer], request: EmitRequest) -> KernelSource:

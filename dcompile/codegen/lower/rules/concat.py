@@ -21,7 +21,6 @@ from dcompile.ir.nodes import Ref
 MAX_PIECES = 12
 """Tensors that one loop joins; with more, a library copy is faster than the chain of selects for each element."""
 
-Inside = Callable[[Body, Coords], Ref | bool]
 """Whether an element comes from a piece: known at compile time, or a truth value of the body."""
 
 

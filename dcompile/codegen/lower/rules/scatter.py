@@ -7,7 +7,7 @@ position reads its value. So the result does not depend on the number of threads
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +17,6 @@ from dcompile.codegen.lower.context import Lowering, dtype_name
 from dcompile.codegen.lower.lazy_tensor import (
     LazyTensor,
     broadcast,
-    broadcast_shape,
     constant,
     constant_of,
     copy_of,
@@ -26,17 +25,15 @@ from dcompile.codegen.lower.lazy_tensor import (
 )
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, opmath
-from dcompile.codegen.lower.rules.indexing import IndexedSpace, check_positions, every_place, indexed_space, places
+from dcompile.codegen.lower.rules.indexing import IndexedSpace, check_positions, every_place, places
 from dcompile.codegen.lower.rules.pointwise import to_dtype
-from dcompile.codegen.lower.rules.scatter_by_aten import by_library, puts_by_library, scatters_by_library
+from dcompile.codegen.lower.rules.scatter_by_aten import by_library, scatters_by_library
 from dcompile.codegen.lower.rules.views import reshape
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous, ranges_of, variables
 from dcompile.ir.index import Index, flatten, size_product, typical, unflatten
 from dcompile.ir.nodes import Ref, Store
 from dcompile.ir.ops import DTYPES
 
-Place = Callable[[Body, Coords], Coords]
-"""From the coordinates of a value in the space of values to its position."""
 Value = Callable[[Body, Coords], Ref]
 
 MAX_COMPARISONS = 1 << 25
@@ -120,7 +117,7 @@ def collected_by_rows(
     return from_view(view, compute)
 
 
-def _scatter_set(low: Lowering, x: LazyTensor, space: IndexedSpace, source: LazyTensor) -> LazyTensor:
+def scatter_set(low: Lowering, x: LazyTensor, space: IndexedSpace, source: LazyTensor) -> LazyTensor:
     """Return `x` with the values of `source` at their positions; the last one wins, the same for whole rows."""
     start, end = space.start, space.start + space.rank
     common, zero = space.shape[start:end], Index()
@@ -161,7 +158,7 @@ def _scatter_set(low: Lowering, x: LazyTensor, space: IndexedSpace, source: Lazy
     return make_lazy(x.shape, x.dtype, at, (x, last, source), ops=4)
 
 
-def _scatter_combine(
+def scatter_combine(
     low: Lowering, x: LazyTensor, space: IndexedSpace, source: LazyTensor, how: str, include_self: bool = True
 ) -> LazyTensor:
     """Return `x` combined with the values at each position, or without `include_self` only those values.
@@ -237,7 +234,7 @@ def scatter(
     if not isinstance(source, LazyTensor):
         source = constant(source, index.shape, x.dtype)
     source = source if source.shape else reshape(source, (1,))
-    result = _scatter_combine(low, lined, space, source, reduce) if reduce else _scatter_set(low, lined, space, source)
+    result = scatter_combine(low, lined, space, source, reduce) if reduce else scatter_set(low, lined, space, source)
     return reshape(result, shape)
 
 
@@ -279,7 +276,7 @@ def _replace(_: Body, old: Ref, new: Ref) -> Ref:
     return new
 
 
-def _accumulate(body: Body, old: Ref, new: Ref) -> Ref:
+def add_value(body: Body, old: Ref, new: Ref) -> Ref:
     return body.apply("or" if body.dtype(old) == "bool" else "add", old, new)
 
 
@@ -301,7 +298,7 @@ def _scatter_reduce(
     if space is None:
         return copy_of(x)
     source = source if source.shape else reshape(source, (1,))
-    return reshape(_scatter_combine(low, lined, space, source, how, include_self), x.shape)
+    return reshape(scatter_combine(low, lined, space, source, how, include_self), x.shape)
 
 
 def _index_reduce(
@@ -329,97 +326,16 @@ def _index_reduce(
     def place(body: Body, coords: Coords) -> Coords:
         return (*coords[:dim], seen.at(body, (coords[dim],)), *coords[dim + 1 :])
 
-    result = _scatter_combine(low, x, every_place(shape, place), broadcast(source, shape), how, include_self)
+    result = scatter_combine(low, x, every_place(shape, place), broadcast(source, shape), how, include_self)
     return reshape(result, given)
-
-
-# --- index_put --------------------------------------------------------------------------------------------------------
-
-
-def _index_put(
-    low: Lowering,
-    value: torch.Tensor,
-    /,
-    x: LazyTensor,
-    indices: Sequence[LazyTensor | None],
-    values: LazyTensor,
-    accumulate: bool = False,
-    *_: Any,
-) -> Result:
-    if any(i is not None and i.dtype in ("bool", "uint8") for i in indices):
-        return _put_where(x, indices, values, accumulate)
-    if 0 in x.shape or 0 in values.shape:
-        return copy_of(x) if 0 in x.shape or values.numel == 0 else NotImplemented
-    rows = _added_by_rows(low, x, indices, values) if accumulate and not needs_order(low) else NotImplemented
-    if rows is not NotImplemented:
-        return rows
-    if accumulate and not meets(low, x.dtype, "sum", x.shape, _put_sizes(x, indices)):
-        return NotImplemented
-    space = indexed_space(low, x, indices, on_the_way=True)
-    if 0 in space.shape:
-        return copy_of(x)
-    if puts_by_library(low, x, tuple(x.shape[dim] for dim in space.found), space.shape, adds=accumulate):
-        return by_library(low, x, "aten.index_put_.default", list(indices), values, accumulate)
-    source = broadcast(values, space.shape)
-    return _scatter_combine(low, x, space, source, "sum") if accumulate else _scatter_set(low, x, space, source)
-
-
-def _put_sizes(x: LazyTensor, indices: Sequence[LazyTensor | None]) -> Shape:
-    """Return sizes whose product is the number of values."""
-    given = {dim for dim, index in enumerate(indices) if index is not None}
-    together = broadcast_shape([index.shape for index in indices if index is not None])
-    return (*together, *(size for dim, size in enumerate(x.shape) if dim not in given))
-
-
-def _added_by_rows(low: Lowering, x: LazyTensor, indices: Sequence[LazyTensor | None], values: LazyTensor) -> Result:
-    """Lower an index_put that adds whole rows to a small table."""
-    given = [index for index in indices if index is not None]
-    if indices[0] is None or len(given) > 1 or DTYPES[x.dtype] != "float" or not few_rows(x.shape, given[0]):
-        return NotImplemented
-    index = check_positions(low, given[0], x.shape[0], wrap=True)
-    total = collected_by_rows(low, x.shape, index, broadcast(values, (*index.shape, *x.shape[1:])))
-    compute = opmath(x.dtype)
-
-    def at(body: Body, coords: Coords) -> Ref:
-        old = body.cast(body.trace(x, coords), compute)
-        return to_dtype(body, body.apply("add", old, body.trace(total, coords)), x.dtype)
-
-    return make_lazy(x.shape, x.dtype, at, (x, total), ops=1)
-
-
-def _put_where(x: LazyTensor, indices: Sequence[LazyTensor | None], values: LazyTensor, accumulate: bool) -> Result:
-    """Lower an index_put with one mask and a value that is the same at all its positions."""
-    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
-    (dim, mask), rank, dtype = given[0], len(x.shape), x.dtype
-    after = rank - dim - len(mask.shape)
-    lead = len(values.shape) - after - 1  # the dimension of `values` that counts positions
-    if len(given) > 1 or x.shape[dim : rank - after] != mask.shape or (lead >= 0 and values.shape[lead] != 1):
-        return NotImplemented
-    if 0 in x.shape or values.numel == 0:
-        return copy_of(x) if 0 in x.shape else NotImplemented
-    before = x.shape[:dim]
-    flat = broadcast(values, (*before, 1, *x.shape[rank - after :]))
-    compute = opmath(dtype)
-
-    def at(body: Body, coords: Coords) -> Ref:
-        hit = body.cast(body.trace(mask, coords[dim : rank - after]), "bool")
-        old = body.cast(body.trace(x, coords), compute)
-        new = body.trace(flat, (*coords[:dim], Index(), *coords[rank - after :]))
-        new = body.cast(to_dtype(body, new, dtype), compute)
-        new = _accumulate(body, old, new) if accumulate else new
-        return to_dtype(body, body.apply("where", hit, new, old), dtype)
-
-    return make_lazy(x.shape, dtype, at, (x, mask, flat), ops=2)
 
 
 RULES: dict[str, Rule] = {
     "aten.scatter.value": Rule(_one_a_line(_replace, scatter)),
     "aten.scatter.src": Rule(_one_a_line(_replace, scatter)),
-    "aten.scatter_add.default": Rule(_one_a_line(_accumulate, scatter_add)),
+    "aten.scatter_add.default": Rule(_one_a_line(add_value, scatter_add)),
     "aten.scatter.reduce": Rule(scatter),
     "aten.scatter.value_reduce": Rule(scatter),
     "aten.scatter_reduce.two": Rule(_scatter_reduce),
     "aten.index_reduce.default": Rule(_index_reduce),
-    "aten.index_put.default": Rule(_index_put),
-    "aten._unsafe_index_put.default": Rule(_index_put),
 }

@@ -7,11 +7,11 @@ from typing import Any
 from torch.fx import Node
 
 from dcompile.codegen.lower.context import Lowering
-from dcompile.codegen.lower.library_calls import op_text
+from dcompile.codegen.lower.operator_facts import op_text
 from dcompile.codegen.lower.symbolic.floats import real
 from dcompile.codegen.lower.symbolic.shapes import Inexpressible, size_of
+from dcompile.ir.buffers import NUMBER
 from dcompile.ir.index import Size, as_index, var
-from dcompile.ir.nodes import NUMBER
 
 OUT_OF_A_TENSOR = "aten._local_scalar_dense.default"
 CHECK = "dcompile.check_number"

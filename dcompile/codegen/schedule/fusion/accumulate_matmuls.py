@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from dcompile.ir.nodes import Apply, Buffer, Extern, Load, Loop, Program, Step, View
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Apply, Extern, Load, Loop, Program, Step, View
 
 ADDING = {"aten.mm.default": "aten.addmm.default", "aten.bmm.default": "aten.baddbmm.default"}
 DTYPES = ("float32", "float64")  # narrower ones round after each addition, and an accumulating matmul does not
@@ -67,7 +68,7 @@ def find_sums(program: Program) -> list[SummedMatmuls]:
             writers[name].append(number)
         for name in step.reads:
             readers[name].append(number)
-    shown = {output.buffer for output in program.outputs if isinstance(output, View)}
+    shown = program.returned
     table, found = program.table, []
     for number, step in enumerate(program.steps):
         addends = _addends(step, table) if isinstance(step, Loop) else None

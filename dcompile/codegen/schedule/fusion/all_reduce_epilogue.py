@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from dcompile.codegen.nest.gpu_tiling import TilePlan, count, make_plan
+from dcompile.codegen.nest.gpu_tiling import make_plan
 from dcompile.codegen.nest.loop_nest import Axis, stride
+from dcompile.codegen.nest.tile_plan import TilePlan, count
+from dcompile.ir.buffers import WITHIN
 from dcompile.ir.index import ZERO, Index, substitute
-from dcompile.ir.nodes import WITHIN, Apply, Collective, Load, Loop, Program, View, Wait
+from dcompile.ir.nodes import Apply, Collective, Load, Loop, Program, View, Wait
 
 MAX_ROW_ELEMENTS = 8192
 """Elements of a row that a program may exchange: with more, its threads have no registers for what else it reads."""

@@ -11,13 +11,12 @@ from dcompile.codegen.schedule.fusion.merge import LoopMerger, without
 from dcompile.codegen.schedule.order.dependences import edges
 from dcompile.device_traits import traits_of
 from dcompile.ir.analysis import takes_over
-from dcompile.ir.index import typical
-from dcompile.ir.nodes import ITEMSIZE, Buffer, Loop, Program, Step, View
+from dcompile.ir.nodes import Loop, Program, Step
 
 BRIEF_BYTES = 1 << 16
 """Bytes that a GPU kernel moves within its launch time, 5 us: a smaller kernel joins another with a common input."""
-LARGE_BYTES, MOST_BETWEEN = 1 << 20, 4
-"""Two loops whose merge saves `LARGE_BYTES` also merge up to `MOST_BETWEEN` loops that stand between them."""
+LARGE_BYTES, MAX_LOOPS_BETWEEN = 1 << 20, 4
+"""Two loops whose merge saves `LARGE_BYTES` also merge up to `MAX_LOOPS_BETWEEN` loops that stand between them."""
 MIN_SHARED_BYTES = 4096  # a smaller shared read is in L1 anyway, and merging siblings only lengthens the kernel
 
 
@@ -47,7 +46,7 @@ def fuse(program: Program) -> Program:
 
 def drop_internal(program: Program) -> Program:
     """Remove stores that no other step and no output reads."""
-    escaping = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
+    escaping = program.returned.union(program.inputs)
     readers: dict[str, set[int]] = {}
     for number, step in enumerate(program.steps):
         for name in step.reads | (frozenset() if isinstance(step, Loop) else step.writes):
@@ -80,11 +79,11 @@ class _StepGraph:
         self.members = {number: 1 << number for number in self.steps}
         self.living = list(self.steps)
         """The current step that contains each original one."""
-        self.nbytes = {buffer.name: _nbytes(buffer) for buffer in program.buffers}
+        self.nbytes = {buffer.name: buffer.typical_bytes for buffer in program.buffers}
         self.table, self.donated = program.table, frozenset(program.donated)
         self.devices = {buffer.name: buffer.device for buffer in program.buffers}
         self.parts = dict(program.parts)
-        self.kept = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
+        self.kept = program.returned.union(program.inputs)
         self.first = {number: number for number in self.steps}  # original position: keeps the order stable
         self.before: dict[int, int] = {}
         self.after: dict[int, int] = dict.fromkeys(self.steps, 0)
@@ -161,7 +160,7 @@ class _StepGraph:
             return []
         between = sorted(self._living(bits), key=lambda n: (self.before[n].bit_count(), self.first[n]))
         loops = [step for n in (a, *between, b) if isinstance(step := self.steps[n], Loop)]
-        if len(between) > MOST_BETWEEN or len(loops) < len(between) + 2:
+        if len(between) > MAX_LOOPS_BETWEEN or len(loops) < len(between) + 2:
             return []
         one: Loop | None = loops[0]
         for loop in loops[1:]:
@@ -258,10 +257,6 @@ class _StepGraph:
     def _living(self, bits: int) -> set[int]:
         """Return the current steps that contain these original ones."""
         return {self.living[n] for n in _bits(bits)}
-
-
-def _nbytes(buffer: Buffer) -> int:
-    return typical(buffer.extent) * ITEMSIZE[buffer.dtype]
 
 
 def _bits(bits: int) -> Iterator[int]:

@@ -8,8 +8,9 @@ from dcompile.codegen.schedule.fusion.iteration_space import canonical, respace
 from dcompile.codegen.schedule.fusion.merge import without
 from dcompile.device_traits import loop_traits
 from dcompile.ir.analysis import ancestors, is_row_store
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import Mod, contiguous_strides, flatten, size_product, var
-from dcompile.ir.nodes import Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
+from dcompile.ir.nodes import Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
 from dcompile.ir.ops import REDUCTIONS
 
 MIN_RUN = 8

@@ -14,7 +14,6 @@ from dcompile.ir.index import (
     Ranges,
     Size,
     Var,
-    as_index,
     as_size,
     contiguous_strides,
     exact_quotient,
@@ -224,8 +223,3 @@ def solve(index: Index, own: Ranges, target: Index, bounds: Ranges) -> dict[str,
 def size_of(space: Iterable[Size]) -> Size:
     """Return the number of points of a space."""
     return size_product(space)
-
-
-def constant(value: int) -> Index:
-    """Return a number as an index."""
-    return as_index(value)

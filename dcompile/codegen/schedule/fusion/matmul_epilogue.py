@@ -15,11 +15,11 @@ from dcompile.codegen.nest.loop_nest import stride
 from dcompile.codegen.schedule.order.dependences import edges
 from dcompile.device_traits import MAX_INT32_ELEMENTS, traits_of
 from dcompile.ir.analysis import is_row_store, runtime_refs, sizes
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.canonical_names import buffers_in, rename_buffers
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES, gemm_layout
 from dcompile.ir.index import ZERO, Index, substitute, var
 from dcompile.ir.nodes import (
-    Buffer,
     Extern,
     IndexOf,
     Load,
@@ -32,7 +32,7 @@ from dcompile.ir.nodes import (
     Store,
     Tile,
     View,
-    holder_of,
+    map_arguments,
 )
 from dcompile.ir.symbols import used_symbols
 
@@ -64,7 +64,7 @@ class EpilogueCandidate:
 
 def flops(product: Matmul) -> int:
     """Return the floating point operations of a matmul, static sizes only."""
-    *_, left, right = (view for view in product.call.args if isinstance(view, View))
+    *_, left, right = product.call.views
     known = [size for size in (*left.shape, right.shape[1]) if isinstance(size, int)]
     return 2 * prod(known)
 
@@ -162,7 +162,7 @@ def _fuse_epilogue(program: Program, at: int, position: int, out: Buffer) -> Loo
     assert isinstance(call, Extern), "found by _result"
     if not isinstance(loop, Loop) or loop.product is not None or not _is_pointwise(loop, program.table):
         return None
-    if used_symbols(loop) or loop.writes & call.reads or any(holder_of(b) == out.name for b in program.buffers):
+    if used_symbols(loop) or loop.writes & call.reads or any(b.holder == out.name for b in program.buffers):
         return None
     product = Matmul(call, out.dtype, ANY)
     if flops(product) < MIN_EPILOGUE_FLOPS:
@@ -266,9 +266,9 @@ def _nameless(joint: Loop) -> Loop:
     assert joint.product is not None, "a joint loop has a product"
     call, out = joint.product.call, joint.product.out
     names: dict[str, str] = {}
-    for name in (*(arg.buffer for arg in call.args if isinstance(arg, View)), out, *buffers_in(joint)):
+    for name in (*(view.buffer for view in call.views), out, *buffers_in(joint)):
         names.setdefault(name, f"b{len(names)}")
-    args = tuple(replace(arg, buffer=names[arg.buffer]) if isinstance(arg, View) else arg for arg in call.args)
-    bare = replace(call, args=args, outs=(names[out],), origin=())
+    call = map_arguments(call, lambda arg: replace(arg, buffer=names[arg.buffer]) if isinstance(arg, View) else arg)
+    bare = replace(call, outs=(names[out],), origin=())
     product = replace(joint.product, call=bare)
     return replace(rename_buffers(joint, names), name="", origin=(), product=product)

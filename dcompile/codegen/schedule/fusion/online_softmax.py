@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from dcompile.codegen.nest.gpu_tiling import MAX_PERSISTENT_ELEMENTS
+from dcompile.codegen.nest.tile_plan import MAX_PERSISTENT_ELEMENTS
 from dcompile.codegen.schedule.fusion.iteration_space import canonical
 from dcompile.codegen.schedule.fusion.merge import merge, without
 from dcompile.device_traits import MULTIPROCESSORS, loop_traits
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import size_product, typical
-from dcompile.ir.nodes import Apply, Buffer, Loop, Program, Reduce, Ref, Step, Value
+from dcompile.ir.nodes import Apply, Loop, Program, Reduce, Ref, Step, Value
 
 MAX_ROW_PASSES = 4
 """Loops merged, at most, from a sum back to the loop of its maximum."""

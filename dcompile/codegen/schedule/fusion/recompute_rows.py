@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dcompile.codegen.nest.contraction import multiplies_few_rows
-from dcompile.codegen.nest.gpu_tiling import TilePlan, make_plan
+from dcompile.codegen.nest.gpu_tiling import make_plan
+from dcompile.codegen.nest.tile_plan import TilePlan
 from dcompile.codegen.schedule.fusion.fuse import drop_internal
 from dcompile.codegen.schedule.fusion.iteration_space import divisions, solve
 from dcompile.codegen.schedule.fusion.merge import MAX_BUFFERS, MAX_VALUES, append_value, move_value
 from dcompile.device_traits import loop_traits
 from dcompile.ir.analysis import inner_names, ranges, runtime_refs
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import Index, substitute, var
-from dcompile.ir.nodes import Buffer, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Value, View
+from dcompile.ir.nodes import IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Value, View
 
 MAX_ROWS_BYTES = 1 << 20
 """Bytes of all rows: up to these, a kernel takes about as long as its launch."""

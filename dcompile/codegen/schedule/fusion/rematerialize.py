@@ -15,22 +15,9 @@ from dcompile.codegen.schedule.fusion.iteration_space import divisions, solve
 from dcompile.codegen.schedule.fusion.merge import MAX_BUFFERS, MAX_VALUES, append_value, mask_value, move_value
 from dcompile.device_traits import loop_traits
 from dcompile.ir.analysis import ancestors, ranges, runtime_refs, turning_point
-from dcompile.ir.index import Index, Ranges, substitute, typical, var
-from dcompile.ir.nodes import (
-    ITEMSIZE,
-    Apply,
-    Buffer,
-    Const,
-    IndexOf,
-    Load,
-    Loop,
-    Program,
-    Ref,
-    Step,
-    Store,
-    Value,
-    View,
-)
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.index import Index, Ranges, substitute, var
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Program, Ref, Step, Store, Value
 from dcompile.ir.ops import OPS
 
 MIN_RECOMPUTE_BYTES = 1 << 20
@@ -78,7 +65,7 @@ class _Work:
     def __init__(self, program: Program) -> None:
         self.table: Mapping[str, Buffer] = program.table
         self.steps: list[Step] = list(program.steps)
-        self.kept = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
+        self.kept = program.returned.union(program.inputs)
         self.readers: dict[str, set[int]] = {}
         self.writers: dict[str, set[int]] = {}
         for number, step in enumerate(self.steps):
@@ -126,7 +113,7 @@ class _Work:
             assert isinstance(reader, Loop), "only loops are offered anything"
             mine = {name: offer for name, offer in given.items() if name in reader.reads}
             fresh = frozenset().union(*(offer.sources for offer in mine.values())) - reader.reads
-            after += sum(typical(self.table[name].extent) * ITEMSIZE[self.table[name].dtype] for name in fresh)
+            after += sum(self.table[name].typical_bytes for name in fresh)
             inlined = _inline_recomputed(reader, loop, mine)
             if inlined is None:
                 return False

@@ -14,23 +14,10 @@ from dcompile.codegen.nest.loop_nest import Axis, Nest, flatten_loop, reindex, r
 from dcompile.codegen.schedule.fusion.merge import without
 from dcompile.device_traits import loop_traits
 from dcompile.ir.analysis import operands
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.canonical_names import nameless
 from dcompile.ir.index import ZERO, Index, as_size, substitute, var
-from dcompile.ir.nodes import (
-    Apply,
-    Buffer,
-    Const,
-    Extern,
-    Load,
-    Loop,
-    Program,
-    Reduce,
-    Ref,
-    Step,
-    Tile,
-    Value,
-    View,
-)
+from dcompile.ir.nodes import Apply, Const, Extern, Load, Loop, Program, Reduce, Ref, Step, Tile, Value, View
 
 LIBRARY = Tile(0, 0, 0, 0, 0)
 """Choice of the library's GEMM in place of a tile."""

@@ -10,20 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
-from dcompile.codegen.nest.gpu_tiling import (
-    COLUMN_ROWS,
-    COLUMNS,
+from dcompile.codegen.nest.loop_nest import Axis, Nest, expand, may_exceed, renumber, renumber_values
+from dcompile.codegen.nest.tile_columns import COLUMN_ROWS, COLUMNS, chunk_of, sees_whole_rows
+from dcompile.codegen.nest.tile_plan import (
     MAX_PERSISTENT_ELEMENTS,
     PROGRAMS,
     ROW_ELEMENTS,
     about,
     ceil_div,
-    chunk_of,
     count,
     power_of_two,
-    sees_whole_rows,
 )
-from dcompile.codegen.nest.loop_nest import Axis, Nest, expand, may_exceed, renumber, renumber_values
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.codegen.schedule.fusion.iteration_space import coordinates, position, radix, respace
 from dcompile.codegen.schedule.fusion.merge import without
@@ -40,8 +37,9 @@ from dcompile.ir.analysis import (
     runtime_refs,
     store_operands,
 )
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import Div, Index, Size, as_index, size_product, substitute, var
-from dcompile.ir.nodes import Apply, Buffer, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
 from dcompile.ir.ops import REDUCTIONS
 
 MIN_SPLIT_ROW_ELEMENTS = 32768
@@ -245,7 +243,7 @@ def _as_reduction(loop: Loop, number: int, saved: dict[Ref, str], rows: Index, t
     if inner:
         body.append(Reduce(store.mode, store.value, body[store.value].dtype))
     result = len(body) - 1 if inner else store.value
-    made = Loop(f"{loop.name}_columns", loop.outer, loop.inner, tuple(body), (Store(store.buffer, index, result),))
+    made = Loop(f"{loop.name}tile_columns", loop.outer, loop.inner, tuple(body), (Store(store.buffer, index, result),))
     made = replace(made, origin=loop.origin)
     sizes = tuple(bounds[name] for name in outer), tuple(bounds[name] for name in inner)
     found = without(respace(made, *sizes, values), frozenset())

@@ -14,7 +14,7 @@ from dcompile.codegen.schedule.memory.plan import escaping_buffers, held_by_resu
 from dcompile.codegen.schedule.memory.reuse_external import workspaces
 from dcompile.ir.diagram import bytes_text
 from dcompile.ir.index import typical
-from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, Buffer, Collective, Extern, Loop, Program, Step
+from dcompile.ir.nodes import Collective, Extern, Loop, Program, Step
 
 MAX_HOLDERS = 8
 """Holders of the peak listed by name, the largest first."""
@@ -65,13 +65,13 @@ def summarize_memory(planned: Program) -> MemorySummary:
     table, steps = planned.table, len(planned.steps)
     change = np.zeros(steps + 1, np.int64)
     for name, (first, last) in spans.items():
-        change[first] += _nbytes(table[name])
-        change[last + 1] -= _nbytes(table[name])
+        change[first] += table[name].typical_bytes
+        change[last + 1] -= table[name].typical_bytes
     own = np.cumsum(workspaces(planned)[:-1])
     held = np.cumsum(change[:-1]) + own
     at = int(held.argmax()) if steps else 0
     arena = typical(planned.arena_bytes)
-    holders = [Holder(name, kinds[name], _nbytes(table[name])) for name, (a, b) in spans.items() if a <= at <= b]
+    holders = [Holder(name, kinds[name], table[name].typical_bytes) for name, (a, b) in spans.items() if a <= at <= b]
     holders.append(Holder("arena", "temporaries", arena))
     holders += [Holder(_step_name(planned.steps[at]), "workspace of a library call", int(own[at]))] if steps else []
     return MemorySummary(
@@ -81,9 +81,9 @@ def summarize_memory(planned: Program) -> MemorySummary:
         at,
         tuple(sorted((holder for holder in holders if holder.nbytes), key=lambda h: (-h.nbytes, h.name))),
         tuple(
-            PlacedBuffer(buffer.name, (buffer.storage or "").removeprefix(IN_DONOR), _nbytes(buffer))
+            PlacedBuffer(buffer.name, buffer.donor, buffer.typical_bytes)
             for buffer in planned.buffers
-            if (buffer.storage or "").startswith(IN_DONOR)
+            if buffer.donor is not None
         ),
         tuple(name for name, kind in kinds.items() if kind == "separate allocation"),
         planned.donated,
@@ -98,7 +98,7 @@ def _kinds(planned: Program) -> dict[str, str]:
         storage = buffer.storage or ""
         if buffer.name in planned.donated:
             found[buffer.name] = "donated input"
-        elif storage.startswith("bucket:"):
+        elif buffer.bucket is not None:
             found[buffer.name] = "gradient bucket"
         elif storage == "library":
             found[buffer.name] = "result of the library"
@@ -112,8 +112,8 @@ def _spans(planned: Program, kinds: dict[str, str]) -> dict[str, tuple[int, int]
     lives, end = live_ranges(planned, held_by_results(planned)), len(planned.steps) - 1
     kept = escaping_buffers(planned)
     for buffer in planned.buffers:
-        donor = (buffer.storage or "").removeprefix(IN_DONOR)
-        if donor in kinds and buffer.name in lives:
+        donor = buffer.donor
+        if donor is not None and donor in kinds and buffer.name in lives:
             first, last = lives[buffer.name]
             begin, until = lives.get(donor, (first, last))
             lives[donor] = min(first, begin), max(last, until)
@@ -123,10 +123,6 @@ def _spans(planned: Program, kinds: dict[str, str]) -> dict[str, tuple[int, int]
         stays = name in kept or kinds[name] == "gradient bucket"
         spans[name] = 0 if kinds[name] == "donated input" else first, end if stays else last
     return spans
-
-
-def _nbytes(buffer: Buffer) -> int:
-    return typical(buffer.extent) * ITEMSIZE[buffer.dtype]
 
 
 def _step_name(step: Step) -> str:

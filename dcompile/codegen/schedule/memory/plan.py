@@ -14,13 +14,14 @@ from dcompile.codegen.schedule.memory.reuse_external import (
     hosts_of,
     in_flight,
     is_known,
-    lodge,
+    place_in_donors,
 )
 from dcompile.codegen.schedule.memory.separate_allocations import fits, heirs_of, movable, set_apart
 from dcompile.device_traits import main_device, traits_of
 from dcompile.ir.analysis import takes_over
+from dcompile.ir.buffers import IN_DONOR, ITEMSIZE, Buffer
 from dcompile.ir.index import Size, as_index, as_size
-from dcompile.ir.nodes import IN_DONOR, ITEMSIZE, Buffer, Extern, Loop, Program, View, holder_of
+from dcompile.ir.nodes import Extern, Loop, Program
 from dcompile.ir.symbols import late_symbols
 
 Life = tuple[int, int]
@@ -60,26 +61,55 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
     ).hosts
     fixed = [n for n, block in enumerate(blocks) if isinstance(block.nbytes, int) and n not in {*apart, *into}]
     hosts = [host for host in hosts_of(program, storages, lives, kept) if host.name not in over.values()]
-    table = program.table
+    held = held_bytes(program, storages, lives, is_known, kept)
+    beside = int(held[-1:].sum()) if saves else int(held[:1].sum()) if program.donated else None
+    own = [groups[n] for n in fixed]
+    heirs, bound = _heirs_by_group(program, own, hosts, lives), _bound_to_arena(program, own)
+    placement = place_in_donors([blocks[n] for n in fixed], hosts, heirs, held, bound, beside)
+    places: dict[int, tuple[str | None, Size]] = {}
+    for n, (within, offset) in zip(fixed, placement.places, strict=True):
+        places[n] = (groups[fixed[within]][0].name if isinstance(within, int) else within), offset
+    symbolic = [n for n, block in enumerate(blocks) if not isinstance(block.nbytes, int)]
+    slotted, arena_bytes = place_symbolic([blocks[n] for n in symbolic], placement.arena_bytes)
+    places |= {n: (None, offset) for n, offset in zip(symbolic, slotted, strict=True)}
+    where = _places_of_buffers(groups, places, apart, storages)
+    where |= {buffer.name: (name, 0) for n, name in into.items() for buffer in groups[n]}
+    where |= {new: (old, 0) for new, old in over.items()}
+    buffers = tuple(
+        buffer if buffer.storage is not None else _settle(buffer, storages[buffer.name], where.get(buffer.name))
+        for buffer in program.buffers
+    )
+    return replace(program, buffers=buffers, arena_bytes=arena_bytes)
+
+
+def _heirs_by_group(
+    program: Program, groups: Sequence[Sequence[Buffer]], hosts: Sequence[DonorBuffer], lives: Mapping[str, Life]
+) -> dict[int, frozenset[str]]:
+    """Map each group to the donors whose memory passes to it or from it in place (see `_heirs`)."""
     ending: dict[int, list[DonorBuffer]] = defaultdict(list)
     for host in hosts:
         ending[host.edge].append(host)
-    heirs = {k: _heirs(program, table, groups[n], lives, ending) for k, n in enumerate(fixed)}
+    table = program.table
+    return {n: _heirs(program, table, group, lives, ending) for n, group in enumerate(groups)}
+
+
+def _bound_to_arena(program: Program, groups: Sequence[Sequence[Buffer]]) -> set[int]:
+    """Return the groups that stay in the arena: buffers in flight, or where an allocator keeps memory anyway."""
     flying = in_flight(program)
-    bound = {
-        k
-        for k, n in enumerate(fixed)
-        if any(b.name in flying or traits_of(b.device).has_caching_allocator for b in groups[n])
+    return {
+        n
+        for n, group in enumerate(groups)
+        if any(b.name in flying or traits_of(b.device).has_caching_allocator for b in group)
     }
-    held = held_bytes(program, storages, lives, is_known, kept)
-    beside = int(held[-1:].sum()) if saves else int(held[:1].sum()) if program.donated else None
-    lodging = lodge([blocks[n] for n in fixed], hosts, heirs, held, bound, beside)
-    places: dict[int, tuple[str | None, Size]] = {}
-    for n, (within, offset) in zip(fixed, lodging.places, strict=True):
-        places[n] = (groups[fixed[within]][0].name if isinstance(within, int) else within), offset
-    symbolic = [n for n, block in enumerate(blocks) if not isinstance(block.nbytes, int)]
-    slotted, arena_bytes = place_symbolic([blocks[n] for n in symbolic], lodging.arena_bytes)
-    places |= {n: (None, offset) for n, offset in zip(symbolic, slotted, strict=True)}
+
+
+def _places_of_buffers(
+    groups: Sequence[Sequence[Buffer]],
+    places: Mapping[int, tuple[str | None, Size]],
+    apart: Mapping[int, str | None],
+    storages: dict[str, str],
+) -> dict[str, tuple[str | None, Size]]:
+    """Return each buffer's (donor or None, offset). Marks separate allocations in `storages`."""
     where = {buffer.name: places[n] for n, group in enumerate(groups) if n in places for buffer in group}
     own = {n: None for n, (host, _) in places.items() if host == SEPARATE}
     for n, given in {**apart, **own}.items():
@@ -88,13 +118,7 @@ def plan_memory(program: Program, saves: bool = False) -> Program:
         if given is None:  # a separate allocation, which the rest of its group shares
             del where[head]
             storages[head] = "out"
-    where |= {buffer.name: (name, 0) for n, name in into.items() for buffer in groups[n]}
-    where |= {new: (old, 0) for new, old in over.items()}
-    buffers = tuple(
-        buffer if buffer.storage is not None else _settle(buffer, storages[buffer.name], where.get(buffer.name))
-        for buffer in program.buffers
-    )
-    return replace(program, buffers=buffers, arena_bytes=arena_bytes)
+    return where
 
 
 def _over_saved(
@@ -159,7 +183,7 @@ def live_ranges(program: Program, behind: Mapping[str, frozenset[str]]) -> dict[
     its collective, so they live while it is in flight. A touch of a part counts as a touch of the whole buffer.
     """
     lives: dict[str, Life] = {}
-    holders = {buffer.name: holder for buffer in program.buffers if (holder := holder_of(buffer)) is not None}
+    holders = {buffer.name: holder for buffer in program.buffers if (holder := buffer.holder) is not None}
     for position, step in enumerate(program.steps):
         names = step.reads | step.writes
         names = names.union(holders[name] for name in names if name in holders)
@@ -188,7 +212,7 @@ def escaping_buffers(program: Program) -> frozenset[str]:
 
 
 def _escaping_names(program: Program, behind: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    shown = frozenset(output.buffer for output in program.outputs if isinstance(output, View))
+    shown = program.returned
     return shown.union(*(behind[name] for name in shown if name in behind))
 
 

@@ -12,7 +12,8 @@ from dcompile.codegen.schedule.memory.plan import escaping_buffers, plan_memory
 from dcompile.codegen.schedule.memory.reuse_external import is_known, workspace_bytes
 from dcompile.codegen.schedule.order.dependences import edges
 from dcompile.device_traits import main_device, traits_of
-from dcompile.ir.nodes import IN_DONOR, Collective, Program, Step, View
+from dcompile.ir.buffers import IN_DONOR
+from dcompile.ir.nodes import Collective, Program, Step
 
 WINDOW_STEPS = 6
 """Steps that may run before the one whose turn it is: neighbours share caches, and planning time stays linear."""
@@ -142,7 +143,7 @@ class _Balance:
     """Bytes that each step would add to the memory held, given the steps that have run."""
 
     def __init__(self, program: Program) -> None:
-        shown = {output.buffer for output in program.outputs if isinstance(output, View)}
+        shown = program.returned
         kept = shown | set(program.inputs) - set(program.donated)
         self.bytes = {b.name: b.nbytes for b in program.buffers if is_known(b)}
         self.freed = {name: nbytes for name, nbytes in self.bytes.items() if name not in kept}

@@ -15,7 +15,8 @@ import numpy as np
 
 from dcompile.codegen.schedule.memory.offsets import Block, align_size, best_gap, place
 from dcompile.device_traits import traits_of
-from dcompile.ir.nodes import Buffer, Collective, Extern, Program, Step, View, Wait, holder_of
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Collective, Extern, Program, Step, View, Wait
 
 SMALLEST_HOST, SMALLEST_GUEST = 1 << 12, 1 << 8
 """Bytes: below these, computing an address in each call costs more than the saved memory gains."""
@@ -23,7 +24,7 @@ STEPS_OF_CAP = 8
 MIN_SAVED_BYTES = 1 << 16
 """Bytes that placements must save at least."""
 MIN_SEPARATE_BYTES = 1 << 17
-WORTH_APART = 100
+MIN_SAVING_DIVISOR = 100
 """Divisor of the peak: separate allocations must save 1/100 of it. Fresh pages made steps up to 7 % slower (Llama,
 LSTM; a busy machine, with a lower limit than this)."""
 SMALL_ARENA = 1 << 16
@@ -41,7 +42,7 @@ block that has a separate allocation."""
 class DonorBuffer:
     """A buffer that may hold others: until step `edge` writes it (`early`), or after step `edge` has read it.
 
-    At step `edge` itself, memory may change hands in place, for the pairs in `heirs` of `lodge`.
+    At step `edge` itself, memory may change hands in place, for the pairs in `heirs` of `place_in_donors`.
     """
 
     name: str
@@ -85,7 +86,7 @@ def hosts_of(
 
 def in_flight(program: Program) -> frozenset[str]:
     """Return the buffers that collectives use, in part or as a whole; their storage is what the runtime expects."""
-    holders = {buffer.name: holder for buffer in program.buffers if (holder := holder_of(buffer)) is not None}
+    holders = {buffer.name: holder for buffer in program.buffers if (holder := buffer.holder) is not None}
     return frozenset(
         found
         for step in program.steps
@@ -149,7 +150,7 @@ def held_bytes(
     return np.cumsum(change[:-1])
 
 
-def lodge(
+def place_in_donors(
     blocks: Sequence[Block],
     hosts: Sequence[DonorBuffer],
     heirs: Mapping[int, Set[str]],
@@ -173,10 +174,10 @@ def lodge(
         return usual
     options = _options(blocks, hosts, heirs, bound) if hosts else [np.zeros(0, np.int64)] * len(blocks)
 
-    def cost(lodging: Placement) -> int:
-        count = sum(host == SEPARATE for host, _ in lodging.places)
-        later = 0 if beside is None else beside + total + lodging.arena_bytes
-        return max(lodging.peak, later) + count * (usual.peak // BYTES_PER_DONOR)
+    def cost(placement: Placement) -> int:
+        count = sum(host == SEPARATE for host, _ in placement.places)
+        later = 0 if beside is None else beside + total + placement.arena_bytes
+        return max(placement.peak, later) + count * (usual.peak // BYTES_PER_DONOR)
 
     def best_of(best: Placement, barred: Set[int]) -> Placement:
         for raises in (False, True):
@@ -196,7 +197,7 @@ def lodge(
     within = within if cost(within) + MIN_SAVED_BYTES <= cost(usual) else usual
     small = {n for n in everything if int(blocks[n].nbytes) < MIN_SEPARATE_BYTES}  # type: ignore[arg-type]
     apart = best_of(within, bound | small)
-    return apart if cost(apart) + max(MIN_SAVED_BYTES, within.peak // WORTH_APART) <= cost(within) else within
+    return apart if cost(apart) + max(MIN_SAVED_BYTES, within.peak // MIN_SAVING_DIVISOR) <= cost(within) else within
 
 
 def _options(

@@ -19,7 +19,8 @@ from dcompile.codegen.schedule.memory.offsets import Block
 from dcompile.codegen.schedule.memory.reuse_external import in_flight
 from dcompile.device_traits import traits_of
 from dcompile.ir.analysis import takes_over
-from dcompile.ir.nodes import Buffer, Program
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Program
 
 MIN_BLOCK_BYTES = 1 << 20
 """Bytes: an allocation costs about as much time as a small kernel."""

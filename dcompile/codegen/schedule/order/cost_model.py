@@ -7,7 +7,7 @@ sizes or concurrent work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 
 from dcompile.codegen.nest.contraction import multiplies_few_rows
@@ -15,25 +15,10 @@ from dcompile.codegen.schedule.order.simulate import is_copied_gather
 from dcompile.device_traits import loop_traits, main_device, traits_of
 from dcompile.ir import functional_collectives
 from dcompile.ir.analysis import operands, row_values, sizes
+from dcompile.ir.buffers import ITEMSIZE, Bucket, Buffer
 from dcompile.ir.collective_kinds import COLLECTIVES
 from dcompile.ir.index import Index, Size, typical
-from dcompile.ir.nodes import (
-    ITEMSIZE,
-    Apply,
-    Bucket,
-    Buffer,
-    Collective,
-    Const,
-    Extern,
-    IndexOf,
-    Load,
-    Loop,
-    Program,
-    Step,
-    View,
-    Wait,
-    views_of,
-)
+from dcompile.ir.nodes import Apply, Collective, Const, Extern, IndexOf, Load, Loop, Program, Step, View, Wait
 from dcompile.ir.ops import OPS
 from dcompile.ir.predicate import QUERIES_AT_ONCE, allowed_pairs, parse_predicate
 from dcompile.machine_model import Figures, GroupSize, collective_seconds, copying_seconds
@@ -160,9 +145,9 @@ def extern_seconds(step: Extern, table: Mapping[str, Buffer], figures: Figures, 
     """Return the seconds of a library call, from its FLOPs where they are known and from its bytes otherwise."""
     if step.cost_us:
         return step.cost_us * 1e-6
-    views = list(_arguments(step))
+    views = step.views
     moved = sum(_view_bytes(view, table) for view in views)
-    moved += sum(typical(table[name].extent) * ITEMSIZE[table[name].dtype] for name in step.writes if name in table)
+    moved += sum(table[name].typical_bytes for name in step.writes if name in table)
     if _is_view(step) or functional_collectives.is_wait(step.op):
         return 0.0
     flops = extern_flops(step, table, tile=tile)
@@ -184,8 +169,8 @@ def fused_seconds(program: Program, figures: Figures) -> float:
     tile = traits_of(main_device(buffer.device for buffer in program.buffers)).matmul_tile
     calls = [step for step in program.steps if isinstance(step, Extern)]
     heavy = sum(extern_seconds(call, table, figures, tile) for call in calls if extern_flops(call, table))
-    outside = {view.buffer for view in program.outputs if isinstance(view, View)} | {*program.inputs} & table.keys()
-    moved = sum(typical(table[name].extent) * ITEMSIZE[table[name].dtype] for name in outside)
+    outside = program.returned | {*program.inputs} & table.keys()
+    moved = sum(table[name].typical_bytes for name in outside)
     return heavy + moved / (figures.memory_gbs * 1e9) + figures.library_us * 1e-6
 
 
@@ -195,12 +180,8 @@ def extern_flops(step: Extern, table: Mapping[str, Buffer], *, tile: int = 1) ->
     `tile`: products work on whole tiles of this many rows and columns.
     """
     count = _FLOPS.get(_name(step))
-    shapes = [_shape(view) for view in _arguments(step)]
+    shapes = [_shape(view) for view in step.views]
     return count(step, shapes, table, tile) if count is not None else 0
-
-
-def _arguments(step: Extern) -> Iterable[View]:
-    return (view for arg in (*step.args, *(value for _, value in step.kwargs)) for view in views_of(arg))
 
 
 def _shape(view: View) -> tuple[int, ...]:
@@ -322,7 +303,4 @@ def collective_bytes(step: Collective, table: Mapping[str, Buffer]) -> int:
     """Return the bytes of a collective's whole buffer: the output of a gather, the input of a reduction."""
     if step.call is not None:
         return functional_collectives.whole_bytes(step.call, table)
-    return max(
-        sum(typical(table[name].extent) * ITEMSIZE[table[name].dtype] for name in names)
-        for names in (step.reads, step.writes)
-    )
+    return max(sum(table[name].typical_bytes for name in names) for names in (step.reads, step.writes))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dcompile.ir.nodes import Collective, Extern, Program, Step, View, Wait
+from dcompile.ir.nodes import Collective, Extern, Program, Step, Wait
 from dcompile.ir.symbols import late_symbols, used_symbols
 
 
@@ -60,24 +60,13 @@ def communicates(step: Step) -> bool:
     return isinstance(step, Extern) and "c10d" in step.op
 
 
-def respects(after: Sequence[Step], before: Sequence[Step]) -> bool:
-    """Are these the same steps, in an order that keeps every edge of the old order?"""
-    places: dict[Step, deque[int]] = defaultdict(deque)
-    for place, step in enumerate(after):
-        places[step].append(place)
-    moved = [places[step].popleft() if places[step] else -1 for step in before]
-    if len(after) != len(before) or -1 in moved:
-        return False
-    return all(moved[first] < moved[number] for number, firsts in enumerate(edges(before)) for first in firsts)
-
-
 def remove_dead_steps(program: Program) -> Program:
     """Remove steps and buffers that no observable result depends on.
 
     Kept: the steps that outputs depend on, writes to inputs, in-place calls, collectives, and library calls with
     effects. Unread results of library allocations become None.
     """
-    live = {output.buffer for output in program.outputs if isinstance(output, View)} | set(program.inputs)
+    live = program.returned.union(program.inputs)
     live |= _tellers(program)
     kept: list[Step] = []
     for step in reversed(program.steps):

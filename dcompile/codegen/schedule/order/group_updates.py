@@ -14,8 +14,9 @@ from itertools import groupby
 
 from dcompile.codegen.schedule.order.dependences import edges
 from dcompile.device_traits import loop_traits
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.canonical_names import nameless
-from dcompile.ir.nodes import Buffer, Loop, Program, Step, holder_of
+from dcompile.ir.nodes import Loop, Program, Step
 
 SMALL_BYTES = 1 << 10
 """Largest result that may live longer because of reordering, for each loop."""
@@ -40,7 +41,7 @@ def group_updates(program: Program) -> Program:
 def _is_update(step: Step, table: dict[str, Buffer], inputs: frozenset[str]) -> bool:
     if not isinstance(step, Loop) or not loop_traits(step, table).many_threads:
         return False
-    return all((holder_of(table[name]) or name) in inputs or _is_small(table[name]) for name in step.writes)
+    return all((table[name].holder or name) in inputs or _is_small(table[name]) for name in step.writes)
 
 
 def _is_small(buffer: Buffer) -> bool:

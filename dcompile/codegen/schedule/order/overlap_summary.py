@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from dcompile.codegen.schedule.order.cost_model import durations
-from dcompile.codegen.schedule.order.overlap_collectives import OverlapProblem, step_label
+from dcompile.codegen.schedule.order.overlap_collectives import step_label
+from dcompile.codegen.schedule.order.overlap_problem import OverlapProblem
 from dcompile.codegen.schedule.order.simulate import PredictedSpan, timeline
 from dcompile.ir.nodes import Collective, Program, Wait
 from dcompile.machine_model import Figures, GroupSize

@@ -72,22 +72,22 @@ def timeline(
                 took = slowed + max(duration - slowed / (1 + interference), 0.0)
                 spans.append(PredictedSpan(number, "compute", now, took))
                 if beside and crowding:
-                    free |= {
-                        lane: _slowed_progress(end, now, took, crowding)
-                        for lane, end in free.items()
-                        if lane not in quiet
-                    }
-                    for at in flying.values():
-                        span = spans[at]
-                        if span.resource in quiet:
-                            continue
-                        start = _slowed_progress(span.start, now, took, crowding)
-                        end = _slowed_progress(span.start + span.duration, now, took, crowding)
-                        spans[at] = PredictedSpan(span.step, span.resource, start, end - start, span.held_up)
+                    crowded = [at for at in flying.values() if spans[at].resource not in quiet]
+                    for at in crowded:
+                        spans[at] = _crowd(spans[at], now, took, crowding)
+                    ends = {lane: _slowed_progress(end, now, took, crowding) for lane, end in free.items()}
+                    free |= {lane: end for lane, end in ends.items() if lane not in quiet}
                 now += took
                 if isinstance(step, Extern) and kind_of(step.op) is not None:
                     exposed += took  # the model's own collective, whose wait follows it
     return PredictedTimeline(tuple(spans), now, exposed)
+
+
+def _crowd(span: PredictedSpan, now: float, took: float, crowding: float) -> PredictedSpan:
+    """Return a collective in flight as computation slows it for `took` s from `now` on."""
+    start = _slowed_progress(span.start, now, took, crowding)
+    end = _slowed_progress(span.start + span.duration, now, took, crowding)
+    return PredictedSpan(span.step, span.resource, start, end - start, span.held_up)
 
 
 def _slowed_progress(moment: float, now: float, took: float, crowding: float) -> float:

@@ -19,13 +19,13 @@ import torch.distributed as dist
 from dcompile import compat
 from dcompile.collectives.contract import ShardGroup, ShardUnit
 from dcompile.logs import report
-from dcompile.machine_model import LEAST_COPIED
+from dcompile.machine_model import MIN_COPIED_BYTES
 from dcompile.runtime.communication.converted_shards import ConvertedShards
 from dcompile.runtime.communication.peer_memory.copy_streams import CopyStreams
 from dcompile.runtime.communication.peer_memory.cuda_ipc import PeerMemoryAccess, reach_of
 from dcompile.runtime.communication.peer_memory.mapped_regions import MappedRegions
 
-MOST_RANKS = 16
+MAX_ASKED_RANKS = 16
 """Ranks above which a group is not asked: it spans several machines."""
 
 
@@ -51,7 +51,7 @@ class PeerShardGroup:
         self._moved = False
         self.reasons: dict[int, str] = {}
         """Unit -> why it cannot be copied. All other units can."""
-        if self.ranks > MOST_RANKS:
+        if self.ranks > MAX_ASKED_RANKS:
             self.reasons = dict.fromkeys(units, f"they are {self.ranks} ranks")
             return
         regions = {str(number): self._region(number, unit) for number, unit in units.items()}
@@ -165,6 +165,6 @@ class PeerShards:
             units = self._in(names)
             near = (unit for unit in units.values() if not unit.offloaded)
             gathered = sum(unit.stored().numel() * unit.dtype.itemsize for unit in near) * process_group.size()
-            if names and gathered >= LEAST_COPIED * len(names):
+            if names and gathered >= MIN_COPIED_BYTES * len(names):
                 with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                     found[id(process_group)] = PeerShardGroup(process_group, units, self._converted, device, reach)

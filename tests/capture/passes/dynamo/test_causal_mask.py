@@ -5,7 +5,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 import dcompile
-from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, recognize_causal_masks
+from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION
+from dcompile.capture.passes.dynamo.causal_mask import recognize_causal_masks
 
 OWN_MASKING = "attention calls were given a causal mask as a tensor; the kernel's own causal masking takes its place"
 

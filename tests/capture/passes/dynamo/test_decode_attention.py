@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 from dcompile.capture.passes.dynamo import decode_attention
-from dcompile.capture.passes.dynamo.causal_mask import ATTENTION
+from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION
 from dcompile.capture.passes.dynamo.decode_attention import attend, decompose_decode_attention
 from dcompile.device_traits import CPU, CUDA
 from tests.traits import change_cpu

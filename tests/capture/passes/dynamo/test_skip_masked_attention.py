@@ -8,7 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dcompile
 from dcompile.capture.passes.dynamo import skip_masked_attention as skipping
-from dcompile.capture.passes.dynamo.causal_mask import ATTENTION, recognize_causal_masks
+from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION
+from dcompile.capture.passes.dynamo.causal_mask import recognize_causal_masks
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.skip_masked_attention import skip_masked_attention
 from tests.traits import change_cpu

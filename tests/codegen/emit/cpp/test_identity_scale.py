@@ -5,9 +5,10 @@ import pytest
 
 from dcompile.codegen.emit.cpp.identity_scale import find_scaling
 from dcompile.codegen.nest.loop_nest import make_nest
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import ZERO, var
 from dcompile.ir.interpret import from_bfloat16, to_bfloat16
-from dcompile.ir.nodes import Apply, Buffer, Load, Loop, Program, Store, View
+from dcompile.ir.nodes import Apply, Load, Loop, Program, Store, View
 from tests.codegen.emit import cpp_kernel
 from tests.codegen.emit.harness import call, compiled, placed, read
 

@@ -11,8 +11,9 @@ from dcompile.codegen.emit.cpp.compile import build
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.collectives.contract import ProgramReport
 from dcompile.config import Config
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import var
-from dcompile.ir.nodes import Buffer, Extern, Program, View
+from dcompile.ir.nodes import Extern, Program, View
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 from dcompile.runtime.program.executable import HostProgram
 from tests.codegen.emit import cpp_kernel

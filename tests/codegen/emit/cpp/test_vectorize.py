@@ -16,8 +16,9 @@ from dcompile.codegen.emit.cpp.stream_stores import MIN_STREAM_BYTES
 from dcompile.codegen.emit.cpp.vectorize import ACCUMULATORS, PAIR_ACCUMULATORS
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.interpret import from_bfloat16, to_bfloat16
-from dcompile.ir.nodes import ITEMSIZE, Apply, IndexOf, Load, Loop, Program, Reduce, Store
+from dcompile.ir.nodes import Apply, IndexOf, Load, Loop, Program, Reduce, Store
 from dcompile.ir.ops import OPS
 from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.cpp.library.test_base import points

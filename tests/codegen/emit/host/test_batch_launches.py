@@ -10,7 +10,8 @@ import torch
 
 from dcompile.codegen.emit.host import batch_launches
 from dcompile.codegen.emit.host import program as host_program
-from dcompile.ir.nodes import Buffer, Loop, Program, Store
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Loop, Program, Store
 from dcompile.ir.parse import parse
 from tests.codegen.emit import cpp_kernel, loops
 from tests.runtime.program.test_executable import load

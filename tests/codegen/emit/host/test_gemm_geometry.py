@@ -13,9 +13,10 @@ from dcompile.codegen.emit.target import Kernels
 from dcompile.collectives.contract import ProgramReport
 from dcompile.config import Config
 from dcompile.driver import Pipeline
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.gemm import Geometry
 from dcompile.ir.index import contiguous_strides, var
-from dcompile.ir.nodes import SCALE, Buffer, Extern, Program, View
+from dcompile.ir.nodes import SCALE, Extern, Program, View
 from dcompile.runtime.measure import autotune
 
 ROWS, INNER, COLUMNS = 16, 24, 8

@@ -7,8 +7,9 @@ import pytest
 from dcompile.codegen.emit.host.step_list import list_steps, size_text
 from dcompile.codegen.emit.target import Kernels
 from dcompile.errors import ExportError
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import Index, evaluate, extreme, floordiv, modulo, var
-from dcompile.ir.nodes import Buffer, Extern, Program, Verbatim, View
+from dcompile.ir.nodes import Extern, Program, Verbatim, View
 
 
 def polish(text: int | str, symbols: dict[str, int]) -> int:

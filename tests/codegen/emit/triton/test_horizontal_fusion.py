@@ -141,7 +141,9 @@ def test_loops_that_are_not_alike_are_joined_only_if_tiny(monkeypatch):
     assert not fuse_launches(program, kernels)[0].launches[0].grid
 
 
-@pytest.mark.parametrize(("name", "joined"), [("MAX_DIFFERENT_LOOPS", 1), ("MOST_BYTES", 0), ("MAX_ADDRESSES", 0)])
+@pytest.mark.parametrize(
+    ("name", "joined"), [("MAX_DIFFERENT_LOOPS", 1), ("MAX_JOINED_BYTES", 0), ("MAX_ADDRESSES", 0)]
+)
 def test_limits(name, joined, monkeypatch):
     """Two neighbours are equal, and as many as one other loop may share their launch: none."""
     monkeypatch.setattr(horizontal_fusion, name, 1)

@@ -17,8 +17,9 @@ from dcompile.codegen.emit.target import Kernels
 from dcompile.codegen.emit.triton import compile as triton_compile
 from dcompile.codegen.emit.triton import one_shot_all_reduce, worker
 from dcompile.codegen.emit.triton.library import START_NEXT_FIRST, WAIT_FIRST
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import as_index
-from dcompile.ir.nodes import Buffer, Collective, Extern, Program, View, Wait
+from dcompile.ir.nodes import Collective, Extern, Program, View, Wait
 from dcompile.machine_model import MAX_ONE_SHOT_BYTES
 from dcompile.runtime.communication.peer_memory import one_shot
 from dcompile.runtime.measure.instrumentation import instrument

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.gpu_one_row import product_program
 from dcompile.codegen.emit.triton import kernel as triton_kernel
-from dcompile.codegen.nest.gpu_tiling import power_of_two
 from dcompile.codegen.nest.row_matmul import RowTile
+from dcompile.codegen.nest.tile_plan import power_of_two
 
 WEIGHTS = frozenset(("w0", "w1"))
 

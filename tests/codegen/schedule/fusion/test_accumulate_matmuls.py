@@ -12,9 +12,10 @@ import dcompile
 from dcompile.capture.entry import find_model
 from dcompile.codegen.schedule.fusion.accumulate_matmuls import accumulate_matmuls
 from dcompile.codegen.schedule.memory.plan import plan_memory
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import contiguous_strides, flatten, var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Apply, Buffer, Extern, Load, Loop, Program, Store, View
+from dcompile.ir.nodes import Apply, Extern, Load, Loop, Program, Store, View
 from dcompile.ir.verify import verify
 
 N = 64

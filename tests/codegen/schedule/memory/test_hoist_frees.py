@@ -11,10 +11,11 @@ import pytest
 from dcompile.codegen.schedule.memory import hoist_frees as module
 from dcompile.codegen.schedule.memory.hoist_frees import hoist_frees
 from dcompile.codegen.schedule.memory.reorder_for_peak import plan_memory_for_peak
-from dcompile.codegen.schedule.order.dependences import respects
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Apply, Buffer, Extern, Load, Loop, Program, Store, View
+from dcompile.ir.nodes import Apply, Extern, Load, Loop, Program, Store, View
 from tests.codegen.emit.loops import I0
+from tests.codegen.schedule.order.test_dependences import respects
 from tests.ir.fuzz import random_program
 
 SIZE = 2048

@@ -8,8 +8,9 @@ import pytest
 from dcompile.codegen.schedule.memory.memory_summary import memory_headline, memory_lines, summarize_memory
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.codegen.schedule.memory.reorder_for_peak import peak_bytes
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import contiguous_strides, var
-from dcompile.ir.nodes import Apply, Buffer, Load, Loop, Program, Store, View
+from dcompile.ir.nodes import Apply, Load, Loop, Program, Store, View
 
 N = 1 << 14
 """Elements of each buffer: 64 KiB."""

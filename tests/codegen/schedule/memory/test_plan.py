@@ -7,23 +7,10 @@ from hypothesis import strategies as st
 
 from dcompile.codegen.schedule.memory.offsets import ALIGNMENT, Block, place, place_symbolic
 from dcompile.codegen.schedule.memory.plan import plan_memory
+from dcompile.ir.buffers import Bucket, Buffer
 from dcompile.ir.index import as_index, contiguous_strides, evaluate, flatten, var
 from dcompile.ir.interpret import GARBAGE, interpret
-from dcompile.ir.nodes import (
-    Apply,
-    Bucket,
-    Buffer,
-    Collective,
-    Const,
-    Extern,
-    Load,
-    Loop,
-    Program,
-    Reduce,
-    Store,
-    View,
-    Wait,
-)
+from dcompile.ir.nodes import Apply, Collective, Const, Extern, Load, Loop, Program, Reduce, Store, View, Wait
 from dcompile.ir.verify import verify
 from tests.codegen.emit import cpp_kernel
 from tests.codegen.emit.harness import call, compiled, placed, read

@@ -14,10 +14,11 @@ from dcompile.codegen.schedule.memory.reorder_for_peak import (
     plan_memory_for_peak,
     reorder_for_frees,
 )
-from dcompile.codegen.schedule.order.dependences import respects
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Buffer, Collective, Extern, Program, View, Wait
+from dcompile.ir.nodes import Collective, Extern, Program, View, Wait
 from dcompile.ir.verify import verify
+from tests.codegen.schedule.order.test_dependences import respects
 from tests.ir.fuzz import random_program
 
 ROWS, WIDE, NARROW = 512, 256, 64

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from dcompile.codegen.schedule.memory import plan, reuse_external
 from dcompile.codegen.schedule.memory.offsets import Block, place
 from dcompile.codegen.schedule.memory.plan import escaping_buffers, live_ranges, plan_memory
-from dcompile.codegen.schedule.memory.reuse_external import SEPARATE, DonorBuffer, lodge
+from dcompile.codegen.schedule.memory.reuse_external import SEPARATE, DonorBuffer, place_in_donors
 from dcompile.errors import VerifyError
+from dcompile.ir.buffers import IN_DONOR
 from dcompile.ir.index import var
 from dcompile.ir.interpret import GARBAGE, interpret
-from dcompile.ir.nodes import IN_DONOR, Apply, Collective, Extern, Load, Loop, Program, Store, Wait
+from dcompile.ir.nodes import Apply, Collective, Extern, Load, Loop, Program, Store, Wait
 from dcompile.ir.verify import verify
 from tests.codegen.emit import cpp_kernel
 from tests.codegen.emit.harness import call, compiled, placed, read
@@ -45,9 +46,9 @@ def test_attempts_that_end_early_would_not_have_been_chosen(blocks, given_hosts,
         patch.setattr(reuse_external, "MIN_SAVED_BYTES", KIB)
         patch.setattr(reuse_external, "MIN_SEPARATE_BYTES", 16 * KIB)
         patch.setattr(reuse_external._DonorSpace, "gap", lambda *args: tried.append(1) or gaps(*args))
-        found, fewer = lodge(blocks, hosts, {}, base, set(), later), len(tried)
+        found, fewer = place_in_donors(blocks, hosts, {}, base, set(), later), len(tried)
         patch.setattr(reuse_external._PlacementAttempt, "run", lambda self, cap, *_: whole(self, cap, 1 << 60, 1 << 60))
-        assert lodge(blocks, hosts, {}, base, set(), later) == found
+        assert place_in_donors(blocks, hosts, {}, base, set(), later) == found
     assert fewer <= len(tried) - fewer
 
 
@@ -65,7 +66,7 @@ def test_blocks_share_no_byte_and_the_peak_is_what_it_says(blocks, given_hosts, 
     usual = place(blocks)[1] + int(base.max(initial=0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reuse_external, "MIN_SEPARATE_BYTES", 16 * KIB if may_be_apart else 1 << 20)
-        found = lodge(blocks, hosts, {}, base, set())
+        found = place_in_donors(blocks, hosts, {}, base, set())
     held = base.copy()
     table: dict[str | int, DonorBuffer] = {host.name: host for host in hosts}
     for number, (block, (name, _)) in enumerate(zip(blocks, found.places, strict=True)):
@@ -96,22 +97,23 @@ def test_what_is_needed_only_where_little_is_held_has_memory_of_its_own():
     mib = 1 << 20
     held = np.array([8, 7, 6, 5, 4, 3, 2, 1], np.int64) * mib
     wide, narrow = Block(6, 7, 4 * mib), Block(0, 1, mib)
-    found = lodge([wide, narrow], [], {}, held, set())
+    found = place_in_donors([wide, narrow], [], {}, held, set())
     assert found.places == [(SEPARATE, 0), (None, 0)] and found.arena_bytes == mib and found.peak == 9 * mib
-    assert lodge([wide, narrow], [], {}, held, {0}).places[0] == (None, 0)  # a collective works on it
-    assert lodge([wide, narrow], [], {}, held[::-1].copy(), set()).places[0][0] is None  # needed where most is held
+    assert place_in_donors([wide, narrow], [], {}, held, {0}).places[0] == (None, 0)  # a collective works on it
+    late = place_in_donors([wide, narrow], [], {}, held[::-1].copy(), set())
+    assert late.places[0][0] is None  # needed where most is held
 
 
 def test_a_small_arena_needed_later_lies_in_memory_of_its_own_that_is_read_by_then():
     mib = 1 << 20
     held = np.array([8, 9, 1, 1, 1, 1], np.int64) * mib
     wide, row, rows = Block(2, 3, 4 * mib), Block(4, 5, 2 * KIB), Block(5, 5, 8 * KIB)
-    found = lodge([wide, row, rows], [], {}, held, set())
+    found = place_in_donors([wide, row, rows], [], {}, held, set())
     assert found.arena_bytes == 0 and found.peak == 9 * mib
     (own, _), (first, at), (second, then) = found.places
     assert own == SEPARATE and first == second == 0 and sorted((at, then)) in ([0, 2 * KIB], [0, 8 * KIB])
-    assert lodge([wide, row, rows], [], {}, held, {1}).arena_bytes > 0  # a collective works on one of them
-    full = lodge([wide, row, rows], [], {}, held + np.array([0, 0, 0, 0, 0, 6 * mib]), set())
+    assert place_in_donors([wide, row, rows], [], {}, held, {1}).arena_bytes > 0  # a collective works on one of them
+    full = place_in_donors([wide, row, rows], [], {}, held + np.array([0, 0, 0, 0, 0, 6 * mib]), set())
     assert full.places[0] == (SEPARATE, 0) and full.arena_bytes > 0  # the wide one's memory does not fit in there
 
 
@@ -119,8 +121,8 @@ def test_an_arena_that_outlasts_the_forward_counts_in_the_backward():
     mib = 1 << 20
     held = np.arange(8, dtype=np.int64) * mib
     wide = Block(0, 7, 4 * mib)
-    assert lodge([wide], [], {}, held, set()).places == [(None, 0)]
-    assert lodge([wide], [], {}, held, set(), beside=7 * mib).places == [(SEPARATE, 0)]
+    assert place_in_donors([wide], [], {}, held, set()).places == [(None, 0)]
+    assert place_in_donors([wide], [], {}, held, set(), beside=7 * mib).places == [(SEPARATE, 0)]
 
 
 @pytest.fixture
@@ -135,19 +137,19 @@ def given_away(program: Program) -> Program:
 
 
 def test_planning_keeps_every_value(small):
-    lodged = 0
+    in_donors = 0
     for seed in range(60):
         program, inputs = random_program(seed)
         planned = plan_memory(given_away(program))
         verify(planned)
-        lodged += sum((b.storage or "").startswith(IN_DONOR) for b in planned.buffers)
+        in_donors += sum((b.storage or "").startswith(IN_DONOR) for b in planned.buffers)
         for before, after in zip(interpret(program, inputs), interpret(planned, inputs), strict=True):
             np.testing.assert_array_equal(before, after)
-    assert lodged > 30
+    assert in_donors > 30
 
 
 def test_what_follows_in_memory_of_a_blocks_own_keeps_every_value(small, monkeypatch):
-    for name, value in {"MIN_SEPARATE_BYTES": 1, "WORTH_APART": 1 << 30, "BYTES_PER_DONOR": 1 << 30}.items():
+    for name, value in {"MIN_SEPARATE_BYTES": 1, "MIN_SAVING_DIVISOR": 1 << 30, "BYTES_PER_DONOR": 1 << 30}.items():
         monkeypatch.setattr(reuse_external, name, value)
     monkeypatch.setattr(plan, "hosts_of", lambda *_: [])
     followed = 0
@@ -157,8 +159,8 @@ def test_what_follows_in_memory_of_a_blocks_own_keeps_every_value(small, monkeyp
         verify(planned)
         heads = {b.name for b in planned.buffers if b.storage == "out"} - escaping_buffers(planned)
         lives = live_ranges(planned, {})
-        lodged = [(b, (b.storage or "").removeprefix(IN_DONOR)) for b in planned.buffers]
-        followed += sum(host in heads and lives[host][1] + 1 < lives[b.name][0] for b, host in lodged)
+        in_donors = [(b, (b.storage or "").removeprefix(IN_DONOR)) for b in planned.buffers]
+        followed += sum(host in heads and lives[host][1] + 1 < lives[b.name][0] for b, host in in_donors)
         if not any((b.storage or "").startswith(IN_DONOR) for b in planned.buffers):
             continue  # four of five are planned as they are without
         for before, after in zip(interpret(program, inputs), interpret(planned, inputs), strict=True):
@@ -170,7 +172,7 @@ def test_compiled_kernels_bear_it(small):
     made = [random_program(seed, size=12, exact=True) for seed in range(12)]
     programs = [(plan_memory(given_away(program)), inputs) for program, inputs in made]
     functions = compiled([program for program, _ in programs])
-    lodged = 0
+    in_donors = 0
     for program, inputs in programs:
         arena = np.full(program.arena_bytes, GARBAGE, np.uint8)
         within = {
@@ -184,13 +186,13 @@ def test_compiled_kernels_bear_it(small):
             start = program.table[name].offset
             room = memory[host].view(np.uint8)[start : start + program.table[name].nbytes]
             memory[name] = room.view(placed(program.table[name], None).dtype)
-        lodged += len(within)
+        in_donors += len(within)
         for step in program.steps:
             assert call(cpp_kernel.emit(step, program.table), functions, memory) == 0
         for output, expected in zip(program.outputs, interpret(program, inputs), strict=True):
             found = read(program.table[output.buffer], output, memory[output.buffer])
             np.testing.assert_array_equal(found, expected)
-    assert lodged > 5
+    assert in_donors > 5
 
 
 def test_a_chain_takes_the_memory_of_the_result(small):

@@ -16,9 +16,10 @@ from dcompile.codegen.schedule.memory import separate_allocations
 from dcompile.codegen.schedule.memory.offsets import Block
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.codegen.schedule.memory.separate_allocations import MIN_BLOCK_BYTES, MIN_SMALL_BLOCK_BYTES, set_apart
+from dcompile.ir.buffers import IN_DONOR, Bucket, Buffer
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import IN_DONOR, Apply, Bucket, Buffer, Collective, Load, Loop, Program, Store, View, Wait
+from dcompile.ir.nodes import Apply, Collective, Load, Loop, Program, Store, View, Wait
 from dcompile.ir.verify import verify
 from tests.ir.fuzz import random_program
 

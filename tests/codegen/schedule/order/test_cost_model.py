@@ -10,22 +10,9 @@ from dcompile.codegen.schedule.order.cost_model import (
     step_seconds,
 )
 from dcompile.codegen.schedule.order.simulate import timeline
+from dcompile.ir.buffers import Bucket, Buffer
 from dcompile.ir.index import contiguous_strides, var
-from dcompile.ir.nodes import (
-    Apply,
-    Bucket,
-    Buffer,
-    Collective,
-    Extern,
-    IndexOf,
-    Load,
-    Loop,
-    Program,
-    Reduce,
-    Store,
-    View,
-    Wait,
-)
+from dcompile.ir.nodes import Apply, Collective, Extern, IndexOf, Load, Loop, Program, Reduce, Store, View, Wait
 from dcompile.machine_model import TABLE, GroupSize
 
 H200 = TABLE["h200"]

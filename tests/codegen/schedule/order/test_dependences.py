@@ -1,11 +1,14 @@
 import time
+from collections import defaultdict, deque
+from collections.abc import Sequence
 
 import pytest
 
-from dcompile.codegen.schedule.order.dependences import edges, remove_dead_steps, respects, touches
+from dcompile.codegen.schedule.order.dependences import edges, remove_dead_steps, touches
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Apply, Buffer, Collective, Extern, IndexOf, Load, Loop, Program, Store, View, Wait
+from dcompile.ir.nodes import Apply, Collective, Extern, IndexOf, Load, Loop, Program, Step, Store, View, Wait
 from dcompile.ir.verify import verify
 from tests.ir.fuzz import random_program
 
@@ -30,6 +33,17 @@ def program(inputs, outputs, steps):
     names = sorted({n for s in steps for n in s.reads | s.writes} | set(inputs))
     buffers = tuple(Buffer(n, "float32", (4,), (1,)) for n in names)
     return Program("p", tuple(inputs), tuple(map(view, outputs)), buffers, tuple(steps))
+
+
+def respects(after: Sequence[Step], before: Sequence[Step]) -> bool:
+    """Are these the same steps, in an order that keeps every edge of the old order?"""
+    places: dict[Step, deque[int]] = defaultdict(deque)
+    for place, step in enumerate(after):
+        places[step].append(place)
+    moved = [places[step].popleft() if places[step] else -1 for step in before]
+    if len(after) != len(before) or -1 in moved:
+        return False
+    return all(moved[first] < moved[number] for number, firsts in enumerate(edges(before)) for first in firsts)
 
 
 def test_reads_follow_writes_and_mutation_follows_reads():

@@ -1,10 +1,11 @@
 import random
 
-from dcompile.codegen.schedule.order.dependences import respects
 from dcompile.codegen.schedule.order.early_start_late_wait import start_early_wait_late
+from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import var
-from dcompile.ir.nodes import Apply, Buffer, Collective, Load, Loop, Program, Store, View, Wait
+from dcompile.ir.nodes import Apply, Collective, Load, Loop, Program, Store, View, Wait
 from dcompile.ir.verify import verify
+from tests.codegen.schedule.order.test_dependences import respects
 
 
 def loop(reads, writes):

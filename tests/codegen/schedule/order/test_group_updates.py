@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dcompile.codegen.schedule.order.dependences import respects
 from dcompile.codegen.schedule.order.group_updates import group_updates
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Collective, Wait
 from dcompile.ir.verify import verify
 from tests.codegen.emit import cases, loops
 from tests.codegen.emit.loops import on_a_gpu
+from tests.codegen.schedule.order.test_dependences import respects
 from tests.ir.fuzz import random_program
 
 

@@ -12,22 +12,10 @@ from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.codegen.schedule.order.cost_model import durations
 from dcompile.codegen.schedule.order.overlap_collectives import overlap_collectives
 from dcompile.codegen.schedule.order.simulate import timeline
+from dcompile.ir.buffers import Bucket, Buffer
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import (
-    Apply,
-    Bucket,
-    Buffer,
-    Collective,
-    Extern,
-    Load,
-    Loop,
-    Program,
-    Store,
-    View,
-    Wait,
-    holder_of,
-)
+from dcompile.ir.nodes import Apply, Collective, Extern, Load, Loop, Program, Store, View, Wait
 from dcompile.ir.verify import VerifyError, verify
 from dcompile.machine_model import Figures, GroupSize, Link
 
@@ -144,7 +132,7 @@ def live_peak(program):
     table, lives = program.table, {}
     for at, step in enumerate(program.steps):
         for name in step.reads | step.writes:
-            root = holder_of(table[name]) or name
+            root = table[name].holder or name
             lives[root] = (lives.get(root, (at, at))[0], at)
     for output in program.outputs:
         lives[output.buffer] = (lives[output.buffer][0], len(program.steps))

@@ -10,7 +10,7 @@ from typing import Literal
 
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.by_rows import row_spans
 from dcompile.device_traits import traits_of
-from dcompile.ir.nodes import ITEMSIZE
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.machine_model import Figures, table_figures
 
 MIN_SAVED_BYTES = 256 << 20

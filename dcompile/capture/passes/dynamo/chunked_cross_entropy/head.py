@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.causal_mask import argument, changes, shape_of
+from dcompile.capture.passes.dynamo.captured_nodes import argument, changes, is_call, shape_of
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.logit_steps import LogitStep
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import value_of
 from dcompile.compat.user_line import user_line
@@ -82,13 +82,6 @@ def head_of(loss: Node) -> OutputLayer:
     hidden, weight, bias = _operands(node)
     _check_values(node, (hidden, weight, bias, given["weight"]), loss)
     return OutputLayer(node, hidden, weight, bias, tuple(steps), others, row_results)
-
-
-def is_call(node: Node, *names: str) -> bool:
-    """Does a node call a function or method of one of these names?"""
-    if node.op == "call_method":
-        return node.target in names
-    return node.op == "call_function" and getattr(node.target, "__name__", "") in names
 
 
 def _source_of(node: Any) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.causal_mask import shape_of
+from dcompile.capture.passes.dynamo.captured_nodes import is_call, shape_of
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.by_rows import row_spans
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.choose import (
     MIN_SAVED_BYTES,
@@ -29,7 +29,6 @@ from dcompile.capture.passes.dynamo.chunked_cross_entropy.head import (
     given_to,
     head_of,
     insertion_point,
-    is_call,
     logit_step,
     row_steps,
 )

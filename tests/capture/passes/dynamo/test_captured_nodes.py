@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dcompile.capture.passes.dynamo.has_matmul import multiplies
+from dcompile.capture.passes.dynamo.captured_nodes import multiplies
 from dcompile.codegen.emit.cpp import compile as cpp_compile
 from dcompile.codegen.emit.cpp import sgemm
 from dcompile.compiler import CachingCompiler

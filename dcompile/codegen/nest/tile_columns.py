@@ -1,0 +1,114 @@
+"""Tile column reductions for GPU programs: which rows one program combines in registers."""
+
+from __future__ import annotations
+
+from dcompile.codegen.nest.loop_nest import Axis, Nest, may_exceed, stride
+from dcompile.codegen.nest.tile_plan import (
+    MAX_PERSISTENT_ELEMENTS,
+    ROW_ELEMENTS,
+    TileDim,
+    TilePlan,
+    about,
+    count,
+    power_of_two,
+    row_number,
+    typical_stride,
+    warps_of,
+)
+from dcompile.ir.analysis import runtime_refs
+from dcompile.ir.index import Div, Index, Size, Var, as_index, is_nonnegative, is_symbol, size_product, typical
+from dcompile.ir.nodes import Reduce, Scan, Store
+
+COLUMN_ROWS = 8
+"""Rows of the tile of a column reduction that needs no whole rows."""
+COLUMNS = 256
+"""Columns of such a tile."""
+
+
+def tile_columns(nest: Nest, chunk: Size) -> TilePlan:
+    whole = power_of_two(about(nest.elements))
+    if sees_whole_rows(nest):
+        x = min(max(ROW_ELEMENTS // whole, 1), power_of_two(typical(chunk)))
+        return TilePlan(
+            "columns",
+            nest,
+            (TileDim("x", nest.rows, x), TileDim("r", nest.elements, whole)),
+            warps_of(x * whole),
+            chunk=chunk,
+        )
+    r = min(COLUMNS, whole)
+    x = min(max(COLUMN_ROWS * COLUMNS // r, 1), power_of_two(typical(chunk)))
+    return TilePlan(
+        "columns", nest, (TileDim("x", nest.rows, x), TileDim("r", nest.elements, r)), max(x * r // 512, 1), chunk=chunk
+    )
+
+
+def rows_of_program(nest: Nest, combining: list[int]) -> Size:
+    """Return the rows of one program, if it can accumulate every combining store in registers; else 0."""
+    sizes: set[Size] = set()
+    rows = count(nest.rows)
+    for number in combining:
+        found = chunk_of(nest.stores[number], nest.rows, nest.elements, nest.row_stores[number])
+        if found is None:
+            return 0
+        sizes.add(found or (max(rows, 1) if isinstance(rows, int) else rows))
+    if len(sizes) != 1 or (may_exceed(count(nest.elements), MAX_PERSISTENT_ELEMENTS) and sees_whole_rows(nest)):
+        return 0
+    return sizes.pop()
+
+
+def sees_whole_rows(nest: Nest) -> bool:
+    """Does anything happen once a row, so that no two programs may share one?"""
+    if any(nest.row_stores) or any(isinstance(value, (Reduce, Scan)) for value in nest.body):
+        return True
+    return any(store.mode != "set" and not store.index.variables & nest.element_names for store in nest.stores)
+
+
+def chunk_of(store: Store, rows: tuple[Axis, ...], elements: tuple[Axis, ...], row_store: bool) -> int | None:
+    """Return how many consecutive rows a store combines: 0 for all, None for any other pattern.
+
+    Its index may contain the chunk's number, which is the row's number divided by the chunk's size. It contains all
+    variables of the element or none.
+    """
+    if runtime_refs(store.index):
+        return None
+    names = {axis.name for axis in elements}
+    used = store.index.variables & names
+    if used and (row_store or used != names or not _spreads(store.index, elements)):
+        return None
+    chunk = 0
+    for monomial, _ in store.index.terms:
+        for atom in monomial:
+            if isinstance(atom, Var) and (atom.name in names or is_symbol(atom.name)):
+                continue
+            if not isinstance(atom, Div) or atom.base != row_number(rows) or not isinstance(atom.divisor, int):
+                return None
+            if chunk not in (0, atom.divisor):
+                return None
+            chunk = atom.divisor
+    return chunk
+
+
+def leaves_gaps(plan: TilePlan, store: Store, extent: Size) -> bool:
+    """Return whether a column reduction may leave elements of its buffer unwritten; these get the sum of no values.
+
+    An example is the gradient of an embedding with only one row in use: no other row is part of the sum.
+    """
+    spread = store.index.variables & plan.nest.element_names
+    return size_product((plan.parts, count(plan.nest.elements) if spread else 1)) != extent
+
+
+def _spreads(index: Index, elements: tuple[Axis, ...]) -> bool:
+    """Does every element have an address of its own?"""
+    strides: list[tuple[Size, Size]] = []
+    for axis in elements:
+        step = stride(index, axis.name)
+        if not step:
+            return False
+        strides.append((step, axis.size))
+    reach = as_index(0)
+    for step, size in sorted(strides, key=lambda pair: typical_stride(pair[0])):
+        if not is_nonnegative(as_index(step) - reach - 1, {}):
+            return False
+        reach = reach + as_index(step) * (as_index(size) - 1)
+    return True

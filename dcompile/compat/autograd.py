@@ -1,0 +1,81 @@
+"""Autograd: what runs inside, after and beside a backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` at the end of the backward that runs now."""
+    from torch.autograd import Variable
+
+    Variable._execution_engine.queue_callback(callback)
+
+
+@contextlib.contextmanager
+def record_autograd() -> Iterator[None]:
+    """Record autograd information, also inside an operator, where recording is disabled."""
+    import torch
+
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    kinds = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.ADInplaceOrView)
+    for kind in kinds:
+        exclude = exclude.remove(kind)
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether hooks may change its gradient."""
+    return bool(tensor._backward_hooks)
+
+
+def on_gradient(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
+    """Run `callback` inside each backward that reaches this result."""
+    tensor.register_hook(lambda _: callback())  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def will_accumulate(parameter: torch.Tensor) -> bool:
+    """Whether the current backward will add to this parameter's .grad (torch.autograd.grad does not)."""
+    import torch
+    from torch.autograd.graph import get_gradient_edge
+
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    except RuntimeError:
+        return False  # torch raises it for a leaf that torch.autograd.grad was asked for
+
+
+def keep_for_backward(result: Any, thing: Any) -> None:
+    """Keep `thing` alive as long as a backward from `result`, or from a tensor computed from it, is possible."""
+    from torch.utils._pytree import tree_leaves
+
+    for leaf in tree_leaves(result):
+        node = getattr(leaf, "grad_fn", None)
+        if node is not None:
+            node.metadata["dcompile"] = thing
+
+
+def backward_task() -> int:
+    """Number of the backward that runs now; -1 outside."""
+    import torch
+
+    return int(torch._C._current_graph_task_id())
+
+
+def is_compiled_backward(node: Any) -> bool:
+    """Whether this node of the autograd graph runs a backward that AOTAutograd compiled."""
+    return bool(type(node).__name__ == "CompiledFunctionBackward")
+
+
+def quick_grad_mode() -> Callable[[bool], None]:
+    """Setter of this thread's grad mode. torch.no_grad() takes five calls."""
+    import torch
+
+    set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+    return set_grad_enabled

@@ -31,6 +31,7 @@ class Net(nn.Module):
     def __init__(self, window: tuple[object, ...], transposed: bool) -> None:
         super().__init__()
         self.one, self.norm = nn.Conv2d(3, 48, 3, padding=1), nn.GroupNorm(1, 48)
+        # groups of 24 channels are padded
         self.two = nn.ConvTranspose2d(48, 24, 2, 2) if transposed else nn.Conv2d(48, 24, 3, padding=1, groups=2)
         self.window = window
 

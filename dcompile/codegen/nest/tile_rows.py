@@ -16,7 +16,7 @@ from dcompile.codegen.nest.tile_plan import (
 )
 from dcompile.ir.analysis import ancestors, runtime_refs
 from dcompile.ir.index import Index
-from dcompile.ir.nodes import Reduce, Scan
+from dcompile.ir.nodes import Load, Reduce, Scan
 
 PAIRED = (2048, 4096)
 """Lengths of rows that are faster in pairs: a program then has 32 elements for each thread."""
@@ -28,6 +28,8 @@ PIECE_ELEMENTS = 2048
 threads (docs/lab/constants.md, K2)."""
 OUTER_ROWS = 64
 """Rows of a tile where adjacent rows, not elements, are contiguous."""
+MAX_ELEMENT_LOADS = 8
+"""Loads for each element up to which a thread has 32 elements in registers."""
 
 
 def tile_rows(nest: Nest) -> TilePlan:
@@ -40,12 +42,18 @@ def tile_rows(nest: Nest) -> TilePlan:
             x //= 2
         # few programs: a double block, or all elements, since nothing else hides memory latency
         few = rows < 2 * x * PROGRAMS
+        # windows of nine loads in 32 elements of each thread spill: 16 of them take 130 to 170 registers
+        wide = _reads_windows(nest)
+        most = MAX_PERSISTENT_ELEMENTS // 2 if wide else MAX_PERSISTENT_ELEMENTS
+        if wide and few and most < x * whole <= 2 * most and x > 16:
+            x //= 2
         r = min(ROW_ELEMENTS * (2 if few else 1) // x, whole)
-        if known and few and r < whole and x * whole <= MAX_PERSISTENT_ELEMENTS:
+        if known and few and r < whole and x * whole <= most:
             dims = TileDim("x", nest.rows, x), TileDim("r", nest.elements, whole)
             return TilePlan("rows", nest, dims, max(min(x * whole // 512, 16), 1))
         dims = TileDim("x", nest.rows, x), TileDim("r", nest.elements, r)
-        return TilePlan("rows", nest, dims, max(min(x * r // 512, 4), 1), looped=r < size or not known)
+        warps = max(min(x * r // 512, 8 if wide else 4), 1)
+        return TilePlan("rows", nest, dims, warps, looped=r < size or not known)
     if not known:
         piece = min(max(4 * whole, PIECE_ELEMENTS // 8), PIECE_ELEMENTS)
         dims = TileDim("x", nest.rows, 1), TileDim("r", nest.elements, piece)
@@ -93,6 +101,13 @@ def _is_lane(nest: Nest) -> bool:
         if index.variables & nest.element_names
     ]
     return unit_strides(nest.rows[-1].name, often) > unit_strides(nest.elements[-1].name, often)
+
+
+def _reads_windows(nest: Nest) -> bool:
+    """Does an element read many others, such as a window of 3 x 3?"""
+    names = nest.element_names
+    loads = [value for value in nest.body if isinstance(value, Load) and value.index.variables & names]
+    return len(loads) > MAX_ELEMENT_LOADS
 
 
 def _points(nest: Nest, index: Index) -> int:

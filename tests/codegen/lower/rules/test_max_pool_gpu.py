@@ -77,5 +77,7 @@ def test_ties_and_nan_go_where_eagers_go(name, layout):
 
     x = torch.randint(-2, 3, (3, 5, 19, 22), device="cuda").bfloat16().contiguous(memory_format=layout)
     x[..., 5, 7], x[:, :, 9:12] = torch.nan, -torch.inf
-    for found, expected in zip(dcompile.compile(both, options={"receipt": False})(x), both(x), strict=True):
+    # for windows of -inf alone, ATen's kernel of channels-last images gives position 0 (torch 2.11), outside of them
+    eager = both(x.contiguous())
+    for found, expected in zip(dcompile.compile(both, options={"receipt": False})(x), eager, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

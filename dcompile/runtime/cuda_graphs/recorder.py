@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,16 +35,37 @@ class CudaRecorder:
         current = torch.cuda.current_stream(self.device)
         forget_blas_workspaces()
         try:
-            with torch.cuda.graph(graph, pool=handle, stream=self._stream, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.graph(graph, pool=handle, stream=self._stream, capture_error_mode="thread_local"),
+                without_garbage_collection(),
+            ):
                 results = function()
         except RuntimeError:
             torch.cuda.set_stream(current)  # after a capture that cannot end, torch leaves its stream current,
-            del self._pools[pool]  # and its pool in use: nothing more could be recorded into it
+            del self._pools[pool]  # its pool in use, so that nothing more could be recorded into it,
+            self._end_capture_of_random_numbers()
             raise
         finally:
             forget_blas_workspaces()
         return graph.replay, results
 
+    def _end_capture_of_random_numbers(self) -> None:
+        """Give the default generator a state that no capture uses: the old one refuses any draw outside of it."""
+        generator: Any = torch.cuda.default_generators[self.device.index or 0]
+        generator.graphsafe_set_state(generator.clone_state())
+
     def takes(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on this device."""
         return tensor.device == self.device
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile: an old model's objects may unmap memory of other ranks, which breaks a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

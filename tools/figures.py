@@ -207,6 +207,7 @@ SECTIONS: Mapping[str, tuple[str, Callable[[Sequence[Result]], list[str]]]] = {
     "gpu_train": ("Training on one GPU", steps_table),
     "gpu_models": ("Models on one GPU", steps_table),
     "gpu_breadth": ("What else people compile, on one GPU", steps_table),
+    "gpu_sweep": ("Models that nobody had looked at before, on one GPU", steps_table),
     "gpu_cross_entropy": ("A language model's last layer with its loss, on one GPU", steps_table),
     "gpu_deepspeed": ("DeepSpeed on GPUs", steps_table),
     "gpu_decode": ("Decoding on GPUs", decode_table),

@@ -106,19 +106,6 @@ LOOP_INPUTS: Mapping[str, LoopInput] = {
           y[i0] = add(top, log(total))
         return (y)
     """),
-    "recompute_rows": LoopInput("""
-        program p(s, v)
-          s: float32[6, 32] on cuda
-          v: bfloat16[2, 32, 16] on cuda
-          p: float32[6, 32] on cuda
-          y: bfloat16[6, 16] on cuda
-        loop softmax [6] x [32]
-          e = exp(sub(s[i0, j0], row_max(s[i0, j0])))
-          p[i0, j0] = div(e, row_sum(e))
-        loop summed [2, 3, 16] x [32]
-          y[i1 + 3*i0, i2] = cast(row_sum(mul(p[i1 + 3*i0, j0], cast(v[i0, j0, i2], float32))), bfloat16)
-        return (y)
-    """),
     "interchange_reductions": LoopInput("""
         program p(x)
           x: float32[100, 64]
@@ -202,6 +189,19 @@ LOOP_INPUTS: Mapping[str, LoopInput] = {
           total[i0] = row_sum(parts[j0, i0])
         loop y [64]
           y[i0] = mul(total[i0], 0.5)
+        return (y)
+    """),
+    "recompute_rows": LoopInput("""
+        program p(s, v)
+          s: float32[6, 32] on cuda
+          v: bfloat16[2, 32, 16] on cuda
+          p: float32[6, 32] on cuda
+          y: bfloat16[6, 16] on cuda
+        loop softmax [6] x [32]
+          e = exp(sub(s[i0, j0], row_max(s[i0, j0])))
+          p[i0, j0] = div(e, row_sum(e))
+        loop summed [2, 3, 16] x [32]
+          y[i1 + 3*i0, i2] = cast(row_sum(mul(p[i1 + 3*i0, j0], cast(v[i0, j0, i2], float32))), bfloat16)
         return (y)
     """),
     "send_in_place": LoopInput("""

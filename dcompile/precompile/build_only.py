@@ -20,6 +20,7 @@ from dcompile.errors import PrecompileError
 from dcompile.explain.receipt import Receipt, make_receipt
 from dcompile.ir.buffers import Bucket
 from dcompile.runtime.cache.disk import KernelCache
+from dcompile.runtime.communication.reduced_run import ReducedRun
 from dcompile.runtime.coordination.heartbeat import SingleProcess
 
 
@@ -200,6 +201,9 @@ class LocalShards(NoExchange):
 class NoBuckets:
     """Implements `capture.services.GradientBuckets` without reductions: autograd keeps the gradients."""
 
+    order: tuple[tuple[int, ...], ...] = ()
+    times_ns: tuple[int, ...] = (0, 0, 0)
+
     def begin(self, used: Any = (), task: object = None, first: bool = True, absent: Any = ()) -> None: ...
 
     def mark_used(self, numbers: Iterable[int]) -> None: ...
@@ -208,11 +212,23 @@ class NoBuckets:
 
     def settle_idle(self, elsewhere: Collection[int]) -> None: ...
 
+    def last_run(self) -> ReducedRun:
+        """No gradients."""
+        return ReducedRun({}, {}, lambda number: None)
+
+    def handed_on(self) -> Collection[int]:
+        """No parameters."""
+        return ()
+
     def forget(self) -> None: ...
 
     def reduced(self) -> dict[int, int]:
         """Parameters whose gradients were reduced."""
         return {}
+
+    def reduced_gradient(self, number: int) -> Any:
+        """Raises KeyError: nothing is reduced."""
+        raise KeyError(number)
 
 
 def services(log: BuildLog, runs: bool, path: str | None, config: Config) -> Services:

@@ -38,18 +38,19 @@ def gather_upsampling_gradients(gm: GraphModule, planned_for: str | None = None)
     bodies of operators that trace their own backward. `planned_for`: type of the device whose kernels count, if not the
     graph's own. Where stores have an order, adding in memory is faster: 4.0 for 7.1 ms (CPU, 4 x 32 x 32 to 128 x 128).
     """
-    nest, count = NestedGraphs(gm), 0
-    for graph in filter(nest.is_inlined, nest.graphs):
-        for node in list(graph.graph.find_nodes(op="call_function", target=F.interpolate)):
-            given = {name: argument(node, place, name) for place, name in enumerate(NAMES)}
-            if _has_fixed_windows(given, node, planned_for):
-                node.target = interpolated
-                count += 1
-        graph.recompile()
-    return PassReport(count)
+    nest = NestedGraphs(gm)
+    graphs = filter(nest.is_inlined, nest.graphs)
+    calls = [node for graph in graphs for node in graph.graph.find_nodes(op="call_function", target=F.interpolate)]
+    found = [node for node in calls if _has_fixed_windows(node, planned_for)]
+    for node in found:
+        node.target = interpolated
+    if found:
+        nest.recompile()
+    return PassReport(len(found))
 
 
-def _has_fixed_windows(given: dict[str, Any], node: Node, planned_for: str | None) -> bool:
+def _has_fixed_windows(node: Node, planned_for: str | None) -> bool:
+    given = {name: argument(node, place, name) for place, name in enumerate(NAMES)}
     source = given["input"]
     value = source.meta.get("example_value") if isinstance(source, Node) else None
     result = node.meta.get("example_value")

@@ -53,9 +53,7 @@ def _is_permuted(node: Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or not value.is_floating_point():
         return False
-    if not compat.sizes.is_fixed(value):
-        return False
-    return value.shape[-1] >= MIN_ROW and value.stride(-1) != 1 and not value.is_contiguous()
+    return compat.sizes.is_fixed(value) and value.shape[-1] >= MIN_ROW and value.stride(-1) != 1
 
 
 def _is_elementwise(node: Node) -> bool:

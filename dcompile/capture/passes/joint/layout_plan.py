@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from dcompile import compat
+from dcompile.capture.passes.joint.inserted_calls import ORIGIN, insert_call
 from dcompile.passes import PassReport
 
 aten = torch.ops.aten
@@ -31,8 +32,6 @@ NORMS = {aten.native_layer_norm.default, aten.native_layer_norm_backward.default
 """Operations whose inputs of the result's shape must have equal strides: ATen does not check that."""
 BOUND = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default}
 """Operations that would select other elements if strides changed."""
-_ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr")
-"""Metadata of a node's origin, which its copies share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +55,8 @@ def change_layouts(gm: GraphModule, layouts: Layouts) -> PassReport:
     plan = LayoutPlan(mode, layouts)
     for node in gm.graph.nodes:
         plan.visit(node)
+    if not plan.values and not plan.copies:
+        return PassReport()
     for node, value in plan.values.items():
         node.meta["val"] = value
     made: dict[tuple[Node, tuple[int, ...]], Node] = {}
@@ -192,20 +193,18 @@ def _insert(copy: _Copy, mode: Any) -> Node:
 
     A dense layout is an order of dimensions, so the copy is contiguous in that order.
     """
-    graph, wanted = copy.user.graph, copy.value
+    wanted, node = copy.value, copy.source
     strides, shape = wanted.stride(), wanted.shape
     order = sorted(range(wanted.dim()), key=lambda dim: (-strides[dim], -shape[dim], dim))
     back = [order.index(dim) for dim in range(wanted.dim())]
-    node, value = copy.source, copy.source.meta["val"]
     steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
         (aten.permute.default, (order,), {}),
         (aten.clone.default, (), {"memory_format": torch.contiguous_format}),
         (aten.permute.default, (back,), {}),
     )
-    with graph.inserting_before(copy.user), mode:
-        for target, args, kwargs in steps:
-            node, value = graph.call_function(target, (node, *args), kwargs), target(value, *args, **kwargs)
-            node.meta = {name: kept for name, kept in copy.source.meta.items() if name in _ORIGIN}
-            node.meta["val"] = value
+    for target, args, kwargs in steps:
+        node = insert_call(
+            copy.user.graph, mode, target, (node, *args), copy.source, before=copy.user, kwargs=kwargs, shares=ORIGIN
+        )
     node.meta["val"] = wanted  # the same except for strides of dimensions of size 1
     return node

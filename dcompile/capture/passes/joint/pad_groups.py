@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dcompile import compat
+from dcompile.capture.passes.joint.inserted_calls import insert_call
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
@@ -32,7 +33,6 @@ MIN_WIDTH, MAX_WIDTH = 4, 128
 
 Forward and backward of 384 channels of 28 x 28, batch 64, take 0.24 ms with 24 channels padded to 32. Unpadded they
 take 1.45 ms channels-last and 0.66 ms row-major (H200, docs/lab/constants.md, K20)."""
-_ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr", "custom")
 
 
 def pad_groups(gm: GraphModule) -> PassReport:
@@ -183,9 +183,4 @@ class _GroupPadding:
 
     def _call(self, target: Any, args: tuple[Any, ...], origin: Node, user: Node, **kwargs: Any) -> Node:
         """Insert a call before `user`, which is of one part of the model with `origin`."""
-        with self.graph.inserting_before(user), self.mode:
-            node = self.graph.call_function(target, args, kwargs)
-            values = torch.fx.map_arg(args, lambda arg: arg.meta["val"])
-            node.meta = {name: kept for name, kept in origin.meta.items() if name in _ORIGIN}
-            node.meta["val"] = target(*values, **kwargs)
-        return node
+        return insert_call(self.graph, self.mode, target, args, origin, before=user, kwargs=kwargs)

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dcompile import compat
+from dcompile.capture.passes.joint.inserted_calls import insert_call
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
@@ -31,7 +32,6 @@ PAD_MULTIPLE = 8
 MIN_PADDED_SIDE = 512
 """Minimum side of a padded matmul: unpadded it takes at least twice as long, and copies of operands take far less."""
 LOOKS = (aten.t.default, aten.view.default, aten._unsafe_view.default)
-_ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr", "custom")
 
 
 def pad_matmuls(gm: GraphModule) -> PassReport:
@@ -153,10 +153,4 @@ class _Padding:
     def _call(
         self, target: Any, args: tuple[Any, ...], origin: Node, *, before: Node | None = None, after: Node | None = None
     ) -> Node:
-        place = self.graph.inserting_before(before) if before is not None else self.graph.inserting_after(after)
-        with place, self.mode:
-            node = self.graph.call_function(target, args)
-            values = [arg.meta["val"] if isinstance(arg, Node) else arg for arg in args]
-            node.meta = {name: kept for name, kept in origin.meta.items() if name in _ORIGIN}
-            node.meta["val"] = target(*values)
-        return node
+        return insert_call(self.graph, self.mode, target, args, origin, before=before, after=after)

@@ -67,6 +67,11 @@ def operands(value: Value) -> tuple[Ref, ...]:
             return ()
 
 
+def is_at_known_place(value: Value) -> bool:
+    """Does no other value decide which element a load or a position is, or whether it is read?"""
+    return not (isinstance(value, Load | IndexOf) and operands(value))
+
+
 def turning_point(place: Value, number: Value) -> tuple[str, int] | None:
     """(variable, its value) where a position, a variable plus a constant, equals `number`; None for other positions."""
     if not (isinstance(place, IndexOf) and isinstance(number, Const) and len(place.index.variables) == 1):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from dcompile.codegen.nest.loop_nest import Nest, levels, stride
 from dcompile.device_traits import MULTIPROCESSORS
-from dcompile.ir.analysis import operands, runtime_refs
+from dcompile.ir.analysis import is_at_known_place
 from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.nodes import Load, Reduce, Ref, Scan
 
@@ -99,7 +99,7 @@ def find_row_matmul(nest: Nest) -> RowMatmul | None:
 def _is_matrix(nest: Nest, ref: Ref, rows: set[str], along: str) -> bool:
     """Is a value a load of another row of memory for each row of the nest, contiguous along the sum?"""
     value = nest.body[ref]
-    if not isinstance(value, Load) or value.mask is not None or runtime_refs(value.index) or operands(value):
+    if not isinstance(value, Load) or not is_at_known_place(value):
         return False
     return rows <= value.index.variables and stride(value.index, along) == 1
 

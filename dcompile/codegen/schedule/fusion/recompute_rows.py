@@ -16,7 +16,7 @@ from dcompile.codegen.schedule.fusion.fuse import drop_internal
 from dcompile.codegen.schedule.fusion.iteration_space import divisions, solve
 from dcompile.codegen.schedule.fusion.merge import MAX_BUFFERS, MAX_VALUES, append_value, move_value
 from dcompile.device_traits import loop_traits
-from dcompile.ir.analysis import inner_names, ranges, runtime_refs
+from dcompile.ir.analysis import inner_names, is_at_known_place, ranges, runtime_refs
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import Index, substitute, var
 from dcompile.ir.nodes import IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Value, View
@@ -58,20 +58,10 @@ def _makes_rows(loop: Loop, table: Table, kept: set[str]) -> bool:
     store = loop.stores[0]
     if store.mode != "set" or store.buffer in kept or not any(isinstance(value, Reduce) for value in loop.body):
         return False
-    if not all(map(_may_repeat, loop.body)) or len(loop.inner) != 1:
+    if any(isinstance(value, Scan) or not is_at_known_place(value) for value in loop.body) or len(loop.inner) != 1:
         return False
     touched = [table[name] for name in loop.reads | loop.writes]
     return all(isinstance(b.extent, int) for b in touched) and sum(b.nbytes for b in touched) <= MAX_ROWS_BYTES
-
-
-def _may_repeat(value: Value) -> bool:
-    match value:
-        case Load(_, index, _, mask):
-            return mask is None and not runtime_refs(index)
-        case IndexOf(index, _):
-            return not runtime_refs(index)
-        case _:
-            return not isinstance(value, Scan)
 
 
 def _changes(steps: list[Step], maker: Loop) -> bool:

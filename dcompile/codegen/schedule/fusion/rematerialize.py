@@ -14,10 +14,10 @@ from dcompile.codegen.schedule.fusion.fuse import drop_internal
 from dcompile.codegen.schedule.fusion.iteration_space import divisions, solve
 from dcompile.codegen.schedule.fusion.merge import MAX_BUFFERS, MAX_VALUES, append_value, mask_value, move_value
 from dcompile.device_traits import loop_traits
-from dcompile.ir.analysis import ancestors, ranges, runtime_refs, turning_point
+from dcompile.ir.analysis import ancestors, is_at_known_place, ranges, runtime_refs, turning_point
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import Index, Ranges, substitute, var
-from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Program, Ref, Step, Store, Value
+from dcompile.ir.nodes import Apply, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
 from dcompile.ir.ops import OPS
 
 MIN_RECOMPUTE_BYTES = 1 << 20
@@ -131,15 +131,7 @@ class _Work:
 
 def _may_repeat(value: Value) -> bool:
     """Return whether a value depends only on elements at indices known in advance."""
-    match value:
-        case Load(_, index, _, mask):
-            return mask is None and not runtime_refs(index)
-        case IndexOf(index, _):
-            return not runtime_refs(index)
-        case Apply() | Const():
-            return True
-        case _:
-            return False
+    return is_at_known_place(value) and not isinstance(value, Reduce | Scan)
 
 
 def _cost(value: Value) -> int:

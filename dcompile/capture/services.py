@@ -42,13 +42,17 @@ class ReducedGradients(Protocol):
         """Return those of these parameters whose gradients autograd holds as they were returned, to be added to."""
 
 
-class GradientBuckets(BucketSource, Protocol):
-    """Interface of one backward program's bucket memory for capture/."""
+class BucketTimes(Protocol):
+    """What the buckets of one backward program tell of the last backward."""
 
     order: tuple[tuple[int, ...], ...]
     """Numbers of the parameters in each bucket, in the order of reduction."""
     times_ns: list[int]
-    """Of the last backward: start of the first all-reduce, start and end of the last one; since the epoch."""
+    """Start of the first all-reduce, start of the last one, end of the last one; nanoseconds since the epoch."""
+
+
+class GradientBuckets(BucketSource, BucketTimes, Protocol):
+    """Interface of one backward program's bucket memory for capture/."""
 
     def begin(
         self, used: Iterable[int] = (), task: object = None, first: bool = True, absent: Iterable[int] = ()

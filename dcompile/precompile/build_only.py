@@ -201,8 +201,9 @@ class LocalShards(NoExchange):
 class NoBuckets:
     """Implements `capture.services.GradientBuckets` without reductions: autograd keeps the gradients."""
 
-    order: tuple[tuple[int, ...], ...] = ()
-    times_ns: tuple[int, ...] = (0, 0, 0)
+    def __init__(self) -> None:
+        self.order: tuple[tuple[int, ...], ...] = ()
+        self.times_ns = [0, 0, 0]
 
     def begin(self, used: Any = (), task: object = None, first: bool = True, absent: Any = ()) -> None: ...
 

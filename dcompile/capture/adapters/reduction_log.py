@@ -6,23 +6,14 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from dcompile.capture.services import BucketTimes
 from dcompile.collectives.contract import ParamInfo
 
 MAX_KEPT_BACKWARDS = 200
 """Backwards of which times are kept. DDP's logger samples every hundredth."""
-
-
-class ReducedBuckets(Protocol):
-    """What the buckets of one program tell of the last backward."""
-
-    order: tuple[tuple[int, ...], ...]
-    """Numbers of the parameters in each bucket, in the order of reduction."""
-    times_ns: list[int]
-    """Start of the first all-reduce, start of the last one, end of the last one; nanoseconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +54,7 @@ class ReductionLog:
         self._times: deque[BackwardTimes] = deque(maxlen=MAX_KEPT_BACKWARDS)
         self._order: tuple[tuple[int, ...], ...] = ()
 
-    def record(self, began_ns: int, reduced: Sequence[ReducedBuckets]) -> None:
+    def record(self, began_ns: int, reduced: Sequence[BucketTimes]) -> None:
         """Record a backward that has reduced its buckets."""
         times = [buckets.times_ns for buckets in reduced if all(buckets.times_ns)]
         if times:

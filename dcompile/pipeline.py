@@ -43,6 +43,7 @@ from dcompile.capture.passes.joint.narrow_gathers import narrow_gathers
 from dcompile.capture.passes.joint.pad_groups import pad_groups
 from dcompile.capture.passes.joint.pad_matmul import pad_matmuls
 from dcompile.capture.passes.joint.permutation_gradients import gather_permutation_gradients
+from dcompile.capture.passes.joint.recompute_softmax import recompute_softmax
 from dcompile.capture.passes.joint.remove_clones import remove_clones
 from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
 from dcompile.capture.passes.joint.saved_values import (
@@ -113,6 +114,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     GraphPass(keep_rows_contiguous, stages=BOTH, when=with_own_kernels),
     # after layouts: nothing changes strides from here on
     GraphPass(drop_saved_pool_inputs, stages=("joint",), when=with_own_kernels),
+    GraphPass(recompute_softmax, stages=("joint",), when=with_own_kernels),
     GraphPass(recompute_loss_chunks, stages=("joint",), required=True),
     GraphPass(save_random_values, stages=("joint",), required=True),
     # last: the partitioner must see what it marks

@@ -298,7 +298,7 @@ def silence_reducer(
     """Remove DDP's reduction from its parameters. Its forward, no_sync and buffer broadcast stay.
 
     `check` is called where the reducer raises if the prior reduction has not finished: at the start of each forward
-    with gradients. `logged`: see `_Logger.logged`. `used`: the map of used parameters after the last reduction, or None.
+    with gradients. `logged`: see `_Logger.logged`. `used`: the map of used parameters after a reduction, or None.
     Relies on: the reducer is watched.
     """
     ddp._remove_autograd_hooks()

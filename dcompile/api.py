@@ -141,7 +141,7 @@ def ordinary_services(
         average,
         print_receipt,
         shards,
-        compiler.meet,
+        compiler.connect_peers,
         figures_for(config),
         any_rank_objection,
         functools.partial(renew, config),

@@ -248,8 +248,8 @@ def loop_passes() -> tuple[LoopPass, ...]:
         # after all passes that move collectives: it only changes the order of neighbours
         LoopPass(group_updates),
         # after all passes that need costs of single steps, and before memory: a matmul with an epilogue has no result
-        LoopPass(fuse_matmul_epilogues, lambda request: (dict(request.endings),), reorders_sums=True),
-        LoopPass(choose_skinny_matmuls, lambda request: (dict(request.endings),), reorders_sums=True),
+        LoopPass(fuse_matmul_epilogues, lambda request: (dict(request.epilogues),), reorders_sums=True),
+        LoopPass(choose_skinny_matmuls, lambda request: (dict(request.epilogues),), reorders_sums=True),
         LoopPass(plan_memory_for_peak, lambda request: (request.kind == "forward",), needs_loops=False, required=True),
     )
 

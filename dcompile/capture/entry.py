@@ -200,10 +200,10 @@ class Entry:
             adapter.note_eager(WATCHED)
             return self._call_eager(args, kwargs)
         args, kwargs = adapter.prepare(args, kwargs)
-        between = self.model.between
-        assert between is not None, "sharded parameters are taken over"
+        regions = self.model.eager_regions
+        assert regions is not None, "sharded parameters are taken over"
         try:
-            with adapter.scope(), between.watching(self.root):
+            with adapter.scope(), regions.watching(self.root):
                 result = self._call(False, args, kwargs)
             compat.autograd.keep_for_backward(result, self.root)
             return result

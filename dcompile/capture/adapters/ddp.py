@@ -75,7 +75,7 @@ class DdpAdapter(PlainAdapter):
         self._rule: tuple[tuple[int, ...], str] = (), ""
         """Bucket sizes in bytes, and the dtype that gradients are cast to for all-reduces."""
         self._objections: list[str] = []
-        self._look(ddp)
+        self._read_settings(ddp)
         self.eager = not missing and compat.ddp.makes_parameters_anew(kept)
         if self.eager:
             self.state, self.reasons = "stock", (PARAMETERS_ANEW,)
@@ -93,7 +93,7 @@ class DdpAdapter(PlainAdapter):
     def eligible(self) -> bool:  # type: ignore[override]
         return self.state == "taken"
 
-    def _look(self, ddp: Any) -> None:
+    def _read_settings(self, ddp: Any) -> None:
         """Record the wrapper's settings.
 
         The wrapper may be collected before a backward runs, at different times on different ranks. Whether gradients
@@ -193,7 +193,7 @@ class DdpAdapter(PlainAdapter):
     def before_forward(self) -> None:
         """Inside DDP.forward, before the module runs: record settings, and hold back DDP's own reduction."""
         ddp = self.ddp
-        self._look(ddp)
+        self._read_settings(ddp)
         if torch.is_grad_enabled() and self.wants_sync():
             self._prior.prepare()
         if self.state == "undecided" and not self._missing and torch.is_grad_enabled():
@@ -213,7 +213,7 @@ class DdpAdapter(PlainAdapter):
             return
         ddp = self.ddp
         if ddp is not None:
-            self._look(ddp)
+            self._read_settings(ddp)
         reasons = self.standing_objections() + objections or self._used_behind()
         if reasons:
             self.state, self.reasons = "stock", tuple(dict.fromkeys(reasons))

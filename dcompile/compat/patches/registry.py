@@ -9,7 +9,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from dcompile.compat import absent_ranks, alone, aot_bundle, aot_trace, dispatch_watch, groups, guards, sizes, zero
+from dcompile.compat import (
+    absent_ranks,
+    aot_bundle,
+    aot_trace,
+    dispatch_watch,
+    groups,
+    guards,
+    single_rank,
+    sizes,
+    zero,
+)
 from dcompile.compat.layer_calls.watched_tracing import watched_tracing
 from dcompile.compat.patches import (
     batch_norm_statistics,
@@ -343,7 +353,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         undone="when the graph is compiled",
     ),
     TorchPatch(
-        alone.SingleRankCollectives,
+        single_rank.SingleRankCollectives,
         ("torch.distributed.all_reduce", "torch.distributed.all_gather", "torch.distributed.broadcast"),
         "takeover",
         "a model that is explained alone finds nobody to answer its collectives",

@@ -298,8 +298,8 @@ class BucketSet:
 
     def pending(self, bucket: str) -> Any:
         """The torch.distributed.Work of a bucket's pending all-reduce, or None."""
-        flight = self._works.get(bucket)
-        return None if flight is None else flight.work
+        collective = self._works.get(bucket)
+        return None if collective is None else collective.work
 
     def wait(self, bucket: str, memory: BucketMemory) -> None:
         """Wait for the all-reduce that `start` began."""
@@ -389,7 +389,7 @@ def average(group: Any, tensors: list[torch.Tensor], wire: str = "") -> None:
         payload = scale_for_all_reduce(tensor, group, scale, wire, memory)
         label = f"all-reduce of a gradient from outside the compiled graphs ({tensor.numel()} elements)"
         pairs.append((start_sum(group, payload, label), payload))
-    for (flight, payload), tensor in zip(pairs, tensors, strict=True):
-        flight.wait()
+    for (collective, payload), tensor in zip(pairs, tensors, strict=True):
+        collective.wait()
         if payload is not tensor:
             tensor.copy_(payload)

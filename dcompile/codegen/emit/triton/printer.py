@@ -287,7 +287,7 @@ class TritonText:
         if load.mask is not None:
             if not self.classes[load.mask] <= place:  # the address must have the shape of the mask
                 place |= self.classes[load.mask]
-                index = self.spread(load.index, place)
+                index = self.broadcast_index(load.index, place)
                 masks = [self.mask(place)] if self.mask(place) else []
             masks.append(self.name(load.mask))
         pointer = self.argument(load.buffer) if index == "0" else f"{self.argument(load.buffer)} + ({index})"
@@ -302,7 +302,7 @@ class TritonText:
         found = self.plan.row_matmul
         return found is not None and found[1].streams and any(self.nest.body[ref] == load for ref in found[0].matrices)
 
-    def spread(self, index: Index, of: Class) -> str:
+    def broadcast_index(self, index: Index, of: Class) -> str:
         """Return an index as a tensor of the shape of `of`; a scalar where nothing along `of` is a tensor."""
         if self.flat_rows and not of & {dim.name for dim in self.plan.dims[1:]}:
             return self.index(index)
@@ -361,7 +361,7 @@ class TritonText:
             shape = ""
         place = self.index(store.index)
         if shape and self.class_of(store.index) != space:
-            place = self.spread(store.index, space)
+            place = self.broadcast_index(store.index, space)
         if shape and self.classes[store.value] != space:
             value = f"tl.broadcast_to({value}, {shape})"
         how = {"sum": "add", "max": "max", "min": "min"}[store.mode]

@@ -182,11 +182,11 @@ class RowPassWriter:
     def _looped(self, r: TileDim) -> None:
         last = max(self.levels.store_at) + 1
         for number in range(last + 1):
-            self._between(number)
+            self._write_row_values(number)
             if number < last:
                 self._pass(number, r)
 
-    def _between(self, number: int) -> None:
+    def _write_row_values(self, number: int) -> None:
         """Write the row values that are known after a pass, and their stores."""
         for ref in sorted(self.levels.live):
             reduces = isinstance(self.nest.body[ref], Reduce)

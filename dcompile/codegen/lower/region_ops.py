@@ -28,7 +28,7 @@ _OUR_OWN = "dcompile"
 _KEPT = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
-def can_hand_over(node: Node, custom_ops: bool) -> bool:
+def can_compile_in_region(node: Node, custom_ops: bool) -> bool:
     """Return whether an operation is a plain function of tensors: no effect, no dcompile op, sizes known in advance.
 
     `custom_ops`: whether to accept operators registered outside torch.

@@ -26,7 +26,8 @@ from dcompile.capture.adapters.sharded_sync import ShardedSync
 from dcompile.capture.callables import original_function, unwrap_module
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import DynamoGraph
-from dcompile.capture.entry import Entry, find_model
+from dcompile.capture.entry import Entry
+from dcompile.capture.find_models import find_model
 from dcompile.codegen.lower.provenance import origin_of
 from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
 from dcompile.collectives.contract import Request

@@ -62,6 +62,8 @@ class BucketSet:
     _table: dict[str, Bucket] = field(init=False)
     _places: dict[int, tuple[str, int]] = field(init=False)
     """Parameter number -> the name of its bucket and its offset there, in elements."""
+    _used_places: dict[int, tuple[str, int]] = field(init=False)
+    """Those of parameters that the program uses, without idle ones."""
     _kept: dict[str, list[BucketMemory]] = field(init=False)
     _works: dict[str, PendingCollective] = field(init=False, default_factory=dict)
     _reduced: dict[str, BucketMemory] = field(init=False, default_factory=dict)
@@ -95,6 +97,7 @@ class BucketSet:
     def __post_init__(self) -> None:
         self._table = {bucket.name: bucket for bucket in self.buckets}
         self._places = {n: (b.name, offset) for b in self.buckets for n, offset in b.places}
+        self._used_places = {n: self._places[n] for b in self.buckets for n in b.params}
         self.order = tuple(tuple(number for number, _ in bucket.places) for bucket in self.buckets)
         layouts = {b.name: (b.name, b.places, b.numel, b.dtype, b.wire) for b in self.buckets}
         self._kept = {name: self.pool.setdefault(layout, []) for name, layout in layouts.items()}
@@ -349,8 +352,7 @@ class BucketSet:
         """Return what the program has reduced in its last run."""
         # each another tensor of the memory, which is not free meanwhile
         flats = {name: memory.flat.detach() for name, memory in self._reduced.items()}
-        numbers = (number for name in flats for number in self._table[name].params if number not in self._absent)
-        return ReducedRun(flats, {number: self._places[number] for number in numbers}, self._param)
+        return ReducedRun(flats, self._used_places, self._param, self._absent)
 
     def handed_on(self) -> Collection[int]:
         """Return idle parameters that got a gradient which other ranks have reduced."""

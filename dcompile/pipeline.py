@@ -186,11 +186,8 @@ def loop_passes() -> tuple[LoopPass, ...]:
     from dcompile.codegen.schedule.fusion.recompute_rows import recompute_rows
     from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
     from dcompile.codegen.schedule.fusion.skinny_matmul import choose_skinny_matmuls
-    from dcompile.codegen.schedule.fusion.split_reductions import (
-        refuse_after_split,
-        split_column_reductions,
-        split_row_reductions,
-    )
+    from dcompile.codegen.schedule.fusion.split_reductions import refuse_after_split, split_column_reductions
+    from dcompile.codegen.schedule.fusion.split_rows import split_row_reductions
     from dcompile.codegen.schedule.memory.reorder_for_peak import plan_memory_for_peak
     from dcompile.codegen.schedule.order.dependences import remove_dead_steps
     from dcompile.codegen.schedule.order.early_start_late_wait import start_early_wait_late
@@ -250,8 +247,8 @@ def loop_passes() -> tuple[LoopPass, ...]:
         # after all passes that move collectives: it only changes the order of neighbours
         LoopPass(group_updates),
         # after all passes that need costs of single steps, and before memory: a matmul with an epilogue has no result
-        LoopPass(fuse_matmul_epilogues, lambda request: (dict(request.endings),), reorders_sums=True),
-        LoopPass(choose_skinny_matmuls, lambda request: (dict(request.endings),), reorders_sums=True),
+        LoopPass(fuse_matmul_epilogues, lambda request: (dict(request.epilogues),), reorders_sums=True),
+        LoopPass(choose_skinny_matmuls, lambda request: (dict(request.epilogues),), reorders_sums=True),
         LoopPass(plan_memory_for_peak, lambda request: (request.kind == "forward",), needs_loops=False, required=True),
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests import durations, nursery_shared
+from tests import allocator, durations, nursery_shared
 
 NURSERY = pytest.StashKey[str]()
 GOLDEN = Path(__file__).parent / "golden"
@@ -111,6 +111,7 @@ def compiled_anew() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     """Tests see default settings, with the verifier on, whatever DCOMPILE_... the shell exports."""
     gc.disable()  # until all is imported
+    allocator.keep_freed_memory()
     if config.getoption("--record-durations"):
         config.pluginmanager.register(durations.Recorder())
     settings.register_profile("tests", deadline=None)  # Hypothesis's 200 ms an example: a busy machine takes longer

@@ -11,6 +11,7 @@ import tempfile
 import torch
 
 gc.disable()
+importlib.import_module("tests.allocator").keep_freed_memory()
 for name in (
     "torch._dynamo",
     "torch.distributed.checkpoint",

@@ -91,8 +91,8 @@ def assert_trains_alike(model, theirs, call, batches, tolerance=TENSOR, steps=No
     assert_same_state(model, theirs, tolerance, "after the last step:")
 
 
-# a usual run trains GPT-2 with dropout, below
-@cases("mlp", "resnet", "llama", "bert")
+# a usual run trains GPT-2 with dropout, below, and encoders in test_encoders.py
+@cases("mlp", "resnet", "llama")
 def test_three_adamw_steps(name):
     """The Llama with two layers, which stands for all models that have one behind another."""
     case = CASES[name]

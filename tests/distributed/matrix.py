@@ -60,13 +60,19 @@ UNUSED = {"find_unused_parameters": True}
 DDP_ROWS = (
     # a usual run has less of what other rows do as well, and of groups what four ranks run
     _ddp("mlp", always=False),
-    _ddp("mlp, static graph", static_graph=True),
+    _ddp("mlp, static graph", static_graph=True, always=False),
     _ddp("mlp, no_sync", accumulate=True, always=False),
     _ddp("mlp, no_sync, bucket view", accumulate=True, **VIEW),
     _ddp("mlp, a limit for each bucket", bucket_cap_mb_list=[0.001, 0.002, 0.004], needs="bucket_cap_mb_list"),
     _ddp("mlp, a group of half the ranks", group="half", always=False),
     _ddp("mlp, fp16 hook", hook="fp16_compress_hook"),
-    _ddp("mlp, bf16 hook, no_sync, two buckets", hook="bf16_compress_hook", accumulate=True, bucket_cap_mb=0.002),
+    _ddp(
+        "mlp, bf16 hook, no_sync, two buckets",
+        hook="bf16_compress_hook",
+        accumulate=True,
+        bucket_cap_mb=0.002,
+        always=False,
+    ),
     _ddp("mlp, all-reduce hook, own group", hook="allreduce_hook", group="all"),
     _ddp("mlp, half precision, bf16 hook", name="mlp_bf16", hook="bf16_compress_hook", always=False),
     _ddp("layer shared over a graph break", SHARED, 2, name="shared", accumulate=True),
@@ -108,7 +114,7 @@ def _fsdp1(title: str, tolerance: float = 0, reasons: tuple[str, ...] = (), **ho
 
 MIXED = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 FSDP1_ROWS = (
-    _fsdp1("mlp, root, no_sync", wrap="root", accumulate=True),
+    _fsdp1("mlp, root, no_sync", wrap="root", accumulate=True, always=False),
     _fsdp1("mlp, module.compile", order="module.compile", always=False),
     _fsdp1("mlp, SHARD_GRAD_OP, no_sync", sharding_strategy="SHARD_GRAD_OP", accumulate=True),
     _fsdp1("mlp, NO_SHARD, no_sync", sharding_strategy="NO_SHARD", accumulate=True),
@@ -158,10 +164,10 @@ FSDP2_ROWS = (
     _fsdp2("mlp, module.compile, from meta", 3, 1, 3, order="module.compile", wrap="meta"),
     _fsdp2("mlp, two layers as one", 2, 1, 2, wrap="grouped"),
     _fsdp2("mlp, replicas, no_sync, parts saved", 3, 1, 3, replicas=2, accumulate=True, saved="parts", always=False),
-    _fsdp2("mlp, bfloat16", 3, 1, 3, mp_policy=BF16),
+    _fsdp2("mlp, bfloat16", 3, 1, 3, mp_policy=BF16, always=False),
     _fsdp2("mlp, float16, no_sync", 1, 0, 1, mp_policy=FP16, accumulate=True, **ROOT),
     _fsdp2("mlp, replicas, float16", 1, 0, 1, replicas=2, mp_policy=FP16, always=False, **ROOT),
-    _fsdp2("uneven, parts saved", 3, 1, 3, saved="parts"),
+    _fsdp2("uneven, parts saved", 3, 1, 3, saved="parts", always=False),
     _fsdp2("uneven, root, no_sync", 1, 0, 1, accumulate=True, always=False, **ROOT),
     _fsdp2("uneven, in CPU memory, no_sync", 3, 1, 3, offload_policy=CPUOffloadPolicy(pin_memory=False),
            accumulate=True),
@@ -174,7 +180,7 @@ FSDP2_ROWS = (
            always=False),
     # the root's in two: the embedding, and the last projection with its norm
     _fsdp2("Llama, many tokens", 3, 1, 3, name="llama_one_wide"),
-    _fsdp2("tied Llama, no_sync", 2, 1, 2, name="llama_one_tied", accumulate=True),
+    _fsdp2("tied Llama, no_sync", 2, 1, 2, name="llama_one_tied", accumulate=True, always=False),
     _fsdp2("layer shared over a graph break", 4, 2, 4, **SHARED_LAYER),
     _fsdp2("weights tied over a graph break, no_sync", 2, 0, 2, accumulate=True, always=False, **TIED_BREAK),
     _fsdp2("graph break, not resharded", 4, 0, 4, reshard_after_forward=False, always=False, **SHARED_LAYER),

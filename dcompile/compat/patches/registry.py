@@ -14,6 +14,7 @@ from dcompile.compat.layer_calls.watched_tracing import watched_tracing
 from dcompile.compat.patches import (
     batch_norm_statistics,
     compile_call,
+    compiling_thread,
     cse,
     dynamo_metrics,
     gpu_capability,
@@ -56,6 +57,14 @@ PATCHES: tuple[TorchPatch, ...] = (
         "correctness",
         "metrics of torch 2.11 fail to write functions among settings; those of inductor say nothing of our frames",
         FRAME,
+    ),
+    TorchPatch(
+        compiling_thread.compiling_in_one_thread,
+        ("torch.compiler._compile_session_context",),
+        "correctness",
+        "optimizers that step in other threads meanwhile take themselves for compiled, and fail",
+        FRAME,
+        first=(2, 12),
     ),
     TorchPatch(
         sync_batch_norm.traced_sync_batch_norm,

@@ -13,8 +13,8 @@ def compiling_in_one_thread() -> Iterator[None]:
     """Let other threads see that they compile nothing.
 
     torch sets one flag for all threads. An optimizer that steps in another one then stacks its numbers as for a graph,
-    and fails. Until torch 2.13, fx's flag of a trace is one for all threads, too, and other threads may call compiled
-    code only as long as they seem to compile. So they do while a graph is traced.
+    and fails. Until torch 2.13, fx's flag of a trace is one for all threads, too. While it is set, only threads that
+    seem to compile may call compiled code: so all of them do.
     """
     import torch
 

@@ -116,7 +116,7 @@ class NoPeers:
         """Check nothing."""
 
 
-def _met_by_nobody(_group: Any) -> Peers:
+def _single_process(_group: Any) -> Peers:
     return NoPeers()
 
 
@@ -207,7 +207,7 @@ class Services:
     """(process group, tensors, wire): average each over the ranks, in place, with DDP's arithmetic."""
     first_step: Callable[[Any], None]
     make_shards: MakeShards
-    meet: Callable[[Any], Peers] = _met_by_nobody
+    connect_peers: Callable[[Any], Peers] = _single_process
     """(process group or None) -> its other ranks, with which the compiler shares graphs."""
     figures: Callable[[Any, Any], Figures] = figures_from_table
     """(device, process group or None) -> the machine's figures; the same on every rank of the group."""

@@ -63,6 +63,8 @@ class BucketSet:
     _table: dict[str, Bucket] = field(init=False)
     _places: dict[int, tuple[str, int]] = field(init=False)
     """Parameter number -> the name of its bucket and its offset there, in elements."""
+    _used_places: dict[int, tuple[str, int]] = field(init=False)
+    """Those of parameters that the program uses, without idle ones."""
     _kept: dict[str, list[BucketMemory]] = field(init=False)
     _works: dict[str, PendingCollective] = field(init=False, default_factory=dict)
     _reduced: dict[str, BucketMemory] = field(init=False, default_factory=dict)
@@ -97,6 +99,7 @@ class BucketSet:
     def __post_init__(self) -> None:
         self._table = {bucket.name: bucket for bucket in self.buckets}
         self._places = {n: (b.name, offset) for b in self.buckets for n, offset in b.places}
+        self._used_places = {n: self._places[n] for b in self.buckets for n in b.params}
         self.order = tuple(tuple(number for number, _ in bucket.places) for bucket in self.buckets)
         layouts = {b.name: (b.name, b.places, b.numel, b.dtype, b.wire) for b in self.buckets}
         self._kept = {name: self.pool.setdefault(layout, []) for name, layout in layouts.items()}
@@ -301,8 +304,8 @@ class BucketSet:
 
     def pending(self, bucket: str) -> Any:
         """The torch.distributed.Work of a bucket's pending all-reduce, or None."""
-        flight = self._works.get(bucket)
-        return None if flight is None else flight.work
+        collective = self._works.get(bucket)
+        return None if collective is None else collective.work
 
     def wait(self, bucket: str, memory: BucketMemory) -> None:
         """Wait for the all-reduce that `start` began."""
@@ -353,8 +356,7 @@ class BucketSet:
         """Return what the program has reduced in its last run."""
         # each another tensor of the memory, which is not free meanwhile
         flats = {name: memory.flat.detach() for name, memory in self._reduced.items()}
-        numbers = (number for name in flats for number in self._table[name].params if number not in self._absent)
-        return ReducedRun(flats, {number: self._places[number] for number in numbers}, self._param)
+        return ReducedRun(flats, self._used_places, self._param, self._absent)
 
     def ranks_with_gradients(self) -> dict[int, int]:
         """Parameter number -> number of ranks with a gradient of it, of buckets with presence flags."""
@@ -392,7 +394,7 @@ def average(group: Any, tensors: list[torch.Tensor], wire: str = "") -> None:
         payload = scale_for_all_reduce(tensor, group, scale, wire, memory)
         label = f"all-reduce of a gradient from outside the compiled graphs ({tensor.numel()} elements)"
         pairs.append((start_sum(group, payload, label), payload))
-    for (flight, payload), tensor in zip(pairs, tensors, strict=True):
-        flight.wait()
+    for (collective, payload), tensor in zip(pairs, tensors, strict=True):
+        collective.wait()
         if payload is not tensor:
             tensor.copy_(payload)

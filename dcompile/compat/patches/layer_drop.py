@@ -26,7 +26,7 @@ def certain_branches_taken(wanted: bool = True) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for name in _TRANSLATORS if wanted else ():
-            translator = getattr(symbolic_convert, name, None)
+            translator: Any = getattr(symbolic_convert, name, None)
             if hasattr(translator, "dispatch_table"):
                 table = [_deciding(dis.opname[code], run) for code, run in enumerate(translator.dispatch_table)]
                 stack.enter_context(unittest.mock.patch.object(translator, "dispatch_table", table))

@@ -31,6 +31,7 @@ HAND = {
     "shifted windows": loops.shifted_windows(3, 16),
     "transpose": loops.transpose(100, 70),
     "transpose bf16": loops.transpose(40, 35, "bfloat16"),
+    "filters to channels-last": loops.channels_last(3, 70, 9, "bfloat16"),
     "argmax": loops.argmax(9, 100),
     "argmax of one": loops.argmax(9, 1),
     "argmin f64": loops.argmax(9, 100, "float64", "argmin"),

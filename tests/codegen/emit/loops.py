@@ -164,6 +164,15 @@ def transpose(rows: int, n: int, dtype: str = "float32") -> Program:
     return program(b, (rows, n), (), [Store("y", var("i1") * rows + I0, x)], x=(dtype, (rows, n)), y=(dtype, (n, rows)))
 
 
+def channels_last(filters: int, channels: int, positions: int, dtype: str = "float32") -> Program:
+    """Filters whose channels become neighbours in memory."""
+    b, i2 = Body(), var("i2")
+    x = b.put(Load("x", I0 * (channels * positions) + var("i1") * positions + i2, dtype))
+    to = Store("y", I0 * (channels * positions) + i2 * channels + var("i1"), x)
+    space = (filters, channels, positions)
+    return program(b, space, (), [to], x=(dtype, space), y=(dtype, (filters, positions, channels)))
+
+
 def argmax(rows: int, n: int, dtype: str = "float32", op: str = "argmax") -> Program:
     b = Body()
     stores = [Store("y", I0, b.reduce(op, b.load("x", I0 * n + J0, dtype), "int64"))]

@@ -17,12 +17,15 @@ from dcompile.codegen.nest.tile_plan import (
 )
 from dcompile.ir.analysis import runtime_refs
 from dcompile.ir.index import Div, Index, Size, Var, as_index, is_nonnegative, is_symbol, size_product, typical
-from dcompile.ir.nodes import Reduce, Scan, Store
+from dcompile.ir.nodes import Load, Reduce, Scan, Store
 
 COLUMN_ROWS = 8
 """Rows of the tile of a column reduction that needs no whole rows."""
 COLUMNS = 256
 """Columns of such a tile."""
+TRANSPOSED_ROWS = 32
+"""Rows of a tile of as many elements where rows, not columns, are neighbours in memory of a load: two sectors of 16-bit
+elements."""
 
 
 def tile_columns(nest: Nest, chunk: Size) -> TilePlan:
@@ -36,11 +39,30 @@ def tile_columns(nest: Nest, chunk: Size) -> TilePlan:
             warps_of(x * whole),
             chunk=chunk,
         )
-    r = min(COLUMNS, whole)
-    x = min(max(COLUMN_ROWS * COLUMNS // r, 1), power_of_two(typical(chunk)))
+    x, r = tile_sides(nest)
+    x = min(x, power_of_two(typical(chunk)))
     return TilePlan(
         "columns", nest, (TileDim("x", nest.rows, x), TileDim("r", nest.elements, r)), max(x * r // 512, 1), chunk=chunk
     )
+
+
+def tile_sides(nest: Nest) -> tuple[int, int]:
+    """Return rows and columns of the tile of a column reduction that needs no whole rows."""
+    elements = COLUMN_ROWS * COLUMNS
+    columns = elements // TRANSPOSED_ROWS if reads_across(nest) else COLUMNS
+    r = min(columns, power_of_two(about(nest.elements)))
+    return elements // r, r
+
+
+def reads_across(nest: Nest) -> bool:
+    """Is a whole matrix read whose rows are neighbours in memory?"""
+    if not nest.rows or not nest.elements:
+        return False
+    row, element = nest.rows[-1].name, nest.elements[-1].name
+    steps = [
+        (stride(value.index, row), stride(value.index, element)) for value in nest.body if isinstance(value, Load)
+    ]
+    return any(along_rows == 1 and along not in (None, 0, 1) for along_rows, along in steps)
 
 
 def rows_of_program(nest: Nest, combining: list[int]) -> Size:

@@ -173,6 +173,14 @@ def channels_last(filters: int, channels: int, positions: int, dtype: str = "flo
     return program(b, space, (), [to], x=(dtype, space), y=(dtype, (filters, positions, channels)))
 
 
+def transposed_sum(rows: int, n: int, dtype: str = "float32") -> Program:
+    """A transposed copy of (n, rows), and the sums of its columns."""
+    b = Body()
+    x = b.load("x", J0 * rows + I0, dtype)
+    stores = [Store("y", I0 * n + J0, x), Store("total", J0, x, "sum")]
+    return program(b, (rows,), (n,), stores, x=(dtype, (n, rows)), y=(dtype, (rows, n)), total=("float32", (n,)))
+
+
 def argmax(rows: int, n: int, dtype: str = "float32", op: str = "argmax") -> Program:
     b = Body()
     stores = [Store("y", I0, b.reduce(op, b.load("x", I0 * n + J0, dtype), "int64"))]

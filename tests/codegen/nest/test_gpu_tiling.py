@@ -36,3 +36,10 @@ def test_short_runs_apart_stay_in_address_order():
     assert make_plan(loops.channels_last(40, 200, 2).steps[0]).kind == "flat"
     assert make_plan(loops.channels_last(40, 32, 9).steps[0]).kind == "flat"
     assert make_plan(loops.channels_last(40, 200, 16).steps[0]).dims[0].block == 16
+
+
+def test_columns_of_a_transposed_matrix_are_tiled_for_both():
+    """Rows are neighbours where the matrix is read, and columns where it is stored."""
+    (loop,) = loops.transposed_sum(4096, 1152, "bfloat16").steps
+    x, r = make_plan(loop).dims
+    assert (x.block, r.block) == (32, 64)

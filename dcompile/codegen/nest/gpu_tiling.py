@@ -43,7 +43,7 @@ NARROW_SIDES = range(3, 16)
 MIN_WIDE_SIDE = 64
 """Least length of the other side."""
 NARROW_ELEMENTS = 2048
-"""Elements of a transpose tile with a short side, which is rounded up to a power of two: 16 for each thread."""
+"""Elements of a transpose tile with a short side, rounded up to a power of two (docs/lab/constants.md, K22)."""
 MANY_ACCESSES = 3
 """Whole matrices that a loop reads, or stores across, from which its tile of words has half as many rows: otherwise its
 values, 32 of each in a thread, would not fit registers."""
@@ -105,8 +105,8 @@ def _pointwise(nest: Nest) -> TilePlan:
         sides, per_warp = (BYTE_TRANSPOSE_SIDES, 1024) if _stores_bytes(nest) else (TRANSPOSE_SIDES, 512)
         y, x = TileDim("y", (other,), _side(other, sides[0])), TileDim("x", (best,), _side(best, sides[1]))
         return TilePlan("turn", nest, (y, x), max(y.block * x.block // per_warp, 1), batch)
-    if (sides := _narrow_sides(axes, used)) is not None:
-        return _turn_narrow(nest, *sides)
+    if (pair := _narrow_sides(axes, used)) is not None:
+        return _turn_narrow(nest, *pair)
     if best and rest and (block := _row_block(nest, best)):
         y, x = TileDim("y", tuple(rest), 1), TileDim("x", (best,), block)
         return TilePlan("turn", nest, (y, x), max(block // 256, 1))
@@ -158,7 +158,7 @@ def _turn_narrow(nest: Nest, narrow: Axis, wide: Axis) -> TilePlan:
     height = power_of_two(about([narrow]))
     y, x = TileDim("y", (narrow,), height), TileDim("x", (wide,), _side(wide, NARROW_ELEMENTS // height))
     batch = tuple(axis for axis in nest.elements if axis not in (narrow, wide))
-    return TilePlan("turn", nest, (y, x), max(y.block * x.block // 512, 1), batch)
+    return TilePlan("turn", nest, (y, x), power_of_two(max(about([narrow]) * x.block // 512, 1)), batch)
 
 
 def reach(of: Nest | Loop, name: str) -> int:

@@ -36,6 +36,8 @@ HAND = {
     "argmax of one": loops.argmax(9, 1),
     "argmin f64": loops.argmax(9, 100, "float64", "argmin"),
     "column sum": loops.column_reduce(50, 300),
+    "scaled images and column sum": loops.scaled_images(4, 24, 200, "bfloat16"),
+    "scaled images of odd sizes and column sum": loops.scaled_images(3, 20, 130),
     "transposed copy and column sum": loops.transposed_sum(90, 70),
     "column argmax": loops.column_reduce(50, 300, "argmax"),
     "concatenated": loops.concatenated(5, 40, 1, 100),

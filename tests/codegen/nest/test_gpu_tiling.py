@@ -43,3 +43,10 @@ def test_columns_of_a_transposed_matrix_are_tiled_for_both():
     (loop,) = loops.transposed_sum(4096, 1152, "bfloat16").steps
     x, r = make_plan(loop).dims
     assert (x.block, r.block) == (32, 64)
+
+
+@pytest.mark.parametrize(("function", "rows"), [("exp", 16), ("tanh", 8)])
+def test_threads_have_fewer_elements_where_functions_are_long(function, rows):
+    """384 columns are three tiles of 128: two of 256 would leave a quarter of the threads without work."""
+    plan = make_plan(loops.scaled_images(4, 1024, 384, function=function).steps[0])
+    assert ([dim.block for dim in plan.dims], plan.warps) == ([rows, 128], 4)

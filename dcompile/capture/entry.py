@@ -176,7 +176,7 @@ class Entry:
         stock = config.distributed == "stock"
         with torch.inference_mode(False):  # virtual parameters made in that mode would never get a gradient
             if self._engine is not None and self._engine.taken:
-                if self.model.adapter.name == "plain":
+                if not self.model.adapter.serves_wrapper:
                     self.model.adopt(sync_for(self._engine.engine, config.zero, stock))
             elif states := compat.fsdp2.states_in(root):
                 # a replay keeps no partly gathered parameters, so with CUDA graphs backwards gather over all ranks

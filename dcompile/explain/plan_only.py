@@ -128,7 +128,7 @@ def _left_out(adapter: Any, module: Any) -> Iterator[str]:
     """Notes on parts of the model that the report does not show."""
     if adapter is None and compat.ddp.replicate_state(module) is not None:
         yield "replicate() gets its DDP in the first forward: explain shows what it reduces after that"
-    if adapter is not None and adapter.name == "fsdp1" and not adapter.eligible:
+    if adapter is not None and adapter.breaks_at_hooks and not adapter.eligible:
         yield (
             "FullyShardedDataParallel, which stays stock here and runs eagerly, is explained with breaks at its hooks"
         )

@@ -31,6 +31,7 @@ class DdpAdapter(PlainAdapter):
     """State of the takeover of one DDP module."""
 
     name = "ddp"
+    serves_wrapper = True
     way_to_differ = (
         "A model that is meant to differ by its rank needs static_graph=True or find_unused_parameters=True in "
         "DistributedDataParallel, or options={'distributed': 'stock'}."

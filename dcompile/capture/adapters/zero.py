@@ -30,6 +30,7 @@ FIRST_BYTES, CAP_BYTES = 1 << 20, 25 << 20
 class ZeroStockAdapter(PlainAdapter):
     """Stock fallback of ZeRO: DeepSpeed's hooks run its collectives, around graphs that have none."""
 
+    serves_wrapper = True
     eligible = False
 
     def __init__(self, stage: int, reasons: Iterable[str]) -> None:
@@ -65,6 +66,7 @@ class ZeroReplicatedAdapter(PlainAdapter):
     """Adapter of stage 0: gradients are all-reduced in DDP's buckets, in the backward that ends a step."""
 
     name = "zero0"
+    serves_wrapper = True
     synchronizes = True
 
     def __init__(self, engine: Any) -> None:

@@ -70,7 +70,7 @@ SUB_LEVELS = {
     "dcompile.capture": (
         ("graph_pass", "services"), ("trace_cache",), ("agreement", "aliasing", "call_state"), ("passes", "adapters"),
         ("batched_backward", "callables", "compiled_model", "graph_boundary", "joint_graph"),
-        ("entry_record", "opaque_objects", "output_steps", "program_request"),
+        ("absent_outputs", "entry_record", "opaque_objects", "output_steps", "program_request"),
         ("graph_runner",),
         ("dynamo_backend",),
         ("entry",),

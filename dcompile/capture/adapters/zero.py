@@ -166,7 +166,6 @@ class ZeroAdapter(ShardedAdapter):
         super().__init__()
         self.name = f"zero{stage}"
         self._engine = weakref.ref(engine)
-        self._restored = False
 
     @property
     def engine(self) -> Any:

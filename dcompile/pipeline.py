@@ -31,11 +31,11 @@ from dcompile.capture.passes.dynamo.decode_attention import decompose_decode_att
 from dcompile.capture.passes.dynamo.grouped_experts import group_experts
 from dcompile.capture.passes.dynamo.grouped_query_attention import use_grouped_query_attention
 from dcompile.capture.passes.dynamo.inline_regions import inline_checkpoints, inline_nested_regions
-from dcompile.capture.passes.dynamo.linear_upsampling import gather_upsampling_gradients
 from dcompile.capture.passes.dynamo.loss_gradient_in_forward import compute_loss_gradient_in_forward
 from dcompile.capture.passes.dynamo.recurrent_layers import keep_recurrent_layers_whole
 from dcompile.capture.passes.dynamo.skip_masked_attention import skip_masked_attention
 from dcompile.capture.passes.dynamo.unfold_by_slices import view_unfold_by_slices
+from dcompile.capture.passes.dynamo.upsampling import gather_upsampling_gradients
 from dcompile.capture.passes.joint.channels_last import use_channels_last
 from dcompile.capture.passes.joint.compact_pool_indices import compact_pool_indices, drop_saved_pool_inputs
 from dcompile.capture.passes.joint.contiguous_rows import keep_rows_contiguous
@@ -43,6 +43,7 @@ from dcompile.capture.passes.joint.narrow_gathers import narrow_gathers
 from dcompile.capture.passes.joint.pad_groups import pad_groups
 from dcompile.capture.passes.joint.pad_matmul import pad_matmuls
 from dcompile.capture.passes.joint.permutation_gradients import gather_permutation_gradients
+from dcompile.capture.passes.joint.recompute_softmax import recompute_softmax
 from dcompile.capture.passes.joint.remove_clones import remove_clones
 from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
 from dcompile.capture.passes.joint.saved_values import (
@@ -113,6 +114,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     GraphPass(keep_rows_contiguous, stages=BOTH, when=with_own_kernels),
     # after layouts: nothing changes strides from here on
     GraphPass(drop_saved_pool_inputs, stages=("joint",), when=with_own_kernels),
+    GraphPass(recompute_softmax, stages=("joint",), when=with_own_kernels),
     GraphPass(recompute_loss_chunks, stages=("joint",), required=True),
     GraphPass(save_random_values, stages=("joint",), required=True),
     # last: the partitioner must see what it marks

@@ -135,6 +135,7 @@ class CompiledModel:
                 late_sizes,
                 sizes_alone=classes,
                 layers_once=self.settings.config.layers_once,
+                certain_branches=not self.settings.config.fallback_random,  # eager draws a number in front of each
             )
             resting = contextlib.nullcontext() if self.eager_regions is None else self.eager_regions.resting()
             busy, one = self.peers.busy("capturing"), self._guard_on_module_identity(code is entry)

@@ -78,6 +78,12 @@ class GradientBuckets(BucketSource, BucketTimes, Protocol):
     def handed_on(self) -> Collection[int]:
         """Return the parameters whose gradients came from other ranks alone, in the last backward that reduced."""
 
+    def ranks_with_gradients(self) -> dict[int, int]:
+        """Return parameter number -> number of ranks with a gradient of it, in the last backward that reduced.
+
+        Only parameters whose buckets have presence flags. On a GPU it waits for these.
+        """
+
     def forget(self) -> None:
         """Drop references to the reduced gradients, so that their memory can be reused."""
 

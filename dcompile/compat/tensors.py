@@ -355,6 +355,13 @@ def zero_all(tensors: list[torch.Tensor]) -> None:
     torch._foreach_zero_(tensors)
 
 
+def in_layout_of(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Give a gradient its parameter's layout, as autograd does. Copies only if the parameter is not contiguous."""
+    import torch
+
+    return gradient if param.is_contiguous() else torch.empty_like(param, requires_grad=False).copy_(gradient)
+
+
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source to its target and convert it, on GPUs in one kernel. Targets have one dtype, sources another."""
     import torch

@@ -18,6 +18,7 @@ from dcompile.capture.adapters.plain import PlainAdapter, known_number, new_subj
 from dcompile.capture.adapters.prior_reduction import PriorReduction
 from dcompile.capture.adapters.reduction_log import ReductionLog
 from dcompile.capture.adapters.unreduced_gradients import outside_parts, present_gradients
+from dcompile.capture.adapters.used_map import UsedParameterMap
 from dcompile.capture.agreement.parameter_use import counted_names, counted_reasons
 from dcompile.collectives.contract import BucketRule, ParamInfo
 
@@ -88,6 +89,7 @@ class DdpAdapter(PlainAdapter):
         places = {number: place for place, number in enumerate(sorted(self._trainable))}  # in DDP's reducer
         self._prior = PriorReduction(places, lambda number: bool(self._trainable_now((number,))))
         self.log = ReductionLog(self._infos, places)
+        self.used = UsedParameterMap(places, self.refs)
         self._beside: set[int] = set()
         """Parameters to whose .grad autograd has added since the last reduction, of those with a hook of ours."""
 
@@ -228,7 +230,7 @@ class DdpAdapter(PlainAdapter):
         # others have not been reached
         if ddp is not None:  # its reducer is gone with it
             compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
-            compat.ddp.silence_reducer(ddp, self.check_prior_reduction, self.log.logged)
+            compat.ddp.silence_reducer(ddp, self.check_prior_reduction, self.log.logged, self.used.tensor)
         self.state, self.every = "taken", self.every and not several
 
     def _used_behind(self) -> list[str]:

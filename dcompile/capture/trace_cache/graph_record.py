@@ -83,11 +83,9 @@ def graph_of(
         node = graph.create_node(op, called, name=name)
         if node.name != name:
             raise NotKeepable(f"a node cannot be called {name} again")
-        node.args = reader.value(args)  # given to `create_node`, they would be searched for symbolic numbers
-        if kwargs != _NO_KWARGS:
-            node.kwargs = reader.value(kwargs)
+        _set_arguments(node, reader.value(args), {} if kwargs == _NO_KWARGS else reader.value(kwargs))
         reader.nodes.append(node)
-        node.meta = _notes(notes, reader)
+        node.meta.update(_notes(notes, reader))
     root = torch.nn.Module()
     for name, constant in record["constants"].items():
         if "graph" in constant:
@@ -100,15 +98,27 @@ def graph_of(
     return made
 
 
+def _set_arguments(node: Node, args: Any, kwargs: Any) -> None:
+    """Give a new node its arguments.
+
+    `create_node` would search them for symbolic numbers. A plain assignment would file the node anew in fx's tables,
+    which list nodes by target.
+    """
+    object.__setattr__(node, "args", args)
+    if kwargs:
+        object.__setattr__(node, "kwargs", kwargs)
+
+
 def _copied(gm: GraphModule) -> GraphModule:
     """Return a copy of a graph with its own nodes and metadata; values and constants are the same objects."""
     graph, nodes = Graph(), dict[Node, Node]()
     for node in gm.graph.nodes:
         nodes[node] = made = graph.create_node(node.op, node.target, name=node.name)
-        made.args = map_arg(node.args, nodes.__getitem__)
-        if node.kwargs:
-            made.kwargs = map_arg(node.kwargs, nodes.__getitem__)
-        made.meta = dict(node.meta)
+        kwargs = node.kwargs
+        _set_arguments(
+            made, map_arg(node.args, nodes.__getitem__), map_arg(kwargs, nodes.__getitem__) if kwargs else kwargs
+        )
+        made.meta.update(node.meta)
     copied: GraphModule = lazy_graph_module(gm, graph)
     return copied
 

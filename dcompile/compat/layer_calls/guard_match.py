@@ -19,6 +19,8 @@ from dcompile.compat.layer_calls.module_match import IDENTITIES, ModulePairs, ar
 TENSORS = "TENSOR_MATCH"
 ALIASES = ("DUPLICATE_INPUT", "OBJECT_ALIASING")
 NOT_IN = "DICT_NOT_CONTAINS"
+NO_HOOKS = "EMPTY_NN_MODULE_HOOKS_DICT"
+"""Type of guards on tables of hooks. Half of a layer's guards are of it, and by default they check nothing."""
 
 
 def without_module_marks(source: Any) -> Any:
@@ -46,9 +48,17 @@ class Renaming:
 
     def __init__(self, old: Any, new: Any) -> None:
         self._known = {old: new}
+        self._seen: dict[int, tuple[Any, Any]] = {}
+        """Identity of a source -> it, and its new name: torch works out a source's hash in Python."""
 
     def of(self, source: Any) -> Any:
         """The source after renaming; the very same object if the layer's source is not in it."""
+        seen = self._seen.get(id(source))
+        if seen is None:
+            seen = self._seen[id(source)] = source, self._renamed(source)
+        return seen[1]
+
+    def _renamed(self, source: Any) -> Any:
         from torch._guards import Source
 
         found = self._known.get(source)
@@ -85,6 +95,8 @@ class Values:
         root = translator.output.root_tx
         self._globals = {"G": root.f_globals, "L": root.f_locals}
         self._cache: dict[Any, Any] = {}
+        self._seen: dict[int, tuple[Any, Any]] = {}
+        """Identity of a source -> it, and its value."""
 
     def of(self, source: Any) -> Any:
         """Raises LookupError for a source that is no expression over the frame's variables."""
@@ -97,13 +109,15 @@ class Values:
         """Evaluate a source as torch does, whose `get_value` compiles the expression of each source anew."""
         from torch._guards import ChainedSource
 
-        if source in self._cache:
-            return self._cache[source]
-        if type(source).get_value is not ChainedSource.get_value:
-            return source.get_value(self._globals, {}, self._cache)
-        base = self._of(source.base)
-        found = self._cache[source] = eval(_code(source._name_template), self._globals, {"base": base})
-        return found
+        seen = self._seen.get(id(source))
+        if seen is None:
+            if type(source).get_value is not ChainedSource.get_value:
+                found = source.get_value(self._globals, {}, self._cache)
+            else:
+                base = self._of(source.base)
+                found = eval(_code(source._name_template), self._globals, {"base": base})
+            seen = self._seen[id(source)] = source, found
+        return seen[1]
 
 
 @functools.lru_cache(4096)
@@ -125,12 +139,17 @@ class GuardedLayer:
     """Guards on torch's global tables of hooks, that a hook of the layer is not in them."""
 
     @classmethod
-    def of(cls, translator: Any, source: Any, values: Values) -> GuardedLayer:
-        """Collect the guards on a layer. Raises LookupError."""
+    def of(cls, translator: Any, source: Any, values: Values, unread: Collection[int]) -> GuardedLayer:
+        """Collect the guards on a layer. Raises LookupError.
+
+        `unread`: identities of tables of hooks, whose guards are left out. `ModulePairs` compares these tables.
+        """
         output, found = translator.output, cls(source)
         for guard in output.guards:
             if contains(guard.originating_source, source):
-                found.guards.append((guard, guard_type(guard), values.of(guard.originating_source)))
+                kind, value = guard_type(guard), values.of(guard.originating_source)
+                if kind != NO_HOOKS or id(value) not in unread:
+                    found.guards.append((guard, kind, value))
         found.ordered = [other for other in output.guard_on_key_order if contains(other, source)]
         return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,8 +63,19 @@ class ModulePairs:
 
 def hook_keys(module: torch.nn.Module) -> set[int]:
     """Keys of the hooks of a module and of all modules in it."""
-    tables = (table for part in module.modules() for name, table in part.__dict__.items() if _is_of_calls(name))
-    return {key for table in tables for key in table}
+    return {key for table in _hook_tables(module) for key in table}
+
+
+def unguarded_tables(module: torch.nn.Module) -> set[int]:
+    """Identities of the tables of hooks in a module on which Dynamo makes no guards: all of them, unless set so."""
+    import torch._dynamo.config as config
+
+    return {id(table) for table in _hook_tables(module)} if config.skip_nnmodule_hook_guards else set()
+
+
+def _hook_tables(module: torch.nn.Module) -> Iterator[dict[int, Any]]:
+    """Tables of hooks of a module and of all modules in it."""
+    return (table for part in module.modules() for name, table in part.__dict__.items() if _is_of_calls(name))
 
 
 def _is_of_calls(name: str) -> bool:

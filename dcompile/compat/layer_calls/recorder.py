@@ -20,7 +20,7 @@ from dcompile.compat.layer_calls.guard_match import (
     is_about_hook,
     watched_guards,
 )
-from dcompile.compat.layer_calls.module_match import hook_keys
+from dcompile.compat.layer_calls.module_match import hook_keys, unguarded_tables
 from dcompile.compat.layer_calls.watched_tracing import CREATED, RENAMED, watched_tracing
 
 
@@ -121,7 +121,8 @@ class Recorder:
         self._check()
         values = Values(self._translator)
         try:
-            layer = GuardedLayer.of(self._translator, self._layer, values)
+            unread = unguarded_tables(self._variable.value)
+            layer = GuardedLayer.of(self._translator, self._layer, values, unread)
         except LookupError as error:
             raise NotRepeatable(f"a guard is on {error}") from error
         layer.hook_guards = self._outside()

@@ -40,6 +40,8 @@ class Replay:
         self._nodes: dict[Node, Node] = {}
         self._values_of_copies: dict[Node, Any] = {}
         self._names = record.stack_name, stack_name(variable)
+        self._moved: dict[str, tuple[str, tuple[str, type]]] = {}
+        """Entries of module stacks, by key: a layer's operations name few modules."""
 
     def check(self) -> bool:
         """Whether tracing would come to the same. Adds no guard, and nothing to the graph."""
@@ -107,7 +109,7 @@ class Replay:
             old, new = like.meta["example_value"], node.meta["example_value"]
             if not is_plain_fake(new) or traits(old) != traits(new):
                 raise Differs("tensors of the layer")
-            node.meta |= self._moved_meta(like, node.name)
+            node.meta.update(self._moved_meta(like, node.name))
         return node
 
     def _plain_fake(self, value: Any) -> Any:
@@ -134,11 +136,11 @@ class Replay:
         if node in self._record.bodies:
             name = self._translator.output.install_subgraph("wrap_body", self._region(self._record.bodies[node]))
             self._nodes[node] = copy = self._tracer.create_node("get_attr", name, (), {}, None, node.type)
-            copy.meta |= self._moved_meta(node, copy.name)
+            copy.meta.update(self._moved_meta(node, copy.name))
             return
         args, kwargs = map_arg((node.args, node.kwargs), self._counterpart)
         copy = self._tracer.create_node(node.op, node.target, args, kwargs, None, node.type)
-        copy.meta |= self._moved_meta(node, copy.name)
+        copy.meta.update(self._moved_meta(node, copy.name))  # assigned, fx would file the node anew
         copy.meta["example_value"] = self._values_of_copies[node]
         self._nodes[node] = copy
 
@@ -151,7 +153,7 @@ class Replay:
             target = node.target if operand is None else name
             args, kwargs = map_arg((node.args, node.kwargs), nodes.__getitem__)
             nodes[node] = copy = graph.create_node(node.op, target, args, kwargs, name, node.type)
-            copy.meta |= {**self._moved_meta(node), "creation_timestamp": timestamp}
+            copy.meta.update({**self._moved_meta(node), "creation_timestamp": timestamp})
             if node.op != "output":
                 copy.meta["example_value"] = self._values_of_copies[node]
         made = GraphModule({}, graph)
@@ -177,9 +179,12 @@ class Replay:
 
     def _moved_module(self, entry: tuple[str, tuple[str, type]]) -> tuple[str, tuple[str, type]]:
         key, (name, kind) = entry
-        identity, at, call = key.partition("@")
-        module = self._pairs.modules.get(int(identity)) if identity.isdigit() else None
-        return (f"{id(module)}{at}{call}" if module is not None else key), (self._name(name), kind)
+        if key not in self._moved:
+            identity, at, call = key.partition("@")
+            module = self._pairs.modules.get(int(identity)) if identity.isdigit() else None
+            moved = f"{id(module)}{at}{call}" if module is not None else key
+            self._moved[key] = moved, (self._name(name), kind)
+        return self._moved[key]
 
     def _name(self, name: str) -> str:
         """Name of a module in the layer -> name of its counterpart."""

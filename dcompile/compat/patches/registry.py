@@ -19,6 +19,7 @@ from dcompile.compat.patches import (
     dynamo_metrics,
     grouped_experts,
     index_strides,
+    layer_drop,
     lean_wrappers,
     mutated_input_order,
     optimizer_breaks,
@@ -113,6 +114,14 @@ PATCHES: tuple[TorchPatch, ...] = (
         "speed",
         "graph breaks around an optimizer's step make three frames of it, two with guards on each tensor",
         FRAME,
+    ),
+    TorchPatch(
+        layer_drop.certain_branches_taken,
+        ("torch._dynamo.symbolic_convert.InstructionTranslator.dispatch_table",),
+        "speed",
+        "LayerDrop with a probability of 0 breaks the graph before each layer",
+        FRAME,
+        lambda request: (request.certain_branches,),
     ),
     TorchPatch(
         traced_gathers.reordered_gathers_traced,

@@ -29,6 +29,7 @@ class PatchRequest:
     group_experts: Callable[..., Any] | None = None
     told_of_hooks: bool = False
     layers_once: bool = False
+    certain_branches: bool = False
     fusible: frozenset[Any] = frozenset()
     recomputable: frozenset[Any] = frozenset()
     minimum_cut: Callable[..., Any] | None = None

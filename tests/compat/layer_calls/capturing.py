@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._dynamo.output_graph import OutputGraph
 
-from dcompile.compat.layer_calls.guard_match import guard_type
+from dcompile.compat.layer_calls.guard_match import NO_HOOKS, guard_type
 from dcompile.compat.patches.repeated_layers import repeated_layers_once
 
 
@@ -46,11 +46,12 @@ def captured(make: Callable[[], nn.Module], args: tuple[Any, ...], once: bool, *
 
 @contextlib.contextmanager
 def guards_kept(found: Captured) -> Iterator[None]:
-    """Note the guards of each graph."""
+    """Note the guards of each graph, but for those on tables of hooks, which check nothing by default."""
     own = OutputGraph.compile_subgraph
 
     def compile_subgraph(output: Any, *args: Any, **keywords: Any) -> Any:
-        names = ((guard_type(guard), guard.originating_source.name) for guard in output.guards)
+        checks = (guard for guard in output.guards if guard_type(guard) != NO_HOOKS)
+        names = ((guard_type(guard), guard.originating_source.name) for guard in checks)
         found.guards.append({(kind, re.sub(r"(_dict___|_c)\d+", r"\1", name)) for kind, name in names})
         return own(output, *args, **keywords)
 

@@ -1,4 +1,4 @@
-"""Gradients of linear interpolation on a GPU, by kernels of ours, next to eager's and to float64."""
+"""Gradients of interpolation on a GPU, by kernels of ours, next to eager's and to float64."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import torch
 from torch.nn import functional as F
 
 import dcompile
-from tests.capture.passes.dynamo.test_linear_upsampling import MODES
+from tests.capture.passes.dynamo.test_upsampling import MODES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("factor", [4.0, 3.0])
 @pytest.mark.parametrize("mode", MODES)
-def test_kernels_give_eagers_gradients(mode: str, dtype: torch.dtype) -> None:
-    sizes = {"linear": (257,), "bilinear": (33, 64), "trilinear": (9, 8, 17)}[mode]
+def test_kernels_give_eagers_gradients(mode: str, factor: float, dtype: torch.dtype) -> None:
+    sizes = {"linear": (257,), "trilinear": (9, 8, 17)}.get(mode, (33, 64))
     x = torch.randn(4, 8, *sizes, dtype=dtype, device="cuda", requires_grad=True)
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        return F.interpolate(x * 1, scale_factor=4.0, mode=mode).cos()
+        return F.interpolate(x * 1, scale_factor=factor, mode=mode).cos()
 
     compiled = dcompile.compile(function, options={"receipt": False})
     grad = torch.randn_like(function(x))

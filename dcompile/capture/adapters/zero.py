@@ -99,11 +99,6 @@ class ZeroReplicatedAdapter(PlainAdapter):
     def param_infos(self) -> tuple[ParamInfo, ...]:
         return self._infos
 
-    def differs(self, number: int, address: int) -> bool:
-        """Is a parameter's .grad another tensor than the one at `address`?"""
-        parameter = self.refs[number]()
-        return parameter is not None and parameter.grad is not None and parameter.grad.data_ptr() != address
-
     def exchanged(self, used: Collection[int]) -> tuple[ParamInfo, ...]:
         return tuple(info for info in self._infos if info.number in used)
 

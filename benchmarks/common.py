@@ -258,7 +258,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def save(benchmark: str, device: str, result: Mapping[str, Any]) -> Path:
-    """Write `results/BENCHMARK-DEVICE-DATE.json`, DATE to the second so that no run replaces another."""
+    """Write `results/BENCHMARK-DEVICE-DATE.json`, DATE to the second so that no run replaces another.
+
+    `python -m tools.figures --join` moves it into the file of its benchmark and device.
+    """
     RESULTS.mkdir(exist_ok=True)
     date = re.sub(r"[^0-9T]", "", str(result["environment"]["date"])[:19])
     path = RESULTS / f"{benchmark}-{device}-{date}.json"
@@ -267,15 +270,19 @@ def save(benchmark: str, device: str, result: Mapping[str, Any]) -> Path:
 
 
 def stored(files: Sequence[str | Path]) -> list[dict[str, Any]]:
-    """Load results of earlier runs, for `--merge`."""
-    found = []
+    """Load results of earlier runs, for `--merge`; of a file of several runs, the oldest first."""
+    found: list[dict[str, Any]] = []
     for file in files:
         try:
-            found.append(json.loads(Path(file).read_text()))
+            data = json.loads(Path(file).read_text())
         except (OSError, ValueError) as error:
             raise SystemExit(f"--merge: {file} is no result of a benchmark: {error}") from error
-        if not isinstance(found[-1], dict) or "lines" not in found[-1]:
-            raise SystemExit(f"--merge: {file} is no result of a benchmark: it holds no lines")
+        runs = data.get("runs") if isinstance(data, dict) else None
+        runs = reversed(runs) if isinstance(runs, list) else [data]
+        for run in runs:
+            if not isinstance(run, dict) or "lines" not in run:
+                raise SystemExit(f"--merge: {file} is no result of a benchmark: it holds no lines")
+            found.append(run)
     return found
 
 

@@ -14,7 +14,8 @@ from torch.nn import Module
 from dcompile import artifacts, compat, logs
 from dcompile.capture.compiled_callables import compile_function
 from dcompile.capture.compiled_model import CompiledModel, Settings
-from dcompile.capture.entry import compile_module, find_models
+from dcompile.capture.entry import compile_module
+from dcompile.capture.find_models import find_models
 from dcompile.capture.services import Services
 from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.compiler import CachingCompiler
@@ -141,7 +142,7 @@ def ordinary_services(
         average,
         print_receipt,
         shards,
-        compiler.meet,
+        compiler.connect_peers,
         figures_for(config),
         any_rank_objection,
         functools.partial(renew, config),

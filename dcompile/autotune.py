@@ -15,7 +15,7 @@ from dcompile.codegen.emit.host.gemm_geometry import geometry, measurable_geomet
 from dcompile.codegen.emit.select_target import emit_loop
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.nest.contraction import candidate_tiles, choose_tile
-from dcompile.codegen.schedule.fusion.matmul_epilogue import EpilogueCandidate, endings, with_tile
+from dcompile.codegen.schedule.fusion.matmul_epilogue import EpilogueCandidate, epilogues, with_tile
 from dcompile.codegen.schedule.fusion.skinny_matmul import (
     LIBRARY,
     contraction_of,
@@ -73,11 +73,11 @@ class Tuner:
         if new := [g for g in wanted if g not in self._algorithms]:
             self._algorithms |= dict.fromkeys(new) | autotune.choose(new, device)
 
-    def endings(
+    def epilogues(
         self, program: Program, device: torch.device, arch: int, build: Build
     ) -> tuple[dict[Loop, Tile], list[str]]:
         """Choose the tile for each kind of loop to fuse as an epilogue. Return them with lines for the receipt."""
-        kinds = worth_ending(program)
+        kinds = worth_fusing(program)
         notes: list[str] = []
         new = {kind: found[0] for kind, found in kinds.items() if kind not in self._tiles}
         if new:
@@ -217,10 +217,10 @@ def _skinny_shape(kind: Loop) -> str:
     return f"{times}{found.row_count}x{found.column_count}x{found.depth}"
 
 
-def worth_ending(program: Program) -> dict[Loop, list[EpilogueCandidate]]:
+def worth_fusing(program: Program) -> dict[Loop, list[EpilogueCandidate]]:
     """Epilogue candidates of a program by kind, without kinds that have a small part of its multiplications."""
     kinds: dict[Loop, list[EpilogueCandidate]] = {}
-    for ending in endings(program):
+    for ending in epilogues(program):
         kinds.setdefault(ending.kind, []).append(ending)
     shapes = (geometry(step, program.table) for step in program.steps if isinstance(step, Extern))
     total = sum(shape.flops for shape in shapes if shape is not None)
@@ -229,7 +229,7 @@ def worth_ending(program: Program) -> dict[Loop, list[EpilogueCandidate]]:
 
 def forecast_notes(program: Program) -> list[str]:
     """Lines for a report on a program that is only planned."""
-    kinds = worth_ending(program)
+    kinds = worth_fusing(program)
     which = [f"{len(found)} of {_shape(kind)} in {_operations(found[0])}" for kind, found in kinds.items()]
     count = sum(map(len, kinds.values()))
     line = f"max_autotune: {count} products may end in the loop behind them, which compiling measures"

@@ -95,7 +95,7 @@ class CachingCompiler:
             self._regions = RegionCompiler(self.config, self.config.backend)
         return self._regions
 
-    def meet(self, group: Any) -> SingleProcess:
+    def connect_peers(self, group: Any) -> SingleProcess:
         """Coordinator of a process group's ranks, which share graphs from now on."""
         peers = peers_of(group)
         self._peers = SingleProcess() if peers is None else peers

@@ -13,7 +13,7 @@ import torch
 
 from dcompile import compat
 from dcompile.codegen.lower import all_aten
-from dcompile.codegen.lower.handed_over import can_hand_over
+from dcompile.codegen.lower.region_ops import can_compile_in_region
 from dcompile.codegen.lower.regions import Region, RegionPlan, with_calls
 from dcompile.codegen.schedule.order.cost_model import fused_seconds
 from dcompile.collectives.contract import Request
@@ -102,7 +102,7 @@ class RegionCompiler:
 
     def _cut(self, gm: Any, request: Request) -> tuple[RegionPlan, list[Region]]:
         row = self.backend.row
-        plan = RegionPlan(gm, lambda node: can_hand_over(node, row.custom_ops))
+        plan = RegionPlan(gm, lambda node: can_compile_in_region(node, row.custom_ops))
         places = plan.places()
         cuts = region_cuts(request, places.first_use, places.ready)
         return plan, [region for region in plan.regions((cuts.gathers, cuts.reductions)) if region.outputs]

@@ -49,8 +49,8 @@ Result = TypeVar("Result")
 EPILOGUES = "fuse_matmul_epilogues"
 """Pass whose choices are measured, on the program right before it."""
 Measure: TypeAlias = Callable[[Program], Mapping[Loop, Tile]]
-"""Function that measures which loops to fuse as epilogues, and tiles of products of few rows: `Request.endings` for the
-program before these passes."""
+"""Function that measures which loops to fuse as epilogues, and tiles of matmuls with few rows: `Request.epilogues` for
+the program before these passes."""
 
 
 REPRO = '''"""The graph as it came from lowering: run this file to schedule it and see every kernel's loop."""
@@ -76,7 +76,7 @@ class ProgramPlan:
     program: Program
     kernels: Kernels
     report: ProgramReport
-    handed: RegionResult | None = None
+    regions: RegionResult | None = None
     """Regions that another compiler has compiled."""
 
 
@@ -116,17 +116,17 @@ class Pipeline:
         """Lower, schedule and emit one FX graph, without building. `measure` selects epilogues."""
         began = time.perf_counter()
         reason = self._why_aten(gm)
-        handed = self._handed_over(gm, request)
-        graph = gm if handed is None else handed.gm
+        regions = self._compile_regions(gm, request)
+        graph = gm if regions is None else regions.gm
         lowered = self._timed(request, "lower", lambda: self._lower(graph, request, aten=reason is not None))
         sizes = traced_sizes(gm) if self.config.verify else {}
         donated = tuple(lowered.program.inputs[position] for position in request.donated)
         program = self._schedule(replace(lowered.program, donated=donated), request, sizes, measure)
         kernels = self._timed(request, "emit", lambda: self.emit(program, request))
         report = _report(program, kernels)
-        if handed is not None:
-            report.fallbacks |= self._refused(handed)
-            report.notes += handed.notes
+        if regions is not None:
+            report.fallbacks |= self._refused(regions)
+            report.notes += regions.notes
         if any(isinstance(step, Collective) for step in program.steps):
             foreseen = predict_schedule(program, request.figures, dict(request.groups))
             report.schedule, report.predicted_us, report.exposed_us = foreseen
@@ -137,17 +137,17 @@ class Pipeline:
         steps = f"{len(lowered.program.steps)} -> {len(program.steps)} steps"
         log(self.config, "passes", logging.INFO, f"{request.name}: planned in {took_ms:.1f} ms, {steps}")
         log_plan(self.config, program, request)
-        return ProgramPlan(lowered, program, kernels, report, handed)
+        return ProgramPlan(lowered, program, kernels, report, regions)
 
-    def _handed_over(self, gm: Any, request: Request) -> RegionResult | None:
+    def _compile_regions(self, gm: Any, request: Request) -> RegionResult | None:
         """Compile the graph's regions with another compiler, if option `kernels` names one."""
         regions = self._regions
         return None if regions is None else self._timed(request, "regions", lambda: regions.compile(gm, request))
 
-    def _refused(self, handed: RegionResult) -> dict[str, int]:
+    def _refused(self, regions: RegionResult) -> dict[str, int]:
         """Lines of the receipt for regions that run on dcompile's kernels instead."""
         name = "" if self.config.backend is None else self.config.backend.name
-        return {f"region left by {name}: {reason}": count for reason, count in handed.refused.items()}
+        return {f"region left by {name}: {reason}": count for reason, count in regions.refused.items()}
 
     def emit(self, program: Program, request: Request) -> Kernels:
         """Emit the kernels of a program."""
@@ -160,7 +160,7 @@ class Pipeline:
         if arch is not None:
             self._compilers.prepare(arch, cache)
         notes: list[str] = []
-        plan = self.plan(gm, request, None if arch is None else self._endings(gm, request, arch, cache, notes))
+        plan = self.plan(gm, request, None if arch is None else self._epilogues(gm, request, arch, cache, notes))
         plan.report.notes += notes
         building = self._compilers.begin(plan.kernels, arch, cache)
         recycle = request.kind == "inference"
@@ -190,7 +190,7 @@ class Pipeline:
         plan.report.notes += [note] if note else []
         return chosen
 
-    def _endings(self, gm: Any, request: Request, arch: int, cache: KernelCache, notes: list[str]) -> Measure | None:
+    def _epilogues(self, gm: Any, request: Request, arch: int, cache: KernelCache, notes: list[str]) -> Measure | None:
         """Function that measures kernels of matmuls, or None if that is not requested. Lines for the receipt go to
         `notes`.
         """
@@ -202,8 +202,8 @@ class Pipeline:
 
         def measure(program: Program) -> Mapping[Loop, Tile]:
             chosen: dict[Loop, Tile] = {}
-            for name, tune in (("endings", self._tuner.endings), ("skinny", self._tuner.skinny)):
-                if name == "endings" and not config.epilogue_fusion:
+            for name, tune in (("epilogues", self._tuner.epilogues), ("skinny", self._tuner.skinny)):
+                if name == "epilogues" and not config.epilogue_fusion:
                     continue
                 found, lines = self._timed(request, name, functools.partial(tune, program, _gpu(gm), arch, build))
                 chosen |= found
@@ -241,7 +241,7 @@ class Pipeline:
             mutated,
             device,
             late,
-            () if plan.handed is None else tuple(name for name in plan.handed.names if name in constants),
+            () if plan.regions is None else tuple(name for name in plan.regions.names if name in constants),
         )
         return Loadable(graph, built.libraries, constants), built
 
@@ -312,7 +312,7 @@ class Pipeline:
         self._inspect("00_lower", program, None, sizes)
         program = self._run_passes(rows[:place], program, request, sizes)
         if measure is not None and place < len(rows):
-            request = replace(request, endings=tuple(measure(program).items()))
+            request = replace(request, epilogues=tuple(measure(program).items()))
         return self._run_passes(rows[place:], program, request, sizes)
 
     def _run_passes(

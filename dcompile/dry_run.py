@@ -47,7 +47,7 @@ class PlanningCompiler(CachingCompiler):
 
     def services(self) -> Services:
         """Services for capture/: this compiler, and no communication."""
-        return Services(self, _no_buckets, _do_nothing, _do_nothing, _do_nothing, NoExchange)
+        return Services(self, _no_buckets, _do_nothing, _do_nothing, _do_nothing, NoCommunication)
 
 
 class DryRunExecutable:
@@ -68,10 +68,10 @@ class DryRunExecutable:
         for position, number in self._gathers:
             values[position] = self._compiler.gathered(number)
         with torch.no_grad():
-            return list(compat.alone.run_alone(self.gm, values))
+            return list(compat.single_rank.run_alone(self.gm, values))
 
 
-class NoExchange:
+class NoCommunication:
     """Implementation of `capture.services.ShardedParameters` without communication."""
 
     def __init__(self, *_: Any) -> None: ...

@@ -31,11 +31,11 @@ from dcompile.capture.passes.dynamo.decode_attention import decompose_decode_att
 from dcompile.capture.passes.dynamo.grouped_experts import group_experts
 from dcompile.capture.passes.dynamo.grouped_query_attention import use_grouped_query_attention
 from dcompile.capture.passes.dynamo.inline_regions import inline_checkpoints, inline_nested_regions
-from dcompile.capture.passes.dynamo.linear_upsampling import gather_upsampling_gradients
 from dcompile.capture.passes.dynamo.loss_gradient_in_forward import compute_loss_gradient_in_forward
 from dcompile.capture.passes.dynamo.recurrent_layers import keep_recurrent_layers_whole
 from dcompile.capture.passes.dynamo.skip_masked_attention import skip_masked_attention
 from dcompile.capture.passes.dynamo.unfold_by_slices import view_unfold_by_slices
+from dcompile.capture.passes.dynamo.upsampling import gather_upsampling_gradients
 from dcompile.capture.passes.joint.channels_last import use_channels_last
 from dcompile.capture.passes.joint.compact_pool_indices import compact_pool_indices, drop_saved_pool_inputs
 from dcompile.capture.passes.joint.contiguous_rows import keep_rows_contiguous
@@ -43,6 +43,7 @@ from dcompile.capture.passes.joint.narrow_gathers import narrow_gathers
 from dcompile.capture.passes.joint.pad_groups import pad_groups
 from dcompile.capture.passes.joint.pad_matmul import pad_matmuls
 from dcompile.capture.passes.joint.permutation_gradients import gather_permutation_gradients
+from dcompile.capture.passes.joint.recompute_softmax import recompute_softmax
 from dcompile.capture.passes.joint.remove_clones import remove_clones
 from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
 from dcompile.capture.passes.joint.saved_values import (
@@ -113,6 +114,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     GraphPass(keep_rows_contiguous, stages=BOTH, when=with_own_kernels),
     # after layouts: nothing changes strides from here on
     GraphPass(drop_saved_pool_inputs, stages=("joint",), when=with_own_kernels),
+    GraphPass(recompute_softmax, stages=("joint",), when=with_own_kernels),
     GraphPass(recompute_loss_chunks, stages=("joint",), required=True),
     GraphPass(save_random_values, stages=("joint",), required=True),
     # last: the partitioner must see what it marks
@@ -184,11 +186,8 @@ def loop_passes() -> tuple[LoopPass, ...]:
     from dcompile.codegen.schedule.fusion.recompute_rows import recompute_rows
     from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
     from dcompile.codegen.schedule.fusion.skinny_matmul import choose_skinny_matmuls
-    from dcompile.codegen.schedule.fusion.split_reductions import (
-        refuse_after_split,
-        split_column_reductions,
-        split_row_reductions,
-    )
+    from dcompile.codegen.schedule.fusion.split_reductions import refuse_after_split, split_column_reductions
+    from dcompile.codegen.schedule.fusion.split_rows import split_row_reductions
     from dcompile.codegen.schedule.memory.reorder_for_peak import plan_memory_for_peak
     from dcompile.codegen.schedule.order.dependences import remove_dead_steps
     from dcompile.codegen.schedule.order.early_start_late_wait import start_early_wait_late
@@ -248,8 +247,8 @@ def loop_passes() -> tuple[LoopPass, ...]:
         # after all passes that move collectives: it only changes the order of neighbours
         LoopPass(group_updates),
         # after all passes that need costs of single steps, and before memory: a matmul with an epilogue has no result
-        LoopPass(fuse_matmul_epilogues, lambda request: (dict(request.endings),), reorders_sums=True),
-        LoopPass(choose_skinny_matmuls, lambda request: (dict(request.endings),), reorders_sums=True),
+        LoopPass(fuse_matmul_epilogues, lambda request: (dict(request.epilogues),), reorders_sums=True),
+        LoopPass(choose_skinny_matmuls, lambda request: (dict(request.epilogues),), reorders_sums=True),
         LoopPass(plan_memory_for_peak, lambda request: (request.kind == "forward",), needs_loops=False, required=True),
     )
 

@@ -59,8 +59,8 @@ PROGRAM = products.program(layers, *[(64, 64)] * 4)
 
 def test_each_kind_is_measured_once_and_the_receipt_says_what_it_came_to(contests):
     tuner = autotune.Tuner()
-    chosen, notes = tuner.endings(PROGRAM, GPU, 90, build)
-    again, _ = tuner.endings(PROGRAM, GPU, 90, build)
+    chosen, notes = tuner.epilogues(PROGRAM, GPU, 90, build)
+    again, _ = tuner.epilogues(PROGRAM, GPU, 90, build)
     assert again == chosen and len(chosen) == 1 and len(contests) == 2
     (tile,) = chosen.values()
     assert tile == autotune.tiles(90, 132)[1]
@@ -72,7 +72,7 @@ def test_each_kind_is_measured_once_and_the_receipt_says_what_it_came_to(contest
 
 
 def test_what_runs_otherwise_is_the_chosen_algorithm_and_the_loop(contests):
-    autotune.Tuner().endings(PROGRAM, GPU, 90, build)
+    autotune.Tuner().epilogues(PROGRAM, GPU, 90, build)
     for contest in contests:
         shape, algorithm = contest.algorithm
         assert (shape.m, shape.n, shape.k) == (64, 64, 64) and algorithm == (7,)
@@ -87,7 +87,7 @@ def test_kernels_that_cannot_be_compiled_are_named_and_left_out(contests):
     def fail(sources):
         raise BuildError("dcompile: Triton cannot compile k1\nmore")
 
-    chosen, notes = autotune.Tuner().endings(PROGRAM, GPU, 90, fail)
+    chosen, notes = autotune.Tuner().epilogues(PROGRAM, GPU, 90, fail)
     assert chosen == {} and not contests
     assert notes == [
         "max_autotune: no epilogue is fused, since kernels to measure failed: dcompile: Triton cannot compile k1",
@@ -100,7 +100,7 @@ def test_a_kind_that_there_is_no_room_to_measure_is_named(contests, monkeypatch)
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(measure_autotune, "fastest_ending", fastest)
-    chosen, notes = autotune.Tuner().endings(PROGRAM, GPU, 90, build)
+    chosen, notes = autotune.Tuner().epilogues(PROGRAM, GPU, 90, build)
     assert chosen == {} and notes[0] == "max_autotune: the GPU has no room to measure what 64x64x64 ends in"
     assert len(notes) == 3
 
@@ -170,7 +170,7 @@ def test_what_was_measured_enters_the_schedule_as_a_value(contests, config):
 
     def measure(program):
         seen.append(program)
-        return {ending.kind: products.SMALL for ending in matmul_epilogue.endings(program)}
+        return {ending.kind: products.SMALL for ending in matmul_epilogue.epilogues(program)}
 
     schedule = Pipeline(config)._schedule
     plain = schedule(PROGRAM, Request("forward", "forward"), {}, None)

@@ -74,7 +74,7 @@ SUB_LEVELS = {
         ("graph_runner",),
         ("dynamo_backend",),
         ("entry",),
-        ("compiled_callables",),
+        ("compiled_callables", "find_models"),
     ),
 }  # fmt: skip
 """Parts of some packages, lowest first."""

@@ -1,13 +1,15 @@
-"""Print tables of the benchmarks' figures from the files in `benchmarks/results/`, or the names of superseded files.
+"""Print tables of the benchmarks' figures from `benchmarks/results/`, which has one file for each benchmark and device.
 
-`python -m tools.figures` prints the page `docs/lab/figures.md`, `--superseded` the files that newer ones replace. A
-file is superseded if newer files of the same benchmark and device have all its lines and peers.
+`python -m tools.figures` prints the page `docs/lab/figures.md`. A benchmark's `--save` writes a file of one run, with a
+date in its name. `--join` moves such runs into the file of their benchmark and device, the newest first. It drops runs
+of which each figure (of one line and peer) is in a newer one; git has these.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +21,12 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A file of results."""
+    """One run of a benchmark."""
 
     path: Path
     data: Mapping[str, Any]
+    date: str
+    """Date and time as YYYYMMDDTHHMMSS."""
 
     @property
     def benchmark(self) -> str:
@@ -38,9 +42,10 @@ class Result:
         return name if ranks == 1 else f"{ranks} x {name}"
 
     @property
-    def date(self) -> str:
-        """Date and time at the end of the file's name."""
-        return self.path.stem.rsplit("-", 1)[1]
+    def file_name(self) -> str:
+        """Name of the file that has all runs of this benchmark on this device."""
+        device = re.sub(r"[^a-z0-9]+", "-", self.device.lower().replace(" x ", "x-"))
+        return f"{self.benchmark}-{device}.json"
 
     @property
     def day(self) -> str:
@@ -65,21 +70,44 @@ def lines_of(data: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]]]:
 
 
 def read_results(folder: Path = RESULTS) -> list[Result]:
-    """Read all files, the newest first."""
-    found = [Result(path, json.loads(path.read_text())) for path in folder.glob("*.json")]
+    """Read all runs, the newest first: of joined files, and of files of one run."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        data = json.loads(path.read_text())
+        if isinstance(data.get("runs"), list):
+            found += [Result(path, run, run["measured"]) for run in data["runs"]]
+        else:
+            found.append(Result(path, data, path.stem.rsplit("-", 1)[1]))
     return sorted(found, key=lambda result: (result.date, result.path.name), reverse=True)
 
 
-def superseded(results: Iterable[Result]) -> list[Path]:
-    """Return files whose lines and peers are all in newer files of the same benchmark and device."""
+def superseded(results: Iterable[Result]) -> list[Result]:
+    """Return runs whose lines and peers are all in newer runs of the same benchmark and device."""
     seen: dict[tuple[str, str], set[tuple[str, str]]] = {}
     old = []
     for result in results:
         known = seen.setdefault((result.benchmark, result.device), set())
         if result.measured <= known:
-            old.append(result.path)
+            old.append(result)
         known |= result.measured
     return old
+
+
+def join(folder: Path = RESULTS) -> list[Path]:
+    """Write one file for each benchmark and device, without superseded runs; remove all others. Return the files."""
+    results = read_results(folder)
+    old = superseded(results)
+    runs: dict[str, list[Mapping[str, Any]]] = {}
+    for result in results:
+        if result not in old:
+            runs.setdefault(result.file_name, []).append({"measured": result.date, **result.data})
+    for path in {result.path for result in results}:
+        path.unlink()
+    written = []
+    for name, theirs in sorted(runs.items()):
+        written.append(folder / name)
+        written[-1].write_text(json.dumps({"benchmark": theirs[0]["benchmark"], "runs": theirs}, indent=1) + "\n")
+    return written
 
 
 def _ratio(value: float | None) -> str:
@@ -227,9 +255,9 @@ def page(results: Sequence[Result]) -> str:
     lines = [
         "# Figures",
         "",
-        "This page is printed by `python -m tools.figures` from the files in `benchmarks/results/`.",
-        "Each figure is the newest of its line and peer. Several dates mean that files hold different lines.",
-        "Peers of one file ran in turn in one process or job. Compare figures of one table only.",
+        "This page is printed by `python -m tools.figures` from `benchmarks/results/`, a file for each table.",
+        "Each figure is the newest of its line and peer. Several dates mean that runs had different lines or peers.",
+        "Peers of one run ran in turn in one process or job. Compare figures of one table only.",
         "[figures-explained.md](figures-explained.md) says what the lines are, and what limits them.",
         "",
     ]
@@ -245,14 +273,13 @@ def page(results: Sequence[Result]) -> str:
 
 
 def main() -> None:
-    """Print the page, or the names of superseded files."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--superseded", action="store_true", help="print the files that newer ones replace")
-    results = read_results()
-    if parser.parse_args().superseded:
-        sys.stdout.writelines(f"{path}\n" for path in superseded(results))
+    """Print the page, or join files of single runs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--join", action="store_true", help="move files of single runs into those of their benchmarks")
+    if parser.parse_args().join:
+        sys.stdout.writelines(f"{path}\n" for path in join())
     else:
-        sys.stdout.write(page(results))
+        sys.stdout.write(page(read_results()))
 
 
 if __name__ == "__main__":

@@ -61,11 +61,11 @@ class CompiledModel:
         """
         self.sync = GradientSync(self.adapter)
         self.sync.model = self
-        self.peers: Peers = services.meet(None)
+        self.peers: Peers = services.connect_peers(None)
         self.graphs: list[CapturedGraph] = []
         self.shards: ShardedParameters | None = None
         """Sharded parameters that programs gather."""
-        self.between: EagerRegionMonitor | None = None
+        self.eager_regions: EagerRegionMonitor | None = None
         """Monitor of the eager regions between these programs."""
         self.variants: dict[tuple[int, ...], Variant] = {}
         self.newest: Variant | None = None
@@ -91,10 +91,10 @@ class CompiledModel:
     def adopt(self, sync: GradientSync) -> None:
         """Use another strategy and its adapter, and drop all graphs: they have no token for it."""
         self.adapter, self.sync, sync.model = sync.adapter, sync, self
-        self.peers = self.services.meet(self.adapter.group)
+        self.peers = self.services.connect_peers(self.adapter.group)
         self.graphs, self.variants, self.newest = [], {}, None
         self._refusal, self.pool = None, {}
-        self.shards, self.between = sync.take_over()
+        self.shards, self.eager_regions = sync.take_over()
         self._reported, self._owes_report = set(), False
 
     def has_moved(self) -> bool:
@@ -135,10 +135,11 @@ class CompiledModel:
                 late_sizes,
                 sizes_alone=classes,
                 layers_once=self.settings.config.layers_once,
+                certain_branches=not self.settings.config.fallback_random,  # eager draws a number in front of each
             )
-            looking = contextlib.nullcontext() if self.between is None else self.between.resting()
+            resting = contextlib.nullcontext() if self.eager_regions is None else self.eager_regions.resting()
             busy, one = self.peers.busy("capturing"), self._guard_on_module_identity(code is entry)
-            with looking, busy, settings, one, without_collecting():
+            with resting, busy, settings, one, without_collecting():
                 yield
         finally:
             self.compile_seconds += time.perf_counter() - began
@@ -169,12 +170,12 @@ class CompiledModel:
         outermost frame is whole, it contains all of the model; other frames are torch's own.
         """
         self._left_alone |= code is entry and not whole
-        if self.between is None:
+        if self.eager_regions is None:
             return
         if self._refusal is not None:
-            self.between.refuse(self._refusal)
+            self.eager_regions.refuse(self._refusal)
         if code is entry and not whole:
-            self.between.start()
+            self.eager_regions.start()
 
     def begin(self, inside_ddp: bool) -> Invocation:
         """Start a call."""

@@ -206,8 +206,8 @@ class DynamoGraph(GraphPrograms):
     def compile_backward(self, module: Any) -> Boxed:
         """The backward, compiled at its first call."""
         compat.aot_metadata.no_donation()
-        runner, between = self._backward(module), self.model.between
-        runner = mark_boxed(runner if between is None else between.undisturbed(runner))
+        runner, regions = self._backward(module), self.model.eager_regions
+        runner = mark_boxed(runner if regions is None else regions.undisturbed(runner))
         return mark_boxed(compat.dynamo.no_dynamo(runner, "a compiled backward"))
 
     def compile_inference(self, module: Any, inputs: int, rewritten: bool = False) -> Boxed:
@@ -367,7 +367,7 @@ class Backend:
         watched = watched_inputs(captured, flat_inputs, graph.changed) if needs_data else None  # compares addresses
         exchanges = model.adapter.synchronizes
         compiled = flat.around(as_traced(compiled, captured, watched, graph.fallbacks, exchanges))
-        return compiled if model.between is None else model.between.around(compiled, example_inputs)
+        return compiled if model.eager_regions is None else model.eager_regions.around(compiled, example_inputs)
 
 
 def _never(args: list[Any]) -> list[Any]:

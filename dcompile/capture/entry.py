@@ -200,10 +200,10 @@ class Entry:
             adapter.note_eager(WATCHED)
             return self._call_eager(args, kwargs)
         args, kwargs = adapter.prepare(args, kwargs)
-        between = self.model.between
-        assert between is not None, "sharded parameters are taken over"
+        regions = self.model.eager_regions
+        assert regions is not None, "sharded parameters are taken over"
         try:
-            with adapter.scope(), between.watching(self.root):
+            with adapter.scope(), regions.watching(self.root):
                 result = self._call(False, args, kwargs)
             compat.autograd.keep_for_backward(result, self.root)
             return result
@@ -262,7 +262,7 @@ class Entry:
 
     def _note_engine(self, engine: Any) -> None:
         """Add a DeepSpeed engine that a call has reached, or note that it is not compiled by itself."""
-        entry = _entry_of(compiled_part(engine))
+        entry = newest_entry(compiled_part(engine))
         if entry is None:
             self.model.adapter.leave_to_others(
                 "a DeepSpeed engine inside keeps parameters in step by itself; compile that: "
@@ -276,7 +276,7 @@ class Entry:
         model, module = self.model, compiled_part(wrapper)
         if model.settings.config.distributed == "stock":
             model.adapter.leave_to_others("option distributed='stock'")
-        elif (entry := _entry_of(module)) is not None:
+        elif (entry := newest_entry(module)) is not None:
             model.add_inside(entry.model)
         elif vars(module).get("_compiled_call_impl") is not None:
             name = type(wrapper).__name__
@@ -377,29 +377,7 @@ def compile_module(module: Module, settings: Settings, services: Services) -> No
     vars(root)["_compiled_call_impl"] = module_call(root, settings, services, in_place=True)
 
 
-def _entry_of(module: Module) -> Entry | None:
+def newest_entry(module: Module) -> Entry | None:
+    """Return the entry that was installed last for a module, if it is still there."""
     found = _NEWEST.get(module)
     return found() if found is not None else None
-
-
-def find_model(thing: Any) -> CompiledModel | None:
-    """Return the state of a result of compile or torch.compile, of the module inside it, or of a wrapper (DDP, Fabric).
-
-    A wrapper is a module with exactly one compiled part. None if there is no such state.
-    """
-    models = find_models(thing)
-    return models[0] if len(models) == 1 else None
-
-
-def find_models(thing: Any) -> list[CompiledModel]:
-    """Return the states of all parts of a module that are compiled by themselves, such as its layers.
-
-    One state if the module is compiled as a whole, or for another callable. Empty if nothing was compiled.
-    """
-    if not isinstance(thing, Module):
-        entry = getattr(thing, "_dcompile_entry", None)
-        return [] if entry is None else [entry.model]
-    root = compiled_part(thing)
-    entry = _entry_of(root)
-    parts = [entry] if entry is not None else [_entry_of(part) for part in root.modules()]
-    return [part.model for part in dict.fromkeys(parts) if part is not None]

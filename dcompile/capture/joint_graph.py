@@ -13,7 +13,7 @@ import torch
 from dcompile import compat
 from dcompile.capture.aliasing.memory import memory_of
 from dcompile.capture.graph_pass import DONATED
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import AHEAD
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import COMPUTED_IN_FORWARD
 from dcompile.capture.passes.joint.min_cut import minimum_cut
 from dcompile.capture.passes.joint.saved_values import COPIES, VIEWS
 from dcompile.device_traits import traits_of
@@ -74,7 +74,7 @@ def partition_joint(
 
 
 def return_marked(joint: Any, results: int) -> int:
-    """Return values marked `AHEAD` from the forward, after its results; return their number.
+    """Return values marked `COMPUTED_IN_FORWARD` from the forward, after its results; return their number.
 
     torch's partitioners otherwise move values that no result of the forward depends on to the backward.
     """
@@ -82,7 +82,7 @@ def return_marked(joint: Any, results: int) -> int:
     def is_marked(node: Any) -> bool:
         # tracing copies annotations from a forward operation to its operations in the backward
         of_forward = node.meta.get("partitioner_tag") != "is_backward"
-        return of_forward and AHEAD in (node.meta.get("custom") or {})
+        return of_forward and COMPUTED_IN_FORWARD in (node.meta.get("custom") or {})
 
     last = [node for node in joint.graph.nodes if is_marked(node) and not any(map(is_marked, node.users))]
     for node in last:

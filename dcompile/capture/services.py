@@ -78,6 +78,12 @@ class GradientBuckets(BucketSource, BucketTimes, Protocol):
     def handed_on(self) -> Collection[int]:
         """Return the parameters whose gradients came from other ranks alone, in the last backward that reduced."""
 
+    def ranks_with_gradients(self) -> dict[int, int]:
+        """Return parameter number -> number of ranks with a gradient of it, in the last backward that reduced.
+
+        Only parameters whose buckets have presence flags. On a GPU it waits for these.
+        """
+
     def forget(self) -> None:
         """Drop references to the reduced gradients, so that their memory can be reused."""
 
@@ -110,7 +116,7 @@ class NoPeers:
         """Check nothing."""
 
 
-def _met_by_nobody(_group: Any) -> Peers:
+def _single_process(_group: Any) -> Peers:
     return NoPeers()
 
 
@@ -201,7 +207,7 @@ class Services:
     """(process group, tensors, wire): average each over the ranks, in place, with DDP's arithmetic."""
     first_step: Callable[[Any], None]
     make_shards: MakeShards
-    meet: Callable[[Any], Peers] = _met_by_nobody
+    connect_peers: Callable[[Any], Peers] = _single_process
     """(process group or None) -> its other ranks, with which the compiler shares graphs."""
     figures: Callable[[Any, Any], Figures] = figures_from_table
     """(device, process group or None) -> the machine's figures; the same on every rank of the group."""

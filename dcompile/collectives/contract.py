@@ -103,7 +103,7 @@ class Request:
     """Machine figures, the same on every rank."""
     groups: tuple[tuple[str, GroupSize], ...] = ()
     """(group within the plan, its size and communicator)."""
-    endings: tuple[tuple[Loop, Tile], ...] = ()
+    epilogues: tuple[tuple[Loop, Tile], ...] = ()
     """Loops to fuse as GEMM epilogues, and products of few rows, each with the tile measured as best on the rank that
     compiles.
     """

@@ -5,7 +5,6 @@ Supported: torch 2.11 to 2.15. A name that may be missing has a probe here, and 
 
 from dcompile.compat import (
     absent_ranks,
-    alone,
     aot,
     aot_bundle,
     aot_descriptors,
@@ -30,6 +29,7 @@ from dcompile.compat import (
     hooks,
     inductor,
     shapes,
+    single_rank,
     sizes,
     storage_holders,
     storage_offsets,
@@ -51,7 +51,6 @@ from dcompile.compat.patches import (
 
 __all__ = [
     "absent_ranks",
-    "alone",
     "aot",
     "aot_bundle",
     "aot_descriptors",
@@ -81,6 +80,7 @@ __all__ = [
     "inductor",
     "lean_wrappers",
     "shapes",
+    "single_rank",
     "sizes",
     "skip_frame_eval",
     "storage_holders",

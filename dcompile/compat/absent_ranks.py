@@ -79,13 +79,13 @@ def for_all_groups(refuse: Callable[[str], Any]) -> Iterator[None]:
         own = src == dist.get_rank() if keywords.get("group_src") is None else False
         return None if own else refuse("broadcast_object_list")
 
-    def meet(*_: Any, **__: Any) -> Iterator[Any]:
+    def rendezvous(*_: Any, **__: Any) -> Iterator[Any]:
         """Return the only rank at once."""
         yield _store_class()(), dist.get_rank(), dist.get_world_size()
 
     answers: dict[str, Any] = {name: refused(name) for name in _OBJECTS}
     answers |= dict.fromkeys(_QUIET, start) | {"broadcast_object_list": own_broadcast}
-    answers |= {"init_process_group": start, "new_group": group, "rendezvous": meet, "TCPStore": _store_class()}
+    answers |= {"init_process_group": start, "new_group": group, "rendezvous": rendezvous, "TCPStore": _store_class()}
     with contextlib.ExitStack() as patches:
         for name, answer in answers.items():
             own = getattr(dist, name)

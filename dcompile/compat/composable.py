@@ -57,7 +57,7 @@ class CheckpointedLayers:
         try:
             for region in self._found:
                 (before, first), (behind, last) = region.places
-                before[first], behind[last] = _before, _behind
+                before[first], behind[last] = _before_block, _after_block
                 region.module.__dict__["forward"] = region.forward.__get__(region.module)
             yield
         finally:
@@ -112,9 +112,9 @@ def _region_of(module: Any, settings: dict[str, Any]) -> Callable[..., Any]:
     return region
 
 
-def _before(module: Any, args: Any, kwargs: Any) -> None:
+def _before_block(module: Any, args: Any, kwargs: Any) -> None:
     """Replacement of a forward pre-hook."""
 
 
-def _behind(module: Any, args: Any, output: Any) -> None:
+def _after_block(module: Any, args: Any, output: Any) -> None:
     """Replacement of a forward hook."""

@@ -232,15 +232,24 @@ class _SilentReducer(_Reducer):
     are reduced once a backward has returned.
     """
 
-    def __init__(self, ddp: Any, watched: _Reducer, check: Callable[[], None]) -> None:
+    def __init__(
+        self, ddp: Any, watched: _Reducer, check: Callable[[], None], used: Callable[[], torch.Tensor | None]
+    ) -> None:
         super().__init__(watched.reducer, watched.prepared)
         self._ddp = weakref.ref(ddp)
         self._check = check
+        self._used = used
 
     def _rebuild_buckets(self) -> bool:
         """Check that the prior reduction has finished; there are no buckets to rebuild."""
         self._check()
         return False
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """Return on how many ranks each parameter was used; the reducer's own zeros before the first reduction."""
+        found = self._used()
+        own: torch.Tensor = self.reducer._get_local_used_map()
+        return own if found is None else found
 
     def _set_manual_finalization_required(self, required: bool) -> None:
         """Ignore the setting. DDP stores it, too, and passes it to a rebuilt reducer (`rebuild_reducer`)."""
@@ -281,16 +290,20 @@ def leave_reducer(ddp: Any) -> None:
 
 
 def silence_reducer(
-    ddp: Any, check: Callable[[], None], logged: Callable[[int], tuple[dict[str, str], dict[str, int]]]
+    ddp: Any,
+    check: Callable[[], None],
+    logged: Callable[[int], tuple[dict[str, str], dict[str, int]]],
+    used: Callable[[], torch.Tensor | None],
 ) -> None:
     """Remove DDP's reduction from its parameters. Its forward, no_sync and buffer broadcast stay.
 
     `check` is called where the reducer raises if the prior reduction has not finished: at the start of each forward
-    with gradients. `logged`: see `_Logger.logged`. Relies on: the reducer is watched.
+    with gradients. `logged`: see `_Logger.logged`. `used`: the map of used parameters after a reduction, or None.
+    Relies on: the reducer is watched.
     """
     ddp._remove_autograd_hooks()
     ddp.logger.logged = logged
-    ddp.reducer = _SilentReducer(ddp, ddp.reducer, check)
+    ddp.reducer = _SilentReducer(ddp, ddp.reducer, check, used)
 
 
 def names_parameters() -> bool:

@@ -186,7 +186,7 @@ def objections(engine: Any) -> list[str]:
 def _of_engine(engine: Any) -> Iterator[str]:
     if getattr(engine, "pipeline_parallelism", False):
         yield "pipeline parallelism"
-    if engine.mpu is not None or _asked(engine, "autotp_size") > 1:
+    if engine.mpu is not None or _setting_of(engine, "autotp_size") > 1:
         yield "tensor parallelism by DeepSpeed"
     if engine.has_moe_layers:
         yield "MoE layers of DeepSpeed's, with process groups of their own"
@@ -196,21 +196,21 @@ def _of_engine(engine: Any) -> Iterator[str]:
         yield "optimizer states or parameters are offloaded"
     if getattr(engine, "zenflow", False):
         yield "zenflow"
-    if _asked(engine, "zero_hpz_partition_size") > 1 or _asked(engine, "zero_quantized_weights"):
+    if _setting_of(engine, "zero_hpz_partition_size") > 1 or _setting_of(engine, "zero_quantized_weights"):
         yield "ZeRO++ (zero_hpz_partition_size, zero_quantized_weights)"
-    if _asked(engine, "zero_quantized_gradients") or _asked(engine, "zero_quantized_nontrainable_weights"):
+    if _setting_of(engine, "zero_quantized_gradients") or _setting_of(engine, "zero_quantized_nontrainable_weights"):
         yield "ZeRO++ (quantized gradients or weights)"
-    if not _asked(engine, "managed_gradient_accumulation", default=True):
+    if not _setting_of(engine, "managed_gradient_accumulation", default=True):
         yield "managed_gradient_accumulation is false"
-    if not _asked(engine, "postscale_gradients", default=True):
+    if not _setting_of(engine, "postscale_gradients", default=True):
         yield "prescale_gradients"
-    if _asked(engine, "gradient_predivide_factor", default=1.0) != 1.0:
+    if _setting_of(engine, "gradient_predivide_factor", default=1.0) != 1.0:
         yield "gradient_predivide_factor"
     if not engine.gradient_average:
         yield "gradients are summed up, not averaged"
-    if _asked(engine, "sparse_gradients_enabled"):
+    if _setting_of(engine, "sparse_gradients_enabled"):
         yield "sparse_gradients"
-    if _asked(engine, "torch_autocast_enabled"):
+    if _setting_of(engine, "torch_autocast_enabled"):
         yield "torch_autocast, which exchanges gradients in several dtypes"
     if getattr(engine, "_is_compiled_autograd_enabled", False):
         yield "compiled autograd"
@@ -239,7 +239,7 @@ def _of_optimizer(engine: Any) -> Iterator[str]:
         yield "parameters are spread over several process groups"
 
 
-def _asked(engine: Any, name: str, default: Any = 0) -> Any:
+def _setting_of(engine: Any, name: str, default: Any = 0) -> Any:
     found = getattr(engine, name, None)
     return default if found is None else found()
 

@@ -43,9 +43,9 @@ def wrapper(example: Any) -> Callable[[Any], Any]:
     mesh = getattr(mesh, "real_obj", mesh)
     shape, stride = example.shape, example.stride()
 
-    def spread(local: Any) -> Any:
+    def as_dtensor(local: Any) -> Any:
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
-    return spread
+    return as_dtensor

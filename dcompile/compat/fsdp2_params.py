@@ -132,22 +132,22 @@ def made_of_gathered(param: Any) -> Callable[[Any], Any] | None:
 
     Shards of another dimension than the first are concatenated along it. For tensor parallelism, a DTensor is made.
     """
-    beside, parallel = _side_by_side(param), dtensor_of(param)
-    if beside is None or parallel is None:
-        return beside or parallel
-    return lambda gathered: parallel(beside(gathered))
+    unpermuted, parallel = _concatenation(param), dtensor_of(param)
+    if unpermuted is None or parallel is None:
+        return unpermuted or parallel
+    return lambda gathered: parallel(unpermuted(gathered))
 
 
-def _side_by_side(param: Any) -> Callable[[Any], Any] | None:
+def _concatenation(param: Any) -> Callable[[Any], Any] | None:
     sizes, dim, whole = _shard_sizes(param), param.fsdp_placement.dim, param._orig_size
     if sizes is None:
         return None
     shards, shard = sizes
 
-    def beside(gathered: Any) -> Any:
+    def unpermuted(gathered: Any) -> Any:
         return gathered.view(shards, *shard).movedim(0, dim).reshape(whole)
 
-    return beside
+    return unpermuted
 
 
 def shown_parameter(param: Any, virtual: torch.nn.Parameter) -> torch.nn.Parameter:
@@ -227,13 +227,13 @@ def add_gradient(param: Any, shard: torch.Tensor) -> Any:
 
 def keep_gradient(param: Any, gathered: torch.Tensor) -> None:
     """Pass a gathered gradient to FSDP, from backwards that did not reduce it."""
-    beside = _side_by_side(param)
+    unpermuted = _concatenation(param)
     if param.is_dtensor:
         from dcompile.errors import DcompileError
 
         name = param._param_fqn
         raise DcompileError(f"dcompile: gradients of {name} of a step without synchronisation are left over")
-    whole = gathered if beside is None else beside(gathered)
+    whole = gathered if unpermuted is None else unpermuted(gathered)
     if isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
         leaf = _gathered_leaf(param)
         leaf.grad = whole if leaf.grad is None else leaf.grad + whole

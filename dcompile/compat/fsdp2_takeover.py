@@ -31,6 +31,21 @@ def missing_names(states: list[Any]) -> list[str]:
     return list(found)
 
 
+def runs_in_threads(states: list[Any]) -> bool:
+    """Whether ranks are threads of one process, as in torch.testing's threaded process group.
+
+    A compiler changes what all threads share, such as `torch.compiler.is_compiling()`, while other ranks run eagerly.
+    """
+    return any(_is_threaded(group) for state in states for group in groups_of(state))
+
+
+def _is_threaded(group: Any) -> bool:
+    import torch.distributed as dist
+
+    ranks = gather_group(group) or replica_group(group)
+    return isinstance(ranks, dist.ProcessGroup) and dist.get_backend(ranks) == "threaded"
+
+
 def objections(states: list[Any]) -> list[str]:
     """Features in use by these modules that only FSDP's own hooks support. The modules are initialized."""
     found = dict.fromkeys(asked_for(states))
@@ -66,10 +81,7 @@ def _asked_for(group: Any) -> Iterator[str]:
 
 
 def _objections(group: Any) -> Iterator[str]:
-    import torch.distributed as dist
-
-    ranks = gather_group(group) or replica_group(group)
-    if isinstance(ranks, dist.ProcessGroup) and dist.get_backend(ranks) == "threaded":
+    if _is_threaded(group):
         yield "ranks are threads of one process (torch.testing's threaded process group)"
     if len({reduce_dtype(param) for param in group.fsdp_params if param.sharded_param.requires_grad}) > 1:
         yield "gradients reduced together are of several dtypes; MixedPrecisionPolicy(reduce_dtype=...) makes them one"

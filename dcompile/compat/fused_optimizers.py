@@ -53,7 +53,7 @@ def adam(
     second = torch._foreach_add(torch._foreach_mul(_wide(exp_avg_sqs), beta2), squares)
     largest = torch._foreach_maximum(_wide(max_exp_avg_sqs), second) if amsgrad else second
     # float64 as in the kernels: 1 - 0.999 in float32 has a relative error of 1.6e-5
-    sizes = [_beside(step, lr) / (1 - beta1**step) for step in steps]
+    sizes = [_on_device_of(step, lr) / (1 - beta1**step) for step in steps]
     roots = torch._foreach_div(torch._foreach_sqrt(largest), [(1 - beta2**step).sqrt() for step in steps])
     changes = torch._foreach_div(torch._foreach_mul(first, sizes), torch._foreach_add(roots, eps))
     _write(params, torch._foreach_sub(values, changes), found_inf)
@@ -120,7 +120,7 @@ def adagrad(
     if weight_decay:
         taken = torch._foreach_add(taken, values, alpha=weight_decay)
     sums = torch._foreach_add(_wide(state_sums), torch._foreach_mul(taken, taken))
-    sizes = [_beside(step, lr) / (1 + (step - 1) * lr_decay) for step in steps]
+    sizes = [_on_device_of(step, lr) / (1 + (step - 1) * lr_decay) for step in steps]
     changes = torch._foreach_div(torch._foreach_mul(taken, sizes), torch._foreach_add(torch._foreach_sqrt(sums), eps))
     _write(params, torch._foreach_sub(values, changes), found_inf)
     _write(state_sums, sums, found_inf)
@@ -163,7 +163,7 @@ def _times(tensors: Some, lr: Number, factor: float = 1.0) -> Some:
     return torch._foreach_mul(tensors, [lr.to(x.device) * factor for x in tensors])
 
 
-def _beside(x: torch.Tensor, number: Number) -> Number:
+def _on_device_of(x: torch.Tensor, number: Number) -> Number:
     """Move a tensor with a number to the device of `x`."""
     return number.to(x.device) if isinstance(number, torch.Tensor) else number
 

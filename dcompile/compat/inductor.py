@@ -34,12 +34,12 @@ def compiled_flex(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any] |
     if not any(isinstance(value, torch.Tensor) and value.device.type == "cuda" for value in values):
         return "not on a GPU"
     try:
-        return _compiled(_alone(node, fixed), values)
+        return _compiled(_graph_of_one(node, fixed), values)
     except Exception as error:  # whatever fails there, the eager form is correct
         return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-def _alone(node: Node, fixed: Mapping[Node, Any]) -> GraphModule:
+def _graph_of_one(node: Node, fixed: Mapping[Node, Any]) -> GraphModule:
     """Graph of this call alone."""
     import torch
     from torch.fx import Graph, GraphModule, map_arg

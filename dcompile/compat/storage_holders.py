@@ -84,10 +84,10 @@ def _references_of_one_variable() -> int:
     unknown reasons, so that unshared tensors were copied. So it is measured each time, with any object (0.2 us).
     """
     given = object()
-    return _between(given)
+    return _count_one_deeper(given)
 
 
-def _between(given: object) -> int:
+def _count_one_deeper(given: object) -> int:
     return _count(given)
 
 

@@ -39,7 +39,7 @@ def storage_input(node: Node, scattered: bool = False) -> Node | None:
     """Input whose storage such a node addresses, or None. `scattered`: only through a scatter."""
     of: Any = node.args[0]
     seen = not scattered
-    while of.op == "call_function" and (_scatters(of) or _looks(of)):
+    while of.op == "call_function" and (_scatters(of) or _is_view(of)):
         seen, of = seen or _scatters(of), of.args[0]
     return of if seen and of.op == "placeholder" else None
 
@@ -68,13 +68,13 @@ def looked_beyond(gm: Any) -> tuple[int, ...]:
     return tuple(sorted({places[of] for node, of in looks if of is not None and not _stays_within(node, of)}))
 
 
-def _stays_within(look: Node, of: Node) -> bool:
+def _stays_within(view: Node, of: Node) -> bool:
     """Whether `as_strided` without an offset certainly ends where `of` does, or before."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    if has_offset(look) or str(look.target) != "aten.as_strided.default":
+    if has_offset(view) or str(view.target) != "aten.as_strided.default":
         return False
-    return bool(statically_known_true(_last(look.meta["val"]) <= _last(of.meta["val"])))
+    return bool(statically_known_true(_last(view.meta["val"]) <= _last(of.meta["val"])))
 
 
 def _last(value: Any) -> Any:
@@ -97,5 +97,5 @@ def _scatters(node: Any) -> bool:
     return str(node.target) in _SCATTERS
 
 
-def _looks(node: Any) -> bool:
+def _is_view(node: Any) -> bool:
     return node.target is operator.getitem or getattr(node.target, "is_view", False)

@@ -51,7 +51,7 @@ class FakeTensors:
 
     def _make(self, row: Record, dtype: torch.dtype) -> Any:
         if row[0] in self._boundary:
-            return self._apart(row, dtype)
+            return self._separate_tensor(row, dtype)
         layout = self._layout_key(row)
         if layout not in self._inside:
             prototype, _ = self._prototype(row, dtype)
@@ -61,7 +61,7 @@ class FakeTensors:
     def _layout_key(self, row: Record) -> str:
         return repr((row[1:], self._bytes[row[0]]))
 
-    def _apart(self, row: Record, dtype: torch.dtype) -> Any:
+    def _separate_tensor(self, row: Record, dtype: torch.dtype) -> Any:
         """Return a tensor that shares memory with those alone with which it was recorded."""
         storage, _, device, shape, strides, offset = row
         nbytes, place = self._bytes[storage], torch.device(device)

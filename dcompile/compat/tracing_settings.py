@@ -20,6 +20,7 @@ def tracing_settings(
     late_sizes: bool = False,
     sizes_alone: bool = False,
     layers_once: bool = False,
+    certain_branches: bool = False,
 ) -> Iterator[None]:
     """Dynamo's settings while a frame is compiled with dcompile.
 
@@ -29,7 +30,7 @@ def tracing_settings(
     with it. `group_experts(loop, grouped)` returns the function to trace in place of transformers' loop over experts.
     `late_sizes`: operations with data-dependent result sizes (nonzero, masks) break no graph. `sizes_alone`: with
     `dynamic`, floats of modules and arguments stay constants. `layers_once`: calls of equal layers are traced twice,
-    and copied for the others.
+    and copied for the others. `certain_branches`: branches on random numbers that go one way break no graph.
     """
     import torch._dynamo.config as config
 
@@ -39,6 +40,7 @@ def tracing_settings(
         told_of_hooks=told_of_hooks,
         group_experts=group_experts,
         layers_once=layers_once,
+        certain_branches=certain_branches,
     )
     with config.patch(settings), patched("frame", request):  # type: ignore[no-untyped-call, unused-ignore]
         yield

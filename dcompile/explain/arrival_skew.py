@@ -30,22 +30,22 @@ def latest_arrivals(
     empty, or gives the error of clocks of different machines.
     """
     store, rank, world = group_store(group), dist.get_rank(group), dist.get_world_size(group)
-    exchange = _TextExchange(store, subject, rank, timeout_s)
+    channel = _StoreChannel(store, subject, rank, timeout_s)
     try:
-        exchange.say(f"arrivals/{rank}", [machine(), list(arrivals)])
+        channel.send(f"arrivals/{rank}", [machine(), list(arrivals)])
         if rank == 0:
-            said = {other: exchange.hear(f"arrivals/{other}") for other in range(world)}
+            said = {other: channel.receive(f"arrivals/{other}") for other in range(world)}
             apart = [other for other, (name, _) in said.items() if other and (not name or name != said[0][0])]
-            exchange.say("apart", apart)
-            clocks = {other: exchange.answer(other) for other in apart}
+            channel.send("apart", apart)
+            clocks = {other: channel.answer_pings(other) for other in apart}
             ranks = {other: dist.get_global_rank(group, other) for other in said}
-            exchange.say("latest", _latest(said, clocks, ranks))
-        elif rank in exchange.hear("apart"):
-            exchange.ask()
-        times, note = exchange.hear("latest")
+            channel.send("latest", _latest(said, clocks, ranks))
+        elif rank in channel.receive("apart"):
+            channel.measure_offset()
+        times, note = channel.receive("latest")
     except RuntimeError:  # the store's timeout is a DistStoreError
         return None, f"when the others arrived is not known: not all ranks had measured within {timeout_s:g} s"
-    return (None if times is None else [(at - exchange.offset, last) for at, last in times]), note
+    return (None if times is None else [(at - channel.offset, last) for at, last in times]), note
 
 
 def _latest(
@@ -62,7 +62,7 @@ def _latest(
     return latest, f"clocks of different machines are compared to within {error * 1e6:.0f} us" if clocks else ""
 
 
-class _TextExchange:
+class _StoreChannel:
     """Messages between ranks under one subject of the store."""
 
     def __init__(self, store: Any, subject: str, rank: int, timeout_s: float) -> None:
@@ -71,30 +71,30 @@ class _TextExchange:
         self.offset = 0.0
         """Rank 0's clock minus this one's, in seconds."""
 
-    def say(self, key: str, value: Any) -> None:
+    def send(self, key: str, value: Any) -> None:
         self._store.set(f"{self._subject}/{key}", json.dumps(value))
 
-    def hear(self, key: str) -> Any:
+    def receive(self, key: str) -> Any:
         name = f"{self._subject}/{key}"
         self._store.wait([name], self._timeout)
         return json.loads(self._store.get(name))
 
-    def ask(self) -> None:
+    def measure_offset(self) -> None:
         """Measure this rank's clock offset: the fastest of a few round trips has the smallest error."""
         found = []
         for number in range(PING_COUNT):
             asked = time.perf_counter()
-            self.say(f"ask/{self._rank}/{number}", 0)
-            said = self.hear(f"answer/{self._rank}/{number}")
+            self.send(f"ask/{self._rank}/{number}", 0)
+            said = self.receive(f"answer/{self._rank}/{number}")
             answered = time.perf_counter()
             found.append(((answered - asked) / 2, said - (asked + answered) / 2))
         uncertain, self.offset = min(found)
-        self.say(f"clock/{self._rank}", [self.offset, uncertain])
+        self.send(f"clock/{self._rank}", [self.offset, uncertain])
 
-    def answer(self, rank: int) -> tuple[float, float]:
+    def answer_pings(self, rank: int) -> tuple[float, float]:
         """Answer another rank's round trips, on rank 0. Return its offset and the error of that, in seconds."""
         for number in range(PING_COUNT):
-            self.hear(f"ask/{rank}/{number}")
-            self.say(f"answer/{rank}/{number}", time.perf_counter())
-        offset, uncertain = self.hear(f"clock/{rank}")
+            self.receive(f"ask/{rank}/{number}")
+            self.send(f"answer/{rank}/{number}", time.perf_counter())
+        offset, uncertain = self.receive(f"clock/{rank}")
         return offset, uncertain

@@ -26,7 +26,8 @@ from dcompile.capture.adapters.sharded_sync import ShardedSync
 from dcompile.capture.callables import original_function, unwrap_module
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import DynamoGraph
-from dcompile.capture.entry import Entry, find_model
+from dcompile.capture.entry import Entry
+from dcompile.capture.find_models import find_model
 from dcompile.codegen.lower.provenance import origin_of
 from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
 from dcompile.collectives.contract import Request
@@ -65,7 +66,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         planner.parameters = {info.number: info.fqn for info in adapter.param_infos()}
         planner.adapter = sync.sharded
     before = len(compat.dynamo.graph_breaks())
-    alone = _alone(entry.model, adapter)
+    alone = _single_rank(entry.model, adapter)
     with _as_it_was(module), compat.aot.backward_at_once(), alone, compat.ddp.hooks_of_replicate_resting(module):
         entry(*args, **kwargs)
     notes = [note for graph in entry.model.graphs for note in graph.notes]
@@ -83,7 +84,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     )
 
 
-def _alone(model: CompiledModel, adapter: PlainAdapter | None) -> contextlib.AbstractContextManager[None]:
+def _single_rank(model: CompiledModel, adapter: PlainAdapter | None) -> contextlib.AbstractContextManager[None]:
     """Replace collectives of eager code by local ones if there are other ranks. Dynamo traces torch's own functions.
 
     FSDP1 that stays stock keeps its collectives: it caches gathered parameters, and must not cache replaced ones.
@@ -92,7 +93,7 @@ def _alone(model: CompiledModel, adapter: PlainAdapter | None) -> contextlib.Abs
         return contextlib.nullcontext()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return contextlib.nullcontext()
-    alone, own = compat.alone.SingleRankCollectives(), model.compiling
+    alone, own = compat.single_rank.SingleRankCollectives(), model.compiling
 
     @contextlib.contextmanager
     def compiling(code: Any, entry: Any, late_sizes: bool) -> Iterator[None]:
@@ -216,7 +217,7 @@ class _ExplainingCompiler(PlanningCompiler):
         assert adapter is not None, "only sharded parameters are gathered"
         shard = adapter.param_infos()[number].shard
         assert shard is not None, "parameters of FSDP are sharded"
-        return compat.alone.whole(adapter.units[shard.unit].data(), shard.offset, adapter.virtual(number))
+        return compat.single_rank.whole(adapter.units[shard.unit].data(), shard.offset, adapter.virtual(number))
 
 
 class _PlannedGraph(DynamoGraph):

@@ -21,7 +21,7 @@ Facts: TypeAlias = "tuple[Index, ...]"
 """Indices that are known to be at least 0."""
 
 
-class TooManyPieces(Exception):
+class TooManyCases(Exception):
     """A combination would have more than MAX_LEAVES leaves."""
 
 
@@ -56,7 +56,7 @@ def negate_condition(condition: Index) -> Index:
 def combine(function: Callable[..., Tree], trees: Sequence[Tree], ranges: Ranges) -> Tree:
     """Tree of `function(*leaves)` for each combination of leaves that can occur.
 
-    `function` may return a tree. Raises TooManyPieces, and the errors of `function`.
+    `function` may return a tree. Raises TooManyCases, and the errors of `function`.
     """
     computed = 0
 
@@ -64,7 +64,7 @@ def combine(function: Callable[..., Tree], trees: Sequence[Tree], ranges: Ranges
         nonlocal computed
         computed += 1
         if computed > MAX_LEAVES:
-            raise TooManyPieces
+            raise TooManyCases
         result = function(*leaves)
         return _split((result,), facts, ranges, lambda parts, _: parts[0]) if isinstance(result, Test) else result
 

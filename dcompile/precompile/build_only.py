@@ -15,7 +15,7 @@ from dcompile.capture.services import Services
 from dcompile.collectives.contract import Executable, Foreseen, ProgramReport, Request, ShardGroup, ShardUnit
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
-from dcompile.dry_run import NoExchange
+from dcompile.dry_run import NoCommunication
 from dcompile.errors import PrecompileError
 from dcompile.explain.receipt import Receipt, make_receipt
 from dcompile.ir.buffers import Bucket
@@ -80,7 +80,7 @@ class PrecompilingCompiler(CachingCompiler):
         """Always False: the programs are made for the cache."""
         return False
 
-    def meet(self, group: Any) -> SingleProcess:
+    def connect_peers(self, group: Any) -> SingleProcess:
         """See `CachingCompiler`. Raises PrecompileError for a process group of ranks that exist."""
         if group is not None and not compat.absent_ranks.is_of_absent_ranks(group):
             raise PrecompileError(
@@ -88,7 +88,7 @@ class PrecompilingCompiler(CachingCompiler):
                 f"({torch.distributed.get_backend(group)}), whose ranks would have to be there; give it the default "
                 "group, or one of torch.distributed.new_group or init_device_mesh, made meanwhile"
             )
-        return super().meet(group)
+        return super().connect_peers(group)
 
     def _note(self, gm: Any, request: Request, report: ProgramReport) -> None:
         cache = KernelCache.open(self.config)
@@ -113,7 +113,7 @@ class ResultShapes:
 
     def results(self, args: list[Any]) -> list[Any]:
         """Return tensors without memory. Raises torch's error where a size depends on values."""
-        traced = [] if self._gm is None else list(compat.alone.run_alone(self._gm, args))
+        traced = [] if self._gm is None else list(compat.single_rank.run_alone(self._gm, args))
         return [_made(place, args, traced, n) for n, place in enumerate(self.places)]
 
 
@@ -167,7 +167,7 @@ class UnrunProgram:
         return results
 
 
-class LocalShards(NoExchange):
+class LocalShards(NoCommunication):
     """Sharded parameters that get gradients without any collective."""
 
     def __init__(self, units: Mapping[int, ShardUnit], groups: Mapping[str, ShardGroup]) -> None:

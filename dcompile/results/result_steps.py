@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from dcompile.compat.tensors import quick_look
+from dcompile.compat.tensors import quick_view_function
 
-quick_view = quick_look()
+quick_view = quick_view_function()
 
 DtypeViews: TypeAlias = "tuple[tuple[Any, tuple[Any, ...], Mapping[str, Any]], ...]"
 """Views of a result, each (operator, arguments, keywords)."""

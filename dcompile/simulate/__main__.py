@@ -80,19 +80,19 @@ def simulate(options: argparse.Namespace) -> dict[str, Any]:
     began, rows = time.perf_counter(), []
     traced: dict[int, list[TracedStep]] = {}
     for world in worlds:
-        spread = _spread(options, world)
-        if spread.shard not in traced:
+        layout = _layout(options, world)
+        if layout.shard not in traced:
             known = {"batch": options.batch, "length": options.length, "dtype": options.dtype}
-            traced[spread.shard] = [trace(with_layers(config, depth), spread, **known) for depth in depths]
+            traced[layout.shard] = [trace(with_layers(config, depth), layout, **known) for depth in depths]
         for fabric in fabrics:
             early = None if options.overlap_mb < 0 else options.overlap_mb << 20
-            setup = Setup(FABRICS[fabric], spread, options.state_dtype, early)
-            found = [estimate(one, setup) for one in traced[spread.shard]]
+            setup = Setup(FABRICS[fabric], layout, options.state_dtype, early)
+            found = [estimate(one, setup) for one in traced[layout.shard]]
             whole = (
                 found[0] if len(found) == 1 else extrapolate_layers(found[0], found[1], (depths[0], depths[1]), layers)
             )
             tokens = options.batch * options.length * world / whole.step
-            rows.append({"world": world, "shard": spread.shard, "fabric": fabric, "tokens_s": tokens, **asdict(whole)})
+            rows.append({"world": world, "shard": layout.shard, "fabric": fabric, "tokens_s": tokens, **asdict(whole)})
     return {
         "config": options.config,
         "kind": options.kind,
@@ -105,7 +105,7 @@ def simulate(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _spread(options: argparse.Namespace, world: int) -> ParallelLayout:
+def _layout(options: argparse.Namespace, world: int) -> ParallelLayout:
     shard = min(options.shard or world, world) if options.kind == "fsdp" else 1
     if world % shard:
         raise OptionError(f"dcompile: {world} ranks are no whole number of groups of {shard}")

@@ -74,12 +74,12 @@ def predict(
     """Predicted milliseconds and peak of memory."""
     rows, length = BATCHES[shape]
     sharded = kind.startswith("fsdp")
-    spread = ParallelLayout("fsdp" if sharded else "ddp", ranks, ranks if sharded else 1)
-    traced = trace(configuration(shape, length), spread, batch=rows, length=length, recompute=recompute)
+    layout = ParallelLayout("fsdp" if sharded else "ddp", ranks, ranks if sharded else 1)
+    traced = trace(configuration(shape, length), layout, batch=rows, length=length, recompute=recompute)
     figures = table_figures(device)
     if collective:
         figures = replace(figures, copy_gbs=0.0)
-    lasting, fresh = (estimate(traced, Setup(f, spread)) for f in (figures, replace(figures, sustained=1.0)))
+    lasting, fresh = (estimate(traced, Setup(f, layout)) for f in (figures, replace(figures, sustained=1.0)))
     times = {field: 1e3 * getattr(lasting if field == "ms" else fresh, name) for field, name in COMPARED.items()}
     return times | {"compute_ms": times["compute_ms"] + 1e3 * fresh.update, "peak_mib": fresh.peak / (1 << 20)}
 

@@ -18,7 +18,7 @@ from dcompile.ir.nodes import Collective, Program, View, Wait
 from dcompile.machine_model import MIN_COPIED_BYTES, Figures
 from dcompile.simulate.trace import ParallelLayout, TracedStep
 
-UPDATE_SHARE = 0.63
+UPDATE_BANDWIDTH_SHARE = 0.63
 """Part of the memory's rate that torch's fused AdamW reaches: 7.7 GB of bfloat16 take 3.0 ms on an H200."""
 
 
@@ -27,7 +27,7 @@ class Setup:
     """Conditions of a step besides its programs."""
 
     figures: Figures
-    spread: ParallelLayout
+    layout: ParallelLayout
     state_dtype: str = "bfloat16"
     """Dtype in which parameters, gradients and Adam's two moments are stored."""
     early_bytes: int | None = None
@@ -62,7 +62,7 @@ class Estimate:
 
 def estimate(traced: TracedStep, setup: Setup) -> Estimate:
     """Estimate one traced step."""
-    groups = {"group": replace(setup.spread.group, copies=_copies(traced.forward, setup))}
+    groups = {"group": replace(setup.layout.group, copies=_copies(traced.forward, setup))}
     programs = [
         overlap_collectives(p, setup.figures, groups, setup.early_bytes) for p in (traced.forward, traced.backward)
     ]
@@ -80,7 +80,7 @@ def estimate(traced: TracedStep, setup: Setup) -> Estimate:
     tables = {id(step): program.table for program in programs for step in program.steps}
     communication = sum(span.duration for line in lines for span in line.spans if span.resource != "compute")
     # reads and writes three, reads the gradient
-    update = 7 * parameters / (UPDATE_SHARE * setup.figures.memory_gbs * 1e9)
+    update = 7 * parameters / (UPDATE_BANDWIDTH_SHARE * setup.figures.memory_gbs * 1e9)
     total = sum(line.total for line in lines)
     exposed = sum(line.exposed for line in lines)
     reduced = _reduced_bytes(programs[1], setup, parameters)
@@ -104,8 +104,8 @@ def estimate(traced: TracedStep, setup: Setup) -> Estimate:
 
 def _copies(forward: Program, setup: Setup) -> bool:
     """Whether ranks that share parameters are on one machine, and copy them from each other's memory."""
-    figures, spread = setup.figures, setup.spread
-    if spread.kind != "fsdp" or not figures.copy_gbs or not 1 < spread.shard <= figures.links[-1].ranks:
+    figures, layout = setup.figures, setup.layout
+    if layout.kind != "fsdp" or not figures.copy_gbs or not 1 < layout.shard <= figures.links[-1].ranks:
         return False
     gathers = [step for step in forward.steps if isinstance(step, Collective) and step.gathers_parameters]
     gathered = sum(collective_bytes(step, forward.table) for step in gathers)
@@ -119,9 +119,9 @@ def _reduced_bytes(backward: Program, setup: Setup, parameters: float) -> np.nda
     their collective on.
     """
     steps = backward.steps
-    if setup.spread.kind == "plain":
+    if setup.layout.kind == "plain":
         return np.zeros(len(steps) + 1)
-    if setup.spread.kind == "ddp":
+    if setup.layout.kind == "ddp":
         return np.full(len(steps) + 1, parameters)
     arrived, table = np.zeros(len(steps) + 1), backward.table
     scattered = {s.bucket for s in steps if isinstance(s, Collective) and s.call is None and not s.gathers_parameters}
@@ -147,7 +147,7 @@ def extrapolate_layers(shallow: Estimate, deep: Estimate, traced: tuple[int, int
 def _kept_bytes(parameters: Iterable[ParamInfo], setup: Setup) -> float:
     """Bytes that this rank stores of all parameters."""
     size = ITEMSIZE[setup.state_dtype]
-    whole = sum(size * (p.shard.numel / setup.spread.shard if p.shard else prod(p.shape)) for p in parameters)
+    whole = sum(size * (p.shard.numel / setup.layout.shard if p.shard else prod(p.shape)) for p in parameters)
     return float(whole)
 
 

@@ -71,7 +71,7 @@ class TracedStep:
 
 def trace(
     config: Any,
-    spread: ParallelLayout,
+    layout: ParallelLayout,
     *,
     batch: int,
     length: int,
@@ -91,7 +91,7 @@ def trace(
         model = models.from_config(config).train()
         tokens = torch.zeros((batch, length), dtype=torch.int64, device="cpu")
         entry = Entry(model._call_impl, None, Settings(planner.config), planner.services(), _SimulatedGraph)
-        adapter = _SimulatedAdapter(model, spread)
+        adapter = _SimulatedAdapter(model, layout)
         planner.parameters = adapter.parameters
         entry.model.adopt(GradientSync(adapter))
         with compat.aot.backward_at_once():
@@ -120,8 +120,8 @@ class _SimulatedAdapter(PlainAdapter):
 
     synchronizes = True
 
-    def __init__(self, model: torch.nn.Module, spread: ParallelLayout) -> None:
-        self.spread = spread
+    def __init__(self, model: torch.nn.Module, layout: ParallelLayout) -> None:
+        self.layout = layout
         named = list(model.named_parameters())
         groups = _groups(model)
         self._numbers = {id(parameter): number for number, (_, parameter) in enumerate(named)}
@@ -130,16 +130,16 @@ class _SimulatedAdapter(PlainAdapter):
 
     def _info(self, number: int, name: str, parameter: Any, together: int) -> ParamInfo:
         shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
-        if self.spread.kind != "fsdp":
+        if self.layout.kind != "fsdp":
             return ParamInfo(number, name, shape, dtype, "cpu", group="group")
-        rows = -(-shape[0] // self.spread.shard) * self.spread.shard
+        rows = -(-shape[0] // self.layout.shard) * self.layout.shard
         shard = Shard(
             unit=number,
             together=together,
             offset=0,
             numel=rows * prod(shape[1:]),
-            reduce_dtype=self.spread.reduce_dtype,
-            reshard=self.spread.reshard and together > 0,  # as fully_shard: the root's stay gathered
+            reduce_dtype=self.layout.reduce_dtype,
+            reshard=self.layout.reshard and together > 0,  # as fully_shard: the root's stay gathered
         )
         return ParamInfo(number, name, shape, dtype, "cpu", "sharded", "group", shard)
 
@@ -172,20 +172,20 @@ class _SimulatedGraph(DynamoGraph):
         ]
         found = {node: self.params[index] for node, index in inputs if index in self.params}
         self.placeholders = {node.name: number for node, number in found.items()}
-        return list(found) if self._spread.kind == "fsdp" else []
+        return list(found) if self._layout.kind == "fsdp" else []
 
     @property
-    def _spread(self) -> ParallelLayout:
+    def _layout(self) -> ParallelLayout:
         adapter: Any = self.adapter  # simulated graphs have simulated parameters
-        spread: ParallelLayout = adapter.spread
-        return spread
+        layout: ParallelLayout = adapter.layout
+        return layout
 
     def _build(self, gm: Any, kind: Any, whole: bool = False, foreseen: Foreseen | None = None, **more: Any) -> Any:
         del whole, foreseen
-        if self._spread.kind == "fsdp":
+        if self._layout.kind == "fsdp":
             self._sharded = self.placeholders
             more |= describe_shards(self.model, gm, kind, self._sharded, self.grads)
-        elif self._spread.kind == "ddp" and kind == "backward":
+        elif self._layout.kind == "ddp" and kind == "backward":
             more |= {"grads": self.grads, "params": self.adapter.param_infos(), "rule": DDP_RULE}
         compiler = self.model.services.compiler
         return compiler.compile_graph(gm, Request(name=f"{kind}{self.number}", kind=kind, **more))

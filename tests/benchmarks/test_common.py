@@ -82,3 +82,13 @@ def test_results_are_written_whole(tmp_path, monkeypatch):
     path = common.save("first_light", "cpu", {"environment": environment})
     assert path.name.startswith("first_light-cpu-2") and path.suffix == ".json"
     assert json.loads(path.read_text())["environment"] == environment
+
+
+def test_merging_takes_the_last_figure_of_a_file_of_several_runs(tmp_path):
+    new, old = ({"lines": {"1B": {"dcompile": {"ms": ms}, **more}}} for ms, more in ((1.0, {}), (2.0, {"eager": {}})))
+    file = tmp_path / "gpu_train-nvidia-h200.json"
+    file.write_text(json.dumps({"benchmark": "gpu_train", "runs": [new, old]}))
+    assert common.last_peers(common.stored([file])) == {"1B": {"dcompile": {"ms": 1.0}, "eager": {}}}
+    file.write_text(json.dumps({"runs": [{}]}))
+    with pytest.raises(SystemExit, match="holds no lines"):
+        common.stored([file])

@@ -64,7 +64,7 @@ class InterpreterCompiler:
         self.requests: list[Request] = []
         self.modules: list[Any] = []
 
-    def meet(self, group: Any) -> Any:
+    def connect_peers(self, group: Any) -> Any:
         peers = peers_of(group)
         return SingleProcess() if peers is None else peers
 

@@ -181,7 +181,7 @@ def made_up(adapter: PlainAdapter | None = None, **options: Any) -> MadeUp:
     """A model under a made-up strategy."""
     compiler, peers, met, agreed, reports = MadeUpCompiler(), list[MadeUpPeers](), list[Any](), list[Any](), list[Any]()
 
-    def meet(group: Any) -> MadeUpPeers:
+    def connect_peers(group: Any) -> MadeUpPeers:
         met.append(group)
         peers.append(MadeUpPeers())
         return peers[-1]
@@ -193,7 +193,7 @@ def made_up(adapter: PlainAdapter | None = None, **options: Any) -> MadeUp:
         average=lambda *_: None,
         first_step=reports.append,
         make_shards=lambda *_: None,  # type: ignore[arg-type, return-value]
-        meet=meet,
+        connect_peers=connect_peers,
         figures=lambda device, group: CPU,
     )
     config = Config.make(options={"receipt": False, **options})

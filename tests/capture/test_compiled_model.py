@@ -297,7 +297,7 @@ def test_while_dynamo_captures_other_ranks_are_told_and_breaks_are_counted_once(
 
 def test_a_refusal_reaches_what_looks_after_eager_code():
     made, told = made_up(), []
-    made.model.between = SimpleNamespace(refuse=told.append, start=lambda: told.append("start"))  # type: ignore[assignment]
+    made.model.eager_regions = SimpleNamespace(refuse=told.append, start=lambda: told.append("start"))  # type: ignore[assignment]
     made.model.refuse("the first reason")
     made.model.refuse("another")
     made.model.compiled("inner", "entry", whole=False)

@@ -9,7 +9,7 @@ import torch
 import dcompile
 from dcompile import compat
 from dcompile.backend import dcompile_backend
-from dcompile.compat.tensors import quick_look
+from dcompile.compat.tensors import quick_view_function
 from dcompile.errors import DcompileError
 from dcompile.results import result_steps
 
@@ -107,7 +107,7 @@ def test_looks_are_made_of_tuples(monkeypatch):
 
     def look(tensor, shape, strides, more):
         kinds.extend((type(shape), type(strides)))
-        return quick_look()(tensor, shape, strides, more)
+        return quick_view_function()(tensor, shape, strides, more)
 
     monkeypatch.setattr(result_steps, "quick_view", look)
     torch._dynamo.reset()

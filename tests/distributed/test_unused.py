@@ -59,6 +59,8 @@ def test_what_only_unused_results_follow_from_gets_no_gradient_under_ddp(ranks, 
         assert found["grad"] <= 2**-20 and found["param"] <= 2**-20 and found["receipt"].eligible
         unused = ["heads.2.weight", "heads.2.bias"]
         assert found["none"][-2:] == unused and (len(found["none"]) > 2) == (uses == "none")
+        assert all(maps in ([], maps[:1] * 2) for maps in found["used"]), found["used"]
+        assert how.get("by_hand") or any(any(maps[0]) for maps in found["used"])
 
 
 UNFINISHED = [

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dcompile
-from dcompile.capture.entry import find_model
+from dcompile.capture.find_models import find_model
 from dcompile.runtime.communication import ddp_buckets
 from dcompile.runtime.communication.work import PendingCollective
 from tests.distributed.cases import average, by_hand, gradients, inputs, make, wrap
@@ -169,7 +169,7 @@ def unused_outputs(
     reference = _outputs(broken)
     stock = reference if by_hand else DDP(reference, **ddp)
     call, wrapped = wrap(_outputs(broken), "compile(ddp)", None, **ddp)
-    rank, worst, same = torch.distributed.get_rank(), [], []
+    rank, worst, same, used_maps = torch.distributed.get_rank(), [], [], []
     if hook:
         for module in (reference, wrapped.module):
             module.trunk.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
@@ -188,12 +188,22 @@ def unused_outputs(
             _average_if_any(reference)
         expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
         worst += [largest_difference(expected, gradients(wrapped)), across_ranks(gradients(wrapped))]
+        used_maps.append([] if by_hand else [_used_map(ddp_module) for ddp_module in (stock, wrapped)])
         for _, _, optimizer in trainings:
             optimizer.step()
         pairs = zip(reference.parameters(), wrapped.parameters(), strict=True)
         same.append(max((a - b).abs().max().item() for a, b in pairs))
     none = [name for name, parameter in wrapped.module.named_parameters() if parameter.grad is None]
-    return {"grad": max(worst), "param": max(same), "none": none, "receipt": dcompile.receipt(call)}
+    values = {"grad": max(worst), "param": max(same), "none": none, "used": used_maps}
+    return values | {"receipt": dcompile.receipt(call)}
+
+
+def _used_map(ddp: Any) -> list[int]:
+    """Number of ranks that used each parameter in the last step, as DDP's reducer shows it."""
+    found = ddp.reducer._get_local_used_map()
+    assert (found.dtype, found.device) == (torch.int32, next(ddp.parameters()).device)
+    numbers: list[int] = found.tolist()
+    return numbers
 
 
 class Apart(nn.Module):

@@ -10,7 +10,7 @@ from dcompile.ir.index import Index, var
 from dcompile.ir.piecewise import (
     MAX_LEAVES,
     Test,
-    TooManyPieces,
+    TooManyCases,
     combine,
     decide,
     evaluate_tree,
@@ -84,5 +84,5 @@ def test_large_combinations_are_given_up():
     other = replace_variables(tree, {f"i{step}": var(f"k{step}") for step in range(10)}, {})
     third = replace_variables(tree, {f"i{step}": var(f"l{step}") for step in range(10)}, {})
     assert MAX_LEAVES < 11**3
-    with pytest.raises(TooManyPieces):
+    with pytest.raises(TooManyCases):
         combine(lambda a, b, c: (a, b, c), (tree, other, third), {})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dcompile.codegen.schedule.fusion.matmul_epilogue import endings
+from dcompile.codegen.schedule.fusion.matmul_epilogue import epilogues
 from dcompile.codegen.schedule.fusion.skinny_matmul import LIBRARY, skinny_loops
 from dcompile.collectives.contract import BucketRule, ParamInfo, Request, Shard
 from dcompile.ir.nodes import Loop, Program, Tile
@@ -35,10 +35,10 @@ class LoopInput:
         """A request for a backward with these fields."""
         chosen: tuple[tuple[Loop, Tile], ...] = ()
         if self.epilogue_tile is not None:
-            chosen = tuple((ending.kind, self.epilogue_tile) for ending in endings(self.program))
+            chosen = tuple((ending.kind, self.epilogue_tile) for ending in epilogues(self.program))
         if self.skinny_choices:
             chosen = tuple(zip(skinny_loops(self.program), self.skinny_choices, strict=True))
-        return replace(Request("pass", "backward"), endings=chosen, **self.request)
+        return replace(Request("pass", "backward"), epilogues=chosen, **self.request)
 
 
 def replicated(*shapes: tuple[int, ...]) -> tuple[ParamInfo, ...]:

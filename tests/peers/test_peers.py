@@ -48,6 +48,12 @@ LEFT = {"eligible": False, "graphs": 1, "reasons": ["an all-reduce hook is set"]
             "watches the wrapper",
         ),
         (
+            {"dcompile": Run("deadline"), "stock": PASSED, "aot_eager": PASSED, "left_to_torch": PASSED},
+            (),
+            ("unshard",),
+            "not done in time",
+        ),
+        (
             {"dcompile": FAILED, "stock": PASSED, "aot_eager": PASSED, "left_to_torch": FAILED},
             (),
             ("unshard",),

@@ -24,9 +24,9 @@ H100, SLOW = FABRICS["h100-ib400"], FABRICS["h100-eth100"]
 def tiny():
     """Traces by kind, made once, over eight ranks: one layer, and two that are sharded apart."""
     config = configuration("tiny", LENGTH)
-    spreads = {"ddp": (1, ParallelLayout("ddp", 8)), "fsdp": (2, ParallelLayout("fsdp", 8, 8))}
+    layouts = {"ddp": (1, ParallelLayout("ddp", 8)), "fsdp": (2, ParallelLayout("fsdp", 8, 8))}
     known = {"batch": ROWS, "length": LENGTH}
-    found = {k: (spread, trace(with_layers(config, n), spread, **known)) for k, (n, spread) in spreads.items()}
+    found = {k: (layout, trace(with_layers(config, n), layout, **known)) for k, (n, layout) in layouts.items()}
     return SimpleNamespace(**found)
 
 
@@ -41,8 +41,8 @@ def count(traced):
 
 
 def test_ddp_keeps_everything_and_reduces_each_gradient_once(tiny):
-    spread, traced = tiny.ddp
-    found = estimate(traced, Setup(H100, spread))
+    layout, traced = tiny.ddp
+    found = estimate(traced, Setup(H100, layout))
     assert found.parameters == found.gradients == found.optimizer / 2 == 2 * count(traced)
     assert found.exchanged == 2 * count(traced)
     assert found.gathered == 0 and found.peak > 4 * found.parameters
@@ -51,8 +51,8 @@ def test_ddp_keeps_everything_and_reduces_each_gradient_once(tiny):
 
 
 def test_fsdp_keeps_a_shard_and_gathers_layers_twice(tiny):
-    spread, traced = tiny.fsdp
-    found = estimate(traced, Setup(H100, spread))
+    layout, traced = tiny.fsdp
+    found = estimate(traced, Setup(H100, layout))
     assert found.parameters == pytest.approx(2 * count(traced) / 8, rel=0.01)
     layers = 2 * sum(p.shard.numel for p in traced.parameters if "layers" in p.fqn)
     everything = 2 * sum(p.shard.numel for p in traced.parameters)
@@ -62,18 +62,18 @@ def test_fsdp_keeps_a_shard_and_gathers_layers_twice(tiny):
 
 
 def test_gradients_are_there_from_when_they_are_reduced(tiny):
-    spread, traced = tiny.fsdp
-    shards = _reduced_bytes(traced.backward, Setup(H100, spread), 1000.0)
+    layout, traced = tiny.fsdp
+    shards = _reduced_bytes(traced.backward, Setup(H100, layout), 1000.0)
     assert shards[0] == 0 and shards[-1] == pytest.approx(1000.0)
     assert (shards[1:] >= shards[:-1]).all() and len(set(shards)) > 2
-    spread, traced = tiny.ddp
-    assert set(_reduced_bytes(traced.backward, Setup(H100, spread), 1000.0)) == {1000.0}
+    layout, traced = tiny.ddp
+    assert set(_reduced_bytes(traced.backward, Setup(H100, layout), 1000.0)) == {1000.0}
 
 
 def test_a_slower_network_takes_longer_and_holds_no_more_than_the_budget(tiny):
-    spread, traced = tiny.fsdp
+    layout, traced = tiny.fsdp
     wide = ParallelLayout("fsdp", 64, 8)
-    near, far = (estimate(traced, Setup(H100, s)) for s in (spread, wide))
+    near, far = (estimate(traced, Setup(H100, s)) for s in (layout, wide))
     assert far.communication == pytest.approx(near.communication)
     assert far.exposed > near.exposed  # sums among eight replicas
     fast, slow = (estimate(traced, Setup(f, ParallelLayout("fsdp", 1024, 1024))) for f in (H100, SLOW))
@@ -84,8 +84,8 @@ def test_a_slower_network_takes_longer_and_holds_no_more_than_the_budget(tiny):
 
 
 def test_gathers_of_one_node_are_copies_which_slow_nothing_down(tiny):
-    spread, traced = tiny.fsdp
-    copying, gathering = (estimate(traced, Setup(H100, spread, least_copied=least)) for least in (0, 1 << 30))
+    layout, traced = tiny.fsdp
+    copying, gathering = (estimate(traced, Setup(H100, layout, least_copied=least)) for least in (0, 1 << 30))
     assert copying.communication < gathering.communication and copying.step < gathering.step
     assert copying.exchanged == gathering.exchanged and copying.collectives == gathering.collectives
 
@@ -129,10 +129,10 @@ AutoModelForCausalLM.register(ShortConfig, Short)
 
 
 def test_what_each_further_layer_adds_is_the_same():
-    spread, config = ParallelLayout("ddp", 8), ShortConfig()
+    layout, config = ParallelLayout("ddp", 8), ShortConfig()
     known = {"batch": ROWS, "length": LENGTH}
-    setup = Setup(H100, spread)
-    one, two, three = (estimate(trace(with_layers(config, n), spread, **known), setup) for n in (1, 2, 3))
+    setup = Setup(H100, layout)
+    one, two, three = (estimate(trace(with_layers(config, n), layout, **known), setup) for n in (1, 2, 3))
     guessed = extrapolate_layers(one, two, (1, 2), 3)
     for name in ("parameters", "exchanged", "saved", "compute", "peak"):
         assert getattr(guessed, name) == pytest.approx(getattr(three, name), rel=0.02), name

@@ -1,4 +1,4 @@
-"""Figures of the docs are those of the files of results, and no file is kept that newer ones replace."""
+"""Figures of the docs are those of the files of results, which are one for each benchmark and device."""
 
 from __future__ import annotations
 
@@ -28,17 +28,24 @@ def test_page_is_current(update_golden: bool) -> None:
     assert PAGE.read_text() == page, "run: pytest tests/tools/test_figures.py --update-golden"
 
 
-def test_no_superseded_file_is_kept() -> None:
-    old = [path.name for path in figures.superseded(figures.read_results())]
-    assert not old, "newer files hold all lines of these: git rm them"
+def test_each_benchmark_and_device_has_one_file() -> None:
+    results = figures.read_results()
+    wrong = sorted(result.path.name for result in results if result.path.name != result.file_name)
+    assert not wrong, "files of single runs: python -m tools.figures --join"
+    old = [f"{result.path.name}: {result.date}" for result in figures.superseded(results)]
+    assert not old, "newer runs have all figures of these: python -m tools.figures --join"
 
 
-def test_file_with_a_line_of_its_own_is_kept(tmp_path: Path) -> None:
+def test_joins_runs_that_have_a_newest_figure(tmp_path: Path) -> None:
     ours, theirs = {"dcompile": {"ms": 1.0}}, {"torch.compile": {"ms": 2.0}}
-    replaced = write(tmp_path, 1, {"1B": ours})
+    write(tmp_path, 1, {"1B": ours})
     write(tmp_path, 2, {"160M": ours, "1B": theirs})
+    (file,) = figures.join(tmp_path)
+    assert file.name == "gpu_train-nvidia-h200.json" and [*tmp_path.iterdir()] == [file]
     write(tmp_path, 3, {"1B": {**ours}})
-    assert figures.superseded(figures.read_results(tmp_path)) == [replaced]
+    assert [result.date for result in figures.superseded(figures.read_results(tmp_path))] == ["20260101T000000"]
+    assert figures.join(tmp_path) == [file]
+    assert [result.date for result in figures.read_results(tmp_path)] == ["20260103T000000", "20260102T000000"]
 
 
 def test_ratio_is_of_one_file(tmp_path: Path) -> None:

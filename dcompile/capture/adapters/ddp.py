@@ -17,7 +17,9 @@ from dcompile import compat
 from dcompile.capture.adapters.plain import PlainAdapter, known_number, new_subject
 from dcompile.capture.adapters.prior_reduction import PriorReduction
 from dcompile.capture.adapters.reduction_log import ReductionLog
-from dcompile.capture.agreement.parameter_use import counted_names
+from dcompile.capture.adapters.unreduced_gradients import outside_parts, present_gradients
+from dcompile.capture.adapters.used_map import UsedParameterMap
+from dcompile.capture.agreement.parameter_use import counted_names, counted_reasons
 from dcompile.collectives.contract import BucketRule, ParamInfo
 
 PARAMETERS_ANEW = (
@@ -75,7 +77,7 @@ class DdpAdapter(PlainAdapter):
         self._rule: tuple[tuple[int, ...], str] = (), ""
         """Bucket sizes in bytes, and the dtype that gradients are cast to for all-reduces."""
         self._objections: list[str] = []
-        self._look(ddp)
+        self._read_settings(ddp)
         self.eager = not missing and compat.ddp.makes_parameters_anew(kept)
         if self.eager:
             self.state, self.reasons = "stock", (PARAMETERS_ANEW,)
@@ -86,6 +88,7 @@ class DdpAdapter(PlainAdapter):
         places = {number: place for place, number in enumerate(sorted(self._trainable))}  # in DDP's reducer
         self._prior = PriorReduction(places, lambda number: bool(self._trainable_now((number,))))
         self.log = ReductionLog(self._infos, places)
+        self.used = UsedParameterMap(places, self.refs)
         self._beside: set[int] = set()
         """Parameters to whose .grad autograd has added since the last reduction, of those with a hook of ours."""
 
@@ -93,7 +96,7 @@ class DdpAdapter(PlainAdapter):
     def eligible(self) -> bool:  # type: ignore[override]
         return self.state == "taken"
 
-    def _look(self, ddp: Any) -> None:
+    def _read_settings(self, ddp: Any) -> None:
         """Record the wrapper's settings.
 
         The wrapper may be collected before a backward runs, at different times on different ranks. Whether gradients
@@ -193,7 +196,7 @@ class DdpAdapter(PlainAdapter):
     def before_forward(self) -> None:
         """Inside DDP.forward, before the module runs: record settings, and hold back DDP's own reduction."""
         ddp = self.ddp
-        self._look(ddp)
+        self._read_settings(ddp)
         if torch.is_grad_enabled() and self.wants_sync():
             self._prior.prepare()
         if self.state == "undecided" and not self._missing and torch.is_grad_enabled():
@@ -213,7 +216,7 @@ class DdpAdapter(PlainAdapter):
             return
         ddp = self.ddp
         if ddp is not None:
-            self._look(ddp)
+            self._read_settings(ddp)
         reasons = self.standing_objections() + objections or self._used_behind()
         if reasons:
             self.state, self.reasons = "stock", tuple(dict.fromkeys(reasons))
@@ -226,7 +229,7 @@ class DdpAdapter(PlainAdapter):
         # others have not been reached
         if ddp is not None:  # its reducer is gone with it
             compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
-            compat.ddp.silence_reducer(ddp, self.check_prior_reduction, self.log.logged)
+            compat.ddp.silence_reducer(ddp, self.check_prior_reduction, self.log.logged, self.used.tensor)
         self.state, self.every = "taken", self.every and not several
 
     def _used_behind(self) -> list[str]:
@@ -250,7 +253,7 @@ class DdpAdapter(PlainAdapter):
         """Fall back to DDP's reducer: from this step on if DDP's forward is running, else from the next."""
         compat.ddp.rebuild_reducer(self.ddp, inside_forward)
         self.state, self.reasons = "stock", (reason,)
-        self.notes = (*self.notes, f"DDP reduces the gradients again: {reason}")
+        self.note(f"DDP reduces the gradients again: {reason}")
 
     def leave(self, reason: str) -> None:
         """Inside DDP.forward, before the module runs: give back all, so that another adapter can take over."""
@@ -274,12 +277,11 @@ class DdpAdapter(PlainAdapter):
 
         `numbers`: the parameters that the programs of this backward use, and that got a gradient if the loss needs one.
         """
-        note = (
-            "several backwards of forwards that synchronise: each one's gradients are averaged, where stock DDP "
-            "averages the first one's alone, and ranks drift apart"
-        )
-        if not self._prior.expects and note not in self.notes:
-            self.notes = (*self.notes, note)
+        if not self._prior.expects:
+            self.note(
+                "several backwards of forwards that synchronise: each one's gradients are averaged, where stock DDP "
+                "averages the first one's alone, and ranks drift apart"
+            )
         self.prepared = False
         if self.uneven:
             self._prior.expects = False
@@ -331,19 +333,11 @@ class DdpAdapter(PlainAdapter):
 
     def note_arriving(self, reasons: Iterable[str]) -> None:
         """Note why gradients are reduced as autograd adds them. That costs a copy of each, unlike one program."""
-        self._note_calls("some calls copy their gradients into buckets as they arrive", reasons)
+        self.note(f"some calls copy their gradients into buckets as they arrive: {counted_reasons(reasons)}")
 
     def note_behind(self, reasons: Iterable[str]) -> None:
         """Note why gradients are reduced after the backward, where no computation overlaps with it."""
-        self._note_calls("some calls reduce their gradients at the end of the backward", reasons)
-
-    def _note_calls(self, what: str, reasons: Iterable[str]) -> None:
-        first, *rest = reasons
-        more = f"; and {len(rest) - 2} more like that" if len(rest) > 3 else ""
-        shown = "; ".join((first, *(rest[:2] if more else rest)))
-        note = f"{what}: {shown}{more}"
-        if note not in self.notes:
-            self.notes = (*self.notes, note)
+        self.note(f"some calls reduce their gradients at the end of the backward: {counted_reasons(reasons)}")
 
     def _watch(self, number: int, parameter: Any) -> None:
         added = functools.partial(self._gradient_added, number)
@@ -391,29 +385,21 @@ class DdpAdapter(PlainAdapter):
         """
         if not elsewhere and not self.unreduced:
             return
-        outside: list[tuple[int, Any, torch.Tensor, torch.Tensor]] = []
-        for number, view in sorted(elsewhere.items()):
-            param: Any = self.refs[number]()
-            outside.append((number, param, view, param.grad.detach() - view))
-        # gradients from earlier no_sync steps of parameters that this step's graphs do not use
-        left = {
-            number: param.grad
-            for number in sorted(self.unreduced.difference(covered))
-            if (param := self.refs[number]()) is not None and param.grad is not None
-        }
+        outside = outside_parts(self.refs, elsewhere)
+        left = present_gradients(self.refs, self.unreduced.difference(covered))
         self.unreduced.clear()
         if not outside and not left:
             return
-        average(self.group, [*(rest for *_, rest in outside), *left.values()], self._rule[1])
-        for _, param, view, rest in outside:
-            param.grad.copy_(view + rest)
-        self._note("gradients from outside the module are averaged on their own", [number for number, *_ in outside])
-        beside = [number for number in left if number in self._watched]
-        self._note("gradients of parameters that only other code uses are averaged on their own", beside)
+        average(self.group, [*(part.rest for part in outside), *left.values()], self._rule[1])
+        for part in outside:
+            part.add_rest()
+        self._note_own_average("gradients from outside the module", [part.number for part in outside])
+        only_other_code = [number for number in left if number in self._watched]
+        self._note_own_average("gradients of parameters that only other code uses", only_other_code)
         earlier = [number for number in left if number not in self._watched]
-        self._note("gradients of earlier no_sync steps are averaged on their own", earlier)
+        self._note_own_average("gradients of earlier no_sync steps", earlier)
 
-    def _note(self, text: str, numbers: list[int]) -> None:
-        note = f"{text}: {', '.join(self._infos[number].fqn for number in numbers)}"
-        if numbers and note not in self.notes:
-            self.notes = (*self.notes, note)
+    def _note_own_average(self, which: str, numbers: list[int]) -> None:
+        if numbers:
+            names = ", ".join(self._infos[number].fqn for number in numbers)
+            self.note(f"{which} are averaged on their own: {names}")

@@ -279,6 +279,8 @@ class DdpSync(GradientSync):
         adapter = self._adapter
         if not adapter.eligible:
             return
+        if adapter.varies:
+            adapter.used.record(reduced)
         for buckets in reduced:
             others = (other.reduced() for other in reduced if other is not buckets)
             buckets.settle_idle(frozenset().union(*others))

@@ -102,7 +102,7 @@ class EagerRegionMonitor:
                     if self._refusal:  # the model has caught the error
                         raise FallBackToStock(self._refusal)
                     if call.watch is not None:
-                        self._look(call, takes_parameters=False, at_the_end=True)
+                        self._check_gathers(call, takes_parameters=False, at_the_end=True)
                 finally:
                     if call.watch is not None:
                         call.watch.end()
@@ -181,7 +181,7 @@ class EagerRegionMonitor:
             call = self._call
             if call is None or call.watch is None:
                 return compiled(*args)
-            self._look(call, bool(expected))
+            self._check_gathers(call, bool(expected))
             if any(args[at] is not parameter for at, parameter in expected):
                 self.refuse("what was compiled for one layer would run with another's parameters")
             with call.watch.resting():
@@ -189,7 +189,7 @@ class EagerRegionMonitor:
 
         return compat.dynamo.no_dynamo(run, "a compiled graph")
 
-    def _look(self, call: _Call, takes_parameters: bool, at_the_end: bool = False) -> None:
+    def _check_gathers(self, call: _Call, takes_parameters: bool, at_the_end: bool = False) -> None:
         """Before a graph, and at the end of a call: refuse cases where gathers in graphs differ from FSDP's."""
         if self._adapter.gathers_under_way() != call.gathers:
             self._adapter.shard_again()

@@ -171,6 +171,7 @@ class Fsdp2Adapter(ShardedAdapter):
         if not missing:
             compat.fsdp2.initialize(states)
             reasons = compat.fsdp2_takeover.objections(states)
+            self.eager = compat.fsdp2_takeover.runs_in_threads(states)
             compat.fsdp2_params.keep_versions(states)
         self.reasons = tuple([*reasons, "option distributed='stock'"] if stock else reasons)
         self._units: list[ShardedParameterUnit] = []

@@ -147,9 +147,7 @@ class ShardedAdapter(PlainAdapter):
     def note_eager(self, reason: str) -> None:
         """Note that a call runs eagerly, with FSDP's own hooks; later calls may be compiled."""
         self.eager_reason = reason
-        note = f"some calls run eagerly, with FSDP's own hooks: {reason}"
-        if note not in self.notes:
-            self.notes = (*self.notes, note)
+        self.note(f"some calls run eagerly, with FSDP's own hooks: {reason}")
 
     def refuse_in_result(self, result: Any) -> None:
         """Raise FallBackToStock if a parameter itself is among a model's results."""
@@ -162,7 +160,7 @@ class ShardedAdapter(PlainAdapter):
     def restore(self, reason: str) -> None:
         """Fall back to FSDP's own hooks from now on."""
         self.reasons = (reason,)
-        self.notes = (*self.notes, f"falls back to stock FSDP for parameters and gradients: {reason}")
+        self.note(f"falls back to stock FSDP for parameters and gradients: {reason}")
         self._numbers = {}
 
     def subject_of(self, plan: tuple[str, ...]) -> str | None:

@@ -62,6 +62,11 @@ class PlainAdapter:
     every = False
     """Whether each graph's program reduces all trainable parameters, also those that it does not use."""
 
+    def note(self, text: str) -> None:
+        """Add a line to the receipt, once."""
+        if text not in self.notes:
+            self.notes = (*self.notes, text)
+
     def leave_to_others(self, reason: str) -> None:
         """Mark the model as not taken over, and add the reason: code around its graphs synchronizes parameters."""
         self.eligible = False

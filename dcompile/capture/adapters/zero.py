@@ -117,11 +117,6 @@ class ZeroReplicatedAdapter(PlainAdapter):
     def bucket_rule(self) -> BucketRule:
         return BucketRule(FIRST_BYTES, CAP_BYTES, (), self._wire)
 
-    def note(self, text: str) -> None:
-        """Add a line to the receipt, once."""
-        if text not in self.notes:
-            self.notes = (*self.notes, text)
-
     def name_of(self, number: int) -> str:
         """Return a parameter's name."""
         return self._infos[number].fqn
@@ -179,11 +174,6 @@ class ZeroAdapter(ShardedAdapter):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device(self.engine.device)
-
-    def note(self, text: str) -> None:
-        """Add a line to the receipt, once."""
-        if text not in self.notes:
-            self.notes = (*self.notes, text)
 
     def trainable(self) -> Iterable[tuple[int, Any]]:
         """Yield (number, parameter) of trainable parameters."""

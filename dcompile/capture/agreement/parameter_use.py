@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -65,3 +65,10 @@ def counted_names(names: list[str]) -> str:
         return f"parameter {names[0]}"
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{len(names)} parameters ({', '.join(names[:SHOWN])}{more})"
+
+
+def counted_reasons(reasons: Iterable[str]) -> str:
+    """Return all reasons; of more than four, three and the number of the others."""
+    first, *rest = reasons
+    more = f"; and {len(rest) - 2} more like that" if len(rest) > 3 else ""
+    return "; ".join((first, *(rest[:2] if more else rest))) + more

@@ -23,8 +23,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dcompile import compat
-from dcompile.codegen.lower.handed_over import is_view
 from dcompile.codegen.lower.operator_facts import has_effect, is_in_place, written_arguments
+from dcompile.codegen.lower.region_ops import is_view
 
 Kind = Literal["input", "view", "compute", "single", "output"]
 

@@ -42,7 +42,7 @@ MIN_BATCH_PROGRAMS = 2 * BUSY_PROGRAMS
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class ContractionTerm:
     """One product of a nest: the sum `reduce` of load `left`, which varies by row, times load `right`.
 
     `right` may load 8-bit integers. `dtype` is that of both on tensor cores.
@@ -58,7 +58,7 @@ class Product:
 class Contraction:
     """The products of a nest, and its row variables: those of few rows, of the matrices' rows, and of the batch."""
 
-    products: tuple[Product, ...]
+    products: tuple[ContractionTerm, ...]
     rows: tuple[Axis, ...]
     columns: tuple[Axis, ...]
     batch: tuple[Axis, ...]
@@ -103,11 +103,11 @@ def find_contraction(nest: Nest) -> Contraction | None:
     if not pairs or any(isinstance(nest.body[ref], Scan) for ref in live):
         return None
     used: set[Ref] = set()
-    products: list[Product] = []
+    products: list[ContractionTerm] = []
     for ref, pair in pairs.items():
         if pair is None or not (ordered := _ordered(nest, *pair[:2])):
             return None
-        products.append(Product(ref, *ordered, pair[2]))
+        products.append(ContractionTerm(ref, *ordered, pair[2]))
         used |= set(_below(nest, ref))
     if any(found.element[ref] and ref not in used for ref in live):
         return None
@@ -115,7 +115,7 @@ def find_contraction(nest: Nest) -> Contraction | None:
     return made if made is not None and _is_worth_tiling(made) else None
 
 
-def _contraction(nest: Nest, products: tuple[Product, ...], depth: Axis) -> Contraction | None:
+def _contraction(nest: Nest, products: tuple[ContractionTerm, ...], depth: Axis) -> Contraction | None:
     """Return the contraction if all products have the same dtype, rows and columns, and these cover the space."""
     sides = {(_varying(nest, product.left), _varying(nest, product.right)) for product in products}
     if len(sides) != 1 or len({product.dtype for product in products}) != 1 or not isinstance(depth.size, int):

@@ -17,9 +17,9 @@ from dcompile.compat.layer_calls.guard_match import differ_in_index, layer_sourc
 from dcompile.compat.layer_calls.recorder import CallRecord, NotRepeatable, Recorder
 from dcompile.compat.layer_calls.replay import Differs, Replay
 
-MOST_RECORDS = 4
+MAX_RECORDS = 4
 """Kinds of layers of one container: a model may alternate between two kinds of attention, or drop biases."""
-MOST_REFUSALS = 3
+MAX_REFUSALS = 3
 """Recordings that find a call to be unfit for copies, before its container is left alone."""
 
 Trace = Callable[..., Any]
@@ -88,7 +88,7 @@ class FrameCalls:
         container = attempt.containers.get(place)
         if container is None:
             attempt.containers[place] = _Container()
-        if container is None or len(container.refusals) >= MOST_REFUSALS:
+        if container is None or len(container.refusals) >= MAX_REFUSALS:
             return trace(variable, translator, args, kwargs)
         arguments = describe(args, kwargs, translator.output.side_effects)
         if arguments is None:
@@ -108,7 +108,7 @@ class FrameCalls:
         if copied:
             self.copies += 1
             return result
-        if len(container.records) >= MOST_RECORDS:
+        if len(container.records) >= MAX_RECORDS:
             return trace(variable, translator, args, kwargs)
         recorder = attempt.recorder = Recorder(translator, variable, layer, arguments)
         try:

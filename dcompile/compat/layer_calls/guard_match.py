@@ -260,12 +260,12 @@ def told_as(layer: GuardedLayer, renaming: Renaming, translator: Any) -> None:
 @contextlib.contextmanager
 def watched_guards(translator: Any) -> Iterator[list[Any]]:
     """Guards that this context adds and that say something new, once it has ended."""
-    before, added = {_said(guard) for guard in translator.output.guards}, list[Any]()
+    before, added = {_condition_of(guard) for guard in translator.output.guards}, list[Any]()
     yield added
-    added += [guard for guard in translator.output.guards if _said(guard) not in before]
+    added += [guard for guard in translator.output.guards if _condition_of(guard) not in before]
 
 
-def _said(guard: Any) -> Any:
+def _condition_of(guard: Any) -> Any:
     """What a guard says. Dynamo adds some guards anew at each reading."""
     arguments = tuple((name, _hashable(value)) for name, value in guard_arguments(guard).items())
     return guard_type(guard), guard.originating_source, arguments

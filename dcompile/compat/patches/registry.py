@@ -1,7 +1,7 @@
 """Every patch of torch, and of what torch calls: what it changes, why, for which versions, and how it is undone.
 
-Patches with stages are entered by `patched` around that stage, in the order of this list. The others are entered, or
-made once, by the module that needs them.
+Patches with stages are entered by `patched` around that stage, in the order of this list. The others (`on_demand.py`)
+are entered, or made once, by the module that needs them.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from dcompile.compat import absent_ranks, alone, aot_bundle, aot_trace, dispatch_watch, groups, guards, sizes, zero
-from dcompile.compat.layer_calls.watched_tracing import watched_tracing
+from dcompile.compat import (
+    guards,
+    sizes,
+)
 from dcompile.compat.patches import (
     batch_norm_statistics,
-    compile_call,
     cse,
     dynamo_metrics,
-    gpu_capability,
     grouped_experts,
     index_strides,
+    layer_drop,
     lean_wrappers,
     mutated_input_order,
     optimizer_breaks,
@@ -28,7 +29,6 @@ from dcompile.compat.patches import (
     quiet_dumps,
     repeated_layers,
     rng_under_checkpoint,
-    saved_functions,
     scalar_writes,
     symbolic_arithmetic,
     symbolic_tangents,
@@ -37,17 +37,15 @@ from dcompile.compat.patches import (
     tangent_strides,
     traced_gathers,
 )
-from dcompile.compat.patches.torch_patch import PatchRequest, Stage, TorchPatch, installed_version
+from dcompile.compat.patches.on_demand import ON_DEMAND
+from dcompile.compat.patches.torch_patch import GUARDS, PatchRequest, Stage, TorchPatch, installed_version
 
 FRAME: tuple[Stage, ...] = ("frame",)
 GRAPH: tuple[Stage, ...] = ("graph",)
 BOTH: tuple[Stage, ...] = ("frame", "graph")
 PARTITION: tuple[Stage, ...] = ("partition",)
 _FAKE_OPS = "torch._subclasses.fake_impls.op_implementations_dict"
-_GUARDS = "torch._dynamo.guards.GuardBuilder"
 _PARTITIONERS = "torch._functorch.partitioners"
-_GRAPH_COMPILE = "torch._functorch._aot_autograd.graph_compile"
-_TRACERS = (f"{_GRAPH_COMPILE}.aot_dispatch_autograd_graph", f"{_GRAPH_COMPILE}.aot_dispatch_base_graph")
 
 PATCHES: tuple[TorchPatch, ...] = (
     # --- Dynamo compiles a frame ---
@@ -76,7 +74,7 @@ PATCHES: tuple[TorchPatch, ...] = (
     ),
     TorchPatch(
         guards.short_guard_of_hooks,
-        (f"{_GUARDS}.AUTOGRAD_SAVED_TENSORS_HOOKS",),
+        (f"{GUARDS}.AUTOGRAD_SAVED_TENSORS_HOOKS",),
         "speed",
         "the guard on hooks of saved tensors asks for all of them at each call",
         FRAME,
@@ -117,6 +115,14 @@ PATCHES: tuple[TorchPatch, ...] = (
         "speed",
         "graph breaks around an optimizer's step make three frames of it, two with guards on each tensor",
         FRAME,
+    ),
+    TorchPatch(
+        layer_drop.certain_branches_taken,
+        ("torch._dynamo.symbolic_convert.InstructionTranslator.dispatch_table",),
+        "speed",
+        "LayerDrop with a probability of 0 breaks the graph before each layer",
+        FRAME,
+        lambda request: (request.certain_branches,),
     ),
     TorchPatch(
         traced_gathers.reordered_gathers_traced,
@@ -299,151 +305,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         "attention without dropout draws nothing, and hides in an operator on functions",
         PARTITION,
     ),
-    # --- entered by whoever needs them ---
-    TorchPatch(
-        guards.collect_finalizers,
-        ("torch._dynamo.guards.weakref",),
-        "correctness",
-        "finalizers of guards keep these alive as long as what they compare",
-        undone="when the frame is compiled",
-    ),
-    TorchPatch(
-        guards.guard_tensor_identity,
-        (f"{_GUARDS}.TENSOR_MATCH",),
-        "takeover",
-        "what is compiled with a parameter that is kept in step serves its own module alone",
-        undone="when the frame is compiled",
-    ),
-    TorchPatch(
-        watched_tracing,
-        (
-            "torch._dynamo.variables.functions.invoke_and_store_as_constant",
-            "torch.fx.Graph.create_node",
-            "torch.fx.Node._rename",
-        ),
-        "speed",
-        "the call of a layer is recorded, for copies of it",
-        undone="when the call is traced",
-    ),
-    TorchPatch(
-        aot_trace.recording_metadata,
-        (*_TRACERS, f"{_GRAPH_COMPILE}._create_wrappers_for_dispatch"),
-        "takeover",
-        "what AOTAutograd finds out of a graph is kept for later starts",
-        undone="when the graph is compiled",
-    ),
-    TorchPatch(
-        aot_trace.replayed,
-        (*_TRACERS, "torch._functorch.aot_autograd.run_functionalized_fw_and_collect_metadata"),
-        "speed",
-        "a kept trace stands in for tracing, which is half of a warm start",
-        undone="when the graph is compiled",
-    ),
-    TorchPatch(
-        saved_functions.unread_gradients_left_out,
-        ("torch._dynamo.guards.GuardsStatePickler.reducer_override",),
-        "correctness",
-        "saved guards on a tensor that had a gradient cannot be loaded",
-        last=(2, 14),
-        undone="when the function is compiled",
-    ),
-    TorchPatch(
-        saved_functions.globals_saved,
-        ("torch._dynamo.convert_frame.GraphCaptureOutput.get_runtime_env",),
-        "correctness",
-        "saved code names modules by Dynamo's globals, which no other process has",
-        undone="when the function is compiled",
-    ),
-    TorchPatch(
-        aot_bundle.recording_programs,
-        (
-            "torch._functorch._aot_autograd.autograd_cache.autograd_cache_key",
-            "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache.save",
-        ),
-        "takeover",
-        "a graph that is compiled ahead of time is saved in a file, and neither found in torch's cache nor kept there",
-        undone="when the graph is compiled",
-    ),
-    TorchPatch(
-        alone.SingleRankCollectives,
-        ("torch.distributed.all_reduce", "torch.distributed.all_gather", "torch.distributed.broadcast"),
-        "takeover",
-        "a model that is explained alone finds nobody to answer its collectives",
-        undone="when explaining ends",
-    ),
-    TorchPatch(
-        absent_ranks.for_all_groups,
-        (
-            "torch.distributed.init_process_group",
-            "torch.distributed.new_group",
-            "torch.distributed.rendezvous",
-            "torch.distributed.TCPStore",
-            "torch.distributed.all_gather_object",
-            "torch.distributed.broadcast_object_list",
-            "torch.distributed.barrier",
-            "torch.nn.parallel.DistributedDataParallel._ddp_init_helper",
-        ),
-        "takeover",
-        "a job that is precompiled finds no other ranks to meet, and none that could tell it something",
-        undone="when precompiling ends",
-    ),
-    TorchPatch(
-        absent_ranks.without_data,
-        (
-            "torch.distributed.device_mesh.init_device_mesh",
-            "torch.distributed.device_mesh.DeviceMesh.__init__",
-            "torch.nn.parallel.distributed._verify_param_shape_across_processes",
-            "torch.nn.parallel.distributed._sync_module_states",
-            "torch.optim.adam._get_value",
-            "torch.utils.swap_tensors",
-            "torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty",
-        ),
-        "correctness",
-        "wrappers, meshes and optimizers read memory, which tensors of a precompiled job do not have",
-        undone="when precompiling ends",
-    ),
-    TorchPatch(
-        zero.stock_linear,
-        ("torch.nn.functional.linear",),
-        "correctness",
-        "ZeRO 3's own linear has no gradients where it is traced",
-        undone="when the frame is compiled",
-    ),
-    TorchPatch(
-        compile_call.intercept_compile,
-        ("torch._dynamo.eval_frame._TorchDynamoContext.__call__",),
-        "takeover",
-        "torch.compile(model, backend='dcompile') is a door, and must see whole modules",
-        undone="never; other backends go torch's way",
-    ),
-    TorchPatch(
-        guards.hooks_behind_guards,
-        ("torch._C._dynamo.eval_frame.set_guard_complete_hook",),
-        "correctness",
-        "guards that are asked without Dynamo would leave other ranks alone in its collective",
-        undone="never; it calls torch's own",
-    ),
-    TorchPatch(
-        groups.hear_of_destroyed_groups,
-        ("torch.distributed.destroy_process_group",),
-        "correctness",
-        "CUDA graphs hold communicators, which must not be destroyed before them",
-        undone="never; it calls torch's own",
-    ),
-    TorchPatch(
-        gpu_capability.gpu_capability_as,
-        ("torch.cuda.get_device_capability",),
-        "takeover",
-        "an export for a GPU that is not in this machine compiles for its compute capability",
-        undone="when the export ends",
-    ),
-    TorchPatch(
-        dispatch_watch.watch_tensor_texts,
-        ("torch._tensor_str._str",),
-        "correctness",
-        "printing a parameter that has no memory while a graph gathers it would read what is not there",
-        undone="never; other tensors print as ever",
-    ),
+    *ON_DEMAND,
 )
 
 

@@ -14,6 +14,10 @@ Stage: TypeAlias = Literal["frame", "graph", "partition"]
 """frame: Dynamo compiles a frame; graph: AOTAutograd traces a graph; partition: a joint graph is partitioned."""
 Version: TypeAlias = tuple[int, int]
 FIRST, LAST = (2, 11), (2, 15)
+GUARDS = "torch._dynamo.guards.GuardBuilder"
+GRAPH_COMPILE = "torch._functorch._aot_autograd.graph_compile"
+TRACERS = (f"{GRAPH_COMPILE}.aot_dispatch_autograd_graph", f"{GRAPH_COMPILE}.aot_dispatch_base_graph")
+"""Names of torch's that several patches replace, or parts of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,7 @@ class PatchRequest:
     group_experts: Callable[..., Any] | None = None
     told_of_hooks: bool = False
     layers_once: bool = False
+    certain_branches: bool = False
     fusible: frozenset[Any] = frozenset()
     recomputable: frozenset[Any] = frozenset()
     minimum_cut: Callable[..., Any] | None = None

@@ -16,7 +16,7 @@ SCAN_INTERVAL_S = 24 * 3600
 """Seconds between two scans of a directory's size. One scan of 24 000 entries takes 0.1 s."""
 MIN_AGE_S = 3600
 """Age in seconds below which a file is not evicted: another process may be about to load it."""
-SHARE_KEPT = 0.8
+MAX_SHARE_AFTER_EVICTION = 0.8
 """Part of the limit that an eviction leaves, so that the next one is not due at once."""
 MARKER = "size-checked"
 LIBRARY_KINDS = (".so", ".gpu")
@@ -64,11 +64,11 @@ def limit_size(directory: Path, limit_bytes: int) -> None:
 
 
 def evict(directory: Path, limit_bytes: int, files: list[CacheFile]) -> int:
-    """Remove files until `SHARE_KEPT` of the limit is left, if the cache exceeds it. Return the bytes removed."""
+    """Remove files until the cache is below `MAX_SHARE_AFTER_EVICTION` of its limit, if it exceeds that."""
     total = sum(file.size for file in files)
     if total <= limit_bytes:
         return 0
-    excess, removed = total - SHARE_KEPT * limit_bytes, 0
+    excess, removed = total - MAX_SHARE_AFTER_EVICTION * limit_bytes, 0
     entries = _entries_of_libraries(files)
     candidates = [file for file in files if file.path.suffix in (*LIBRARY_KINDS, ".graph", TRACE)]
     for file in sorted(candidates, key=lambda file: file.used):

@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from dcompile.compat.autograd import will_accumulate
 from dcompile.compat.storage_holders import storage_use_count
-from dcompile.compat.tensors import copy_all, multiply_all, zero_all
+from dcompile.compat.tensors import copy_all, in_layout_of, multiply_all, zero_all
 from dcompile.ir.buffers import Bucket
+from dcompile.runtime.communication.gradient_presence import RanksWithGradients
 from dcompile.runtime.communication.reduced_run import ReducedRun
 from dcompile.runtime.communication.work import PendingCollective, count_replayed, start_sum
 
@@ -62,6 +63,8 @@ class BucketSet:
     _table: dict[str, Bucket] = field(init=False)
     _places: dict[int, tuple[str, int]] = field(init=False)
     """Parameter number -> the name of its bucket and its offset there, in elements."""
+    _used_places: dict[int, tuple[str, int]] = field(init=False)
+    """Those of parameters that the program uses, without idle ones."""
     _kept: dict[str, list[BucketMemory]] = field(init=False)
     _works: dict[str, PendingCollective] = field(init=False, default_factory=dict)
     _reduced: dict[str, BucketMemory] = field(init=False, default_factory=dict)
@@ -84,6 +87,7 @@ class BucketSet:
     _runs: int = field(init=False, default=0)
     _marks: dict[str, torch.Tensor] = field(init=False, default_factory=dict)
     """Bucket -> its presence flags: 1 for each parameter that the program has a gradient of, 0 for idle ones."""
+    ranks: RanksWithGradients = field(init=False, default_factory=RanksWithGradients)
     order: tuple[tuple[int, ...], ...] = field(init=False)
     """Numbers of the parameters in each bucket, in the order of reduction."""
     times_ns: list[int] = field(init=False, default_factory=lambda: [0, 0, 0])
@@ -95,6 +99,7 @@ class BucketSet:
     def __post_init__(self) -> None:
         self._table = {bucket.name: bucket for bucket in self.buckets}
         self._places = {n: (b.name, offset) for b in self.buckets for n, offset in b.places}
+        self._used_places = {n: self._places[n] for b in self.buckets for n in b.params}
         self.order = tuple(tuple(number for number, _ in bucket.places) for bucket in self.buckets)
         layouts = {b.name: (b.name, b.places, b.numel, b.dtype, b.wire) for b in self.buckets}
         self._kept = {name: self.pool.setdefault(layout, []) for name, layout in layouts.items()}
@@ -247,7 +252,7 @@ class BucketSet:
             before, beside = self._aside.pop(number, None), param.grad
             came = beside is not None and (before is not None or number not in elsewhere)
             if number in marked or came:
-                self._handed_on[number] = gradient = like(gradient, param)
+                self._handed_on[number] = gradient = in_layout_of(gradient, param)
                 param.grad = gradient if beside is None else beside + gradient
             elif beside is None:
                 param.grad = before
@@ -277,12 +282,13 @@ class BucketSet:
         for name, memory in memories.items():
             self.wait(name, memory)
             bucket = self._table[name]
+            self.ranks.note(bucket, memory, self._scale)
             marked = self._marked_idle(bucket, memory)
             for number, view, param in self._views(bucket, memory):
                 if (number in before or number in marked) and param.grad is not None:
                     param.grad += view
                 elif number in numbers or number in marked:
-                    param.grad = like(view, param)
+                    param.grad = in_layout_of(view, param)
 
     def _marked_idle(self, bucket: Bucket, memory: BucketMemory) -> set[int]:
         """Idle parameters of which another rank has a gradient; valid after the all-reduce."""
@@ -298,8 +304,8 @@ class BucketSet:
 
     def pending(self, bucket: str) -> Any:
         """The torch.distributed.Work of a bucket's pending all-reduce, or None."""
-        flight = self._works.get(bucket)
-        return None if flight is None else flight.work
+        collective = self._works.get(bucket)
+        return None if collective is None else collective.work
 
     def wait(self, bucket: str, memory: BucketMemory) -> None:
         """Wait for the all-reduce that `start` began."""
@@ -310,9 +316,10 @@ class BucketSet:
         self._landed(bucket, memory)
 
     def _landed(self, bucket: str, memory: BucketMemory) -> None:
-        self._reduced[bucket] = memory
-        if idle := self._idle(self._table[bucket]):
-            self._unsettled[self._runs, bucket] = memory, memory.flat[-self._table[bucket].marks :], idle
+        self._reduced[bucket], described = memory, self._table[bucket]
+        self.ranks.note(described, memory, 1.0 if self._exact and described.scaled else self._scale)
+        if idle := self._idle(described):
+            self._unsettled[self._runs, bucket] = memory, memory.flat[-described.marks :], idle
 
     def _label(self, bucket: str) -> str:
         return f"all-reduce of gradient {bucket} ({self._table[bucket].numel} elements)"
@@ -349,8 +356,11 @@ class BucketSet:
         """Return what the program has reduced in its last run."""
         # each another tensor of the memory, which is not free meanwhile
         flats = {name: memory.flat.detach() for name, memory in self._reduced.items()}
-        numbers = (number for name in flats for number in self._table[name].params if number not in self._absent)
-        return ReducedRun(flats, {number: self._places[number] for number in numbers}, self._param)
+        return ReducedRun(flats, self._used_places, self._param, self._absent)
+
+    def ranks_with_gradients(self) -> dict[int, int]:
+        """Parameter number -> number of ranks with a gradient of it, of buckets with presence flags."""
+        return self.ranks.counts()
 
     def handed_on(self) -> Collection[int]:
         """Return idle parameters that got a gradient which other ranks have reduced."""
@@ -361,11 +371,6 @@ class BucketSet:
         if number in self._handed_on:
             return self._handed_on[number]
         return self._view(number, self._reduced[self._places[number][0]])
-
-
-def like(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Give a gradient its parameter's layout, as autograd does. Copies only if the parameter is not contiguous."""
-    return gradient if param.is_contiguous() else torch.empty_like(param, requires_grad=False).copy_(gradient)
 
 
 def scale_for_all_reduce(
@@ -389,7 +394,7 @@ def average(group: Any, tensors: list[torch.Tensor], wire: str = "") -> None:
         payload = scale_for_all_reduce(tensor, group, scale, wire, memory)
         label = f"all-reduce of a gradient from outside the compiled graphs ({tensor.numel()} elements)"
         pairs.append((start_sum(group, payload, label), payload))
-    for (flight, payload), tensor in zip(pairs, tensors, strict=True):
-        flight.wait()
+    for (collective, payload), tensor in zip(pairs, tensors, strict=True):
+        collective.wait()
         if payload is not tensor:
             tensor.copy_(payload)

@@ -130,8 +130,8 @@ class ShardCommunication:
 
         label = f"all-gather {bucket} ({sum(tensor.numel() for tensor in full)} elements{coalescing(found)})"
         with self._named("all-gather", found, group):
-            flight = PendingCollective(group, full[0].device, label, start)
-        self._gathering[bucket] = PendingGather(flight, shards, parcel, group, units)
+            collective = PendingCollective(group, full[0].device, label, start)
+        self._gathering[bucket] = PendingGather(collective, shards, parcel, group, units)
 
     def _pulls_from(self, near: PeerShardGroup) -> CopyGathers:
         found = self._pulls.get(near)
@@ -143,7 +143,7 @@ class ShardCommunication:
             found = self._pulls[near] = CopyGathers(near, len(copied), numbers, self._meeting, self._convert, beside)
         return found
 
-    def _meeting(self, flight: PendingCollective) -> None:
+    def _meeting(self, collective: PendingCollective) -> None:
         """Called for each meeting of the ranks around copy-engine gathers."""
 
     def _has_waited(self) -> None:
@@ -180,7 +180,7 @@ class ShardCommunication:
         found = self.buckets[bucket]
         gathering = self._gathering.pop(bucket)
         with self._named("all-gather", found, gathering.group):
-            gathering.flight.wait()
+            gathering.collective.wait()
         if gathering.parcel is not None:
             gathering.parcel.unpack()
         fewer = self.shards.groups[found.group].part_group() if self.phase == "forward" else None
@@ -231,9 +231,9 @@ class ShardCommunication:
     def pending(self, bucket: str) -> Any:
         """The pending work of a bucket, or None."""
         if bucket in self._gathering:
-            return self._gathering[bucket].flight.work
+            return self._gathering[bucket].collective.work
         reducing = self._reducing.get(bucket)
-        return None if reducing is None else reducing.flight.work
+        return None if reducing is None else reducing.collective.work
 
     # --- recordings ---
 
@@ -300,19 +300,19 @@ class RecordedShardCommunication(ShardCommunication):
     def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start filling `full` with the units whose shards the ranks hold."""
         super().start_gather(bucket, full)
-        if isinstance(flight := self._gathering[bucket].flight, PendingCollective):
-            self._log(flight)
+        if isinstance(collective := self._gathering[bucket].collective, PendingCollective):
+            self._log(collective)
 
     def start_scatter(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start summing `full` over the ranks."""
         super().start_scatter(bucket, full)
-        self._log(self._reducing[bucket].flight)
+        self._log(self._reducing[bucket].collective)
 
-    def _meeting(self, flight: PendingCollective) -> None:
-        self._log(flight)
+    def _meeting(self, collective: PendingCollective) -> None:
+        self._log(collective)
 
-    def _log(self, flight: PendingCollective) -> None:
-        self.collectives.append((flight.group, flight.label))
+    def _log(self, collective: PendingCollective) -> None:
+        self.collectives.append((collective.group, collective.label))
 
     def wait_scatter(self, bucket: str) -> None:
         """Wait for the reduction that `start_scatter` began, and keep its shards."""

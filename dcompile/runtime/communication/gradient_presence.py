@@ -1,4 +1,6 @@
-"""Agree between ranks on sharded gradients that a backward may lack, where no loss used the result that leads to them.
+"""Which ranks have a gradient of which parameter, where a backward may lack some.
+
+Ranks agree on sharded gradients that a backward may lack, where no loss used the result that leads to them.
 
 Each backward runs the same reductions, with zeros for absent gradients. Ranks must decide together whether a reduced
 shard becomes a gradient: another rank may have used the result. As a gradient, zeros would let momentum and weight
@@ -7,13 +9,16 @@ decay move the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from dcompile.collectives.contract import ShardGroup, ShardUnit
+from dcompile.ir.buffers import Bucket
 from dcompile.runtime.communication.work import start_sum
 
 
@@ -59,3 +64,36 @@ class UncertainUnits:
                 for number, ranks_with_it in zip(numbers, had.tolist(), strict=True):
                     if ranks_with_it and not reduced[number][1]:
                         yield number, reduced[number][0]
+
+
+class FlaggedMemory(Protocol):
+    """Memory of a bucket, which ends with its presence flags."""
+
+    flat: torch.Tensor
+
+
+@dataclass(eq=False)
+class RanksWithGradients:
+    """Number of ranks that had a gradient of each parameter, in the last backward that reduced.
+
+    It is read from the presence flags of reduced buckets when somebody asks: until then it costs nothing.
+    """
+
+    _flagged: dict[str, tuple[Bucket, Callable[[], FlaggedMemory | None], float]] = field(
+        init=False, default_factory=dict
+    )
+    """Bucket -> (its layout, weak reference to its memory, the flag of one rank behind the all-reduce)."""
+
+    def note(self, bucket: Bucket, memory: FlaggedMemory, one: float) -> None:
+        """Note a reduced bucket. `one`: what a flag of 1 was scaled to before the sum."""
+        if bucket.marks:
+            self._flagged[bucket.name] = bucket, weakref.ref(memory), one
+
+    def counts(self) -> dict[int, int]:
+        """Return parameter number -> number of ranks, rounded where the gradients' dtype cannot hold it."""
+        found = {}
+        for bucket, known, one in self._flagged.values():
+            memory = known()
+            flags = [] if memory is None else memory.flat[-bucket.marks :].tolist()
+            found.update({number: round(flag / one) for (number, _), flag in zip(bucket.places, flags, strict=False)})
+        return found

@@ -21,7 +21,7 @@ from dcompile.runtime.communication.work import PendingCollective
 class PendingGather:
     """A gather in flight."""
 
-    flight: PendingCollective | PendingCopyGather
+    collective: PendingCollective | PendingCopyGather
     shards: list[torch.Tensor]
     """Tensors that the gather reads; they must live until it is done."""
     parcel: PackedUnits | None
@@ -40,7 +40,7 @@ class PendingReduction:
     flat: torch.Tensor
     """All shards of this rank, end to end."""
     shards: dict[int, torch.Tensor]
-    flight: PendingCollective
+    collective: PendingCollective
     absent: frozenset[int] = frozenset()
     """Units that this rank has no gradient of."""
     scattered: bool = False

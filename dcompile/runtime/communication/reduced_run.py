@@ -14,8 +14,9 @@ class ReducedRun:
     """Reduced gradients of one run, by parameter number.
 
     A gradient is intact while autograd holds it as the run returned it. A sum with another gradient is a new tensor,
-    and drops its reference to the memory here. `flats`: the memory of each bucket. `places`: parameter number -> its
-    bucket, and its offset there in elements. `parameter`: the parameter of a number.
+    and drops its reference to the memory here. `flats`: the memory of each bucket that the run reduced. `places`:
+    parameter number -> its bucket, of all buckets, and its offset there in elements. `parameter`: the parameter of a
+    number. `absent`: parameters whose gradient no rank has.
     """
 
     def __init__(
@@ -23,15 +24,17 @@ class ReducedRun:
         flats: Mapping[str, torch.Tensor],
         places: Mapping[int, tuple[str, int]],
         parameter: Callable[[int], Any],
+        absent: Collection[int] = frozenset(),
     ) -> None:
-        self._flats, self._places, self._parameter = dict(flats), dict(places), parameter
+        self._flats, self._places, self._parameter = flats, places, parameter
+        self._absent = frozenset(absent)
         self._copies: dict[int, torch.Tensor] = {}
         """Gradients in the layout of a parameter that is not contiguous, as autograd would copy them."""
         self._uses: dict[str, int] = {}
         self._stream: Any = None
 
     def __contains__(self, number: int) -> bool:
-        return number in self._places
+        return number in self._places and self._places[number][0] in self._flats and number not in self._absent
 
     def gradient(self, number: int) -> torch.Tensor:
         """Return a parameter's gradient, as its memory is now."""

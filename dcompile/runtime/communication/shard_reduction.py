@@ -121,8 +121,8 @@ class ShardReductions:
             label = (
                 f"{name} ({sum(t.numel() for t in full.values())} elements{f', {packed} together' if packed else ''})"
             )
-            flight = PendingCollective(process_group, first.device, label, start)
-        return PendingReduction(name, group, flat, shards, flight, lacking)
+            collective = PendingCollective(process_group, first.device, label, start)
+        return PendingReduction(name, group, flat, shards, collective, lacking)
 
     def shard_sizes(self, numels: Mapping[int, int], group: Any) -> list[int]:
         """Elements of this rank's shard of each unit."""
@@ -147,7 +147,7 @@ class ShardReductions:
         """Wait for the shards. Where replicas hold copies of them, start averaging among these."""
         group, shards, flat = pending.group, pending.shards, pending.flat
         with named_error(f"the {pending.name}", shards, self.units, group.scatter_group()):
-            pending.flight.wait()
+            pending.collective.wait()
         pending.scattered = True
         replicas, rule = group.replica_group(), group.reduction(flat.dtype)
         if replicas is None:

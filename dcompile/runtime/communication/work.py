@@ -107,7 +107,9 @@ class PendingCollective:
                     return
             try:
                 peers.check()
-                late = {rank for rank, said in others.look().items() if said is None or said.started < self._index}
+                late = {
+                    rank for rank, status in others.poll().items() if status is None or status.started < self._index
+                }
                 self._see_who_has_ended(peers, others, late)
                 if others.out_of_patience(late):
                     raise DcompileError(
@@ -119,10 +121,10 @@ class PendingCollective:
 
     def _see_who_has_ended(self, peers: PeerCoordinator, others: PeerWait, late: set[int]) -> None:
         for rank in sorted(late):
-            said = others.last(rank)
-            if said is not None and said.ended:
+            status = others.last(rank)
+            if status is not None and status.ended:
                 peers.call_off(
-                    f"dcompile: rank {rank} has ended after {said.started} collectives, but rank {peers.rank} has "
+                    f"dcompile: rank {rank} has ended after {status.started} collectives, but rank {peers.rank} has "
                     f"started {self._name()}: every rank must run the same steps"
                 )
 

@@ -41,7 +41,7 @@ def agree(group: Any, subject: str, lines: Sequence[str | Line], way_out: str = 
     peers = peers_of(group)
     if peers is not None:
         every = [(line, "") if isinstance(line, str) else line for line in lines]
-        _meet(peers, [(subject, ""), *every], _limit_s(group), way_out)
+        _compare_lines(peers, [(subject, ""), *every], _limit_s(group), way_out)
 
 
 def _limit_s(group: Any) -> float:
@@ -56,7 +56,7 @@ def _next_meeting(peers: PeerCoordinator) -> tuple[int, str]:
     return number, f"meeting/{number}"
 
 
-def _meet(peers: PeerCoordinator, lines: Sequence[Line], timeout_s: float, way_out: str = "") -> None:
+def _compare_lines(peers: PeerCoordinator, lines: Sequence[Line], timeout_s: float, way_out: str = "") -> None:
     number, place = _next_meeting(peers)
     if peers.rank == 0:
         _say(peers, place, lines)
@@ -126,10 +126,10 @@ def _wait(peers: PeerCoordinator, key: str, number: int, lines: Sequence[Line], 
     pause = 0.001
     while not peers.store.check([key]):
         peers.check()
-        said = others.look()
-        missing = {rank for rank, last in said.items() if last is None or last.meetings <= number}
+        statuses = others.poll()
+        missing = {rank for rank, last in statuses.items() if last is None or last.meetings <= number}
         for rank in sorted(missing):
-            last = said[rank]
+            last = statuses[rank]
             if last is not None and last.started > peers.started:
                 peers.call_off(_without(peers, rank, last.label, lines))
             if last is not None and last.ended:

@@ -67,7 +67,7 @@ class ArtifactSharing:
         others, pause = PeerWait(self._peers, inf, [rank]), 0.001
         while not self._peers.store.check([f"claim/{key}"]):
             self._peers.check()
-            others.look()
+            others.poll()
             if not others.compiles(rank):
                 return
             time.sleep(pause)
@@ -119,7 +119,7 @@ class ArtifactSharing:
         pause = 0.001
         while not self._peers.store.check([f"program/{key}"]):
             self._peers.check()
-            others.look()
+            others.poll()
             if others.last(giver) is not None and not others.alive(giver):
                 return None, others.describe([giver])
             if others.out_of_patience([giver]):

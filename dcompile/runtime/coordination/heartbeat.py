@@ -157,7 +157,7 @@ class PeerCoordinator(SingleProcess):
                 "DistributedDataParallel again, and compile that"
             )
 
-    def said(self, rank: int) -> PeerStatus | None:
+    def status_of(self, rank: int) -> PeerStatus | None:
         """Newest status that a rank has published, or None."""
         return _read_status(self.store, rank)
 
@@ -168,8 +168,8 @@ class PeerCoordinator(SingleProcess):
         stay_out_of_captures()
         try:
             while not self._ended:
-                self._beat(self._side)
-                self._look()
+                self._publish_status(self._side)
+                self._check_peers()
                 self._wake.wait(pace)
                 self._wake.clear()
         except RuntimeError:  # the store and its owner are gone; Gloo's collectives report that
@@ -190,15 +190,15 @@ class PeerCoordinator(SingleProcess):
             self._wake.wait(BEAT_S)
             self._wake.clear()
 
-    def _beat(self, store: Any) -> None:
+    def _publish_status(self, store: Any) -> None:
         self._beats += 1
         started = self.started
         checksum, label = self._history.get(started, (0, ""))
         doing = self._doing[0] if self._doing else ""
-        said = [self._beats, doing, self.meetings, started, checksum, label, self._ended]
-        store.set(f"beat/{self.rank}", json.dumps(said))
+        status = [self._beats, doing, self.meetings, started, checksum, label, self._ended]
+        store.set(f"beat/{self.rank}", json.dumps(status))
 
-    def _look(self) -> None:
+    def _check_peers(self) -> None:
         if not self.aborted and self._side.check(["abort"]):
             self._abort(self._side.get("abort").decode())
         if self.rank and not self.aborted:
@@ -257,7 +257,7 @@ class PeerCoordinator(SingleProcess):
                 self._say_why(failure)
         if failure is None and not self.aborted:
             with contextlib.suppress(RuntimeError):
-                self._beat(self.store)  # for ranks that wait for this one
+                self._publish_status(self.store)  # for ranks that wait for this one
                 if self.started:
                     self._say_goodbye()
             if self.aborted:

@@ -37,7 +37,7 @@ class PeerView(Protocol):
     told: threading.Event
     caller: int | None
 
-    def said(self, rank: int) -> PeerStatus | None:
+    def status_of(self, rank: int) -> PeerStatus | None:
         """Newest status of a rank, or None."""
 
     def failure(self) -> str:

@@ -30,7 +30,7 @@ class PeerWait:
         """Time at which each rank's last new status was seen."""
         self._began = self._seen = time.monotonic()
         # the status of many ranks is read only if some are late; that of one rank costs nothing
-        self._looked = self._began if len(self._ranks) > 1 else -float("inf")
+        self._polled = self._began if len(self._ranks) > 1 else -float("inf")
         self._waited = 0.0
         self._paused = 0.0
 
@@ -39,19 +39,19 @@ class PeerWait:
         self._waited += seconds
 
     def slice_s(self) -> float:
-        """Seconds to wait before the next `look`; at most one."""
+        """Seconds to wait before the next `poll`; at most one."""
         return min(max(self._limit_s - self._waited, 0.02), BEAT_S)
 
-    def look(self) -> Mapping[int, PeerStatus | None]:
+    def poll(self) -> Mapping[int, PeerStatus | None]:
         """Newest status of every rank. Reads the store at most twice a second, less often for many ranks."""
         now = time.monotonic()
-        if now - self._looked >= max(BEAT_S / 2, len(self._ranks) / 100):
-            self._looked = now
+        if now - self._polled >= max(BEAT_S / 2, len(self._ranks) / 100):
+            self._polled = now
             for rank in self._ranks:
-                said = self._peers.said(rank)
+                status = self._peers.status_of(rank)
                 before = self._last.get(rank)
-                if said is not None and (before is None or said.beats != before.beats):
-                    self._last[rank], self._moved[rank] = said, now
+                if status is not None and (before is None or status.beats != before.beats):
+                    self._last[rank], self._moved[rank] = status, now
         return {rank: self._last.get(rank) for rank in self._ranks}
 
     def last(self, rank: int) -> PeerStatus | None:
@@ -87,17 +87,17 @@ class PeerWait:
             return "another rank has failed, stalled, or does not run this step"
         rank = min(missing)
         more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
-        said = self._last.get(rank)
-        if said is None:
+        status = self._last.get(rank)
+        if status is None:
             return (
                 f"rank {rank}{more} has not reported: it has not reached this model, has not compiled it, as every "
                 "rank has to, or its process is gone"
             )
         if not self.alive(rank):
             return self._peers.failure() or f"rank {rank}{more} has fallen silent: its process is gone or stopped"
-        if said.doing:
-            return f"rank {rank}{more} is still {said.doing}"
+        if status.doing:
+            return f"rank {rank}{more} is still {status.doing}"
         return (
             f"rank {rank}{more} is alive, but has stalled or does not run this step "
-            f"(it has started {said.started} collectives of this group)"
+            f"(it has started {status.started} collectives of this group)"
         )

@@ -60,13 +60,13 @@ class Watchdog:
         rank = self._peers.rank
         if why := self._peers.failure():
             return f"dcompile: rank {rank} was waiting for the {label}, number {number} of this group; {why}"
-        for other, said in others.look().items():
-            if said is not None and said.ended and said.started < number:
+        for other, status in others.poll().items():
+            if status is not None and status.ended and status.started < number:
                 return (
-                    f"dcompile: rank {other} has ended after {said.started} collectives, but rank {rank} has started "
+                    f"dcompile: rank {other} has ended after {status.started} collectives, but rank {rank} has started "
                     f"the {label}, number {number} of this group: every rank must run the same steps"
                 )
-            if said is not None and not said.ended and others.silent_s(other) > wait_policy.SILENT_S:
+            if status is not None and not status.ended and others.silent_s(other) > wait_policy.SILENT_S:
                 return (
                     f"dcompile: rank {rank} was waiting for the {label}, number {number} of this group; "
                     f"{others.describe([other])}"

@@ -54,10 +54,10 @@ class ResultSorter:
         storage = value.untyped_storage()
         position = self._inputs.get(storage.data_ptr()) if storage.nbytes() else self._virtual.get(id(value))
         if position is not None:
-            return _look(position, self._args[position], value)
+            return _view_of(position, self._args[position], value)
         slot = self._slots.get(storage.data_ptr()) if storage.nbytes() else None
         if slot is not None and kept is not None:  # a saved one is read from the slot
-            return _look(slot.position, slot.tensor, value)
+            return _view_of(slot.position, slot.tensor, value)
         bucket = self._buckets.get(storage.data_ptr())
         if bucket is not None:
             return RecordedResult("bucket", bucket, 0, tuple(value.shape), value.stride(), int(value.storage_offset()))
@@ -79,7 +79,7 @@ def position_in_results(results: Sequence[Any], number: int, users: int) -> int 
     return next((place for place in earlier if results[place] is results[number]), None)
 
 
-def _look(position: int, source: torch.Tensor, value: torch.Tensor) -> RecordedResult:
+def _view_of(position: int, source: torch.Tensor, value: torch.Tensor) -> RecordedResult:
     """Result that is a view of `source`: the input at this position, or the slot that holds its copy."""
     offset = value.storage_offset() - source.storage_offset()
     return RecordedResult("input", position, 0, tuple(value.shape), value.stride(), int(offset))

@@ -36,8 +36,8 @@ class CudaRecorder:
         forget_blas_workspaces()
         try:
             with (
+                without_garbage_collection(),  # first: a collection that is due may run until the capture begins
                 torch.cuda.graph(graph, pool=handle, stream=self._stream, capture_error_mode="thread_local"),
-                without_garbage_collection(),
             ):
                 results = function()
         except RuntimeError:

@@ -34,7 +34,7 @@ class StableInputDetector:
         self._seen: dict[int, int] | None = None
         self._wrong = False
 
-    def look(self, args: Sequence[Any], slots: Sequence[CopiedInput]) -> bool:
+    def observe(self, args: Sequence[Any], slots: Sequence[CopiedInput]) -> bool:
         """Compare input addresses of one more replay.
 
         Return whether some inputs with slots are now known to be stable.

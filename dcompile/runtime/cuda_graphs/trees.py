@@ -134,7 +134,7 @@ class GraphTree:
         if recording in self._handed:
             self._dropped.add(recording)
 
-    def ran(self, recording: Recording) -> None:
+    def note_replay(self, recording: Recording) -> None:
         """Note that a recording was replayed: the caller holds its results."""
         self._handed[recording] = None
 
@@ -231,7 +231,7 @@ class ReplayedExecutable:
         for group, labels in recording.collectives.items():
             count_replayed(group, labels)
         call.happened(results)
-        self._tree.ran(recording)
+        self._tree.note_replay(recording)
         self.report.replays += 1
         return results
 
@@ -251,7 +251,7 @@ class ReplayedExecutable:
         # ranks would decide differently, but recordings with collectives must be made by all of them
         if call.communicates or recording.collectives:
             return recording
-        if not settling.look(args, recording.slots):
+        if not settling.observe(args, recording.slots):
             return recording
         made = self._record(args, self._recordings[key], settling, call)
         if made is None:

@@ -24,7 +24,7 @@ from dcompile.ir.buffers import Bucket
 from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
 from dcompile.ir.functional_collectives import is_wait, kind_of
 
-_WORK = re.compile(r"_(k|op|launch|fn|exchange)\d+(?:\.wait|\.run_epilogue)?")
+_WORK = re.compile(r"_(k|op|launch|fn|collective)\d+(?:\.wait|\.run_epilogue)?")
 """Names that a host program gives to callables that compute: kernels, library calls, launch tables."""
 POLL_S = 2e-4
 """Seconds between two checks of collectives that do not notify when they end."""

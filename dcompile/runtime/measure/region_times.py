@@ -42,7 +42,7 @@ class RegionTimes:
 
         All ranks of the group get the same answer.
         """
-        agreed = self._said(key) or self._say(key, self._own(key, measure))
+        agreed = self._published(key) or self._publish(key, self._own(key, measure))
         if self._kept is not None and self._kept.find_trace(key) != agreed:
             self._kept.put_trace(key, agreed)
         return _number(agreed)
@@ -54,14 +54,14 @@ class RegionTimes:
         measured = measure() if self._measures else None
         return NOT_MEASURED if measured is None else f"{measured:.2f}"
 
-    def _said(self, key: str) -> str:
+    def _published(self, key: str) -> str:
         """Text that a rank has put into the store; empty if none has."""
         if not isinstance(self._peers, PeerCoordinator) or not self._peers.store.check([_place(key)]):
             return ""
         text: str = self._peers.store.get(_place(key)).decode()
         return text
 
-    def _say(self, key: str, text: str) -> str:
+    def _publish(self, key: str, text: str) -> str:
         """Put a text into the store, unless another rank has; return what is there."""
         if not isinstance(self._peers, PeerCoordinator):
             return text

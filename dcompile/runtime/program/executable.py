@@ -174,7 +174,7 @@ def name_collective(error: Exception, source: str) -> None:
     lines, at = source.split("\n"), _line_of(error)
     if at is None:
         return
-    callee = re.search(r"\b(_(?:op|exchange)\d+)(?:\(|\.wait\()", lines[at - 1])
+    callee = re.search(r"\b(_(?:op|collective)\d+)(?:\(|\.wait\()", lines[at - 1])
     found = callee and re.search(rf"^ *{callee[1]} = .*\b(_c10d_functional\.[\w.]+)", source, re.MULTILINE)
     if callee and found:
         start = next((n for n in range(at - 1, 0, -1) if f"{callee[1]}(" in lines[n]), at - 1)

@@ -26,25 +26,27 @@ class SavedLayouts:
 
     def __init__(self, layouts: tuple[Layout, ...], notes: list[str]) -> None:
         self._layouts, self._notes = layouts, notes
-        self.check = self._lie
+        self.check = self._have_layouts
         """Quick check whether tensors have these layouts. If it fails, `fit` compares them in detail."""
 
-    def _lie(self, *tensors: torch.Tensor) -> bool:
-        if not all(map(_lies, tensors, self._layouts)):
+    def _have_layouts(self, *tensors: torch.Tensor) -> bool:
+        if not all(map(_has_layout, tensors, self._layouts)):
             return False
-        self.check = like_these(tensors) or self._lie
+        self.check = like_these(tensors) or self._have_layouts
         return True
 
     def fit(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         """Return the tensors, with copies of those that have other layouts."""
-        if self._lie(*tensors):
+        if self._have_layouts(*tensors):
             return [*tensors]
         if NOTE not in self._notes:
             self._notes.append(NOTE)
-        return [x if _lies(x, layout) else _copy(x, layout) for x, layout in zip(tensors, self._layouts, strict=True)]
+        return [
+            x if _has_layout(x, layout) else _copy(x, layout) for x, layout in zip(tensors, self._layouts, strict=True)
+        ]
 
 
-def _lies(x: torch.Tensor, layout: Layout) -> bool:
+def _has_layout(x: torch.Tensor, layout: Layout) -> bool:
     """Whether a tensor has a layout. Strides of empty tensors and of dimensions with one element are ignored."""
     dtype, shape, strides, device, _ = layout
     if x.dtype != dtype or x.shape != shape or x.device.type != device or x.layout != torch.strided:

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.codegen.lower.lower import lower
 from dcompile.codegen.schedule.fusion.fuse import fuse
-from dcompile.codegen.schedule.fusion.matmul_epilogue import endings, fuse_matmul_epilogues
+from dcompile.codegen.schedule.fusion.matmul_epilogue import epilogues, fuse_matmul_epilogues
 from dcompile.codegen.schedule.order.dependences import remove_dead_steps
 from dcompile.ir.nodes import Program, Tile
 
@@ -45,7 +45,7 @@ def program(
 
 def ended(before: Program, tile: Tile) -> Program:
     """The program with all products that can end in loops."""
-    after = fuse_matmul_epilogues(before, {ending.kind: tile for ending in endings(before)})
+    after = fuse_matmul_epilogues(before, {ending.kind: tile for ending in epilogues(before)})
     assert after is not before, "no product can end in a loop"
     return after
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile.codegen.lower.handed_over import can_hand_over
+from dcompile.codegen.lower.region_ops import can_compile_in_region
 from dcompile.codegen.lower.regions import Region, RegionPlan, with_calls
 from dcompile.kernel_backends.region_call import RegionCall
 
@@ -14,7 +14,7 @@ from dcompile.kernel_backends.region_call import RegionCall
 def cut(function, *inputs, gathers=None, reductions=None) -> tuple[RegionPlan, list[Region]]:
     """The regions of a function as `make_fx` traces it."""
     gm = make_fx(function, tracing_mode="fake")(*inputs)
-    plan = RegionPlan(gm, lambda node: can_hand_over(node, False))
+    plan = RegionPlan(gm, lambda node: can_compile_in_region(node, False))
     return plan, plan.regions((gathers or {}, reductions or {}))
 
 

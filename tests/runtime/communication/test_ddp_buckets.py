@@ -206,6 +206,14 @@ def one_idle(pool=None):
     return params, BucketSet((bucket,), refs, dist.group.WORLD, {} if pool is None else pool)
 
 
+def test_a_run_has_reduced_what_its_program_uses():
+    params, buckets = one_idle()
+    assert 0 not in buckets.last_run()
+    step(buckets, params[:1], 5.0)
+    run = buckets.last_run()
+    assert 0 in run and 1 not in run and 2 not in run
+
+
 @pytest.mark.parametrize("old", [None, 3.0])
 def test_a_parameter_that_no_rank_has_a_gradient_of_stays_as_it_is(old):
     params, buckets = one_idle()

@@ -7,7 +7,7 @@ import pytest
 
 from dcompile import compat
 from dcompile.runtime.coordination import agreement, wait_policy
-from dcompile.runtime.coordination.agreement import _hear, _meet
+from dcompile.runtime.coordination.agreement import _compare_lines, _hear
 from tests.runtime.ranks import Ranks
 
 
@@ -26,7 +26,7 @@ def lines_of(plan):
 
 def meet(ranks, plans, timeout_s=5.0, world=None, lines=None):
     lines = lines or ranks.start(world or len(plans), len(plans))
-    return ranks.each(lambda line: _meet(line, lines_of(plans[line.rank]), timeout_s), lines)
+    return ranks.each(lambda line: _compare_lines(line, lines_of(plans[line.rank]), timeout_s), lines)
 
 
 def test_equal_plans(ranks):
@@ -86,7 +86,7 @@ def test_the_clock_stands_still_while_a_peer_compiles(ranks):
         if line.rank:
             with line.busy("compiling"):
                 time.sleep(1.0)
-        return _meet(line, lines_of(["a"]), 0.4)
+        return _compare_lines(line, lines_of(["a"]), 0.4)
 
     assert ranks.each(come, lines) == [None, None]
 
@@ -101,7 +101,7 @@ def test_and_goes_on_when_its_heartbeat_stops(ranks):
                 line._ended = True
                 time.sleep(1.0)
             return None
-        return _meet(line, lines_of(["a"]), 0.3)
+        return _compare_lines(line, lines_of(["a"]), 0.3)
 
     first, _ = ranks.each(come, lines)
     assert "rank 1 has fallen silent" in first
@@ -114,7 +114,7 @@ def test_a_rank_that_goes_on_without_coming_is_noticed(ranks):
     def run(line):
         line.count("all-reduce of gradient bucket0")
         if line.rank:
-            return _meet(line, lines_of(["all_reduce other"]), 30)
+            return _compare_lines(line, lines_of(["all_reduce other"]), 30)
         line.count("all-reduce of gradient bucket0")
         for _ in range(100):
             line.check()
@@ -134,7 +134,7 @@ def test_captures_that_differ_in_the_models_code_say_what_to_do_if_they_are_mean
 
     def come(line):
         graphs = [("graphs", ""), ("settings", ""), (f"call {line.rank}", places[line.rank])]
-        return _meet(line, graphs, 5.0, "Meant? Do this.")
+        return _compare_lines(line, graphs, 5.0, "Meant? Do this.")
 
     first, second = ranks.each(come, lines)
     assert first == second and ("with the same settings. Meant? Do this." in first) == told
@@ -149,7 +149,7 @@ def test_a_rank_that_has_ended_is_not_waited_for(ranks):
         if line.rank:
             line.end()
             return None
-        return _meet(line, lines_of(["a"]), 60)
+        return _compare_lines(line, lines_of(["a"]), 60)
 
     first, _ = ranks.each(come, lines)
     assert "rank 1 has ended without" in first and time.monotonic() - began < 20

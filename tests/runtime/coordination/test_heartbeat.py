@@ -26,18 +26,18 @@ def until(condition, seconds=3.0):
 def test_a_rank_says_what_it_is_doing_and_how_far_it_is(ranks):
     first, second = ranks.start(2)
     with first.busy("compiling"):
-        until(lambda: (said := second.said(0)) is not None and said.doing == "compiling")
-    until(lambda: second.said(0).doing == "")
+        until(lambda: (said := second.status_of(0)) is not None and said.doing == "compiling")
+    until(lambda: second.status_of(0).doing == "")
     first.count("a")
-    until(lambda: second.said(0).started == 1)
-    assert second.said(0).label == "a" and not second.said(0).ended
+    until(lambda: second.status_of(0).started == 1)
+    assert second.status_of(0).label == "a" and not second.status_of(0).ended
 
 
 def test_heartbeats_go_on_while_nothing_changes(ranks):
     _, second = ranks.start(2)
-    until(lambda: second.said(0) is not None)
-    beats = second.said(0).beats
-    until(lambda: second.said(0).beats > beats + 2)
+    until(lambda: second.status_of(0) is not None)
+    beats = second.status_of(0).beats
+    until(lambda: second.status_of(0).beats > beats + 2)
 
 
 def test_what_calls_a_job_off_reaches_every_rank_in_the_same_words(ranks):
@@ -91,7 +91,7 @@ def test_a_rank_that_ends_alone_does_not_wait_long(ranks, monkeypatch):
     began = time.monotonic()
     first.end()
     assert 0.2 < time.monotonic() - began < 2
-    assert first.said(0).ended
+    assert first.status_of(0).ended
 
 
 def test_counting_costs_little(ranks):

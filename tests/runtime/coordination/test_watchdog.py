@@ -180,7 +180,7 @@ def test_without_a_store_a_stuck_collective_is_still_named(ranks, gpu, exits, mo
     def gone(store):
         raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr(first, "_beat", gone)
+    monkeypatch.setattr(first, "_publish_status", gone)
     used = []
     with pytest.raises(PlanMismatchError, match=r"number 1 of this group; the process that keeps the job's store"):
         train(first, gpu, used)

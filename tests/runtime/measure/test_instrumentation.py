@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import dcompile
-from dcompile.capture.entry import find_model
+from dcompile.capture.find_models import find_model
 from dcompile.runtime.measure.instrumentation import CallRecorder, ProgramProbe, instrument
 
 SOURCE = '''"""2 kernel calls, 1 library calls, arena of 0 bytes."""
@@ -94,16 +94,16 @@ def test_the_models_own_collectives_are_exchanges():
 OVERLAPPED = """
 
 def make(run):
-    _exchange1 = run.collective('_c10d_functional.all_gather_into_tensor.default', 'all_gather')
+    _collective1 = run.collective('_c10d_functional.all_gather_into_tensor.default', 'all_gather')
     _op2 = torch.ops.aten.relu.default
 
     def call(args, buckets=None, sync=False):
         x, all_gather = args
         args.clear()
         # tp: _c10d_functional.all_gather_into_tensor.default (m.py:1)
-        _exchange1([x], [all_gather], 2, '7')
+        _collective1([x], [all_gather], 2, '7')
         y = _op2(x)
-        _exchange1.wait()
+        _collective1.wait()
         return [all_gather, y]
 
     return call

@@ -142,7 +142,7 @@ def test_misaligned_inputs_are_copied_and_written_back():
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize(
-    "look",
+    "strided_view",
     [
         lambda x: x.expand(2, *x.shape),
         lambda x: x[1:].t(),
@@ -150,11 +150,11 @@ def test_misaligned_inputs_are_copied_and_written_back():
     ],
     ids=("expanded", "a part", "whole"),
 )
-def test_results_that_look_at_misaligned_inputs_look_at_them(look, learns):
+def test_results_that_look_at_misaligned_inputs_look_at_them(strided_view, learns):
     """With symbolic sizes they began where the aligned copy does: at the front of the storage."""
 
     def function(x):
-        return look(x), x * 2
+        return strided_view(x), x * 2
 
     run = compiled(function, dynamic=True)
     for rows in (3, 6):

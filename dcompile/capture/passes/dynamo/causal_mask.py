@@ -28,7 +28,7 @@ from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
 )
 from dcompile.capture.passes.dynamo.symbolic_elements.rules import FROM_NUMBERS, RULES
 from dcompile.ir.index import Index, as_index, var
-from dcompile.ir.piecewise import TooManyPieces, Tree, combine, leaves, negate_condition
+from dcompile.ir.piecewise import TooManyCases, Tree, combine, leaves, negate_condition
 from dcompile.passes import PassReport
 
 INSTEAD = {
@@ -78,7 +78,7 @@ def _verdict(mask: Elements | None, node: Node) -> str | None:
     try:
         scores = [*map(size_of, (*query[:-1], key[-2]))]
         allowed = combine(lambda leaf: is_allowed(leaf, mask.dtype), (mask.tree,), mask.ranges)
-    except (UnknownElements, TooManyPieces):
+    except (UnknownElements, TooManyCases):
         return None
     if not broadcasts(mask.shape, scores):
         return None

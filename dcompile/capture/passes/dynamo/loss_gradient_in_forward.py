@@ -19,8 +19,8 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.capture.passes.dynamo.captured_nodes import argument, changes, is_call, shape_of
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import AHEAD
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.head import LOSS, between, given_to
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import COMPUTED_IN_FORWARD
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.head import LOSS, given_to, nodes_between
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import differentiates
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
@@ -97,7 +97,7 @@ def _way_of(logits: Node) -> list[Node]:
 def _source(logits: Node, loss: Node) -> Node:
     """Return the logits before conversions, since their gradient is smaller, unless something changes in between."""
     source = min(_way_of(logits), key=lambda node: node.meta["example_value"].element_size())
-    return logits if any(map(changes, between(source, loss))) else source
+    return logits if any(map(changes, nodes_between(source, loss))) else source
 
 
 def _other_readers(nodes: set[Node], loss: Node) -> Iterator[Node]:
@@ -136,7 +136,7 @@ class _Loss(torch.autograd.Function):
         is_target = torch.arange(rows.shape[1], device=rows.device) == target.unsqueeze(1)
         # not `each / sum`: that scalar would depend on both reductions, and prevent fusion into one loop
         shares = powers * powers.sum(1, keepdim=True).reciprocal()
-        with compat.aot.annotate_nodes({AHEAD: True}):
+        with compat.aot.annotate_nodes({COMPUTED_IN_FORWARD: True}):
             gradient = (shares * each - torch.where(is_target, each, 0.0)).to(logits.dtype)
         ctx.save_for_backward(gradient.reshape(logits.shape))
         return loss

@@ -20,7 +20,7 @@ from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
 from dcompile.capture.passes.dynamo.symbolic_elements.reads import Read, Reads
 from dcompile.ir.bounds import MIN_SYMBOL_VALUES
 from dcompile.ir.index import Index, Size, as_index, is_below, is_nonnegative, is_symbol, substitute, var
-from dcompile.ir.piecewise import Leaf, Test, TooManyPieces, Tree, combine, variables
+from dcompile.ir.piecewise import Leaf, Test, TooManyCases, Tree, combine, variables
 from dcompile.ir.predicate import BATCH, HEAD, KEY, QUERY, Predicate, replace_variables
 
 MAX_READS = 8
@@ -76,7 +76,7 @@ def predicate_of(mask: Elements | None, reads: Reads, scores: Sequence[Size]) ->
         tree = combine(lambda leaf: is_allowed(leaf, mask.dtype), (mask.tree,), mask.ranges)
     except UnknownElements:
         raise UnknownMask("it adds other numbers than 0 and minus infinity to scores") from None
-    except TooManyPieces:
+    except TooManyCases:
         raise UnknownMask("it has too many pieces") from None
     found = _in_pairs(tree, mask, reads, scores)
     if _has_least_number(mask) and not found.predicate.has_key_in_each_row(scores[2], scores[3]):

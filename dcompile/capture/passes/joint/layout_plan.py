@@ -30,6 +30,8 @@ VIEWS = {aten.view.default, aten._unsafe_view.default}
 """Views that get a copy as input if its new strides do not allow the view."""
 NORMS = {aten.native_layer_norm.default, aten.native_layer_norm_backward.default}
 """Operations whose inputs of the result's shape must have equal strides: ATen does not check that."""
+REDUCTIONS = {aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default}
+"""Reductions whose results get the order of dimensions of their input, where ATen would make them row-major."""
 BOUND = {aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default}
 """Operations that would select other elements if strides changed."""
 
@@ -107,6 +109,8 @@ class LayoutPlan:
             value = target(*args, **kwargs)
             if target in self.layouts.results:
                 value = value.clone(memory_format=self.layouts.results[target])
+            elif target in REDUCTIONS:
+                value = _in_input_order(value, *args[:2])
             elif torch.Tag.pointwise in getattr(target, "tags", ()):
                 value = self._in_changed_order(node, value)
         if _strides(value) != _strides(node.meta.get("val")):
@@ -180,6 +184,17 @@ class LayoutPlan:
         if not isinstance(old, torch.Tensor):
             return  # a tuple: each of its tensors is read through getitem
         self.copies.append(_Copy(source, user, old))
+
+
+def _in_input_order(value: torch.Tensor, source: Any, dims: Any = None) -> torch.Tensor:
+    """Give the result of a reduction of `source` over `dims` the order of the dimensions that remain."""
+    reduced = {dim % source.dim() for dim in dims or range(source.dim())}
+    kept = [dim for dim in range(source.dim()) if dim not in reduced]
+    if len(kept) != value.dim():
+        return value  # reduced dimensions stay, with size 1
+    order = sorted(range(len(kept)), key=lambda place: -source.stride(kept[place]))
+    dense = torch.empty([value.shape[place] for place in order], dtype=value.dtype, device=value.device)
+    return dense.permute([order.index(place) for place in range(len(kept))])
 
 
 def _strides(value: Any) -> Any:

@@ -82,7 +82,7 @@ def repeated_layers(gm: GraphModule) -> RepeatedLayers | None:
     body = operations(gm)
     if any(_is_special(node) for node in gm.graph.nodes):
         return None
-    marks = [_mark(node) for node in body]
+    marks = [_operation_hash(node) for node in body]
     for begin, length, count in _stretches(marks):
         for size in PERIODS:
             layers = _check_layers(gm, body, begin, length * size, count // size)
@@ -107,19 +107,21 @@ def _is_plain(value: Any) -> bool:
     return not compat.tensors.is_wrapper(value) and value.layout == torch.strided
 
 
-def _looks(value: Any) -> str:
+def _describe(value: Any) -> str:
     """Return a text of all properties of a value that tracing sees. Symbolic sizes appear as expressions: no guards."""
     if isinstance(value, tuple | list):
-        return f"{type(value).__name__}({', '.join(map(_looks, value))})"
+        return f"{type(value).__name__}({', '.join(map(_describe, value))})"
     if not isinstance(value, torch.Tensor):
         return repr(value)
     layout = (value.dtype, value.device, value.shape, value.stride(), value.storage_offset(), value.requires_grad)
     return f"{layout}"
 
 
-def _mark(node: Node) -> int:
+def _operation_hash(node: Node) -> int:
     """Return a hash that is equal for operations that differ only in the nodes that are their arguments."""
-    return hash((node.op, node.target, spell_arguments(node, lambda _: None), _looks(node.meta.get("example_value"))))
+    return hash(
+        (node.op, node.target, spell_arguments(node, lambda _: None), _describe(node.meta.get("example_value")))
+    )
 
 
 def spell_arguments(node: Node, name: Callable[[Node], object]) -> str:
@@ -275,7 +277,7 @@ def _are_the_same(gm: GraphModule, body: list[Node], layer: dict[Node, int], lay
 
         begin = layers.begin + number * layers.length
         return [
-            *(_looks(placeholders[p].meta.get("example_value")) for p in layers.inputs[number]),
+            *(_describe(placeholders[p].meta.get("example_value")) for p in layers.inputs[number]),
             *(spell_arguments(node, name) for node in body[begin : begin + layers.length]),
             *_region_changes(body[begin - 1 : begin + layers.length]),
             *(f"shown {place}" for place, _ in layers.shown[number]),

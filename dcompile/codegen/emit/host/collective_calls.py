@@ -70,11 +70,11 @@ class CollectiveCalls:
         filled = [self.text.view(View(name, self.table[name].shape, self.table[name].strides)) for name in made]
         rest = [self.text.argument(arg) for arg in call.args[1:]]
         kernel, given = self._kernel(step)
-        exchange = self.text.once(f"run.collective({call.op!r}, {step.bucket!r}{kernel})", "exchange")
-        self.started[step.bucket] = exchange
+        collective = self.text.once(f"run.collective({call.op!r}, {step.bucket!r}{kernel})", "collective")
+        self.started[step.bucket] = collective
         if call.origin:
             self.lines.append(f"# {', '.join(call.origin)}")
-        self.lines.append(f"{exchange}([{', '.join(sent)}], [{', '.join(filled)}], {', '.join(rest)}{given})")
+        self.lines.append(f"{collective}([{', '.join(sent)}], [{', '.join(filled)}], {', '.join(rest)}{given})")
 
     def _kernel(self, step: Collective) -> tuple[str, str]:
         """Return the arguments that describe the kernel of a collective that may be one, and those of its call."""

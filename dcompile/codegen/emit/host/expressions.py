@@ -22,7 +22,7 @@ _TAKEN = frozenset(
         "empty_cpu",
         "empty_cuda",
         "entry",
-        "look",
+        "strided_view",
         "run",
         "args",
         "buckets",
@@ -194,11 +194,11 @@ class HostExpressions:
             return name
         if buffer.storage == "out" and fresh and self._is_shown_once(view.buffer):
             # a view would keep its base alive, but a backward may reuse the memory of a saved tensor
-            return f"look({name}, {shape}, {strides}, {self.index(view.offset)})"
+            return f"strided_view({name}, {shape}, {strides}, {self.index(view.offset)})"
         if buffer.storage == "out" and fresh:
             return f"as_strided({name}, {shape}, {strides}, {self.index(view.offset)})"
         if not fresh and not written:
-            return f"look({name}, {shape}, {strides}, {self.index(view.offset)})"
+            return f"strided_view({name}, {shape}, {strides}, {self.index(view.offset)})"
         offset = "" if as_index(view.offset) == as_index(0) else f" + {self.index(view.offset)}"
         return f"as_strided({name}, {shape}, {strides}, {name}.storage_offset(){offset})"
 
@@ -216,7 +216,7 @@ class HostExpressions:
         at = self.index(as_index(view.offset) + buffer.offset // itemsize)
         if at == "0" and _same(view.shape, host.shape) and _same(view.strides, host.strides):
             return name
-        return f"look({name}, {shape}, {strides}, {at})"
+        return f"strided_view({name}, {shape}, {strides}, {at})"
 
     def output(self, output: View | Index | int | float | bool | None) -> str:
         """Return the call's result for an output."""

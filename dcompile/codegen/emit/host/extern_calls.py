@@ -140,18 +140,18 @@ class ExternCalls:
     def _check(self, name: str, step: Extern) -> None:
         """Check a result's shape: kernels would read beyond one that is smaller than a custom operator's fake says."""
         buffer, result = self.table[name], self.text.name(name)
-        if is_custom(step.op) and buffer.is_tensor and self._told(buffer.shape):
+        if is_custom(step.op) and buffer.is_tensor and self._is_defined(buffer.shape):
             wanted = f"({self.text.tuple_of(buffer.shape)}, torch.{buffer.dtype})"
             wanted, origin = self.text.once_if_known(wanted, "wanted", buffer.shape), ", ".join(step.origin) or step.op
             self.lines.append(f"if ({result}.shape, {result}.dtype) != {wanted}:")
             self.lines.append(f"    run.differs({result}, {wanted}, {origin!r})")
-        elif not step.tells and has_late_shape(step.op) and buffer.is_tensor and self._told(buffer.shape):
+        elif not step.tells and has_late_shape(step.op) and buffer.is_tensor and self._is_defined(buffer.shape):
             # torch._check fixes the size, and tracing trusts it
             wanted, origin = self.text.tuple_of(buffer.shape), ", ".join(step.origin) or step.op
             self.lines.append(f"if {result}.shape != {wanted}:")
             self.lines.append(f"    run.unlike({result}, {wanted}, {origin!r})")
 
-    def _told(self, sizes: tuple[Size, ...]) -> bool:
+    def _is_defined(self, sizes: tuple[Size, ...]) -> bool:
         """Return whether all symbols in `sizes` are defined by now."""
         symbols = {symbol for size in sizes for symbol in as_index(size).variables}
         return not any(symbol.startswith("?") or symbol in self.text.late - self.learnt for symbol in symbols)
@@ -164,7 +164,7 @@ class ExternCalls:
         """
         buffer = self.table[name]
         whole = View(name, buffer.shape, buffer.strides)
-        returned = copied and name in self.batch.outputs and bool(buffer.strides) and self._told(buffer.strides)
+        returned = copied and name in self.batch.outputs and bool(buffer.strides) and self._is_defined(buffer.strides)
         if returned or name in self.in_kernels or any(view != whole for view in self.looks.get(name, ())):
             strides = self.text.tuple_of(buffer.strides)
             if not all(isinstance(stride, int) for stride in buffer.strides):

@@ -40,7 +40,7 @@ from dcompile.ir.symbols import SymbolSource, late_symbols, sources, symbols_of
 _IMPORTS = (
     "import torch",
     "from torch import as_strided, empty_strided",
-    "from dcompile.runtime.program.fast_aten import empty_cpu, empty_cuda, entry, look",
+    "from dcompile.runtime.program.fast_aten import empty_cpu, empty_cuda, entry, strided_view",
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dcompile.codegen.emit.float8 import decoded
-from dcompile.codegen.emit.triton.ops import SPELLING, literal, register_type
+from dcompile.codegen.emit.triton.ops import SPELLING, literal
 from dcompile.codegen.nest.loop_nest import Axis, Levels, levels, may_exceed
 from dcompile.codegen.nest.tile_plan import TileDim, TilePlan, count, row_number
 from dcompile.device_traits import MAX_INT32_ELEMENTS, MULTIPROCESSORS
@@ -27,7 +27,6 @@ from dcompile.ir.index import (
     is_symbol,
 )
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Store
-from dcompile.ir.ops import REDUCTIONS, SCANS
 
 CHECK = "tl.device_assert"
 """Assertion that ends the kernel, and with it the process's GPU work, as the library's checks of positions do."""
@@ -35,8 +34,6 @@ MAX_COLUMN_WARPS = 2 * MULTIPROCESSORS * 64
 """Warps of all programs that may start early: twice what a GPU runs at a time. Waiting costs each program about 0.3 us,
 a start after the previous kernel's end 1 us once. With waits, the rotary embedding of 8192 tokens (40960 programs of 4
 warps) took 53 us, without 46 (one H200)."""
-COMBINE = {"prod": "mul_", "max": "max_", "min": "min_", "logsumexp": "logaddexp_"}
-"""The kernel function that combines two partial results."""
 NOWHERE: Mapping[Axis, str] = {}
 NO_REGISTERS: Mapping[str, str] = {}
 Class = frozenset[str]
@@ -287,7 +284,7 @@ class TritonText:
         if load.mask is not None:
             if not self.classes[load.mask] <= place:  # the address must have the shape of the mask
                 place |= self.classes[load.mask]
-                index = self.spread(load.index, place)
+                index = self.broadcast_index(load.index, place)
                 masks = [self.mask(place)] if self.mask(place) else []
             masks.append(self.name(load.mask))
         pointer = self.argument(load.buffer) if index == "0" else f"{self.argument(load.buffer)} + ({index})"
@@ -302,7 +299,7 @@ class TritonText:
         found = self.plan.row_matmul
         return found is not None and found[1].streams and any(self.nest.body[ref] == load for ref in found[0].matrices)
 
-    def spread(self, index: Index, of: Class) -> str:
+    def broadcast_index(self, index: Index, of: Class) -> str:
         """Return an index as a tensor of the shape of `of`; a scalar where nothing along `of` is a tensor."""
         if self.flat_rows and not of & {dim.name for dim in self.plan.dims[1:]}:
             return self.index(index)
@@ -361,42 +358,12 @@ class TritonText:
             shape = ""
         place = self.index(store.index)
         if shape and self.class_of(store.index) != space:
-            place = self.spread(store.index, space)
+            place = self.broadcast_index(store.index, space)
         if shape and self.classes[store.value] != space:
             value = f"tl.broadcast_to({value}, {shape})"
         how = {"sum": "add", "max": "max", "min": "min"}[store.mode]
         options = f", mask={mask}" if mask else ""
         self.line(f'tl.atomic_{how}({self.argument(store.buffer)} + ({place}), {value}{options}, sem="relaxed")')
-
-    # --- reductions ---
-
-    def identity(self, op: str, dtype: str) -> str:
-        return literal((REDUCTIONS.get(op) or SCANS[op]).identity(dtype), dtype)
-
-    def reduced(self, op: str, dtype: str, value: str, axis: int) -> str:
-        """Reduce a tensor along one axis."""
-        kind = register_type(dtype)
-        if dtype == "bool":
-            how = "max" if op in ("max", "any") else "min"
-            return f"(tl.{how}({value}.to(tl.int32), {axis}) != 0)"
-        if op in ("prod", "logsumexp") or (op in ("max", "min") and dtype.startswith("float")):
-            return f"tl.reduce({value}, {axis}, {COMBINE[op]})"
-        return f"tl.{op}({value}, {axis}).to(tl.{kind})"
-
-    def scanned(self, op: str, dtype: str, value: str, axis: int) -> str:
-        """Scan a tensor along one axis."""
-        if op == "sum":
-            return f"tl.cumsum({value}, {axis}).to(tl.{register_type(dtype)})"
-        return f"tl.associative_scan({value}, {axis}, {COMBINE[op]})"
-
-    def combine(self, op: str, a: str, b: str, dtype: str) -> str:
-        """Combine two partial results."""
-        if dtype == "bool":
-            return f"{a} {'|' if op in ('max', 'any') else '&'} {b}"
-        how = (REDUCTIONS.get(op) or SCANS[op]).combine
-        assert how is not None
-        text = SPELLING[how].format(a, b, dtype=dtype)
-        return f"({text}).to(tl.{dtype})" if dtype in ("int8", "int16", "uint8") else text
 
     def whole(self, ref: Ref, of: Class) -> str:
         """Return a value as a tensor of the tile's full shape along `of`."""

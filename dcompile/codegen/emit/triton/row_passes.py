@@ -9,6 +9,7 @@ from math import prod
 from dcompile.codegen.emit.triton.library import AFTER
 from dcompile.codegen.emit.triton.prefetch_rows import prefetch_rows
 from dcompile.codegen.emit.triton.printer import Class, TritonText
+from dcompile.codegen.emit.triton.reduction_text import combine, identity_text, reduced, scanned
 from dcompile.codegen.nest.tile_plan import PROGRAMS, TileDim
 from dcompile.ir.analysis import operands, runtime_refs, store_operands
 from dcompile.ir.buffers import ITEMSIZE
@@ -147,12 +148,12 @@ class RowPassWriter:
         value = self.nest.body[ref]
         if isinstance(value, Scan):
             argument = self.text.whole(value.arg, self.classes[ref])
-            self.line(f"{self.text.name(ref)} = {self.text.scanned(value.op, value.dtype, argument, self._along)}")
+            self.line(f"{self.text.name(ref)} = {scanned(value.op, value.dtype, argument, self._along)}")
             return
         if not isinstance(value, Reduce):
             self.text.declare(ref)
             return
-        result = self.text.reduced(value.op, value.dtype, self._inside(value, self.plan.dims[1]), self._along)
+        result = reduced(value.op, value.dtype, self._inside(value, self.plan.dims[1]), self._along)
         self.line(f"{self.text.name(ref)} = {result}{self._column}")
 
     @property
@@ -169,9 +170,7 @@ class RowPassWriter:
         """Return the reduced tensor, with the identity beyond the row."""
         kept: Class = self.classes[reduce.arg] | {"r"}
         value = self.text.whole(reduce.arg, kept)
-        return (
-            f"tl.where(rm, {value}, {self.text.identity(reduce.op, reduce.dtype)})" if self.text.has_mask(r) else value
-        )
+        return f"tl.where(rm, {value}, {identity_text(reduce.op, reduce.dtype)})" if self.text.has_mask(r) else value
 
     def _barrier(self) -> None:
         if self.text.overlaps or self.received.buffer:
@@ -182,11 +181,11 @@ class RowPassWriter:
     def _looped(self, r: TileDim) -> None:
         last = max(self.levels.store_at) + 1
         for number in range(last + 1):
-            self._between(number)
+            self._write_row_values(number)
             if number < last:
                 self._pass(number, r)
 
-    def _between(self, number: int) -> None:
+    def _write_row_values(self, number: int) -> None:
         """Write the row values that are known after a pass, and their stores."""
         for ref in sorted(self.levels.live):
             reduces = isinstance(self.nest.body[ref], Reduce)
@@ -215,17 +214,15 @@ class RowPassWriter:
         for ref in reduces:
             reduce = self._reduce(ref)
             shape = self.text.shape(self.classes[reduce.arg] | {"r"})
-            self.line(
-                f"s{self.text.number(ref)} = tl.broadcast_to({self.text.identity(reduce.op, reduce.dtype)}, {shape})"
-            )
+            self.line(f"s{self.text.number(ref)} = tl.broadcast_to({identity_text(reduce.op, reduce.dtype)}, {shape})")
         roots = {self._reduce(ref).arg for ref in reduces} | online.keys()
         roots |= {ref for n in stores for ref in store_operands(self.nest.stores[n])}
         below = self._elements_below(roots)
         for ref in below:
             value = body[ref]
             if isinstance(value, Scan):
-                before = f"tl.broadcast_to({self.text.identity(value.op, value.dtype)}, {self.text.shape({'x'})})"
-                flat = self.text.identity(value.op, value.dtype)
+                before = f"tl.broadcast_to({identity_text(value.op, value.dtype)}, {self.text.shape({'x'})})"
+                flat = identity_text(value.op, value.dtype)
                 self.line(f"c{self.text.number(ref)} = {flat if self.text.flat_rows else before}")
         self.line(f"for r0 in {self._steps(r)}:")
         self.text.depth += 1
@@ -234,7 +231,7 @@ class RowPassWriter:
             self._carried(ref, r)
         for ref in reduces:
             reduce, s = self._reduce(ref), f"s{self.text.number(ref)}"
-            self.line(f"{s} = {self.text.combine(reduce.op, s, self._inside(reduce, r), reduce.dtype)}")
+            self.line(f"{s} = {combine(reduce.op, s, self._inside(reduce, r), reduce.dtype)}")
         for arg in online:
             self._step_online(arg, r)
         if stores:
@@ -244,7 +241,7 @@ class RowPassWriter:
         self.text.depth -= 1
         for ref in reduces:
             reduce = self._reduce(ref)
-            total = self.text.reduced(reduce.op, reduce.dtype, f"s{self.text.number(ref)}", self._along)
+            total = reduced(reduce.op, reduce.dtype, f"s{self.text.number(ref)}", self._along)
             self.line(f"{self.text.name(ref)} = {total}{self._column}")
         for arg, together in online.items():
             self._end_online(arg, together)
@@ -268,7 +265,7 @@ class RowPassWriter:
         rows = self.plan.dims[0].block if "x" in self.classes[arg] else 1
         lanes = r.block // self._width(arg, r) if self.text.flat_rows else rows
         for name, op in (("m", "max"), ("s", "sum")):
-            self.line(f"{name}{n} = tl.broadcast_to({self.text.identity(op, dtype)}, [{lanes}])")
+            self.line(f"{name}{n} = tl.broadcast_to({identity_text(op, dtype)}, [{lanes}])")
 
     def _step_online(self, arg: Ref, r: TileDim) -> None:
         n, value = self.text.number(arg), self._inside(Reduce("max", arg, self.nest.body[arg].dtype), r)
@@ -296,9 +293,9 @@ class RowPassWriter:
         self._value(ref)
         if isinstance(value, Scan):
             carry, name = f"c{self.text.number(ref)}", self.text.name(ref)
-            self.line(f"{name} = {self.text.combine(value.op, carry, name, value.dtype)}")
-            total = self.text.reduced(value.op, value.dtype, self._inside(value, r), self._along)
-            self.line(f"{carry} = {self.text.combine(value.op, carry, f'{total}{self._column}', value.dtype)}")
+            self.line(f"{name} = {combine(value.op, carry, name, value.dtype)}")
+            total = reduced(value.op, value.dtype, self._inside(value, r), self._along)
+            self.line(f"{carry} = {combine(value.op, carry, f'{total}{self._column}', value.dtype)}")
 
     def _elements_below(self, roots: set[Ref]) -> list[Ref]:
         """Return the element values that `roots` depend on, in order: each pass recomputes them."""
@@ -333,7 +330,7 @@ class RowPassWriter:
         columns = [n for n, store in enumerate(self.nest.stores) if store.mode != "set"]
         for n in columns:
             store = self.nest.stores[n]
-            identity = self.text.identity(store.mode, self.table[store.buffer].dtype)
+            identity = identity_text(store.mode, self.table[store.buffer].dtype)
             shape = self.text.shape(self._space(n))
             self.line(f"q{n} = {f'tl.broadcast_to({identity}, {shape})' if self._space(n) & self._tile else identity}")
         self.line(f"for x0 in tl.range(first, last, {x.block}, num_stages={self._stages()}):")
@@ -379,8 +376,8 @@ class RowPassWriter:
         value = self.text.whole(store.value, space) if space & self._tile else self.text.name(store.value)
         mask = self.text.mask(space)
         if mask:
-            value = f"tl.where({mask}, {value}, {self.text.identity(store.mode, dtype)})"
-        self.line(f"q{number} = {self.text.combine(store.mode, f'q{number}', value, dtype)}")
+            value = f"tl.where({mask}, {value}, {identity_text(store.mode, dtype)})"
+        self.line(f"q{number} = {combine(store.mode, f'q{number}', value, dtype)}")
 
     def _finish_column(self, number: int) -> None:
         """Reduce over the rows of the tile, and store this program's part."""
@@ -389,9 +386,9 @@ class RowPassWriter:
         spread = self.text.class_of(store.index) & {"r"}
         q = f"q{number}"
         if not spread and space & self._tile:
-            q = self.text.reduced(store.mode, dtype, q, 0 if self.text.flat_rows else 1)
+            q = reduced(store.mode, dtype, q, 0 if self.text.flat_rows else 1)
         if not self.text.flat_rows:
-            q = self.text.reduced(store.mode, dtype, q, 0) + ("[None, :]" if spread else "")
+            q = reduced(store.mode, dtype, q, 0) + ("[None, :]" if spread else "")
         packed = f"({q}).to(tl.{dtype})" if dtype in ("bfloat16", "float16") else q
         mask = self.text.mask(spread)
         self.line(f"tl.store({self.text.pointer(store)}, {packed}{f', {mask}' if mask else ''})")

@@ -141,7 +141,7 @@ def _select(_: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, positi
     return select(x, dim, position)
 
 
-def _pieces(_: Lowering, values: Sequence[torch.Tensor], /, x: LazyTensor, __: Any, dim: int = 0) -> list[LazyTensor]:
+def _split(_: Lowering, values: Sequence[torch.Tensor], /, x: LazyTensor, __: Any, dim: int = 0) -> list[LazyTensor]:
     """Return consecutive pieces along a dimension, with the lengths of the fake results."""
     result: list[LazyTensor] = []
     start: Size = 0
@@ -286,8 +286,8 @@ RULES: dict[str, Rule] = {
     "aten.expand.default": Rule(_expand, "view"),
     "aten.slice.Tensor": Rule(_slice, "view"),
     "aten.select.int": Rule(_select, "view"),
-    "aten.split.Tensor": Rule(_pieces, "view"),
-    "aten.split_with_sizes.default": Rule(_pieces, "view"),
+    "aten.split.Tensor": Rule(_split, "view"),
+    "aten.split_with_sizes.default": Rule(_split, "view"),
     "aten.unbind.int": Rule(_unbind, "view"),
     "aten.diagonal.default": Rule(_diagonal, "view"),
     "aten.unfold.default": Rule(_unfold, "view"),

@@ -75,7 +75,7 @@ def fuse_matmul_epilogues(program: Program, chosen: Mapping[Loop, Tile]) -> Prog
     Guarantees: the same values, up to the order of summation in these matmuls, which move to the place of their loops.
     Relies on: `chosen` is the same on every rank.
     """
-    found = {e.position: (e, chosen[e.kind]) for e in endings(program) if e.kind in chosen} if chosen else {}
+    found = {e.position: (e, chosen[e.kind]) for e in epilogues(program) if e.kind in chosen} if chosen else {}
     if not found:
         return program
     gone = {ending.product for ending, _ in found.values()}
@@ -96,7 +96,7 @@ def with_tile(joint: Loop, tile: Tile) -> Loop:
     return replace(joint, product=replace(joint.product, tile=tile))
 
 
-def endings(program: Program) -> list[EpilogueCandidate]:
+def epilogues(program: Program) -> list[EpilogueCandidate]:
     """Return all matmuls that have an epilogue candidate, each with one loop."""
     table = program.table
     products = {n: out for n, step in enumerate(program.steps) if (out := _result(step, table)) is not None}

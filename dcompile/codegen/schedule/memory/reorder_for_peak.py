@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from dcompile.codegen.schedule.memory.held_bytes import HeldBytes
 from dcompile.codegen.schedule.memory.hoist_frees import hoist_frees
 from dcompile.codegen.schedule.memory.plan import escaping_buffers, plan_memory
 from dcompile.codegen.schedule.memory.reuse_external import is_known, workspace_bytes
@@ -122,44 +122,18 @@ def reorder_for_frees(program: Program) -> Program:
     for number, firsts in enumerate(before):
         for first in firsts:
             after[first].append(number)
-    balance = _Balance(program)
+    memory = HeldBytes(program, is_known)
     waiting = [len(firsts) for firsts in before]
     ready = {number for number, count in enumerate(waiting) if not count}
     done: list[int] = []
     while ready:
         turn = min(ready)
-        number = min((n for n in ready if n < turn + WINDOW_STEPS), key=lambda n: (balance.change(n), n))
+        number = min((n for n in ready if n < turn + WINDOW_STEPS), key=lambda n: (memory.change(n), n))
         ready.remove(number)
         done.append(number)
-        balance.take(number)
+        memory.run(number)
         for n in after[number]:
             waiting[n] -= 1
             if not waiting[n]:
                 ready.add(n)
     return replace(program, steps=tuple(steps[number] for number in done))
-
-
-class _Balance:
-    """Bytes that each step would add to the memory held, given the steps that have run."""
-
-    def __init__(self, program: Program) -> None:
-        shown = program.returned
-        kept = shown | set(program.inputs) - set(program.donated)
-        self.bytes = {b.name: b.nbytes for b in program.buffers if is_known(b)}
-        self.freed = {name: nbytes for name, nbytes in self.bytes.items() if name not in kept}
-        self.touched: Sequence[frozenset[str]] = [step.reads | step.writes for step in program.steps]
-        self.left: dict[str, int] = {}
-        for names in self.touched:
-            for name in names:
-                self.left[name] = self.left.get(name, 0) + 1
-        self.there = set(program.inputs)
-
-    def change(self, number: int) -> int:
-        names = self.touched[number]
-        new = sum(self.bytes.get(name, 0) for name in names if name not in self.there)
-        return new - sum(self.freed.get(name, 0) for name in names if self.left[name] == 1)
-
-    def take(self, number: int) -> None:
-        self.there |= self.touched[number]
-        for name in self.touched[number]:
-            self.left[name] -= 1

@@ -283,7 +283,7 @@ class _PlacementAttempt:
             block, size = self.blocks[number], self.sizes[number]
             at, place = self.arena.gap(block, size), None
             if at + size > max(cap, reached):
-                place = self._host_for(number) or self._apart(number)
+                place = self._donor_for(number) or self._allocate_separately(number)
             if place is None:
                 self.arena.put(block, at, size)
                 reached = max(reached, at + size)
@@ -326,7 +326,7 @@ class _PlacementAttempt:
         self.held[span] += nbytes
         self.high = max(self.high, int(self.held[span].max(initial=0)))
 
-    def _host_for(self, number: int) -> tuple[str, int] | None:
+    def _donor_for(self, number: int) -> tuple[str, int] | None:
         """Return the donor with a gap whose life grows by the fewest byte-steps, and the offset; None without one."""
         block, options = self.blocks[number], self.options[number]
         costs = np.abs(self._edges(options, block) - self.edges[options]) * self.room[options]
@@ -346,7 +346,7 @@ class _PlacementAttempt:
             return host.name, at
         return None
 
-    def _apart(self, number: int) -> tuple[str, int] | None:
+    def _allocate_separately(self, number: int) -> tuple[str, int] | None:
         """Give the block a separate allocation, if the budget has room during its life."""
         block, size = self.blocks[number], self.sizes[number]
         span = slice(block.first, block.last + 1)

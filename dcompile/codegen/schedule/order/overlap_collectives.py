@@ -56,13 +56,13 @@ def overlap_collectives(
         places = _place(given, order, budget, tight=True)
     steps = tuple(given.sequence(order, places))
     table = {bucket.name: bucket for bucket in program.buckets}
-    buckets = tuple(table[exchange.start.bucket] for exchange in order if exchange.start.bucket in table)
+    buckets = tuple(table[task.start.bucket] for task in order if task.start.bucket in table)
     seconds = dict(zip(map(id, program.steps), given.seconds, strict=True))
     old = timeline(program.steps, given.seconds, groups)
     new = timeline(steps, [seconds[id(step)] for step in steps], groups)
     worse = new.total > old.total or given.peak(places) > budget
     # costs may keep a rank's places, but not an order of starts that other ranks do not have
-    if worse and order == list(given.exchanges):
+    if worse and order == list(given.tasks):
         return program
     return replace(program, steps=steps, buckets=buckets)
 
@@ -98,23 +98,23 @@ def start_order(given: OverlapProblem, allowed: int) -> list[CollectiveTask]:
     A gather that waited for the previous unit's reductions would arrive long after that unit's computation. So gathers
     go first, as long as those ahead hold at most `allowed` bytes together.
     """
-    gathers = [e for e in given.exchanges if e.is_gather]
+    gathers = [e for e in given.tasks if e.is_gather]
     order: list[CollectiveTask] = []
     done: set[int] = set()
-    for exchange in given.exchanges:
-        if exchange.number in done:
+    for task in given.tasks:
+        if task.number in done:
             continue
-        if not exchange.is_gather:
-            ahead = sum(e.nbytes for e in order if e.is_gather and e.high >= exchange.low)
+        if not task.is_gather:
+            ahead = sum(e.nbytes for e in order if e.is_gather and e.high >= task.low)
             for gather in (e for e in gathers if e.number not in done):
-                needed = gather.high < exchange.low
+                needed = gather.high < task.low
                 ahead += 0 if needed else gather.nbytes
-                if gather.before - done or gather.low > exchange.high or not (needed or ahead <= allowed):
+                if gather.before - done or gather.low > task.high or not (needed or ahead <= allowed):
                     break
                 order.append(gather)
                 done.add(gather.number)
-        order.append(exchange)
-        done.add(exchange.number)
+        order.append(task)
+        done.add(task.number)
     return order
 
 
@@ -130,32 +130,32 @@ def _place(
     caps = _caps(order)
     until = {e.number: e.high for e in order}
     """Last place for each wait: another collective may have to start after it."""
-    for at, exchange in enumerate(order):
-        until |= {other: min(until[other], caps[at]) for other in exchange.before}
+    for at, task in enumerate(order):
+        until |= {other: min(until[other], caps[at]) for other in task.before}
     load = given.base.copy()
     times = given.times.copy()  # advances with waits
     free: dict[str, float] = {}
     starts, waits = dict[int, int](), dict[int, int]()
     previous = 0
-    for at, exchange in enumerate(order):
-        number = exchange.number
-        seconds = given.seconds[exchange.start_step]
-        place = max(exchange.low, previous, *(waits[other] for other in exchange.before), 0)
-        if exchange.is_gather:
+    for at, task in enumerate(order):
+        number = task.number
+        seconds = given.seconds[task.start_step]
+        place = max(task.low, previous, *(waits[other] for other in task.before), 0)
+        if task.is_gather:
             reduction = next((e.low for e in order[at:] if not e.is_gather), inf)
-            early = (COPY_SAFETY if is_copied_gather(exchange.start, given.groups) else SAFETY_FACTOR) * seconds
+            early = (COPY_SAFETY if is_copied_gather(task.start, given.groups) else SAFETY_FACTOR) * seconds
             in_time = int(np.searchsorted(given.times, latest[number] - early, side="right")) - 1
-            wished = reduction if tight else max(min(in_time, reduction), _first_fit(load, exchange, budget))
+            wished = reduction if tight else max(min(in_time, reduction), _first_fit(load, task, budget))
             place = max(place, int(min(wished, caps[at])))
         starts[number] = previous = place
-        lane = lane_of(exchange.start, given.groups)
+        lane = lane_of(task.start, given.groups)
         through = free[lane] = max(free.get(lane, 0.0), times[place]) + seconds
         limit = until[number]
-        if exchange.is_gather:
+        if task.is_gather:
             waits[number] = limit
         else:
-            waits[number] = place if tight else _last_fit(load, times, exchange, place, limit, through, budget)
-        load[given.flight(exchange, place, waits[number])] += exchange.nbytes
+            waits[number] = place if tight else _last_fit(load, times, task, place, limit, through, budget)
+        load[given.held_steps(task, place, waits[number])] += task.nbytes
         times[waits[number] :] += max(through - times[waits[number]], 0.0)
     return CollectivePlaces(starts, waits)
 
@@ -164,34 +164,34 @@ def _latest_starts(given: OverlapProblem, order: Sequence[CollectiveTask]) -> di
     """Return the time by which each collective must start for nothing to be late, with undelayed computation."""
     latest: dict[int, float] = {}
     following = dict[str, float]()
-    for exchange in reversed(order):
-        lane, seconds = lane_of(exchange.start, given.groups), given.seconds[exchange.start_step]
-        due = given.times[exchange.high] if exchange.is_gather or exchange.high < len(given.computing) else inf
-        latest[exchange.number] = following[lane] = min(due, following.get(lane, inf)) - seconds
+    for task in reversed(order):
+        lane, seconds = lane_of(task.start, given.groups), given.seconds[task.start_step]
+        due = given.times[task.high] if task.is_gather or task.high < len(given.computing) else inf
+        latest[task.number] = following[lane] = min(due, following.get(lane, inf)) - seconds
     return latest
 
 
 def _caps(order: Sequence[CollectiveTask]) -> list[int]:
     """Return the last place for each start: the smallest bound of this collective and those that start after it."""
     caps: list[int] = []
-    for exchange in reversed(order):
-        caps.append(min(exchange.high, caps[-1] if caps else exchange.high))
+    for task in reversed(order):
+        caps.append(min(task.high, caps[-1] if caps else task.high))
     return caps[::-1]
 
 
-def _first_fit(load: np.ndarray, exchange: CollectiveTask, budget: int) -> int:
+def _first_fit(load: np.ndarray, task: CollectiveTask, budget: int) -> int:
     """Return the first place from which a gather's memory fits into the budget until its own bound."""
-    over = np.flatnonzero(load[: exchange.high] + exchange.nbytes > budget)
+    over = np.flatnonzero(load[: task.high] + task.nbytes > budget)
     return int(over[-1]) + 1 if len(over) else 0
 
 
 def _last_fit(
-    load: np.ndarray, times: np.ndarray, exchange: CollectiveTask, start: int, limit: int, through: float, budget: int
+    load: np.ndarray, times: np.ndarray, task: CollectiveTask, start: int, limit: int, through: float, budget: int
 ) -> int:
     """Return the place of a reduction's wait: when it is certainly complete, or where the budget needs its memory."""
-    if not exchange.nbytes:
+    if not task.nbytes:
         return limit
     sure = through + SAFETY_FACTOR * (through - times[start])
     wished = min(int(np.searchsorted(times, sure)), limit)
-    over = np.flatnonzero(load[start:wished] + exchange.nbytes > budget)
+    over = np.flatnonzero(load[start:wished] + task.nbytes > budget)
     return start + int(over[0]) if len(over) else max(wished, start)

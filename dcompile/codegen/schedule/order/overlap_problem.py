@@ -63,15 +63,15 @@ class OverlapProblem:
         self.sizes = {name: held_bytes(table[name]) for name in {*self.root.values()} & table.keys()}
         for name in program.inputs:
             self.sizes.pop(name, None)  # held by the caller in every order
-        self.exchanges = tuple(self._exchanges())
+        self.tasks = tuple(self._tasks())
         self.base = self._base()
 
     def one_each_way(self) -> tuple[int, int]:
         """Return the bytes of the largest gather, and of the largest other collective."""
-        gathers = (e.nbytes for e in self.exchanges if e.is_gather)
-        return max(gathers, default=0), max((e.nbytes for e in self.exchanges if not e.is_gather), default=0)
+        gathers = (e.nbytes for e in self.tasks if e.is_gather)
+        return max(gathers, default=0), max((e.nbytes for e in self.tasks if not e.is_gather), default=0)
 
-    def _exchanges(self) -> Iterator[CollectiveTask]:
+    def _tasks(self) -> Iterator[CollectiveTask]:
         """Yield the collectives in the order of the program."""
         steps = self.program.steps
         firsts = edges(steps, ordered_starts=False)
@@ -146,15 +146,15 @@ class OverlapProblem:
             change[last[name] + 1] -= self.sizes.get(name, 0)
         return np.cumsum(change)
 
-    def flight(self, exchange: CollectiveTask, start: int, wait: int) -> slice:
+    def held_steps(self, task: CollectiveTask, start: int, wait: int) -> slice:
         """Return the computing steps during which a collective holds memory that they do not hold themselves."""
-        return slice(start, exchange.high) if exchange.is_gather or exchange.fills else slice(exchange.low, wait)
+        return slice(start, task.high) if task.is_gather or task.fills else slice(task.low, wait)
 
     def load(self, places: CollectivePlaces) -> np.ndarray:
         """Return the live bytes at each computing step."""
         load = self.base.copy()
-        for e in self.exchanges:
-            load[self.flight(e, places.starts[e.number], places.waits[e.number])] += e.nbytes
+        for e in self.tasks:
+            load[self.held_steps(e, places.starts[e.number], places.waits[e.number])] += e.nbytes
         return load
 
     def peak(self, places: CollectivePlaces) -> int:
@@ -166,8 +166,8 @@ class OverlapProblem:
     def places(self) -> CollectivePlaces:
         """Return the current places of starts and waits."""
         starts, waits, place = dict[int, int](), dict[int, int](), 0
-        by_start = {e.start_step: e.number for e in self.exchanges}
-        by_wait = {e.wait_step: e.number for e in self.exchanges}
+        by_start = {e.start_step: e.number for e in self.tasks}
+        by_wait = {e.wait_step: e.number for e in self.tasks}
         for n in range(len(self.program.steps)):
             if n in by_start:
                 starts[by_start[n]] = place

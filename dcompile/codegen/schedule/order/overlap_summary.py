@@ -64,7 +64,7 @@ def summarize_overlap(
             spans[task.start_step].held_up,
             _hidden_behind(program, spans[task.start_step], computing),
         )
-        for task in problem.exchanges
+        for task in problem.tasks
     )
 
 

@@ -80,7 +80,7 @@ class CopyGathers:
             self._opened = True
             self._convert(units if self._beside else self._units)
             near.refresh(self._units)
-            opening = self._meet(f"meeting before {bucket} is copied")
+            opening = self._start_barrier(f"meeting before {bucket} is copied")
             lanes.fork()
             with lanes.on_far():
                 opening.wait()
@@ -90,7 +90,7 @@ class CopyGathers:
                 self._beside = False
                 with lanes.on_far():
                     lanes.far_behind_near()
-                    self._meet(f"meeting behind the conversion of {bucket} and others").wait()
+                    self._start_barrier(f"meeting behind the conversion of {bucket} and others").wait()
         own, others = [], []
         for number, whole in zip(units, full, strict=True):
             nbytes = whole.numel() // near.ranks * whole.element_size()
@@ -108,13 +108,13 @@ class CopyGathers:
         self._left -= 1
         if not self._left:
             with lanes.on_far():
-                self._closing = self._meet(f"meeting behind the copies of {bucket}")
+                self._closing = self._start_barrier(f"meeting behind the copies of {bucket}")
         return pull
 
-    def _meet(self, label: str) -> PendingCollective:
-        flight = start_sum(self._near.group, self._near.flag, label)
-        self._begun(flight)
-        return flight
+    def _start_barrier(self, label: str) -> PendingCollective:
+        collective = start_sum(self._near.group, self._near.flag, label)
+        self._begun(collective)
+        return collective
 
     def finish(self) -> None:
         """Wait until all ranks have their copies. Called once the program has waited for all of its gathers."""

@@ -21,7 +21,7 @@ from dcompile.runtime.communication.peer_memory.mapped_regions import MappedRegi
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, peers_of
 from dcompile.runtime.program.cuda_launch import LaunchTable
 
-MOST_RANKS = 8
+MAX_RANKS = 8
 """Ranks above which the sends of all to all take longer than a ring."""
 MAX_SENT_BYTES = 512 << 10
 """Bytes that a rank may send: they take about as long as NCCL's fixed time (two H200: 5.1 us for 128 KiB, of 12.3)."""
@@ -44,7 +44,7 @@ class InboxGroup:
         self._peers: Callable[[], PeerCoordinator | None] = weakref.ref(peers_of(group))
         self._stream: Any = None
         """Stream of the last launch: calls follow one another."""
-        if reach is None or self.ranks > MOST_RANKS:
+        if reach is None or self.ranks > MAX_RANKS:
             self.reason = "GPUs of this kind" if reach is None else f"{self.ranks} ranks"
             return
         slots = MAX_ONE_SHOT_BYTES // 4

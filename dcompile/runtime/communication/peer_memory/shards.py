@@ -146,10 +146,10 @@ class PeerShards:
             self._near = {}
             if self._gathers == "auto":
                 with compat.tensors.real_tensors(), torch.no_grad():  # a graph is being compiled
-                    self._meet(self._near)
+                    self._exchange_handles(self._near)
         return self._near
 
-    def _meet(self, found: dict[int, PeerShardGroup]) -> None:
+    def _exchange_handles(self, found: dict[int, PeerShardGroup]) -> None:
         for group in self._groups.values():
             process_group = group.gather_group()
             if id(process_group) in found or not isinstance(process_group, dist.ProcessGroup):

@@ -58,6 +58,20 @@ def test_what_is_channels_last_already_is_not_copied():
     assert use_channels_last(gm).changes == 0 and len(gm.graph.nodes) == nodes
 
 
+def test_sums_over_blocks_of_an_image_keep_its_order():
+    def function(x, w, v):
+        blocks = torch.conv2d(x, w, padding=1).unflatten(2, (3, 2)).unflatten(4, (3, 2))
+        return torch.conv2d(blocks.sum([3, 5]), v), blocks.amax(5, keepdim=True).flatten(1)
+
+    gm = traced(function, *INPUTS)
+    use_channels_last(gm)
+    (sums,) = gm.graph.find_nodes(op="call_function", target=aten.sum.dim_IntList)
+    assert is_channels_last(sums)
+    assert convolutions(gm)[1].args[0] is sums, "there is no copy in between"
+    for found, expected in zip(gm(*INPUTS), function(*INPUTS), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_an_image_read_twice_is_copied_once():
     gm = traced(lambda x, w, v: (torch.conv2d(x, w), torch.conv2d(x, v)), INPUTS[0], INPUTS[1], torch.randn(4, 8, 1, 1))
     use_channels_last(gm)

@@ -30,7 +30,7 @@ def of_any_size(monkeypatch):
 
 
 def found(function, *shapes, **how):
-    return matmul_epilogue.endings(program(function, *shapes, **how))
+    return matmul_epilogue.epilogues(program(function, *shapes, **how))
 
 
 AFTER = """\
@@ -156,9 +156,9 @@ def test_a_product_that_is_needed_before_stays_the_librarys():
     before = program(twice, X, W, (96, 8))
     product, other, loop = sorted(before.steps, key=lambda step: (isinstance(step, Loop), "mm_1" in step.writes))
     assert isinstance(loop, Loop) and other.reads & product.writes
-    (ending,) = matmul_epilogue.endings(replace(before, steps=(product, loop, other)))
+    (ending,) = matmul_epilogue.epilogues(replace(before, steps=(product, loop, other)))
     assert "mm" in ending.joint.writes
-    assert matmul_epilogue.endings(replace(before, steps=(product, other, loop))) == []
+    assert matmul_epilogue.epilogues(replace(before, steps=(product, other, loop))) == []
 
 
 def test_a_factor_that_is_overwritten_in_between_keeps_its_product():
@@ -168,8 +168,8 @@ def test_a_factor_that_is_overwritten_in_between_keeps_its_product():
     in_place = replace(change, stores=(replace(change.stores[0], buffer="x_1"),))
     steps = product, in_place, loop
     verify(replace(before, steps=steps))
-    assert matmul_epilogue.endings(replace(before, steps=steps)) == []
-    assert len(matmul_epilogue.endings(replace(before, steps=(in_place, product, loop)))) == 1
+    assert matmul_epilogue.epilogues(replace(before, steps=steps)) == []
+    assert len(matmul_epilogue.epilogues(replace(before, steps=(in_place, product, loop)))) == 1
 
 
 def test_the_cost_model_counts_both():

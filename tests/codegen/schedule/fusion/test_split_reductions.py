@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dcompile.codegen.schedule.fusion import split_reductions
+from dcompile.codegen.schedule.fusion import split_reductions, split_rows
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Loop, Program, Reduce, Store, View
@@ -22,7 +22,7 @@ def on_gpu(program: Program) -> Program:
 
 
 def spread_out(program: Program) -> Program:
-    made = split_reductions.split_row_reductions(split_reductions.split_column_reductions(on_gpu(program)))
+    made = split_rows.split_row_reductions(split_reductions.split_column_reductions(on_gpu(program)))
     verify(made)
     return made
 
@@ -31,19 +31,20 @@ def test_cpu_programs_are_left_alone():
     program = loops.rms_norm_backward(5000, 64)
     assert (
         split_reductions.split_column_reductions(program) == program
-        and split_reductions.split_row_reductions(program) == program
+        and split_rows.split_row_reductions(program) == program
     )
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_programs_keep_their_meaning(seed, monkeypatch):
-    for name, value in (
-        ("MIN_SPLIT_ROW_ELEMENTS", 8),
-        ("PART_ELEMENTS", 3),
-        ("PROGRAMS", 4),
-        ("MAX_PERSISTENT_ELEMENTS", 8),
+    for module, name, value in (
+        (split_rows, "MIN_SPLIT_ROW_ELEMENTS", 8),
+        (split_rows, "PART_ELEMENTS", 3),
+        (split_rows, "PROGRAMS", 4),
+        (split_reductions, "PROGRAMS", 4),
+        (split_reductions, "MAX_PERSISTENT_ELEMENTS", 8),
     ):
-        monkeypatch.setattr(split_reductions, name, value)
+        monkeypatch.setattr(module, name, value)
     program, inputs = random_program(seed, 8, exact=True)
     for want, got in zip(interpret(program, inputs), interpret(spread_out(program), inputs), strict=True):
         assert np.array_equal(want, got, equal_nan=True)

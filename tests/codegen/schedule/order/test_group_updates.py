@@ -46,8 +46,8 @@ def test_a_later_step_waits_for_an_earlier_one():
 def test_nothing_passes_a_collective_or_what_makes_new_memory():
     before = on_a_gpu(loops.optimizer([600, 600]))
     first, second = before.steps[:2], before.steps[2:]
-    exchange = (Collective("all_reduce", "b", "ddp", ("g1",)), Wait("b", ("g1",)))
-    apart = replace(before, steps=(*first, *exchange, *second))
+    task = (Collective("all_reduce", "b", "ddp", ("g1",)), Wait("b", ("g1",)))
+    apart = replace(before, steps=(*first, *task, *second))
     assert group_updates(apart).steps == apart.steps
     made = replace(before, inputs=tuple(name for name in before.inputs if not name.startswith("p")))
     assert group_updates(made).steps == made.steps

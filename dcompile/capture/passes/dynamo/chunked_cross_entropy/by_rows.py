@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import AHEAD
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import COMPUTED_IN_FORWARD
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.logit_steps import LogitStep, apply_steps, is_target_of
 from dcompile.ir.nodes import PART
 from dcompile.matmul_ops import wide_addmm, wide_mm
@@ -85,7 +85,7 @@ class LossAndGradients(torch.autograd.Function):
             with compat.aot.annotate_nodes({PART: number}):
                 results, gradient = loss(rows[at], target[at], counts[at], each[at])
             found.append(results)
-            with compat.aot.annotate_nodes({AHEAD: True}):
+            with compat.aot.annotate_nodes({COMPUTED_IN_FORWARD: True}):
                 if ctx.needs_input_grad[0]:
                     by_hidden.append(wide_mm(gradient, matrix))
                 if ctx.needs_input_grad[1]:

@@ -217,7 +217,7 @@ def _check_values(layer: Node, given: tuple[Any, ...], loss: Node) -> None:
     if len(shape_of(layer)) < 2 or len(weight) != 2 or not isinstance(weight[0], int):
         raise NotChunked("the linear layer has no rows, or a symbolic number of classes")
     memory = {compat.tensors.storage_key(value) for value in values}
-    for node in between(layer, loss):
+    for node in nodes_between(layer, loss):
         changed = node.args[0] if node.args else None
         value = changed.meta.get("example_value") if isinstance(changed, Node) else None
         if changes(node) and (
@@ -226,7 +226,7 @@ def _check_values(layer: Node, given: tuple[Any, ...], loss: Node) -> None:
             raise NotChunked(f"`{node.name}` changes something meanwhile")
 
 
-def between(first: Node, last: Node) -> Iterator[Node]:
+def nodes_between(first: Node, last: Node) -> Iterator[Node]:
     """Yield the nodes after `first` and before `last`."""
     node = first.next
     while node is not last:
@@ -249,7 +249,7 @@ def insertion_point(head: OutputLayer, loss: Node) -> Node:
         if isinstance(node, Node) and order[node] >= order[first] and node not in late:
             late.add(node)
             pending += node.all_input_nodes
-    if not late.isdisjoint(head.row_results) or any(map(changes, between(first, loss))):
+    if not late.isdisjoint(head.row_results) or any(map(changes, nodes_between(first, loss))):
         raise NotChunked(f"`{first.name}` reads them before the targets are known")
     for node in sorted(late, key=order.__getitem__):
         first.prepend(node)

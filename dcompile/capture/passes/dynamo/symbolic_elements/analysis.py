@@ -20,7 +20,7 @@ from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
 from dcompile.capture.passes.dynamo.symbolic_elements.reads import DTYPES, Read, Reads
 from dcompile.capture.passes.dynamo.symbolic_elements.rules import AS_OTHER, LIKE, RULES
 from dcompile.capture.passes.dynamo.symbolic_elements.values import position_in
-from dcompile.ir.piecewise import TooManyPieces
+from dcompile.ir.piecewise import TooManyCases
 
 
 class ElementsOf:
@@ -75,7 +75,7 @@ class ElementsOf:
                 same = all(other == first for other in others) and first.shape == shape_of(value)
                 return first if same and first.dtype == value.dtype else self._read(node)
             return RULES[name_of(node)](Operation(node, known, self.reads))
-        except (UnknownElements, TooManyPieces):
+        except (UnknownElements, TooManyCases):
             return self._read(node)
 
     def _read(self, node: Node) -> Elements | None:

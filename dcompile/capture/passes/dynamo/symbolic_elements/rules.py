@@ -111,7 +111,7 @@ def _transposed(operation: Operation) -> Elements:
     return operation.made(operation.at(source, {d: var(axis(n)) for n, d in enumerate(order)}))
 
 
-def _turned(operation: Operation) -> Elements:
+def _t(operation: Operation) -> Elements:
     source = same_dtype(operation)
     last = len(source.shape) - 1
     return operation.made(operation.at(source, {n: var(axis(last - n)) for n in range(last + 1)}))
@@ -256,7 +256,7 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(
         ("view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze"), _reshaped
     ),
-    "permute": _permuted, "transpose": _transposed, "swapaxes": _transposed, "t": _turned,
+    "permute": _permuted, "transpose": _transposed, "swapaxes": _transposed, "t": _t,
     "tril": _triangle(lower=True), "triu": _triangle(lower=False),
     "cat": _joined, "concat": _joined, "hstack": _side_by_side, "repeat": _repeated,
     "cumsum": _sums_so_far, "diff": _differences,

@@ -1,0 +1,193 @@
+"""Split row reductions for GPUs: two stages, where rows are long and too few to occupy a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import prod
+
+from dcompile.codegen.nest.loop_nest import expand, renumber, renumber_values
+from dcompile.codegen.nest.tile_plan import PROGRAMS
+from dcompile.codegen.schedule.fusion.iteration_space import coordinates, position
+from dcompile.codegen.schedule.fusion.merge import without
+from dcompile.codegen.schedule.fusion.split_reductions import axes_of, new_buffer
+from dcompile.device_traits import MULTIPROCESSORS, loop_traits
+from dcompile.ir.analysis import ancestors, inner_names, is_row_store, operands, passes, row_values, store_operands
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.index import Size, size_product, substitute, var
+from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Loop, Program, Reduce, Ref, Scan, Step, Store, Value
+from dcompile.ir.ops import REDUCTIONS
+
+MIN_SPLIT_ROW_ELEMENTS = 32768
+"""Elements from which a row is split: one program reduces a shorter row in the time of another launch."""
+PART_ELEMENTS = 2048
+"""Fewest elements of a row for one program."""
+MAX_LOADED_ELEMENTS = 16 * PART_ELEMENTS
+"""Elements from which a part is split further: more programs with less work each hide memory latency."""
+
+
+def split_row_reductions(program: Program) -> Program:
+    """Split long rows among several programs where rows are few.
+
+    Only the order of summation changes. Loops on CPUs are unchanged.
+    """
+    table = dict(program.table)
+    steps: list[Step] = []
+    for step in program.steps:
+        parts = row_parts(step) if isinstance(step, Loop) and loop_traits(step, table).many_threads else 1
+        steps += _split_reductions(step, parts, table) if isinstance(step, Loop) and parts > 1 else [step]
+    return replace(program, steps=tuple(steps), buffers=tuple(table.values()))
+
+
+def row_parts(loop: Loop) -> int:
+    """Return the number of parts for each row: 1 if rows alone occupy the GPU."""
+    if not any(isinstance(value, Reduce) for value in loop.body) or any(store.mode != "set" for store in loop.stores):
+        return 1
+    if loop.reads & loop.writes or any(isinstance(value, Scan) for value in loop.body):
+        return 1
+    rows, size = size_product(loop.outer), size_product(loop.inner)
+    if not (isinstance(rows, int) and isinstance(size, int)):
+        return 1  # the decision needs static sizes
+    if rows == 0 or size < MIN_SPLIT_ROW_ELEMENTS or rows >= MULTIPROCESSORS:
+        return 1
+    most = max(size // PART_ELEMENTS, 1)
+    wanted = min(max(PROGRAMS // rows, min(4 * PROGRAMS // rows, size // MAX_LOADED_ELEMENTS), 1), most)
+    # a nearby divisor saves masks
+    near = [n for n in range(max(wanted // 2, 1), min(2 * wanted, most) + 1) if size % n == 0 and size // n % 8 == 0]
+    return min(near, key=lambda n: abs(n - wanted)) if near else wanted
+
+
+def _known(sizes: Iterable[Size]) -> tuple[int, ...]:
+    """Return the sizes of a loop with split rows, all static."""
+    found = tuple(sizes)
+    ints = tuple(size for size in found if isinstance(size, int))
+    assert len(ints) == len(found), "rows of symbolic size are not shared"
+    return ints
+
+
+def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[Loop]:
+    """Split the loop's reductions into two stages, pass by pass; element stores get a loop of their own."""
+    inner = axes_of(inner_names(loop), _known(loop.inner))
+    body, stores = expand(loop.body, loop.stores, list(inner))
+    loop = replace(loop, body=body, stores=stores)
+    rows, device = prod(_known(loop.outer)), table[stores[0].buffer].device
+    known = passes(loop)
+    live = ancestors(body, [ref for store in stores for ref in store_operands(store)])
+    reduces = [ref for ref in sorted(live) if isinstance(body[ref], Reduce)]
+    done: dict[Ref, str] = {}
+    read: dict[Ref, str] = {}
+    steps: list[Loop] = []
+    last = max(known[ref] for ref in reduces)
+    for number in range(1, last + 1):
+        now = [ref for ref in reduces if known[ref] == number]
+        pieces = {r: new_buffer(f"{loop.name}_parts", body[r].dtype, (rows, parts), device, table) for r in now}
+        results = {r: new_buffer(f"{loop.name}_rows", body[r].dtype, (rows,), device, table) for r in now}
+        steps.append(_part(loop, parts, pieces, done))
+        at_end = [s for s in stores if is_row_store(loop, s)] if number == last else []
+        if number == last:
+            read = {
+                r: new_buffer(f"{loop.name}_values", body[r].dtype, (rows,), device, table) for r in _read_by_rows(loop)
+            }
+        steps.append(_sum(loop, parts, pieces, done, results | read, at_end))
+        done |= results
+    elements = tuple(store for store in stores if not is_row_store(loop, store))
+    place = position("i", _known(loop.outer))
+    done |= read
+    loaded = tuple(Load(done[ref], place, value.dtype) if ref in done else value for ref, value in enumerate(body))
+    rest = without(replace(loop, body=loaded, stores=elements), frozenset())
+    steps += [rest] if rest is not None else []
+    dead = frozenset(name for name in done.values() if not any(name in step.reads for step in steps))
+    for name in dead:
+        del table[name]
+    return [kept for step in steps if (kept := without(step, dead)) is not None]
+
+
+def _read_by_rows(loop: Loop) -> list[Ref]:
+    """Return what the loop over the elements reads in place of reductions: the row values computed from these.
+
+    Then only the second stage computes them. Every program of the loop over elements would divide in float64 for a
+    scale of float8 training. Empty where these values are more than the reductions.
+    """
+    body, of_row = loop.body, row_values(loop)
+    stores = [store for store in loop.stores if not is_row_store(loop, store)]
+    live = ancestors(body, [ref for store in stores for ref in store_operands(store)], through_reduces=False)
+    used = {ref for at in live if not of_row[at] for ref in operands(body[at])}
+    used |= {ref for store in stores for ref in store_operands(store)}
+    below = {ref: _reductions_below(body, ref) for ref in sorted(used) if of_row[ref]}
+    computed = [ref for ref, reduces in below.items() if reduces and not isinstance(body[ref], Reduce)]
+    reduces = set[Ref]().union(*below.values())
+    direct = [ref for ref in below if isinstance(body[ref], Reduce)]
+    return computed if len(computed) + len(direct) <= len(reduces) else []
+
+
+def _reductions_below(body: Sequence[Value], ref: Ref) -> set[Ref]:
+    """Return the last reductions that a value depends on."""
+    return {at for at in ancestors(body, [ref], through_reduces=False) if isinstance(body[at], Reduce)}
+
+
+def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str]) -> Loop:
+    """Build the first stage: each row in `parts`; the last may be shorter, and positions beyond the row are masked."""
+    outer, inner, rank = _known(loop.outer), _known(loop.inner), len(loop.outer)
+    size = prod(inner)
+    length = -(-size // parts)
+    cut = parts * length != size
+    bounds = {f"i{k}": n for k, n in enumerate((*outer, parts))} | {"j0": length}
+    flat = var(f"i{rank}") * length + var("j0")
+    values = coordinates("j", inner, flat, bounds)
+    rows, element = position("i", outer), row_values(loop)
+    body: list[Value] = []
+    if cut:
+        body += [IndexOf(flat), Const(size, "int64"), Apply("lt", (0, 1), "bool")]
+    number: dict[Ref, Ref] = {}
+    stores: list[Store] = []
+    for ref, value in enumerate(loop.body):
+        if ref in done:
+            value = Load(done[ref], rows, value.dtype)
+        value = renumber(value, number)
+        if isinstance(value, (Load, IndexOf)):
+            value = replace(value, index=substitute(value.index, values, bounds))
+        if cut and isinstance(value, Load) and not element[ref]:
+            if value.mask is not None:
+                body.append(Apply("and", (value.mask, 2), "bool"))
+            value = replace(value, mask=2 if value.mask is None else len(body) - 1)
+        if cut and isinstance(value, Reduce):
+            body.append(Const(REDUCTIONS[value.op].identity(value.dtype), value.dtype))
+            body.append(Apply("where", (2, value.arg, len(body) - 1), value.dtype))
+            value = replace(value, arg=len(body) - 1)
+        body.append(value)
+        number[ref] = len(body) - 1
+        if ref in pieces:
+            stores.append(Store(pieces[ref], rows * parts + var(f"i{rank}"), number[ref]))
+    made = Loop(f"{loop.name}_part", (*outer, parts), (length,), tuple(body), tuple(stores), loop.origin)
+    kept = without(made, frozenset())
+    assert kept is not None, f"{loop.name} has reductions that nothing uses"
+    return kept
+
+
+def _sum(
+    loop: Loop,
+    parts: int,
+    pieces: dict[Ref, str],
+    done: dict[Ref, str],
+    results: dict[Ref, str],
+    row_stores: list[Store],
+) -> Loop:
+    """Build the second stage: each row's reductions from their parts and, in the last pass, the row's stores."""
+    rows, of_row = position("i", _known(loop.outer)), row_values(loop)
+    body: list[Value] = []
+    number: dict[Ref, Ref] = {}
+    for ref, value in enumerate(loop.body):
+        if ref in pieces:
+            body.append(Load(pieces[ref], rows * parts + var("j0"), value.dtype))
+            assert isinstance(value, Reduce)
+            body.append(Reduce(value.op, len(body) - 1, value.dtype))
+        elif ref in done:
+            body.append(Load(done[ref], rows, value.dtype))
+        elif of_row[ref] and not isinstance(value, Reduce) and all(used in number for used in operands(value)):
+            body.append(renumber(value, number))
+        else:
+            continue
+        number[ref] = len(body) - 1
+    stores = [Store(name, rows, number[ref]) for ref, name in results.items()]
+    stores += [replace(s, value=number[s.value], index=renumber_values(s.index, number)) for s in row_stores]
+    return Loop(f"{loop.name}_sum", loop.outer, (parts,), tuple(body), tuple(stores), loop.origin)

@@ -70,7 +70,7 @@ SUB_LEVELS = {
     "dcompile.capture": (
         ("graph_pass", "services"), ("trace_cache",), ("agreement", "aliasing", "call_state"), ("passes", "adapters"),
         ("batched_backward", "callables", "compiled_model", "graph_boundary", "joint_graph"),
-        ("entry_record", "opaque_objects", "output_steps", "program_request"),
+        ("absent_outputs", "entry_record", "opaque_objects", "output_steps", "program_request"),
         ("graph_runner",),
         ("dynamo_backend",),
         ("entry",),
@@ -254,13 +254,25 @@ def test_imports_inside_a_package_point_down() -> None:
 
 def adapter_checks(source: str, module: str) -> list[str]:
     """Places that ask which kind of adapter they have, outside the package that knows."""
-    calls = [node for node in nodes_of(source) if isinstance(node, ast.Call) and len(node.args) == 2]
-    kinds = [call for call in calls if path_of(call.func) == "isinstance"]
     return [
-        f"{module}:{call.lineno} asks for the kind of an adapter; adapters/gradient_sync.py has the strategies"
-        for call in kinds
-        if any(path_of(node).endswith("Adapter") for node in ast.walk(call.args[1]))
+        f"{module}:{getattr(node, 'lineno', 0)} asks for an adapter's kind; adapters/gradient_sync.py has strategies"
+        for node in nodes_of(source)
+        if _asks_for_adapter(node)
     ]
+
+
+def _asks_for_adapter(node: ast.AST) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kinds]):
+            asked = [kinds]
+        case ast.Compare():
+            sides = [path_of(side) for side in (node.left, *node.comparators)]
+            return any(side.endswith(("adapter.name", "Adapter", "Sync")) for side in sides)
+        case ast.MatchClass():
+            asked = [node.cls]
+        case _:
+            return False
+    return any(path_of(leaf).endswith(("Adapter", "Sync")) for part in asked for leaf in ast.walk(part))
 
 
 def test_only_adapters_know_their_kinds() -> None:
@@ -273,6 +285,30 @@ def test_only_adapters_know_their_kinds() -> None:
     assert not wrong, "\n".join(wrong)
     assert adapter_checks("isinstance(adapter, DdpAdapter | ShardedAdapter)", "dcompile.api")
     assert adapter_checks("assert isinstance(model.adapter, (fsdp2.Fsdp2Adapter,))", "dcompile.api")
+    assert adapter_checks("found = type(adapter) is DdpAdapter", "dcompile.api")
+    assert adapter_checks("if model.adapter.name == 'fsdp1': pass", "dcompile.api")
+    assert adapter_checks("match sync:\n  case ShardedSync(): pass", "dcompile.api")
+    assert not adapter_checks("sync = ShardedSync(Fsdp2Adapter(states)) if states == found else None", "dcompile.api")
+
+
+def inherited_emitters(found: Mapping[str, tuple[str, bool]]) -> list[str]:
+    """Classes of emitters that have a class of the code generator as a base: {module: (source, is a package)}."""
+    inside = {name: source for name, (source, _) in found.items() if name.startswith("dcompile.codegen")}
+    classes = [(name, node) for name, source in inside.items() for node in nodes_of(source)]
+    made = {node.name: (name, node) for name, node in classes if isinstance(node, ast.ClassDef)}
+    return [
+        f"{module}:{node.lineno} {node.name} inherits from {path_of(base)}: emitters share functions and values"
+        for module, node in made.values()
+        for base in node.bases
+        if module.startswith("dcompile.codegen.emit") and path_of(base).rpartition(".")[2] in made
+    ]
+
+
+def test_no_emitter_inherits_from_another() -> None:
+    found = {name: (path.read_text(), path.stem == "__init__") for path, name in modules()}
+    assert inherited_emitters(found) == []
+    chain = "class Printer: pass\nclass Vectors(Printer): pass"
+    assert len(inherited_emitters({"dcompile.codegen.emit.cpp.printer": (chain, False)})) == 1
 
 
 KNOW_DEVICES = ("dcompile.capture.adapters.", "dcompile.capture.services")

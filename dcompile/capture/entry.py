@@ -101,9 +101,9 @@ class Entry:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._graph.needs_data and self.model.services.needs_data and compat.dynamo.is_traced_by_another():
             return self.target(*args, **kwargs)
-        state = compat.ddp.replicate_state(self.root)
+        state = compat.replicate.state_of(self.root)
         if state is not None and not torch.compiler.is_compiling():
-            return compat.ddp.run_replicated(self.root, state, self._enter, args, kwargs)
+            return compat.replicate.run_between_hooks(self.root, state, self._enter, args, kwargs)
         return self._enter(args, kwargs)
 
     def _enter(self, args: Any, kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ class Entry:
         stock = config.distributed == "stock"
         with torch.inference_mode(False):  # virtual parameters made in that mode would never get a gradient
             if self._engine is not None and self._engine.taken:
-                if self.model.adapter.name == "plain":
+                if not self.model.adapter.serves_wrapper:
                     self.model.adopt(sync_for(self._engine.engine, config.zero, stock))
             elif states := compat.fsdp2.states_in(root):
                 # a replay keeps no partly gathered parameters, so with CUDA graphs backwards gather over all ranks
@@ -227,13 +227,13 @@ class Entry:
         """Does `ddp` wrap this entry's module itself? A part of its module is compiled as plain, with DDP's reducer."""
         if self.root is None:
             return False
-        return unwrap_module(ddp.module) is self.root or compat.ddp.is_of_replicate(ddp, self.root)
+        return unwrap_module(ddp.module) is self.root or compat.replicate.has_made(ddp, self.root)
 
     def _attach(self, ddp: Any) -> None:
         """Adopt a DDP module in whose forward this module runs for the first time."""
         self._ddp = weakref.ref(ddp)
         stock = self.model.settings.config.distributed == "stock"
-        replicated = self.root if compat.ddp.is_of_replicate(ddp, self.root) else None
+        replicated = self.root if compat.replicate.has_made(ddp, self.root) else None
         self.model.adopt(DdpSync(DdpAdapter(ddp, stock, module=replicated)))
         self._compiled = None
 

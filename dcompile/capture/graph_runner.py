@@ -12,6 +12,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture import batched_backward
+from dcompile.capture.absent_outputs import AbsentOutputs
 from dcompile.capture.adapters.gradient_sync import BackwardCall
 from dcompile.capture.agreement.collective_plan import by_group, own_collectives, plan_of
 from dcompile.capture.aliasing.input_views import return_input_views
@@ -21,7 +22,6 @@ from dcompile.capture.joint_graph import PartitionResult, donated_positions, sav
 from dcompile.capture.opaque_objects import remove_opaque_objects, without_opaque_objects
 from dcompile.capture.output_steps import OutputRequest, plan_outputs
 from dcompile.capture.passes.joint.absent_gradients import (
-    absent_results,
     fixed_size_tangents,
     take_out,
     tangents,
@@ -29,7 +29,6 @@ from dcompile.capture.passes.joint.absent_gradients import (
     unsure,
     without,
     zeros_for,
-    zeros_of,
 )
 from dcompile.capture.program_request import describe_machine, describe_shards
 from dcompile.capture.services import GradientBuckets, Line
@@ -101,8 +100,6 @@ class GraphPrograms:
         """Whether the compiled backward's buckets have places for all parameters; None before it is compiled."""
         self._lacks: frozenset[int] | None = None
         """Positions of gradients that are no inputs of the compiled backward; None before it is compiled."""
-        self._follows: dict[frozenset[int], tuple[int, ...]] = {}
-        """Absent gradients -> positions of the backward's results that are absent, too."""
         self.unsure: tuple[int, ...] = ()
         """Parameters whose gradients may be absent from a backward."""
         self._numbers: tuple[int, ...] = ()
@@ -238,6 +235,7 @@ class GraphPrograms:
         alone = position is None and not places and not self.adapter.synchronizes
         settled: Boxed | None = None
         is_batch, apart = compat.aot.batch_test(), UnshareGradients()
+        outputs = AbsentOutputs(gm, self.sync, self.grads, self.unsure, self._numbers)
 
         def backward(args: list[Any]) -> list[Any]:
             nonlocal settled
@@ -254,21 +252,17 @@ class GraphPrograms:
             self.model.before_backward(self, bool(sync))
             absent = frozenset(place for place in places if args[place] is None)
             if absent and len(absent) == len(given) and not self.grads:
-                return self._nothing(gm, absent)
+                return outputs.without_any(absent)
             kind = self._backward_for(gm, absent)
             lacks = self._lacks if self._lacks is not None and kind == "backward" else frozenset[int]()
             for place in absent - lacks:
                 args[place] = zeros_for(gm, place)
             take_out(args, lacks)
-            gone, zeros = self._what_follows(gm, absent) if absent else ((), ())
+            gone, zeros = outputs.of(absent) if absent else ((), ())
             results = apart.of((kind, sync, self._every), self._run_backward(kind, args, sync, gone))
             if alone:  # later calls skip the tests above, whose results do not change any more
                 settled = apart.around((kind, sync, self._every), self.executables[kind])
-            for place in zeros:
-                known = results[place] is not None
-                results[place] = torch.zeros_like(results[place]) if known else zeros_of(gm, place)
-            for place in gone:
-                results[place] = None
+            outputs.fill(results, gone, zeros)
             return results
 
         return opaque.around(backward)
@@ -282,35 +276,6 @@ class GraphPrograms:
         self.notes += [] if batched_backward.NOTE in self.notes else [batched_backward.NOTE]
         self.fallbacks[batched_backward.COUNTED] += 1
         return batched_backward.run_batched(gm, args, bool(self._sharded))
-
-    def _what_follows(self, gm: Any, absent: frozenset[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Return (positions of results that become None, positions of results that become zeros) for absent gradients.
-
-        Zeros are gradients of leaves with hooks. Gradients that DDP's own reducer waits for are in neither.
-        """
-        if absent not in self._follows:
-            self._follows[absent] = absent_results(gm, absent)
-        follows = self._follows[absent]
-        hooked = compat.aot.hooked_leaves() if follows else frozenset[int]()
-        if not hooked and not self.grads:
-            return follows, ()
-        expected, gone, zeros = self.sync.awaited(self.grads, self.unsure), list[int](), list[int]()
-        for place in follows:
-            # eager calls no hook for an absent gradient; in a compiled graph the edge exists, and the hook gets None
-            stays = hooked and place - sum(number < place for number in self._numbers) in hooked
-            if stays and place not in self._exchanged:  # gradients that ranks reduce are zeros already
-                zeros.append(place)
-            elif not stays and place not in expected:
-                gone.append(place)
-        return gone, zeros
-
-    def _nothing(self, gm: Any, absent: frozenset[int]) -> list[Any]:
-        """Return the results of a backward whose gradients are all absent: None, or zeros for leaves with hooks."""
-        _, zeros = self._what_follows(gm, absent)
-        results: list[Any] = [None] * len(gm.graph.output_node().args[0])
-        for place in zeros:
-            results[place] = zeros_of(gm, place)
-        return results
 
     @property
     def _exchanged(self) -> frozenset[int]:

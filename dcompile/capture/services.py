@@ -120,7 +120,7 @@ def _single_process(_group: Any) -> Peers:
     return NoPeers()
 
 
-def _said_by_nobody(_group: Any, _subject: str, mine: str) -> str:
+def _no_objection(_group: Any, _subject: str, mine: str) -> str:
     return mine
 
 
@@ -211,7 +211,7 @@ class Services:
     """(process group or None) -> its other ranks, with which the compiler shares graphs."""
     figures: Callable[[Any, Any], Figures] = figures_from_table
     """(device, process group or None) -> the machine's figures; the same on every rank of the group."""
-    said_by_any: Callable[[Any, str, str], str] = _said_by_nobody
+    any_rank_objection: Callable[[Any, str, str], str] = _no_objection
     """(process group, subject, this rank's text or "") -> one rank's text, the same on all ranks; all call this."""
     renew: Callable[[], Services] | None = None
     """Function that makes the same services again, for a module inside that is compiled by itself."""

@@ -221,7 +221,7 @@ def product_buffer(product: Matmul) -> Buffer:
     return Buffer(product.out, product.dtype, shape, (shape[1], 1))
 
 
-def of_one_element(value: Value) -> Value:
+def without_reduction(value: Value) -> Value:
     """Replace a reduction by its value for rows of one element: that element, or position 0 for argmax and argmin."""
     if not isinstance(value, (Reduce, Scan)):
         return value

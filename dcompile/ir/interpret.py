@@ -141,7 +141,7 @@ def _encode(values: Any, dtype: str) -> Array:
 # --- the machine ------------------------------------------------------------------------------------------------------
 
 
-def _lies_in_another(buffer: Buffer) -> bool:
+def _is_within_another(buffer: Buffer) -> bool:
     return (buffer.storage or "").startswith((WITHIN, IN_DONOR))
 
 
@@ -157,7 +157,7 @@ class _Machine:
         blocks |= {IN_BUCKET + b.name: b.numel * ITEMSIZE[b.dtype] for b in program.buckets}
         self.blocks = {name: np.full(size, GARBAGE, np.uint8) for name, size in blocks.items()}
         self.memory: dict[str, Array] = {}
-        for buffer in sorted(program.buffers, key=_lies_in_another):
+        for buffer in sorted(program.buffers, key=_is_within_another):
             self.memory[buffer.name] = self._allocate(buffer)
             inside = self.memory[buffer.name].view(np.uint8)
             self.blocks |= {WITHIN + buffer.name: inside, IN_DONOR + buffer.name: inside}

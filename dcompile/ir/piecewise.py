@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from dcompile.ir.index import Index, Ranges, evaluate, is_nonnegative, substitute
+from dcompile.ir.index import Index, Ranges, is_nonnegative, substitute
 
 MAX_LEAVES = 512
 """Most leaves that one combination may compute. Masks of causal, windowed and packed attention have fewer than ten."""
@@ -136,10 +136,3 @@ def leaves(tree: Tree, facts: Facts, ranges: Ranges) -> Iterator[Leaf]:
         yield from leaves(tree.then, (*facts, tree.condition), ranges)
     if answer is not True:
         yield from leaves(tree.otherwise, (*facts, negate_condition(tree.condition)), ranges)
-
-
-def evaluate_tree(tree: Tree, values: Mapping[str, int]) -> bool | int | float:
-    """Value of the tree for given variables: the reference semantics."""
-    while isinstance(tree, Test):
-        tree = tree.then if evaluate(tree.condition, values) >= 0 else tree.otherwise
-    return evaluate(tree, values) if isinstance(tree, Index) else tree

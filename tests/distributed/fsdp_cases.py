@@ -703,7 +703,7 @@ class RecordedOnce:
         results, replays = function(), iter([None])
         return lambda: next(replays), results
 
-    def takes(self, tensor: torch.Tensor) -> bool:
+    def can_read(self, tensor: torch.Tensor) -> bool:
         return tensor.device == self.device
 
 

@@ -45,7 +45,7 @@ class Repeats:
 
         return replay, results
 
-    def takes(self, tensor: torch.Tensor) -> bool:
+    def can_read(self, tensor: torch.Tensor) -> bool:
         """As if the CPU were the device."""
         return tensor.device.type == "cpu"
 

@@ -22,7 +22,7 @@ class Worst:
         """Memory that the allocator has back, and gives out again."""
         self.fails = None
 
-    def takes(self, tensor):
+    def can_read(self, tensor):
         return tensor.device.type == "cpu"
 
     def record(self, function, pool):

@@ -32,6 +32,7 @@ class DdpAdapter(PlainAdapter):
     """State of the takeover of one DDP module."""
 
     name = "ddp"
+    serves_wrapper = True
     way_to_differ = (
         "A model that is meant to differ by its rank needs static_graph=True or find_unused_parameters=True in "
         "DistributedDataParallel, or options={'distributed': 'stock'}."
@@ -361,16 +362,6 @@ class DdpAdapter(PlainAdapter):
         """Return those of these parameters to whose .grad this backward adds. It takes 1 us each."""
         params = ((number, self.refs[number]()) for number in numbers)
         return frozenset(n for n, p in params if p is not None and compat.autograd.will_accumulate(p))
-
-    def differs(self, number: int, address: int) -> bool:
-        """Is a parameter's .grad another tensor than the one at `address`?"""
-        param = self.refs[number]()
-        return param is not None and param.grad is not None and param.grad.data_ptr() != address
-
-    def is_contiguous(self, number: int) -> bool:
-        """Is this a contiguous parameter? Its `.grad` then may be a view of a bucket."""
-        param = self.refs[number]()
-        return param is not None and param.is_contiguous()
 
     def reduce_rest(
         self,

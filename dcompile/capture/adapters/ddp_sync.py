@@ -15,6 +15,7 @@ from dcompile.capture.adapters.arriving_gradients import SEVERAL, GradientArriva
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
 from dcompile.capture.adapters.merged_gradients import MergedGradients
+from dcompile.capture.adapters.unreduced_gradients import differs, is_contiguous
 from dcompile.capture.agreement.capture_digest import compare_surroundings
 from dcompile.capture.agreement.collective_plan import plan_of
 from dcompile.capture.agreement.parameter_use import outside_use, tensors_in
@@ -189,9 +190,9 @@ class DdpSync(GradientSync):
         compare_surroundings(self.model)
         objections += [] if adapter.varies else adapter.hooked()
         mine = "; ".join(dict.fromkeys([*adapter.standing_objections(), *objections]))
-        said = self.model.services.said_by_any(adapter.group, GRADIENTS, mine)
+        objection = self.model.services.any_rank_objection(adapter.group, GRADIENTS, mine)
         several = any(len(variant.graphs) > 1 for variant in self.model.variants.values())
-        adapter.decide(objections if mine or not said else [said], several and adapter.is_static)
+        adapter.decide(objections if mine or not objection else [objection], several and adapter.is_static)
 
     def _asks_others(self) -> bool:
         return self.model.settings.config.distributed != "stock" and not self._adapter.may_be_alone
@@ -292,12 +293,14 @@ class DdpSync(GradientSync):
             addresses |= found
         if merged is not None:
             handed_on = frozenset[int]().union(*(buckets.handed_on() for buckets in reduced))
-            elsewhere = dict(merged.outside(adapter.differs, but=handed_on))
+            elsewhere = dict(merged.outside(functools.partial(differs, adapter.refs), but=handed_on))
         else:  # each .grad was reduced as a whole
             elsewhere = {
                 number: source.reduced_gradient(number)
                 for number, source in sources.items()
-                if source is not None and adapter.differs(number, addresses[number]) and adapter.is_contiguous(number)
+                if source is not None
+                and differs(adapter.refs, number, addresses[number])
+                and is_contiguous(adapter.refs, number)
             }
         adapter.reduce_rest(elsewhere, sources.keys(), self.model.services.average)
         for buckets in reduced:

@@ -121,6 +121,7 @@ class Fsdp1Adapter(ShardedAdapter):
     """
 
     name = "fsdp1"
+    breaks_at_hooks = True
     keeps_gathered = True
 
     def __init__(self, root: Any, instances: list[Any], stock: bool) -> None:

@@ -69,6 +69,7 @@ class VirtualParameter(Protocol):
 class ShardedAdapter(PlainAdapter):
     """State of the takeover of one compiled module's sharded parameters."""
 
+    serves_wrapper = True
     synchronizes = True
     compares_in_forward = True
     way_to_differ = "A model that is meant to differ by its rank needs options={'distributed': 'stock'}."

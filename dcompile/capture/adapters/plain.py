@@ -36,6 +36,10 @@ class PlainAdapter:
     """Interface and base class of the adapters: it takes nothing over."""
 
     name = "plain"
+    serves_wrapper = False
+    """Whether it stands for a wrapper of the model, or for an engine around it."""
+    breaks_at_hooks = False
+    """Whether hooks of the wrapper break graphs where it stays stock."""
     eligible = True
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

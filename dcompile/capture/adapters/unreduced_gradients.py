@@ -12,6 +12,18 @@ ParameterRefs: TypeAlias = Mapping[int, Callable[[], Any]]
 """Number of a parameter -> weak reference to it."""
 
 
+def differs(refs: ParameterRefs, number: int, address: int) -> bool:
+    """Is a parameter's .grad another tensor than the one at `address`?"""
+    parameter = refs[number]()
+    return parameter is not None and parameter.grad is not None and parameter.grad.data_ptr() != address
+
+
+def is_contiguous(refs: ParameterRefs, number: int) -> bool:
+    """Is this a contiguous parameter? Its `.grad` then may be a view of a bucket."""
+    parameter = refs[number]()
+    return parameter is not None and parameter.is_contiguous()
+
+
 @dataclass(frozen=True, slots=True)
 class OutsidePart:
     """What code outside the compiled graphs has added to a gradient that a program has reduced."""

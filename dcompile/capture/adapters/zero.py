@@ -30,6 +30,7 @@ FIRST_BYTES, CAP_BYTES = 1 << 20, 25 << 20
 class ZeroStockAdapter(PlainAdapter):
     """Stock fallback of ZeRO: DeepSpeed's hooks run its collectives, around graphs that have none."""
 
+    serves_wrapper = True
     eligible = False
 
     def __init__(self, stage: int, reasons: Iterable[str]) -> None:
@@ -65,6 +66,7 @@ class ZeroReplicatedAdapter(PlainAdapter):
     """Adapter of stage 0: gradients are all-reduced in DDP's buckets, in the backward that ends a step."""
 
     name = "zero0"
+    serves_wrapper = True
     synchronizes = True
 
     def __init__(self, engine: Any) -> None:
@@ -96,11 +98,6 @@ class ZeroReplicatedAdapter(PlainAdapter):
 
     def param_infos(self) -> tuple[ParamInfo, ...]:
         return self._infos
-
-    def differs(self, number: int, address: int) -> bool:
-        """Is a parameter's .grad another tensor than the one at `address`?"""
-        parameter = self.refs[number]()
-        return parameter is not None and parameter.grad is not None and parameter.grad.data_ptr() != address
 
     def exchanged(self, used: Collection[int]) -> tuple[ParamInfo, ...]:
         return tuple(info for info in self._infos if info.number in used)
@@ -164,7 +161,6 @@ class ZeroAdapter(ShardedAdapter):
         super().__init__()
         self.name = f"zero{stage}"
         self._engine = weakref.ref(engine)
-        self._restored = False
 
     @property
     def engine(self) -> Any:

@@ -7,6 +7,7 @@ optimizer.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -19,6 +20,7 @@ from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
 from dcompile.capture.adapters.merged_gradients import MergedGradients
 from dcompile.capture.adapters.sharded_sync import ShardedSync
+from dcompile.capture.adapters.unreduced_gradients import differs
 from dcompile.capture.adapters.zero import ZeroAdapter, ZeroReplicatedAdapter, ZeroStockAdapter, reasons_against
 from dcompile.capture.adapters.zero3 import Zero3Adapter, hidden
 from dcompile.capture.adapters.zero_partition import ZeroPartitionAdapter
@@ -135,7 +137,7 @@ class ZeroReplicatedSync(GradientSync):
                 rest[number] = parameter.grad
         if len(merged) == 1:  # of several backwards, the programs of later ones have added what .grad held
             (found,) = merged.values()
-            outside = dict(found.outside(adapter.differs, but=absent))
+            outside = dict(found.outside(functools.partial(differs, adapter.refs), but=absent))
             for number, gradient in sorted(outside.items()):
                 parameter = adapter.refs[number]()
                 rest[number] = parameter.grad - gradient

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from dcompile.ir.analysis import inner_names, is_row_store, of_one_element, operands, outer_names, runtime_refs
+from dcompile.ir.analysis import inner_names, is_row_store, operands, outer_names, runtime_refs, without_reduction
 from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import (
     ZERO,
@@ -116,7 +116,7 @@ def flatten_loop(loop: Loop, *, in_one_pass: bool = False) -> Nest:
     outer, body, stores = merge(outer, body, stores)
     inner, body, stores = merge(inner, body, stores)
     if not inner:
-        body = tuple(of_one_element(value) for value in body)
+        body = tuple(without_reduction(value) for value in body)
     return Nest(tuple(outer), tuple(inner), None, body, stores, row_stores, late)
 
 

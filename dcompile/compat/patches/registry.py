@@ -15,6 +15,7 @@ from dcompile.compat import (
 )
 from dcompile.compat.patches import (
     batch_norm_statistics,
+    compiling_thread,
     cse,
     dynamo_metrics,
     grouped_experts,
@@ -55,6 +56,14 @@ PATCHES: tuple[TorchPatch, ...] = (
         "correctness",
         "metrics of torch 2.11 fail to write functions among settings; those of inductor say nothing of our frames",
         FRAME,
+    ),
+    TorchPatch(
+        compiling_thread.compiling_in_one_thread,
+        ("torch.compiler._compile_session_context",),
+        "correctness",
+        "optimizers that step in other threads meanwhile take themselves for compiled, and fail",
+        FRAME,
+        first=(2, 12),
     ),
     TorchPatch(
         sync_batch_norm.traced_sync_batch_norm,

@@ -32,21 +32,21 @@ class Shards(ShardReductions):
     saves_memory: str = ""
     """See `ConvertedShards`."""
     converted: ConvertedShards = field(init=False)
-    neighbours: PeerShards = field(init=False)
+    peer_shards: PeerShards = field(init=False)
     _parts: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
     """Unit -> this rank's part of it within a smaller group, which the last forward left for the backward."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.converted = ConvertedShards(self.units, self.shard_copies, self.saves_memory)
-        self.neighbours = PeerShards(self.units, self.groups, self.gathers, self.converted)
+        self.peer_shards = PeerShards(self.units, self.groups, self.gathers, self.converted)
 
     def copied(self, group: str) -> tuple[bool, str]:
         """Whether a group's gathers are copies from peer memory; if not, the reason why, or empty.
 
         The first call makes ranks meet over the store.
         """
-        return self.neighbours.of(group) is not None, self.neighbours.reason(group)
+        return self.peer_shards.of(group) is not None, self.peer_shards.reason(group)
 
     def save_memory(self, reason: str) -> None:
         """Keep no converted shards, unless an option asks for them or they exist already."""
@@ -102,7 +102,7 @@ class ShardCommunication:
     _gathering: dict[str, PendingGather] = field(init=False, default_factory=dict)
     """Bucket -> its pending gather."""
     _reducing: dict[str, PendingReduction] = field(init=False, default_factory=dict)
-    _pulls: dict[PeerShardGroup, CopyGathers] = field(init=False, default_factory=dict)
+    _copies: dict[PeerShardGroup, CopyGathers] = field(init=False, default_factory=dict)
     """Group of peers -> its gathers by copies."""
     _waited: int = field(init=False, default=0)
     """Number of collectives that were waited for."""
@@ -112,11 +112,11 @@ class ShardCommunication:
     def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start filling `full` with the units whose shards the ranks hold."""
         found, units = self.buckets[bucket], full
-        near = self.shards.neighbours.of(found.group)
-        if near is not None:
-            with self._named("all-gather", found, near.group):
-                pull = self._pulls_from(near).start(bucket, found.units, full)
-            self._gathering[bucket] = PendingGather(pull, [], None, near.group, units)
+        peers = self.shards.peer_shards.of(found.group)
+        if peers is not None:
+            with self._named("all-gather", found, peers.group):
+                copying = self._copies_from(peers).start(bucket, found.units, full)
+            self._gathering[bucket] = PendingGather(copying, [], None, peers.group, units)
             return
         group, shards = self._senders(found)
         parcel = PackedUnits([full[place] for place in found.packed], group.size()) if found.packed else None
@@ -133,14 +133,15 @@ class ShardCommunication:
             collective = PendingCollective(group, full[0].device, label, start)
         self._gathering[bucket] = PendingGather(collective, shards, parcel, group, units)
 
-    def _pulls_from(self, near: PeerShardGroup) -> CopyGathers:
-        found = self._pulls.get(near)
+    def _copies_from(self, peers: PeerShardGroup) -> CopyGathers:
+        found = self._copies.get(peers)
         if found is None:
-            neighbours, gathers = self.shards.neighbours, [b for b in self.buckets.values() if b.traits.gathers]
-            copied = [bucket for bucket in gathers if neighbours.of(bucket.group) is near]
+            peer_shards, gathers = self.shards.peer_shards, [b for b in self.buckets.values() if b.traits.gathers]
+            copied = [bucket for bucket in gathers if peer_shards.of(bucket.group) is peers]
             numbers = list(dict.fromkeys(number for bucket in copied for number in bucket.units))
-            beside = any(self.shards.converted.memory(number) is not None for number in numbers)
-            found = self._pulls[near] = CopyGathers(near, len(copied), numbers, self._meeting, self._convert, beside)
+            overlaps = any(self.shards.converted.memory(number) is not None for number in numbers)
+            found = CopyGathers(peers, len(copied), numbers, self._meeting, self._convert, overlaps)
+            self._copies[peers] = found
         return found
 
     def _meeting(self, collective: PendingCollective) -> None:
@@ -149,10 +150,10 @@ class ShardCommunication:
     def _has_waited(self) -> None:
         self._waited += 1
         if self._waited == len(self.buckets):
-            for pulls in self._pulls.values():
-                pulls.finish()
+            for gather in self._copies.values():
+                gather.finish()
             # they refer to this object and it to them: a recording would count their memory as the caller's
-            self._pulls.clear()
+            self._copies.clear()
 
     def _senders(self, bucket: Bucket) -> tuple[Any, list[torch.Tensor]]:
         """Group of ranks that a bucket is gathered from, and the tensors that this rank sends."""

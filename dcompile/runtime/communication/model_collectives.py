@@ -62,12 +62,12 @@ class ModelCollective:
                 "make a new mesh and a new model, and compile that"
             )
         self.nbytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (sent, filled))
-        near = None if self._one_shot is None else self._one_shot.peers(group, self.nbytes)
-        self._ran_epilogue = near is not None and self._one_shot is not None and self._one_shot.has_epilogue
+        inboxes = None if self._one_shot is None else self._one_shot.peers(group, self.nbytes)
+        self._ran_epilogue = inboxes is not None and self._one_shot is not None and self._one_shot.has_epilogue
 
         def start(limit_s: float | None) -> Any:
-            if near is not None and self._one_shot is not None:
-                return self._one_shot.start(near, sent[0], given)
+            if inboxes is not None and self._one_shot is not None:
+                return self._one_shot.start(inboxes, sent[0], given)
             return _start(self.kind, group, sent, filled, rest, limit_s)
 
         self._pending = PendingCollective(group, sent[0].device, f"model's own {self._words()}", start)

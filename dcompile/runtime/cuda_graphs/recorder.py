@@ -54,7 +54,7 @@ class CudaRecorder:
         generator: Any = torch.cuda.default_generators[self.device.index or 0]
         generator.graphsafe_set_state(generator.clone_state())
 
-    def takes(self, tensor: torch.Tensor) -> bool:
+    def can_read(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on this device."""
         return tensor.device == self.device
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
@@ -23,6 +23,9 @@ from dcompile.runtime.program.arena import copy_elements, over
 
 COPY_BYTES = 1 << 16
 """Size in bytes up to which results are returned as copies: losses and metrics, which callers keep over many steps."""
+
+RecordedProgram: TypeAlias = tuple[Callable[[], None], list[Any], dict[Any, list[str]]]
+"""How to replay a program, its results, and labels of its collectives by process group."""
 
 
 class GraphRecorder(Protocol):
@@ -34,7 +37,7 @@ class GraphRecorder(Protocol):
         Return (replay, the function's results), not computed yet; raise RuntimeError on failure.
         """
 
-    def takes(self, tensor: torch.Tensor) -> bool:
+    def can_read(self, tensor: torch.Tensor) -> bool:
         """Whether recorded kernels may read the tensor."""
 
 
@@ -257,7 +260,7 @@ class Recording:
     memories: tuple[ResultMemory, ...]
     pool: int
     tolerates: frozenset[ResultMemory]
-    lie: Callable[..., bool] | None = None
+    layouts_fit: Callable[..., bool] | None = None
     """For a backward: whether the fixed inputs still have their layouts, since a new `.data` may have the
     same address.
     """
@@ -268,7 +271,7 @@ class Recording:
         """Whether the fixed inputs have the addresses, and for a backward the layouts, that this recording reads."""
         if not compat.tensors.addresses_are(args, self.addresses, self.fixed):
             return False
-        return self.lie is None or self.lie(*[args[place] for place in self.fixed])
+        return self.layouts_fit is None or self.layouts_fit(*[args[place] for place in self.fixed])
 
     def run(self, args: list[Any], buckets: Mapping[str, Any]) -> list[Any]:
         """Replay with these inputs and this memory of gradient buckets; `args` is emptied."""

@@ -41,6 +41,7 @@ from dcompile.runtime.cuda_graphs.recording import (
     CopiedInput,
     GraphRecorder,
     Recordable,
+    RecordedProgram,
     Recording,
     ResultMemory,
     ResultRetention,
@@ -53,7 +54,7 @@ MAX_RECORDINGS = 8
 """Most recordings of one program. Each shape has a program of its own. More recordings mean a caller who keeps every
 result, for whom no number would suffice.
 """
-AROUND = "they look at what lies around an input (as_strided), of which a recording has a copy"
+AROUND = "they read memory around an input (as_strided), of which a recording has a copy"
 OTHER_SIZES = "some calls run without a CUDA graph: another size of their class has it, or they are in no class"
 MAX_POOLS = 3
 """Most pools of one model. The second and third serve recordings made while unowned memory of the first is in use."""
@@ -114,7 +115,7 @@ class GraphTree:
         """Register a program whose recordings belong to this tree."""
         self._programs.add(program)
 
-    def has_collectives(self) -> None:
+    def end_with_process_groups(self) -> None:
         """Make recordings end before the process groups of their collectives."""
         if not self._ends_with_groups:
             self._ends_with_groups = True
@@ -275,20 +276,10 @@ class ReplayedExecutable:
         fixed = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and (i in staying or _stays(a, taken))]
         slots = self._slots(args, frozenset(fixed))
         addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
-        try:
-            inside = [self._recorded_args(args, slots, taken, pool)]  # popped: the recording must be the only holder
-            with recording_collectives() as started:
-                replay, results = self._tree.recorder.record(
-                    lambda: call.run(lambda source, sync: self._program.once(inside.pop(), source, sync)), pool
-                )
-        except RuntimeError as error:
-            self._decline(str(error).strip().splitlines()[0])
+        recorded = self._record_program([self._recorded_args(args, slots, taken, pool)], call, pool)
+        if recorded is None:
             return None
-        collectives: dict[Any, list[str]] = {}
-        for group, label in started:
-            collectives.setdefault(group, []).append(label)
-        if call.communicates or collectives:
-            self._tree.has_collectives()
+        replay, results, collectives = recorded
         gone = {memory.address for memory in alive if not memory.owned and memory.pool == pool}
         made = ResultSorter(
             [i for i in fixed if args[i].untyped_storage().data_ptr() not in gone], args, slots, pool, call
@@ -301,20 +292,38 @@ class ReplayedExecutable:
             )
             for number, value in enumerate(results)
         )
-        del results
+        del results, recorded  # the recording must be the only holder
         made.settle()
-        lie = compat.guards.like_these([args[place] for place in fixed]) if self._saved and fixed else None
+        layouts_fit = compat.guards.like_these([args[place] for place in fixed]) if self._saved and fixed else None
         recording = Recording(
-            replay, fixed, addresses, slots, kept, made.memories, pool, frozenset(alive), lie, collectives
+            replay, fixed, addresses, slots, kept, made.memories, pool, frozenset(alive), layouts_fit, collectives
         )
         recordings.append(recording)
         self._program.release()
         self.report.recordings += 1
         return recording
 
+    def _record_program(self, inside: list[list[Any]], call: RecordedCall, pool: int) -> RecordedProgram | None:
+        """Record the program with the arguments in `inside`, which are popped: only the recording may hold them.
+
+        If that fails, return None, with the reason in the receipt.
+        """
+        try:
+            with recording_collectives() as started:
+                replay, results = self._tree.recorder.record(
+                    lambda: call.run(lambda source, sync: self._program.once(inside.pop(), source, sync)), pool
+                )
+        except RuntimeError as error:
+            self._decline(str(error).strip().splitlines()[0])
+            return None
+        collectives = {group: [label for other, label in started if other is group] for group, _ in started}
+        if call.communicates or collectives:
+            self._tree.end_with_process_groups()
+        return replay, results, collectives
+
     def _pool_for(self, args: list[Any], recorded: int) -> int | None:
         """Return the pool to record a call in; None, with the reason in the receipt, if it must run without a graph."""
-        strangers = [a for a in args if isinstance(a, torch.Tensor) and not self._tree.recorder.takes(a)]
+        strangers = [a for a in args if isinstance(a, torch.Tensor) and not self._tree.recorder.can_read(a)]
         if strangers:
             self._decline(f"it takes a tensor on {strangers[0].device}")
             return None

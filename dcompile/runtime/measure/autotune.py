@@ -26,9 +26,9 @@ from dcompile.runtime.program.kernel_library import library
 
 Name = TypeVar("Name", bound=Hashable)
 
-GLANCE_S, LOOK_S = 0.02, 0.06
+SCREENING_S, FINAL_S = 0.02, 0.06
 """Seconds that an algorithm runs at a time: in the first round with all of them, and in the second with the best."""
-GLANCES, LOOKS = 2, 5
+SCREENING_ROUNDS, FINAL_ROUNDS = 2, 5
 MAX_CANDIDATES = 4
 MAX_TIME_RATIO = 0.98
 """Ratio to the present time that a candidate must not exceed to be chosen: smaller gains may be noise."""
@@ -52,11 +52,11 @@ def fastest(geometry: Geometry, device: torch.device) -> Algorithm | None:
     for call in calls.values():
         call()
     torch.cuda.synchronize()
-    glance = medians(calls, GLANCES, GLANCE_S)
-    best = sorted(calls, key=lambda algorithm: glance[algorithm])[:MAX_CANDIDATES]
-    look = medians({algorithm: calls[algorithm] for algorithm in dict.fromkeys(((), *best))}, LOOKS, LOOK_S)
-    chosen = min(look, key=lambda algorithm: look[algorithm])
-    return chosen if chosen and look[chosen] <= MAX_TIME_RATIO * look[()] else None
+    screened = medians(calls, SCREENING_ROUNDS, SCREENING_S)
+    best = sorted(calls, key=lambda algorithm: screened[algorithm])[:MAX_CANDIDATES]
+    final = medians({algorithm: calls[algorithm] for algorithm in dict.fromkeys(((), *best))}, FINAL_ROUNDS, FINAL_S)
+    chosen = min(final, key=lambda algorithm: final[algorithm])
+    return chosen if chosen and final[chosen] <= MAX_TIME_RATIO * final[()] else None
 
 
 def operands(geometry: Geometry, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -144,12 +144,12 @@ def fastest_ending(contest: EpilogueContest, launcher: Path, device: torch.devic
         for call in calls.values():
             call()
         torch.cuda.synchronize()
-        glance = medians(calls, GLANCES, GLANCE_S)
-        best = min((tile for tile in calls if tile is not None), key=lambda tile: glance[tile], default=None)
+        screened = medians(calls, SCREENING_ROUNDS, SCREENING_S)
+        best = min((tile for tile in calls if tile is not None), key=lambda tile: screened[tile], default=None)
         if best is None:
             return None
-        look = medians({tile: calls[tile] for tile in (None, best)}, LOOKS, LOOK_S)
-        return best if look[best] <= MAX_TIME_RATIO * look[None] else None
+        final = medians({tile: calls[tile] for tile in (None, best)}, FINAL_ROUNDS, FINAL_S)
+        return best if final[best] <= MAX_TIME_RATIO * final[None] else None
 
 
 def random_input(buffer: Buffer, device: torch.device) -> torch.Tensor:

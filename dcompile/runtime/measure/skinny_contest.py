@@ -16,11 +16,11 @@ import torch
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.nodes import Tile, View
 from dcompile.runtime.measure.autotune import (
-    GLANCE_S,
-    GLANCES,
-    LOOK_S,
-    LOOKS,
+    FINAL_ROUNDS,
+    FINAL_S,
     MAX_TIME_RATIO,
+    SCREENING_ROUNDS,
+    SCREENING_S,
     CandidateLaunch,
     launch_calls,
     medians,
@@ -32,7 +32,7 @@ Memory = Mapping[str, torch.Tensor]
 COLD_BYTES = 256 << 20
 """Bytes of all copies of a product's buffers: several times a GPU's L2 cache."""
 MAX_COPIES = 64
-MAX_LOOKED_AT = 3
+MAX_FINALISTS = 3
 """Candidates that are measured again."""
 
 
@@ -63,11 +63,11 @@ def fastest_skinny(contest: SkinnyContest, usual: Tile, launcher: Path, device: 
         calls = contest_calls(contest, make_copies(contest, device), launcher, torch.cuda.current_device())
         if usual not in calls:
             usual = next(tile for tile in calls if tile is not None)
-        glance = medians(calls, GLANCES, GLANCE_S)
-        best = sorted(calls, key=lambda tile: glance[tile])[:MAX_LOOKED_AT]
-        look = medians({tile: calls[tile] for tile in dict.fromkeys((usual, *best))}, LOOKS, LOOK_S)
-        chosen = min(look, key=lambda tile: look[tile])
-        return chosen if look[chosen] <= MAX_TIME_RATIO * look[usual] else usual
+        screened = medians(calls, SCREENING_ROUNDS, SCREENING_S)
+        best = sorted(calls, key=lambda tile: screened[tile])[:MAX_FINALISTS]
+        final = medians({tile: calls[tile] for tile in dict.fromkeys((usual, *best))}, FINAL_ROUNDS, FINAL_S)
+        chosen = min(final, key=lambda tile: final[tile])
+        return chosen if final[chosen] <= MAX_TIME_RATIO * final[usual] else usual
 
 
 def make_copies(contest: SkinnyContest, device: torch.device) -> list[dict[str, torch.Tensor]]:

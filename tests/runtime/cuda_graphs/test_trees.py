@@ -345,7 +345,7 @@ def test_recordings_with_collectives_end_before_the_process_groups(monkeypatch):
 def test_the_models_own_collectives_are_counted_with_each_replay(monkeypatch):
     counted = []
     monkeypatch.setattr(trees, "count_replayed", lambda group, labels: counted.append((group, labels)))
-    monkeypatch.setattr(GraphTree, "has_collectives", lambda self: counted.append("ends with its groups"))
+    monkeypatch.setattr(GraphTree, "end_with_process_groups", lambda self: counted.append("ends with its groups"))
 
     def doubled(x):
         recorded = model_collectives._RECORDED.get()

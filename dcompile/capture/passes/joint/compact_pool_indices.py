@@ -96,7 +96,7 @@ def _shorten(backward: Node, mode: Any) -> bool:
             node.meta["val"] = target(*given[0], **given[1])
         return node
 
-    def firsts() -> Node:
+    def window_starts() -> Node:
         """Compute the position of each window's first element, which may be outside the image due to padding."""
         settings = {"dtype": torch.int64, "device": value.device, "requires_grad": False}
         above, beside = -padding[0] * width - padding[1], 0
@@ -105,9 +105,9 @@ def _shorten(backward: Node, mode: Any) -> bool:
         return call(aten.add.Tensor, call(aten.unsqueeze.default, rows, 1), columns)
 
     with graph.inserting_before(positions.next):
-        short = call(aten._to_copy.default, call(aten.sub.Tensor, positions, firsts()), dtype=dtype)
+        short = call(aten._to_copy.default, call(aten.sub.Tensor, positions, window_starts()), dtype=dtype)
     with graph.inserting_before(backward):
-        again = call(aten.add.Tensor, short, firsts())  # of int64, without a conversion: cheap enough for each use
+        again = call(aten.add.Tensor, short, window_starts())  # int64, no conversion: cheap enough for each use
     compat.aot.always_recompute(again)
     backward.replace_input_with(positions, again)
     return True

@@ -31,7 +31,7 @@ PAD_MULTIPLE = 8
 """16-bit elements in 16 bytes."""
 MIN_PADDED_SIDE = 512
 """Minimum side of a padded matmul: unpadded it takes at least twice as long, and copies of operands take far less."""
-LOOKS = (aten.t.default, aten.view.default, aten._unsafe_view.default)
+VIEWS = (aten.t.default, aten.view.default, aten._unsafe_view.default)
 
 
 def pad_matmuls(gm: GraphModule) -> PassReport:
@@ -127,7 +127,7 @@ class _Padding:
                 copy = self._call(aten.clone.default, (node,), node, before=user)
                 copy.meta["val"] = before
                 user.replace_input_with(node, copy)
-            elif target in LOOKS:
+            elif target in VIEWS:
                 old = user.meta["val"]
                 with self.mode, contextlib.suppress(RuntimeError):  # otherwise lowering copies, for the traced strides
                     user.meta["val"] = target(node.meta["val"], *user.args[1:])

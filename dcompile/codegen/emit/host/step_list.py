@@ -209,9 +209,9 @@ def _results(op: str, returns: Sequence[Any], outs: Sequence[str | None]) -> lis
 
 def _argument(program: Program, op: str, kind: str, value: Arg) -> list[Any]:
     """Describe an argument with the type of its schema."""
-    if (inner := _inside(kind, "Optional")) is not None:
+    if (inner := _element_kind(kind, "Optional")) is not None:
         return ["none"] if value is None else ["some", _argument(program, op, inner, value)]
-    if (inner := _inside(kind, "List")) is not None:
+    if (inner := _element_kind(kind, "List")) is not None:
         items: Iterable[Arg] = value if isinstance(value, tuple) else (value,)  # a number stands for several
         return ["list", [_argument(program, op, inner, item) for item in items]]
     match kind, value:
@@ -232,6 +232,6 @@ def _argument(program: Program, op: str, kind: str, value: Arg) -> list[Any]:
     raise ExportError(f"the call {op} with an argument of type {kind} ({value})")
 
 
-def _inside(kind: str, outer: str) -> str | None:
+def _element_kind(kind: str, outer: str) -> str | None:
     """Type inside of `Optional[...]` or `List[...]`, or None for other types."""
     return kind[len(outer) + 1 : -1] if kind.startswith(f"{outer}[") and kind.endswith("]") else None

@@ -81,14 +81,14 @@ class TritonText:
     def _classes(self) -> list[Class]:
         found: list[Class] = []
         for value in self.nest.body:
-            own: Class = self.class_of(value.index, found) if isinstance(value, (Load, IndexOf)) else frozenset()
+            own: Class = self.varying_dims(value.index, found) if isinstance(value, (Load, IndexOf)) else frozenset()
             own = own.union(*(found[ref] for ref in operands(value)))
             if isinstance(value, Scan):
                 own = self.everything  # Triton 3.6 fails on scans of one row that all rows of a tile share
             found.append(own - {"r"} if isinstance(value, Reduce) else own)
         return found
 
-    def class_of(self, index: Index, classes: list[Class] | None = None) -> Class:
+    def varying_dims(self, index: Index, classes: list[Class] | None = None) -> Class:
         """Return the dimensions along which an index varies."""
         known = self.classes if classes is None else classes
         direct = frozenset(self.names[name] for name in index.variables if name in self.names)
@@ -212,7 +212,8 @@ class TritonText:
 
     def fixed(self, dim: TileDim) -> tuple[Axis, ...]:
         """Return variables that are constant over a tile, which fits between two of their steps."""
-        if dim.block == 1 or (self.plan.kind == "columns" and dim is self.plan.dims[0]):
+        is_chunked = self.plan.kind == "columns" and dim is self.plan.dims[0]
+        if dim.block == 1 or (is_chunked and exact_quotient(self.plan.chunk, dim.block) is None):
             return ()
         behind = [count(dim.axes[place + 1 :]) for place in range(len(dim.axes))]
         whole = [isinstance(size, int) and size > 0 and size % dim.block == 0 for size in behind]
@@ -235,8 +236,8 @@ class TritonText:
         if self._ragged is not None:
             return dim.name in self._ragged
         if self.plan.kind == "columns" and dim is self.plan.dims[0]:
-            ends = (self.plan.chunk, dim.block), (dim.size, self.plan.chunk)
-            return dim.block > 1 and any(exact_quotient(*end) is None for end in ends)
+            ends = self.plan.chunk, dim.size  # of a run of rows, and of the last one
+            return dim.block > 1 and any(exact_quotient(end, dim.block) is None for end in ends)
         return dim.size == 0 or exact_quotient(dim.size, dim.block) is None
 
     def mask(self, of: Iterable[str]) -> str:
@@ -278,7 +279,7 @@ class TritonText:
     def _load(self, load: Load) -> str:
         if load.buffer in self.registers:
             return self.registers[load.buffer]
-        place = self.class_of(load.index)
+        place = self.varying_dims(load.index)
         index = self.index(load.index)
         masks = [self.mask(place)] if self.mask(place) else []
         if load.mask is not None:
@@ -318,7 +319,7 @@ class TritonText:
         if store.mode != "set":
             self._atomic(number, store, dtype)
             return
-        mask = self.mask(self.class_of(store.index))
+        mask = self.mask(self.varying_dims(store.index))
         pointer = self.pointer(store)
         if runtime_refs(store.index):
             place, size = f"({self.index(store.index)})", self.size(self.extent(store.buffer))
@@ -340,7 +341,7 @@ class TritonText:
             before = [cast.args[0] for cast in casts]
             if all(is_clamped(self.nest.body, ref, MAX_FLOAT8[dtype]) for ref in before):
                 how, packed = f"pack_{dtype}", before
-        mask = self.mask(self.class_of(stores[0].index))
+        mask = self.mask(self.varying_dims(stores[0].index))
         self.line(f"tl.store({pointer}, {how}({', '.join(map(self.name, packed))}){f', {mask}' if mask else ''})")
 
     def pointer(self, store: Store) -> str:
@@ -357,7 +358,7 @@ class TritonText:
         if self.flat_rows and space == {"x"}:
             shape = ""
         place = self.index(store.index)
-        if shape and self.class_of(store.index) != space:
+        if shape and self.varying_dims(store.index) != space:
             place = self.broadcast_index(store.index, space)
         if shape and self.classes[store.value] != space:
             value = f"tl.broadcast_to({value}, {shape})"

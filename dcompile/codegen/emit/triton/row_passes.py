@@ -14,7 +14,7 @@ from dcompile.codegen.nest.tile_plan import PROGRAMS, TileDim
 from dcompile.ir.analysis import operands, runtime_refs, store_operands
 from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import size_product
-from dcompile.ir.nodes import Load, Reduce, Ref, Scan
+from dcompile.ir.nodes import IndexOf, Load, Reduce, Ref, Scan
 
 PID = "tl.program_id(0)"
 PREFETCHED = 96 << 10
@@ -153,7 +153,7 @@ class RowPassWriter:
         if not isinstance(value, Reduce):
             self.text.declare(ref)
             return
-        result = reduced(value.op, value.dtype, self._inside(value, self.plan.dims[1]), self._along)
+        result = reduced(value.op, value.dtype, self._masked_operand(value, self.plan.dims[1]), self._along)
         self.line(f"{self.text.name(ref)} = {result}{self._column}")
 
     @property
@@ -166,7 +166,7 @@ class RowPassWriter:
         """The suffix that broadcasts a reduced tensor over elements again."""
         return "" if self.text.flat_rows else "[:, None]"
 
-    def _inside(self, reduce: Reduce | Scan, r: TileDim) -> str:
+    def _masked_operand(self, reduce: Reduce | Scan, r: TileDim) -> str:
         """Return the reduced tensor, with the identity beyond the row."""
         kept: Class = self.classes[reduce.arg] | {"r"}
         value = self.text.whole(reduce.arg, kept)
@@ -231,7 +231,7 @@ class RowPassWriter:
             self._carried(ref, r)
         for ref in reduces:
             reduce, s = self._reduce(ref), f"s{self.text.number(ref)}"
-            self.line(f"{s} = {combine(reduce.op, s, self._inside(reduce, r), reduce.dtype)}")
+            self.line(f"{s} = {combine(reduce.op, s, self._masked_operand(reduce, r), reduce.dtype)}")
         for arg in online:
             self._step_online(arg, r)
         if stores:
@@ -268,7 +268,7 @@ class RowPassWriter:
             self.line(f"{name}{n} = tl.broadcast_to({identity_text(op, dtype)}, [{lanes}])")
 
     def _step_online(self, arg: Ref, r: TileDim) -> None:
-        n, value = self.text.number(arg), self._inside(Reduce("max", arg, self.nest.body[arg].dtype), r)
+        n, value = self.text.number(arg), self._masked_operand(Reduce("max", arg, self.nest.body[arg].dtype), r)
         if self.text.flat_rows:
             width = self._width(arg, r)
             value = f"tl.reshape({value}, [{r.block // width}, {width}])"
@@ -294,7 +294,7 @@ class RowPassWriter:
         if isinstance(value, Scan):
             carry, name = f"c{self.text.number(ref)}", self.text.name(ref)
             self.line(f"{name} = {combine(value.op, carry, name, value.dtype)}")
-            total = reduced(value.op, value.dtype, self._inside(value, r), self._along)
+            total = reduced(value.op, value.dtype, self._masked_operand(value, r), self._along)
             self.line(f"{carry} = {combine(value.op, carry, f'{total}{self._column}', value.dtype)}")
 
     def _elements_below(self, roots: set[Ref]) -> list[Ref]:
@@ -323,9 +323,9 @@ class RowPassWriter:
         self.line(f"first = part * {chunk}")
         self.line(f"last = tl.minimum(first + {chunk}, {self.text.size(x.size)})")
         self.text.position(r, "0" if pieces in ("0", "1") else f"({self.pid} % {pieces}) * {r.block}")
-        live = sorted(self.levels.live)
+        live, inside = sorted(self.levels.live), self._inside_loop()
         for ref in live:
-            if "x" not in self.classes[ref]:
+            if ref not in inside:
                 self._value(ref)
         columns = [n for n, store in enumerate(self.nest.stores) if store.mode != "set"]
         for n in columns:
@@ -337,7 +337,7 @@ class RowPassWriter:
         self.text.depth += 1
         self.text.position(x, "x0")
         for ref in live:
-            if "x" in self.classes[ref]:
+            if ref in inside:
                 self._value(ref)
         for n in columns:
             self._collect(n)
@@ -350,14 +350,25 @@ class RowPassWriter:
         for n in columns:
             self._finish_column(n)
 
+    def _inside_loop(self) -> set[Ref]:
+        """Return the values that vary from tile to tile of a run of rows, if not inside one."""
+        fixed = {axis.name for axis in self.text.fixed(self.plan.dims[0])}
+        found: set[Ref] = set()
+        for ref, value in enumerate(self.nest.body):
+            own = value.index.variables & fixed if isinstance(value, (Load, IndexOf)) else frozenset()
+            if own or "x" in self.classes[ref] or not found.isdisjoint(operands(value)):
+                found.add(ref)
+        return found
+
     def _stages(self) -> int:
         """Return the number of iterations in flight: each but the last holds its loads in shared memory."""
-        loads = [self.nest.body[ref] for ref in self.levels.live if "x" in self.classes[ref]]
+        inside = self._inside_loop()
+        loads = [self.nest.body[ref] for ref in self.levels.live if ref in inside]
         held = sum(self._tile_bytes(load) for load in loads if isinstance(load, Load))
         return next((stages for stages in (3, 2) if (stages - 1) * held <= PREFETCHED), 1)
 
     def _tile_bytes(self, load: Load) -> int:
-        place = self.text.class_of(load.index)
+        place = self.text.varying_dims(load.index)
         return prod(dim.block for dim in self.plan.dims if dim.name in place) * ITEMSIZE[load.dtype]
 
     @property
@@ -383,12 +394,12 @@ class RowPassWriter:
         """Reduce over the rows of the tile, and store this program's part."""
         store, space = self.nest.stores[number], self._space(number)
         dtype = self.table[store.buffer].dtype
-        spread = self.text.class_of(store.index) & {"r"}
+        columns_vary = self.text.varying_dims(store.index) & {"r"}
         q = f"q{number}"
-        if not spread and space & self._tile:
+        if not columns_vary and space & self._tile:
             q = reduced(store.mode, dtype, q, 0 if self.text.flat_rows else 1)
         if not self.text.flat_rows:
-            q = reduced(store.mode, dtype, q, 0) + ("[None, :]" if spread else "")
+            q = reduced(store.mode, dtype, q, 0) + ("[None, :]" if columns_vary else "")
         packed = f"({q}).to(tl.{dtype})" if dtype in ("bfloat16", "float16") else q
-        mask = self.text.mask(spread)
+        mask = self.text.mask(columns_vary)
         self.line(f"tl.store({self.text.pointer(store)}, {packed}{f', {mask}' if mask else ''})")

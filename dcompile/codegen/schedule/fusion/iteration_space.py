@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from dcompile.ir.analysis import of_one_element, ranges
+from dcompile.ir.analysis import ranges, without_reduction
 from dcompile.ir.index import (
     ZERO,
     Div,
@@ -153,7 +153,7 @@ def elementwise(loop: Loop) -> Loop:
     """
     if loop.inner or not any(isinstance(value, (Reduce, Scan)) for value in loop.body):
         return loop
-    return replace(loop, body=tuple(of_one_element(value) for value in loop.body))
+    return replace(loop, body=tuple(without_reduction(value) for value in loop.body))
 
 
 def _mergeable(used: list[Index], letter: str, shape: Shape) -> list[list[int]]:

@@ -78,8 +78,8 @@ class OverlapProblem:
         starts = {step.bucket: n for n, step in enumerate(steps) if isinstance(step, Collective)}
         numbers = {n: number for number, n in enumerate(starts.values())}
         waits = {step.bucket: n for n, step in enumerate(steps) if isinstance(step, Wait)}
-        low = self._lows(firsts)
-        high = self._highs(firsts)
+        low = self._earliest_starts(firsts)
+        high = self._latest_waits(firsts)
         behind = _waited_for(steps, firsts, {waits[bucket]: numbers[n] for bucket, n in starts.items()})
         table = self.program.table
         for bucket, n in starts.items():
@@ -94,7 +94,7 @@ class OverlapProblem:
                 numbers[n], start, n, waits[bucket], low[n], high[waits[bucket]], nbytes, frozenset(behind[n])
             )
 
-    def _lows(self, firsts: Sequence[frozenset[int]]) -> dict[int, int]:
+    def _earliest_starts(self, firsts: Sequence[frozenset[int]]) -> dict[int, int]:
         """Return the first place of each start and wait; no start passes a collective among library calls."""
         place = {n: position for position, n in enumerate(self.computing)}
         low: dict[int, int] = {}
@@ -108,7 +108,7 @@ class OverlapProblem:
                 low[n] = max(low[n], fence)
         return low
 
-    def _highs(self, firsts: Sequence[frozenset[int]]) -> dict[int, int]:
+    def _latest_waits(self, firsts: Sequence[frozenset[int]]) -> dict[int, int]:
         """Return the last place of each start and wait."""
         place = {n: position for position, n in enumerate(self.computing)}
         high: dict[int, int] = {}

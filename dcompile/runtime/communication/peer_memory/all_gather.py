@@ -53,66 +53,66 @@ class CopyGathers:
 
     def __init__(
         self,
-        near: PeerShardGroup,
+        peers: PeerShardGroup,
         buckets: int,
         units: Sequence[int],
         begun: Callable[[PendingCollective], None],
         convert: Callable[[Sequence[int]], None],
-        beside: bool,
+        overlaps: bool,
     ) -> None:
         """Prepare the gathers of a call.
 
-        `convert` writes the converted shards of units. `begun` is called with each meeting. `beside`: all ranks convert
-        most shards while the first gather copies.
+        `convert` writes the converted shards of units. `begun` is called with each meeting. `overlaps`: all ranks
+        convert most shards while the first gather copies.
         """
-        self._near, self._lanes, self._left = near, near.lanes, buckets
+        self._peers, self._streams, self._left = peers, peers.streams, buckets
         self._units = units
         self._begun = begun
         """Called with each meeting that begins."""
-        self._convert, self._beside = convert, beside and buckets > 1
+        self._convert, self._overlaps = convert, overlaps and buckets > 1
         self._opened = False
         self._closing: PendingCollective | None = None
 
     def start(self, bucket: str, units: Sequence[int], full: Sequence[torch.Tensor]) -> PendingCopyGather:
         """Start filling `full`, flat tensors, with all ranks' shards of `units`, in the order of ranks."""
-        near, lanes = self._near, self._lanes
+        peers, streams = self._peers, self._streams
         if not self._opened:
             self._opened = True
-            self._convert(units if self._beside else self._units)
-            near.refresh(self._units)
+            self._convert(units if self._overlaps else self._units)
+            peers.refresh(self._units)
             opening = self._start_barrier(f"meeting before {bucket} is copied")
-            lanes.fork()
-            with lanes.on_far():
+            streams.fork()
+            with streams.on_peer_copies():
                 opening.wait()
         else:
-            lanes.fork()
-            if self._beside:
-                self._beside = False
-                with lanes.on_far():
-                    lanes.far_behind_near()
+            streams.fork()
+            if self._overlaps:
+                self._overlaps = False
+                with streams.on_peer_copies():
+                    streams.order_peer_behind_own()
                     self._start_barrier(f"meeting behind the conversion of {bucket} and others").wait()
         own, others = [], []
         for number, whole in zip(units, full, strict=True):
-            nbytes = whole.numel() // near.ranks * whole.element_size()
-            sources, target = near.sources[number], whole.data_ptr()
-            own.append((target + near.rank * nbytes, sources[near.rank], nbytes))
-            for step in range(1, near.ranks):  # each rank begins with another peer, to spread the load
-                rank = (near.rank + step) % near.ranks
+            nbytes = whole.numel() // peers.ranks * whole.element_size()
+            sources, target = peers.sources[number], whole.data_ptr()
+            own.append((target + peers.rank * nbytes, sources[peers.rank], nbytes))
+            for step in range(1, peers.ranks):  # each rank begins with another peer, to spread the load
+                rank = (peers.rank + step) % peers.ranks
                 others.append((target + rank * nbytes, sources[rank], nbytes))
-        near.reach.copy(others, lanes.far)
-        near.reach.copy(own, lanes.near)
-        pull = PendingCopyGather(lanes.events())
-        if self._beside:
-            with lanes.on_near():
+        peers.reach.copy(others, streams.peer_copies)
+        peers.reach.copy(own, streams.own_copies)
+        copying = PendingCopyGather(streams.events())
+        if self._overlaps:
+            with streams.on_own_copies():
                 self._convert(self._units)
         self._left -= 1
         if not self._left:
-            with lanes.on_far():
+            with streams.on_peer_copies():
                 self._closing = self._start_barrier(f"meeting behind the copies of {bucket}")
-        return pull
+        return copying
 
     def _start_barrier(self, label: str) -> PendingCollective:
-        collective = start_sum(self._near.group, self._near.flag, label)
+        collective = start_sum(self._peers.group, self._peers.flag, label)
         self._begun(collective)
         return collective
 

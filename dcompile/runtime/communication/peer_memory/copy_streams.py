@@ -20,24 +20,24 @@ class CopyStreams:
             self._streams = tuple(torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call, unused-ignore]
 
     @property
-    def far(self) -> int:
+    def peer_copies(self) -> int:
         """Driver handle of the stream for copies from other ranks."""
         return self._streams[0].cuda_stream if self._streams else 0
 
     @property
-    def near(self) -> int:
+    def own_copies(self) -> int:
         """Driver handle of the stream for copies of this rank's own part."""
         return self._streams[1].cuda_stream if self._streams else 0
 
-    def on_far(self) -> contextlib.AbstractContextManager[Any]:
+    def on_peer_copies(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which the stream for copies from other ranks is current."""
         return torch.cuda.stream(self._streams[0]) if self._streams else contextlib.nullcontext()
 
-    def on_near(self) -> contextlib.AbstractContextManager[Any]:
+    def on_own_copies(self) -> contextlib.AbstractContextManager[Any]:
         """Context in which the stream for copies of this rank's own part is current."""
         return torch.cuda.stream(self._streams[1]) if self._streams else contextlib.nullcontext()
 
-    def far_behind_near(self) -> None:
+    def order_peer_behind_own(self) -> None:
         """Order later copies from other ranks after the current work of the stream for this rank's own part."""
         if self._streams:
             self._streams[0].wait_event(_event(self._streams[1]))

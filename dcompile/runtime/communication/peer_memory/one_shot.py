@@ -130,7 +130,7 @@ class OneShotLaunch:
     def _make(self, group: Any) -> InboxGroup:
         return InboxGroup(group, self._device, reach_of(self._device), self._words)
 
-    def start(self, near: InboxGroup, operand: torch.Tensor, given: Sequence[int] = ()) -> LaunchedWork:
+    def start(self, inboxes: InboxGroup, operand: torch.Tensor, given: Sequence[int] = ()) -> LaunchedWork:
         """Sum a tensor over the ranks, in place, on the current stream. `given`: addresses for the loop behind it.
 
         With a loop, the tensor has the sum only if later steps read it.
@@ -139,17 +139,17 @@ class OneShotLaunch:
         words = operand if dense else operand.clone(memory_format=torch.contiguous_format)
         count = words.nbytes // 4
         stream = torch.cuda.current_stream(self._device)
-        near.follow(stream)
+        inboxes.follow(stream)
         self._launch(
             stream.cuda_stream,
             *given,
             words.data_ptr(),
-            near.addresses.data_ptr(),
-            near.calls.data_ptr(),
-            near.ended.data_ptr(),
+            inboxes.addresses.data_ptr(),
+            inboxes.calls.data_ptr(),
+            inboxes.ended.data_ptr(),
             count,
-            near.rank,
-            near.ranks,
+            inboxes.rank,
+            inboxes.ranks,
             -(-count // self._words),
         )
         if not dense:

@@ -63,7 +63,7 @@ class PeerShardGroup:
             return
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         """Operand of the all-reduce by which ranks meet; its value has no meaning."""
-        self.lanes = CopyStreams(device)
+        self.streams = CopyStreams(device)
 
     def _region(self, number: int, unit: ShardUnit) -> torch.Tensor | str:
         """Return this rank's shard of a unit, or why others cannot read it."""
@@ -111,10 +111,10 @@ class PeerShards:
         self, units: Mapping[int, ShardUnit], groups: Mapping[str, ShardGroup], gathers: str, converted: ConvertedShards
     ) -> None:
         self._units, self._groups, self._gathers, self._converted = units, groups, gathers, converted
-        self._near: dict[int, PeerShardGroup] | None = None
+        self._peer_groups: dict[int, PeerShardGroup] | None = None
         """Identity of a process group -> the units that its ranks can copy."""
         self._of: dict[str, PeerShardGroup | None] = {}
-        self._parted = set[str]()
+        self._partly_resharded = set[str]()
         """Groups on GPUs whose forward reshards over fewer ranks (`reshard_after_forward=N`): the backward gathers
         those parts.
         """
@@ -122,32 +122,32 @@ class PeerShards:
     def of(self, name: str) -> PeerShardGroup | None:
         """Peers that copy a group's units; None where a collective gathers them."""
         if name not in self._of:
-            near = self._met().get(id(self._groups[name].gather_group()))
-            self._of[name] = near if near is not None and near.covers(self._numbers(name)) else None
+            peers = self._groups_with_peers().get(id(self._groups[name].gather_group()))
+            self._of[name] = peers if peers is not None and peers.covers(self._numbers(name)) else None
         return self._of[name]
 
     def reason(self, name: str) -> str:
         """Why a group's units are gathered by collectives, where copies could be expected; else empty."""
-        near = self._met().get(id(self._groups[name].gather_group()))
-        if name in self._parted:
+        peers = self._groups_with_peers().get(id(self._groups[name].gather_group()))
+        if name in self._partly_resharded:
             return "reshard_after_forward=N: the backward gathers them from fewer ranks"
-        if near is None:
+        if peers is None:
             return ""
-        return next((near.reasons[number] for number in self._numbers(name) if number in near.reasons), "")
+        return next((peers.reasons[number] for number in self._numbers(name) if number in peers.reasons), "")
 
     def _numbers(self, name: str) -> list[int]:
-        return list(self._in({name}))
+        return list(self._units_of({name}))
 
-    def _in(self, names: Collection[str]) -> dict[int, ShardUnit]:
+    def _units_of(self, names: Collection[str]) -> dict[int, ShardUnit]:
         return {number: unit for number, unit in self._units.items() if unit.group in names}
 
-    def _met(self) -> dict[int, PeerShardGroup]:
-        if self._near is None:
-            self._near = {}
+    def _groups_with_peers(self) -> dict[int, PeerShardGroup]:
+        if self._peer_groups is None:
+            self._peer_groups = {}
             if self._gathers == "auto":
                 with compat.tensors.real_tensors(), torch.no_grad():  # a graph is being compiled
-                    self._exchange_handles(self._near)
-        return self._near
+                    self._exchange_handles(self._peer_groups)
+        return self._peer_groups
 
     def _exchange_handles(self, found: dict[int, PeerShardGroup]) -> None:
         for group in self._groups.values():
@@ -155,16 +155,16 @@ class PeerShards:
             if id(process_group) in found or not isinstance(process_group, dist.ProcessGroup):
                 continue
             names = {name for name, other in self._groups.items() if other.gather_group() is process_group}
-            device = next((unit.stored().device for unit in self._in(names).values() if not unit.offloaded), None)
+            device = next((unit.stored().device for unit in self._units_of(names).values() if not unit.offloaded), None)
             reach = None if device is None else reach_of(device)
             if reach is None or device is None or process_group.size() == 1:
                 continue
-            parted = {name for name in names if self._groups[name].part_group() is not None}
-            self._parted |= parted
-            names -= parted
-            units = self._in(names)
-            near = (unit for unit in units.values() if not unit.offloaded)
-            gathered = sum(unit.stored().numel() * unit.dtype.itemsize for unit in near) * process_group.size()
+            partly = {name for name in names if self._groups[name].part_group() is not None}
+            self._partly_resharded |= partly
+            names -= partly
+            units = self._units_of(names)
+            on_gpu = (unit for unit in units.values() if not unit.offloaded)
+            gathered = sum(unit.stored().numel() * unit.dtype.itemsize for unit in on_gpu) * process_group.size()
             if names and gathered >= MIN_COPIED_BYTES * len(names):
                 with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                     found[id(process_group)] = PeerShardGroup(process_group, units, self._converted, device, reach)

@@ -161,7 +161,7 @@ class _Losses(torch.autograd.Function):
                 losses = losses * (1 - settings.smoothing) + (whole * of_all - total) * share
             largest = _largest(maxima, torch.stack(places)) if places else None
         ctx.save_for_backward(hidden, weight, class_weight, target, each, top, rest)
-        ctx.logits, ctx.settings, ctx.has_bias = logits, settings, bias is not None
+        ctx.logits, ctx.settings = logits, settings
         ctx.set_materialize_grads(False)
         if largest is not None:
             ctx.mark_non_differentiable(largest)

@@ -19,6 +19,9 @@ from dcompile.compat.patches.quick_reads import BASE, source_code
 TENSORS = "TENSOR_MATCH"
 ALIASES = ("DUPLICATE_INPUT", "OBJECT_ALIASING")
 NOT_IN = "DICT_NOT_CONTAINS"
+HAS = "HASATTR"
+ABSENT = object()
+"""Value of an attribute that an object does not have: torch 2.11 guards on its source that it is absent."""
 NO_HOOKS = "EMPTY_NN_MODULE_HOOKS_DICT"
 """Type of guards on tables of hooks. Half of a layer's guards are of it, and by default they check nothing."""
 
@@ -105,6 +108,16 @@ class Values:
         except Exception as error:
             raise LookupError(source.name) from error
 
+    def guarded(self, source: Any, kind: str) -> Any:
+        """The value behind a guard of some type. Raises LookupError as `of` does."""
+        try:
+            return self.of(source)
+        except LookupError as error:
+            if kind != HAS or not isinstance(error.__cause__, AttributeError):
+                raise
+            self.of(without_module_marks(source).base)
+            return ABSENT
+
     def _of(self, source: Any) -> Any:
         """Evaluate a source as torch does, whose `get_value` compiles the expression of each source anew."""
         from torch._guards import ChainedSource
@@ -140,7 +153,8 @@ class GuardedLayer:
         output, found = translator.output, cls(source)
         for guard in output.guards:
             if contains(guard.originating_source, source):
-                kind, value = guard_type(guard), values.of(guard.originating_source)
+                kind = guard_type(guard)
+                value = values.guarded(guard.originating_source, kind)
                 if kind != NO_HOOKS or id(value) not in unread:
                     found.guards.append((guard, kind, value))
         found.ordered = [other for other in output.guard_on_key_order if contains(other, source)]
@@ -179,7 +193,7 @@ def holds_for(layer: GuardedLayer, renaming: Renaming, values: Values, pairs: Mo
     for guard, kind, old in layer.guards:
         source = renaming.of(guard.originating_source)
         try:
-            new = values.of(source)
+            new = values.guarded(source, kind)
             if kind in ALIASES and not _aliases_hold(guard, new, renaming, values):
                 return False
         except LookupError:

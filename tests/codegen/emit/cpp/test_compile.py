@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcompile.codegen.emit.cpp.compile import Compilers, balance, build, find_compiler
+from dcompile.codegen.emit.cpp.compile import Compilers, balance, build, find_compiler, text_of
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
@@ -69,6 +69,16 @@ def test_one_thread_pool_serves_torch_and_kernels(tmp_path):
     finally:
         torch.set_num_threads(before)
     assert loaded_openmp() == before_building, "kernels brought a run time of their own"
+
+
+def test_the_file_for_people_names_modules_and_compiles(tmp_path):
+    program = loops.rms_norm(4, 8)
+    kernels = replace(cpp_kernel.emit(program.steps[0], program.table), origin=("layers.3.norm: mul */", "back\\slash"))
+    text = text_of([kernels])
+    assert "/* layers.3.norm: mul * /, back\\slash */" in text
+    path = tmp_path / "kernels.cpp"
+    path.write_text(text)
+    assert os.system(f"g++ -fopenmp -fsyntax-only '{path}'") == 0
 
 
 def test_the_compiler_is_asked_for_this_processor():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from dcompile.errors import BuildError
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program.kernel_library import kernel
 from dcompile.toolchain import cache_bytes, cpu_features, openmp_library
+from tests.codegen.emit import cpp_kernel, loops
 
 
 def source(name: str, cost: int) -> KernelSource:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from tests import durations, nursery_shared
+from tests import allocator, durations, nursery_shared
 
 NURSERY = pytest.StashKey[str]()
 GOLDEN = Path(__file__).parent / "golden"
@@ -39,8 +39,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what `make test-full` and `make test-doors` are for; the longest files first."""
     durations.sort_longest_first(items, durations.recorded())
     wanted = {"full": "--all-models", "backends": "--backends", "doors": "--doors", "deepspeed": "--deepspeed"}
-    left_out = [mark for mark, option in wanted.items() if not config.getoption(option)]
-    dropped = [item for item in items if any(item.get_closest_marker(mark) for mark in left_out)]
+    left_out = {mark for mark, option in wanted.items() if not config.getoption(option)}
+    dropped = [item for item in items if not left_out.isdisjoint(mark.name for mark in item.iter_markers())]
     config.hook.pytest_deselected(items=dropped)
     gone = set(map(id, dropped))
     items[:] = [item for item in items if id(item) not in gone]
@@ -111,6 +111,7 @@ def compiled_anew() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     """Tests see default settings, with the verifier on, whatever DCOMPILE_... the shell exports."""
     gc.disable()  # until all is imported
+    allocator.keep_freed_memory()
     if config.getoption("--record-durations"):
         config.pluginmanager.register(durations.Recorder())
     settings.register_profile("tests", deadline=None)  # Hypothesis's 200 ms an example: a busy machine takes longer

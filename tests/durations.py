@@ -21,7 +21,7 @@ MIN_SECONDS = 1.0
 
 def sort_longest_first(items: list[pytest.Item], seconds: dict[str, float]) -> None:
     """Sort tests by the recorded time of their file, files without a record last."""
-    names = {item.path: item.path.relative_to(ROOT).as_posix() for item in items}
+    names = {path: path.relative_to(ROOT).as_posix() for path in {item.path for item in items}}
     items.sort(key=lambda item: (names[item.path] != FIRST, -seconds.get(names[item.path], 0.0)))
 
 

@@ -54,7 +54,8 @@ def shortened(command: str, folder: Path) -> str:
     if first.endswith("pytest"):
         return f"{command} $TESTS"
     if "pip install" in command:
-        return f"{command} --quiet --dry-run"  # pip works out what it would install, and stops there
+        # what else the test extra needs, tools/install.sh has found by the same constraints for this very run
+        return f"{command} --quiet --dry-run --no-deps"
     if "-m venv" in command:
         # pip unpacks itself there for five seconds; the commands behind it are run by another environment's
         return command.replace("-m venv .venv", f"-m venv --without-pip {folder / 'venv'}")

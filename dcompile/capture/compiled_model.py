@@ -320,7 +320,10 @@ class CompiledModel:
         """
         if self.sync.before_backward(graph, sync) and True not in self._reported:
             self._reported.add(True)
-            compat.autograd.at_end_of_backward(self._backward_is_through)
+            if compat.autograd.backward_task() < 0:  # the user has called a grad_fn, outside of any backward
+                self._owes_report = True
+            else:
+                compat.autograd.at_end_of_backward(self._backward_is_through)
 
     def _backward_is_through(self) -> None:
         """Report the first step; if the backward is inside a call (a compiled training step), report when that ends."""

@@ -214,8 +214,12 @@ def size_symbols(gm: Any) -> dict[Any, Any]:
     import torch
 
     found: dict[Any, Any] = {}
+    seen: set[int] = set()  # in a trace from the cache, values of one layout are one tensor, which the graph holds
     for node in gm.graph.nodes:
         value = node.meta.get("val")
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
         for item in value if isinstance(value, (tuple, list)) else (value,):
             for size in (*item.shape, *item.stride()) if isinstance(item, torch.Tensor) else (item,):
                 if isinstance(size, torch.SymInt):

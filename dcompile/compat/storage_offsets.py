@@ -27,9 +27,12 @@ _SCATTERS = frozenset(f"aten.{kind}_scatter.default" for kind in ("select", "sli
 
 def has_offset(node: Node) -> bool:
     """Whether a node has an offset from the start of a storage."""
-    place = 4 if str(node.target) == "aten.as_strided_scatter.default" else 3
+    op = str(node.target)
+    if op not in FROM_STORAGE:
+        return False
+    place = 4 if op == "aten.as_strided_scatter.default" else 3
     given = node.args[place] if len(node.args) > place else node.kwargs.get("storage_offset")
-    return str(node.target) in FROM_STORAGE and given is not None
+    return given is not None
 
 
 def storage_input(node: Node, scattered: bool = False) -> Node | None:

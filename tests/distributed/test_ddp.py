@@ -361,7 +361,13 @@ def test_ranks_with_other_buckets_say_so_in_time(ranks):
 
 @pytest.mark.parametrize(
     ("who", "how"),
-    [(0, "score"), (1, "score"), (0, "dry run"), (0, "under no_sync"), (1, "gradient of an input")],
+    [
+        (0, "score"),
+        pytest.param(1, "score", marks=pytest.mark.full),
+        (0, "dry run"),
+        (0, "under no_sync"),
+        (1, "gradient of an input"),
+    ],
 )
 def test_what_one_rank_runs_alone_keeps_nobody_waiting(ranks, tmp_path, who, how):
     for found in values(ranks, "alone_first", who=who, how=how, folder=str(tmp_path)):

@@ -11,7 +11,7 @@ import dcompile
 from dcompile import compat
 from dcompile.errors import OptionError
 
-LENGTHS = random.Random(0).sample(range(64, 1025), 400)
+LENGTHS = random.Random(0).sample(range(512, 8193), 400)
 
 
 class Tagger(nn.Module):

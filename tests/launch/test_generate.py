@@ -64,7 +64,11 @@ def tokens_of_transformers(folder: Path, prompts: list[list[int]], count: int) -
     return [model.generate(torch.tensor([p]), **how)[0, len(p) :].tolist() for p in prompts]
 
 
-@pytest.mark.parametrize("family", tiny_checkpoint.FAMILIES)
+# Mistral is a Llama with windows
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.full if f == "llama" else ()) for f in tiny_checkpoint.FAMILIES],
+)
 def test_padded_batches_in_chunks_give_the_tokens_of_transformers(family, tmp_path):
     folder = tiny_checkpoint.write(tmp_path, family)
     expected = tokens_of_transformers(folder, PROMPTS, 10)

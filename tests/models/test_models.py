@@ -91,8 +91,8 @@ def assert_trains_alike(model, theirs, call, batches, tolerance=TENSOR, steps=No
     assert_same_state(model, theirs, tolerance, "after the last step:")
 
 
-# a usual run trains GPT-2 with dropout, below
-@cases("mlp", "resnet", "llama", "bert")
+# a usual run trains GPT-2 with dropout, below, and encoders in test_encoders.py
+@cases("mlp", "resnet", "llama")
 def test_three_adamw_steps(name):
     """The Llama with two layers, which stands for all models that have one behind another."""
     case = CASES[name]
@@ -123,7 +123,7 @@ def test_dropout_draws_what_eager_draws(name):
 
 
 # a usual run has a decoder without gradients in test_decoders.py
-@cases("mlp", "resnet")
+@cases("resnet")
 def test_evaluation_without_gradients(name):
     case = CASES[name]
     model, theirs = twins(small(name), 0.3)
@@ -154,7 +154,7 @@ def test_training_and_evaluation_in_turn():
         assert_same_state(model, theirs)
 
 
-@pytest.mark.parametrize("name", ["mlp", "llama"])
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.full), "llama"])
 def test_bfloat16(name):
     """Against eager bfloat16, with eager's own distance from float32 as the measure of what rounding does."""
     case = CASES[name]
@@ -173,7 +173,7 @@ def test_bfloat16(name):
         assert ours <= 1.5 * eagers + 1e-3 * x.grad.norm(), f"{parameter}: off by {ours:.2e}, eager by {eagers:.2e}"
 
 
-@pytest.mark.parametrize("name", ["mlp", "llama"])
+@pytest.mark.parametrize("name", [pytest.param("mlp", marks=pytest.mark.full), "llama"])
 def test_autocast(name):
     """Autocast outside the compiled call; parameters and gradients stay float32."""
     case = CASES[name]

@@ -277,6 +277,11 @@ def windowed_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     return F.scaled_dot_product_attention(query, key, value, attn_mask=near)
 
 
+def weighted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Attention written out, with its softmax in float32."""
+    return F.softmax(query @ key.mT, -1, dtype=torch.float32).to(value.dtype) @ value
+
+
 def first_input(gm: GraphModule) -> Any:
     """The first placeholder."""
     return gm.graph.find_nodes(op="placeholder")[:1]
@@ -310,6 +315,9 @@ JOINT_INPUTS: Mapping[str, GraphInput] = {
     ),
     "keep_rows_contiguous": GraphInput(lambda: traced(heard, zeros(2, 32, 40), zeros(40, 32))),
     "drop_saved_pool_inputs": GraphInput(lambda: joint(lambda x: F.avg_pool2d(x, 2), learning(2, 3, 4, 4))),
+    "recompute_softmax": GraphInput(
+        lambda: joint(weighted, *(learning(8, 256, 8, dtype=torch.bfloat16) for _ in range(3)))
+    ),
     "recompute_loss_chunks": GraphInput(lambda: joint(chunked, learning(6, 4), learning(10, 4), TARGET)),
     "save_random_values": GraphInput(drawn_again),
     "recompute_views": GraphInput(

@@ -112,7 +112,8 @@ def results_to_separate(gm: Any) -> tuple[tuple[int, int, bool], ...]:
 
 def constant_results_to_separate(gm: Any, constant: Sequence[int]) -> tuple[tuple[int, int, bool], ...]:
     """Return the same for a forward's `constant` results, which are views of each other, not of one with gradient."""
-    return tuple(pair for pair in results_to_separate(gm) if pair[0] in constant and pair[1] in constant)
+    pairs = results_to_separate(gm) if constant else ()
+    return tuple(pair for pair in pairs if pair[0] in constant and pair[1] in constant)
 
 
 def _is_detached(node: Any) -> bool:

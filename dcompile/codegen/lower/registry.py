@@ -20,6 +20,7 @@ from dcompile.codegen.lower.rules import (
     skinny_matmul,
     softmax_norms,
     special,
+    tiny_matmul,
     views,
 )
 
@@ -37,6 +38,7 @@ RULES: dict[str, Rule] = {
     **embedding_backward.RULES,
     **avg_pool.RULES,
     **skinny_matmul.RULES,
+    **tiny_matmul.RULES,
     **max_pool.RULES,
     **special.RULES,
     **creation.RULES,

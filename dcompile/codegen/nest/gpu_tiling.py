@@ -38,6 +38,12 @@ BYTE_TRANSPOSE_SIDES = (64, 64)
 """Sides of a transpose tile of four warps where all stores have one byte (docs/lab/constants.md, K3)."""
 WORD_TRANSPOSE_SIDES = (128, 64)
 """Sides of a transpose tile of eight warps whose bytes are stored by words (docs/lab/constants.md, K3)."""
+NARROW_SIDES = range(3, 16)
+"""Short sides of transposed runs: positions of a filter, channels of an image."""
+MIN_WIDE_SIDE = 64
+"""Least length of the other side."""
+NARROW_ELEMENTS = 2048
+"""Elements of a transpose tile with a short side, rounded up to a power of two (docs/lab/constants.md, K22)."""
 MANY_ACCESSES = 3
 """Whole matrices that a loop reads, or stores across, from which its tile of words has half as many rows: otherwise its
 values, 32 of each in a thread, would not fit registers."""
@@ -99,6 +105,8 @@ def _pointwise(nest: Nest) -> TilePlan:
         sides, per_warp = (BYTE_TRANSPOSE_SIDES, 1024) if _stores_bytes(nest) else (TRANSPOSE_SIDES, 512)
         y, x = TileDim("y", (other,), _side(other, sides[0])), TileDim("x", (best,), _side(best, sides[1]))
         return TilePlan("turn", nest, (y, x), max(y.block * x.block // per_warp, 1), batch)
+    if (pair := _narrow_sides(axes, used)) is not None:
+        return _turn_narrow(nest, *pair)
     if best and rest and (block := _row_block(nest, best)):
         y, x = TileDim("y", tuple(rest), 1), TileDim("x", (best,), block)
         return TilePlan("turn", nest, (y, x), max(block // 256, 1))
@@ -128,6 +136,29 @@ def _turn_words(
     rows //= 2 if max(len(loads), len(words)) >= MANY_ACCESSES else 1
     y, x = TileDim("y", (groups,), _side(groups, rows // WORD)), TileDim("x", (best,), _side(best, columns))
     return TilePlan("turn", nest, (y, x), min(max(y.block * x.block * WORD // 512, 1), 8), batch, words=words)
+
+
+def _narrow_sides(axes: tuple[Axis, ...], used: list[tuple[Index, int]]) -> tuple[Axis, Axis] | None:
+    """Return a short and a long axis whose runs some accesses have one way round, and all others the other way.
+
+    Elements in the order of the store would read each cache line once for each position of the short axis.
+    """
+    for narrow in axes:
+        for wide in axes:
+            if narrow.size not in NARROW_SIDES or not isinstance(wide.size, int) or wide.size < MIN_WIDE_SIDE:
+                continue
+            steps = {(stride(index, narrow.name), stride(index, wide.name)) for index, _ in used}
+            far = {step for step in steps if step[1] == 1 and isinstance(step[0], int) and step[0] >= wide.size}
+            if far and steps - far == {(1, narrow.size)}:
+                return narrow, wide
+    return None
+
+
+def _turn_narrow(nest: Nest, narrow: Axis, wide: Axis) -> TilePlan:
+    height = power_of_two(about([narrow]))
+    y, x = TileDim("y", (narrow,), height), TileDim("x", (wide,), _side(wide, NARROW_ELEMENTS // height))
+    batch = tuple(axis for axis in nest.elements if axis not in (narrow, wide))
+    return TilePlan("turn", nest, (y, x), power_of_two(max(about([narrow]) * x.block // 512, 1)), batch)
 
 
 def reach(of: Nest | Loop, name: str) -> int:

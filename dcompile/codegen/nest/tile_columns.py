@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dcompile.codegen.nest.loop_nest import Axis, Nest, may_exceed, stride
+from dcompile.codegen.nest.loop_nest import Axis, Nest, levels, may_exceed, stride
 from dcompile.codegen.nest.tile_plan import (
     MAX_PERSISTENT_ELEMENTS,
+    PROGRAMS,
     ROW_ELEMENTS,
     TileDim,
     TilePlan,
@@ -17,12 +18,21 @@ from dcompile.codegen.nest.tile_plan import (
 )
 from dcompile.ir.analysis import runtime_refs
 from dcompile.ir.index import Div, Index, Size, Var, as_index, is_nonnegative, is_symbol, size_product, typical
-from dcompile.ir.nodes import Reduce, Scan, Store
+from dcompile.ir.nodes import Apply, Load, Reduce, Scan, Store
+from dcompile.ir.ops import OPS
 
 COLUMN_ROWS = 8
 """Rows of the tile of a column reduction that needs no whole rows."""
 COLUMNS = 256
 """Columns of such a tile."""
+MIN_FUNCTION_COST = 14
+"""Cost of the functions and divisions of an element, in additions, from which a thread has 8 elements and not 16: more
+warps hide their latency (docs/lab/constants.md, K21)."""
+HEAVY_PROGRAMS = 6 * PROGRAMS
+"""Programs of such a kernel."""
+TRANSPOSED_ROWS = 32
+"""Rows of a tile of as many elements where rows, not columns, are neighbours in memory of a load: two sectors of 16-bit
+elements."""
 
 
 def tile_columns(nest: Nest, chunk: Size) -> TilePlan:
@@ -36,11 +46,45 @@ def tile_columns(nest: Nest, chunk: Size) -> TilePlan:
             warps_of(x * whole),
             chunk=chunk,
         )
-    r = min(COLUMNS, whole)
-    x = min(max(COLUMN_ROWS * COLUMNS // r, 1), power_of_two(typical(chunk)))
-    return TilePlan(
-        "columns", nest, (TileDim("x", nest.rows, x), TileDim("r", nest.elements, r)), max(x * r // 512, 1), chunk=chunk
-    )
+    x, r = tile_sides(nest)
+    x = min(x, power_of_two(typical(chunk)))
+    warps = max(x * r // (256 if _is_heavy(nest) else 512), 1)
+    return TilePlan("columns", nest, (TileDim("x", nest.rows, x), TileDim("r", nest.elements, r)), warps, chunk=chunk)
+
+
+def tile_sides(nest: Nest) -> tuple[int, int]:
+    """Return rows and columns of the tile of a column reduction that needs no whole rows."""
+    size, elements = about(nest.elements), COLUMN_ROWS * COLUMNS
+    if _reads_across(nest):
+        columns = elements // TRANSPOSED_ROWS
+    elif _is_heavy(nest):
+        columns = COLUMNS // 2
+        elements //= 2
+    else:  # 384 columns are three tiles of 128, not two of 256
+        columns = COLUMNS // 2 if -(-size // COLUMNS) * COLUMNS > size + COLUMNS // 2 - 1 else COLUMNS
+    r = min(columns, power_of_two(size))
+    return elements // r, r
+
+
+def programs_wanted(nest: Nest) -> int:
+    """Return how many programs a column reduction should have that needs no whole rows."""
+    return HEAVY_PROGRAMS if _is_heavy(nest) else 2 * PROGRAMS
+
+
+def _is_heavy(nest: Nest) -> bool:
+    """Do functions take longer than memory?"""
+    element = levels(nest).element
+    costs = [OPS[value.op].cost for ref, value in enumerate(nest.body) if isinstance(value, Apply) and element[ref]]
+    return sum(cost for cost in costs if cost > 1) >= MIN_FUNCTION_COST
+
+
+def _reads_across(nest: Nest) -> bool:
+    """Is a whole matrix read whose rows are neighbours in memory?"""
+    if not nest.rows or not nest.elements:
+        return False
+    row, element = nest.rows[-1].name, nest.elements[-1].name
+    steps = [(stride(value.index, row), stride(value.index, element)) for value in nest.body if isinstance(value, Load)]
+    return any(along_rows == 1 and along not in (None, 0, 1) for along_rows, along in steps)
 
 
 def rows_of_program(nest: Nest, combining: list[int]) -> Size:

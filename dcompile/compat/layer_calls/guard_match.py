@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import types
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from dcompile.compat.layer_calls.module_match import IDENTITIES, ModulePairs, are_equal, is_constant
+from dcompile.compat.patches.quick_reads import BASE, source_code
 
 TENSORS = "TENSOR_MATCH"
 ALIASES = ("DUPLICATE_INPUT", "OBJECT_ALIASING")
@@ -114,16 +114,9 @@ class Values:
             if type(source).get_value is not ChainedSource.get_value:
                 found = source.get_value(self._globals, {}, self._cache)
             else:
-                base = self._of(source.base)
-                found = eval(_code(source._name_template), self._globals, {"base": base})
+                found = eval(source_code(source._name_template), self._globals, {BASE: self._of(source.base)})
             seen = self._seen[id(source)] = source, found
         return seen[1]
-
-
-@functools.lru_cache(4096)
-def _code(template: str) -> types.CodeType:
-    """Code of an expression of torch's for a source, by its template: what it makes of its base."""
-    return compile(template.format("base"), "<source>", "eval")
 
 
 @dataclass

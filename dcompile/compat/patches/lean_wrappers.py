@@ -18,10 +18,11 @@ from dcompile.compat.autograd import quick_grad_mode
 from dcompile.errors import DcompileError
 
 Boxed = Callable[[list[Any]], Any]
+# torch's words first: programs compare with them
 SECOND_DERIVATIVE = (
-    "dcompile: the gradient of a compiled forward is differentiated again (double backward), and compiled code has no "
-    "second derivatives. Run this forward, such as a gradient penalty's, inside "
-    "torch.compiler.set_stance('force_eager'); other forwards stay compiled."
+    "dcompile: torch.compile with aot_autograd does not currently support double backward: the gradient of a compiled "
+    "forward is differentiated again, and compiled code has no second derivatives. Run this forward, such as a "
+    "gradient penalty's, inside torch.compiler.set_stance('force_eager'); other forwards stay compiled."
 )
 
 

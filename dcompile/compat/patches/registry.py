@@ -15,6 +15,7 @@ from dcompile.compat import (
 )
 from dcompile.compat.patches import (
     batch_norm_statistics,
+    compiling_thread,
     cse,
     dynamo_metrics,
     grouped_experts,
@@ -25,6 +26,7 @@ from dcompile.compat.patches import (
     optimizer_breaks,
     packed_sequences,
     partitioner,
+    quick_reads,
     quiet_dumps,
     repeated_layers,
     rng_under_checkpoint,
@@ -54,6 +56,14 @@ PATCHES: tuple[TorchPatch, ...] = (
         "correctness",
         "metrics of torch 2.11 fail to write functions among settings; those of inductor say nothing of our frames",
         FRAME,
+    ),
+    TorchPatch(
+        compiling_thread.compiling_in_one_thread,
+        ("torch.compiler._compile_session_context",),
+        "correctness",
+        "optimizers that step in other threads meanwhile take themselves for compiled, and fail",
+        FRAME,
+        first=(2, 12),
     ),
     TorchPatch(
         sync_batch_norm.traced_sync_batch_norm,
@@ -143,6 +153,27 @@ PATCHES: tuple[TorchPatch, ...] = (
         ("torch._dynamo.symbolic_convert.get_funcname",),
         "speed",
         "finding the names of traced functions parses whole files for a log that is off",
+        FRAME,
+    ),
+    TorchPatch(
+        quiet_dumps.no_unread_code,
+        ("torch._dynamo.output_graph.dynamo_timed",),
+        "speed",
+        "a captured graph is written as Python for a module that nobody calls",
+        FRAME,
+    ),
+    TorchPatch(
+        quick_reads.quick_settings,
+        ("torch.utils._config_module.ConfigModule.__getattr__",),
+        "speed",
+        "each reading of a setting asks seven questions, a twentieth of a frame's time",
+        FRAME,
+    ),
+    TorchPatch(
+        quick_reads.compiled_sources,
+        ("torch._guards.ChainedSource.get_value",),
+        "speed",
+        "each guard compiles the expression that leads to its value",
         FRAME,
     ),
     TorchPatch(

@@ -126,7 +126,8 @@ def environment() -> dict[str, str]:
 
 def _gpus(gm: GraphModule) -> Iterator[str]:
     """Lines for what GPU kernels depend on: Triton, and each GPU's compute capability."""
-    found = {value.device for value in map(_value, gm.graph.nodes) if isinstance(value, torch.Tensor)}
+    values = {id(value): value for value in map(_value, gm.graph.nodes)}.values()
+    found = {value.device for value in values if isinstance(value, torch.Tensor)}
     gpus = sorted(str(device) for device in found if device.type == "cuda")
     if gpus:
         yield f"{len(gpus)} GPUs, triton {triton_version()}"

@@ -164,6 +164,34 @@ def transpose(rows: int, n: int, dtype: str = "float32") -> Program:
     return program(b, (rows, n), (), [Store("y", var("i1") * rows + I0, x)], x=(dtype, (rows, n)), y=(dtype, (n, rows)))
 
 
+def channels_last(filters: int, channels: int, positions: int, dtype: str = "float32") -> Program:
+    """Filters whose channels become neighbours in memory."""
+    b, i2 = Body(), var("i2")
+    x = b.put(Load("x", I0 * (channels * positions) + var("i1") * positions + i2, dtype))
+    to = Store("y", I0 * (channels * positions) + i2 * channels + var("i1"), x)
+    space = (filters, channels, positions)
+    return program(b, space, (), [to], x=(dtype, space), y=(dtype, (filters, positions, channels)))
+
+
+def transposed_sum(rows: int, n: int, dtype: str = "float32") -> Program:
+    """A transposed copy of (n, rows), and the sums of its columns."""
+    b = Body()
+    x = b.load("x", J0 * rows + I0, dtype)
+    stores = [Store("y", I0 * n + J0, x), Store("total", J0, x, "sum")]
+    return program(b, (rows,), (n,), stores, x=(dtype, (n, rows)), y=(dtype, (rows, n)), total=("float32", (n,)))
+
+
+def scaled_images(images: int, pixels: int, channels: int, dtype: str = "float32", function: str = "exp") -> Program:
+    """Images times a function of a number for each of their channels, and sums over all pixels."""
+    b = Body()
+    at = I0 * (pixels * channels) + var("i1") * channels + J0
+    y = b.op("mul", b.load("x", at, dtype), b.op(function, b.load("s", I0 * channels + J0)))
+    stores = [Store("y", at, b.narrow(y, dtype)), Store("total", J0, y, "sum")]
+    whole = (dtype, (images, pixels, channels))
+    scales, total = ("float32", (images, channels)), ("float32", (channels,))
+    return program(b, (images, pixels), (channels,), stores, x=whole, y=whole, s=scales, total=total)
+
+
 def argmax(rows: int, n: int, dtype: str = "float32", op: str = "argmax") -> Program:
     b = Body()
     stores = [Store("y", I0, b.reduce(op, b.load("x", I0 * n + J0, dtype), "int64"))]

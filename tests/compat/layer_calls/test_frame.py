@@ -140,7 +140,7 @@ def gpt2() -> nn.Module:
     return transformers.GPT2Model(config)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", [llama, pytest.param(gpt2, marks=pytest.mark.full)])
 def test_layers_of_transformers_are_copied(make: Callable[[], nn.Module]) -> None:
     tokens = torch.arange(12).view(2, 6)
     plain, copied = (captured(make, (tokens,), once, dynamic=False) for once in (False, True))

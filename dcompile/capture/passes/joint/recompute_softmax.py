@@ -1,8 +1,8 @@
 """Recompute a float32 softmax of 16-bit scores in the backward, instead of saving it.
 
-Attention written out computes its probabilities in float32 and casts them to 16 bits for the second matmul. The
-softmax's gradient needs float32 again. Scores have half the bytes. A kernel that holds rows in registers reads each
-once either way, so recomputing costs less than the bytes that it saves.
+Attention written out computes its probabilities in float32, and casts them to 16 bits for the second matmul. The
+gradient of the softmax needs them in float32 again. Scores have half the bytes. A kernel that holds rows in registers
+reads each once either way, so recomputing costs less than the bytes that it saves.
 """
 
 from __future__ import annotations

@@ -212,7 +212,8 @@ class TritonText:
 
     def fixed(self, dim: TileDim) -> tuple[Axis, ...]:
         """Return variables that are constant over a tile, which fits between two of their steps."""
-        if dim.block == 1 or (self.plan.kind == "columns" and dim is self.plan.dims[0]):
+        is_chunked = self.plan.kind == "columns" and dim is self.plan.dims[0]
+        if dim.block == 1 or (is_chunked and exact_quotient(self.plan.chunk, dim.block) is None):
             return ()
         behind = [count(dim.axes[place + 1 :]) for place in range(len(dim.axes))]
         whole = [isinstance(size, int) and size > 0 and size % dim.block == 0 for size in behind]
@@ -235,8 +236,8 @@ class TritonText:
         if self._ragged is not None:
             return dim.name in self._ragged
         if self.plan.kind == "columns" and dim is self.plan.dims[0]:
-            ends = (self.plan.chunk, dim.block), (dim.size, self.plan.chunk)
-            return dim.block > 1 and any(exact_quotient(*end) is None for end in ends)
+            ends = self.plan.chunk, dim.size  # of a run of rows, and of the last one
+            return dim.block > 1 and any(exact_quotient(end, dim.block) is None for end in ends)
         return dim.size == 0 or exact_quotient(dim.size, dim.block) is None
 
     def mask(self, of: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from dcompile.codegen.nest.tile_plan import PROGRAMS, TileDim
 from dcompile.ir.analysis import operands, runtime_refs, store_operands
 from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import size_product
-from dcompile.ir.nodes import Load, Reduce, Ref, Scan
+from dcompile.ir.nodes import IndexOf, Load, Reduce, Ref, Scan
 
 PID = "tl.program_id(0)"
 PREFETCHED = 96 << 10
@@ -323,9 +323,9 @@ class RowPassWriter:
         self.line(f"first = part * {chunk}")
         self.line(f"last = tl.minimum(first + {chunk}, {self.text.size(x.size)})")
         self.text.position(r, "0" if pieces in ("0", "1") else f"({self.pid} % {pieces}) * {r.block}")
-        live = sorted(self.levels.live)
+        live, inside = sorted(self.levels.live), self._inside_loop()
         for ref in live:
-            if "x" not in self.classes[ref]:
+            if ref not in inside:
                 self._value(ref)
         columns = [n for n, store in enumerate(self.nest.stores) if store.mode != "set"]
         for n in columns:
@@ -337,7 +337,7 @@ class RowPassWriter:
         self.text.depth += 1
         self.text.position(x, "x0")
         for ref in live:
-            if "x" in self.classes[ref]:
+            if ref in inside:
                 self._value(ref)
         for n in columns:
             self._collect(n)
@@ -350,9 +350,20 @@ class RowPassWriter:
         for n in columns:
             self._finish_column(n)
 
+    def _inside_loop(self) -> set[Ref]:
+        """Return the values that vary from tile to tile of a run of rows, if not inside one."""
+        fixed = {axis.name for axis in self.text.fixed(self.plan.dims[0])}
+        found: set[Ref] = set()
+        for ref, value in enumerate(self.nest.body):
+            own = value.index.variables & fixed if isinstance(value, (Load, IndexOf)) else frozenset()
+            if own or "x" in self.classes[ref] or not found.isdisjoint(operands(value)):
+                found.add(ref)
+        return found
+
     def _stages(self) -> int:
         """Return the number of iterations in flight: each but the last holds its loads in shared memory."""
-        loads = [self.nest.body[ref] for ref in self.levels.live if "x" in self.classes[ref]]
+        inside = self._inside_loop()
+        loads = [self.nest.body[ref] for ref in self.levels.live if ref in inside]
         held = sum(self._tile_bytes(load) for load in loads if isinstance(load, Load))
         return next((stages for stages in (3, 2) if (stages - 1) * held <= PREFETCHED), 1)
 

@@ -17,6 +17,7 @@ from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, from_view
 from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.pointwise import to_dtype
+from dcompile.codegen.lower.rules.tiny_matmul import is_by_tiny_matrix, multiply_by_tiny
 from dcompile.codegen.lower.symbolic.strides import affine_strides, ranges_of, variables
 from dcompile.codegen.nest.contraction import ALIGNED_ELEMENTS, MAX_ROWS
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES
@@ -103,6 +104,8 @@ def _by_rows(
 
 
 def _mm(low: Lowering, value: torch.Tensor, /, left: LazyTensor, right: LazyTensor, *_: Any, **more: Any) -> Result:
+    if not more and is_by_tiny_matrix(low, left, right):
+        return multiply_by_tiny(low, value, left, right)
     if more or not is_by_few_rows(low, left, right):
         return NotImplemented
     return _by_rows(low, value, left, right, None)
@@ -118,7 +121,11 @@ def _addmm(
     beta: float = 1,
     alpha: float = 1,
 ) -> Result:
-    if beta != 1 or alpha != 1 or added.dtype != left.dtype or not is_by_few_rows(low, left, right):
+    if beta != 1 or alpha != 1 or added.dtype != left.dtype:
+        return NotImplemented
+    if is_by_tiny_matrix(low, left, right):
+        return multiply_by_tiny(low, value, left, right, added)
+    if not is_by_few_rows(low, left, right):
         return NotImplemented
     return _by_rows(low, value, left, right, added)
 

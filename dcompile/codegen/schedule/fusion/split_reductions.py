@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from dcompile.codegen.nest.loop_nest import Axis, Nest, may_exceed
-from dcompile.codegen.nest.tile_columns import COLUMN_ROWS, COLUMNS, chunk_of, sees_whole_rows
+from dcompile.codegen.nest.tile_columns import chunk_of, programs_wanted, sees_whole_rows, tile_sides
 from dcompile.codegen.nest.tile_plan import (
     MAX_PERSISTENT_ELEMENTS,
     PROGRAMS,
@@ -122,9 +122,10 @@ def rows_per_program(nest: Nest) -> int:
         return UNKNOWN_ROWS
     if sees_whole_rows(nest):
         return max(-(-rows // PROGRAMS), min(ROW_ELEMENTS // power_of_two(size), rows), 1)
-    wanted = max(2 * PROGRAMS // -(-size // COLUMNS), 1)
-    at_once = COLUMN_ROWS * COLUMNS // min(COLUMNS, power_of_two(size))
-    return max(-(-rows // wanted), min(4 * at_once, rows))
+    at_once, columns = tile_sides(nest)
+    wanted = max(programs_wanted(nest) // -(-size // columns), 1)
+    covered = max(-(-rows // wanted), min(4 * at_once, rows))
+    return min(-(-covered // at_once) * at_once, rows)  # whole tiles need no mask
 
 
 def _detach_combining_stores(loop: Loop, table: dict[str, Buffer]) -> list[Loop]:

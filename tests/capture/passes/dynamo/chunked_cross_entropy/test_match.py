@@ -165,12 +165,12 @@ def test_float64():
 
 
 def test_parts_in_16_bits_are_no_further_off_than_eagers_one_product():
-    """Eight parts, whose gradients with respect to the layer's input are added up."""
+    """Four parts, whose gradients with respect to the layer's input are added up."""
     torch.manual_seed(0)
     model = Model(flat, sizes=(16, 4096)).to(torch.bfloat16)
     args = inputs(4096, (4, 64))
     exact = results(copy.deepcopy(model).double(), *args)
-    call = compiled(model, chunked_loss=8)
+    call = compiled(model, chunked_loss=4)
     for ours, eagers, true in zip(results(call, *args), results(model, *args), exact, strict=True):
         assert ours.dtype == eagers.dtype
         off, allowed = ((found.double() - true).norm() for found in (ours, eagers))
@@ -393,7 +393,11 @@ def test_a_target_that_is_no_class_is_an_error(real, wrong):
         compiled(Model(flat))(tokens, targets)
 
 
-@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, False), (torch.bfloat16, True)], ids=["", "bias"])
+@pytest.mark.parametrize(
+    ("dtype", "bias"),
+    [pytest.param(torch.float32, False, marks=pytest.mark.full), (torch.bfloat16, True)],
+    ids=["", "bias"],
+)
 def test_logits_are_never_there_as_a_whole(real, dtype, bias):
     """Plans alone: 512 rows, 4096 classes of width 16."""
     model = Model(flat, bias, sizes=(16, 4096)).to(dtype)

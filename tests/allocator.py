@@ -15,6 +15,6 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 def keep_freed_memory() -> None:
     """Set it for this process and its forks; other C libraries have no such setting."""
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(M_TRIM_THRESHOLD, 1 << 30)
+        mallopt(M_TRIM_THRESHOLD, 1 << 29)
         mallopt(M_TOP_PAD, 1 << 27)  # tensors of up to 128 MB need no mapping of their own
         mallopt(M_MMAP_THRESHOLD, 1 << 25)

@@ -106,7 +106,16 @@ def test_what_only_unused_results_follow_from_gets_no_gradient_under_fsdp(ranks,
         assert found["none"]
 
 
-@pytest.mark.parametrize("how", [{"before": 0}, {"before": 2}, {"before": 1} | STATIC], ids=str)
+@pytest.mark.parametrize(
+    "how",
+    [
+        # a usual run has these in test_settings.py
+        pytest.param({"before": 0}, marks=pytest.mark.full),
+        pytest.param({"before": 2}, marks=pytest.mark.full),
+        {"before": 1} | STATIC,
+    ],
+    ids=str,
+)
 def test_ddp_with_another_process_group_reduces_over_that(ranks, how):
     for found in values(ranks, "another_process_group", **how):
         assert found["grad"] == 0 and found["used"] and found["receipt"].eligible

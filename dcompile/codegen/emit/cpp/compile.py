@@ -234,7 +234,7 @@ def _key(source: KernelSource, compiler: CppCompiler) -> str:
 
 
 def text_of(sources: Sequence[KernelSource]) -> str:
-    """Return a whole file, for people and tools: each kernel after the modules that it came from."""
+    """Return a whole file, for people: each kernel after the modules that it came from."""
     notes = [", ".join(source.origin).replace("*/", "* /") or source.name for source in sources]
     text = "\n".join(f"/* {note} */\n{source.text}" for note, source in zip(notes, sources, strict=True))
     return prune_prelude(text) + text

@@ -13,7 +13,7 @@ from dcompile.capture.passes.dynamo.causal_mask import recognize_causal_masks
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.symbolic_elements.analysis import ElementsOf
 from dcompile.ir.index import evaluate
-from dcompile.ir.piecewise import evaluate_tree
+from tests.ir.test_piecewise import evaluate_tree
 
 MAX_ELEMENTS = 144
 METHODS = (

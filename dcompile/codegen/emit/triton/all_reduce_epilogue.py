@@ -13,7 +13,8 @@ from dcompile.codegen.emit.target import AllReduceKernel
 from dcompile.codegen.emit.triton import one_shot_all_reduce as exchange
 from dcompile.codegen.emit.triton.kernel import types_of
 from dcompile.codegen.emit.triton.printer import TritonText
-from dcompile.codegen.emit.triton.row_passes import ReceivedTile, RowPassWriter
+from dcompile.codegen.emit.triton.received_tile import ReceivedTile
+from dcompile.codegen.emit.triton.row_passes import RowPassWriter
 from dcompile.codegen.schedule.fusion.all_reduce_epilogue import AllReduceEpilogue
 from dcompile.ir.buffers import ITEMSIZE, Buffer
 

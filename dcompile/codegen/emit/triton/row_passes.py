@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
 from dcompile.codegen.emit.triton.library import AFTER
 from dcompile.codegen.emit.triton.prefetch_rows import prefetch_rows
 from dcompile.codegen.emit.triton.printer import Class, TritonText
+from dcompile.codegen.emit.triton.received_tile import NOTHING_RECEIVED, ReceivedTile
 from dcompile.codegen.emit.triton.reduction_text import combine, identity_text, reduced, scanned
 from dcompile.codegen.nest.tile_plan import PROGRAMS, TileDim
 from dcompile.ir.analysis import operands, runtime_refs, store_operands
@@ -19,24 +19,6 @@ from dcompile.ir.nodes import IndexOf, Load, Reduce, Ref, Scan
 PID = "tl.program_id(0)"
 PREFETCHED = 96 << 10
 """Bytes of shared memory for loads of later iterations: GPUs from compute capability 8.0 on have 99 KiB."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedTile:
-    """Statements around a kernel that receives the elements of `buffer` from other GPUs, as a tile in registers."""
-
-    buffer: str
-    before_wait: Sequence[str]
-    send: Sequence[str]
-    """Behind the wait for earlier kernels. Other loads come next."""
-    receive: Sequence[str]
-    """Before the first value that depends on the tile."""
-    store: Sequence[str]
-    """Before the kernel's own stores, behind a barrier."""
-    finish: Sequence[str]
-
-
-NOTHING_RECEIVED = ReceivedTile("", (), (), (), (), ())
 
 
 class RowPassWriter:

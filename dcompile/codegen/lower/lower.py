@@ -19,8 +19,7 @@ from dcompile.codegen.lower.library_calls import GraphAttribute, Unsupported, ca
 from dcompile.codegen.lower.node_uses import Kind, Uses, find_uses
 from dcompile.codegen.lower.own_collectives import lower_collective
 from dcompile.codegen.lower.provenance import origin_of
-from dcompile.codegen.lower.registry import RULES
-from dcompile.codegen.lower.rules import skinny_matmul, tiny_matmul
+from dcompile.codegen.lower.registry import PRODUCTS, RULES
 from dcompile.codegen.lower.rules.input_mutation import OVERWRITES, overwrite_input, put_in_place
 from dcompile.codegen.lower.rules.set_data import with_shared_data
 from dcompile.codegen.lower.rules.slice_scatter_chains import find_assembled, read_from
@@ -44,9 +43,6 @@ class Lowered:
     program: Program
     constants: dict[str, Any] = field(default_factory=dict)
     declined: tuple[str, ...] = ()
-
-
-_PRODUCTS = skinny_matmul.RULES | tiny_matmul.RULES
 
 
 def lower(
@@ -254,9 +250,7 @@ class _Walk:
                 if result is not NotImplemented:
                     return result
             except Inexpressible as reason:
-                if (
-                    str(node.target) not in skinny_matmul.RULES | tiny_matmul.RULES
-                ):  # most matmuls are library calls anyway
+                if str(node.target) not in PRODUCTS:  # most matmuls are library calls anyway
                     self.low.declined.append(f"{node.target} is left to the library: {reason}")
         elif rule is not None and rule.kind == "view" and _is_strided(value):
             try:

@@ -44,3 +44,5 @@ RULES: dict[str, Rule] = {
     **creation.RULES,
     **random.RULES,
 }
+PRODUCTS = skinny_matmul.RULES | tiny_matmul.RULES
+"""Rules of matmuls, of which the library computes most."""

@@ -221,6 +221,10 @@ class NoBuckets:
         """No parameters."""
         return ()
 
+    def ranks_with_gradients(self) -> dict[int, int]:
+        """No parameters."""
+        return {}
+
     def forget(self) -> None: ...
 
     def reduced(self) -> dict[int, int]:

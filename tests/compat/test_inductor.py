@@ -25,7 +25,7 @@ def calls(monkeypatch):
     found = []
 
     def compiled(node, fixed):
-        found.append(inductor._alone(node, fixed))
+        found.append(inductor._graph_of_one(node, fixed))
         return found[-1]
 
     monkeypatch.setattr(inductor, "compiled_flex", compiled)

@@ -57,8 +57,9 @@ def test_hand_built_loops_agree_with_the_interpreter(name, hand_built):
     program = HAND[name]
     inputs = random_inputs(program)
     for want, got in zip(interpret(program, inputs), run(program, inputs, hand_built), strict=True):
-        coarse = "16" in name
-        assert np.allclose(want, got, rtol=1.6e-2 if coarse else 2e-6, atol=1e-6, equal_nan=True)
+        # Sums of exponentials up to 20 cancel: an error in a term's last place is 2e-6.
+        limits = (1.6e-2, 1e-6) if "16" in name else (2e-6, 2e-5) if "scaled" in name else (2e-6, 1e-6)
+        assert np.allclose(want, got, *limits, equal_nan=True)
 
 
 @pytest.mark.parametrize("op", ["max", "min", "argmax", "argmin"])

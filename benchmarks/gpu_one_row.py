@@ -28,7 +28,6 @@ from dcompile.codegen.emit.triton.launch_order import start_next_first
 from dcompile.codegen.nest.row_matmul import RowTile
 from dcompile.codegen.nest.tile_plan import power_of_two
 from dcompile.config import Config
-from dcompile.device_traits import MULTIPROCESSORS
 from dcompile.driver import Pipeline
 from dcompile.ir.nodes import Loop, Program
 from dcompile.ir.parse import parse
@@ -83,27 +82,13 @@ def norm_program(depth: int) -> Program:
     return parse("\n".join([*lines, "x[j0] = cast(mul(a, s), bfloat16)", "return (x)"]))
 
 
-STEPS = ((8, 512, 8), (4, 512, 4), (8, 1024, 8), (4, 1024, 4), (4, 1024, 8), (2, 2048, 4), (4, 2048, 8))
-"""Rows, depth and warps of tiles that walk along their rows."""
-
-
 def candidates(matrices: int, depth: int) -> Iterator[RowTile]:
-    """Yield the tiles to try: whole rows in registers, and rows in steps."""
+    """Yield the tiles to try, each of whole rows in registers."""
     whole = power_of_two(depth)
     for rows in (1, 2, 4):
         for warps in (2, 4, 8, 16):
             if 16 <= rows * whole * matrices // (32 * warps) <= 64:
-                resident = MULTIPROCESSORS * min(64 // warps, 32) * 3 // 4
                 yield RowTile(rows, whole, warps)
-                for ahead in (0, resident // 2, resident, 2 * resident):
-                    yield RowTile(rows, whole, warps, ahead=ahead, streams=True)
-    for rows, step, warps in STEPS:
-        if step < depth and 8 <= rows * step * matrices // (32 * warps) <= 32:
-            for early in (2048, 4096, 8192):
-                if early <= 2 * depth:
-                    yield RowTile(rows, step, warps, 1, early_bytes=early)
-                    yield RowTile(rows, step, warps, 3, early_bytes=early)
-                    yield RowTile(rows, step, warps, 3, early_bytes=early, streams=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ import numpy as np
 import torch
 
 from benchmarks import gpu_one_row
-from dcompile.codegen.emit.triton.library import PREFETCH
 from dcompile.ir.interpret import interpret
 
 
@@ -19,10 +18,9 @@ def test_the_program_is_two_products_and_swiglu():
     assert np.linalg.norm(got - want.numpy()) <= gpu_one_row.TOLERANCE * np.linalg.norm(want.numpy())
 
 
-def test_a_size_has_tiles_that_prefetch_and_todays():
+def test_a_size_has_several_tiles_and_todays():
     line = gpu_one_row.Line.of("down/2")
     texts = {tile: source.text for tile, source in line.kernels.items()}
-    assert None in texts and len({*texts.values()}) > 20
-    assert any(PREFETCH in text for tile, text in texts.items() if tile is not None and tile.ahead)
+    assert None in texts and len({*texts.values()}) > 4
     assert all("gdc_launch_dependents()\n    gdc_wait()" in text for text in texts.values())
     assert line.nbytes == 7168 * 4096 * 2

@@ -83,7 +83,7 @@ def _skinny(nest: Nest, found: Contraction, tile: Tile | None) -> TilePlan:
 
 def _row_matmul(nest: Nest, found: RowMatmul, tile: RowTile) -> TilePlan:
     dims = TileDim("x", nest.rows, tile.rows), TileDim("r", nest.elements, tile.depth)
-    return TilePlan("rows", nest, dims, tile.warps, looped=tile.depth < found.depth, row_matmul=(found, tile))
+    return TilePlan("rows", nest, dims, tile.warps, row_matmul=(found, tile))
 
 
 def _pointwise(nest: Nest) -> TilePlan:

@@ -8,8 +8,8 @@ from dcompile.ir.nodes import Program
 
 CASES = {
     "whole rows": (1, 512, 20, RowTile(1, 512, 4)),
-    "rows with a rest, several at a time": (1, 448, 21, RowTile(2, 512, 8, ahead=4)),
-    "steps with a rest": (2, 448, 21, RowTile(4, 128, 2, 3, early_bytes=256, streams=True)),
+    "rows with a rest, several at a time": (1, 448, 21, RowTile(2, 512, 8)),
+    "two matrices": (2, 448, 21, RowTile(4, 512, 2)),
 }
 """Name -> matrices, depth, columns, tile."""
 

@@ -298,7 +298,7 @@ class TritonText:
     def _is_streamed(self, load: Load) -> bool:
         """Is it a matrix that is read once, and gives way to others in caches?"""
         found = self.plan.row_matmul
-        return found is not None and found[1].streams and any(self.nest.body[ref] == load for ref in found[0].matrices)
+        return found is not None and any(self.nest.body[ref] == load for ref in found[0].matrices)
 
     def broadcast_index(self, index: Index, of: Class) -> str:
         """Return an index as a tensor of the shape of `of`; a scalar where nothing along `of` is a tensor."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from math import prod
 
 from dcompile.codegen.emit.triton.library import AFTER
-from dcompile.codegen.emit.triton.prefetch_rows import prefetch_rows
 from dcompile.codegen.emit.triton.printer import Class, TritonText
 from dcompile.codegen.emit.triton.received_tile import NOTHING_RECEIVED, ReceivedTile
 from dcompile.codegen.emit.triton.reduction_text import combine, identity_text, reduced, scanned
@@ -46,10 +45,9 @@ class RowPassWriter:
                 self._straight()
             case "rows":
                 x, r = self.plan.dims
-                asked = prefetch_rows(self.text, self.pid)
                 self.text.position(x, self.pid if x.block == 1 else f"{self.pid} * {x.block}")
                 if self.plan.looped:
-                    self._wait(asked)
+                    self._wait()
                     self._looped(r)
                 else:
                     self.text.position(r, "0")
@@ -230,9 +228,7 @@ class RowPassWriter:
 
     def _steps(self, r: TileDim) -> str:
         """Return the range of a loop over the blocks of a row."""
-        bounds = f"0, {self.text.size(r.size)}, {r.block}"
-        stages = 1 if self.plan.row_matmul is None else self.plan.row_matmul[1].stages
-        return f"range({bounds})" if stages == 1 else f"tl.range({bounds}, num_stages={stages})"
+        return f"range(0, {self.text.size(r.size)}, {r.block})"
 
     # A running maximum, and a sum below it, for each few elements that a thread reads at once: Milakov and Gimelshein,
     # "Online normalizer calculation for softmax", 2018

@@ -15,6 +15,7 @@ import pytest
 from dcompile.capture.passes.dynamo import decode_attention
 from dcompile.capture.passes.joint import pad_groups, pad_matmul, recompute_softmax
 from dcompile.codegen.emit.cpp import kernel
+from dcompile.compat.versions import torch_version
 from dcompile.device_traits import traits_of
 from dcompile.ir.parse import parse
 from dcompile.ir.text import show
@@ -59,6 +60,10 @@ def test_loop_pass(name: str, golden: Callable[[str], None]) -> None:
     golden(sections(before=show(before), after=show(after)))
 
 
+NAMES_OF_2_13 = ("inline_nested_regions", "inline_checkpoints", "save_as_strided_views")
+"""Passes whose texts hold names and strides that torch gives otherwise before 2.13."""
+
+
 def check_graph_pass(row: GraphPass, given: GraphInput, golden: Callable[[str], None]) -> None:
     gm, request = given.graph(), given.request()
     assert row.when(request.config), "the row is on with these settings"
@@ -67,6 +72,8 @@ def check_graph_pass(row: GraphPass, given: GraphInput, golden: Callable[[str], 
     after = graph_text(gm)
     gm.graph.lint()
     assert after != before and report.changes
+    if row.name in NAMES_OF_2_13 and torch_version() < "2.13":
+        return
     notes = [re.sub(r" of \w+\.py:\d+", "", note) for note in report.notes]
     texts = {"before": before, "after": after} if before.count("\n") < 50 else {"changes": difference(before, after)}
     golden(sections(**texts, **({"report": "\n".join(notes)} if notes else {})))

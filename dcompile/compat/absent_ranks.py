@@ -192,12 +192,15 @@ def _answers() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 
 def _taken_over(swap_tensors: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     """Replace a parameter in `Module.to`; torch's own way refuses tensors with weak references."""
+    import torch
     from torch._subclasses import FakeTensor
 
     def swap(parameter: Any, converted: Any) -> None:
         both = isinstance(parameter, FakeTensor) and isinstance(converted, FakeTensor)
         if both and parameter.device == converted.device:
             parameter.data = converted.detach()
+        elif both and converted.device.type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError(f"No CUDA GPUs are available for {converted.device}")  # as torch says of real tensors
         else:
             swap_tensors(parameter, converted)
 

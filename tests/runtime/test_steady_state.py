@@ -96,5 +96,6 @@ def test_a_call_comes_by_few_functions():
         for x in inputs:
             function(x)
     for x in inputs:
-        function(x)  # from now on its guards are asked first; 7 and 8 calls, torch 2.11 adds two
-        assert len(python_calls(function, x)) <= 10, python_calls(function, x)
+        function(x)  # from now on its guards are asked first
+        most = 10 if torch.__version__ >= "2.13" else 12  # earlier versions run wrappers of their own
+        assert len(python_calls(function, x)) <= most, python_calls(function, x)

@@ -57,6 +57,15 @@ def is_tangent(placeholder: Any) -> bool:
     return isinstance(description, TangentAOTInput)
 
 
+def backward_nodes(joint: Any) -> set[Any]:
+    """Return the nodes of a joint graph that depend on a tangent, tangents and the output node included."""
+    found = set(filter(is_tangent, joint.graph.find_nodes(op="placeholder")))
+    for node in joint.graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def is_part_of_subclass(placeholder: Any) -> bool:
     """Whether a placeholder of AOTAutograd's graphs is a component of a tensor subclass."""
     return type(placeholder.meta.get("desc")).__name__.startswith("Subclass")

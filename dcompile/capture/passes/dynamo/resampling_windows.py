@@ -7,6 +7,7 @@ step is the distance of neighbouring results' sources. Dimensions are summed one
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,17 +64,12 @@ def input_gradient(
     new = gradient.shape[2:]
     if kernel is None and _are_whole_blocks(sizes, new, factor):
         return _block_sums(gradient, sizes)
+    readers = _nearest_readers if kernel is None else functools.partial(_readers, kernel)
+    shift = 0.0 if align_corners or mode == "nearest" else 0.5
     found = gradient
-    for place, (size, step) in enumerate(
-        zip(sizes, steps(sizes, new, factor, align_corners=align_corners), strict=True)
-    ):
+    for place, step in enumerate(steps(sizes, new, factor, align_corners=align_corners)):
         dim = place - len(sizes)
-        if kernel is None:
-            shift = 0.5 if mode == "nearest-exact" else 0.0
-            found = _window_sums(found, dim, _nearest_readers(size, step, found.shape[dim], shift, found))
-        else:
-            shift = 0.0 if align_corners else 0.5
-            found = _window_sums(found, dim, _readers(kernel, size, step, found.shape[dim], shift, found))
+        found = _window_sums(found, dim, readers(sizes[place], step, new[place], shift, found))
     return found
 
 

@@ -38,7 +38,7 @@ def recompute_softmax(joint: GraphModule) -> PassReport:
     found = [node for node in calls if _is_wide(node)]
     if not found:
         return PassReport()
-    backward = _backward_nodes(joint)
+    backward = compat.aot_descriptors.backward_nodes(joint)
     chosen = [node for node in found if node not in backward and _gains(node, backward)]
     for node in chosen:
         compat.aot.always_recompute(node)
@@ -56,14 +56,6 @@ def _is_wide(node: Node) -> bool:
         return False
     is_along_rows = value.dim() > 0 and dim in (-1, value.dim() - 1) and value.is_contiguous()
     return is_along_rows and value.shape[-1] <= MAX_ROW and 4 * value.numel() >= MIN_BYTES
-
-
-def _backward_nodes(joint: GraphModule) -> set[Node]:
-    found = set(filter(compat.aot_descriptors.is_tangent, joint.graph.find_nodes(op="placeholder")))
-    for node in joint.graph.nodes:
-        if node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
 
 
 def _gains(softmax: Node, backward: set[Node]) -> bool:

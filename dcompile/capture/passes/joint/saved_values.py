@@ -40,10 +40,7 @@ def copy_changed_inputs(joint: Any) -> PassReport:
     if not changed:
         return PassReport()
     placeholders = joint.graph.find_nodes(op="placeholder")
-    backward = set(filter(compat.aot_descriptors.is_tangent, placeholders))
-    for node in joint.graph.nodes:
-        if not backward.isdisjoint(node.all_input_nodes):
-            backward.add(node)
+    backward = compat.aot_descriptors.backward_nodes(joint)
     count = 0
     for old in placeholders:
         if old in changed and _is_read_in(old, backward):

@@ -17,15 +17,13 @@ from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, from_view
 from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.pointwise import to_dtype
-from dcompile.codegen.lower.rules.tiny_matmul import is_by_tiny_matrix, multiply_by_tiny
+from dcompile.codegen.lower.rules.tiny_matmul import is_by_tiny_matrix, may_be_a_loop, multiply_by_tiny
 from dcompile.codegen.lower.symbolic.strides import affine_strides, ranges_of, variables
 from dcompile.codegen.nest.contraction import ALIGNED_ELEMENTS, MAX_ROWS
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES
 from dcompile.ir.index import flatten
 from dcompile.ir.nodes import Apply, Load, Store, View
 
-DTYPES = ("bfloat16", "float16", "float32")
-"""Dtypes of one row; several need tensor cores."""
 MIN_MATRIX_ELEMENTS = 1 << 16
 """Elements of a matrix from which a loop is used: smaller ones take almost no time, and cuBLAS has kernels for them."""
 MIN_TILED_ELEMENTS = 1 << 18
@@ -35,8 +33,11 @@ MIN_ROW_ELEMENTS = 256
 
 
 def is_by_few_rows(low: Lowering, left: LazyTensor, right: LazyTensor) -> bool:
-    """Is it few rows times a column-major matrix, such as a transposed weight, of static size on a GPU?"""
-    if not low.own_rows or not low.traits.has_row_matmul or left.dtype not in DTYPES or left.dtype != right.dtype:
+    """Is it few rows times a column-major matrix, such as a transposed weight, of static size on a GPU?
+
+    Several rows need a dtype of tensor cores.
+    """
+    if not may_be_a_loop(low, left, right):
         return False
     if not all(isinstance(size, int) for size in (*left.shape, *right.shape)) or 0 in right.shape:
         return False

@@ -21,6 +21,7 @@ from dcompile.ir.index import as_index
 from dcompile.ir.nodes import Ref
 
 DTYPES = ("bfloat16", "float16", "float32")
+"""Dtypes of factors."""
 MAX_DEPTH = 8
 """Terms of a sum. cuBLAS loads whole 16 bytes from 8 elements of 16 bits on, if rows begin at such."""
 MAX_COLUMNS = 16
@@ -29,14 +30,18 @@ MIN_ROWS = 1 << 14
 """Rows from which the product takes longer than starting it."""
 
 
+def may_be_a_loop(low: Lowering, left: LazyTensor, right: LazyTensor) -> bool:
+    """May a matmul be a loop of ours: on a GPU, with factors of one floating-point dtype?"""
+    return low.own_rows and low.traits.has_row_matmul and left.dtype in DTYPES and left.dtype == right.dtype
+
+
 def is_by_tiny_matrix(low: Lowering, left: LazyTensor, right: LazyTensor) -> bool:
     """Is it many rows times a matrix of a few elements, of static size on a GPU? Both may have a batch in front."""
-    if not low.own_rows or not low.traits.has_row_matmul or left.dtype not in DTYPES or left.dtype != right.dtype:
+    sizes = [size for size in (*left.shape, right.shape[-1]) if isinstance(size, int)]
+    if not may_be_a_loop(low, left, right) or len(sizes) <= len(left.shape):
         return False
-    rows, (depth, columns) = left.shape[:-1], right.shape[-2:]
-    if not (all(isinstance(size, int) for size in rows) and isinstance(depth, int) and isinstance(columns, int)):
-        return False
-    return math.prod(map(int, rows)) >= MIN_ROWS and 0 < depth <= MAX_DEPTH and 0 < columns <= MAX_COLUMNS  # type: ignore[arg-type]
+    *rows, depth, columns = sizes
+    return math.prod(rows) >= MIN_ROWS and 0 < depth <= MAX_DEPTH and 0 < columns <= MAX_COLUMNS
 
 
 def multiply_by_tiny(

@@ -242,10 +242,9 @@ def recompute_loss_chunks(joint: Any) -> PassReport:
     Tracing copies annotations from a forward operation to its operations in the backward.
     """
     count = 0
-    backward = set(filter(compat.aot_descriptors.is_tangent, joint.graph.find_nodes(op="placeholder")))
+    backward = compat.aot_descriptors.backward_nodes(joint)
     for node in joint.graph.nodes:
-        if not backward.isdisjoint(node.all_input_nodes):
-            backward.add(node)
+        if node in backward:
             continue
         mark = (node.meta.get("custom") or {}).get(CHUNK_MARK)
         if mark == AGAIN or (mark and node.meta.get("partitioner_tag") == "is_backward"):

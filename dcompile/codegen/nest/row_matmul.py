@@ -22,6 +22,8 @@ TILE_ELEMENTS, THREAD_ELEMENTS = 4096, 16
 """Elements of one matrix for a program and for a thread: two rows of 2048 took 0.84 of the time of one (K19)."""
 LONG_ROW_ELEMENTS = 64
 """The same for a thread of longer rows: with 32, they took 1.04 (K19)."""
+MAX_WARPS = 32
+"""Warps that a program can have."""
 MIN_PROGRAMS = 2 * MULTIPROCESSORS
 """Programs below which they have fewer rows."""
 
@@ -100,7 +102,8 @@ def choose_row_tile(found: RowMatmul) -> RowTile | None:
     if found.itemsize != 2 * len(found.matrices) or whole > MAX_DEPTH:
         return None
     if whole > TILE_ELEMENTS:
-        return RowTile(1, whole, max(whole * len(found.matrices) // (32 * LONG_ROW_ELEMENTS), 1))
+        warps = max(whole * len(found.matrices) // (32 * LONG_ROW_ELEMENTS), 1)
+        return RowTile(1, whole, min(1 << (warps.bit_length() - 1), MAX_WARPS))
     rows = TILE_ELEMENTS // whole
     while rows > 1 and found.columns < rows * MIN_PROGRAMS:
         rows //= 2

@@ -77,6 +77,9 @@ class TilePlan:
     row_matmul: tuple[RowMatmul, RowTile] | None = None
     """Products of one row, and how they are tiled, where that is not as for any rows."""
 
+    def __post_init__(self) -> None:
+        assert self.warps in (1, 2, 4, 8, 16, 32), f"no GPU has programs of {self.warps} warps"
+
     @property
     def grid(self) -> Size:
         match self.kind:

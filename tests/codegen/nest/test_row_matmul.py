@@ -7,7 +7,7 @@ import pytest
 from benchmarks.gpu_one_row import product_program
 from dcompile.codegen.nest.gpu_tiling import make_plan
 from dcompile.codegen.nest.loop_nest import flatten_loop
-from dcompile.codegen.nest.row_matmul import RowTile, find_row_matmul
+from dcompile.codegen.nest.row_matmul import RowTile, choose_row_tile, find_row_matmul
 from dcompile.ir.parse import parse
 
 NORM = "a = cast(w[i0, j0], float32)\n y[i0] = cast(mul(row_sum(mul(a, a)), row_sum(a)), bfloat16)"
@@ -53,3 +53,15 @@ def test_a_tile_is_the_plan(tile, grid):
     (loop,) = product_program(1, 512, 96).steps
     plan = make_plan(loop, tile)
     assert (plan.kind, plan.looped, plan.grid, plan.warps) == ("rows", False, grid, tile.warps)
+
+
+@pytest.mark.parametrize("depth", [300, 5000, 13_824, 16_384, 20_000])
+@pytest.mark.parametrize("matrices", range(1, 10))
+def test_any_number_of_matrices_has_a_tile_with_warps_that_exist(matrices, depth):
+    (loop,) = product_program(matrices, depth, 96).steps
+    found = find_row_matmul(flatten_loop(loop))
+    tile = choose_row_tile(found)
+    assert (tile is None) == (depth > 16_384)
+    plan = make_plan(loop, tile)
+    assert plan.warps in (1, 2, 4, 8, 16, 32)
+    assert tile is None or tile.depth >= depth

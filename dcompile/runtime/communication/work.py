@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -61,8 +61,7 @@ class PendingCollective:
             with compat.groups.patient(self.group, self._device, self._limit_s, patience_s):
                 return start(patience_s)
         except RuntimeError as error:
-            self._annotate(error)
-            raise
+            self._raise(error)
         finally:
             peers.starting = None
 
@@ -76,7 +75,7 @@ class PendingCollective:
             work.wait(timedelta(seconds=min(BEAT_S, self._limit_s)))
         except RuntimeError as error:
             if work.is_completed():
-                self._finish(work, self._peers, error)
+                self._finish(work, error)
             else:
                 self._wait_long(work, self._peers, self._limit_s)
 
@@ -88,8 +87,7 @@ class PendingCollective:
         try:
             self.work.wait()
         except RuntimeError as error:
-            self._annotate(error)
-            raise
+            self._raise(error)
         if self._peers is not None and self._marked:
             self._peers.marks.put(self._index, self.label)
 
@@ -103,7 +101,7 @@ class PendingCollective:
                 return
             except RuntimeError as error:
                 if work.is_completed():
-                    self._finish(work, peers, error)
+                    self._finish(work, error)
                     return
             try:
                 peers.check()
@@ -128,15 +126,19 @@ class PendingCollective:
                     f"started {self._name()}: every rank must run the same steps"
                 )
 
-    def _finish(self, work: Any, peers: PeerCoordinator, error: RuntimeError) -> None:
+    def _finish(self, work: Any, error: RuntimeError) -> None:
         """Complete a work that reported an error: it may have succeeded just after its timeout."""
         try:
             work.wait()
         except RuntimeError as failure:
-            if peers.aborted:
-                peers.check()
-            self._annotate(failure)
-            raise failure from (None if failure is error else error)
+            self._raise(failure, None if failure is error else error)
+
+    def _raise(self, error: RuntimeError, cause: RuntimeError | None = None) -> NoReturn:
+        """Raise why the job was called off, if it was, since aborted communicators only follow; else the error."""
+        self._annotate(error)
+        if self._peers is not None and (reason := self._peers.called_off()) is not None:
+            raise reason from error
+        raise error from cause
 
     def _annotate(self, error: RuntimeError) -> None:
         rank = dist.get_rank(self.group)

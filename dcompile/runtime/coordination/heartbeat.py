@@ -76,6 +76,7 @@ class PeerCoordinator(SingleProcess):
         """Whether a GPU's streams wait for its collectives, instead of the host."""
         self.aborted = ""
         """Why the job was called off; empty otherwise."""
+        self._ending = threading.Lock()
         self.told = threading.Event()
         """Set once that error was raised in this process."""
         self.caller: int | None = None
@@ -130,6 +131,17 @@ class PeerCoordinator(SingleProcess):
         """End the job: every rank raises this reason, or the first one that was given."""
         self._call_off(self.store, why)
         raise self._over()
+
+    def called_off(self) -> PlanMismatchError | None:
+        """Return the error to raise here if any rank has called the job off, which the caller raises; else None.
+
+        Another rank's abort may reach this rank's communicators before this coordinator's thread has read the reason.
+        """
+        if not self.aborted:
+            with contextlib.suppress(RuntimeError):  # the store may be gone with its owner
+                if self.store.check(["abort"]):
+                    self._abort(self.store.get("abort").decode())
+        return self._over() if self.aborted else None
 
     def _over(self) -> PlanMismatchError:
         """Exception to raise on this rank once the job was called off."""
@@ -228,7 +240,8 @@ class PeerCoordinator(SingleProcess):
         return why
 
     def _abort(self, why: str) -> None:
-        first, self.aborted = not self.aborted, self.aborted or why
+        with self._ending:
+            first, self.aborted = not self.aborted, self.aborted or why
         group = self._group()
         if first and group is not None and self.on_gpu:
             self._abortion = CommunicatorAbort(self, group)

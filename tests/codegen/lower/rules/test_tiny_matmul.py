@@ -26,8 +26,8 @@ def lowered(function: Any, *args: torch.Tensor) -> Lowered:
     return found
 
 
-def inputs(dtype: torch.dtype, rows: int = ROWS, depth: int = 4, columns: int = 4) -> list[torch.Tensor]:
-    torch.manual_seed(0)
+def inputs(dtype: torch.dtype, rows: int = ROWS, depth: int = 4, columns: int = 4, seed: int = 0) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
     return [torch.randn(*size).to(dtype) for size in ((rows, depth), (columns, depth), (columns,))]
 
 
@@ -78,17 +78,19 @@ def test_a_cpu_has_a_library_for_them() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_gives_eagers_values(dtype: torch.dtype) -> None:
-    x, w, b = (arg.cuda().requires_grad_() for arg in inputs(dtype))
-
     def talk(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         # along columns: else the bias has no gradient, and both are nothing but rounding errors
         return linear(x.view(8, 32, 64, 4), w, b).permute(0, 3, 1, 2).softmax(1)
 
     compiled = dcompile.compile(talk, options={"receipt": False})
-    grad = torch.randn(8, 4, 32, 64, device="cuda", dtype=dtype)
-    exact = [arg.detach().double().requires_grad_() for arg in (x, w, b)]
-    want = torch.autograd.grad(talk(*exact), exact, grad.double())
-    ours, eagers = (torch.autograd.grad(call(x, w, b), (x, w, b), grad) for call in (compiled, talk))
-    for got, eager, double in zip(ours, eagers, want, strict=True):
-        off, allowed = ((found.double() - double).norm() for found in (got, eager))
-        assert off <= 1.2 * allowed + 1e-6 * double.norm()
+    off, allowed = [0.0] * 3, [0.0] * 3
+    for seed in range(8):  # a gradient has 16 elements or 4, so one draw says little
+        x, w, b = (arg.cuda().requires_grad_() for arg in inputs(dtype, seed=seed))
+        grad = torch.randn(8, 4, 32, 64, device="cuda", dtype=dtype)
+        exact = [arg.detach().double().requires_grad_() for arg in (x, w, b)]
+        want = torch.autograd.grad(talk(*exact), exact, grad.double())
+        ours, eagers = (torch.autograd.grad(call(x, w, b), (x, w, b), grad) for call in (compiled, talk))
+        for place, (got, eager, double) in enumerate(zip(ours, eagers, want, strict=True)):
+            off[place] += float((got.double() - double).norm() ** 2)
+            allowed[place] += float((eager.double() - double).norm() ** 2)
+    assert all(one <= 1.2**2 * other for one, other in zip(off, allowed, strict=True)), (off, allowed)

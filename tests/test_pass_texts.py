@@ -73,7 +73,7 @@ def check_graph_pass(row: GraphPass, given: GraphInput, golden: Callable[[str], 
     gm.graph.lint()
     assert after != before and report.changes
     if row.name in NAMES_OF_2_13 and torch_version() < "2.13":
-        return
+        pytest.skip("all is checked but the text, which holds names that this torch gives otherwise")
     notes = [re.sub(r" of \w+\.py:\d+", "", note) for note in report.notes]
     texts = {"before": before, "after": after} if before.count("\n") < 50 else {"changes": difference(before, after)}
     golden(sections(**texts, **({"report": "\n".join(notes)} if notes else {})))

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import dcompile
 from dcompile.codegen.lower.decompositions import table
 from tests.traits import change_cpu
 
@@ -31,10 +33,16 @@ def test_each_caller_has_a_table_of_its_own() -> None:
     assert table.table(fallback_random=True).keys() <= table.table().keys()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("on_gpus", [True, False])
 @pytest.mark.parametrize("transposed", [True, False])
-def test_gradients_of_biases_are_sums(transposed: bool, on_gpus: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over batch and space, of depthwise and transposed convolutions too, and where nothing else is wanted."""
+def test_gradients_of_biases_are_sums(
+    transposed: bool, on_gpus: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over batch and space, of depthwise and transposed convolutions too, and where nothing else is wanted.
+
+    oneDNN returns the gradient of filters with that of a bias, whether it is wanted or not.
+    """
     change_cpu(monkeypatch, sums_bias_gradient_apart=True, converts_filters=not on_gpus)
     back, calls = torch.ops.aten.convolution_backward.default, []
 
@@ -43,7 +51,7 @@ def test_gradients_of_biases_are_sums(transposed: bool, on_gpus: bool, monkeypat
             calls.extend([args[-1]] if op is back else [])
             return op(*args, **kwargs or {})
 
-    x, weight = torch.randn(2, 4, 6, 7, dtype=torch.bfloat16), torch.randn(4, 1, 5, 5, dtype=torch.bfloat16)
+    x, weight = torch.randn(2, 4, 6, 7, dtype=dtype), torch.randn(4, 1, 5, 5, dtype=dtype)
     how = ([4], [1, 1], [2, 2], [1, 1], transposed, [0, 0], 4)
     grad = torch.randn_like(x)
     for mask in ([True, True, True], [False, True, True], [False, False, True]):
@@ -51,9 +59,32 @@ def test_gradients_of_biases_are_sums(transposed: bool, on_gpus: bool, monkeypat
             found = table.table()[back](grad, x, weight, *how, mask)
         expected = back(grad, x, weight, *how, mask)
         assert [value is not None for value in found] == mask
-        for ours, theirs in zip(found, expected, strict=True):
-            if theirs is not None:
+        for ours, theirs, wanted in zip(found, expected, mask, strict=True):
+            if wanted:
                 assert ours.dtype == theirs.dtype
                 torch.testing.assert_close(ours, theirs)
     assert all(not mask[2] for mask in calls)
     assert len(calls) == (2 if on_gpus else 3)  # filters of 25 elements are converted in a call of their own
+
+
+@pytest.mark.usefixtures("compiled_anew")
+@pytest.mark.parametrize("kernels", ["auto", "aten"])
+def test_gradients_that_are_returned_unasked_are_dropped(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN returns the gradient of frozen filters, where it sums that of their bias."""
+    change_cpu(monkeypatch, sums_bias_gradient_apart=False)
+    asked: list[Any] = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.extend([args[-1]] if op is torch.ops.aten.convolution_backward.default else [])
+            return op(*args, **kwargs or {})
+
+    model = nn.Conv2d(4, 4, 3)
+    model.weight.requires_grad_(False)
+    x = torch.randn(2, 4, 6, 7, requires_grad=True)
+    expected = torch.autograd.grad(model(x).square().sum(), (x, model.bias))
+    loss = dcompile.compile(model, options={"kernels": kernels})(x).square().sum()
+    with Calls():
+        loss.backward()
+    assert asked == [[True, False, True]] and model.weight.grad is None
+    torch.testing.assert_close((x.grad, model.bias.grad), expected)

@@ -32,6 +32,12 @@ def capped(q, k, v, mask):
     return F.softmax(scores, -1, dtype=torch.float32).to(v.dtype) @ v
 
 
+def in_layers(q, k, v, mask):
+    """One computed mask for two layers, with a matmul between its readers."""
+    computed = torch.where(mask > 0, 0.0, -30.0)
+    return written_out(written_out(q, k, v, computed), k, v, computed)
+
+
 def returned(q, k, v, mask):
     weights = F.softmax(q @ k.transpose(-2, -1) + mask, -1, dtype=torch.float32)
     return weights, weights.to(v.dtype) @ v
@@ -87,11 +93,11 @@ def score_dtypes(function):
 
 
 @pytest.mark.parametrize(
-    "function", [written_out, *(pytest.param(f, marks=pytest.mark.full) for f in (dropped, capped))]
+    "function", [written_out, in_layers, *(pytest.param(f, marks=pytest.mark.full) for f in (dropped, capped))]
 )
 def test_scores_are_saved_instead(function):
     saved, stored = score_dtypes(function)
-    assert saved == ["bfloat16"]
+    assert saved == ["bfloat16"] * (2 if function is in_layers else 1)
     assert set(stored) == {"bfloat16"}, "the backward stores probabilities and gradients in 16 bits alone"
 
 
@@ -103,7 +109,7 @@ def test_softmax_that_others_read_in_float32_is_saved(function):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("function", [written_out, dropped, capped])
+@pytest.mark.parametrize("function", [written_out, in_layers, dropped, capped])
 def test_gradients_are_eagers(function):
     torch.manual_seed(0)
     args, mask = given(), torch.randn(1, 1, ROWS, ROWS)

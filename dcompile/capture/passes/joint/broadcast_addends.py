@@ -7,17 +7,20 @@ the result anyway adds the tensor from a cache.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.passes.joint.inserted_calls import insert_call
+from dcompile.capture.passes.joint.inserted_calls import CHECKPOINTED_ORIGIN, insert_call
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
 aten = torch.ops.aten
+Insert: TypeAlias = Callable[..., Node]
 
 PRODUCTS = {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}
 """Matmul with an addend -> the same without one."""
@@ -40,7 +43,8 @@ rounding them would round the sum after all."""
 def separate_broadcast_addends(gm: GraphModule) -> PassReport:
     """Add broadcast tensors to matmuls in float32 behind them, in place, where only loops read the results.
 
-    Guarantees: no more roundings to 16 bits. The matmul's own result is rounded, and its sum with the tensor is not.
+    Guarantees: no more roundings to 16 bits. The matmul's own result is rounded, and its sum with the tensor is not. A
+    sum is further from the exact one than eager's only if the tensor cancels most of it.
     Relies on: loops that keep values of float32 in registers, so wider values take no memory.
     """
     calls = [node for target in PRODUCTS for node in gm.graph.find_nodes(op="call_function", target=target)]
@@ -48,8 +52,9 @@ def separate_broadcast_addends(gm: GraphModule) -> PassReport:
     mode = compat.aot.detect_fake_mode([node.meta["val"] for node in found]) if found else None
     if mode is None:
         return PassReport()
+    insert = partial(insert_call, gm.graph, mode, shares=CHECKPOINTED_ORIGIN)
     for node in found:
-        _widen_readers(gm.graph, mode, node, _insert_sum(gm.graph, mode, node))
+        _widen_readers(mode, insert, node, _insert_sum(insert, node))
         _erase_unread(gm.graph, node)
     gm.recompile()
     return PassReport(len(found))
@@ -98,7 +103,7 @@ def _is_loop(reader: Node, node: Node) -> bool:
     return value.is_floating_point() and value.device == node.meta["val"].device
 
 
-def _insert_sum(graph: Graph, mode: Any, node: Node) -> Node:
+def _insert_sum(insert: Insert, node: Node) -> Node:
     """Insert a matmul without the addend, and their sum in at least float32; return the sum.
 
     The GEMM keeps its factor, without which float16 may overflow. With a beta of 0 it does not read the addend.
@@ -108,25 +113,22 @@ def _insert_sum(graph: Graph, mode: Any, node: Node) -> Node:
     beta, alpha = _factors(node)
     target: Any = node.target
     if alpha == 1:
-        product = insert_call(graph, mode, PRODUCTS[target], tuple(operands), node, before=node)
+        product = insert(PRODUCTS[target], tuple(operands), node, before=node)
     else:
-        factors = {"beta": 0, "alpha": alpha}
-        product = insert_call(graph, mode, target, node.args, node, before=node, kwargs=factors)
+        product = insert(target, node.args, node, before=node, kwargs={"beta": 0, "alpha": alpha})
     if addend.meta["val"].dtype.itemsize < 4:
-        addend = insert_call(
-            graph, mode, aten._to_copy.default, (addend,), node, before=node, kwargs={"dtype": torch.float32}
-        )
+        addend = insert(aten._to_copy.default, (addend,), node, before=node, kwargs={"dtype": torch.float32})
     scale = {} if beta == 1 else {"alpha": beta}
-    return insert_call(graph, mode, aten.add.Tensor, (product, addend), node, before=node, kwargs=scale)
+    return insert(aten.add.Tensor, (product, addend), node, before=node, kwargs=scale)
 
 
-def _widen_readers(graph: Graph, mode: Any, old: Node, wide: Node) -> None:
+def _widen_readers(mode: Any, insert: Insert, old: Node, wide: Node) -> None:
     """Have the readers of a value read a wider one, and round their results to the dtypes that they had."""
     for user in list(old.users):
         if _is_widened(user):
             args = tuple(wide if arg is old else arg for arg in user.args)
-            widened = insert_call(graph, mode, user.target, args, user, before=user, kwargs=user.kwargs)
-            _widen_readers(graph, mode, user, widened)
+            widened = insert(user.target, args, user, before=user, kwargs=user.kwargs)
+            _widen_readers(mode, insert, user, widened)
             continue
         dtype = user.meta["val"].dtype
         user.replace_input_with(old, wide)
@@ -137,9 +139,7 @@ def _widen_readers(graph: Graph, mode: Any, old: Node, wide: Node) -> None:
             user.meta["val"] = user.target(*args, **kwargs)  # type: ignore[operator]
         if user.meta["val"].dtype != dtype:
             readers = list(user.users)
-            rounded = insert_call(
-                graph, mode, aten._to_copy.default, (user,), user, after=user, kwargs={"dtype": dtype}
-            )
+            rounded = insert(aten._to_copy.default, (user,), user, after=user, kwargs={"dtype": dtype})
             for reader in readers:
                 reader.replace_input_with(user, rounded)
 

@@ -94,6 +94,15 @@ def test_compiled_results_are_as_near_as_eagers(function: Any, dtype: torch.dtyp
         assert off <= 1.1 * allowed
 
 
+def test_checkpointed_matmuls_are_still_recomputed() -> None:
+    gm = traced(in_float32, *given(torch.bfloat16))
+    (matmul,) = (node for node in gm.graph.nodes if node.target in ADDING)
+    matmul.meta |= {"recompute": "as the region says", "ac_graph_id": 3}
+    assert separate_broadcast_addends(gm).changes
+    (product, total) = (n for n in gm.graph.nodes if n.target in (*ADDING, aten.add.Tensor))
+    assert all(n.meta["recompute"] == "as the region says" and n.meta["ac_graph_id"] == 3 for n in (product, total))
+
+
 def test_a_factor_stays_in_the_matmul() -> None:
     """Without it, scores exceed the range of float16."""
     added, q, k = (torch.full(shape, 256.0).half() for shape in ((1, 1, 4), (1, 4, 4), (1, 4, 4)))

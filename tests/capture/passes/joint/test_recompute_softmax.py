@@ -121,7 +121,7 @@ def test_softmax_that_others_read_in_float32_is_saved(function):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("function", [written_out, in_layers, biased, dropped, capped])
+@pytest.mark.parametrize("function", [written_out, in_layers, dropped, capped])
 def test_gradients_are_eagers(function):
     torch.manual_seed(0)
     args, mask = given(), torch.randn(1, 1, ROWS, ROWS)
@@ -131,3 +131,17 @@ def test_gradients_are_eagers(function):
         found = gradients(dcompile.compile(function), args, mask)
     for ours, eagers in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, eagers, rtol=1.6e-2, atol=1e-4)
+
+
+@pytest.mark.full
+def test_gradients_behind_a_bias_are_as_near_as_eagers():
+    """Eager rounds the sum with the bias to 16 bits, so equal distances are not equal gradients."""
+    torch.manual_seed(0)
+    args, mask = given(), torch.randn(1, 1, ROWS, ROWS)
+    exact = gradients(biased, [x.detach().double().requires_grad_() for x in args], mask.double())
+    eager = gradients(biased, args, mask)
+    torch._dynamo.reset()
+    with as_on_a_gpu():
+        found = gradients(dcompile.compile(biased), args, mask)
+    for ours, eagers, true in zip(found, eager, exact, strict=True):
+        assert (ours - true).norm() <= 1.05 * (eagers - true).norm()

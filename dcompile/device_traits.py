@@ -56,6 +56,8 @@ class AtenTraits:
     """Whether 16-bit matmuls are much slower if sides are no multiples of 16 bytes."""
     scales_matmul: bool = False
     """Whether a matmul can scale its result by a factor."""
+    copies_broadcast_addends: bool = False
+    """Whether a matmul that adds a broadcast tensor copies it to the result's size, in a slow kernel."""
     image_dtypes: frozenset[str] = frozenset()
     """Dtypes whose convolutions were measured to be faster channels-last."""
     pads_groups: bool = False
@@ -162,6 +164,7 @@ CUDA = replace(
         splits_single_query=False,
         wants_aligned_matmul=True,
         scales_matmul=True,
+        copies_broadcast_addends=True,
         sums_bias_gradient_apart=True,
         image_dtypes=frozenset(("bfloat16", "float16")),  # float32 was not measured
         pads_groups=True,

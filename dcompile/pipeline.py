@@ -36,6 +36,7 @@ from dcompile.capture.passes.dynamo.recurrent_layers import keep_recurrent_layer
 from dcompile.capture.passes.dynamo.skip_masked_attention import skip_masked_attention
 from dcompile.capture.passes.dynamo.unfold_by_slices import view_unfold_by_slices
 from dcompile.capture.passes.dynamo.upsampling import gather_upsampling_gradients
+from dcompile.capture.passes.joint.broadcast_addends import separate_broadcast_addends
 from dcompile.capture.passes.joint.channels_last import use_channels_last
 from dcompile.capture.passes.joint.compact_pool_indices import compact_pool_indices, drop_saved_pool_inputs
 from dcompile.capture.passes.joint.contiguous_rows import keep_rows_contiguous
@@ -103,6 +104,8 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     GraphPass(copy_changed_inputs, stages=("joint",), required=True),
     GraphPass(save_as_strided_views, stages=("joint",), required=True),
     GraphPass(remove_clones, stages=("joint",), when=with_own_kernels),
+    # before padding, which leaves matmuls with a matrix to add as they are
+    GraphPass(separate_broadcast_addends, stages=BOTH, when=with_own_kernels),
     GraphPass(gather_permutation_gradients, stages=("joint",), when=with_own_kernels),
     GraphPass(compact_pool_indices, stages=("joint",), when=with_own_kernels),
     GraphPass(pad_matmuls, stages=BOTH, when=lambda config: config.shape_padding and with_own_kernels(config)),

@@ -97,6 +97,18 @@ def _is_within(value: Value, most: float) -> bool:
     return isinstance(value, Const) and abs(value.value) <= most
 
 
+def is_softmax(body: Sequence[Value], ref: Ref) -> bool:
+    """Return whether a value is a row's exponential, below the row's maximum, divided by the sum of all of them."""
+    match body[ref]:
+        case Apply("div", (exp, total), _):
+            match body[exp], body[total]:
+                case Apply("exp", (shifted,), _), Reduce("sum", summed, _) if summed == exp:
+                    match body[shifted]:
+                        case Apply("sub", (x, top), _):
+                            return body[top] == Reduce("max", x, body[x].dtype)
+    return False
+
+
 def store_operands(store: Store) -> tuple[Ref, ...]:
     """Positions of the values that a store uses."""
     return (store.value, *runtime_refs(store.index))

@@ -282,6 +282,12 @@ def weighted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tor
     return F.softmax(query @ key.mT, -1, dtype=torch.float32).to(value.dtype) @ value
 
 
+def biased(bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Attention's weights, with a bias for each head and key."""
+    scores = torch.baddbmm(bias, query, key, alpha=0.5).view(2, 2, 8, 8)
+    return F.softmax(scores, -1, dtype=torch.float32)
+
+
 def first_input(gm: GraphModule) -> Any:
     """The first placeholder."""
     return gm.graph.find_nodes(op="placeholder")[:1]
@@ -299,6 +305,9 @@ JOINT_INPUTS: Mapping[str, GraphInput] = {
     "copy_changed_inputs": GraphInput(lambda: joint(counted, learning(4), zeros(4))),
     "save_as_strided_views": GraphInput(lambda: joint(lambda x: x.as_strided((2, 3), (1, 4)).sin(), learning(12))),
     "remove_clones": GraphInput(lambda: joint(lambda x: x.relu().clone().sin(), learning(3, 4))),
+    "separate_broadcast_addends": GraphInput(
+        lambda: traced(biased, *(zeros(*size, dtype=torch.bfloat16) for size in ((4, 1, 8), (4, 8, 6), (4, 6, 8))))
+    ),
     "gather_permutation_gradients": GraphInput(lambda: joint(sorted_rows, learning(6, 3), zeros(6))),
     "compact_pool_indices": GraphInput(lambda: joint(pooled, learning(2, 3, 20, 20))),
     "pad_matmuls": GraphInput(

@@ -15,7 +15,7 @@ from dcompile.codegen.lower.symbolic.strides import (
     same_layout,
     variables,
 )
-from dcompile.ir.index import ZERO, Size, as_index, flatten, is_below, is_nonnegative, modulo, size_product
+from dcompile.ir.index import ZERO, Size, as_index, flatten, is_below, is_nonnegative, modulo, size_product, typical
 from dcompile.ir.nodes import Apply, Const, IndexOf, Ref, View
 from dcompile.ir.ops import OPS
 
@@ -30,6 +30,13 @@ MAX_LOADS = 16
 MAX_REPEATED_COST = 8
 """Additions that one element may cost to be recomputed in every row that reads it, which saves a kernel. On GPUs twice
 as much: each program's division in float64 makes a cast 0.3 us longer, and a kernel takes 2 us (one H200)."""
+
+LONG_FUNCTION_COST = 10
+"""Additions from which one operation counts as a long function: exponentials, logarithms, powers, sines."""
+MIN_TABLE_READS = 64
+"""Reads of each element of a table, whose bytes are then few beside those that the reader writes."""
+MIN_TABLE_READER = 1 << 22
+"""Elements of a table's reader: long functions of fewer take less time than the kernel that stores the table, 2 us."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,6 +215,15 @@ def is_cheap_to_repeat(tensor: LazyTensor, *, many_threads: bool) -> bool:
     body = Body(ranges_of("i", tensor.shape))
     body.trace(tensor, variables("i", tensor.shape))
     return sum(OPS[value.op].cost for value in body.values if isinstance(value, Apply)) <= most
+
+
+def is_worth_a_table(tensor: LazyTensor, reader: int) -> bool:
+    """Is it a long function of positions, which a loop over `reader` elements would compute many times on a GPU?"""
+    if not tensor.heavy or reader < max(MIN_TABLE_READER, MIN_TABLE_READS * typical(tensor.numel)):
+        return False
+    body = Body(ranges_of("i", tensor.shape))
+    body.trace(tensor, variables("i", tensor.shape))
+    return any(OPS[value.op].cost >= LONG_FUNCTION_COST for value in body.values if isinstance(value, Apply))
 
 
 def has_layout(tensor: LazyTensor, strides: Shape) -> bool:

@@ -11,10 +11,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
-from dcompile.codegen.lower import all_aten
+from dcompile.codegen.lower import all_aten, lazy_tensor
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.dtypes import fits_a_loop
-from dcompile.codegen.lower.lazy_tensor import MAX_LOADS, MAX_OPS, LazyTensor, constant, from_view, is_cheap_to_repeat
+from dcompile.codegen.lower.lazy_tensor import MAX_LOADS, MAX_OPS, LazyTensor, constant, from_view
 from dcompile.codegen.lower.library_calls import GraphAttribute, Unsupported, call_library, call_region, is_region
 from dcompile.codegen.lower.node_uses import Kind, Uses, find_uses
 from dcompile.codegen.lower.own_collectives import lower_collective
@@ -329,13 +329,13 @@ class _Walk:
 
     def _is_stored(self, node: Node, tensor: LazyTensor) -> bool:
         uses = self.uses[node]
-        if tensor.loads == 0:
-            return False  # constants and ranges are stored only for library calls
         if tensor.base is not None:
             return False  # a view of a tensor that is computed at its uses
+        if tensor.loads == 0:  # constants and ranges are stored for library calls, and as tables
+            return self.low.traits.many_threads and lazy_tensor.is_worth_a_table(tensor, uses.numel)
         if uses.memory:
             return True
-        if is_cheap_to_repeat(tensor, many_threads=self.low.traits.many_threads):
+        if lazy_tensor.is_cheap_to_repeat(tensor, many_threads=self.low.traits.many_threads):
             return False  # one computation for each row is cheaper than a kernel and memory
         if not tensor.heavy and uses.total <= typical(tensor.numel):
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -14,6 +15,7 @@ from dcompile.codegen.lower.lazy_tensor import MAX_LOADS, MAX_OPS
 from dcompile.codegen.lower.lower import lower
 from dcompile.codegen.lower.provenance import origin_of
 from dcompile.ir.nodes import Apply, Extern, Load, Loop, Program, View
+from tests.traits import change_cpu
 
 aten = torch.ops.aten
 
@@ -187,3 +189,23 @@ def test_division_by_what_lies_on_the_cpu_is_a_product_on_gpus() -> None:
 
     assert operations("cpu") == [["div"], ["log"], ["div"], ["reciprocal", "mul"], ["div"]]
     assert operations("cuda") == [["mul"], ["log"], ["div", "mul"], ["reciprocal", "mul"], ["div"]]
+
+
+@pytest.mark.parametrize("many_threads", [True, False])
+def test_a_long_function_of_positions_is_a_table_for_many_readers_on_gpus(many_threads: bool, monkeypatch: Any) -> None:
+    """Biases of ALiBi: each program of a large loop would compute the powers again."""
+    change_cpu(monkeypatch, many_threads=many_threads)
+
+    def biased(x: torch.Tensor) -> torch.Tensor:
+        slopes = torch.pow(0.7, torch.arange(1, x.shape[0] + 1))
+        return x + slopes[:, None, None] * torch.arange(x.shape[2])
+
+    def powers(*shape: int) -> list[bool]:
+        with FakeTensorMode():
+            x = torch.empty(shape)
+        found = loops(program_of(biased, x))
+        return ["pow" in (v.op for v in loop.body if isinstance(v, Apply)) for loop in found]
+
+    assert powers(16, 512, 1024) == ([True, False] if many_threads else [True])
+    assert powers(16, 512, 64) == [True], "few readers take less time than another kernel"
+    assert powers(16, 8, 65536) == [True], "a table that is hardly smaller costs its bytes"

@@ -12,6 +12,8 @@ ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_
 """Metadata of a node's origin, which calls inserted for it share."""
 ANNOTATED_ORIGIN = (*ORIGIN, "custom")
 """The same with annotations, for calls that do a part of the node's own work."""
+CHECKPOINTED_ORIGIN = (*ANNOTATED_ORIGIN, "recompute", "ac_graph_id")
+"""The same with marks of a checkpointed region, for calls that replace the node."""
 
 
 def insert_call(

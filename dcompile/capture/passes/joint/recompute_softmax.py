@@ -41,8 +41,18 @@ def recompute_softmax(joint: GraphModule) -> PassReport:
     backward = compat.aot_descriptors.backward_nodes(joint)
     chosen = [node for node in found if node not in backward and _gains(node, backward)]
     for node in chosen:
-        compat.aot.always_recompute(node)
+        for again in (node, *_steps_before(node)):
+            compat.aot.always_recompute(again)
     return PassReport(len(chosen))
+
+
+def _steps_before(softmax: Node) -> list[Node]:
+    """Return the operations between a softmax and its sources, but those of which a checkpoint decides.
+
+    Left to itself, torch saves their float32 result if a mask has readers in several layers, of twice the bytes.
+    """
+    _, between = _walk(softmax.all_input_nodes, lambda node: node.all_input_nodes, _smallness(softmax))
+    return [node for node in between if "recompute" not in node.meta]
 
 
 def _is_wide(node: Node) -> bool:
@@ -62,11 +72,18 @@ def _gains(softmax: Node, backward: set[Node]) -> bool:
     """Is a softmax read in 16 bits, in float32 only by its own gradient, and are its sources smaller?"""
     if "recompute" in softmax.meta:  # of a checkpointed region
         return False
-    readers = _ends(softmax.users, lambda node: node.users, lambda node: _is_narrow(node) or node in backward)
+    readers, _ = _walk(softmax.users, lambda node: node.users, lambda node: _is_narrow(node) or node in backward)
     gradients = [node for node in readers if node.target is aten._softmax_backward_data.default]
     narrow = [node for node in readers if node not in backward and _is_narrow(node)]
     if not gradients or not narrow or len(gradients) + len(narrow) != len(readers):
         return False
+    is_small = _smallness(softmax)
+    sources, _ = _walk(softmax.all_input_nodes, lambda node: node.all_input_nodes, is_small)
+    return all(map(is_small, sources)) and sum(map(_bytes, sources)) <= MAX_SOURCE_SHARE * _bytes(softmax)
+
+
+def _smallness(softmax: Node) -> Callable[[Node], bool]:
+    """Return the test whether a value has few elements, or 16 bits each, compared with a softmax."""
     elements = softmax.meta["val"].numel()
 
     def is_small(node: Node) -> bool:
@@ -74,25 +91,28 @@ def _gains(softmax: Node, backward: set[Node]) -> bool:
         size = value.numel() if isinstance(value, torch.Tensor) else 0
         return SMALL_SHARE * size <= elements or (_is_narrow(node) and size <= elements)
 
-    sources = _ends(softmax.all_input_nodes, lambda node: node.all_input_nodes, is_small)
-    return all(map(is_small, sources)) and sum(map(_bytes, sources)) <= MAX_SOURCE_SHARE * _bytes(softmax)
+    return is_small
 
 
-def _ends(
+def _walk(
     nodes: Iterable[Node], following: Callable[[Node], Iterable[Node]], is_end: Callable[[Node], bool]
-) -> list[Node]:
-    """Return where paths through elementwise operations end: at an end, or at an operation of another kind."""
+) -> tuple[list[Node], list[Node]]:
+    """Follow paths through elementwise operations; return (where they end, what they pass).
+
+    A path ends at an end, or at an operation of another kind.
+    """
     left = list(nodes)
-    seen, ends = set(left), []
+    seen, ends, passed = set(left), [], []
     while left:
         node = left.pop()
         if is_end(node) or not _is_elementwise(node):
             ends.append(node)
             continue
+        passed.append(node)
         new = [one for one in following(node) if one not in seen]
         seen.update(new)
         left += new
-    return ends
+    return ends, passed
 
 
 def _is_elementwise(node: Node) -> bool:

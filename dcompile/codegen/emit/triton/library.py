@@ -56,6 +56,14 @@ def div_(a, b):
 
 
 @triton.jit
+def share_(a, b):
+    # a / b for exponentials and their sum of at least 1: no overflow, no zero, and one reciprocal for a row
+    r = tl.div_rn(tl.full([], 1.0, tl.float32), b)
+    q = a * r
+    return tl.fma(r, tl.fma(-b, q, a), q)
+
+
+@triton.jit
 def reciprocal_(a):
     return div_(tl.full(a.shape, 1.0, a.dtype), a)
 

@@ -9,7 +9,7 @@ from dcompile.codegen.emit.triton.ops import SPELLING, literal
 from dcompile.codegen.nest.loop_nest import Axis, Levels, levels, may_exceed
 from dcompile.codegen.nest.tile_plan import TileDim, TilePlan, count, row_number
 from dcompile.device_traits import MAX_INT32_ELEMENTS, MULTIPROCESSORS
-from dcompile.ir.analysis import is_clamped, operands, runtime_refs
+from dcompile.ir.analysis import is_clamped, is_softmax, operands, runtime_refs
 from dcompile.ir.buffers import IN_BUCKET, IN_DONOR, ITEMSIZE, WITHIN, Buffer
 from dcompile.ir.float8 import MAX_FLOAT8
 from dcompile.ir.index import (
@@ -269,6 +269,8 @@ class TritonText:
                     return self.name(arg)
                 how = "clamped_" if is_clamped(self.nest.body, arg, MAX_FLOAT8.get(dtype, -1.0)) else ""
                 return how + SPELLING["cast"].format(decoded(self.name(arg), source), dtype=dtype)
+            case Apply("div", (exp, total), "float32") if is_softmax(self.nest.body, ref):
+                return f"share_({self.name(exp)}, {self.name(total)})"
             case Apply(op, args, dtype):
                 text = SPELLING[op].format(*map(self.name, args), dtype=dtype)
                 # Triton computes 8 and 16 bits in 32

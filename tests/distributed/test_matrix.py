@@ -55,9 +55,9 @@ def run(ranks, row, kernels):
         receipt = found["receipt"]
         assert (receipt.adapter, receipt.eligible, receipt.reasons) == (row.adapter, not row.reasons, row.reasons)
         assert receipt.graphs == row.graphs and receipt.graph_breaks == max(row.graphs - 1, 0)
-        least = row.graphs if row.collectives is None else row.collectives
-        assert receipt.collectives >= least or row.reasons
-        assert row.collectives in (None, receipt.collectives)
+        wanted = row.own_collectives if kernels == "auto" and row.own_collectives else row.collectives
+        assert receipt.collectives >= (row.graphs if wanted is None else wanted) or row.reasons
+        assert wanted in (None, receipt.collectives)
         assert receipt.kernels > 0 or kernels == "aten" or not row.graphs
         assert found["ranks"] == 0, "ranks differ from one another"
         assert found["keys"], "checkpoints have other keys than stock's"

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.passes.joint.inserted_calls import insert_call
+from dcompile.capture.passes.joint.inserted_calls import CHECKPOINTED_ORIGIN, insert_call
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
@@ -153,4 +153,6 @@ class _Padding:
     def _call(
         self, target: Any, args: tuple[Any, ...], origin: Node, *, before: Node | None = None, after: Node | None = None
     ) -> Node:
-        return insert_call(self.graph, self.mode, target, args, origin, before=before, after=after)
+        return insert_call(
+            self.graph, self.mode, target, args, origin, before=before, after=after, shares=CHECKPOINTED_ORIGIN
+        )

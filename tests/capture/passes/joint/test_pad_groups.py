@@ -27,6 +27,18 @@ def test_widths():
     assert [padded_width(width) for width in (2, 3, 12, 24, 40, 48, 112)] == [4, 4, 16, 32, 64, 64, 128]
 
 
+def test_checkpointed_convolutions_are_still_recomputed(monkeypatch):
+    change_cpu(monkeypatch, pads_groups=True)
+    x, w = image(2, 72, 7, 6), image(72, 24, 3, 3)
+    gm = traced(lambda x, w: aten.convolution(x, w, None, [2, 2], [1, 1], [1, 1], False, [0, 0], 3), x, w)
+    before = {*gm.graph.nodes}
+    for node in before:
+        node.meta["recompute"] = "as the region says"
+    assert pad_groups(gm).changes == 1
+    new = [node for node in gm.graph.nodes if node not in before]
+    assert new and all(node.meta.get("recompute") == "as the region says" for node in new)
+
+
 @pytest.mark.parametrize(("width", "out"), [(24, 24), (24, 48), (16, 12), (12, 16)])
 @pytest.mark.parametrize("mask", [(True, True), (False, True), (True, False)])
 def test_results_are_parts_of_padded_ones(width, out, mask, monkeypatch):

@@ -56,6 +56,17 @@ def test_a_matrix_that_two_products_read_grows_once():
     assert len(grown) == 3  # weight, bias, gradient of the logits
 
 
+def test_checkpointed_products_are_still_recomputed():
+    """Else what a checkpoint frees would be saved, in a larger copy."""
+    gm = traced(both_gradients, *operands())
+    before = {*gm.graph.nodes}
+    for node in before:
+        node.meta["recompute"] = "as the region says"
+    assert pad_matmul.pad_matmuls(gm).changes
+    new = [node for node in gm.graph.nodes if node not in before]
+    assert new and all(node.meta.get("recompute") == "as the region says" for node in new)
+
+
 @pytest.mark.parametrize("shape", [(32, 16, 24), (32, 4, 13)])
 def test_what_is_whole_or_small_stays(shape):
     m, k, n = shape

@@ -1,7 +1,10 @@
 """Which versions `tools/install.sh` asks pip for: pins survive a second extra, and a torch that was there stays."""
 
+import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +74,27 @@ def test_a_torch_that_was_there_stays_and_so_does_its_triton(installed):
     assert asked == {**PINS, "torch": "2.11.0+cu130", "triton": "3.6.0"}
     _, again = installed("train")[0]
     assert again == asked
+
+
+@pytest.mark.parametrize(
+    ("known_to_pip", "pinned"), [("2.13.0", "2.13.0"), ("2.13.0+cpu", "2.13.0+cpu"), (None, "2.13.0+cu130")]
+)
+def test_a_torch_is_pinned_as_pip_knows_it(tmp_path: Path, known_to_pip: str | None, pinned: str) -> None:
+    """Wheels of the package index have no build in their version, though torch itself tells it."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text('__version__ = "2.13.0+cu130"')
+    if known_to_pip:
+        (tmp_path / "torch.dist-info").mkdir()
+        (tmp_path / "torch.dist-info" / "METADATA").write_text(f"Name: torch\nVersion: {known_to_pip}\n")
+    python = tmp_path / "python"  # without the packages of this environment
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
+    function = re.search(r"^usable_torch\(\).*?^}", (ROOT / "tools/install.sh").read_text(), re.MULTILINE | re.DOTALL)
+    assert function is not None
+    command = ["bash", "-c", f'{function[0]}\nusable_torch "$0"', str(python)]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    output = subprocess.run(command, env=environment, text=True, check=True, capture_output=True).stdout
+    assert output.split() == [pinned, str(tmp_path)]
 
 
 def test_a_torch_without_triton_gets_the_pinned_one(installed):

@@ -7,10 +7,12 @@ set -euo pipefail
 python=$1 venv=$2 extra=$3 cpu_index=$4 torch=${5:-}
 
 usable_torch() { # version of the torch that a Python can import, and where it is; nothing if there is none in range
+    # as pip knows it: a wheel of 2.13.0 from the package index calls itself 2.13.0+cu130, which pip cannot find
     "$1" - << 'CODE' 2> /dev/null
-import pathlib, torch
-if (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 16):
-    print(torch.__version__, pathlib.Path(torch.__file__).parents[1])
+import importlib.metadata, pathlib, torch
+version = next((found.version for found in importlib.metadata.distributions(name="torch")), torch.__version__)
+if (2, 11) <= tuple(map(int, version.split(".")[:2])) < (2, 16):
+    print(version, pathlib.Path(torch.__file__).parents[1])
 CODE
 }
 

@@ -12,19 +12,27 @@ only on the graph, so it is the same on every rank.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from dcompile import compat
+from dcompile import (
+    compat,
+    matmul_ops,  # noqa: F401  defines the operators
+)
 from dcompile.capture.passes.joint.inserted_calls import CHECKPOINTED_ORIGIN, insert_call
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
 aten = torch.ops.aten
+wide = torch.ops.dcompile_matmul
 
-MATRICES = {aten.mm.default: (0, 1), aten.addmm.default: (1, 2)}
+MATRICES = {
+    aten.mm.default: (0, 1), aten.addmm.default: (1, 2),
+    wide.mm_float32.default: (0, 1), wide.addmm_float32.default: (1, 2),
+}  # fmt: skip
 """Matmul -> positions of its operands among the arguments."""
 DTYPES = (torch.bfloat16, torch.float16)
 PAD_MULTIPLE = 8
@@ -32,23 +40,30 @@ PAD_MULTIPLE = 8
 MIN_PADDED_SIDE = 512
 """Minimum side of a padded matmul: unpadded it takes at least twice as long, and copies of operands take far less."""
 VIEWS = (aten.t.default, aten.view.default, aten._unsafe_view.default)
+_Sizes: TypeAlias = tuple[int, int, int]
 
 
 def pad_matmuls(gm: GraphModule) -> PassReport:
     """Pad the matmuls of `gm` that become faster, in place."""
-    found = [(node, sizes) for node in gm.graph.nodes if (sizes := _padded_sizes(node)) is not None]
+    found: dict[Node, _Sizes] = {}
+    for node in gm.graph.nodes:
+        if (sizes := _padded_sizes(node, found)) is not None:
+            found[node] = sizes
     mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in gm.graph.nodes]) if found else None
     if mode is None:
         return PassReport()
     padding = _Padding(gm.graph, mode)
-    for node, sizes in found:
+    for node, sizes in found.items():
         padding.rewrite(node, *sizes)
     gm.recompile()
     return PassReport(len(found))
 
 
-def _padded_sizes(node: Node) -> tuple[int, int, int] | None:
-    """Return the padded (rows, depth, columns) of a matmul; None if it stays as it is."""
+def _padded_sizes(node: Node, earlier: Mapping[Node, _Sizes]) -> _Sizes | None:
+    """Return the padded (rows, depth, columns) of a matmul; None if it stays as it is.
+
+    `earlier`: those of the matmuls before it that are padded.
+    """
     positions = MATRICES.get(node.target) if node.op == "call_function" else None  # type: ignore[call-overload]
     if positions is None or node.kwargs:
         return None
@@ -62,9 +77,18 @@ def _padded_sizes(node: Node) -> tuple[int, int, int] | None:
     along_k = _lies_along(values[0], 1) or _lies_along(values[1], 0)
     rows = _whole(m) if _lies_along(values[0], 0) else m
     sizes = rows, _whole(k) if along_k else k, _whole(n)
-    if sizes == (m, k, n) or (len(positions) < len(node.args) and not _is_line(node.args[0])):
-        return None  # aligned, or with an added matrix, which would need padding as well
+    if sizes == (m, k, n) or (positions[0] and not _grows_along(node.args[0], sizes, earlier)):
+        return None
     return sizes
+
+
+def _grows_along(added: Any, sizes: _Sizes, earlier: Mapping[Node, _Sizes]) -> bool:
+    """Is what a matmul adds a vector, or the sum of matmuls that are padded alike? Copying a matrix costs too much."""
+    rows, _, columns = sizes
+    value = added.meta.get("val") if isinstance(added, Node) else None
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.dim() == 1 or tuple(value.shape) == (rows, columns) or earlier.get(added, ())[::2] == (rows, columns)
 
 
 def _may_grow(value: Any) -> bool:
@@ -81,12 +105,6 @@ def _lies_along(value: torch.Tensor, dim: int) -> bool:
     return value.stride(dim) == 1
 
 
-def _is_line(argument: Any) -> bool:
-    """Is an argument a vector, which is added to all rows?"""
-    value = argument.meta.get("val") if isinstance(argument, Node) else None
-    return isinstance(value, torch.Tensor) and value.dim() == 1
-
-
 def _whole(size: int) -> int:
     return -(-size // PAD_MULTIPLE) * PAD_MULTIPLE
 
@@ -97,22 +115,22 @@ class _Padding:
     def __init__(self, graph: Graph, mode: Any) -> None:
         self.graph, self.mode = graph, mode
         self.grown: dict[tuple[Node, int, int], Node] = {}
+        self.whole: dict[Node, Node] = {}
+        """Slice of a padded result -> all of it."""
 
     def rewrite(self, node: Node, rows: int, depth: int, columns: int) -> None:
         """Replace a matmul by one of padded operands, and a slice of its result."""
         target: Any = node.target
-        first, second = (node.args[position] for position in MATRICES[target])
+        *added, first, second = node.args
         assert isinstance(first, Node) and isinstance(second, Node)
         m, n = node.meta["val"].shape
-        operands = [self._grow(first, rows, depth, node), self._grow(second, depth, columns, node)]
-        if target is aten.addmm.default:
-            bias = node.args[0]
-            assert isinstance(bias, Node)
-            operands.insert(0, self._zeros_behind(bias, [0, columns - n], node) if columns != n else bias)
-        made = self._call(target, tuple(operands), node, before=node)
+        operands = [self._grow_added(one, rows, columns, node) for one in added]
+        operands += [self._grow(first, rows, depth, node), self._grow(second, depth, columns, node)]
+        made = all_of_it = self._call(target, tuple(operands), node, before=node)
         for dim, (size, wanted) in enumerate(((rows, m), (columns, n))):
             if size != wanted:
                 made = self._call(aten.slice.Tensor, (made, dim, 0, wanted), node, before=node)
+        self.whole[made] = all_of_it
         node.replace_all_uses_with(made)
         self._follow(made, node.meta["val"])
         self.graph.erase_node(node)
@@ -132,6 +150,14 @@ class _Padding:
                 with self.mode, contextlib.suppress(RuntimeError):  # otherwise lowering copies, for the traced strides
                     user.meta["val"] = target(node.meta["val"], *user.args[1:])
                 self._follow(user, old)
+
+    def _grow_added(self, added: Any, rows: int, columns: int, product: Node) -> Node:
+        """Return a vector with zeros behind it, or all of a sum so far, whose padding is zeros plus zeros."""
+        assert isinstance(added, Node)
+        value = added.meta["val"]
+        if value.dim() == 1:
+            return self._zeros_behind(added, [0, columns - len(value)], product) if columns != len(value) else added
+        return added if tuple(value.shape) == (rows, columns) else self.whole[added]
 
     def _grow(self, matrix: Node, rows: int, columns: int, product: Node) -> Node:
         m, n = matrix.meta["val"].shape

@@ -56,6 +56,40 @@ def test_a_matrix_that_two_products_read_grows_once():
     assert len(grown) == 3  # weight, bias, gradient of the logits
 
 
+WIDE = torch.ops.dcompile_matmul
+
+
+def in_two_chunks(x, w):
+    """The gradients of a layer's input and weight, the latter's summed in float32, as a loss by chunks of rows does."""
+    by_weight, by_hidden = None, []
+    for rows in x.split(16):
+        gradient = (rows @ w.t()).float().softmax(-1).bfloat16()
+        by_hidden.append(WIDE.mm_float32(gradient, w))
+        factors = gradient.t(), rows
+        by_weight = WIDE.addmm_float32(by_weight, *factors) if by_hidden[1:] else WIDE.mm_float32(*factors)
+    return by_weight, torch.cat(by_hidden)
+
+
+def test_sums_in_float32_stay_padded_from_chunk_to_chunk():
+    x, w, _ = operands()
+    gm = traced(in_two_chunks, x, w)
+    assert pad_matmul.pad_matmuls(gm).changes == 6
+    wide = (WIDE.mm_float32.default, WIDE.addmm_float32.default)
+    first, second = (node for node in gm.graph.nodes if node.target in wide and node.args[-2].target is aten.t.default)
+    assert second.args[0] is first and second.args[1].meta["val"].shape == (16, 16)
+    grown = [node for node in gm.graph.nodes if node.target is aten.constant_pad_nd.default]
+    assert len(grown) == 3, "the weight, and each chunk's gradient, which both of its products read"
+    for found, wanted in zip(gm(x, w), in_two_chunks(x, w), strict=True):
+        assert found.shape == wanted.shape and found.stride() == wanted.stride()
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_matrix_to_add_that_is_not_padded_itself_stays():
+    x, w, _ = operands()
+    gm = traced(lambda sums, x, w: WIDE.addmm_float32(sums, x, w.t()), torch.zeros(32, 13), x, w)
+    assert pad_matmul.pad_matmuls(gm).changes == 0
+
+
 def test_checkpointed_products_are_still_recomputed():
     """Else what a checkpoint frees would be saved, in a larger copy."""
     gm = traced(both_gradients, *operands())

@@ -8,6 +8,7 @@ from torch._dynamo import config
 from torch._dynamo.source import AttrSource, LocalSource
 from torch._functorch import config as functorch
 
+import dcompile
 from dcompile.compat.patches.quick_reads import compiled_sources, quick_settings
 
 
@@ -46,3 +47,16 @@ def test_sources_have_the_values_that_torch_finds() -> None:
         del linear.weight
         with pytest.raises(AttributeError, match="weight"):
             value()
+
+
+def reads_a_setting(x: torch.Tensor) -> torch.Tensor:
+    return x + 1 if torch.compiler.config.force_disable_caches else x * 2
+
+
+@pytest.mark.usefixtures("compiled_anew")
+def test_a_model_that_reads_a_setting_is_compiled_once() -> None:
+    """From torch 2.15 on, functional collectives read one, and Dynamo traces the method that reads it."""
+    call = dcompile.compile(reads_a_setting, fullgraph=True, options={"receipt": False})
+    call(torch.ones(3))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(call(torch.ones(3)), torch.full((3,), 2.0))

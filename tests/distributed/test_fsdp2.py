@@ -12,6 +12,10 @@ IN_TURN = ("forwards_of_all_kinds", "kept_graph", "autograd_grad", "counted_when
 IN_TURN_COPIED = ("forwards_of_all_kinds", "kept_graph", "hooks_and_settings")
 
 
+NORMS = 0.0 if torch_version() < "2.15" else 2e-4
+"""How far gradients of a 16-bit RMSNorm's weight are off eager's with any compiler since torch 2.15, aot_eager too."""
+
+
 @pytest.fixture(scope="module")
 def ranks():
     pair = Ranks()
@@ -75,7 +79,7 @@ def test_layers_that_are_captured_once_equal_stock_fsdp(ranks, how):
     for found in values(ranks, "with_copied_layers", steps=2, name="deep", **how):
         assert found["copies"] >= 2 or torch_version() < "2.12", "torch 2.11 traces each of FSDP2's layers"
         assert found["receipt"].eligible and found["receipt"].graph_breaks == 0
-        assert (found["loss"], found["grad"], found["param"]) == (0, 0, 0)
+        assert max(found["loss"], found["grad"], found["param"]) <= NORMS
 
 
 @pytest.mark.parametrize("name", ["classes_tied", pytest.param("classes", marks=pytest.mark.full)])
@@ -183,7 +187,7 @@ def test_units_in_one_message_equal_stock_fsdp(ranks, how):
 def test_shards_that_are_copied_equal_stock_fsdp(ranks, how):
     for found in values(ranks, "copied", **({} if "of" in how else {"steps": 2}), **how):
         assert found["copied"] > 0
-        assert (found["grad"], found["param"]) == (0, 0)
+        assert max(found["grad"], found["param"]) <= (NORMS if how.get("name") == "decoder" else 0)
         assert found.get("loss", 0) == found.get("after loading", 0) == found.get("result", 0) == 0
         assert found.get("left", 0) == 0
         assert found["receipt"].recordings == found["receipt"].replays == (2 if how.get("of") == "recorded" else 0)

@@ -21,8 +21,8 @@ def quick_settings() -> Iterator[None]:
     """Return a setting of torch at once if it is a plain one: no alias, not deprecated, not hidden.
 
     Dynamo reads settings 17 000 times for a frame, and 500 times more for each layer that it copies. torch asks seven
-    questions at each, through two further calls. From 2.14 on they are left alone: where a model reads a setting, Dynamo
-    2.15 traces the method that reads it, and its guards would hold this one, which is gone behind the frame.
+    questions at each, through two further calls. From 2.14 on they are left alone. Where a model reads a setting,
+    Dynamo 2.15 traces the method that reads it. Its guards would hold this one, which is gone behind the frame.
     """
     from torch.utils import _config_module
 

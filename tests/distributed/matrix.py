@@ -15,8 +15,13 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from dcompile.compat.versions import torch_version
+
 SHARED = 1e-7
 """A parameter of two graphs is reduced in each, and the two are added: the same sum in another order."""
+
+LLAMA = 0.0 if torch_version() >= "2.12" else 1e-6
+"""How far eager's gradients of a Llama are from any compiler's with torch 2.11, aot_eager's too."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ DDP_ROWS = (
     _ddp("LoRA, bf16 hook", name="lora", hook="bf16_compress_hook", always=False),
     _ddp("llama", name="llama_one"),
     _ddp("llama, bf16 hook", hook="bf16_compress_hook", always=False),
-    _ddp("tied Llama, no_sync", name="llama_one_tied", accumulate=True),
+    _ddp("tied Llama, no_sync", LLAMA, name="llama_one_tied", accumulate=True),
 )
 
 
@@ -185,7 +190,7 @@ FSDP2_ROWS = (
     _fsdp2("Llama, parts saved, not resharded", 3, 0, 3, name="llama", saved="parts", reshard_after_forward=False,
            always=False),
     # the root's in two: the embedding, and the last projection with its norm; in one where little can hide the second
-    _fsdp2("Llama, many tokens", 3, 1, 3, name="llama_one_wide", own=5),
+    _fsdp2("Llama, many tokens", 3, 1, 3, name="llama_one_wide", own=5, tolerance=LLAMA),
     _fsdp2("tied Llama, no_sync", 2, 1, 2, name="llama_one_tied", accumulate=True, always=False),
     _fsdp2("layer shared over a graph break", 4, 2, 4, **SHARED_LAYER),
     _fsdp2("weights tied over a graph break, no_sync", 2, 0, 2, accumulate=True, always=False, **TIED_BREAK),

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from dcompile.compat.versions import torch_version
-
 BASE = "__dcompile_base"
 """Name of the base's value in the expression of a source."""
 
@@ -21,15 +19,14 @@ def quick_settings() -> Iterator[None]:
     """Return a setting of torch at once if it is a plain one: no alias, not deprecated, not hidden.
 
     Dynamo reads settings 17 000 times for a frame, and 500 times more for each layer that it copies. torch asks seven
-    questions at each, through two further calls. From 2.14 on they are left alone. Where a model reads a setting,
-    Dynamo 2.15 traces the method that reads it. Its guards would hold this one, which is gone behind the frame.
+    questions at each, through two further calls.
     """
     from torch.utils import _config_module
 
     module, unset = _config_module.ConfigModule, getattr(_config_module, "_UNSET_SENTINEL", None)
     constants = getattr(_config_module, "_IMMUTABLE_CONFIG_TYPES", None)
     own = module.__getattr__
-    if unset is None or constants is None or torch_version() >= "2.14":
+    if unset is None or constants is None:
         yield
         return
     plain: dict[int, Any] = {}

@@ -168,6 +168,8 @@ PATCHES: tuple[TorchPatch, ...] = (
         "speed",
         "each reading of a setting asks seven questions, a twentieth of a frame's time",
         FRAME,
+        # Dynamo 2.15 traces the method that reads a setting where a model does: guards would hold one that is gone
+        last=(2, 13),
     ),
     TorchPatch(
         quick_reads.compiled_sources,

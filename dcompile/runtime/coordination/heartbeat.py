@@ -76,7 +76,7 @@ class PeerCoordinator(SingleProcess):
         """Whether a GPU's streams wait for its collectives, instead of the host."""
         self.aborted = ""
         """Why the job was called off; empty otherwise."""
-        self._ending = threading.Lock()
+        self._abort_lock = threading.Lock()
         self.told = threading.Event()
         """Set once that error was raised in this process."""
         self.caller: int | None = None
@@ -137,10 +137,8 @@ class PeerCoordinator(SingleProcess):
 
         Another rank's abort may reach this rank's communicators before this coordinator's thread has read the reason.
         """
-        if not self.aborted:
-            with contextlib.suppress(RuntimeError):  # the store may be gone with its owner
-                if self.store.check(["abort"]):
-                    self._abort(self.store.get("abort").decode())
+        with contextlib.suppress(RuntimeError):  # the store may be gone with its owner
+            self._read_abort(self.store)
         return self._over() if self.aborted else None
 
     def _over(self) -> PlanMismatchError:
@@ -211,8 +209,7 @@ class PeerCoordinator(SingleProcess):
         store.set(f"beat/{self.rank}", json.dumps(status))
 
     def _check_peers(self) -> None:
-        if not self.aborted and self._side.check(["abort"]):
-            self._abort(self._side.get("abort").decode())
+        self._read_abort(self._side)
         if self.rank and not self.aborted:
             self._compare_with_rank_0()
         if not self.aborted and (reason := self._lookout.reason()):
@@ -239,8 +236,14 @@ class PeerCoordinator(SingleProcess):
         self._abort(why)
         return why
 
+    def _read_abort(self, store: Any) -> bool:
+        """Abort here, too, if a rank has called the job off; return whether one has."""
+        if not self.aborted and store.check(["abort"]):
+            self._abort(store.get("abort").decode())
+        return bool(self.aborted)
+
     def _abort(self, why: str) -> None:
-        with self._ending:
+        with self._abort_lock:
             first, self.aborted = not self.aborted, self.aborted or why
         group = self._group()
         if first and group is not None and self.on_gpu:
@@ -296,8 +299,7 @@ class PeerCoordinator(SingleProcess):
         deadline = time.monotonic() + GOODBYE_S
         pause = 0.001
         while not self.store.check(["all ended"]) and time.monotonic() < deadline:
-            if self.store.check(["abort"]):
-                self._abort(self.store.get("abort").decode())
+            if self._read_abort(self.store):
                 return
             time.sleep(pause)
             pause = min(2 * pause, 0.1)

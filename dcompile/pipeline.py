@@ -104,7 +104,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     GraphPass(copy_changed_inputs, stages=("joint",), required=True),
     GraphPass(save_as_strided_views, stages=("joint",), required=True),
     GraphPass(remove_clones, stages=("joint",), when=with_own_kernels),
-    # before padding, which leaves matmuls with a matrix to add as they are
+    # before padding, which leaves matmuls that add a broadcast matrix as they are
     GraphPass(separate_broadcast_addends, stages=BOTH, when=with_own_kernels),
     GraphPass(gather_permutation_gradients, stages=("joint",), when=with_own_kernels),
     GraphPass(compact_pool_indices, stages=("joint",), when=with_own_kernels),

@@ -212,18 +212,21 @@ def is_cheap_to_repeat(tensor: LazyTensor, *, many_threads: bool) -> bool:
     most = MAX_REPEATED_COST * (2 if many_threads else 1)
     if tensor.numel != 1 or tensor.ops > most or tensor.loads > 2:
         return False
-    body = Body(ranges_of("i", tensor.shape))
-    body.trace(tensor, variables("i", tensor.shape))
-    return sum(OPS[value.op].cost for value in body.values if isinstance(value, Apply)) <= most
+    return sum(_costs(tensor)) <= most
 
 
 def is_worth_a_table(tensor: LazyTensor, reader: int) -> bool:
     """Is it a long function of positions, which a loop over `reader` elements would compute many times on a GPU?"""
     if not tensor.heavy or reader < max(MIN_TABLE_READER, MIN_TABLE_READS * typical(tensor.numel)):
         return False
+    return max(_costs(tensor), default=0) >= LONG_FUNCTION_COST
+
+
+def _costs(tensor: LazyTensor) -> list[int]:
+    """Return the costs of the operations that compute an element."""
     body = Body(ranges_of("i", tensor.shape))
     body.trace(tensor, variables("i", tensor.shape))
-    return any(OPS[value.op].cost >= LONG_FUNCTION_COST for value in body.values if isinstance(value, Apply))
+    return [OPS[value.op].cost for value in body.values if isinstance(value, Apply)]
 
 
 def has_layout(tensor: LazyTensor, strides: Shape) -> bool:

@@ -15,7 +15,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.passes.joint.inserted_calls import CHECKPOINTED_ORIGIN, insert_call
+from dcompile.capture.passes.joint.inserted_calls import insert_call
+from dcompile.capture.passes.joint.saved_values import COPIES, VIEWS
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
@@ -24,11 +25,8 @@ Insert: TypeAlias = Callable[..., Node]
 
 PRODUCTS = {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}
 """Matmul with an addend -> the same without one."""
-VIEWS = (
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default, aten.unsqueeze.default,
-    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.transpose.int, aten.permute.default, aten.t.default,
-    aten.slice.Tensor, aten.select.int, aten.alias.default, aten.detach.default,
-)  # fmt: skip
+WIDENED_VIEWS = VIEWS - COPIES - {"aten.as_strided.default"}
+"""Views that are the same of a wider tensor."""
 FUNCTIONS = (aten._to_copy.default, aten._softmax.default)
 """Loops that take a wider dtype than the one they were traced with. They round their results, as eager does. Others,
 such as tanh, amplify sums near 0, of which eager's rounding is smaller."""
@@ -52,7 +50,7 @@ def separate_broadcast_addends(gm: GraphModule) -> PassReport:
     mode = compat.aot.detect_fake_mode([node.meta["val"] for node in found]) if found else None
     if mode is None:
         return PassReport()
-    insert = partial(insert_call, gm.graph, mode, shares=CHECKPOINTED_ORIGIN)
+    insert = partial(insert_call, gm.graph, mode)
     for node in found:
         _widen_readers(mode, insert, node, _insert_sum(insert, node))
         _erase_unread(gm.graph, node)
@@ -93,7 +91,7 @@ def _is_widened(user: Node) -> bool:
     """Does a user pass on a wider dtype: as a view, or as arithmetic with a 16-bit result?"""
     value = user.meta.get("val")
     is_narrow = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize == 2
-    return user.target in VIEWS or (user.target in ARITHMETIC and is_narrow)
+    return str(user.target) in WIDENED_VIEWS or (user.target in ARITHMETIC and is_narrow)
 
 
 def _is_loop(reader: Node, node: Node) -> bool:

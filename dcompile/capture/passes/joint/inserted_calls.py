@@ -10,10 +10,8 @@ from torch.fx.node import map_arg
 
 ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "partitioner_tag", "seq_nr")
 """Metadata of a node's origin, which calls inserted for it share."""
-ANNOTATED_ORIGIN = (*ORIGIN, "custom")
-"""The same with annotations, for calls that do a part of the node's own work."""
-CHECKPOINTED_ORIGIN = (*ANNOTATED_ORIGIN, "recompute", "ac_graph_id")
-"""The same with marks of a checkpointed region, for calls that replace the node."""
+WORK_ORIGIN = (*ORIGIN, "custom", "recompute", "ac_graph_id")
+"""The same with annotations and marks of a checkpointed region, for calls that do a part of the node's own work."""
 
 
 def insert_call(
@@ -26,7 +24,7 @@ def insert_call(
     before: Node | None = None,
     after: Node | None = None,
     kwargs: Mapping[str, Any] | None = None,
-    shares: tuple[str, ...] = ANNOTATED_ORIGIN,
+    shares: tuple[str, ...] = WORK_ORIGIN,
 ) -> Node:
     """Insert a call before or behind a node; return it, with its value by the fake tensor mode `mode`.
 

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.passes.joint.inserted_calls import CHECKPOINTED_ORIGIN, insert_call
+from dcompile.capture.passes.joint.inserted_calls import insert_call
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
@@ -183,6 +183,4 @@ class _GroupPadding:
 
     def _call(self, target: Any, args: tuple[Any, ...], origin: Node, user: Node, **kwargs: Any) -> Node:
         """Insert a call before `user`, which is of one part of the model with `origin`."""
-        return insert_call(
-            self.graph, self.mode, target, args, origin, before=user, kwargs=kwargs, shares=CHECKPOINTED_ORIGIN
-        )
+        return insert_call(self.graph, self.mode, target, args, origin, before=user, kwargs=kwargs)

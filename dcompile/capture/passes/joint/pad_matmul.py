@@ -22,18 +22,15 @@ from dcompile import (
     compat,
     matmul_ops,  # noqa: F401  defines the operators
 )
-from dcompile.capture.passes.joint.inserted_calls import CHECKPOINTED_ORIGIN, insert_call
+from dcompile.capture.passes.joint.inserted_calls import insert_call
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
 aten = torch.ops.aten
 wide = torch.ops.dcompile_matmul
 
-MATRICES = {
-    aten.mm.default: (0, 1), aten.addmm.default: (1, 2),
-    wide.mm_float32.default: (0, 1), wide.addmm_float32.default: (1, 2),
-}  # fmt: skip
-"""Matmul -> positions of its operands among the arguments."""
+MATMULS = (aten.mm.default, aten.addmm.default, wide.mm_float32.default, wide.addmm_float32.default)
+"""Matmuls whose last two arguments are the operands. One before them is added."""
 DTYPES = (torch.bfloat16, torch.float16)
 PAD_MULTIPLE = 8
 """16-bit elements in 16 bytes."""
@@ -64,11 +61,10 @@ def _padded_sizes(node: Node, earlier: Mapping[Node, _Sizes]) -> _Sizes | None:
 
     `earlier`: those of the matmuls before it that are padded.
     """
-    positions = MATRICES.get(node.target) if node.op == "call_function" else None  # type: ignore[call-overload]
-    if positions is None or node.kwargs:
+    if node.op != "call_function" or node.target not in MATMULS or node.kwargs:
         return None
-    operands = [node.args[position] for position in positions]
-    values = [operand.meta["val"] for operand in operands if isinstance(operand, Node) and "val" in operand.meta]
+    *added, first, second = node.args
+    values = [operand.meta["val"] for operand in (first, second) if isinstance(operand, Node) and "val" in operand.meta]
     if len(values) < 2 or not all(map(_may_grow, values)):
         return None
     (m, k), n = values[0].shape, values[1].shape[1]
@@ -77,7 +73,7 @@ def _padded_sizes(node: Node, earlier: Mapping[Node, _Sizes]) -> _Sizes | None:
     along_k = _lies_along(values[0], 1) or _lies_along(values[1], 0)
     rows = _whole(m) if _lies_along(values[0], 0) else m
     sizes = rows, _whole(k) if along_k else k, _whole(n)
-    if sizes == (m, k, n) or (positions[0] and not _grows_along(node.args[0], sizes, earlier)):
+    if sizes == (m, k, n) or not all(_grows_along(one, sizes, earlier) for one in added):
         return None
     return sizes
 
@@ -179,6 +175,4 @@ class _Padding:
     def _call(
         self, target: Any, args: tuple[Any, ...], origin: Node, *, before: Node | None = None, after: Node | None = None
     ) -> Node:
-        return insert_call(
-            self.graph, self.mode, target, args, origin, before=before, after=after, shares=CHECKPOINTED_ORIGIN
-        )
+        return insert_call(self.graph, self.mode, target, args, origin, before=before, after=after)

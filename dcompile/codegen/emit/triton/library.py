@@ -57,7 +57,8 @@ def div_(a, b):
 
 @triton.jit
 def share_(a, b):
-    # a / b for exponentials and their sum of at least 1: no overflow, no zero, and one reciprocal for a row
+    # a / b for exponentials and their sum of at least 1, with one reciprocal for a row: no overflow, no zero divisor;
+    # quotients below 2 ** -102 may be off by one unit in the last place
     r = tl.div_rn(tl.full([], 1.0, tl.float32), b)
     q = a * r
     return tl.fma(r, tl.fma(-b, q, a), q)

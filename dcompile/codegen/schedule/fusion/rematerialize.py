@@ -7,7 +7,7 @@ Recomputation reads three existing images in 16 bits instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dcompile.codegen.schedule.fusion.fuse import drop_internal
@@ -140,7 +140,6 @@ def _cost(value: Value) -> int:
 
 def _inline_recomputed(reader: Loop, maker: Loop, offers: Mapping[str, _RecomputableStore]) -> Loop | None:
     """Replace loads of `offers` in `reader` by `maker`'s computation; return None if the indices do not line up."""
-    bounds, own = ranges(reader), ranges(maker)
     body: list[Value] = []
     known: dict[Value, Ref] = {}
     refs: dict[Ref, Ref] = {}
@@ -149,15 +148,16 @@ def _inline_recomputed(reader: Loop, maker: Loop, offers: Mapping[str, _Recomput
             refs[old] = append_value(body, known, move_value(value, refs, {}, body, known))
             continue
         offer, mask = offers[value.buffer], value.mask
-        places = None if runtime_refs(value.index) else _places(reader, value, offer.store.index, own, bounds)
-        if places is None:
+        moved = move_value(value, refs, {}, body, known)
+        assert isinstance(moved, Load), "what is offered was stored elsewhere"
+        relocate = _relocation(reader, value, moved.index, maker, offer)
+        if relocate is None:
             return None
         again: dict[Ref, Ref] = {}
         for ref in offer.refs:
-            made = maker.body[ref]
-            if isinstance(made, Load | IndexOf):
-                made = replace(made, index=substitute(made.index, places, bounds))
-            copy = move_value(made, again, {}, body, known)
+            copy = move_value(maker.body[ref], again, {}, body, known)
+            if isinstance(copy, Load | IndexOf):
+                copy = replace(copy, index=relocate(copy.index))
             if isinstance(copy, Load) and mask is not None:
                 copy = replace(copy, mask=refs[mask])
             again[ref] = append_value(body, known, copy)
@@ -173,6 +173,24 @@ def _inline_recomputed(reader: Loop, maker: Loop, offers: Mapping[str, _Recomput
     told = replace(reader, body=tuple(body), stores=stores)
     fits = len(body) <= MAX_VALUES and len(told.reads | told.writes) <= MAX_BUFFERS
     return told if fits and divisions(told) <= divisions(reader) + divisions(maker) else None
+
+
+def _relocation(
+    reader: Loop, load: Load, address: Index, maker: Loop, offer: _RecomputableStore
+) -> Callable[[Index], Index] | None:
+    """Return how indices of `maker` become those that recompute what `load` reads at `address`; None if unknown.
+
+    A gather reads where only a kernel knows. It can recompute what is made of elements at the same address alone, such
+    as the logit of a row's class.
+    """
+    if runtime_refs(load.index):
+        sources = [maker.body[ref] for ref in offer.refs]
+        places = {value.index for value in sources if isinstance(value, Load | IndexOf)}
+        fits = places == {offer.store.index} and not any(isinstance(value, IndexOf) for value in sources)
+        return (lambda _: address) if fits else None
+    bounds = ranges(reader)
+    found = _places(reader, load, offer.store.index, ranges(maker), bounds)
+    return None if found is None else lambda index: substitute(index, found, bounds)
 
 
 def _places(reader: Loop, load: Load, index: Index, own: Ranges, bounds: Ranges) -> dict[str, Index] | None:

@@ -175,6 +175,58 @@ def test_a_mask_of_values_holds_for_what_is_computed_again():
     same(program, found, inputs(program))
 
 
+TARGET_LOGITS = """
+program p(logits, bias, target)
+  logits: float16[6, 16] on cuda
+  bias: float32[16] on cuda
+  target: int64[6] on cuda
+  capped: float32[6, 16] on cuda
+  most: float32[6] on cuda
+  found: float32[6] on cuda
+loop caps [6] x [16]
+  y = mul(tanh(cast(logits[i0, j0], float32)), 30.0)
+  capped[i0, j0] = y
+  most[i0] = row_max(y)
+loop picked [6]
+  at = target[i0]
+  found[i0] = sub(capped[i0, at], most[i0])
+return (found)
+"""
+"""What cross-entropy reads of logits between two bounds: each row's largest one, and the one of its class."""
+
+
+def target_logits(*changes):
+    text = TARGET_LOGITS
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    program = parse(text)
+    given = inputs(program)
+    given["target"] = np.array([3, 0, 15, 7, 7, 1])
+    return program, given
+
+
+def test_what_a_gather_reads_is_computed_where_it_reads():
+    program, given = target_logits()
+    found = rematerialize(program)
+    verify(found)
+    assert "capped" not in names(found)
+    assert found.steps[-1].reads == {"logits", "target", "most"}
+    same(program, found, given)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["add(cast(logits[i0, j0], float32), bias[j0])", "add(cast(logits[i0, j0], float32), cast(index(j0), float32))"],
+)
+def test_a_gather_of_what_is_made_from_other_places_reads_memory(source):
+    """From an address alone, a kernel does not know the column."""
+    program, given = target_logits(("cast(logits[i0, j0], float32)", source))
+    found = rematerialize(program)
+    assert "capped" in names(found)
+    same(program, found, given)
+
+
 def test_random_programs_keep_every_value():
     fewer = 0
     for seed in range(60):

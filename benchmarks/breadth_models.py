@@ -262,14 +262,23 @@ def _classified(is_small: bool) -> Batch:
 
 
 def _lora(is_small: bool) -> nn.Module:
-    """Make a checkpointed Llama of 8B shape with PEFT's adapters of rank 16 at all linear layers."""
-    from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found, unused-ignore]
-
+    """Make a checkpointed Llama of 8B shape with PEFT's float32 adapters of rank 16 at all linear layers."""
     made: Any = _llama_8b(is_small)
     made.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     made.model.enable_input_require_grads()
-    made.model = get_peft_model(made.model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
-    return made
+    return _with_adapters(made)
+
+
+def _short_lora(is_small: bool) -> nn.Module:
+    """Make the same with adapters in bfloat16, without checkpoints."""
+    return _with_adapters(_llama_8b(is_small), autocast_adapter_dtype=False)
+
+
+def _with_adapters(made: Any, **settings: bool) -> nn.Module:
+    from peft import LoraConfig, get_peft_model  # type: ignore[import-not-found, unused-ignore]
+
+    made.model = get_peft_model(made.model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"), **settings)
+    return made  # type: ignore[no-any-return]
 
 
 MODELS: Mapping[str, Model] = {
@@ -287,4 +296,5 @@ MODELS: Mapping[str, Model] = {
     "padded": Model(_padded, _padded_tokens, autocast=False),
     "logits": Model(_head, _classified, autocast=False),
     "lora_8b": Model(_lora, tokens(1, 4096, 128256), autocast=False),
+    "lora_8b_bfloat16": Model(_short_lora, tokens(1, 4096, 128256), autocast=False),
 }

@@ -16,9 +16,9 @@ from dcompile.codegen.nest.tile_plan import (
     typical_stride,
     warps_of,
 )
-from dcompile.ir.analysis import runtime_refs
+from dcompile.ir.analysis import operands, runtime_refs
 from dcompile.ir.index import Div, Index, Size, Var, as_index, is_nonnegative, is_symbol, size_product, typical
-from dcompile.ir.nodes import Apply, Load, Reduce, Scan, Store
+from dcompile.ir.nodes import Apply, IndexOf, Load, Reduce, Scan, Store
 from dcompile.ir.ops import OPS
 
 COLUMN_ROWS = 8
@@ -30,6 +30,8 @@ MIN_FUNCTION_COST = 14
 warps hide their latency (docs/lab/constants.md, K21)."""
 HEAVY_PROGRAMS = 6 * PROGRAMS
 """Programs of such a kernel."""
+MIN_PIECE_COLUMNS = 32
+"""Columns of the narrowest tile that keeps to one piece: two sectors of 16-bit elements (docs/lab/constants.md, K23)."""
 TRANSPOSED_ROWS = 32
 """Rows of a tile of as many elements where rows, not columns, are neighbours in memory of a load: two sectors of 16-bit
 elements."""
@@ -62,7 +64,7 @@ def tile_sides(nest: Nest) -> tuple[int, int]:
         elements //= 2
     else:  # 384 columns are three tiles of 128, not two of 256
         columns = COLUMNS // 2 if -(-size // COLUMNS) * COLUMNS > size + COLUMNS // 2 - 1 else COLUMNS
-    r = min(columns, power_of_two(size))
+    r = min(columns, power_of_two(size), _piece_width(nest))
     return elements // r, r
 
 
@@ -76,6 +78,30 @@ def _is_heavy(nest: Nest) -> bool:
     element = levels(nest).element
     costs = [OPS[value.op].cost for ref, value in enumerate(nest.body) if isinstance(value, Apply) and element[ref]]
     return sum(cost for cost in costs if cost > 1) >= MIN_FUNCTION_COST
+
+
+def _piece_width(nest: Nest) -> int:
+    """Return the widest tile that reads from one piece of what a concatenation along columns joins.
+
+    A program then tests once which piece it is in. It would otherwise load each element from every piece, under a mask.
+    Columns of a tile also are neighbours in one run of the pieces, such as the width of a head.
+    """
+    names: dict[int, frozenset[str]] = {}
+    tested: frozenset[str] = frozenset()
+    for ref, value in enumerate(nest.body):
+        direct = value.index.variables & nest.element_names if isinstance(value, IndexOf) else frozenset()
+        names[ref] = direct.union(*(names[used] for used in operands(value)))
+        if isinstance(value, Load) and value.mask is not None:
+            tested |= names[value.mask]
+    places = [place for place, axis in enumerate(nest.elements) if axis.name in tested]
+    behind = nest.elements[places[-1] + 1 :] if places else ()
+    widths = [_even_part(count(axes)) for axes in (behind[-1:], behind) if axes]
+    return next((width for width in widths if width >= MIN_PIECE_COLUMNS), COLUMNS)
+
+
+def _even_part(size: Size) -> int:
+    """Return the largest power of two that divides a size; 0 for a symbol."""
+    return size & -size if isinstance(size, int) else 0
 
 
 def _reads_across(nest: Nest) -> bool:

@@ -37,6 +37,8 @@ HAND = {
     "argmin f64": loops.argmax(9, 100, "float64", "argmin"),
     "column sum": loops.column_reduce(50, 300),
     "scaled images and column sum": loops.scaled_images(4, 24, 200, "bfloat16"),
+    "stacked pieces and column sums": loops.stacked_sum(20, 3, 96),
+    "stacked pieces of odd sizes and column sums": loops.stacked_sum(20, 3, 25),
     "scaled images of odd sizes and column sum": loops.scaled_images(3, 20, 130),
     "transposed copy and column sum": loops.transposed_sum(90, 70),
     "column argmax": loops.column_reduce(50, 300, "argmax"),

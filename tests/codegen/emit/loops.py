@@ -192,6 +192,21 @@ def scaled_images(images: int, pixels: int, channels: int, dtype: str = "float32
     return program(b, (images, pixels), (channels,), stores, x=whole, y=whole, s=scales, total=total)
 
 
+def stacked_sum(rows: int, pieces: int, width: int) -> Program:
+    """Tensors stacked between rows and columns, as gradients of `qkv.unbind`, and the sums of all columns."""
+    b, j1, value = Body(), var("j1"), 0
+    place = b.put(IndexOf(J0, "int64"))
+    for number in range(pieces):
+        mask = b.op("eq", place, b.const(number, "int64"), dtype="bool")
+        x = b.load(f"x{number}", I0 * width + j1, mask=mask)
+        value = b.op("where", mask, x, value) if number else x
+    at = I0 * (pieces * width) + J0 * width + j1
+    stores = [Store("y", at, value), Store("total", J0 * width + j1, value, "sum")]
+    parts = {f"x{number}": ("float32", (rows, width)) for number in range(pieces)}
+    whole, total = ("float32", (rows, pieces, width)), ("float32", (pieces, width))
+    return program(b, (rows,), (pieces, width), stores, **parts, y=whole, total=total)
+
+
 def argmax(rows: int, n: int, dtype: str = "float32", op: str = "argmax") -> Program:
     b = Body()
     stores = [Store("y", I0, b.reduce(op, b.load("x", I0 * n + J0, dtype), "int64"))]

@@ -50,3 +50,10 @@ def test_threads_have_fewer_elements_where_functions_are_long(function, rows):
     """384 columns are three tiles of 128: two of 256 would leave a quarter of the threads without work."""
     plan = make_plan(loops.scaled_images(4, 1024, 384, function=function).steps[0])
     assert ([dim.block for dim in plan.dims], plan.warps) == ([rows, 128], 4)
+
+
+@pytest.mark.parametrize(("width", "columns"), [(96, 32), (64, 64), (768, 256), (25, 128), (288, 32)])
+def test_columns_of_a_tile_are_of_one_piece(width, columns):
+    """Its program then tests once which of the stacked tensors it reads."""
+    plan = make_plan(loops.stacked_sum(4096, 3, width).steps[0])
+    assert (plan.kind, plan.dims[1].block) == ("columns", columns)

@@ -26,7 +26,9 @@ from dcompile.compat.trace_tensors import FakeTensors
 
 OWN_OPS = "dcompile"
 """Prefix of dcompile's operator namespaces."""
-OP_NAMESPACES = frozenset(("aten", "prims", "prim", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"))
+OP_NAMESPACES = frozenset(
+    ("aten", "prims", "prim", "flex_lib", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+)
 """Namespaces of torch's own operators, whose behavior follows from torch's version."""
 LARGEST_CONSTANT = 4096
 """Maximum bytes of a constant tensor that a record stores."""

@@ -8,7 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention as flex
 
 import dcompile
-from dcompile import flex_masks
+from dcompile import compat, flex_loop, flex_masks
 from dcompile.codegen.lower.lower import lower
 from dcompile.codegen.lower.opaque_calls import FlexCall, flex_calls
 from dcompile.compat import inductor
@@ -64,14 +64,25 @@ def test_forward_and_backward_are_calls_alone_and_the_rest_is_ours(calls, monkey
     ]
 
 
-def test_without_a_kernel_eager_forms_run_and_the_receipt_says_so():
+def test_without_a_kernel_a_loop_runs_on_cpus_and_the_receipt_says_so():
+    mask = windowed(64)
+    call = dcompile.compile(lambda x: flex.flex_attention(x, x, x, block_mask=mask) + 1, options={"receipt": False})
+    x = torch.randn(1, 2, 64, 16)
+    torch.testing.assert_close(call(x), flex.flex_attention(x, x, x, block_mask=mask) + 1)
+    receipt = dcompile.receipt(call)
+    assert "flex_attention runs as a loop over the blocks that its mask leaves" in receipt.notes
+    assert receipt.fallbacks == {"dcompile.call flex_attention": 1}
+
+
+def test_without_a_loop_eager_forms_run_and_the_receipt_says_so(monkeypatch):
+    monkeypatch.setattr(flex_loop, "loop_of", lambda *_: "tests")
     mask = windowed(64)
     call = dcompile.compile(lambda x: flex.flex_attention(x, x, x, block_mask=mask) + 1, options={"receipt": False})
     x = torch.randn(1, 2, 64, 16)
     torch.testing.assert_close(call(x), flex.flex_attention(x, x, x, block_mask=mask) + 1)
     receipt = dcompile.receipt(call)
     assert any("flex_attention computes all scores" in note for note in receipt.notes)
-    assert receipt.fallbacks == {"flex_attention left by inductor: not on a GPU": 1}
+    assert receipt.fallbacks == {"flex_attention left to eager math: no loop for tests": 1}
 
 
 def test_programs_are_kept_and_calls_are_built_when_they_are_loaded(calls, monkeypatch, tmp_path):
@@ -98,11 +109,12 @@ def test_programs_are_kept_and_calls_are_built_when_they_are_loaded(calls, monke
         ]
         assert len(calls) == start + 1 and dict(receipt.fallbacks) == {"dcompile.call flex_attention": 1}
     monkeypatch.setattr(inductor, "compiled_flex", lambda *_: "no kernel here")
+    monkeypatch.setattr(compat.flex, "is_on_cpu", lambda _: False)
     torch._dynamo.reset()
     call = dcompile.compile(function, options=options)
     torch.testing.assert_close(call(x), expected)
     receipt = dcompile.receipt(call)
-    assert receipt.graphs_cached == 1 and receipt.fallbacks == {"flex_attention left by inductor: no kernel here": 1}
+    assert receipt.graphs_cached == 1 and receipt.fallbacks == {"flex_attention left to eager math: no kernel here": 1}
 
 
 def test_equal_calls_share_a_kernel(calls):

@@ -1,7 +1,7 @@
 """Calls of operators whose arguments have no text, as functions among a program's constants.
 
-FlexAttention is one of them. TorchInductor compiles its kernel when the program is built or loaded, not while a graph
-is lowered: planning a graph again, or for another machine, compiles nothing.
+FlexAttention is one of them. On GPUs TorchInductor compiles its kernel when the program is built or loaded, not while a
+graph is lowered: planning a graph again, or for another machine, compiles nothing. On CPUs it is a loop (`flex_loop`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from dcompile import compat
+from dcompile import compat, flex_loop
 from dcompile.ir.nodes import CALL, Arg, View
 
 _NUMBER = re.compile(r"(_\d+)?_function$")
@@ -45,9 +45,9 @@ def opaque_call(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any]:
     return FlexCall(node, fixed) if compat.inductor.is_flex(node.target) else as_function(node, fixed)
 
 
-def as_function(node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any]:
-    """Return `opaque_call` by the operator itself, as in eager mode."""
-    target: Any = node.target
+def as_function(node: Node, fixed: Mapping[Node, Any], by: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return `opaque_call` by the operator itself, as in eager mode, or by another function in its place."""
+    target: Any = by or node.target
     inputs = [n for n in node.all_input_nodes if n not in fixed]
     args, kwargs, unpacked, nested = node.args, node.kwargs, returns_one_in_a_tuple(node), is_nested(node)
 
@@ -85,21 +85,22 @@ class FlexBuild:
 
     notes: tuple[str, ...] = ()
     left: Mapping[str, int] = field(default_factory=dict)
-    """Calls that TorchInductor has not compiled, with the reason -> number of them."""
+    """Calls that run as eager math, with the reason -> number of them."""
     counted: Mapping[str, int] = field(default_factory=dict)
     """The same by the names that the program's report has for them."""
 
 
 class FlexCall:
-    """One call of FlexAttention, forward or backward: eager math until `build` has compiled it."""
+    """One call of FlexAttention, forward or backward: eager math until `build` has found something better."""
 
     def __init__(self, node: Node, fixed: Mapping[Node, Any]) -> None:
-        self._run = as_function(node, fixed)
+        self._run = as_function(node, fixed, compat.flex.eager(node))
         self._parts: tuple[Node, Mapping[Node, Any]] | None = (node, fixed)
+        self._how = "runs as TorchInductor's kernel: there is no rule for it yet"
         self.operator, self.counted = str(node.target), named_call(function_name(node))
 
     def build(self, known: dict[str, Callable[..., Any] | str] | None = None) -> str:
-        """Have TorchInductor compile the call, at most once. Return why it did not; empty if it did.
+        """Have TorchInductor compile the call, or a loop compute it, at most once. Return why neither does.
 
         `known`: text of a call -> what came of it. Equal calls, as the layers of a model have, share one function.
         """
@@ -110,15 +111,25 @@ class FlexCall:
                 found = compat.inductor.compiled_flex(*self._parts)
             if known is not None and text is not None:
                 known[text] = found
+            if isinstance(found, str) and compat.flex.is_on_cpu(self._parts[0]):
+                found = self._loop(*self._parts)
             if isinstance(found, str):
                 return found
             self._run, self._parts = found, None
         return ""
 
+    def _loop(self, node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any] | str:
+        found = flex_loop.loop_of(node, fixed)
+        if isinstance(found, str):
+            return f"no loop for {found}"
+        self._how = "runs as a loop over the blocks that its mask leaves"
+        return as_function(node, found[1], found[0])
+
     def note(self, why_not: str) -> str:
         """Line for the receipt about the call. `why_not`: what `build` has returned."""
-        how = f"computes all scores, as in eager mode ({why_not})" if why_not else "runs as TorchInductor's kernel"
-        return f"{self.operator} {how}: there is no rule for it yet"
+        if why_not:
+            return f"{self.operator} computes all scores, as in eager mode ({why_not}): there is no rule for it yet"
+        return f"{self.operator} {self._how}"
 
     def __call__(self, *values: Any) -> Any:
         """Run on the values of the call's inputs."""
@@ -157,11 +168,11 @@ def flex_calls(gm: GraphModule) -> dict[str, FlexCall]:
 
 
 def build_flex(constants: Iterable[Any]) -> FlexBuild:
-    """Compile the calls of FlexAttention among a program's constants."""
+    """Have the calls of FlexAttention among a program's constants compiled, or computed by a loop."""
     known: dict[str, Callable[..., Any] | str] = {}
     calls = [value for value in constants if isinstance(value, FlexCall)]
     reasons = [call.build(known) for call in calls]
     notes = tuple(call.note(why_not) for call, why_not in zip(calls, reasons, strict=True))
     left = [(call, why) for call, why in zip(calls, reasons, strict=True) if why]
-    names = Counter(f"{call.operator} left by inductor: {why}" for call, why in left)
+    names = Counter(f"{call.operator} left to eager math: {why}" for call, why in left)
     return FlexBuild(notes, names, Counter(call.counted for call, _ in left))

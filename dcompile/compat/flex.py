@@ -1,0 +1,119 @@
+"""FlexAttention's operators: what their block masks and gradient graphs hold, and how their results are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+ARGUMENTS = {"flex_attention": 9, "flex_attention_backward": 14}
+"""How many arguments each operator has in known versions of torch."""
+_LENGTHS = (13, 17)
+"""Lengths of a block mask in known versions of torch. All begin with the same six items and end with the same three."""
+
+
+class Tables(NamedTuple):
+    """What of a block mask says which blocks are computed. Counts are tensors of (batch, heads, rows)."""
+
+    partial_counts: Any
+    partial: Any
+    """Places of the key blocks that each row of query blocks has, as many as its count says."""
+    whole_counts: Any
+    whole: Any
+    """The same for blocks that are computed without the mask's function; both may be None."""
+    query_block: int
+    key_block: int
+    mask_mod: Any
+
+
+def is_known_mask(block_mask: Sequence[Any]) -> bool:
+    """Whether `tables` can read this argument of the operators."""
+    return len(block_mask) in _LENGTHS
+
+
+def is_on_cpu(node: Any) -> bool:
+    """Whether all tensors of a call are on the CPU."""
+    values = [item.meta.get("val") for item in node.all_input_nodes]
+    return all(value.device.type == "cpu" for value in values if hasattr(value, "device"))
+
+
+def tables(block_mask: Sequence[Any]) -> Tables:
+    """Return the tables of the operators' argument `block_mask`."""
+    query_block, key_block, mask_mod = block_mask[-3:]
+    partial_counts, partial, whole_counts, whole = block_mask[2:6]
+    return Tables(partial_counts, partial, whole_counts, whole, int(query_block), int(key_block), mask_mod)
+
+
+def laid_out_as(tensor: Any, shape: Sequence[int], batch: int = 1) -> Any:
+    """Return memory for a result of this shape, dense and in the order of a tensor's strides, as eager has it.
+
+    With `batch` above the shape's own 1, eager sums that many results, which has a layout of its own.
+    """
+    import torch
+
+    strides, last = tensor.stride(), len(shape) - 1
+    is_summed = shape[0] == 1 < batch
+    whole = [batch, *shape[1:]] if is_summed else [*shape]
+    found, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (dim != last, strides[dim], -dim)):
+        found[dim], step = step, step * whole[dim]
+    if is_summed:
+        found = [*torch.empty_strided(whole, found, device="meta").sum(0, keepdim=True).stride()]
+    return torch.empty_strided(shape, found, dtype=tensor.dtype, device=tensor.device)
+
+
+def scattered(node: Any) -> tuple[Sequence[Any], Any] | None:
+    """Return the indices and values that a node of a gradient graph adds to zeros; None for other nodes."""
+    if not is_scatter(node):
+        return None
+    _shape, indices, values = node.args
+    return indices, values
+
+
+def is_scatter(node: Any) -> bool:
+    """Whether a node of a gradient graph adds values to zeros. Such a node's result is not one for each pair."""
+    return str(node.target) == "flex_lib.zeros_and_scatter.default"
+
+
+# --- the operators themselves -----------------------------------------------------------------------------------------
+
+
+def eager(node: Any) -> Callable[..., Any]:
+    """Return a call's operator, with the results that it has in the graph. Eager math alone differs in two ways.
+
+    Of float64 it has float64 logarithms, which are float32 where it is traced. It has no gradient of a captured tensor
+    that was itself computed, since such a tensor needs none while compiled code runs.
+    """
+    operator = node.target
+    if node.kwargs or len(node.args) != ARGUMENTS[str(operator)]:
+        return operator  # type: ignore[no-any-return]
+    return _forward_of(operator) if str(operator) == "flex_attention" else _backward_of(operator)
+
+
+def _forward_of(operator: Any) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        out, *statistics = operator(*args)
+        return out, *(value.float() for value in statistics)
+
+    return call
+
+
+def _backward_of(operator: Any) -> Callable[..., Any]:
+    import torch
+
+    def call(*args: Any) -> Any:
+        *others, buffers, mask_buffers = args
+        wanted = [gradient is not None for gradient in gradients_of_captured(args[8])]
+        buffers = tuple(
+            buffer.detach().requires_grad_(is_wanted) if isinstance(buffer, torch.Tensor) else buffer
+            for buffer, is_wanted in zip(buffers, wanted, strict=True)
+        )
+        with torch.no_grad():
+            return operator(*others, buffers, mask_buffers)
+
+    return call
+
+
+def gradients_of_captured(graph: Any) -> list[Any]:
+    """Return what a gradient graph returns for each captured tensor: a node, or None if it has no gradient."""
+    _score, _batch, _head, _query, _key, *captured = graph.graph.output_node().args[0]
+    return [*captured]

@@ -31,7 +31,8 @@ warps hide their latency (docs/lab/constants.md, K21)."""
 HEAVY_PROGRAMS = 6 * PROGRAMS
 """Programs of such a kernel."""
 MIN_PIECE_COLUMNS = 32
-"""Columns of the narrowest tile that keeps to one piece: two sectors of 16-bit elements (docs/lab/constants.md, K23)."""
+"""Columns of the narrowest tile that keeps to one piece: two sectors of 16-bit elements (docs/lab/constants.md,
+K23)."""
 TRANSPOSED_ROWS = 32
 """Rows of a tile of as many elements where rows, not columns, are neighbours in memory of a load: two sectors of 16-bit
 elements."""

@@ -206,6 +206,35 @@ def _used_map(ddp: Any) -> list[int]:
     return numbers
 
 
+class Hidden(nn.Module):
+    """A layer and a head: the result of each, as many models of transformers return both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layer, self.head = nn.Linear(12, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.relu(self.layer(x))
+        return hidden, self.head(hidden)
+
+
+def hidden_first(**ddp: Any) -> dict[str, Any]:
+    """The first loss uses the hidden state alone, and later ones the head, on one rank or both.
+
+    Kernels are dcompile's: a GEMM that accumulates is written otherwise if its addend is zero.
+    """
+    stock, (call, wrapped) = DDP(Hidden(), **ddp), wrap(Hidden(), "compile(ddp)", {"receipt": False}, **ddp)
+    rank, worst = torch.distributed.get_rank(), []
+    for step, used in enumerate([((0,), (0,)), ((1,), (0,)), ((0, 1), (0, 1)), ((0,), (1,))]):
+        for each, module in ((stock, stock), (call, wrapped)):
+            module.zero_grad()
+            _loss_of_some(each(inputs(step)), used[rank]).backward()
+        worst += [largest_difference(gradients(stock), gradients(wrapped)), across_ranks(gradients(wrapped))]
+    used_maps = [_used_map(each) for each in (stock, wrapped)]
+    return {"grad": max(worst), "receipt": dcompile.receipt(call), "used": used_maps}
+
+
 class Apart(nn.Module):
     """Two layers with a result each, and perhaps one that nobody uses."""
 

@@ -89,7 +89,7 @@ class GraphPrograms:
         self._sharded: dict[str, int] = {}
         """Name of a placeholder -> number of its sharded parameter."""
         self._goes_on = False
-        """Whether other graphs of a call may follow, so that this one's results may all lack gradients."""
+        """Whether other code of a call may follow, so that this one's results may all lack gradients."""
         self.captured: list[Line] = []
         """Lines of the graph that ranks compare before its first collective; empty if there is nothing to compare."""
         self._may_lack = False

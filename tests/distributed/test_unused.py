@@ -71,6 +71,11 @@ def test_a_head_that_the_first_loss_does_not_use_may_get_its_gradient_in_another
         assert found["used"][0] == found["used"][1]
 
 
+def test_what_no_loss_uses_gets_no_gradient_from_layers_that_are_compiled_inside_ddp(ranks):
+    for found in values(ranks, "parts_inside", **UNUSED):
+        assert found["grad"] <= 2**-20 and found["missing"] == [2, 0, 2]
+
+
 UNFINISHED = [
     (True, ("all", "evaluate", "all")),
     (False, ("one result", "no sync")),

@@ -20,7 +20,7 @@ import dcompile
 from dcompile.capture.find_models import find_model
 from dcompile.runtime.communication import ddp_buckets
 from dcompile.runtime.communication.work import PendingCollective
-from tests.distributed.cases import average, by_hand, gradients, inputs, make, wrap
+from tests.distributed.cases import ATEN, average, by_hand, gradients, inputs, make, wrap
 from tests.distributed.fsdp_cases import compiled
 from tests.distributed.models import Lora, loss_of
 from tests.distributed.training import across_ranks, largest_difference
@@ -233,6 +233,22 @@ def hidden_first(**ddp: Any) -> dict[str, Any]:
         worst += [largest_difference(gradients(stock), gradients(wrapped)), across_ranks(gradients(wrapped))]
     used_maps = [_used_map(each) for each in (stock, wrapped)]
     return {"grad": max(worst), "receipt": dcompile.receipt(call), "used": used_maps}
+
+
+def parts_inside(**ddp: Any) -> dict[str, Any]:
+    """Layer and head are compiled by themselves inside of DDP, which passes None for what no loss uses."""
+    parts = Hidden()
+    parts.layer.compile(backend="dcompile", options=dict(ATEN))
+    parts.head.compile(backend="dcompile", options=dict(ATEN))
+    stock, wrapped = DDP(Hidden(), **ddp), DDP(parts, **ddp)
+    worst, missing = [], []
+    for step, used in enumerate([(0,), (0, 1), (0,)]):
+        for module in (stock, wrapped):
+            module.zero_grad()
+            _loss_of_some(module(inputs(step)), used).backward()
+        worst.append(largest_difference(gradients(stock), gradients(wrapped)))
+        missing.append(sum(found is None for found in gradients(wrapped).values()))
+    return {"grad": max(worst), "missing": missing}
 
 
 class Apart(nn.Module):

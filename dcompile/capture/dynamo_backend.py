@@ -119,7 +119,8 @@ class DynamoGraph(GraphPrograms):
 
     def _examine(self, gm: Any, example_inputs: Sequence[Any]) -> None:
         """Record facts of the captured graph before passes change it."""
-        if not self.adapter.synchronizes and compat.ddp.reduces_any(example_inputs):
+        is_part = not self.adapter.synchronizes and compat.ddp.reduces_any(example_inputs)
+        if is_part:
             self.adapter.leave_to_others(
                 "this is a part of a DistributedDataParallel module, whose own reducer averages gradients; "
                 "compile the whole of it: dcompile.compile(ddp_module)"
@@ -128,7 +129,8 @@ class DynamoGraph(GraphPrograms):
             self.model.services.compiler.expect_products()
         if self.model.shards is not None and is_checkpointed(gm):
             self.model.shards.save_memory("activations are checkpointed")
-        self._goes_on = self.number > 0 or compat.dynamo.goes_on(gm)
+        # DDP passes None to every result of its module that no loss uses, and so to a compiled part behind them
+        self._goes_on = self.number > 0 or compat.dynamo.goes_on(gm) or is_part
         if self.model.compares_captures():
             self.captured = captured_calls(self.model, gm, self.params)
 

@@ -55,6 +55,9 @@ class GraphPrograms:
         self.training = False
         self.executables: dict[str, Executable] = {}
         self.buckets: GradientBuckets | None = None
+        """Those of the first backward program."""
+        self._whole_buckets: GradientBuckets | None = None
+        """Those of the backward that takes every gradient: the same places, but other gradients are scaled early."""
         self.adapter, self.sync = model.adapter, model.sync
         self.shards = model.shards
         """Sharded parameters of its collectives, kept after a fallback to FSDP's hooks for pending backwards."""
@@ -86,7 +89,7 @@ class GraphPrograms:
         self._sharded: dict[str, int] = {}
         """Name of a placeholder -> number of its sharded parameter."""
         self._goes_on = False
-        """Whether other graphs of a call may follow, so that this one's results may all lack gradients."""
+        """Whether other code of a call may follow, so that this one's results may all lack gradients."""
         self.captured: list[Line] = []
         """Lines of the graph that ranks compare before its first collective; empty if there is nothing to compare."""
         self._may_lack = False
@@ -289,7 +292,8 @@ class GraphPrograms:
         one of them is present later, a program that takes all gradients serves this and every such call.
         """
         if self.buckets is not None and self._every != self.adapter.every:
-            self._lacks = self.buckets = None  # compiled before ranks decided, for a backward that did not reduce
+            # compiled before ranks decided, for a backward that did not reduce
+            self._lacks = self.buckets = self._whole_buckets = None
             self.executables.pop(WHOLE_BACKWARD, None)
         if self._lacks is None:
             lacks = fixed_size_tangents(gm, absent) if len(absent) < len(tangents(gm)) else frozenset[int]()
@@ -314,12 +318,16 @@ class GraphPrograms:
         self.model.compile_seconds += time.perf_counter() - began
 
     def _build_whole_backward(self, gm: Any) -> None:
-        """Compile the backward that takes every gradient; it has the buckets of the first one."""
+        """Compile the backward that takes every gradient; its buckets exchange what those of the first one do.
+
+        Another rank may run the first one meanwhile. How a gradient is computed, and so named, may differ.
+        """
         first = self.executables["backward"]
         whole = self._build(gm, "backward", whole=True, **self._reduces())
         if self.buckets is not None and whole.buckets:  # there are none if DDP itself reduces by now
-            same = {b.name: b for b in whole.buckets} == {b.name: b for b in first.buckets}
-            assert same, "buckets follow from parameters alone"
+            same = [b.exchanged for b in whole.buckets] == [b.exchanged for b in first.buckets]
+            assert same, "places in buckets follow from parameters alone"
+            self._whole_buckets = self.sync.make_buckets(whole.buckets)
 
     def _reduces(self) -> dict[str, Any]:
         """Return the parts of a request about buckets, if the backward's program reduces DDP's gradients."""
@@ -336,7 +344,9 @@ class GraphPrograms:
 
     def _run_backward(self, kind: str, args: list[Any], sync: int, gone: Collection[int]) -> list[Any]:
         """Run a backward program. `gone`: positions of results that are None in this call."""
-        return self.sync.run_backward(BackwardCall(self, self.executables[kind], self.buckets, args, sync, gone))
+        whole = self._whole_buckets if kind == WHOLE_BACKWARD else None
+        buckets = self.buckets if whole is None else whole
+        return self.sync.run_backward(BackwardCall(self, self.executables[kind], buckets, args, sync, gone))
 
     def accumulates(self) -> bool:
         """Inside its backward: does that add to any parameter's .grad? torch.autograd.grad does not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcompile.ir.collective_kinds import BucketTraits, PlannedKind, bucket_traits
 from dcompile.ir.float8 import BYTES
@@ -161,6 +161,11 @@ class Bucket:
     def carries_units(self) -> bool:
         """Whether it exchanges units of sharded parameters, and not gradients in a storage of its own."""
         return self.traits.carries == "units"
+
+    @property
+    def exchanged(self) -> Bucket:
+        """The bucket as other ranks see it, without what each program chooses: names, and what is scaled early."""
+        return replace(self, buffers=(), scaled=())
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:

@@ -63,6 +63,19 @@ def test_what_only_unused_results_follow_from_gets_no_gradient_under_ddp(ranks, 
         assert how.get("by_hand") or any(any(maps[0]) for maps in found["used"])
 
 
+@pytest.mark.parametrize("how", [{}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.0005}], ids=str)
+def test_a_head_that_the_first_loss_does_not_use_may_get_its_gradient_in_another_way_later(ranks, how):
+    """A sum of two results' gradients is one GEMM, or none where one of them is absent."""
+    for found in values(ranks, "hidden_first", **UNUSED, **how):
+        assert found["grad"] <= 2**-20 and found["receipt"].eligible
+        assert found["used"][0] == found["used"][1]
+
+
+def test_what_no_loss_uses_gets_no_gradient_from_layers_that_are_compiled_inside_ddp(ranks):
+    for found in values(ranks, "parts_inside", **UNUSED):
+        assert found["grad"] <= 2**-20 and found["missing"] == [2, 0, 2]
+
+
 UNFINISHED = [
     (True, ("all", "evaluate", "all")),
     (False, ("one result", "no sync")),

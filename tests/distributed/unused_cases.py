@@ -20,7 +20,7 @@ import dcompile
 from dcompile.capture.find_models import find_model
 from dcompile.runtime.communication import ddp_buckets
 from dcompile.runtime.communication.work import PendingCollective
-from tests.distributed.cases import average, by_hand, gradients, inputs, make, wrap
+from tests.distributed.cases import ATEN, average, by_hand, gradients, inputs, make, wrap
 from tests.distributed.fsdp_cases import compiled
 from tests.distributed.models import Lora, loss_of
 from tests.distributed.training import across_ranks, largest_difference
@@ -204,6 +204,51 @@ def _used_map(ddp: Any) -> list[int]:
     assert (found.dtype, found.device) == (torch.int32, next(ddp.parameters()).device)
     numbers: list[int] = found.tolist()
     return numbers
+
+
+class Hidden(nn.Module):
+    """A layer and a head: the result of each, as many models of transformers return both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layer, self.head = nn.Linear(12, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.relu(self.layer(x))
+        return hidden, self.head(hidden)
+
+
+def hidden_first(**ddp: Any) -> dict[str, Any]:
+    """The first loss uses the hidden state alone, and later ones the head, on one rank or both.
+
+    Kernels are dcompile's: a GEMM that accumulates is written otherwise if its addend is zero.
+    """
+    stock, (call, wrapped) = DDP(Hidden(), **ddp), wrap(Hidden(), "compile(ddp)", {"receipt": False}, **ddp)
+    rank, worst = torch.distributed.get_rank(), []
+    for step, used in enumerate([((0,), (0,)), ((1,), (0,)), ((0, 1), (0, 1)), ((0,), (1,))]):
+        for each, module in ((stock, stock), (call, wrapped)):
+            module.zero_grad()
+            _loss_of_some(each(inputs(step)), used[rank]).backward()
+        worst += [largest_difference(gradients(stock), gradients(wrapped)), across_ranks(gradients(wrapped))]
+    used_maps = [_used_map(each) for each in (stock, wrapped)]
+    return {"grad": max(worst), "receipt": dcompile.receipt(call), "used": used_maps}
+
+
+def parts_inside(**ddp: Any) -> dict[str, Any]:
+    """Layer and head are compiled by themselves inside of DDP, which passes None for what no loss uses."""
+    parts = Hidden()
+    parts.layer.compile(backend="dcompile", options=dict(ATEN))
+    parts.head.compile(backend="dcompile", options=dict(ATEN))
+    stock, wrapped = DDP(Hidden(), **ddp), DDP(parts, **ddp)
+    worst, missing = [], []
+    for step, used in enumerate([(0,), (0, 1), (0,)]):
+        for module in (stock, wrapped):
+            module.zero_grad()
+            _loss_of_some(module(inputs(step)), used).backward()
+        worst.append(largest_difference(gradients(stock), gradients(wrapped)))
+        missing.append(sum(found is None for found in gradients(wrapped).values()))
+    return {"grad": max(worst), "missing": missing}
 
 
 class Apart(nn.Module):

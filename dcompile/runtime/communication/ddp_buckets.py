@@ -258,9 +258,13 @@ class BucketSet:
                 param.grad = before
 
     def _unscaled(self, bucket: Bucket, memory: BucketMemory) -> list[torch.Tensor]:
-        """Views of gradients that were not scaled as they were written."""
+        """Views of gradients that were not scaled as they were written, and of presence flags, which never are.
+
+        Flags from all ranks are added, and another rank's program may scale other gradients, or none, early.
+        """
         rest = (number for number, _ in bucket.places if number not in bucket.scaled)
-        return [self._view(number, memory) for number in rest if self._param(number) is not None]
+        views = [self._view(number, memory) for number in rest if self._param(number) is not None]
+        return [*views, memory.flat[-bucket.marks :]] if bucket.marks else views
 
     def reduce_behind(self, numbers: Collection[int], before: Collection[int]) -> None:
         """Reduce every bucket after a backward whose program did not.
@@ -317,7 +321,7 @@ class BucketSet:
 
     def _landed(self, bucket: str, memory: BucketMemory) -> None:
         self._reduced[bucket], described = memory, self._table[bucket]
-        self.ranks.note(described, memory, 1.0 if self._exact and described.scaled else self._scale)
+        self.ranks.note(described, memory, self._scale)
         if idle := self._idle(described):
             self._unsettled[self._runs, bucket] = memory, memory.flat[-described.marks :], idle
 

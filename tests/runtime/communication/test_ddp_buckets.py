@@ -320,7 +320,7 @@ def absent_in_one_call(old, mark, scaled=()):
     buckets.begin(absent=[1])
     assert buckets.accumulated(), "not what a recording does"
     buckets.start("b", memory)
-    assert memory.flat[32:].bool().tolist() == [True, False]
+    assert memory.flat[32:].tolist() == [0.5, 0.0], "scaled in every program, whose flags are added"
     buckets.wait("b", memory)
     if mark:
         memory.flat[16:18] += 2.0

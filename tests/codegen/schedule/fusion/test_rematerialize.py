@@ -41,13 +41,16 @@ return (g)
 """g = (dy - mean(dy)) as a batch norm's backward: the sum over rows stands between two uses of float32 images."""
 
 
-def norm_backward(*changes):
-    """The program with some parts of its text replaced."""
-    text = NORM_BACKWARD
+def changed(text, changes):
+    """A program with some parts of its text replaced."""
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)
     return parse(text)
+
+
+def norm_backward(*changes):
+    return changed(NORM_BACKWARD, changes)
 
 
 def inputs(program, seed=0):
@@ -196,11 +199,7 @@ return (found)
 
 
 def target_logits(*changes):
-    text = TARGET_LOGITS
-    for old, new in changes:
-        assert old in text
-        text = text.replace(old, new)
-    program = parse(text)
+    program = changed(TARGET_LOGITS, changes)
     given = inputs(program)
     given["target"] = np.array([3, 0, 15, 7, 7, 1])
     return program, given

@@ -1,7 +1,7 @@
 """In which parts a loop computes FlexAttention: the rows and the keys of each, as tables of blocks name them.
 
-A part is a range of batches, heads and queries that have the same keys. Its keys come in pieces, each a range or,
-where blocks are apart, a list of positions. Blocks of any size are joined and cut, so that a piece is large enough for
+A part is a range of batches, heads and queries that have the same keys. Its keys come in tiles, each a range or,
+where blocks are apart, a list of positions. Blocks of any size are joined and cut, so that a tile is large enough for
 matmuls and no part's memory depends on the length.
 """
 
@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from dcompile.compat.flex import Tables
+from dcompile.compat.flex import BlockTables
 
 QUERIES_AT_ONCE = 256
 KEYS_AT_ONCE = 512
 SCORES_AT_ONCE = 1 << 21
-"""Scores of a piece, over all batches and heads of its part, where there are several."""
+"""Scores of a tile, over all batches and heads of its part, where there are several."""
 
 Row: TypeAlias = "tuple[tuple[int, bool], ...]"
 """Blocks of keys of one row of blocks, in order: place, and whether it is computed without the mask's function."""
@@ -27,7 +27,7 @@ Span: TypeAlias = "tuple[int, int, bool]"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class KeyTile:
     """Keys that a part computes at once."""
 
     keys: slice | torch.Tensor
@@ -41,16 +41,16 @@ class Part:
 
     rows: tuple[slice, slice, slice]
     """Batches, heads and queries."""
-    pieces: tuple[Piece, ...]
+    tiles: tuple[KeyTile, ...]
 
 
-def parts(tables: Tables, queries: Sequence[int], keys: int) -> list[Part]:
+def parts(tables: BlockTables, queries: Sequence[int], keys: int) -> list[Part]:
     """Return the parts of a call that have keys. `queries`: the shape of the queries. `keys`: the number of keys."""
     batch, heads, length = queries[:3]
     rows = _rows(tables)
     if len(rows) * tables.query_block < length:
         raise ValueError(f"the block mask has {len(rows)} rows of {tables.query_block} queries; there are {length}")
-    known: dict[Row, tuple[Piece, ...]] = {(): ()}
+    known: dict[Row, tuple[KeyTile, ...]] = {(): ()}
     found: list[Part] = []
     first = 0
     for cells, same in groupby(rows):
@@ -60,14 +60,14 @@ def parts(tables: Tables, queries: Sequence[int], keys: int) -> list[Part]:
             step = slice(at, min(at + QUERIES_AT_ONCE, end))
             for of_batch, of_heads, row in _rectangles(cells, batch, heads):
                 if row not in known:
-                    known[row] = tuple(_pieces(row, tables.key_block, keys, tables.partial.device))
+                    known[row] = tuple(_tiles(row, tables.key_block, keys, tables.partial.device))
                 found += _bounded(of_batch, of_heads, step, known[row])
     return found
 
 
-def _bounded(batch: slice, heads: slice, queries: slice, pieces: tuple[Piece, ...]) -> Iterator[Part]:
+def _bounded(batch: slice, heads: slice, queries: slice, tiles: tuple[KeyTile, ...]) -> Iterator[Part]:
     """Yield a rectangle of rows in parts of a bounded number of scores."""
-    if not pieces:
+    if not tiles:
         return
     count = max(1, SCORES_AT_ONCE // (KEYS_AT_ONCE * (queries.stop - queries.start)))
     of_heads = min(count, heads.stop - heads.start)
@@ -75,7 +75,7 @@ def _bounded(batch: slice, heads: slice, queries: slice, pieces: tuple[Piece, ..
     for b in range(batch.start, batch.stop, of_batch):
         for h in range(heads.start, heads.stop, of_heads):
             rows = (slice(b, min(b + of_batch, batch.stop)), slice(h, min(h + of_heads, heads.stop)), queries)
-            yield Part(rows, pieces)
+            yield Part(rows, tiles)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class _Table:
         return replace(self, counts=self.counts.narrow(dim, 0, 1), places=self.places.narrow(dim, 0, 1))
 
 
-def _rows(tables: Tables) -> list[tuple[tuple[Row, ...], ...]]:
+def _rows(tables: BlockTables) -> list[tuple[tuple[Row, ...], ...]]:
     """Return the key blocks of each row of query blocks, by batch and head; or one for all, if they are equal."""
     read = [_table(tables.partial_counts, tables.partial, False)]
     if tables.whole is not None:
@@ -153,8 +153,8 @@ def _runs(values: Sequence[Any], length: int) -> Iterator[tuple[int, int, Any]]:
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-def _pieces(row: Row, block: int, length: int, device: torch.device) -> Iterator[Piece]:
-    """Yield the keys of a row in pieces of bounded size."""
+def _tiles(row: Row, block: int, length: int, device: torch.device) -> Iterator[KeyTile]:
+    """Yield the keys of a row in tiles of bounded size."""
     spans: list[Span] = []
     count = 0
     for place, whole in row:
@@ -162,21 +162,21 @@ def _pieces(row: Row, block: int, length: int, device: torch.device) -> Iterator
         for begin in range(place * block, end, KEYS_AT_ONCE):
             stop = min(begin + KEYS_AT_ONCE, end)
             if spans and count + stop - begin > KEYS_AT_ONCE:
-                yield _piece(spans, device)
+                yield _tile(spans, device)
                 spans, count = [], 0
             spans.append((begin, stop, whole))
             count += stop - begin
     if spans:
-        yield _piece(spans, device)
+        yield _tile(spans, device)
 
 
-def _piece(spans: Sequence[Span], device: torch.device) -> Piece:
+def _tile(spans: Sequence[Span], device: torch.device) -> KeyTile:
     begin, end = spans[0][0], spans[-1][1]
     keys: slice | torch.Tensor = slice(begin, end)
     if end - begin > sum(stop - start for start, stop, _ in spans):
         keys = torch.cat([torch.arange(start, stop, device=device) for start, stop, _ in spans])
     kinds = {whole for *_, whole in spans}
     if len(kinds) == 1:
-        return Piece(keys, kinds.pop())
+        return KeyTile(keys, kinds.pop())
     whole = [torch.full((stop - start,), kind, device=device) for start, stop, kind in spans]
-    return Piece(keys, torch.cat(whole))
+    return KeyTile(keys, torch.cat(whole))

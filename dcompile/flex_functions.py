@@ -1,7 +1,7 @@
 """Functions of one pair of positions, as FlexAttention has them: applied to many pairs, and their gradients summed.
 
 A gradient graph adds what a pair gives for a captured tensor to zeros of that tensor's size. In a loop that is a tensor
-of that size for each piece. `JointGraph` returns values and indices instead, and adds them to one sum.
+of that size for each tile. `JointGraph` returns values and indices instead, and adds them to one sum.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _Term:
 
     buffer: int
     is_whole: bool
-    """Whether the result is the gradient of a piece. Else it is one for each pair, with indices after it."""
+    """Whether the result is the gradient of a tile. Else it is one for each pair, with indices after it."""
     indices: int = 0
 
 
@@ -97,7 +97,7 @@ class JointGraph:
         buffers: Sequence[Any],
         sums: Sequence[torch.Tensor | None],
     ) -> torch.Tensor | None:
-        """Return the gradient of a piece's scores, if they have one. Add those of captured tensors to `sums`."""
+        """Return the gradient of a tile's scores, if they have one. Add those of captured tensors to `sums`."""
         if self._is_identity:
             return grad
         if not self._outs:

@@ -16,7 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile.compat import flex
-from dcompile.flex_blocks import Part, Piece, parts
+from dcompile.flex_blocks import KeyTile, Part, parts
 from dcompile.flex_functions import JointGraph, is_identity, over_pairs, unexpanded
 
 _LOG_2 = math.log(2)
@@ -54,7 +54,7 @@ def attend(
 
     A row without keys is 0, and both are minus infinity.
     """
-    call = _Call(query, key, value, score_mod, block_mask, scale, score_buffers, mask_buffers)
+    call = _AttentionCall(query, key, value, score_mod, block_mask, scale, score_buffers, mask_buffers)
     out = flex.laid_out_as(query, (*query.shape[:3], value.shape[3])).zero_()
     logsumexp = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
     largest = torch.full_like(logsumexp, -torch.inf)
@@ -84,37 +84,37 @@ def differentiate(
     mask_buffers: Sequence[Any] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tuple[torch.Tensor | None, ...]]:
     """Return gradients of queries, keys, values, and of the tensors that the score function reads."""
-    call = _Call(query, key, value, score_mod, block_mask, scale, score_buffers, mask_buffers)
+    call = _AttentionCall(query, key, value, score_mod, block_mask, scale, score_buffers, mask_buffers)
     joint = joint if isinstance(joint, JointGraph) else JointGraph(joint)
     by_query = flex.laid_out_as(query, query.shape).zero_()
     by_key, by_value = (torch.zeros_like(tensor, dtype=call.wide) for tensor in (key, value))
     by_buffers = joint.sums(score_buffers)
     with _eagerly():
         for part in call.parts:
-            rows = _Rows(call, part, out, logsumexp, grad_out, grad_logsumexp)
+            rows = _QueryBlock(call, part, out, logsumexp, grad_out, grad_logsumexp)
             total: torch.Tensor | float = 0.0
-            for piece, mask in call.pieces(part):
-                keys = call.keys(key, part, piece)
-                raw, scores = call.scores(rows.query, keys, part, piece, mask)
+            for tile, mask in call.tiles(part):
+                keys = call.keys(key, part, tile)
+                raw, scores = call.scores(rows.query, keys, part, tile, mask)
                 weights = (scores - rows.logsumexp).exp_()
-                call.add_to(by_value, weights.mT @ rows.grad, part, piece)
-                grad = (rows.grad @ call.keys(value, part, piece).mT).sub_(rows.level).mul_(weights)
-                found = joint(raw, call.places(part, piece), grad, score_buffers, by_buffers)
+                call.add_to(by_value, weights.mT @ rows.grad, part, tile)
+                grad = (rows.grad @ call.keys(value, part, tile).mT).sub_(rows.level).mul_(weights)
+                found = joint(raw, call.places(part, tile), grad, score_buffers, by_buffers)
                 if found is not None:
                     found = call.of_products(found, mask)
                     total = total + found @ keys
-                    call.add_to(by_key, found.mT @ rows.query, part, piece)
+                    call.add_to(by_key, found.mT @ rows.query, part, tile)
             by_query[part.rows] = total
     by_captured = joint.gradients(score_buffers, by_buffers)
     return by_query, call.as_given(by_key, key), call.as_given(by_value, value), by_captured
 
 
-class _Rows:
+class _QueryBlock:
     """What a part of the queries needs for its gradients, in the precision of the sums."""
 
     def __init__(
         self,
-        call: _Call,
+        call: _AttentionCall,
         part: Part,
         out: torch.Tensor,
         logsumexp: torch.Tensor,
@@ -138,7 +138,7 @@ class _Rows:
         """Infinite for rows without keys: their weights are 0."""
 
 
-class _Call:
+class _AttentionCall:
     """The operands of a call of either operator, and the scores of a part of it."""
 
     def __init__(
@@ -172,38 +172,38 @@ class _Call:
         query = self.query(part)
         top = query.new_full((*query.shape[:3], 1), -torch.inf)
         sums, mixed = torch.zeros_like(top), query.new_zeros(*query.shape[:3], self._value.shape[3])
-        for piece, mask in self.pieces(part):
-            _, scores = self.scores(query, self.keys(self._key, part, piece), part, piece, mask)
+        for tile, mask in self.tiles(part):
+            _, scores = self.scores(query, self.keys(self._key, part, tile), part, tile, mask)
             higher = torch.maximum(top, scores.amax(-1, keepdim=True))
             base = higher.masked_fill(higher == -torch.inf, 0)
             weights, factor = (scores - base).exp_(), (top - base).exp_()
             sums = sums.mul_(factor).add_(weights.sum(-1, keepdim=True))
-            mixed = mixed.mul_(factor).add_(weights @ self.keys(self._value, part, piece))
+            mixed = mixed.mul_(factor).add_(weights @ self.keys(self._value, part, tile))
             top = higher
         return mixed, sums, top
 
-    def pieces(self, part: Part) -> Iterator[tuple[Piece, torch.Tensor | None]]:
-        """Yield the pieces of a part where some pair is allowed; with the mask, if some pair is not."""
-        for piece in part.pieces:
-            if piece.whole is True:
-                yield piece, None
+    def tiles(self, part: Part) -> Iterator[tuple[KeyTile, torch.Tensor | None]]:
+        """Yield the tiles of a part where some pair is allowed; with the mask, if some pair is not."""
+        for tile in part.tiles:
+            if tile.whole is True:
+                yield tile, None
                 continue
-            mask = unexpanded(self._mask(*self.places(part, piece), *self._mask_buffers))
-            if piece.whole is not False:
-                mask = mask | piece.whole
+            mask = unexpanded(self._mask(*self.places(part, tile), *self._mask_buffers))
+            if tile.whole is not False:
+                mask = mask | tile.whole
             if bool(mask.all()):
-                yield piece, None
+                yield tile, None
             elif bool(mask.any()):
-                yield piece, mask
+                yield tile, mask
 
     def scores(
-        self, query: torch.Tensor, keys: torch.Tensor, part: Part, piece: Piece, mask: torch.Tensor | None
+        self, query: torch.Tensor, keys: torch.Tensor, part: Part, tile: KeyTile, mask: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a piece's scores as the score function gets them, and what becomes of them."""
+        """Return a tile's scores as the score function gets them, and what becomes of them."""
         raw = (query @ keys.mT).mul_(self._scale)
         found = raw
         if self._score is not None:
-            found = self._score(raw, *self.places(part, piece), *self._score_buffers).to(self.wide)
+            found = self._score(raw, *self.places(part, tile), *self._score_buffers).to(self.wide)
         return raw, found if mask is None else torch.where(mask, found, -torch.inf)
 
     def of_products(self, grad: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -211,30 +211,30 @@ class _Call:
         grad = grad.to(self.wide) * self._scale
         return grad if mask is None else torch.where(mask, grad, 0.0)
 
-    def places(self, part: Part, piece: Piece) -> list[torch.Tensor]:
-        """Return the positions of a piece: batches, heads, queries and keys."""
+    def places(self, part: Part, tile: KeyTile) -> list[torch.Tensor]:
+        """Return the positions of a tile: batches, heads, queries and keys."""
         device = self._query.device
-        keys = piece.keys
+        keys = tile.keys
         found = [torch.arange(place.start, place.stop, device=device) for place in part.rows]
         return [*found, torch.arange(keys.start, keys.stop, device=device) if isinstance(keys, slice) else keys]
 
-    def keys(self, tensor: torch.Tensor, part: Part, piece: Piece) -> torch.Tensor:
-        """Return the keys or values of a piece, once for each head of the queries."""
-        found = self._shared(tensor, part)[:, :, piece.keys].to(self.wide)
+    def keys(self, tensor: torch.Tensor, part: Part, tile: KeyTile) -> torch.Tensor:
+        """Return the keys or values of a tile, once for each head of the queries."""
+        found = self._shared(tensor, part)[:, :, tile.keys].to(self.wide)
         return found if self._group == 1 else found.index_select(1, self._heads(part))
 
-    def add_to(self, total: torch.Tensor, found: torch.Tensor, part: Part, piece: Piece) -> None:
-        """Add what a piece gives for its keys or values to the sum for all of them."""
+    def add_to(self, total: torch.Tensor, found: torch.Tensor, part: Part, tile: KeyTile) -> None:
+        """Add what a tile gives for its keys or values to the sum for all of them."""
         place = self._shared(total, part)
         if self._group > 1:
             shared = found.new_zeros(found.shape[0], place.shape[1], *found.shape[2:])
             found = shared.index_add_(1, self._heads(part), found)
         if found.shape[0] > place.shape[0]:
             found = found.sum(0, keepdim=True)
-        if isinstance(piece.keys, slice):
-            place[:, :, piece.keys] += found
+        if isinstance(tile.keys, slice):
+            place[:, :, tile.keys] += found
         else:
-            place.index_add_(2, piece.keys, found)
+            place.index_add_(2, tile.keys, found)
 
     def as_given(self, total: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """Return a sum in the dtype of the keys or values, laid out as eager's gradient of them is."""

@@ -201,6 +201,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
     from dcompile.collectives.fold_average import fold_average
     from dcompile.collectives.fsdp_all_gather import insert_all_gathers
     from dcompile.collectives.fsdp_reduce_scatter import insert_reduce_scatters
+    from dcompile.collectives.fsdp_units import sharded_accesses
     from dcompile.collectives.send_in_place import send_in_place
 
     return (
@@ -210,7 +211,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
         # before fusion: the rewrite of sums must not depend on it
         LoopPass(use_online_softmax, reorders_sums=True),
         LoopPass(interchange_reductions, reorders_sums=True),
-        LoopPass(fuse),
+        LoopPass(fuse, lambda request: sharded_accesses(request.params, request.gathers, request.grads)),
         # after fusion, which removes most buffers, and before bytes of the rest are counted
         LoopPass(narrow_buffers),
         # after fusion, which leaves values in memory across a reduction
@@ -220,7 +221,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
         # after fusion, which determines the rows and columns of a kernel
         LoopPass(split_column_reductions, reorders_sums=True),
         LoopPass(split_row_reductions, reorders_sums=True),
-        LoopPass(refuse_after_split),
+        LoopPass(refuse_after_split, lambda request: sharded_accesses(request.params, request.gathers, request.grads)),
         # after splitting, whose loops need not be read by all programs of another
         LoopPass(recompute_rows, reorders_sums=True),
         # after fusion, which computes unshared values where they are sent: the remaining copies are of matmuls

@@ -3,8 +3,8 @@
 import torch
 
 from dcompile import flex_blocks
-from dcompile.compat.flex import Tables
-from dcompile.flex_blocks import Part, Piece, parts
+from dcompile.compat.flex import BlockTables
+from dcompile.flex_blocks import KeyTile, Part, parts
 
 
 def table(rows):
@@ -16,42 +16,44 @@ def table(rows):
 
 
 def described(found: list[Part]):
-    """(batches, heads, queries, keys of each piece, which are whole) of each part, as lists of numbers."""
+    """(batches, heads, queries, keys of each tile, which are whole) of each part, as lists of numbers."""
 
     def numbers(place):
         return [*range(place.start, place.stop)] if isinstance(place, slice) else place.tolist()
 
-    def piece(given: Piece):
+    def tile(given: KeyTile):
         whole = given.whole if isinstance(given.whole, bool) else given.whole.tolist()
         return numbers(given.keys), whole
 
-    return [(*map(numbers, part.rows), [piece(item) for item in part.pieces]) for part in found]
+    return [(*map(numbers, part.rows), [tile(item) for item in part.tiles]) for part in found]
 
 
 def test_blocks_are_joined_in_order_and_cut_at_the_length():
     partial, whole = table([[[[2, 0], [], [3]]]]), table([[[[1], [], []]]])
-    found = parts(Tables(*partial, *whole, 2, 4, None), (1, 1, 5, 8), 14)
+    found = parts(BlockTables(*partial, *whole, 2, 4, None), (1, 1, 5, 8), 14)
     assert described(found) == [
         ([0], [0], [0, 1], [([*range(12)], [False] * 4 + [True] * 4 + [False] * 4)]),
         ([0], [0], [4], [([12, 13], False)]),
     ]
-    assert isinstance(found[0].pieces[0].keys, slice)
+    assert isinstance(found[0].tiles[0].keys, slice)
 
 
 def test_blocks_apart_are_positions():
-    found = parts(Tables(*table([[[[3, 0]]]]), None, None, 4, 2, None), (1, 1, 4, 8), 8)
+    found = parts(BlockTables(*table([[[[3, 0]]]]), None, None, 4, 2, None), (1, 1, 4, 8), 8)
     assert described(found) == [([0], [0], [0, 1, 2, 3], [([0, 1, 6, 7], False)])]
 
 
 def test_equal_rows_heads_and_batches_are_joined():
     same, other = [[0], [0]], [[1], [0]]
-    found = parts(Tables(*table([[same, same, other], [same, same, other]]), None, None, 2, 2, None), (2, 3, 4, 8), 4)
+    found = parts(
+        BlockTables(*table([[same, same, other], [same, same, other]]), None, None, 2, 2, None), (2, 3, 4, 8), 4
+    )
     assert described(found) == [
         ([0, 1], [0, 1], [0, 1], [([0, 1], False)]),
         ([0, 1], [2], [0, 1], [([2, 3], False)]),
         ([0, 1], [0, 1, 2], [2, 3], [([0, 1], False)]),
     ]
-    found = parts(Tables(*table([[same] * 3] * 2), None, None, 2, 2, None), (2, 3, 4, 8), 4)
+    found = parts(BlockTables(*table([[same] * 3] * 2), None, None, 2, 2, None), (2, 3, 4, 8), 4)
     assert described(found) == [([0, 1], [0, 1, 2], [0, 1, 2, 3], [([0, 1], False)])]
 
 
@@ -59,10 +61,10 @@ def test_large_blocks_are_cut(monkeypatch):
     monkeypatch.setattr(flex_blocks, "QUERIES_AT_ONCE", 2)
     monkeypatch.setattr(flex_blocks, "KEYS_AT_ONCE", 3)
     monkeypatch.setattr(flex_blocks, "SCORES_AT_ONCE", 12)
-    found = parts(Tables(*table([[[[0]]]]), None, None, 1 << 30, 1 << 30, None), (1, 3, 3, 8), 4)
-    pieces = [([0, 1, 2], False), ([3], False)]
+    found = parts(BlockTables(*table([[[[0]]]]), None, None, 1 << 30, 1 << 30, None), (1, 3, 3, 8), 4)
+    tiles = [([0, 1, 2], False), ([3], False)]
     assert described(found) == [
-        ([0], [0, 1], [0, 1], pieces),
-        ([0], [2], [0, 1], pieces),
-        ([0], [0, 1, 2], [2], pieces),
+        ([0], [0, 1], [0, 1], tiles),
+        ([0], [2], [0, 1], tiles),
+        ([0], [0, 1, 2], [2], tiles),
     ]

@@ -21,6 +21,25 @@ def shard_of(param: ParamInfo) -> Shard:
     return param.shard
 
 
+def together_of(kind: PlannedKind, param: ParamInfo) -> Together:
+    """Key of the units that share collectives of a kind with a parameter's unit."""
+    shard = shard_of(param)
+    return shard.together, param.dtype if bucket_traits(kind).gathers else shard.reduce_dtype, param.device
+
+
+Positions = Sequence[tuple[int, int]]
+"""(position among a program's inputs or outputs, parameter number)."""
+
+
+def sharded_accesses(
+    params: Sequence[ParamInfo], gathers: Positions, grads: Positions
+) -> tuple[tuple[tuple[int, Together], ...], ...]:
+    """(position, key of its collectives) of each input that is gathered, and of each output that is reduced."""
+    infos = {param.number: param for param in params if param.shard is not None}
+    kinds: tuple[tuple[PlannedKind, Positions], ...] = (("all_gather", gathers), ("reduce_scatter", grads))
+    return tuple(tuple((at, together_of(kind, infos[n])) for at, n in places if n in infos) for kind, places in kinds)
+
+
 def by_unit(params: Sequence[ParamInfo]) -> dict[int, list[ParamInfo]]:
     """Parameters of each unit, in the order of their numbers."""
     found: dict[int, list[ParamInfo]] = {}
@@ -73,17 +92,18 @@ def unit_buckets(
     members: dict[Together, list[ParamInfo]] = {}
     nbytes: dict[int, int] = {}
     for param in params:
-        shard = shard_of(param)
-        dtype = param.dtype if traits.gathers else shard.reduce_dtype
-        members.setdefault((shard.together, dtype, param.device), []).append(param)
-        nbytes[shard.unit] = shard.numel * ITEMSIZE[dtype]
+        shard, key = shard_of(param), together_of(kind, param)
+        members.setdefault(key, []).append(param)
+        nbytes[shard.unit] = shard.numel * ITEMSIZE[key[1]]
     of_group = {key: by_unit(group) for key, group in members.items()}
     spread = {key: {unit: places[unit] for unit in units} for key, units in of_group.items()}
     found: list[tuple[int, Together, Bucket]] = []
     for key, part in cut_apart(spread, nbytes):
         at = (min if traits.gathers else max)(places[unit] for unit in part)
         found.append((at, key, _bucket(kind, {unit: of_group[key][unit] for unit in part}, buffer_of, key[1])))
-    found.sort(key=lambda entry: entry[:2])
+    # at one place: gathers in the order of groups, and reductions in the opposite one, as fusion relies on
+    found.sort(key=lambda entry: entry[1], reverse=not traits.gathers)
+    found.sort(key=lambda entry: entry[0])
     return [
         (at, replace(bucket, name=f"{traits.bucket_prefix}{number}")) for number, (at, _, bucket) in enumerate(found)
     ]

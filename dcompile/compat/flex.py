@@ -11,7 +11,7 @@ _LENGTHS = (13, 17)
 """Lengths of a block mask in known versions of torch. All begin with the same six items and end with the same three."""
 
 
-class Tables(NamedTuple):
+class BlockTables(NamedTuple):
     """What of a block mask says which blocks are computed. Counts are tensors of (batch, heads, rows)."""
 
     partial_counts: Any
@@ -36,11 +36,11 @@ def is_on_cpu(node: Any) -> bool:
     return all(value.device.type == "cpu" for value in values if hasattr(value, "device"))
 
 
-def tables(block_mask: Sequence[Any]) -> Tables:
+def tables(block_mask: Sequence[Any]) -> BlockTables:
     """Return the tables of the operators' argument `block_mask`."""
     query_block, key_block, mask_mod = block_mask[-3:]
     partial_counts, partial, whole_counts, whole = block_mask[2:6]
-    return Tables(partial_counts, partial, whole_counts, whole, int(query_block), int(key_block), mask_mod)
+    return BlockTables(partial_counts, partial, whole_counts, whole, int(query_block), int(key_block), mask_mod)
 
 
 def laid_out_as(tensor: Any, shape: Sequence[int], batch: int = 1) -> Any:

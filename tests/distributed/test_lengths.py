@@ -16,3 +16,9 @@ def test_with_size_classes_all_ranks_compile_in_their_first_step(ranks, tmp_path
 def test_ranks_that_were_given_other_classes_say_so(ranks):
     for outcome in ranks.outcomes(CASES + "other_classes", 60):
         assert outcome.kind == "PlanMismatchError" and "size_classes=8,16" in outcome.error
+
+
+def test_programs_of_other_sizes_gather_branches_in_the_same_order(ranks, tmp_path):
+    """A loop that reads `x` beside the last part may merge with the norm in front of the first one."""
+    for worst in ranks.run(CASES + "branches", 120, cache=str(tmp_path)):
+        assert len(worst) == 3 and max(worst) <= 2e-6

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from dcompile.codegen.schedule.fusion.collective_order import (
+    Access,
+    CollectiveEvent,
+    collective_events,
+    events_by_step,
+    may_share_a_step,
+    ordered_pairs,
+)
 from dcompile.codegen.schedule.fusion.iteration_space import canonical
 from dcompile.codegen.schedule.fusion.merge import LoopMerger, without
 from dcompile.codegen.schedule.order.dependences import edges
@@ -20,13 +28,17 @@ LARGE_BYTES, MAX_LOOPS_BETWEEN = 1 << 20, 4
 MIN_SHARED_BYTES = 4096  # a smaller shared read is in L1 anyway, and merging siblings only lengthens the kernel
 
 
-def fuse(program: Program) -> Program:
+def fuse(program: Program, reads: Sequence[Access] = (), results: Sequence[Access] = ()) -> Program:
     """Merge loops that share memory, and remove the buffers that then exist in registers only.
 
-    Guarantees: bitwise-equal outputs (every value keeps its rounding); library calls and collectives keep their order.
+    `reads`, `results`: inputs that are sharded parameters, and outputs that are their gradients. The steps where their
+    collectives belong keep their order, whatever is merged.
+
+    Guarantees: bitwise-equal outputs (every value keeps its rounding); collectives and calls with effects keep their
+    order.
     """
     steps = [canonical(step) if isinstance(step, Loop) else step for step in program.steps]
-    graph = _StepGraph(steps, program)
+    graph = _StepGraph(steps, program, collective_events(program, reads, results))
     queue = [entry for pair in graph.pairs() for entry in graph.entry(*pair)]
     heapq.heapify(queue)
     while queue:
@@ -70,7 +82,7 @@ class _StepGraph:
     A merged step has the bits of all its original steps; another step's set contains all of them or none.
     """
 
-    def __init__(self, steps: list[Step], program: Program) -> None:
+    def __init__(self, steps: list[Step], program: Program, events: Sequence[CollectiveEvent] = ()) -> None:
         self.steps: dict[int, Step] = dict(enumerate(steps))
         self.merge = LoopMerger()
         self.reads = {number: step.reads for number, step in self.steps.items()}  # cached: computed at each access
@@ -87,7 +99,8 @@ class _StepGraph:
         self.first = {number: number for number in self.steps}  # original position: keeps the order stable
         self.before: dict[int, int] = {}
         self.after: dict[int, int] = dict.fromkeys(self.steps, 0)
-        depends = list(enumerate(edges(steps)))
+        self.events = events_by_step(events)
+        depends = list(enumerate(_with_order(edges(steps), events)))
         for number, previous in depends:
             bits = 0
             for p in previous:
@@ -177,8 +190,13 @@ class _StepGraph:
         return None if merged is None or self.ends_takeover(a, b, merged) else merged
 
     def may_join(self, a: int, b: int) -> bool:
-        """Return whether no third step must run between, b need not run before a, and they touch at most one part."""
+        """Return whether no third step must run between, and b need not run before a.
+
+        They also must touch at most one part of memory, and one step must leave their collectives in order.
+        """
         if self.before[a] & self.members[b] or (self.parts and len(self._parts(a) | self._parts(b)) > 1):
+            return False
+        if not may_share_a_step((*self.events.get(a, ()), *self.events.get(b, ()))):
             return False
         return not self.after[a] & self.before[b] & ~(self.members[a] | self.members[b])
 
@@ -221,6 +239,7 @@ class _StepGraph:
         self.alive -= {a, b}
         self.alive.add(new)
         self.first[new], self.members[new] = min(self.first[a], self.first[b]), own
+        self.events[new] = (*self.events.get(a, ()), *self.events.get(b, ()))
         self.before[new] = (self.before[a] | self.before[b]) & ~own
         self.after[new] = (self.after[a] | self.after[b]) & ~own
         for n in _bits(own):
@@ -257,6 +276,15 @@ class _StepGraph:
     def _living(self, bits: int) -> set[int]:
         """Return the current steps that contain these original ones."""
         return {self.living[n] for n in _bits(bits)}
+
+
+def _with_order(depends: Sequence[frozenset[int]], events: Sequence[CollectiveEvent]) -> Iterator[frozenset[int]]:
+    """Yield, for each step, what it depends on, and the steps that must stay before it for the order of events."""
+    ordered: dict[int, set[int]] = {}
+    for before, after in ordered_pairs(events):
+        ordered.setdefault(after, set()).add(before)
+    for number, previous in enumerate(depends):
+        yield previous | ordered.get(number, frozenset())
 
 
 def _bits(bits: int) -> Iterator[int]:

@@ -6,7 +6,7 @@ the result does not depend on timing, as it would with atomic additions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from dcompile.codegen.nest.loop_nest import Axis, Nest, may_exceed
@@ -20,6 +20,7 @@ from dcompile.codegen.nest.tile_plan import (
     count,
     power_of_two,
 )
+from dcompile.codegen.schedule.fusion.collective_order import Access
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.codegen.schedule.fusion.iteration_space import position, radix, respace
 from dcompile.codegen.schedule.fusion.merge import without
@@ -57,11 +58,11 @@ def split_column_reductions(program: Program) -> Program:
     return replace(program, steps=tuple(steps), buffers=tuple(table.values()))
 
 
-def refuse_after_split(program: Program) -> Program:
+def refuse_after_split(program: Program, reads: Sequence[Access] = (), results: Sequence[Access] = ()) -> Program:
     """Fuse second stages with the loops that use their results. As `fuse`, for GPUs."""
     table = program.table
     loops = [step for step in program.steps if isinstance(step, Loop)]
-    return fuse(program) if any(loop_traits(loop, table).many_threads for loop in loops) else program
+    return fuse(program, reads, results) if any(loop_traits(loop, table).many_threads for loop in loops) else program
 
 
 def axes_of(names: Iterable[str], sizes: Iterable[Size]) -> tuple[Axis, ...]:

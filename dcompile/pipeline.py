@@ -204,6 +204,10 @@ def loop_passes() -> tuple[LoopPass, ...]:
     from dcompile.collectives.fsdp_units import sharded_accesses
     from dcompile.collectives.send_in_place import send_in_place
 
+    def sharded(request: Request) -> tuple[Any, ...]:
+        """Inputs that are gathered, and outputs that are reduced: no pass may swap the places of their collectives."""
+        return sharded_accesses(request.params, request.gathers, request.grads)
+
     return (
         LoopPass(remove_dead_steps, needs_loops=False),
         # before fusion, which makes one loop of sums and their readers
@@ -211,11 +215,11 @@ def loop_passes() -> tuple[LoopPass, ...]:
         # before fusion: the rewrite of sums must not depend on it
         LoopPass(use_online_softmax, reorders_sums=True),
         LoopPass(interchange_reductions, reorders_sums=True),
-        LoopPass(fuse, lambda request: sharded_accesses(request.params, request.gathers, request.grads)),
+        LoopPass(fuse, sharded),
         # after fusion, which removes most buffers, and before bytes of the rest are counted
         LoopPass(narrow_buffers),
         # after fusion, which leaves values in memory across a reduction
-        LoopPass(rematerialize),
+        LoopPass(rematerialize, lambda request: sharded(request)[:1]),
         # after fusion, which matches loops of one space by the order of their axes
         LoopPass(order_inner_loops, reorders_sums=True),
         # after fusion, which determines the rows and columns of a kernel
@@ -223,7 +227,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
         LoopPass(split_row_reductions, reorders_sums=True),
         LoopPass(refuse_after_split, lambda request: sharded_accesses(request.params, request.gathers, request.grads)),
         # after splitting, whose loops need not be read by all programs of another
-        LoopPass(recompute_rows, reorders_sums=True),
+        LoopPass(recompute_rows, lambda request: sharded(request)[:1], reorders_sums=True),
         # after fusion, which computes unshared values where they are sent: the remaining copies are of matmuls
         LoopPass(send_in_place, needs_loops=False),
         # after fusion, so that a bucket's all-reduce starts after the real kernel that writes its last gradient

@@ -77,6 +77,17 @@ def collective_events(program: Program, reads: Sequence[Access], results: Sequen
     return sorted(found, key=lambda event: (event.place, event.label))
 
 
+def first_reads(program: Program, reads: Sequence[Access]) -> dict[int, frozenset[str]]:
+    """Return the sharded parameters that each step is the first to read: were they read later, a gather would move."""
+    left = {program.inputs[at] for at, _ in reads}
+    found: dict[int, frozenset[str]] = {}
+    for number, step in enumerate(program.steps):
+        if here := left & step.reads:
+            found[number] = frozenset(here)
+            left -= here
+    return found
+
+
 def _events(kind: str, used: Iterable[tuple[list[int], Group]], fixed: frozenset[int]) -> Iterator[CollectiveEvent]:
     order = sorted(used, key=lambda entry: (entry[0][0], entry[1]))
     for group, members in groupby(order, key=lambda entry: entry[1]):

@@ -6,12 +6,13 @@ time than its launch. Each program of the sum reads a row of scores from the cac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dcompile.codegen.nest.contraction import multiplies_few_rows
 from dcompile.codegen.nest.gpu_tiling import make_plan
 from dcompile.codegen.nest.tile_plan import TilePlan
+from dcompile.codegen.schedule.fusion.collective_order import Access, first_reads
 from dcompile.codegen.schedule.fusion.fuse import drop_internal
 from dcompile.codegen.schedule.fusion.iteration_space import divisions, solve
 from dcompile.codegen.schedule.fusion.merge import MAX_BUFFERS, MAX_VALUES, append_value, move_value
@@ -28,8 +29,10 @@ MAX_REPEATED_BYTES = 4 << 20
 Table = Mapping[str, Buffer]
 
 
-def recompute_rows(program: Program) -> Program:
+def recompute_rows(program: Program, reads: Sequence[Access] = ()) -> Program:
     """Compute short rows with reductions again in the only loop that reads them, if each of its programs needs one.
+
+    `reads`: inputs that are sharded parameters. The step that reads one first still does, on every rank.
 
     Guarantees: the same values, up to the order of sums.
     Relies on: every buffer has one writer, except inputs that are updated in place.
@@ -37,8 +40,9 @@ def recompute_rows(program: Program) -> Program:
     table = program.table
     steps = list(program.steps)
     kept = {view.buffer for view in program.outputs if isinstance(view, View)} | set(program.inputs)
+    first = first_reads(program, reads)
     for place, maker in enumerate(steps):
-        if not isinstance(maker, Loop) or not _makes_rows(maker, table, kept):
+        if place in first or not isinstance(maker, Loop) or not _makes_rows(maker, table, kept):
             continue
         (name,) = maker.writes
         readers = [number for number, step in enumerate(steps) if name in step.reads]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dcompile.codegen.schedule.fusion.collective_order import Access, first_reads
 from dcompile.codegen.schedule.fusion.fuse import drop_internal
 from dcompile.codegen.schedule.fusion.iteration_space import divisions, solve
 from dcompile.codegen.schedule.fusion.merge import MAX_BUFFERS, MAX_VALUES, append_value, mask_value, move_value
@@ -32,8 +33,10 @@ UNLIMITED = 1 << 62
 """Bound of a range that a comparison leaves open."""
 
 
-def rematerialize(program: Program) -> Program:
+def rematerialize(program: Program, reads: Sequence[Access] = ()) -> Program:
     """Recompute elements of large buffers in the GPU loops that read them, if that reads fewer bytes.
+
+    `reads`: inputs that are sharded parameters. The step that reads one first still does, on every rank.
 
     Guarantees: bitwise-equal values: every operation keeps its rounding.
     Relies on: every buffer has one writer, except inputs that are updated in place.
@@ -41,7 +44,7 @@ def rematerialize(program: Program) -> Program:
     table = program.table
     if not any(isinstance(step, Loop) and loop_traits(step, table).many_threads for step in program.steps):
         return program
-    work = _Work(program)
+    work = _Work(program, first_reads(program, reads))
     for number in range(len(work.steps)):
         offers = list(work.offers(number))
         for chosen in ([offers] if len(offers) > 1 else []) + [[offer] for offer in offers]:
@@ -62,8 +65,9 @@ class _RecomputableStore:
 class _Work:
     """The steps while they change, with the readers and writers of each buffer."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, first: Mapping[int, frozenset[str]]) -> None:
         self.table: Mapping[str, Buffer] = program.table
+        self.first = first
         self.steps: list[Step] = list(program.steps)
         self.kept = program.returned.union(program.inputs)
         self.readers: dict[str, set[int]] = {}
@@ -93,6 +97,8 @@ class _Work:
             sources = frozenset(value.buffer for value in values if isinstance(value, Load))
             changed = (at for name in sources for at in self.writers.get(name, ()))
             known = all(isinstance(self.table[name].extent, int) for name in sources)
+            if sources & self.first.get(number, frozenset()):
+                continue
             if known and sources and not any(number <= at <= max(users) for at in changed):
                 yield _RecomputableStore(store, refs, sources)
 

@@ -107,6 +107,21 @@ def test_what_is_made_from_more_than_it_takes_is_kept():
     same(program, found, inputs(program))
 
 
+def test_a_sharded_parameter_is_read_first_where_it_was():
+    """Otherwise, its gather would move, and on a rank with symbolic sizes it would not."""
+    group = (0, "float16", "cuda")
+    program = norm_backward()
+    assert "p" in names(rematerialize(fuse(program), [(1, group)]))
+    earlier = norm_backward(
+        ("loop product", "x2 <- aten.clone.default(x) [alloc]\nloop product"),
+        ("  s:", "  x2: float16[6, 16] on cuda\n  s:"),
+        ("return (g)", "return (g, x2)"),
+    )
+    found = rematerialize(fuse(earlier), [(1, group)])
+    assert "p" not in names(found)
+    same(program, rematerialize(fuse(program), [(1, group)]), inputs(program))
+
+
 def test_what_has_changed_since_is_not_read_again():
     change = """
         loop change [6, 16]

@@ -42,7 +42,7 @@ def overlap_collectives(
     Guarantees: the same steps; computing steps in their old order; bitwise-equal values. Live bytes stay within their
     old peak plus the budget. Buckets are listed in the order of their starts, which depends neither on `figures` nor on
     `groups`. If that order is the old one, the predicted time is no longer than before; otherwise the old places are
-    kept.
+    kept. Ranks compare buckets in their order, so it is that of starts in either case.
     Relies on: nothing touches a buffer between the start and the wait of its collective.
     """
     if not any(isinstance(step, Collective) for step in program.steps):
@@ -63,7 +63,7 @@ def overlap_collectives(
     worse = new.total > old.total or given.peak(places) > budget
     # costs may keep a rank's places, but not an order of starts that other ranks do not have
     if worse and order == list(given.tasks):
-        return program
+        return replace(program, buckets=buckets)
     return replace(program, steps=steps, buckets=buckets)
 
 
@@ -96,18 +96,26 @@ def start_order(given: OverlapProblem, allowed: int) -> list[CollectiveTask]:
     """Return the order in which collectives start: the program's, but gathers may overtake reductions.
 
     A gather that waited for the previous unit's reductions would arrive long after that unit's computation. So gathers
-    go first, as long as those ahead hold at most `allowed` bytes together.
+    go first, as long as those ahead hold at most `allowed` bytes together. A unit's own gather always goes before its
+    reduction: which of them a program comes to first depends on how a layer's operations were lowered, and that may
+    differ between ranks.
     """
     gathers = [e for e in given.tasks if e.is_gather]
+    units = {bucket.name: frozenset(bucket.units) for bucket in given.program.buckets}
+
+    def is_of_same_units(gather: CollectiveTask, task: CollectiveTask) -> bool:
+        return not units.get(gather.start.bucket, frozenset()).isdisjoint(units.get(task.start.bucket, ()))
+
     order: list[CollectiveTask] = []
     done: set[int] = set()
     for task in given.tasks:
         if task.number in done:
             continue
         if not task.is_gather:
-            ahead = sum(e.nbytes for e in order if e.is_gather and e.high >= task.low)
+            others = (e for e in order if e.is_gather and not is_of_same_units(e, task))
+            ahead = sum(e.nbytes for e in others if e.high >= task.low)
             for gather in (e for e in gathers if e.number not in done):
-                needed = gather.high < task.low
+                needed = gather.high < task.low or is_of_same_units(gather, task)
                 ahead += 0 if needed else gather.nbytes
                 if gather.before - done or gather.low > task.high or not (needed or ahead <= allowed):
                     break

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcompile.codegen.schedule.memory.plan import plan_memory
+from dcompile.codegen.schedule.order import overlap_collectives as overlap_module
 from dcompile.codegen.schedule.order.cost_model import durations
 from dcompile.codegen.schedule.order.overlap_collectives import overlap_collectives
 from dcompile.codegen.schedule.order.simulate import timeline
@@ -294,6 +295,46 @@ def test_the_order_of_starts_does_not_depend_on_costs():
         for ranks in (2, 64)
     }
     assert len(orders) == 1
+
+
+def test_buckets_are_listed_in_the_order_of_starts_where_places_stay_too(monkeypatch):
+    """Ranks compare that list, and the costs of one of them may speak for its old places."""
+    before = backward([1000])
+    listed = replace(before, buckets=before.buckets[::-1])
+    totals = iter([1.0, 2.0])  # of the old places and of the new ones
+
+    def slower(*given):
+        return replace(timeline(*given), total=next(totals))
+
+    monkeypatch.setattr(overlap_module, "timeline", slower)
+    kept = overlap_collectives(listed, machine(), GROUPS)
+    assert kept.steps == before.steps and not list(totals)
+    assert [bucket.name for bucket in kept.buckets] == starts(kept) == ["gather0", "reduce_scatter0"]
+
+
+@pytest.mark.parametrize("allowed", [0, 500, 5000])
+def test_which_of_a_units_collectives_is_needed_first_changes_no_order(allowed):
+    """A norm's gradient needs no weights: how its layer is lowered decides whether a loop reads these before."""
+
+    def layer(is_first_read):
+        build = Build()
+        build.buffers.append(buffer("grads0", 100))
+        steps = [lambda: build.gather(0, 100), lambda: build.kernel(["x", "full0"], "a")]
+        own = [
+            lambda: build.kernel(["x"], "grad0", storage="within:grads0", offset=0),
+            lambda: build.reduce("reduce_scatter", 0, 100, ["grad0"]),
+        ]
+        for step in [*steps, *own] if is_first_read else [*own, *steps]:
+            step()
+        build.gather(1, 100)
+        build.kernel(["a", "full1"], "b")
+        build.outputs = ["b"]
+        made = build.program()
+        units = {bucket.name: (int(bucket.name[-1]),) for bucket in made.buckets}
+        return replace(made, buckets=tuple(replace(b, units=units[b.name]) for b in made.buckets))
+
+    orders = [starts(overlap_collectives(layer(first), machine(), GROUPS, allowed)) for first in (True, False)]
+    assert orders[0] == orders[1] and orders[0].index("gather0") < orders[0].index("reduce_scatter0")
 
 
 def test_an_order_with_gathers_first_stays_within_the_budget_too():

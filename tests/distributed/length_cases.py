@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import unittest.mock
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -83,6 +84,63 @@ def _sharded_branches() -> Any:
     for part in made.children():
         fully_shard(part)
     return fully_shard(made)
+
+
+class RandomModel(nn.Module):
+    """Three to six parts, each of which reads the input or an earlier part's result; all results are returned."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        draw, width = random.Random(seed), 8
+        self.parts, self.ways = nn.ModuleList(), list[tuple[int, bool, bool]]()
+        for number in range(draw.randint(3, 6)):
+            kind, bias = draw.choice(["linear", "linear", "norm", "gated", "scale"]), draw.random() < 0.7
+            made: dict[str, Callable[[], nn.Module]] = {
+                "linear": lambda bias=bias: nn.Sequential(
+                    nn.Linear(width, width, bias=bias), draw.choice(ACTIVATIONS)()
+                ),
+                "norm": lambda: draw.choice([nn.LayerNorm, nn.RMSNorm])(width),
+                "gated": lambda: nn.Sequential(nn.Linear(width, 2 * width), nn.GLU()),
+                "scale": lambda: nn.Linear(width, width),
+            }
+            self.parts.append(made[kind]())
+            self.ways.append((draw.randint(0, number), kind == "scale", draw.random() < 0.4))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        values = [x]
+        for part, (source, scales, adds) in zip(self.parts, self.ways, strict=True):
+            found = part(values[source])
+            found = found.sigmoid() * values[-1] if scales else found
+            values.append(found + values[source] if adds else found)
+        return values[1:]
+
+
+ACTIVATIONS = (nn.ReLU, nn.GELU, nn.Tanh)
+
+
+def random_models(seeds: Sequence[int], cache: str) -> dict[int, float]:
+    """How far gradients of each model are from stock's, where batches differ on the ranks from the first step on."""
+    return {seed: max(_of_random_model(seed, f"{cache}/{seed}")) for seed in seeds}
+
+
+def _of_random_model(seed: int, cache: str) -> Iterator[float]:
+    torch._dynamo.reset()
+    draw, pair = random.Random(seed), list[Any]()
+    for _ in range(2):
+        torch.manual_seed(seed)
+        pair.append(RandomModel(seed))
+        for part in pair[-1].parts:
+            fully_shard(part)
+        fully_shard(pair[-1])
+    call = dcompile.compile(pair[1], options={"cache_dir": cache, "receipt": False})
+    for step in range(3):
+        rows, used = draw.choices([2, 3, 4, 6], k=2), draw.sample(range(len(pair[0].parts)), 2)
+        for module, run in zip(pair, (pair[0], call), strict=True):
+            torch.manual_seed(step)
+            module.zero_grad()
+            results = run(torch.randn(rows[dist.get_rank()], 5, 8))
+            torch.stack([results[at].square().mean() for at in used]).sum().backward()
+        yield largest_difference(*map(gradients, pair))
 
 
 def other_classes() -> None:

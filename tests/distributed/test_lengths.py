@@ -25,6 +25,6 @@ def test_programs_of_other_sizes_gather_branches_in_the_same_order(ranks, tmp_pa
 
 
 def test_random_models_are_trained_on_batches_that_differ(ranks, tmp_path):
-    """Without a cache, so that each rank compiles what its sizes ask for. Three of these had other orders of collectives."""
+    """Each rank compiles what its own sizes ask for. In three of these models, it had another order of collectives."""
     for worst in ranks.run(CASES + "random_models", 240, seeds=[0, 1, 11, 35, 37], cache=str(tmp_path)):
         assert len(worst) == 5 and max(worst.values()) <= 4e-6, worst

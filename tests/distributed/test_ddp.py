@@ -95,6 +95,11 @@ def test_ways_to_accumulate_in_turn_equal_stock_ddp(in_turn, case):
         assert found[case]["grad"] == 0 and found[case]["ranks"] == 0 and found[case]["receipt"].eligible
 
 
+def test_ranks_whose_batch_is_empty_exchange_the_same_buckets(ranks):
+    for found in values(ranks, "empty_batches"):
+        assert found["grad"] <= 2**-16 and found["ranks"] == 0 and found["receipt"].eligible
+
+
 # a first step without sync is in the matrix, and behind an evaluation above
 def test_hooks_and_clipping_equal_stock_ddp(ranks):
     for found in values(ranks, "hooks_and_clipping"):

@@ -97,6 +97,6 @@ def refuse_tangents(args: Iterable[Any]) -> None:
     unpack: Any = forward_derivatives().unpack_dual
     if any(unpack(x).tangent is not None for x in args if isinstance(x, torch.Tensor)):
         raise DcompileError(
-            "dcompile: compiled code has no forward-mode derivatives (torch.autograd.forward_ad), but an input has one. Run "
-            "this call inside torch.compiler.set_stance('force_eager')."
+            "dcompile: an input has a forward-mode derivative (torch.autograd.forward_ad), which compiled code drops. "
+            "Run this call inside torch.compiler.set_stance('force_eager')."
         )

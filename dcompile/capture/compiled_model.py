@@ -49,6 +49,13 @@ def settings_inside(settings: Settings) -> Settings:
     return replace(settings, limits={name: value for name, value in settings.limits.items() if name not in shapes})
 
 
+SIZES = (
+    "Batch sizes can be the cause: with activation_memory_budget below 1, each rank needs the same; and under FSDP, "
+    "each rank needs rows."
+)
+"""Why plans of collectives may differ between ranks that run the same code."""
+
+
 class CompiledModel:
     """State of one compile call. It keeps neither the module nor its parameters alive: cached code may outlive them."""
 
@@ -291,7 +298,7 @@ class CompiledModel:
         subject = adapter.subject_of(tuple(plan))
         if subject is not None:
             for number, group in enumerate(adapter.process_groups()):
-                self.services.agree(group, f"{subject}.{number}" if number else subject, plan)
+                self.services.agree(group, f"{subject}.{number}" if number else subject, plan, causes=SIZES)
 
     def agree_on_own(self, plans: Mapping[str, list[str]]) -> None:
         """Compare the collectives that the model itself calls, in each of their process groups.

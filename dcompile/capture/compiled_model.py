@@ -93,6 +93,7 @@ class CompiledModel:
         self._refusal: str | None = None
         self._reported: set[bool | None] = set()
         """Kinds of reported steps: training or not; None for the report that nothing was compiled."""
+        self._released: tuple[weakref.ref[CapturedGraph], ...] = ()
         self._owes_report = False
 
     def adopt(self, sync: GradientSync) -> None:
@@ -347,7 +348,11 @@ class CompiledModel:
         return [self.graphs[number] for number in found]
 
     def release(self) -> None:
-        """Keep graphs only by weak references, as nothing calls the model any more; pending backwards hold theirs."""
+        """Keep graphs only by weak references, as nothing calls the model any more; pending backwards hold theirs.
+
+        Graphs that no backward holds are gone, and then nothing is reported any more.
+        """
+        self._released = tuple(weakref.ref(graph) for graph in self.graphs)
         self.graphs[:] = [weakref.proxy(graph) for graph in self.graphs]
 
     # --- reports ---
@@ -363,5 +368,5 @@ class CompiledModel:
 
     def report(self) -> None:
         """Report a first step. With modules inside, their own reports cover this model."""
-        if not self.inside:
+        if not self.inside and all(graph() is not None for graph in self._released):
             self.services.first_step(self)

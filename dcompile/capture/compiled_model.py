@@ -49,6 +49,13 @@ def settings_inside(settings: Settings) -> Settings:
     return replace(settings, limits={name: value for name, value in settings.limits.items() if name not in shapes})
 
 
+SIZES = (
+    "Batch sizes can be the cause: with activation_memory_budget below 1, each rank needs the same; and under FSDP, "
+    "each rank needs rows."
+)
+"""Why plans of collectives may differ between ranks that run the same code."""
+
+
 class CompiledModel:
     """State of one compile call. It keeps neither the module nor its parameters alive: cached code may outlive them."""
 
@@ -86,6 +93,7 @@ class CompiledModel:
         self._refusal: str | None = None
         self._reported: set[bool | None] = set()
         """Kinds of reported steps: training or not; None for the report that nothing was compiled."""
+        self._released: tuple[weakref.ref[CapturedGraph], ...] = ()
         self._owes_report = False
 
     def adopt(self, sync: GradientSync) -> None:
@@ -291,7 +299,7 @@ class CompiledModel:
         subject = adapter.subject_of(tuple(plan))
         if subject is not None:
             for number, group in enumerate(adapter.process_groups()):
-                self.services.agree(group, f"{subject}.{number}" if number else subject, plan)
+                self.services.agree(group, f"{subject}.{number}" if number else subject, plan, causes=SIZES)
 
     def agree_on_own(self, plans: Mapping[str, list[str]]) -> None:
         """Compare the collectives that the model itself calls, in each of their process groups.
@@ -340,7 +348,11 @@ class CompiledModel:
         return [self.graphs[number] for number in found]
 
     def release(self) -> None:
-        """Keep graphs only by weak references, as nothing calls the model any more; pending backwards hold theirs."""
+        """Keep graphs only by weak references, as nothing calls the model any more; pending backwards hold theirs.
+
+        Graphs that no backward holds are gone, and then nothing is reported any more.
+        """
+        self._released = tuple(weakref.ref(graph) for graph in self.graphs)
         self.graphs[:] = [weakref.proxy(graph) for graph in self.graphs]
 
     # --- reports ---
@@ -356,5 +368,5 @@ class CompiledModel:
 
     def report(self) -> None:
         """Report a first step. With modules inside, their own reports cover this model."""
-        if not self.inside:
+        if not self.inside and all(graph() is not None for graph in self._released):
             self.services.first_step(self)

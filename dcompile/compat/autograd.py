@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+
+from dcompile.errors import DcompileError
 
 if TYPE_CHECKING:
     import torch
@@ -79,3 +81,22 @@ def quick_grad_mode() -> Callable[[bool], None]:
 
     set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
     return set_grad_enabled
+
+
+def forward_derivatives() -> Any:
+    """Return torch's module whose `_current_level` is above -1 while forward-mode derivatives are computed."""
+    from torch.autograd import forward_ad
+
+    return forward_ad
+
+
+def refuse_tangents(args: Iterable[Any]) -> None:
+    """Raise an error if an argument has a forward-mode derivative, which kernels would drop without a word."""
+    import torch
+
+    unpack: Any = forward_derivatives().unpack_dual
+    if any(unpack(x).tangent is not None for x in args if isinstance(x, torch.Tensor)):
+        raise DcompileError(
+            "dcompile: an input has a forward-mode derivative (torch.autograd.forward_ad), which compiled code drops. "
+            "Run this call inside torch.compiler.set_stance('force_eager')."
+        )

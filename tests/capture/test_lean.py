@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import dcompile
 from dcompile import compat
@@ -186,6 +187,23 @@ def test_a_second_derivative_is_refused_with_what_to_do(dynamic):
     with torch.compiler.set_stance("force_eager"):
         (gradient,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
     assert torch.allclose(torch.autograd.grad(gradient.sum(), x)[0], -x.sin())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_forward_mode_derivative_is_refused_with_what_to_do(dynamic):
+    """Kernels would drop it, and the result would count as constant. Where no input has one, nothing is refused."""
+    compiled = dcompile.compile(lambda x: x.sin(), dynamic=dynamic)
+    x, along = torch.randn(3), torch.ones(3)
+    for _ in range(3):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, along)
+            with pytest.raises(DcompileError, match=r"forward-mode derivative.*set_stance\('force_eager'\)"):
+                compiled(dual)
+            with torch.compiler.set_stance("force_eager"):
+                torch.testing.assert_close(forward_ad.unpack_dual(compiled(dual)).tangent, x.cos())
+            torch.testing.assert_close(compiled(x), x.sin())
+        torch.testing.assert_close(compiled(x), x.sin())
+    torch.testing.assert_close(torch.func.jvp(compiled, (x,), (along,)), (x.sin(), x.cos()))
 
 
 def test_a_changed_input_is_noticed_in_the_backward():

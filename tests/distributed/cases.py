@@ -42,6 +42,7 @@ MAKE = {
     "outside": models.UsedOutside,
     "branching": models.Branching,
     "tasks": models.Tasks,
+    "layer_norm": lambda: torch.nn.Sequential(torch.nn.Linear(12, 16), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4)),
     "mlp_bf16": lambda: models.Mlp().bfloat16(),
     "lora": models.Lora,
     "deep": models.deep_decoder,
@@ -799,6 +800,16 @@ def uneven_batches() -> dict[str, Any]:
             loss_of(call(x[: 8 - 3 * dist.get_rank()] if step == 2 else x)).backward()
 
     return same_as_stock(steps)
+
+
+def empty_batches() -> dict[str, Any]:
+    """Each rank has no rows in one of the steps; LayerNorm's decomposition in torch returns plain zeros there."""
+
+    def steps(call: Any, _ddp: Any) -> None:
+        for step in range(3):
+            call(inputs(step)[: 0 if step == 1 + dist.get_rank() else 8]).square().sum().backward()
+
+    return same_as_stock(steps, name="layer_norm", options={"kernels": "auto"}, bucket_cap_mb=0.0005)
 
 
 def stock_by_option() -> dict[str, Any]:

@@ -95,6 +95,11 @@ def test_ways_to_accumulate_in_turn_equal_stock_ddp(in_turn, case):
         assert found[case]["grad"] == 0 and found[case]["ranks"] == 0 and found[case]["receipt"].eligible
 
 
+def test_ranks_whose_batch_is_empty_exchange_the_same_buckets(ranks):
+    for found in values(ranks, "empty_batches"):
+        assert found["grad"] <= 2**-16 and found["ranks"] == 0 and found["receipt"].eligible
+
+
 # a first step without sync is in the matrix, and behind an evaluation above
 def test_hooks_and_clipping_equal_stock_ddp(ranks):
     for found in values(ranks, "hooks_and_clipping"):
@@ -356,6 +361,7 @@ def test_ranks_with_other_buckets_say_so_in_time(ranks):
     began = time.monotonic()
     for outcome in ranks.outcomes(CASES + "plans_that_differ", 60):
         assert outcome.kind == "PlanMismatchError" and "ranks disagree on their collectives" in outcome.error
+        assert "Batch sizes can be the cause" in outcome.error
     assert time.monotonic() - began < 10
 
 

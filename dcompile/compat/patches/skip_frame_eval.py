@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.autograd import forward_derivatives
 from dcompile.compat.dynamo import fx_tracing_flag
 from dcompile.compat.guards import hooks_behind_guards
 from dcompile.compat.hooks import active_hook_kinds
@@ -122,6 +123,7 @@ def entrance(
 
     - while something else traces (its modes see what runs, or frame evaluation is another's);
     - after `torch.compiler.set_stance`;
+    - while forward-mode derivatives are computed;
     - while a thread is in one of `calls`, of which the code is then a part;
     - inside DDP, and where something else must observe each guard check.
 
@@ -139,13 +141,14 @@ def entrance(
     tracer, traces = fx_tracing_flag()
     dynamo: Any = eval_frame
     compiler: Any = torch.compiler
+    derivatives = forward_derivatives()
 
     # one tuple: with evicted caches, each closure variable is a separate read from memory
     looks = modes, is_jit_tracing, saving, tracer, traces
-    asked = dynamo, frames, callback, calls, guarded, looks, compiler, hooks, held
+    asked = dynamo, frames, callback, calls, guarded, looks, compiler, derivatives, hooks, held
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        dynamo, frames, callback, calls, guarded, looks, compiler, hooks, held = asked
+        dynamo, frames, callback, calls, guarded, looks, compiler, derivatives, hooks, held = asked
         modes, is_jit_tracing, saving, tracer, traces = looks
         if (
             dynamo._stance is frames.stance
@@ -157,6 +160,7 @@ def entrance(
                 or is_jit_tracing()
                 or getattr(tracer, traces, False)
                 or compiler._is_compiling_flag
+                or derivatives._current_level >= 0
             )
             and (hooks is None or Ddp._active_ddp_module is None)
         ):

@@ -30,18 +30,18 @@ Line: TypeAlias = "tuple[str, str]"
 """(compared text, its source location). The location is for people, as paths differ between machines."""
 
 
-def agree(group: Any, subject: str, lines: Sequence[str | Line], way_out: str = "") -> None:
+def agree(group: Any, subject: str, lines: Sequence[str | Line], way_out: str = "", causes: str = "") -> None:
     """Compare `lines` over the ranks of `group`: all ranks call this, and all raise if some lines differ.
 
     `subject` names the lines in messages. Call it before this rank does something with others for the first time, such
-    as starting a plan of collectives. Raises PlanMismatchError with the first difference. It adds `way_out` if that
-    difference comes from a line of the model, which may be intended. Also raises if a rank does not come in time, or
-    goes on without calling.
+    as starting a plan of collectives. Raises PlanMismatchError with the first difference, and with `causes` that are
+    easily missed. It adds `way_out` if that difference comes from a line of the model, which may be intended. Also
+    raises if a rank does not come in time, or goes on without calling.
     """
     peers = peers_of(group)
     if peers is not None:
         every = [(line, "") if isinstance(line, str) else line for line in lines]
-        _compare_lines(peers, [(subject, ""), *every], _limit_s(group), way_out)
+        _compare_lines(peers, [(subject, ""), *every], _limit_s(group), way_out, causes)
 
 
 def _limit_s(group: Any) -> float:
@@ -56,18 +56,20 @@ def _next_meeting(peers: PeerCoordinator) -> tuple[int, str]:
     return number, f"meeting/{number}"
 
 
-def _compare_lines(peers: PeerCoordinator, lines: Sequence[Line], timeout_s: float, way_out: str = "") -> None:
+def _compare_lines(
+    peers: PeerCoordinator, lines: Sequence[Line], timeout_s: float, way_out: str = "", causes: str = ""
+) -> None:
     number, place = _next_meeting(peers)
     if peers.rank == 0:
         _say(peers, place, lines)
-    elif _wait(peers, f"{place}/digest", number, lines, timeout_s):
-        difference = _difference(peers, place, lines, way_out)
+    elif _wait(peers, f"{place}/digest", number, lines, timeout_s, causes):
+        difference = _difference(peers, place, lines, way_out, causes)
         if difference:
             peers.store.set(f"{place}/verdict", difference)
             peers.call_off(difference)
     if peers.store.add(f"{place}/count", 1) == peers.world:
         peers.store.set(f"{place}/verdict", "")
-    _wait(peers, f"{place}/verdict", number, lines, timeout_s)
+    _wait(peers, f"{place}/verdict", number, lines, timeout_s, causes)
     verdict = peers.store.get(f"{place}/verdict").decode()
     if verdict:
         raise PlanMismatchError(verdict)
@@ -120,7 +122,9 @@ def _digest(lines: Sequence[Line]) -> str:
     return hashlib.sha256("\n".join(text for text, _ in lines).encode()).hexdigest()
 
 
-def _wait(peers: PeerCoordinator, key: str, number: int, lines: Sequence[Line], timeout_s: float) -> bool:
+def _wait(
+    peers: PeerCoordinator, key: str, number: int, lines: Sequence[Line], timeout_s: float, causes: str = ""
+) -> bool:
     """Wait for a key of a meeting. Raises on every rank if one of them will not come."""
     others = PeerWait(peers, timeout_s)
     pause = 0.001
@@ -131,7 +135,7 @@ def _wait(peers: PeerCoordinator, key: str, number: int, lines: Sequence[Line], 
         for rank in sorted(missing):
             last = statuses[rank]
             if last is not None and last.started > peers.started:
-                peers.call_off(_without(peers, rank, last.label, lines))
+                peers.call_off(_without(peers, rank, last.label, lines, causes))
             if last is not None and last.ended:
                 peers.call_off(
                     f"dcompile: rank {peers.rank} waited for the other ranks to say their {lines[0][0]}; "
@@ -148,17 +152,17 @@ def _wait(peers: PeerCoordinator, key: str, number: int, lines: Sequence[Line], 
     return True
 
 
-def _without(peers: PeerCoordinator, rank: int, label: str, lines: Sequence[Line]) -> str:
+def _without(peers: PeerCoordinator, rank: int, label: str, lines: Sequence[Line], causes: str) -> str:
     """Message for a rank that went on to a collective beyond the point at which this rank wants to agree."""
     mine = lines[1][0] if len(lines) > 1 else "(nothing)"
     return (
         f"dcompile: ranks disagree on their {lines[0][0]}, first at collective {peers.started + 1}:\n"
         f"  rank {rank}: {label} (as before)\n  rank {peers.rank}: {mine}\n"
-        "Every rank must run the same model code with the same settings."
+        f"Every rank must run the same model code with the same settings.{f' {causes}' if causes else ''}"
     )
 
 
-def _difference(peers: PeerCoordinator, place: str, lines: Sequence[Line], way_out: str = "") -> str:
+def _difference(peers: PeerCoordinator, place: str, lines: Sequence[Line], way_out: str, causes: str) -> str:
     """Message with the first difference from rank 0's lines, or an empty string."""
     if peers.store.get(f"{place}/digest").decode() == _digest(lines):
         return ""
@@ -173,7 +177,7 @@ def _difference(peers: PeerCoordinator, place: str, lines: Sequence[Line], way_o
                 f"dcompile: ranks disagree on their {about}, first at entry {number}:\n"
                 f"  rank 0: {_shown(theirs)}\n  rank {peers.rank}: {_shown(mine)}\n"
                 "Every rank must run the same model code with the same settings."
-                f"{f' {way_out}' if way_out and in_the_model else ''}"
+                f"{f' {way_out}' if way_out and in_the_model else ''}{f' {causes}' if causes else ''}"
             )
     raise AssertionError("digests differ, but no entry does")
 

@@ -79,7 +79,7 @@ class MadeUpModel:
     def __init__(self, objections: tuple[str, ...] = ()) -> None:
         self.settings = SimpleNamespace(config=SimpleNamespace(distributed="auto", key=lambda: ""))
         self.compared: list[str] = []
-        self.services = SimpleNamespace(agree=lambda group, subject, lines, *_: self.compared.append(subject))
+        self.services = SimpleNamespace(agree=lambda group, subject, lines, *_, **__: self.compared.append(subject))
         self.variants: dict[tuple[int, ...], Variant] = {}
         self.graphs: list[Any] = []
         self._objections = objections

@@ -114,7 +114,7 @@ def test_a_rank_that_goes_on_without_coming_is_noticed(ranks):
     def run(line):
         line.count("all-reduce of gradient bucket0")
         if line.rank:
-            return _compare_lines(line, lines_of(["all_reduce other"]), 30)
+            return _compare_lines(line, lines_of(["all_reduce other"]), 30, causes="Look there.")
         line.count("all-reduce of gradient bucket0")
         for _ in range(100):
             line.check()
@@ -125,7 +125,7 @@ def test_a_rank_that_goes_on_without_coming_is_noticed(ranks):
     first, second = ranks.each(run, lines)
     assert first == second and time.monotonic() - began < 3
     assert "first at collective 2" in first and "rank 0: all-reduce of gradient bucket0 (as before)" in first
-    assert "rank 1: all_reduce other" in first
+    assert "rank 1: all_reduce other" in first and first.endswith("Look there.")
 
 
 @pytest.mark.parametrize(("places", "told"), [(("m.py:3", "m.py:3"), True), (("", ""), False)])
@@ -134,11 +134,11 @@ def test_captures_that_differ_in_the_models_code_say_what_to_do_if_they_are_mean
 
     def come(line):
         graphs = [("graphs", ""), ("settings", ""), (f"call {line.rank}", places[line.rank])]
-        return _compare_lines(line, graphs, 5.0, "Meant? Do this.")
+        return _compare_lines(line, graphs, 5.0, "Meant? Do this.", "Look there.")
 
     first, second = ranks.each(come, lines)
     assert first == second and ("with the same settings. Meant? Do this." in first) == told
-    assert "ranks disagree on their graphs, first at entry 2" in first
+    assert "ranks disagree on their graphs, first at entry 2" in first and first.endswith("Look there.")
 
 
 def test_a_rank_that_has_ended_is_not_waited_for(ranks):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +12,7 @@ from dcompile import compat
 from dcompile.codegen.lower.decompositions import aten as decompositions_aten
 from dcompile.codegen.lower.decompositions import (
     embedding_bag,
+    empty_batches,
     foreach,
     grid_sample,
     group_norm,
@@ -90,9 +91,11 @@ def table(*, fallback_random: bool = False) -> dict[Any, Any]:
         found = {op: rule for op, rule in found.items() if op not in drawn}
     else:
         found |= own
-    dividing = (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward)
-    # torch's decompositions of these divide by the number of elements, a Python number
-    return found | {op: _unless_empty(found[op]) for packet in dividing if (op := packet.default) in found}
+    for packet in (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward):
+        found[packet.default] = empty_batches.instead_of(found[packet.default], empty_batches.loss_backward)
+    norm_backward = aten.native_layer_norm_backward.default
+    found[norm_backward] = empty_batches.instead_of(found[norm_backward], empty_batches.layer_norm_backward)
+    return found
 
 
 def with_random(found: dict[Any, Any], *, fallback_random: bool = False) -> dict[Any, Any]:
@@ -118,15 +121,6 @@ def as_strided_scatter(
         return NotImplemented
     places = torch.empty_strided(size, stride, device="meta")
     return values.reshape(x.shape).clone() if places.is_contiguous() and x.is_contiguous() else NotImplemented
-
-
-def _unless_empty(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `rule` to return an empty gradient for empty inputs."""
-
-    def guarded(grad: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return torch.zeros_like(x) if compat.sizes.is_known_empty(x) else rule(grad, x, *args, **kwargs)
-
-    return guarded
 
 
 def convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any) -> Any:

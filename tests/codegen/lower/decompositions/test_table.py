@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dcompile
@@ -25,6 +26,36 @@ def test_gradients_of_means_over_nothing_are_nothing(name: str) -> None:
         x, y, grad = torch.randn(shape), torch.randn(shape), torch.tensor(2.0)
         expected = getattr(torch.ops.aten, name)(grad, x, y, 1, *last)
         torch.testing.assert_close(rule(grad, x, y, 1, *last), expected)
+
+
+@pytest.mark.parametrize("name", [*LOSSES, "native_layer_norm_backward"])
+def test_results_without_rows_follow_from_the_same_arguments_as_those_with_rows(name: str) -> None:
+    """Ranks with an empty batch exchange the same tensors as others."""
+    rule = table.table()[getattr(torch.ops.aten, name).default]
+
+    def sources(rows: int) -> list[set[str]]:
+        """Arguments that each result follows from."""
+        x, scale = torch.randn(rows, 3), torch.ones(3)
+        args: list[Any] = [torch.randn(rows, 3), x, x + 1]
+        how: tuple[Any, ...] = (1,) if name == "mse_loss_backward" else (1, 1.0)
+        if "norm" in name:
+            args, how = [args[0], x, x[:, :1] * 0, x[:, :1] * 0 + 1, scale], (scale, [True] * 3)
+
+        def call(*tensors: torch.Tensor) -> Any:
+            return rule(*tensors[:2], [3], *tensors[2:], *how) if "norm" in name else rule(*tensors, *how)
+
+        expected = getattr(torch.ops.aten, name)(*args[:2], *([[3]] if "norm" in name else []), *args[2:], *how)
+        torch.testing.assert_close(call(*args), expected, rtol=1e-4, atol=1e-4)
+        graph = make_fx(call)(*args).graph
+        found: dict[Any, set[str]] = {}
+        for node in graph.nodes:
+            found[node] = (
+                {node.name} if node.op == "placeholder" else set().union(*map(found.get, node.all_input_nodes))
+            )
+        results = graph.output_node().args[0]
+        return [found[node] for node in (results if isinstance(results, (tuple, list)) else [results])]
+
+    assert sources(0) == sources(2)
 
 
 def test_each_caller_has_a_table_of_its_own() -> None:

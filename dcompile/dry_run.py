@@ -100,5 +100,5 @@ def _no_buckets(*_: Any) -> Any:
     return None
 
 
-def _do_nothing(*_: Any) -> None:
+def _do_nothing(*_: Any, **__: Any) -> None:
     return None

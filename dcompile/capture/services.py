@@ -23,6 +23,16 @@ from dcompile.ir.buffers import Bucket
 from dcompile.machine_model import Figures, table_figures
 
 
+class PlanAgreement(Protocol):
+    """Comparison of lines between ranks (`runtime/coordination/agreement.py`)."""
+
+    def __call__(self, group: Any, subject: str, lines: Sequence[Any], way_out: str = "", causes: str = "") -> None:
+        """Compare this rank's lines, texts or `Line`s, with others'. All ranks call this, and all raise if some differ.
+
+        `way_out`: advice for models that are meant to differ. `causes`: what is easily missed.
+        """
+
+
 class ReducedGradients(Protocol):
     """Gradients that one run of a backward program has reduced, by parameter number."""
 
@@ -198,11 +208,7 @@ class Services:
 
     compiler: Compiler
     make_buckets: MakeBuckets
-    agree: Callable[..., None]
-    """(process group, subject, this rank's lines, advice for models that are meant to differ): compare the lines.
-
-    Each line is a text or a `Line`. All ranks call this, and all raise if lines differ.
-    """
+    agree: PlanAgreement
     average: Callable[[Any, list[Any], str], None]
     """(process group, tensors, wire): average each over the ranks, in place, with DDP's arithmetic."""
     first_step: Callable[[Any], None]

@@ -19,9 +19,8 @@ from dcompile.runtime.communication.reduced_run import ReducedRun
 from dcompile.runtime.communication.work import PendingCollective, count_replayed, start_sum
 
 MAX_KEPT_STORAGES = 2
-"""Storages kept per bucket: one that p.grad may still show, and one to write into. A third one exists only while a
-caller holds on to older gradients; the caller then owns it.
-"""
+"""Storages kept per bucket: one that p.grad may still show, and one to write into. A caller's older gradients are a
+third one, which the caller owns."""
 
 
 @dataclass(eq=False)
@@ -258,10 +257,7 @@ class BucketSet:
                 param.grad = before
 
     def _unscaled(self, bucket: Bucket, memory: BucketMemory) -> list[torch.Tensor]:
-        """Views of gradients that were not scaled as they were written, and of presence flags, which never are.
-
-        Flags from all ranks are added, and another rank's program may scale other gradients, or none, early.
-        """
+        """Views of what was not scaled as it was written: some gradients, and flags, which all ranks' programs add."""
         rest = (number for number, _ in bucket.places if number not in bucket.scaled)
         views = [self._view(number, memory) for number in rest if self._param(number) is not None]
         return [*views, memory.flat[-bucket.marks :]] if bucket.marks else views

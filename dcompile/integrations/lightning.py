@@ -24,9 +24,9 @@ from dcompile.integrations.requirements import require
 
 require("lightning", __name__, "lightning")
 
-from lightning.fabric.wrappers import _FabricModule  # type: ignore[import-not-found]  # noqa: E402
-from lightning.pytorch import Callback, LightningModule  # type: ignore[import-not-found]  # noqa: E402
-from lightning.pytorch.utilities.model_helpers import is_overridden  # type: ignore[import-not-found]  # noqa: E402
+from lightning.fabric.wrappers import _FabricModule  # type: ignore[import-not-found, unused-ignore]  # noqa: E402
+from lightning.pytorch import Callback, LightningModule  # type: ignore[import-not-found, unused-ignore]  # noqa: E402
+from lightning.pytorch.utilities.model_helpers import is_overridden  # type: ignore[import-not-found, unused-ignore]  # noqa: E402
 
 FabricModule = TypeVar("FabricModule", bound=Module)
 
@@ -64,7 +64,7 @@ class _CompiledSteps:
         self.before.clear()
 
 
-class DcompileCallback(Callback):  # type: ignore[misc]  # mypy does not see Lightning
+class DcompileCallback(Callback):  # type: ignore[misc, unused-ignore]  # mypy does not see Lightning
     """Compile the steps of a Trainer's LightningModule: `Trainer(callbacks=[DcompileCallback(mode=...)])`.
 
     `mode`, `fullgraph`, `dynamic` and `options` are those of `dcompile.compile`. The module, its parameters and its

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 
 from dcompile.compat.flex import BlockTables
+from dcompile.ir.predicate import QUERIES_AT_ONCE
 
-QUERIES_AT_ONCE = 256
 KEYS_AT_ONCE = 512
 SCORES_AT_ONCE = 1 << 21
 """Scores of a tile, over all batches and heads of its part, where there are several."""

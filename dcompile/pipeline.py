@@ -225,7 +225,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
         # after fusion, which determines the rows and columns of a kernel
         LoopPass(split_column_reductions, reorders_sums=True),
         LoopPass(split_row_reductions, reorders_sums=True),
-        LoopPass(refuse_after_split, lambda request: sharded_accesses(request.params, request.gathers, request.grads)),
+        LoopPass(refuse_after_split, sharded),
         # after splitting, whose loops need not be read by all programs of another
         LoopPass(recompute_rows, lambda request: sharded(request)[:1], reorders_sums=True),
         # after fusion, which computes unshared values where they are sent: the remaining copies are of matmuls

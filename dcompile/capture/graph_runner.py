@@ -181,10 +181,10 @@ class GraphPrograms:
         steps = plan_outputs(self._output_steps, gm, OutputRequest(len(gm.graph.output_node().args[0])), "inference")
         run, model = self._build(gm, "inference", results=len(gm.graph.output_node().args[0])), self.model
         gathering, alone = with_bases_as_traced(gm, self._gathering(run)), (self.number,)
-        derivatives = compat.autograd.forward_derivatives()
+        forward_level = compat.autograd.forward_level()
 
         def inference(args: list[Any]) -> list[Any]:
-            if derivatives._current_level >= 0:
+            if forward_level() >= 0:
                 compat.autograd.refuse_tangents(args)
             newest = model.newest
             if model.calls or newest is None or newest.graphs != alone:  # otherwise nothing changes: saves 2 us

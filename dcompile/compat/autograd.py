@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from dcompile.errors import DcompileError
@@ -88,6 +90,14 @@ def forward_derivatives() -> Any:
     from torch.autograd import forward_ad
 
     return forward_ad
+
+
+def forward_level() -> Callable[[], int]:
+    """Return a function for how deep in forward-mode derivatives the caller is: below 0 if it computes none.
+
+    It is no Python call, since programs ask in each call.
+    """
+    return partial(attrgetter("_current_level"), forward_derivatives())
 
 
 def refuse_tangents(args: Iterable[Any]) -> None:

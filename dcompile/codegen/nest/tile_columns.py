@@ -16,7 +16,7 @@ from dcompile.codegen.nest.tile_plan import (
     typical_stride,
     warps_of,
 )
-from dcompile.ir.analysis import operands, runtime_refs
+from dcompile.ir.analysis import ancestors, runtime_refs
 from dcompile.ir.index import Div, Index, Size, Var, as_index, is_nonnegative, is_symbol, size_product, typical
 from dcompile.ir.nodes import Apply, IndexOf, Load, Reduce, Scan, Store
 from dcompile.ir.ops import OPS
@@ -87,13 +87,9 @@ def _piece_width(nest: Nest) -> int:
     A program then tests once which piece it is in. It would otherwise load each element from every piece, under a mask.
     Columns of a tile also are neighbours in one run of the pieces, such as the width of a head.
     """
-    names: dict[int, frozenset[str]] = {}
-    tested: frozenset[str] = frozenset()
-    for ref, value in enumerate(nest.body):
-        direct = value.index.variables & nest.element_names if isinstance(value, IndexOf) else frozenset()
-        names[ref] = direct.union(*(names[used] for used in operands(value)))
-        if isinstance(value, Load) and value.mask is not None:
-            tested |= names[value.mask]
+    masks = [value.mask for value in nest.body if isinstance(value, Load) and value.mask is not None]
+    causes = [nest.body[ref] for ref in ancestors(nest.body, masks)]
+    tested = {name for value in causes if isinstance(value, IndexOf) for name in value.index.variables}
     places = [place for place, axis in enumerate(nest.elements) if axis.name in tested]
     behind = nest.elements[places[-1] + 1 :] if places else ()
     widths = [_even_part(count(axes)) for axes in (behind[-1:], behind) if axes]

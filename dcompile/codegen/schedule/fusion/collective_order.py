@@ -62,16 +62,14 @@ def collective_events(program: Program, reads: Sequence[Access], results: Sequen
     """
     if not reads and not results:
         return []
-    readers, writers = dict[str, list[int]](), dict[str, list[int]]()
+    readers, last = dict[str, list[int]](), dict[str, int]()
     for number, step in enumerate(program.steps):
         for name in step.reads:
             readers.setdefault(name, []).append(number)
-        for name in step.writes:
-            writers.setdefault(name, []).append(number)
+        last |= dict.fromkeys(step.writes, number)
     outputs = [output.buffer if isinstance(output, View) else "" for output in program.outputs]
     gathers = [(readers[name], group) for at, group in reads if (name := program.inputs[at]) in readers]
-    # an earlier writer of a gradient is followed by the last one
-    reductions = [(writers[name][-1:], group) for at, group in results if (name := outputs[at]) in writers]
+    reductions = [([last[name]], group) for at, group in results if (name := outputs[at]) in last]
     fixed = frozenset(number for number, step in enumerate(program.steps) if not isinstance(step, Loop))
     found = [*_events("gather", gathers, fixed), *_events("reduce", reductions, fixed)]
     return sorted(found, key=lambda event: (event.place, event.label))

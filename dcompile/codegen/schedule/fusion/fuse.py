@@ -196,9 +196,12 @@ class _StepGraph:
         """
         if self.before[a] & self.members[b] or (self.parts and len(self._parts(a) | self._parts(b)) > 1):
             return False
-        if not may_share_a_step((*self.events.get(a, ()), *self.events.get(b, ()))):
+        if self.events and not may_share_a_step(self._events(a, b)):
             return False
         return not self.after[a] & self.before[b] & ~(self.members[a] | self.members[b])
+
+    def _events(self, a: int, b: int) -> tuple[CollectiveEvent, ...]:
+        return (*self.events.get(a, ()), *self.events.get(b, ()))
 
     def _parts(self, number: int) -> set[int]:
         return {self.parts[name] for name in self.reads[number] | self.writes[number] if name in self.parts}
@@ -239,7 +242,8 @@ class _StepGraph:
         self.alive -= {a, b}
         self.alive.add(new)
         self.first[new], self.members[new] = min(self.first[a], self.first[b]), own
-        self.events[new] = (*self.events.get(a, ()), *self.events.get(b, ()))
+        if events := self._events(a, b):
+            self.events[new] = events
         self.before[new] = (self.before[a] | self.before[b]) & ~own
         self.after[new] = (self.after[a] | self.after[b]) & ~own
         for n in _bits(own):

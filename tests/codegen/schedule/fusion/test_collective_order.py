@@ -41,7 +41,7 @@ return (one, sum)
 """Two products side by side: a loop behind the second one reads what a loop in front of the first one does."""
 
 
-def collectives(program, reads, results):
+def in_order(program, reads, results):
     """Collectives in the order in which a program has them: gathers before a step, and reductions behind it."""
     first, last = {}, {}
     for number, step in enumerate(program.steps):
@@ -51,17 +51,9 @@ def collectives(program, reads, results):
         for at, group in results:
             if isinstance(program.outputs[at], View) and program.outputs[at].buffer in step.writes:
                 last[group] = number
-    gathers = sorted((step, group, "gather") for group, step in first.items())
-    reductions = sorted((step, -group[0], "reduce") for group, step in last.items())
-    return gathers, reductions
-
-
-def in_order(program, reads, results):
-    gathers, reductions = collectives(program, reads, results)
-    both = sorted(
-        [*((at, 0, n) for n, (at, *_) in enumerate(gathers)), *((at, 1, n) for n, (at, *_) in enumerate(reductions))]
-    )
-    return [(gathers, reductions)[kind][number][1:] for _, kind, number in both]
+    gathers = [(step, "gather", group[0]) for group, step in first.items()]
+    reductions = [(step, "reduce", -group[0]) for group, step in last.items()]
+    return [collective for _, *collective in sorted([*gathers, *reductions])]
 
 
 def test_a_loop_does_not_take_another_gather_in_front_of_one():

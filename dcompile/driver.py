@@ -122,7 +122,7 @@ class Pipeline:
         sizes = traced_sizes(gm) if self.config.verify else {}
         donated = tuple(lowered.program.inputs[position] for position in request.donated)
         program = self._schedule(replace(lowered.program, donated=donated), request, sizes, measure)
-        kernels = self._timed(request, "emit", lambda: self.emit(program, request))
+        kernels = self._timed(request, "emit", lambda: self.emit(program, request, self._arch(gm)))
         report = _report(program, kernels)
         if regions is not None:
             report.fallbacks |= self._refused(regions)
@@ -149,10 +149,10 @@ class Pipeline:
         name = "" if self.config.backend is None else self.config.backend.name
         return {f"region left by {name}: {reason}": count for reason, count in regions.refused.items()}
 
-    def emit(self, program: Program, request: Request) -> Kernels:
-        """Emit the kernels of a program."""
+    def emit(self, program: Program, request: Request, arch: int | None = None) -> Kernels:
+        """Emit the kernels of a program. `arch`: compute capability of its GPU, if it is known."""
         products, one_shot = self._own_products(), self.config.all_reduces == "auto"
-        return emit_all(program, request.kind, self._decisions, own_products=products, one_shot=one_shot)
+        return emit_all(program, request.kind, self._decisions, own_products=products, one_shot=one_shot, arch=arch)
 
     def begin(self, gm: Any, request: Request, cache: KernelCache) -> PendingGraph:
         """Lower, schedule and emit one FX graph, and start building its kernels."""

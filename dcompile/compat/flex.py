@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 ARGUMENTS = {"flex_attention": 9, "flex_attention_backward": 14}
@@ -41,6 +41,25 @@ def tables(block_mask: Sequence[Any]) -> BlockTables:
     query_block, key_block, mask_mod = block_mask[-3:]
     partial_counts, partial, whole_counts, whole = block_mask[2:6]
     return BlockTables(partial_counts, partial, whole_counts, whole, int(query_block), int(key_block), mask_mod)
+
+
+def key_tables(block_mask: Sequence[Any]) -> tuple[Any, Any, Any, Any] | None:
+    """Return the tables of query blocks for each row of key blocks, as those of `tables`; None if there are none."""
+    partial_counts, partial, whole_counts, whole = block_mask[6:10]
+    return None if partial_counts is None else (partial_counts, partial, whole_counts, whole)
+
+
+_DEFAULTS: Mapping[str, Any] = {"BACKEND": "AUTO", "PRESCALE_QK": False, "BLOCKS_ARE_CONTIGUOUS": False}
+"""Options that every call has, and their values where the user has chosen none."""
+_HINTS = frozenset(("ROWS_GUARANTEED_SAFE", "WRITE_DQ", "OUTPUT_LOGSUMEXP", "OUTPUT_MAX"))
+"""Options that change no result."""
+
+
+def chosen_options(options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of options by which a user asks for one of TorchInductor's kernels, or for its tiles."""
+    return tuple(
+        name for name, value in options.items() if name not in _HINTS and _DEFAULTS.get(name, _DEFAULTS) != value
+    )
 
 
 def laid_out_as(tensor: Any, shape: Sequence[int], batch: int = 1) -> Any:

@@ -104,9 +104,7 @@ def test_programs_are_kept_and_calls_are_built_when_they_are_loaded(calls, monke
         torch.testing.assert_close(call(x), expected)
         receipt = dcompile.receipt(call)
         assert (receipt.graphs_cached, receipt.traces_cached, receipt.graphs_uncacheable) == (start, start, 0)
-        assert [note for note in receipt.notes if "flex" in note] == [
-            "flex_attention runs as TorchInductor's kernel: there is no rule for it yet"
-        ]
+        assert [note for note in receipt.notes if "flex" in note] == ["flex_attention runs as TorchInductor's kernel"]
         assert len(calls) == start + 1 and dict(receipt.fallbacks) == {"dcompile.call flex_attention": 1}
     monkeypatch.setattr(inductor, "compiled_flex", lambda *_: "no kernel here")
     monkeypatch.setattr(compat.flex, "is_on_cpu", lambda _: False)

@@ -51,5 +51,11 @@ def test_training_is_as_near_to_float64_as_eagers(kind, groups, width):
     exact, eager, ours = gradients(function, wide), gradients(function, short), gradients(call, short)
     for found, theirs, true in zip(ours, eager, exact, strict=True):
         assert (found - true).abs().max() <= 3 * (theirs - true).abs().max() + 1e-3 * true.abs().max()
-    assert all("TorchInductor's kernel" in note for note in dcompile.receipt(call).notes if "flex" in note)
-    assert any("flex" in note for note in dcompile.receipt(call).notes)
+    receipt = dcompile.receipt(call)
+    notes = [note for note in receipt.notes if "flex" in note]
+    if kind == "alibi":  # the slopes' gradient
+        assert [note.partition(":")[0] for note in notes] == ["flex_attention_backward is left to TorchInductor"] or (
+            len(notes) == 2 and notes[1] == "flex_attention_backward runs as TorchInductor's kernel"
+        )
+    else:
+        assert not notes and not receipt.fallbacks

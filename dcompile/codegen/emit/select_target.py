@@ -9,7 +9,7 @@ import torch
 from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.emit.cpp.plan import NestDecision
 from dcompile.codegen.emit.target import EmitRequest, Kernels, KernelSource, Target
-from dcompile.codegen.emit.triton import all_reduce_epilogue, one_shot_all_reduce, segment_sum
+from dcompile.codegen.emit.triton import all_reduce_epilogue, flex_kernels, one_shot_all_reduce, segment_sum
 from dcompile.codegen.emit.triton import target as triton_target
 from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, fuse_launches
 from dcompile.codegen.emit.triton.launch_order import start_all_reduces_early, start_next_first
@@ -48,11 +48,18 @@ def architecture(devices: Collection[torch.device]) -> int | None:
 
 
 def emit_all(
-    program: Program, kind: str, decisions: Sequence[NestDecision], *, own_products: bool, one_shot: bool = True
+    program: Program,
+    kind: str,
+    decisions: Sequence[NestDecision],
+    *,
+    own_products: bool,
+    one_shot: bool = True,
+    arch: int | None = None,
 ) -> Kernels:
     """Emit the kernel of each loop for the device whose memory it writes; on CPUs also matmuls, if `own_products`.
 
     `decisions`: the rows of `NEST_PASSES`, which plan C++ kernels. `one_shot`: small all-reduces get a kernel, too.
+    `arch`: compute capability of the GPU, if it is known.
     """
     table = program.table
     loops = [step for step in program.steps if isinstance(step, Loop)]
@@ -82,7 +89,7 @@ def emit_all(
     if constant is not None:
         calls = start_next_first(calls)
         all_reduces = start_all_reduces_early(program, all_reduces, first)
-    return Kernels(calls, segment_sum.products(program), all_reduces)
+    return Kernels(calls, segment_sum.products(program) | flex_kernels.products(program, arch), all_reduces)
 
 
 def _early(constant: frozenset[str] | None, first: int, number: int) -> frozenset[str]:

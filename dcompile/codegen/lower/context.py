@@ -37,6 +37,8 @@ class Lowering:
         """Whether matmuls of one row may become loops (GEMV)."""
         self.deterministic = False
         """Whether sums need a fixed order where eager's have one."""
+        self.positions_in_loops = False
+        """Whether loops replace indices out of range themselves, on each device."""
         self.device = HOST
         self.buffers: dict[str, Buffer] = {}
         self.steps: list[Step] = []

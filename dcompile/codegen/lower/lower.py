@@ -14,6 +14,7 @@ from dcompile import compat
 from dcompile.codegen.lower import all_aten, lazy_tensor
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
 from dcompile.codegen.lower.dtypes import fits_a_loop
+from dcompile.codegen.lower.flex_attention import lower_flex_attention
 from dcompile.codegen.lower.lazy_tensor import MAX_LOADS, MAX_OPS, LazyTensor, constant, from_view
 from dcompile.codegen.lower.library_calls import GraphAttribute, Unsupported, call_library, call_region, is_region
 from dcompile.codegen.lower.node_uses import Kind, Uses, find_uses
@@ -54,11 +55,12 @@ def lower(
     own_rows: bool = True,
     deterministic: bool = False,
     saved_from: int | None = None,
+    positions_in_loops: bool = False,
 ) -> Lowered:
     """Return the program of `gm`; with `aten` every op is a library call, with results bit-identical to `gm`'s.
 
     Without `own_rows`, matmuls of one row are library calls, as all others are. With `deterministic`, every sum has a
-    fixed order. Results from `saved_from` on are those that a forward saves for its backward.
+    fixed order. Results from `saved_from` on are those that a forward saves. `positions_in_loops`: see `Lowering`.
 
     Guarantees: each FX value is rounded to its own dtype, whether stored or not; ops with effects keep their order.
     """
@@ -67,6 +69,7 @@ def lower(
     try:
         walk = _Walk(gm, name, saved_from)
         walk.low.own_rows, walk.low.deterministic = own_rows, deterministic
+        walk.low.positions_in_loops = positions_in_loops
         return walk.run(grads)
     except (Unsupported, Inexpressible) as reason:
         because = str(reason).removeprefix("dcompile: ")
@@ -236,6 +239,8 @@ class _Walk:
         self.low.device = _device_of(value) or self.low.device
         if (exchanged := lower_collective(self.low, node, args)) is not None:
             return exchanged
+        if (attended := lower_flex_attention(self.low, node, args, lower)) is not None:
+            return attended
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return scalar(self.low, node, value, args, kwargs)
         if str(node.target) in OVERWRITES:

@@ -1,7 +1,8 @@
 """Calls of operators whose arguments have no text, as functions among a program's constants.
 
-FlexAttention is one of them. On GPUs TorchInductor compiles its kernel when the program is built or loaded, not while a
-graph is lowered: planning a graph again, or for another machine, compiles nothing. On CPUs it is a loop (`flex_loop`).
+FlexAttention is one of them where `flex_attention.py` leaves it. On GPUs TorchInductor compiles its kernel when the
+program is built or loaded, not while a graph is lowered: planning a graph again, or for another machine, compiles
+nothing. On CPUs it is a loop (`flex_loop`).
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class FlexCall:
     def __init__(self, node: Node, fixed: Mapping[Node, Any]) -> None:
         self._run = as_function(node, fixed, compat.flex.eager(node))
         self._parts: tuple[Node, Mapping[Node, Any]] | None = (node, fixed)
-        self._how = "runs as TorchInductor's kernel: there is no rule for it yet"
+        self._how = "runs as TorchInductor's kernel"
         self.operator, self.counted = str(node.target), named_call(function_name(node))
 
     def build(self, known: dict[str, Callable[..., Any] | str] | None = None) -> str:
@@ -128,7 +129,7 @@ class FlexCall:
     def note(self, why_not: str) -> str:
         """Line for the receipt about the call. `why_not`: what `build` has returned."""
         if why_not:
-            return f"{self.operator} computes all scores, as in eager mode ({why_not}): there is no rule for it yet"
+            return f"{self.operator} computes all scores, as in eager mode ({why_not})"
         return f"{self.operator} {self._how}"
 
     def __call__(self, *values: Any) -> Any:

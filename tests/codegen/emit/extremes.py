@@ -102,6 +102,9 @@ def eager(op: str, dtype: str) -> np.ndarray:
     given = operands(op, dtype).values()
     if op in ("mod", "fmod") and DTYPES[dtype] == "float":
         return _remainder(*given, op)
+    if op == "sqrt":  # eager's of float64 are off by one unit on some of Intel's processors
+        with np.errstate(all="ignore"):
+            return np.sqrt(*given)
     found: torch.Tensor = (EAGER.get(op) or getattr(torch, op))(*map(torch.from_numpy, given))
     return found.numpy()
 

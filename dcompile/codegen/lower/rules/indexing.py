@@ -83,7 +83,9 @@ def places(low: Lowering, positions: LazyTensor, size: Size, *, wrap: bool) -> I
     the time without it.
     """
     lowest = as_size(size * -1) if wrap else 0
-    in_loop = low.traits.checks_positions and isinstance(size, int) and size > 0 and 0 not in positions.shape
+    known = isinstance(size, int) and size > 0
+    in_loop = (low.traits.checks_positions and known) or (low.positions_in_loops and size != 0)
+    in_loop = in_loop and 0 not in positions.shape
     if in_loop and not is_within(positions, lowest, size):
         return IndexPositions(positions, size, wrap, check=True)
     return IndexPositions(check_positions(low, positions, size, wrap=wrap), size, wrap, check=False)

@@ -15,6 +15,7 @@ from dcompile.codegen.schedule.order.simulate import is_copied_gather
 from dcompile.device_traits import loop_traits, main_device, traits_of
 from dcompile.ir import functional_collectives
 from dcompile.ir.analysis import operands, row_values, sizes
+from dcompile.ir.attention import FLEX_BACKWARD
 from dcompile.ir.buffers import ITEMSIZE, Bucket, Buffer
 from dcompile.ir.collective_kinds import COLLECTIVES
 from dcompile.ir.index import Index, Size, typical
@@ -271,6 +272,13 @@ def _attention_in_blocks(step: Extern, shapes: _Shapes, _table: Mapping[str, Buf
     return pairs * (2 * (3 * query[3] + 2 * value[3]) if backward else 2 * (query[3] + value[3]))
 
 
+def _flex_attention(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _tile: int) -> int:
+    """Count the matmuls of FlexAttention. How many blocks its tables name is known at run time only: half, say."""
+    query, _, value = shapes[:3]
+    pairs = prod(query[:3]) * value[2] // 2
+    return pairs * (2 * (4 * query[3] + 3 * value[3]) if step.op == FLEX_BACKWARD else 2 * (query[3] + value[3]))
+
+
 def _convolution(step: Extern, shapes: _Shapes, table: Mapping[str, Buffer], _tile: int) -> int:
     """Count the FLOPs of a convolution: each element of the result is a sum over one output channel's filter."""
     weight = shapes[1]
@@ -291,6 +299,7 @@ _FLOPS: Mapping[str, _Count] = {
     **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_int_mm", "_scaled_mm", *_FLOAT32_RESULT), _mm),
     **{f"_scaled_dot_product_{kind}": _attention for kind in _CAUSAL},
     "dcompile_attention": _attention_in_blocks,
+    "dcompile_flex_attention": _flex_attention,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
 }

@@ -1,0 +1,117 @@
+"""FlexAttention on GPUs: blocks that a mask leaves, with functions of scores and positions in registers.
+
+forward: a program has a block of queries. It goes through the key blocks that the tables name, with a softmax whose
+sums are corrected as larger scores come (FlashAttention-2: Dao, 2023). Exponentials have base 2.
+queries, keys (`flex_backward.py`): gradients of queries, and of keys and values. Scores are computed again.
+
+The place of the next block is read one step ahead, so that its keys are asked for while those before are multiplied.
+Sums are in float32 and in a fixed order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dcompile.codegen.emit.kernel_name import kernel_name
+from dcompile.codegen.emit.target import KernelSource, Launch
+from dcompile.codegen.emit.triton.flex_text import MASK, SCORES, FlexText, room
+from dcompile.codegen.emit.triton.flex_tiles import FlexTile
+from dcompile.codegen.emit.triton.kernel import function_text, types_of
+from dcompile.codegen.emit.triton.library import HEADER, used_functions
+from dcompile.codegen.emit.triton.pair_tile import HEAD, KEY, QUERY
+from dcompile.ir.attention import flex_arguments
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Extern
+
+
+def emit(step: Extern, table: Mapping[str, Buffer], tile: FlexTile) -> KernelSource:
+    """Return the kernel of a call of the forward."""
+    call = flex_arguments(step)
+    writer = ForwardWriter(FlexText(step, table, tile, {SCORES: call.score, MASK: call.mask}))
+    writer.run()
+    return kernel_of("flex_attention", {"forward": writer.flex}, step)
+
+
+def kernel_of(name: str, written: Mapping[str, FlexText], step: Extern) -> KernelSource:
+    """Return kernels that are launched one after another as one source. Each takes all size symbols."""
+    table = next(iter(written.values())).table
+    sizes = tuple(dict.fromkeys(symbol for flex in written.values() for symbol in flex.text.symbols))
+    buffers = tuple(dict.fromkeys(buffer for flex in written.values() for buffer in flex.text.arguments))
+    parts, launches = [], []
+    for entry, flex in written.items():
+        own = [*flex.text.arguments]
+        named = [*flex.text.arguments.values(), *(flex.text.symbol(symbol) for symbol in sizes)]
+        parts.append(function_text(entry, named, flex.text.lines))
+        places = [*map(buffers.index, own), *range(len(buffers), len(buffers) + len(sizes))]
+        types = types_of(own, len(places), table)
+        launches.append(Launch(entry, flex.programs, flex.tile.warps, tuple(places), types))
+    text = "\n\n".join(parts)
+    text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
+    shapes = [(launch.function, launch.warps, launch.types) for launch in launches]
+    digest = hashlib.sha256(f"{text}\n{shapes}".encode()).hexdigest()[:24]
+    renamed = []
+    for launch in launches:
+        entry = f"dcompile_{name}_{launch.function}_{digest[:8]}"
+        text = text.replace(f"def {launch.function}(", f"def {entry}(")
+        renamed.append(replace(launch, function=entry))
+    cost = 400 * len(written)  # Triton compiles each for seconds
+    return KernelSource(
+        kernel_name(name, digest), text, buffers, cost, False, step.origin, sizes, launches=tuple(renamed)
+    )
+
+
+class ForwardWriter:
+    """Writes the kernel of the forward."""
+
+    def __init__(self, flex: FlexText) -> None:
+        self.flex, self.line, self.call = flex, flex.line, flex.call
+
+    def run(self) -> None:
+        """Write all statements."""
+        call, flex, line = self.call, self.flex, self.line
+        flex.begin()
+        line(f"{HEAD} = head")
+        flex.base("query", call.query, HEAD)
+        for name, view in (("key", call.key), ("values", call.value)):
+            flex.base(name, view, f"({HEAD} // {call.group})" if call.group > 1 else HEAD)
+        flex.read_rows("query", call.query, QUERY, "d")
+        flex.text.position(flex.pairs.outer, "m0")
+        flex.pairs.write_outer([SCORES, MASK])
+        rows = flex.tile.queries
+        line(f'top = tl.full([{rows}], float("-inf"), tl.float32)')
+        line(f"total = tl.zeros([{rows}], tl.float32)")
+        line(f"mixed = tl.zeros([{rows}, {room(flex.widths['e'])}], tl.float32)")
+        for blocks, partial in ((call.partial, True), (call.whole, False)):
+            if blocks is not None:
+                flex.begin_blocks(blocks)
+                self._step(partial)
+                flex.end_blocks()
+        self._end()
+
+    def _step(self, partial: bool) -> None:
+        """Write what a program does for a tile of keys."""
+        flex, line = self.flex, self.line
+        flex.read_rows("key", self.call.key, KEY, "d", turned=True)
+        flex.scores("tl.dot(query, key)")
+        if test := flex.allowed(partial):
+            line(f'value = tl.where({test}, value, float("-inf"))')
+        line(f"high = tl.maximum(top, tl.max(value, 1) * {flex.factor!r})")
+        line('level = tl.where(high == float("-inf"), 0.0, high)')
+        flex.weights("level[:, None]")
+        line("shrunk = tl.math.exp2(top - level)")
+        line("total = total * shrunk + tl.sum(weight, 1)")
+        flex.read_rows("values", self.call.value, KEY, "e")
+        line(f"mixed = tl.dot(weight.to(tl.{flex.dtype}), values, mixed * shrunk[:, None])")
+        line("top = high")
+
+    def _end(self) -> None:
+        """Write the results."""
+        flex, line = self.flex, self.line
+        out, logsumexp, largest = flex.outs
+        line("whole = tl.where(total == 0.0, 1.0, total)")
+        line("mixed = mixed / whole[:, None]")
+        flex.write_rows("mixed", out, HEAD, QUERY, "e")
+        flex.write_numbers('tl.where(total == 0.0, float("-inf"), top + tl.math.log2(whole))', logsumexp)
+        flex.write_numbers("top", largest)

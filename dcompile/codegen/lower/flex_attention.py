@@ -1,0 +1,232 @@
+"""Lower FlexAttention to calls that kernels of ours compute (`emit/triton/flex_attention.py`): forward and backward.
+
+`dcompile_flex_attention.forward` takes query, key, value, a mask's tables, tensors that functions read, both functions,
+scale and sides of blocks. It gives out, logsumexp and the largest scores. The arguments of
+`dcompile_flex_attention.backward` begin with those. Then come out, logsumexp, the gradients of both, the tables of key
+blocks, and the function of a score's gradient. It gives the gradients of query, key and value, and memory for one
+number a query. Functions are texts (`ir/pair_function.py`). `ir/attention.py` names the arguments.
+
+Logarithms have base 2, as the operators return them. Other devices, 32-bit inputs, a few queries of many keys, and
+gradients of tensors that a function reads are left to `opaque_calls`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dcompile import compat
+from dcompile.codegen.lower.context import Lowering
+from dcompile.codegen.lower.decompositions.table import table
+from dcompile.codegen.lower.lazy_tensor import LazyTensor
+from dcompile.codegen.lower.library_calls import GraphAttribute
+from dcompile.codegen.lower.symbolic.shapes import variables_of
+from dcompile.codegen.lower.symbolic.strides import Shape, contiguous
+from dcompile.codegen.nest.loop_nest import renumber
+from dcompile.ir.attention import FLEX, FLEX_BACKWARD, MAX_WIDTH, MIN_BLOCK
+from dcompile.ir.index import as_index, as_size, exact_quotient, is_below
+from dcompile.ir.nodes import Apply, Load, Loop, Program, Ref, Value, View
+from dcompile.ir.pair_function import GRADIENT, PLACES, SCORE, PairFunction
+
+Lower = Callable[..., Any]
+_FORWARD, _BACKWARD = compat.inductor.FLEX
+_SHORT = ("bfloat16", "float16")
+_ALIGNED = 8
+"""Elements in 16 bytes."""
+MIN_QUERIES = 64
+MAX_KEYS = 1024
+"""Fewer queries of more keys are better split along the keys."""
+
+
+class _Unfit(Exception):
+    """A call that the kernels do not compute; says why."""
+
+
+def lower_flex_attention(low: Lowering, node: Node, args: Sequence[Any], lower: Lower) -> tuple[Any, ...] | None:
+    """Return the results of a call, and add its step; None for other nodes, and for calls that are left.
+
+    `lower`: lowers the graphs of functions.
+    """
+    if not compat.inductor.is_flex(node.target) or low.traits.masked_attention != "flex":
+        return None
+    try:
+        call = _FlexCall(low, node, args, lower)
+        return call.backward() if str(node.target) == _BACKWARD else call.forward()
+    except _Unfit as reason:
+        low.declined.append(f"{node.target} is left to TorchInductor: {reason}")
+        return None
+
+
+class _FlexCall:
+    """One call of either operator, and what both have."""
+
+    def __init__(self, low: Lowering, node: Node, args: Sequence[Any], lower: Lower) -> None:
+        self.low, self.node, self.args, self.lower = low, node, args, lower
+        self.is_backward = str(node.target) == _BACKWARD
+        _require(len(args) == compat.flex.ARGUMENTS[str(node.target)], "its arguments are unknown")
+        self.block_mask = args[9 if self.is_backward else 4]
+        _require(compat.flex.is_known_mask(self.block_mask), "its block mask is unknown")
+        self.score_buffers, self.mask_buffers = args[-2:]
+        self._check()
+
+    def _check(self) -> None:
+        options = self.args[11 if self.is_backward else 6]
+        chosen = options.value if isinstance(options, GraphAttribute) else options
+        _require(not compat.flex.chosen_options(chosen), "it asks for options of its kernel")
+        query, key, value = self.args[:3]
+        _require(query.dtype in _SHORT and query.dtype == key.dtype == value.dtype, f"its inputs are {query.dtype}")
+        tensors = (query, key, value, *self.score_buffers, *self.mask_buffers)
+        _require(all(isinstance(tensor, LazyTensor) for tensor in tensors), "its functions read numbers")
+        sizes = [size for tensor in tensors for size in (*tensor.shape, *tensor.strides)]
+        _require(variables_of(sizes) <= self.low.known, "its sizes are known only after a library call")
+        shapes = [size for tensor in (query, key, value) for size in (tensor.shape[1], tensor.shape[3])]
+        _require(all(isinstance(size, int) for size in shapes), "its heads are a symbol")
+        _require(0 not in (*query.shape, *key.shape, *value.shape), "it is empty")
+        _require(int(query.shape[1]) % int(key.shape[1]) == 0, "its heads share keys unevenly")
+        widths = query.shape[3], value.shape[3]
+        _require(max(widths) <= MAX_WIDTH, f"heads of {max(widths)} elements")
+        _require(query.shape[0] == key.shape[0] or not self.is_backward, "its batches share keys")
+        queries, keys = query.shape[2], key.shape[2]
+        few = isinstance(queries, int) and queries < MIN_QUERIES and not is_below(as_index(keys), MAX_KEYS, {})
+        _require(not few, f"{queries} queries of {keys} keys, which it splits")
+        blocks = compat.flex.tables(self.block_mask)
+        sides = blocks.query_block, blocks.key_block
+        _require(all(side >= MIN_BLOCK and side & (side - 1) == 0 for side in sides), f"blocks of {sides}")
+
+    def forward(self) -> tuple[Any, ...]:
+        """Add the step of the forward."""
+        value: Any = self.node.meta["val"]
+        outs = [self.low.result(fake, f"{self.node.name}_{n}") for n, fake in enumerate(value[:3])]
+        self.low.extern(FLEX, self._given(), [_buffer(out) for out in outs], mode="out")
+        return (*outs, *value[3:])
+
+    def backward(self) -> tuple[Any, ...]:
+        """Add the step of the backward."""
+        low, (out, logsumexp, grad, grad_logsumexp) = self.low, self.args[3:7]
+        joint = self._graph(8)
+        needs = compat.flex.gradients_of_captured(joint)
+        _require(all(part is None for part in needs), "a tensor that its score function reads needs a gradient")
+        blocks = compat.flex.key_tables(self.block_mask)
+        _require(blocks is not None, "its block mask has no tables for keys")
+        function = self._function(joint, (SCORE, *PLACES, GRADIENT), self.score_buffers)
+        extra = [self._rows(out), logsumexp, self._rows(grad), grad_logsumexp, tuple(blocks or ()), str(function)]
+        value: Any = self.node.meta["val"]
+        outs = [low.result(fake, f"{self.node.name}_{n}") for n, fake in enumerate(value[:3])]
+        levels = low.buffer(self.args[0].shape[:3], "float32", name=f"{self.node.name}_levels")
+        low.extern(FLEX_BACKWARD, [*self._given(), *extra], [*map(_buffer, outs), levels.buffer], mode="out")
+        return (*outs, tuple(None for _ in value[3]))
+
+    def _given(self) -> list[Any]:
+        """Return the arguments that both have."""
+        blocks = compat.flex.tables(self.block_mask)
+        score = self._function(self._graph(7 if self.is_backward else 3), (SCORE, *PLACES), self.score_buffers)
+        mask = self._function(blocks.mask_mod.value, PLACES, self.mask_buffers)
+        tables = (blocks.partial_counts, blocks.partial, blocks.whole_counts, blocks.whole)
+        scale = self.args[10 if self.is_backward else 5]
+        _require(isinstance(scale, (int, float)), "its scale is no number")
+        factors = [self._rows(tensor) for tensor in self.args[:3]]
+        buffers = (tuple(self.score_buffers), tuple(self.mask_buffers))
+        return [*factors, tables, *buffers, str(score), str(mask), scale, (blocks.query_block, blocks.key_block)]
+
+    def _rows(self, tensor: LazyTensor) -> View:
+        """Return a tensor in memory, whose last dimension is contiguous and is read 16 bytes at a time."""
+        view = self.low.memory(tensor).view
+        assert view is not None, "a stored tensor is in memory"
+        steps = (*view.strides[:-1], view.offset)
+        if view.strides[-1] == 1 and all(exact_quotient(step, _ALIGNED) is not None for step in steps):
+            return view
+        made = self.low.store(self.low.memory(tensor), _spaced_rows(tensor.shape)).view
+        assert made is not None, "a stored tensor is in memory"
+        return made
+
+    def _graph(self, place: int) -> GraphModule:
+        held = self.args[place]
+        _require(isinstance(held, GraphAttribute) and isinstance(held.value, GraphModule), "its function is no graph")
+        return held.value  # type: ignore[no-any-return]
+
+    def _function(self, graph: GraphModule, names: Sequence[str], buffers: Sequence[LazyTensor]) -> PairFunction:
+        """Return the function of a graph whose first arguments have these names, and whose others are tensors."""
+        _require(isinstance(graph, GraphModule), "its function is no graph")
+        names = (*names, *(f"c{number}" for number in range(len(buffers))))
+        traced = _traced(graph, names)
+        program: Program = self.lower(traced, "function", positions_in_loops=True).program
+        loops = [step for step in program.steps if isinstance(step, Loop)]
+        _require(len(loops) == len(program.steps), f"its function calls {_library_call(program)}")
+        _require(len(program.inputs) == len(names), "its function holds tensors")
+        (result,) = program.outputs
+        _require(isinstance(result, View), "its function returns no tensor")
+        return _joined(loops, dict(zip(program.inputs, names, strict=True)), result)  # type: ignore[arg-type]
+
+
+def _spaced_rows(shape: Shape) -> Shape:
+    """Return strides of rows one after another, each of which starts at a multiple of 16 bytes."""
+    width = -(-int(shape[-1]) // _ALIGNED) * _ALIGNED  # type: ignore[arg-type]
+    return (*(as_size(as_index(step) * width) for step in contiguous(shape[:-1])), 1)
+
+
+def _require(holds: bool, reason: str) -> None:
+    if not holds:
+        raise _Unfit(reason)
+
+
+def _buffer(tensor: LazyTensor) -> str:
+    assert tensor.view is not None, "a result is in memory"
+    return tensor.view.buffer
+
+
+def _library_call(program: Program) -> str:
+    return next((str(getattr(step, "op", "")) for step in program.steps if not isinstance(step, Loop)), "")
+
+
+def _traced(graph: GraphModule, names: Sequence[str]) -> GraphModule:
+    """Return a graph's first result, traced again with scores and gradients in float32, as eager math has them."""
+    given: list[Any] = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    _require(len(given) == len(names), "its function has other arguments")
+    for place, name in enumerate(names):
+        if name in (SCORE, GRADIENT):
+            given[place] = given[place].float()
+
+    def first(*values: Any) -> Any:
+        found = graph(*values)
+        return found[0] if isinstance(found, (tuple, list)) else found
+
+    try:
+        with compat.inductor.outside_tracing():
+            made: GraphModule = make_fx(first, decomposition_table=table(fallback_random=False))(*given)
+    except Exception as error:  # the user's function, with other dtypes
+        raise _Unfit(f"{type(error).__name__} as its function is traced: {error}".splitlines()[0][:200]) from error
+    made.graph.eliminate_dead_code()
+    return made
+
+
+def _joined(loops: Sequence[Loop], names: dict[str, str], result: View) -> PairFunction:
+    """Return the bodies of loops over nothing as one: what a loop stores, later ones use."""
+    body: list[Value] = []
+    stored: dict[str, Ref] = {}
+    for loop in loops:
+        number: dict[Ref, Ref] = {}
+        for ref, value in enumerate(loop.body):
+            if isinstance(value, Load) and value.buffer in stored:
+                number[ref] = stored[value.buffer]
+                continue
+            number[ref] = len(body)
+            body.append(_renamed(renumber(value, number), names))
+        stored |= {store.buffer: number[store.value] for store in loop.stores}
+    if result.buffer not in stored:  # an argument as it is
+        body.append(Load(names[result.buffer], as_index(result.offset), "float32"))
+        return PairFunction(tuple(body), len(body) - 1)
+    return PairFunction(tuple(map(_unrounded, body)), stored[result.buffer])
+
+
+def _unrounded(value: Value) -> Value:
+    """Return a conversion to 16 bits as one to float32: the graph of a gradient has it for scores of 16 bits."""
+    rounds = isinstance(value, Apply) and value.op == "cast" and value.dtype in _SHORT
+    return replace(value, dtype="float32") if rounds else value
+
+
+def _renamed(value: Value, names: dict[str, str]) -> Value:
+    return replace(value, buffer=names[value.buffer]) if isinstance(value, Load) else value

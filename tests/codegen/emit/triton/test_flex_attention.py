@@ -1,0 +1,93 @@
+"""FlexAttention's kernels: results in Triton's interpreter against float64, and machine code for each kind of GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from dcompile.codegen.emit.triton import flex_kernels, worker
+from dcompile.codegen.emit.triton.compile import OPTIONS
+from dcompile.ir.attention import FLEX, FLEX_BACKWARD
+from dcompile.ir.parse import parse
+from dcompile.ir.text import show
+from dcompile.ir.verify import verify
+from dcompile.toolchain import triton_version
+from tests import nursery
+from tests.codegen.emit import flex
+from tests.codegen.emit.triton.test_kernel import resources
+
+with_triton = pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
+SHARED_BYTES = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Shared memory that a program may have; 99 KiB on GPUs of compute capabilities 8.6, 8.9 and 12.0."""
+
+MAX_SPILLED_BYTES = {80: 64, 90: 288, 100: 288}
+"""Registers of a thread in memory: on an H100, tiles of heads of 256 were fastest with that."""
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    """What is wrong with each case, from a process in which Triton interprets."""
+    command = [nursery.python(), "-m", "tests.codegen.emit.interpreted_flex"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[4]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=root)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@with_triton
+@pytest.mark.parametrize("name", flex.CASES)
+def test_results_and_gradients_are_eager_maths(name, interpreted):
+    assert interpreted[name] == ""
+
+
+def calls(case: flex.Case):
+    lowered, _ = case.lowered()
+    assert lowered.declined == ()
+    verify(lowered.program)
+    assert parse(show(lowered.program)) == lowered.program
+    assert [step.op for step in lowered.program.steps] == [FLEX, FLEX_BACKWARD]
+    return lowered.program
+
+
+@with_triton
+@pytest.mark.parametrize(
+    ("width", "arch"), [(64, 90), (128, 90), (256, 90), (64, 80), (128, 80), (256, 80), (128, 100)]
+)
+def test_every_gpu_has_machine_code_that_fits_it(width, arch, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    case = flex.Case(
+        flex.window, width=width, value_width=width, queries=512, keys=512, block=128, dtype=torch.bfloat16
+    )
+    for product in flex_kernels.products(calls(case), arch).values():
+        source = product.kernel
+        module = worker.load(source.name, source.text, arch, tmp_path)
+        for launch in source.launches:
+            function = getattr(module, launch.function)
+            made = worker.compile_function(function, list(launch.types), launch.warps, arch, dict(OPTIONS))
+            assert f".target sm_{arch}" in made.asm["ptx"]
+            assert made.metadata.shared <= SHARED_BYTES[arch]
+            used = resources(made.asm["cubin"], tmp_path)
+            assert used["STACK"] <= MAX_SPILLED_BYTES[arch], (
+                f"{launch.function} keeps {used['STACK']} bytes of each thread in memory"
+            )
+
+
+def test_layers_share_their_kernels():
+    texts = [[p.kernel.name for p in flex_kernels.products(calls(flex.Case())).values()] for _ in range(2)]
+    assert texts[0] == texts[1] and len({*texts[0]}) == 2
+
+
+def test_functions_are_applied_to_the_blocks_that_need_them():
+    """The mask's function is in the loop over partial blocks alone, and what heads have in common before it."""
+    forward, _ = flex_kernels.products(calls(flex.CASES["capped with slopes"])).values()
+    text = forward.kernel.text.partition("_forward_")[2]
+    before, partial, whole = text.split("for step in ")
+    assert (before.count(" >= "), partial.count(" >= "), whole.count(" >= ")) == (0, 1, 0)
+    assert "tl.load(a3 + " in before and partial.count("tanh") == whole.count("tanh") == 1

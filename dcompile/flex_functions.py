@@ -75,7 +75,7 @@ class JointGraph:
         self._terms: list[_Term] = []
         results: list[Node] = [] if by_score is None else [copies[by_score]]
         for buffer, node in enumerate(captured):
-            for item in () if node is None else _summands(node):
+            for item in () if node is None else summands(node):
                 term, nodes = _term(buffer, item)
                 self._terms.append(term)
                 results += [copies[node] for node in nodes]
@@ -126,12 +126,12 @@ class JointGraph:
         return tuple(map(_gradient, buffers, sums))
 
 
-def _summands(node: Node) -> Iterator[Node]:
+def summands(node: Node) -> Iterator[Node]:
     """Yield what a gradient is the sum of: a tensor that is read several times has as many."""
-    if node.target is torch.ops.aten.add.Tensor and not node.kwargs and _has_scatter(node):
+    if node.target is torch.ops.aten.add.Tensor and not node.kwargs and has_scatter(node):
         for item in node.args:
             assert isinstance(item, Node), "a sum of gradients is one of tensors"
-            yield from _summands(item)
+            yield from summands(item)
     else:
         yield node
 
@@ -141,10 +141,11 @@ def _term(buffer: int, node: Node) -> tuple[_Term, list[Node]]:
     if found is not None:
         indices, values = found
         return _Term(buffer, False, len(indices)), [values, *indices]
-    return _Term(buffer, _has_scatter(node)), [node]
+    return _Term(buffer, has_scatter(node)), [node]
 
 
-def _has_scatter(node: Node) -> bool:
+def has_scatter(node: Node) -> bool:
+    """Return whether a gradient is made by adding values to zeros, among others."""
     seen, waiting = {node}, [node]
     while waiting:
         item = waiting.pop()

@@ -28,6 +28,16 @@ class BlockTable:
 
 
 @dataclass(frozen=True, slots=True)
+class CapturedTerm:
+    """A part of the gradient of a tensor that the score function reads: values of pairs, added at their indices."""
+
+    total: int
+    """Which of the tensors with a gradient it is of."""
+    value: PairFunction
+    indices: tuple[PairFunction, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FlexArguments:
     """The arguments of a call. Those from `out` on are of the backward."""
 
@@ -48,6 +58,7 @@ class FlexArguments:
     partial_of_keys: BlockTable | None = None
     whole_of_keys: BlockTable | None = None
     joint: PairFunction | None = None
+    terms: tuple[CapturedTerm, ...] = ()
 
     @property
     def group(self) -> int:
@@ -64,11 +75,16 @@ def flex_arguments(step: Extern) -> FlexArguments:
     forward = FlexArguments(*factors, *_tables(tables), *functions, float(scale), *blocks)
     if step.op == FLEX:
         return forward
-    out, logsumexp, grad, grad_logsumexp, of_keys, joint = given[10:]
+    out, logsumexp, grad, grad_logsumexp, of_keys, joint, terms = given[10:]
     partial, whole = _tables(of_keys)
+    captured = tuple(
+        CapturedTerm(total, _function(value, score_buffers), tuple(_function(text, score_buffers) for text in indices))
+        for total, value, indices in terms
+    )
     return replace(
         forward, out=out, logsumexp=logsumexp, grad=grad, grad_logsumexp=grad_logsumexp,
         partial_of_keys=partial, whole_of_keys=whole, joint=_function(joint, score_buffers),
+        terms=captured,
     )  # fmt: skip
 
 

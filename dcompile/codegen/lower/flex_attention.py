@@ -3,11 +3,12 @@
 `dcompile_flex_attention.forward` takes query, key, value, a mask's tables, tensors that functions read, both functions,
 scale and sides of blocks. It gives out, logsumexp and the largest scores. The arguments of
 `dcompile_flex_attention.backward` begin with those. Then come out, logsumexp, the gradients of both, the tables of key
-blocks, and the function of a score's gradient. It gives the gradients of query, key and value, and memory for one
-number a query. Functions are texts (`ir/pair_function.py`). `ir/attention.py` names the arguments.
+blocks, the function of a score's gradient, and terms of gradients of what the score function reads. It gives the
+gradients of query, key and value, memory for one number a query, and those gradients. Functions are texts
+(`ir/pair_function.py`). `ir/attention.py` names the arguments.
 
-Logarithms have base 2, as the operators return them. Other devices, 32-bit inputs, a few queries of many keys, and
-gradients of tensors that a function reads are left to `opaque_calls`.
+Logarithms have base 2, as the operators return them. Other devices, 32-bit inputs, and a few queries of many keys
+are left to `opaque_calls`.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch.fx import GraphModule, Node
+import torch
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile import compat
-from dcompile.codegen.lower.context import Lowering
+from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.decompositions.table import table
-from dcompile.codegen.lower.lazy_tensor import LazyTensor
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant, from_view, make_lazy
 from dcompile.codegen.lower.library_calls import GraphAttribute
+from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.symbolic.shapes import variables_of
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous
 from dcompile.codegen.nest.loop_nest import renumber
+from dcompile.flex_functions import has_scatter, summands
 from dcompile.ir.attention import FLEX, FLEX_BACKWARD, MAX_WIDTH, MIN_BLOCK
 from dcompile.ir.index import as_index, as_size, exact_quotient, is_below
 from dcompile.ir.nodes import Apply, Load, Loop, Program, Ref, Value, View
@@ -34,6 +38,8 @@ from dcompile.ir.pair_function import GRADIENT, PLACES, SCORE, PairFunction
 
 Lower = Callable[..., Any]
 _FORWARD, _BACKWARD = compat.inductor.FLEX
+_JOINT = (SCORE, *PLACES, GRADIENT)
+"""Arguments of the function of a score's gradient."""
 _SHORT = ("bfloat16", "float16")
 _ALIGNED = 8
 """Elements in 16 bytes."""
@@ -107,18 +113,48 @@ class _FlexCall:
     def backward(self) -> tuple[Any, ...]:
         """Add the step of the backward."""
         low, (out, logsumexp, grad, grad_logsumexp) = self.low, self.args[3:7]
-        joint = self._graph(8)
-        needs = compat.flex.gradients_of_captured(joint)
-        _require(all(part is None for part in needs), "a tensor that its score function reads needs a gradient")
-        blocks = compat.flex.key_tables(self.block_mask)
+        joint, blocks = self._graph(8), compat.flex.key_tables(self.block_mask)
         _require(blocks is not None, "its block mask has no tables for keys")
-        function = self._function(joint, (SCORE, *PLACES, GRADIENT), self.score_buffers)
-        extra = [self._rows(out), logsumexp, self._rows(grad), grad_logsumexp, tuple(blocks or ()), str(function)]
+        function = self._function(joint, _JOINT, self.score_buffers)
+        terms, sums = self._captured(joint)
+        extra = [
+            self._rows(out),
+            logsumexp,
+            self._rows(grad),
+            grad_logsumexp,
+            tuple(blocks or ()),
+            str(function),
+            terms,
+        ]
         value: Any = self.node.meta["val"]
         outs = [low.result(fake, f"{self.node.name}_{n}") for n, fake in enumerate(value[:3])]
         levels = low.buffer(self.args[0].shape[:3], "float32", name=f"{self.node.name}_levels")
-        low.extern(FLEX_BACKWARD, [*self._given(), *extra], [*map(_buffer, outs), levels.buffer], mode="out")
-        return (*outs, tuple(None for _ in value[3]))
+        written = [*map(_buffer, outs), levels.buffer, *(view.buffer for view in sums.values())]
+        low.extern(FLEX_BACKWARD, [*self._given(), *extra], written, mode="out")
+        return (*outs, tuple(_captured_gradient(sums.get(n), fake) for n, fake in enumerate(value[3])))
+
+    def _captured(self, joint: GraphModule) -> tuple[tuple[Any, ...], dict[int, View]]:
+        """Return the terms of captured tensors' gradients, and memory for each tensor's sum.
+
+        A term is the number of a sum, the function of its values, and one for each dimension that they are added along.
+        """
+        terms: list[Any] = []
+        sums: dict[int, View] = {}
+        for place, node in enumerate(compat.flex.gradients_of_captured(joint)):
+            if node is None:
+                continue
+            _require(not self.low.deterministic, "gradients of what its function reads would be added in any order")
+            buffer = self.score_buffers[place]
+            _require(buffer.dtype in ("float32", *_SHORT), f"its function reads a {buffer.dtype}, and needs a gradient")
+            for item in summands(node):
+                found = compat.flex.scattered(item)
+                _require(found is not None or not (buffer.shape or has_scatter(item)), "a gradient has an unknown form")
+                indices, values = found or ((), item)
+                names = _JOINT, self.score_buffers
+                texts = [str(self._function(_graph_of(joint, part), *names)) for part in (values, *indices)]
+                terms.append((len(sums), texts[0], tuple(texts[1:])))
+            sums[place] = self.low.buffer(buffer.shape, "float32", name=f"{self.node.name}_of_{place}")
+        return tuple(terms), sums
 
     def _given(self) -> list[Any]:
         """Return the arguments that both have."""
@@ -166,6 +202,25 @@ def _spaced_rows(shape: Shape) -> Shape:
     """Return strides of rows one after another, each of which starts at a multiple of 16 bytes."""
     width = -(-int(shape[-1]) // _ALIGNED) * _ALIGNED  # type: ignore[arg-type]
     return (*(as_size(as_index(step) * width) for step in contiguous(shape[:-1])), 1)
+
+
+def _graph_of(graph: GraphModule, result: Node) -> GraphModule:
+    """Return a graph that has another node's value as its result."""
+    found, copies = Graph(), dict[Node, Node]()
+    found.graph_copy(graph.graph, copies)
+    found.output(copies[result])
+    return GraphModule(graph, found)
+
+
+def _captured_gradient(total: View | None, fake: Any) -> LazyTensor | None:
+    """Return the gradient of what a function reads, by its sum in float32; without one it is 0."""
+    if not isinstance(fake, torch.Tensor):
+        return None
+    dtype = dtype_name(fake.dtype)
+    if total is None:
+        return constant(0, shape_of(fake), dtype)
+    whole = from_view(total, "float32")
+    return make_lazy(whole.shape, dtype, lambda body, at: to_dtype(body, body.trace(whole, at), dtype), (whole,))
 
 
 def _require(holds: bool, reason: str) -> None:

@@ -55,6 +55,8 @@ class Case:
     is_turned: bool = False
     with_logarithm: bool = False
     is_symbolic: bool = False
+    trains: bool = False
+    """Whether what the score function reads has gradients."""
 
     def tensors(self) -> list[torch.Tensor]:
         """Queries, keys, values, the gradients of result and logarithm, and what the score function reads."""
@@ -87,7 +89,7 @@ class Case:
             reads, given = others[: len(self.reads)], list(table)
             for place, tensor in zip(places, others[len(self.reads) :], strict=True):
                 given[place] = tensor
-            wanted = [tensor.requires_grad_() for tensor in (query, key, value)]
+            wanted = [tensor.requires_grad_() for tensor in (query, key, value, *(reads if self.trains else ()))]
             out, logarithm, largest = flex_attention(
                 query, key, value, self.score, tuple(given), self.scale, OPTIONS, tuple(reads), ()
             )
@@ -115,7 +117,7 @@ class Case:
     def exact(self) -> list[torch.Tensor]:
         """The results by eager math in float64; where a query has no key, its gradients are 0."""
         query, key, value, grad, grad_logarithm, *reads = (tensor.double() for tensor in self.tensors())
-        wanted = [tensor.requires_grad_() for tensor in (query, key, value)]
+        wanted = [tensor.requires_grad_() for tensor in (query, key, value, *(reads if self.trains else ()))]
         group = self.heads // self.shared
         key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
         sizes = self.batch, self.heads, self.queries, self.keys
@@ -171,6 +173,14 @@ def biased(score, b, h, q, k, bias):
     return score + bias[b, h, q, k]
 
 
+def relative(score, b, h, q, k, bias, slopes, warmth):
+    return (score + bias[h, q - k]) * warmth + slopes[h] * (k - q) + slopes[q % 2]
+
+
+def by_query_and_key(score, b, h, q, k, rows, columns):
+    return score * rows[b, q] + columns[k] * columns[q]
+
+
 def forbidding(score, b, h, q, k):
     return score.masked_fill(q < k, -torch.inf)
 
@@ -190,6 +200,13 @@ CASES = {
     "a gradient of the logarithm": Case(mask=window, with_logarithm=True, is_turned=True),
     "a mask of each head": Case(mask=lambda b, h, q, k: q >= k + 8 * h - 4 * b, by_batch=True, batch=2),
     "a negative scale": Case(scale=-0.5, mask=window),
+    "trained slopes": Case(score=capped, reads=((2,),), trains=True, heads=2, batch=2, mask=window),
+    "a trained bias of each pair": Case(score=biased, reads=((2, 2, 96, 96),), batch=2, trains=True),
+    "trained biases and a factor": Case(score=relative, reads=((4, 192), (4,), ()), heads=4, queries=90, trains=True),
+    "trained rows and columns": Case(score=by_query_and_key, reads=((2, 96), (96,)), batch=2, keys=75, trains=True),
+    "symbolic sizes of what is trained": Case(
+        score=by_query_and_key, reads=((3, 90), (90,)), batch=3, queries=90, keys=75, trains=True, is_symbolic=True
+    ),
     "symbolic sizes": Case(score=biased, reads=((3, 2, 75, 90),), batch=3, queries=75, keys=90, is_symbolic=True),
     "symbolic sizes without a table": Case(
         mask=lambda b, h, q, k: q >= -k, block=1 << 30, batch=3, heads=4, queries=70, keys=50, is_symbolic=True

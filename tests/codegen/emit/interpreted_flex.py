@@ -22,7 +22,8 @@ def problem(case: flex.Case) -> str:
     named = dict(zip(lowered.program.inputs, map(_array, inputs), strict=True))
     results = interpreted.run(lowered.program, named, flex.sizes_of(lowered.program, inputs))
     wrong = []
-    for name, found, exact in zip(("out", "log", "largest", "q", "k", "v"), results, case.exact(), strict=True):
+    names = ("out", "log", "largest", "q", "k", "v", *(f"c{number}" for number in range(len(case.reads) * case.trains)))
+    for name, found, exact in zip(names, results, case.exact(), strict=True):
         given, true = torch.from_numpy(np.asarray(found)).double(), exact
         given, true = given.nan_to_num(neginf=-9e9), true.nan_to_num(neginf=-9e9)
         limit = (2e-2 if case.dtype == torch.bfloat16 else 3e-3) * max(1.0, float(true[true > -1e9].abs().max()))

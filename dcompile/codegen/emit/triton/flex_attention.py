@@ -11,16 +11,18 @@ Sums are in float32 and in a fixed order.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from dcompile.codegen.emit.kernel_name import kernel_name
 from dcompile.codegen.emit.target import KernelSource, Launch
 from dcompile.codegen.emit.triton.flex_text import MASK, SCORES, FlexText, room
 from dcompile.codegen.emit.triton.flex_tiles import FlexTile
-from dcompile.codegen.emit.triton.kernel import function_text, types_of
+from dcompile.codegen.emit.triton.kernel import FILL, function_text, types_of
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
 from dcompile.codegen.emit.triton.pair_tile import HEAD, KEY, QUERY
+from dcompile.codegen.emit.triton.printer import TritonText
+from dcompile.codegen.nest.tile_plan import ceil_div
 from dcompile.ir.attention import flex_arguments
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.nodes import Extern
@@ -34,32 +36,50 @@ def emit(step: Extern, table: Mapping[str, Buffer], tile: FlexTile) -> KernelSou
     return kernel_of("flex_attention", {"forward": writer.flex}, step)
 
 
-def kernel_of(name: str, written: Mapping[str, FlexText], step: Extern) -> KernelSource:
-    """Return kernels that are launched one after another as one source. Each takes all size symbols."""
+def kernel_of(name: str, written: Mapping[str, FlexText], step: Extern, zeros: Sequence[str] = ()) -> KernelSource:
+    """Return kernels that are launched one after another as one source. Each takes all size symbols.
+
+    `zeros`: buffers that they add to, which are 0 at first.
+    """
     table = next(iter(written.values())).table
     sizes = tuple(dict.fromkeys(symbol for flex in written.values() for symbol in flex.text.symbols))
     buffers = tuple(dict.fromkeys(buffer for flex in written.values() for buffer in flex.text.arguments))
-    parts, launches = [], []
+    parts, launches = [], list[Launch]()
+    for number, buffer in enumerate(zeros):
+        text = next(iter(written.values())).text
+        places = (buffers.index(buffer), *range(len(buffers), len(buffers) + len(sizes)))
+        parts.append(_zero(f"zero{number}", text, buffer, sizes))
+        grid, types = ceil_div(table[buffer].extent, FILL), types_of([buffer], len(places), table)
+        launches.append(Launch(f"zero{number}", grid, 4, places, types))
     for entry, flex in written.items():
         own = [*flex.text.arguments]
         named = [*flex.text.arguments.values(), *(flex.text.symbol(symbol) for symbol in sizes)]
         parts.append(function_text(entry, named, flex.text.lines))
-        places = [*map(buffers.index, own), *range(len(buffers), len(buffers) + len(sizes))]
-        types = types_of(own, len(places), table)
-        launches.append(Launch(entry, flex.programs, flex.tile.warps, tuple(places), types))
-    text = "\n\n".join(parts)
-    text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
+        places = (*map(buffers.index, own), *range(len(buffers), len(buffers) + len(sizes)))
+        launches.append(Launch(entry, flex.programs, flex.tile.warps, places, types_of(own, len(places), table)))
+    whole = "\n\n".join(parts)
+    whole = f"{HEADER}\n\n{used_functions(whole)}\n\n{whole}"
     shapes = [(launch.function, launch.warps, launch.types) for launch in launches]
-    digest = hashlib.sha256(f"{text}\n{shapes}".encode()).hexdigest()[:24]
+    digest = hashlib.sha256(f"{whole}\n{shapes}".encode()).hexdigest()[:24]
     renamed = []
     for launch in launches:
         entry = f"dcompile_{name}_{launch.function}_{digest[:8]}"
-        text = text.replace(f"def {launch.function}(", f"def {entry}(")
+        whole = whole.replace(f"def {launch.function}(", f"def {entry}(")
         renamed.append(replace(launch, function=entry))
     cost = 400 * len(written)  # Triton compiles each for seconds
     return KernelSource(
-        kernel_name(name, digest), text, buffers, cost, False, step.origin, sizes, launches=tuple(renamed)
+        kernel_name(name, digest), whole, buffers, cost, False, step.origin, sizes, launches=tuple(renamed)
     )
+
+
+def _zero(name: str, text: TritonText, buffer: str, sizes: Sequence[str]) -> str:
+    """Return the function that fills a buffer with zeros."""
+    symbols = [text.symbol(symbol) for symbol in sizes]
+    lines = [
+        f"    x = tl.program_id(0).to(tl.int64) * {FILL} + tl.arange(0, {FILL})",
+        f"    tl.store(a + x, 0.0, x < {text.size(text.table[buffer].extent)})",
+    ]
+    return function_text(name, ["a", *symbols], lines)
 
 
 class ForwardWriter:

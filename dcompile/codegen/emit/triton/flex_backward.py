@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.triton.flex_attention import kernel_of
+from dcompile.codegen.emit.triton.flex_captured import CapturedGradients, captured_functions
 from dcompile.codegen.emit.triton.flex_text import JOINT, LOG2_E, MASK, SCORES, FlexText, room
 from dcompile.codegen.emit.triton.flex_tiles import FlexTile
 from dcompile.codegen.emit.triton.pair_tile import HEAD, KEY, QUERY
@@ -23,10 +24,12 @@ def emit(step: Extern, table: Mapping[str, Buffer], queries: FlexTile, keys: Fle
     call = flex_arguments(step)
     assert call.joint is not None, "the backward has a function of a score's gradient"
     functions = {SCORES: call.score, MASK: call.mask, JOINT: call.joint}
-    by_queries, by_keys = FlexText(step, table, queries, functions), FlexText(step, table, keys, functions, KEY)
+    captured = captured_functions(call.terms)
+    by_queries = FlexText(step, table, queries, functions | captured)
+    by_keys = FlexText(step, table, keys, functions, KEY)
     QueriesWriter(by_queries).run()
     KeysWriter(by_keys).run()
-    return kernel_of("flex_backward", {"queries": by_queries, "keys": by_keys}, step)
+    return kernel_of("flex_backward", {"queries": by_queries, "keys": by_keys}, step, by_queries.outs[4:])
 
 
 def _given(call: FlexArguments) -> tuple[View, View, View]:
@@ -35,8 +38,11 @@ def _given(call: FlexArguments) -> tuple[View, View, View]:
     return call.out, call.logsumexp, call.grad
 
 
-def _write_gradients(flex: FlexText, scores: str, products: str, level: str, base: str, partial: bool) -> None:
-    """Write a tile's `weight` and `found`, the gradient of its products of queries and keys."""
+def _write_gradients(flex: FlexText, scores: str, products: str, level: str, base: str, partial: bool) -> str:
+    """Write a tile's `weight` and `found`, the gradient of its products of queries and keys.
+
+    Return which pairs are allowed, if not all.
+    """
     line, joint = flex.line, flex.call.joint
     assert joint is not None, "the backward has a function of a score's gradient"
     flex.scores(scores)
@@ -48,13 +54,14 @@ def _write_gradients(flex: FlexText, scores: str, products: str, level: str, bas
     line(f"grad = weight * ({products} - {level})")
     line("found = grad")
     if joint.is_argument("grad"):
-        return
+        return test
     if flex.is_plain and "score" in joint.reads:
         line(f"score = value * {flex.call.scale!r}")
     flex.pairs.write([JOINT])
     line(f"found = {flex.pairs.value(JOINT)}")
     if test:
         line("found = tl.where(test, found, 0.0)")
+    return test
 
 
 class QueriesWriter:
@@ -62,6 +69,7 @@ class QueriesWriter:
 
     def __init__(self, flex: FlexText) -> None:
         self.flex, self.line, self.call = flex, flex.line, flex.call
+        self.captured = CapturedGradients(flex)
 
     def run(self) -> None:
         """Write all statements."""
@@ -77,7 +85,8 @@ class QueriesWriter:
         flex.read_rows("given", grad, QUERY, "e")
         self._levels(out, logsumexp)
         flex.text.position(flex.pairs.outer, "m0")
-        flex.pairs.write_outer([SCORES, MASK, JOINT])
+        flex.pairs.write_outer(flex.pairs.results)
+        self.captured.begin()
         line(f"total = tl.zeros([{flex.tile.queries}, {room(flex.widths['d'])}], tl.float32)")
         for blocks, partial in ((call.partial, True), (call.whole, False)):
             if blocks is not None:
@@ -86,13 +95,15 @@ class QueriesWriter:
                 flex.end_blocks()
         line(f"total = total * {call.scale!r}")
         flex.write_rows("total", flex.outs[0], HEAD, QUERY, "d")
+        self.captured.end()
 
     def _step(self, partial: bool) -> None:
         """Write what a program does for a tile of keys."""
         self.flex.read_rows("key", self.call.key, KEY, "d", turned=True)
         self.flex.read_rows("values", self.call.value, KEY, "e", turned=True)
         products = "tl.dot(given, values)"
-        _write_gradients(self.flex, "tl.dot(query, key)", products, "level[:, None]", "lse[:, None]", partial)
+        test = _write_gradients(self.flex, "tl.dot(query, key)", products, "level[:, None]", "lse[:, None]", partial)
+        self.captured.step(test)
         self.line(f"total = tl.dot(found.to(tl.{self.flex.dtype}), tl.trans(key), total)")
 
     def _levels(self, out: View, logsumexp: View) -> None:

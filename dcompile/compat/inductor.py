@@ -68,8 +68,10 @@ def _decomposed(part: GraphModule) -> GraphModule:
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    from dcompile.compat.flex import with_numbers
+
     given = [node.meta["val"] for node in part.graph.nodes if node.op == "placeholder"]
-    made: GraphModule = make_fx(part, decomposition_table=select_decomp_table())(*given)
+    made: GraphModule = make_fx(with_numbers(part), decomposition_table=select_decomp_table())(*given)
     return made
 
 

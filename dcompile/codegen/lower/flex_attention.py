@@ -195,7 +195,8 @@ class _FlexCall:
         _require(len(program.inputs) == len(names), "its function holds tensors")
         (result,) = program.outputs
         _require(isinstance(result, View), "its function returns no tensor")
-        return _joined(loops, dict(zip(program.inputs, names, strict=True)), result)  # type: ignore[arg-type]
+        found = _joined(loops, dict(zip(program.inputs, names, strict=True)), result)  # type: ignore[arg-type]
+        return replace(found, body=tuple(map(_unrounded, found.body))) if GRADIENT in names else found
 
 
 def _spaced_rows(shape: Shape) -> Shape:
@@ -245,8 +246,10 @@ def _traced(graph: GraphModule, names: Sequence[str]) -> GraphModule:
         if name in (SCORE, GRADIENT):
             given[place] = given[place].float()
 
+    called = compat.flex.with_numbers(graph)
+
     def first(*values: Any) -> Any:
-        found = graph(*values)
+        found = called(*values)
         return found[0] if isinstance(found, (tuple, list)) else found
 
     try:
@@ -274,11 +277,11 @@ def _joined(loops: Sequence[Loop], names: dict[str, str], result: View) -> PairF
     if result.buffer not in stored:  # an argument as it is
         body.append(Load(names[result.buffer], as_index(result.offset), "float32"))
         return PairFunction(tuple(body), len(body) - 1)
-    return PairFunction(tuple(map(_unrounded, body)), stored[result.buffer])
+    return PairFunction(tuple(body), stored[result.buffer])
 
 
 def _unrounded(value: Value) -> Value:
-    """Return a conversion to 16 bits as one to float32: the graph of a gradient has it for scores of 16 bits."""
+    """Return a conversion to 16 bits as one to float32. Graphs of gradients have them where scores were of 16 bits."""
     rounds = isinstance(value, Apply) and value.op == "cast" and value.dtype in _SHORT
     return replace(value, dtype="float32") if rounds else value
 

@@ -134,6 +134,7 @@ class Case:
 
 def _on_a_gpu(graph: GraphModule, mode: FakeTensorMode) -> None:
     """Put the values of a graph on a GPU: autograd cannot trace there without one."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
 
     def moved(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -144,8 +145,10 @@ def _on_a_gpu(graph: GraphModule, mode: FakeTensorMode) -> None:
     for module in graph.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
+                node.kwargs = {name: cuda if value == cpu else value for name, value in node.kwargs.items()}
                 if "val" in node.meta:
                     node.meta["val"] = tree_map(moved, node.meta["val"])
+            module.recompile()
 
 
 def sizes_of(program: Program, inputs: list[torch.Tensor]) -> dict[str, int]:

@@ -80,28 +80,19 @@ def laid_out_as(tensor: Any, shape: Sequence[int], batch: int = 1) -> Any:
     return torch.empty_strided(shape, found, dtype=tensor.dtype, device=tensor.device)
 
 
-def with_numbers(graph: Any) -> Any:
-    """Return a function's graph with numbers in place of tensors of one element that it holds.
+def traced_again(function: Callable[..., Any], given: Sequence[Any], decompositions: Mapping[Any, Any]) -> Any:
+    """Return the graph of a function of scores or positions, traced with what a graph's nodes have as values.
 
-    torch 2.11 holds the other side of `torch.where(test, score, -inf)` so in graphs of gradients. Tracing such a graph
-    again, with tensors without values, refuses a tensor that has one.
+    Those have no elements. Nor may what the function makes, such as the infinity of `torch.where(test, score, -inf)`.
     """
-    import torch
-    from torch.fx import Graph, GraphModule, Node
+    import contextlib
 
-    held = {node: getattr(graph, str(node.target), None) for node in graph.graph.find_nodes(op="get_attr")}
-    if not any(isinstance(value, torch.Tensor) and value.dim() == 0 for value in held.values()):
-        return graph
-    copy, copies = Graph(), dict[Node, Node]()
-    for node in graph.graph.nodes:
-        value = held.get(node)
-        if isinstance(value, torch.Tensor) and value.dim() == 0:
-            kwargs: dict[str, Any] = {"dtype": value.dtype, "device": value.device}
-            copies[node] = copy.call_function(torch.ops.aten.scalar_tensor.default, (value.item(),), kwargs)
-            copies[node].meta |= node.meta
-        else:
-            copies[node] = copy.node_copy(node, lambda n: copies[n])
-    return GraphModule(graph, copy)
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    modes = (getattr(value, "fake_mode", None) for value in given)
+    mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())
+    with mode:
+        return make_fx(function, decomposition_table=dict(decompositions))(*given)
 
 
 def scattered(node: Any) -> tuple[Sequence[Any], Any] | None:

@@ -66,12 +66,11 @@ def _graph_of_one(node: Node, fixed: Mapping[Node, Any]) -> GraphModule:
 def _decomposed(part: GraphModule) -> GraphModule:
     """Decompose a function of scores or positions into operators that TorchInductor knows inside a kernel."""
     from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
 
-    from dcompile.compat.flex import with_numbers
+    from dcompile.compat.flex import traced_again
 
     given = [node.meta["val"] for node in part.graph.nodes if node.op == "placeholder"]
-    made: GraphModule = make_fx(with_numbers(part), decomposition_table=select_decomp_table())(*given)
+    made: GraphModule = traced_again(part, given, select_decomp_table())
     return made
 
 

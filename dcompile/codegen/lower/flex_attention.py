@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile import compat
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
@@ -246,15 +245,13 @@ def _traced(graph: GraphModule, names: Sequence[str]) -> GraphModule:
         if name in (SCORE, GRADIENT):
             given[place] = given[place].float()
 
-    called = compat.flex.with_numbers(graph)
-
     def first(*values: Any) -> Any:
-        found = called(*values)
+        found = graph(*values)
         return found[0] if isinstance(found, (tuple, list)) else found
 
     try:
         with compat.inductor.outside_tracing():
-            made: GraphModule = make_fx(first, decomposition_table=table(fallback_random=False))(*given)
+            made: GraphModule = compat.flex.traced_again(first, given, table(fallback_random=False))
     except Exception as error:  # the user's function, with other dtypes
         raise _Unfit(f"{type(error).__name__} as its function is traced: {error}".splitlines()[0][:200]) from error
     made.graph.eliminate_dead_code()

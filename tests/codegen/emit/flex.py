@@ -180,12 +180,16 @@ def relative(score, b, h, q, k, bias, slopes, warmth):
     return (score + bias[h, q - k]) * warmth + slopes[h] * (k - q) + slopes[q % 2]
 
 
+def by_distance(score, b, h, q, k, table):
+    return score + table[h, (q - k).clamp(-3, 3)]
+
+
 def by_query_and_key(score, b, h, q, k, rows, columns):
     return score * rows[b, q] + columns[k] * columns[q]
 
 
 def forbidding(score, b, h, q, k):
-    return score.masked_fill(q < k, -torch.inf)
+    return torch.where(q >= k, score, -torch.inf)
 
 
 CASES = {
@@ -206,6 +210,7 @@ CASES = {
     "trained slopes": Case(score=capped, reads=((2,),), trains=True, heads=2, batch=2, mask=window),
     "a trained bias of each pair": Case(score=biased, reads=((2, 2, 96, 96),), batch=2, trains=True),
     "trained biases and a factor": Case(score=relative, reads=((4, 192), (4,), ()), heads=4, queries=90, trains=True),
+    "a trained bias of clamped distances": Case(score=by_distance, reads=((2, 7),), trains=True, queries=128, keys=150),
     "trained rows and columns": Case(score=by_query_and_key, reads=((2, 96), (96,)), batch=2, keys=75, trains=True),
     "symbolic sizes of what is trained": Case(
         score=by_query_and_key, reads=((3, 90), (90,)), batch=3, queries=90, keys=75, trains=True, is_symbolic=True

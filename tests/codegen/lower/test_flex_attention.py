@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dcompile.compat.flex import chosen_options, with_numbers
+from dcompile.compat.flex import chosen_options, traced_again
 from dcompile.ir.attention import flex_arguments
 from dcompile.ir.nodes import Apply
 from tests.codegen.emit import flex
@@ -39,20 +39,11 @@ def test_conversions_of_the_user_are_kept_and_those_of_gradients_are_not():
     assert not any(value.dtype in ("float16", "bfloat16") for value in backward.joint.body)
 
 
-def test_tensors_of_one_element_in_a_graph_become_numbers():
-    """So has torch 2.11 the infinity of `torch.where(test, score, -inf)` in the graph of its gradient."""
-
-    def function(score, b, h, q, k):
-        return torch.where(q >= k, score, score.new_full((), -1.0)) + held
-
-    held = torch.tensor(2.5)
-    graph = make_fx(function)(torch.ones(()), *torch.zeros(4, dtype=torch.int32).unbind())
-    assert list(graph.graph.find_nodes(op="get_attr"))
-    replaced = with_numbers(graph)
-    assert not list(replaced.graph.find_nodes(op="get_attr"))
-    places = torch.tensor([0, 0, 1, 2]).unbind()
-    assert replaced(torch.tensor(7.0), *places) == function(torch.tensor(7.0), 0, 0, *places[2:]) == 1.5
-    assert with_numbers(replaced) is replaced
+def test_what_a_function_makes_has_no_elements_while_it_is_traced():
+    with FakeTensorMode():
+        score = torch.empty(())
+    graph = traced_again(lambda score: torch.where(score > 0, score, -torch.inf), [score], {})
+    assert graph(torch.tensor(-2.0)) == -torch.inf and graph(torch.tensor(2.0)) == 2
 
 
 def test_functions_that_do_nothing_are_known():

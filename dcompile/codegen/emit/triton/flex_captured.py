@@ -1,8 +1,10 @@
 """Gradients of tensors that a score function reads: values of pairs, added at the elements that were read.
 
 What all pairs of a program's rows share is summed first. ALiBi's slopes get one addition from each program, a bias of
-each pair one from each pair. Additions come in any order. Slopes of 2 x 16 heads and 4096 positions take 1.1 ms with
-both gradients on an H200, where one addition for each pair takes 468.
+each pair one from each pair. Additions come in any order.
+
+Learned slopes, 2 x 16 heads and 4096 positions: forward and backward take 1.1 ms on an H200. With an addition for each
+pair they take 468.
 """
 
 from __future__ import annotations

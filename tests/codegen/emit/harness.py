@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import json
 import os
 import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +29,7 @@ from dcompile.ir.interpret import GARBAGE, from_bfloat16, interpret, to_bfloat16
 from dcompile.ir.nodes import Loop, Program, View
 from dcompile.ir.ops import DTYPES
 from dcompile.runtime.cache.disk import KernelCache
+from tests import nursery
 from tests.codegen.emit import cpp_kernel
 from tests.codegen.emit.cases import random_inputs
 
@@ -162,3 +165,13 @@ def program_of(loop: Loop, buffers: dict[str, Buffer], inputs: list[str]) -> Pro
 
 
 __all__ = ["call", "compiled", "interpret", "os", "program_of", "replace", "run", "together", "without_vectors"]
+
+
+def interpreted_by(module: str) -> dict[str, str]:
+    """What is wrong with each case of a module, from a process of its own in which Triton interprets."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command, root = [nursery.python(), "-m", module], Path(__file__).parents[3]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=root)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found

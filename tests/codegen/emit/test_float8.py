@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +12,6 @@ from dcompile.codegen.emit.triton.float8 import INSTRUCTIONS
 from dcompile.ir.interpret import interpret
 from dcompile.ir.verify import verify
 from dcompile.toolchain import triton_version
-from tests import nursery
 from tests.codegen.emit import float8, harness
 from tests.codegen.emit.triton.test_kernel import assert_nothing_spilled, compiled, dumped, source
 
@@ -40,13 +35,7 @@ def test_cpp_converts_and_copies_bit_for_bit(name, functions):
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
     """What is wrong with each program, from a process in which Triton interprets."""
-    command = [nursery.python(), "-m", "tests.codegen.emit.interpreted_float8"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[3]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=root)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return harness.interpreted_by("tests.codegen.emit.interpreted_float8")
 
 
 @with_triton

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +15,7 @@ from dcompile.ir.parse import parse
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
 from dcompile.toolchain import triton_version
-from tests import nursery
-from tests.codegen.emit import flex
+from tests.codegen.emit import flex, harness
 from tests.codegen.emit.triton.test_kernel import resources
 
 with_triton = pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
@@ -34,13 +29,7 @@ MAX_SPILLED_BYTES = {80: 64, 90: 288, 100: 288}
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, str]:
     """What is wrong with each case, from a process in which Triton interprets."""
-    command = [nursery.python(), "-m", "tests.codegen.emit.interpreted_flex"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[4]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=root)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return harness.interpreted_by("tests.codegen.emit.interpreted_flex")
 
 
 @with_triton

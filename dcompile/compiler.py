@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -297,7 +297,7 @@ class CachingCompiler:
             return None
         source = with_groups(with_numbers(graph.source, device_numbers(gm)), group_names(gm))
         graph = replace(graph, source=source)
-        flex = self._flex_calls(gm)
+        flex = self._flex_calls(gm, graph.constants)
         constants = constants_of(gm) | calls | flex
         executable = HostProgram(request.name, Loadable(graph, libraries, constants), self._workspaces)
         _report_flex(self._build_flex(flex), executable.report)
@@ -318,13 +318,13 @@ class CachingCompiler:
         with without_collecting():
             return regions.load(gm, request, graph.regions)  # type: ignore[return-value, unused-ignore]
 
-    def _flex_calls(self, gm: Any) -> dict[str, Any]:
-        """Calls of FlexAttention in a graph that is loaded, which TorchInductor compiles in each process."""
+    def _flex_calls(self, gm: Any, names: Collection[str]) -> dict[str, Any]:
+        """Calls of FlexAttention that a loaded program has by name, which TorchInductor compiles in each process."""
         if not any(compat.inductor.is_flex(node.target) for node in gm.graph.nodes if node.op == "call_function"):
             return {}
         from dcompile.codegen.lower.opaque_calls import flex_calls
 
-        return flex_calls(gm)
+        return flex_calls(gm, names)
 
     def _build_flex(self, constants: Mapping[str, Any]) -> FlexBuild | None:
         """Have TorchInductor compile calls of FlexAttention, if there are any."""

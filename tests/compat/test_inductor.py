@@ -136,5 +136,5 @@ def test_lowering_builds_nothing(calls):
 
     graph = make_fx(function, tracing_mode="fake")(torch.randn(1, 2, 64, 16))
     (name, call), *_ = [item for item in lower(graph, "flex").constants.items() if isinstance(item[1], FlexCall)]
-    assert not calls and [*flex_calls(graph)] == [name]
-    assert call.build() == flex_calls(graph)[name].build() == "" and len(calls) == 2
+    assert not calls and [*flex_calls(graph, [name])] == [name] and not flex_calls(graph, ["other"])
+    assert call.build() == flex_calls(graph, [name])[name].build() == "" and len(calls) == 2

@@ -220,3 +220,20 @@ def test_inference_shares_keys_among_batches_and_returns_logarithms():
     for found, near, true in zip(ours, theirs, exact, strict=True):
         assert (found - true).abs().mean() <= 1.2 * (near - true).abs().mean()
     assert not dcompile.receipt(compiled).fallbacks
+
+
+def test_a_second_start_loads_the_kernels(tmp_path):
+    """And has nothing compiled by TorchInductor for the calls in the graph that is loaded."""
+    q, k, v = (torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    mask = create_block_mask(causal, None, None, 512, 512, device="cuda")
+    results = []
+    for start in range(2):
+        torch._dynamo.reset()
+        options = {"receipt": False, "cache_dir": str(tmp_path)}
+        compiled = dcompile.compile(lambda q, k, v: flex_attention(q, k, v, block_mask=mask) * 2, options=options)
+        with torch.no_grad():
+            results.append(compiled(q, k, v))
+        receipt = dcompile.receipt(compiled)
+        assert receipt.graphs_cached == start and not receipt.fallbacks
+        assert not [note for note in receipt.notes if "flex" in note]
+    assert torch.equal(*results)

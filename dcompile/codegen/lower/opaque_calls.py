@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,11 +156,14 @@ def _layout(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.storage_offset()} {value.device}"
 
 
-def flex_calls(gm: GraphModule) -> dict[str, FlexCall]:
-    """Return the calls of FlexAttention in a graph, by the names that its program has for them."""
+def flex_calls(gm: GraphModule, names: Collection[str]) -> dict[str, FlexCall]:
+    """Return those calls of FlexAttention in a graph that its program has under one of these names, by name.
+
+    Others are steps of the program, which kernels of ours compute.
+    """
     found = {}
     for node in gm.graph.nodes:
-        if node.op == "call_function" and compat.inductor.is_flex(node.target):
+        if node.op == "call_function" and function_name(node) in names and compat.inductor.is_flex(node.target):
             held = [n for n in node.all_input_nodes if n.op == "get_attr"]
             values = {n: operator.attrgetter(str(n.target))(gm) for n in held}
             fixed = {n: value for n, value in values.items() if not isinstance(value, torch.Tensor)}

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 
 from dcompile.codegen.emit.triton.flex_tiles import FlexTile
 from dcompile.codegen.emit.triton.pair_tile import BATCH, HEAD, KEY, QUERY, PairTile
+from dcompile.codegen.nest.loop_nest import may_exceed
 from dcompile.codegen.nest.tile_plan import ceil_div, power_of_two
+from dcompile.device_traits import MAX_INT32_ELEMENTS
 from dcompile.ir.attention import BlockTable, flex_arguments
 from dcompile.ir.buffers import Buffer
-from dcompile.ir.index import Size, size_product
+from dcompile.ir.index import Size, as_index, as_size, size_product
 from dcompile.ir.nodes import Extern, View
 from dcompile.ir.pair_function import PairFunction
 
@@ -115,12 +117,19 @@ class FlexText:
         masks = [f"({at}{down} < {size(self.sizes[axis])})"] if self.is_ragged(axis) else []
         masks += [f"({width}{across} < {have})"] if room(have) != have else []
         step = "" if view.strides[3] == 1 else f" * {size(view.strides[3])}"
-        return f"{name}_at + {at}{down} * {size(view.strides[2])} + {width}{across}{step}", " & ".join(masks)
+        return f"{name}_at + {self._steps(view, axis, down)} + {width}{across}{step}", " & ".join(masks)
 
     def _numbers(self, name: str, view: View) -> tuple[str, str]:
         at = self._at(QUERY)
         mask = f"{at} < {self.text.size(self.sizes[QUERY])}" if self.is_ragged(QUERY) else ""
-        return f"{name}_at + {at} * {self.text.size(view.strides[2])}", mask
+        return f"{name}_at + {self._steps(view, QUERY)}", mask
+
+    def _steps(self, view: View, axis: str, down: str = "") -> str:
+        """Return distances of a tile's rows from a head's first; the start has 64 bits where it may need them."""
+        stride, own = self.text.size(view.strides[2]), f"tl.arange(0, {self.blocks[axis]}){down}"
+        if may_exceed(as_size(as_index(self.sizes[axis]) * view.strides[2]), MAX_INT32_ELEMENTS - 1):
+            return f"{STARTS[axis]}.to(tl.int64) * {stride} + {own} * {stride}"
+        return f"{self._at(axis)}{down} * {stride}"
 
     def _at(self, axis: str) -> str:
         return f"({STARTS[axis]} + tl.arange(0, {self.blocks[axis]}))"

@@ -89,6 +89,15 @@ def test_layers_share_their_kernels():
     assert texts[0] == texts[1] and len({*texts[0]}) == 2
 
 
+def test_rows_are_addressed_in_64_bits_where_a_head_may_be_that_long():
+    long = "m0.to(tl.int64) * "
+    assert all(long not in p.kernel.text for p in flex_kernels.products(calls(flex.Case())).values())
+    symbolic = calls(flex.CASES["symbolic sizes of documents"])
+    assert all(long in product.kernel.text for product in flex_kernels.products(symbolic).values())
+    text = show(calls(flex.Case())).replace("96", str(1 << 26))  # of positions, and of strides made of them
+    assert all(long in product.kernel.text for product in flex_kernels.products(parse(text)).values())
+
+
 def test_functions_are_applied_to_the_blocks_that_need_them():
     """The mask's function is in the loop over partial blocks alone, and what heads have in common before it."""
     forward, _ = flex_kernels.products(calls(flex.CASES["capped with slopes"])).values()

@@ -112,8 +112,11 @@ class Pipeline:
         self._compilers = KernelCompilers(config, launcher)
         self._tuner = Tuner()
 
-    def plan(self, gm: Any, request: Request, measure: Measure | None = None) -> ProgramPlan:
-        """Lower, schedule and emit one FX graph, without building. `measure` selects epilogues."""
+    def plan(self, gm: Any, request: Request, measure: Measure | None = None, arch: int | None = None) -> ProgramPlan:
+        """Lower, schedule and emit one FX graph, without building. `measure` selects epilogues.
+
+        `arch`: compute capability of the GPU; without it, kernels are those of a Hopper GPU.
+        """
         began = time.perf_counter()
         reason = self._why_aten(gm)
         regions = self._compile_regions(gm, request)
@@ -122,7 +125,7 @@ class Pipeline:
         sizes = traced_sizes(gm) if self.config.verify else {}
         donated = tuple(lowered.program.inputs[position] for position in request.donated)
         program = self._schedule(replace(lowered.program, donated=donated), request, sizes, measure)
-        kernels = self._timed(request, "emit", lambda: self.emit(program, request, self._arch(gm)))
+        kernels = self._timed(request, "emit", lambda: self.emit(program, request, arch))
         report = _report(program, kernels)
         if regions is not None:
             report.fallbacks |= self._refused(regions)
@@ -160,7 +163,8 @@ class Pipeline:
         if arch is not None:
             self._compilers.prepare(arch, cache)
         notes: list[str] = []
-        plan = self.plan(gm, request, None if arch is None else self._epilogues(gm, request, arch, cache, notes))
+        measure = None if arch is None else self._epilogues(gm, request, arch, cache, notes)
+        plan = self.plan(gm, request, measure, arch)
         plan.report.notes += notes
         building = self._compilers.begin(plan.kernels, arch, cache)
         recycle = request.kind == "inference"

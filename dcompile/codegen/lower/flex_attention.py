@@ -3,8 +3,9 @@
 `dcompile_flex_attention.forward` takes query, key, value, a mask's tables, tensors that functions read, both functions,
 scale and sides of blocks. It gives out, logsumexp and the largest scores. The arguments of
 `dcompile_flex_attention.backward` begin with those. Then come out, logsumexp, the gradients of both, the tables of key
-blocks, the function of a score's gradient, and terms of gradients of what the score function reads. It gives the
-gradients of query, key and value, memory for one number a query, and those gradients. Functions are texts
+blocks, the function of a score's gradient, and terms of the gradients of tensors that the score function reads. It
+gives the gradients of query, key and value, scratch memory of one number for each query, and the gradients of those
+tensors. Functions are texts
 (`ir/pair_function.py`). `ir/attention.py` names the arguments.
 
 Logarithms have base 2, as the operators return them. Other devices, 32-bit inputs, and a few queries of many keys
@@ -86,6 +87,9 @@ class _FlexCall:
         _require(query.dtype in _SHORT and query.dtype == key.dtype == value.dtype, f"its inputs are {query.dtype}")
         tensors = (query, key, value, *self.score_buffers, *self.mask_buffers)
         _require(all(isinstance(tensor, LazyTensor) for tensor in tensors), "its functions read numbers")
+        tables = [item for item in self.block_mask if isinstance(item, LazyTensor)]
+        devices = {self.low.device_of(tensor) for tensor in (*tensors, *tables)}
+        _require(devices <= {None, self.low.device}, "its function reads a tensor of the CPU")
         sizes = [size for tensor in tensors for size in (*tensor.shape, *tensor.strides)]
         _require(variables_of(sizes) <= self.low.known, "its sizes are known only after a library call")
         shapes = [size for tensor in (query, key, value) for size in (tensor.shape[1], tensor.shape[3])]
@@ -104,15 +108,16 @@ class _FlexCall:
 
     def forward(self) -> tuple[Any, ...]:
         """Add the step of the forward."""
-        value: Any = self.node.meta["val"]
+        given, value = self._given(), self.node.meta["val"]
         outs = [self.low.result(fake, f"{self.node.name}_{n}") for n, fake in enumerate(value[:3])]
-        self.low.extern(FLEX, self._given(), [_buffer(out) for out in outs], mode="out")
+        self.low.extern(FLEX, given, [_buffer(out) for out in outs], mode="out")
         return (*outs, *value[3:])
 
     def backward(self) -> tuple[Any, ...]:
         """Add the step of the backward."""
         low, (out, logsumexp, grad, grad_logsumexp) = self.low, self.args[3:7]
-        joint, blocks = self._graph(8), compat.flex.key_tables(self.block_mask)
+        joint, blocks, given = self._graph(8), compat.flex.key_tables(self.block_mask), self._given()
+        _require(grad is not None, "its result has no gradient")
         _require(blocks is not None, "its block mask has no tables for keys")
         function = self._function(joint, _JOINT, self.score_buffers)
         terms, sums = self._captured(joint)
@@ -129,7 +134,7 @@ class _FlexCall:
         outs = [low.result(fake, f"{self.node.name}_{n}") for n, fake in enumerate(value[:3])]
         levels = low.buffer(self.args[0].shape[:3], "float32", name=f"{self.node.name}_levels")
         written = [*map(_buffer, outs), levels.buffer, *(view.buffer for view in sums.values())]
-        low.extern(FLEX_BACKWARD, [*self._given(), *extra], written, mode="out")
+        low.extern(FLEX_BACKWARD, [*given, *extra], written, mode="out")
         return (*outs, tuple(_captured_gradient(sums.get(n), fake) for n, fake in enumerate(value[3])))
 
     def _captured(self, joint: GraphModule) -> tuple[tuple[Any, ...], dict[int, View]]:
@@ -164,8 +169,17 @@ class _FlexCall:
         scale = self.args[10 if self.is_backward else 5]
         _require(isinstance(scale, (int, float)), "its scale is no number")
         factors = [self._rows(tensor) for tensor in self.args[:3]]
-        buffers = (tuple(self.score_buffers), tuple(self.mask_buffers))
+        buffers = (tuple(map(self._exact, self.score_buffers)), tuple(map(self._exact, self.mask_buffers)))
         return [*factors, tables, *buffers, str(score), str(mask), scale, (blocks.query_block, blocks.key_block)]
+
+    def _exact(self, tensor: LazyTensor) -> View:
+        """Return a tensor in memory, with the strides that functions were lowered for."""
+        view = self.low.exact(tensor)
+        pairs = zip(view.shape, view.strides, tensor.strides, strict=True)
+        _require(
+            all(size == 1 or own == torchs for size, own, torchs in pairs), "its function reads overlapping memory"
+        )
+        return view
 
     def _rows(self, tensor: LazyTensor) -> View:
         """Return a tensor in memory, whose last dimension is contiguous and is read 16 bytes at a time."""
@@ -190,11 +204,14 @@ class _FlexCall:
         traced = _traced(graph, names)
         program: Program = self.lower(traced, "function", positions_in_loops=True).program
         loops = [step for step in program.steps if isinstance(step, Loop)]
+        _require(not any(loop.outer or loop.inner for loop in loops), "its function combines elements of a tensor")
         _require(len(loops) == len(program.steps), f"its function calls {_library_call(program)}")
         _require(len(program.inputs) == len(names), "its function holds tensors")
         (result,) = program.outputs
-        _require(isinstance(result, View), "its function returns no tensor")
-        found = _joined(loops, dict(zip(program.inputs, names, strict=True)), result)  # type: ignore[arg-type]
+        _require(isinstance(result, View), "its function does not depend on the score")
+        assert isinstance(result, View), "as is required"
+        dtype = program.table[result.buffer].dtype
+        found = _joined(loops, dict(zip(program.inputs, names, strict=True)), result, dtype)
         return replace(found, body=tuple(map(_unrounded, found.body))) if GRADIENT in names else found
 
 
@@ -258,7 +275,7 @@ def _traced(graph: GraphModule, names: Sequence[str]) -> GraphModule:
     return made
 
 
-def _joined(loops: Sequence[Loop], names: dict[str, str], result: View) -> PairFunction:
+def _joined(loops: Sequence[Loop], names: dict[str, str], result: View, dtype: str) -> PairFunction:
     """Return the bodies of loops over nothing as one: what a loop stores, later ones use."""
     body: list[Value] = []
     stored: dict[str, Ref] = {}
@@ -272,7 +289,7 @@ def _joined(loops: Sequence[Loop], names: dict[str, str], result: View) -> PairF
             body.append(_renamed(renumber(value, number), names))
         stored |= {store.buffer: number[store.value] for store in loop.stores}
     if result.buffer not in stored:  # an argument as it is
-        body.append(Load(names[result.buffer], as_index(result.offset), "float32"))
+        body.append(Load(names[result.buffer], as_index(result.offset), dtype))
         return PairFunction(tuple(body), len(body) - 1)
     return PairFunction(tuple(body), stored[result.buffer])
 

@@ -48,12 +48,13 @@ class Case:
     keys: int = 96
     width: int = 32
     value_width: int = 32
-    block: int = 32
+    block: int | tuple[int, int] = 32
     dtype: torch.dtype = torch.float16
     scale: float = 0.25
     by_batch: bool = False
     is_turned: bool = False
     with_logarithm: bool = False
+    only_logarithm: bool = False
     is_symbolic: bool = False
     trains: bool = False
     """Whether what the score function reads has gradients."""
@@ -73,7 +74,7 @@ class Case:
     @property
     def block_mask(self) -> BlockMask:
         sizes = self.batch if self.by_batch else None, self.heads if self.by_batch else None
-        if self.block > self.queries:  # one block for all, as a call without a mask has it
+        if isinstance(self.block, int) and self.block >= 1 << 24:  # one block for all, as a call without a mask has it
             one = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
             lengths = self.queries, self.keys
             return BlockMask.from_kv_blocks(*one, BLOCK_SIZE=self.block, mask_mod=self.mask, seq_lengths=lengths)
@@ -94,6 +95,8 @@ class Case:
                 query, key, value, self.score, tuple(given), self.scale, OPTIONS, tuple(reads), ()
             )
             results, grads = ((out, logarithm), (grad, grad_logarithm)) if self.with_logarithm else ((out,), (grad,))
+            if self.only_logarithm:
+                results, grads, wanted = (logarithm,), (grad_logarithm,), wanted[:2]
             return out, logarithm, largest, *torch.autograd.grad(results, wanted, grads)
 
         environment = ShapeEnv() if self.is_symbolic else None
@@ -207,6 +210,21 @@ CASES = {
     "a gradient of the logarithm": Case(mask=window, with_logarithm=True, is_turned=True),
     "a mask of each head": Case(mask=lambda b, h, q, k: q >= k + 8 * h - 4 * b, by_batch=True, batch=2),
     "a negative scale": Case(scale=-0.5, mask=window),
+    "a last block that is not full": Case(queries=192, keys=192, block=128, width=16, value_width=16),
+    "a last block that is not full, trained": Case(
+        score=biased,
+        reads=((1, 2, 192, 320),),
+        trains=True,
+        mask=lambda b, h, q, k: q >= -k,
+        queries=192,
+        keys=320,
+        block=128,
+        width=16,
+        value_width=16,
+    ),
+    "wide heads and a last block that is not full": Case(queries=160, keys=160, block=128, width=256, value_width=16),
+    "blocks of other sides": Case(queries=160, keys=192, block=(64, 128), mask=lambda b, h, q, k: q >= k - 30),
+    "a score that is a position": Case(score=lambda s, b, h, q, k: s * 0 + k),
     "trained slopes": Case(score=capped, reads=((2,),), trains=True, heads=2, batch=2, mask=window),
     "a trained bias of each pair": Case(score=biased, reads=((2, 2, 96, 96),), batch=2, trains=True),
     "trained biases and a factor": Case(score=relative, reads=((4, 192), (4,), ()), heads=4, queries=90, trains=True),

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dcompile.codegen.lower.lower import lower
 from dcompile.compat.flex import chosen_options, traced_again
-from dcompile.ir.attention import flex_arguments
-from dcompile.ir.nodes import Apply
+from dcompile.ir.attention import FLEX, flex_arguments
+from dcompile.ir.nodes import CALL, Apply, Extern
 from tests.codegen.emit import flex
 
 
@@ -54,6 +55,10 @@ def test_functions_that_do_nothing_are_known():
     assert (forward.group, backward.key_block, backward.whole is not None) == (1, 32, True)
 
 
+def summed(score, b, h, q, k, table):
+    return score + table.sum()
+
+
 def by_library(score, b, h, q, k):
     return torch.special.i0(score)
 
@@ -64,6 +69,8 @@ def by_library(score, b, h, q, k):
         (flex.Case(dtype=torch.float32), "its inputs are float32"),
         (flex.Case(width=320, value_width=320), "heads of 320 elements"),
         (flex.Case(queries=96, keys=96, block=24), r"blocks of \(24, 24\)"),
+        (flex.Case(score=summed, reads=((4,),)), "its function combines elements of a tensor"),
+        (flex.Case(only_logarithm=True), "its result has no gradient"),
         (flex.Case(score=by_library), "its function calls aten.i0.default"),
     ],
 )
@@ -72,7 +79,18 @@ def test_what_is_left_has_a_reason(case, reason):
     assert len(lowered.declined) >= 1
     assert all(line.startswith("flex_attention") for line in lowered.declined)
     assert re.search(reason, lowered.declined[0])
-    assert [step.op for step in lowered.program.steps] == ["dcompile.call"] * 2
+    kernels = [FLEX] if case.only_logarithm else [CALL]
+    assert [step.op for step in lowered.program.steps if isinstance(step, Extern)] == [*kernels, CALL]
+    written = {name for step in lowered.program.steps for name in step.writes}
+    assert {*lowered.program.table} <= written | {*lowered.program.inputs}
+
+
+def test_a_tensor_of_the_cpu_is_not_read_by_kernels():
+    graph, _ = flex.Case(score=flex.capped, reads=((2,),)).graph()
+    given = graph.graph.find_nodes(op="placeholder")[5]
+    with given.meta["val"].fake_mode:
+        given.meta["val"] = torch.empty(2)
+    assert "a tensor of the CPU" in lower(graph, "flex").declined[0]
 
 
 def test_a_user_who_asks_for_a_kernel_gets_it():

@@ -68,29 +68,17 @@ class CapturedGradients:
         return frozenset().union(*(classes[self.pairs.results[name]] for name in self._indices(number)))
 
     def _add(self, number: int, value: str) -> None:
-        """Add values to the elements that the indices name. Negative ones count from the end, others do not exist."""
-        text, term, varying = self.pairs.text, self.terms[number], self._varying(number)
-        buffer = self.flex.table[self.flex.outs[4 + term.total]]
-        masks = [
-            f"{dim}m" for dim in sorted(varying) if text.has_mask(self.pairs.outer if dim == "y" else self.pairs.inner)
-        ]
-        places = []
-        for name, size, stride in zip(
-            self._indices(number), buffer.shape, contiguous_strides(buffer.shape), strict=True
-        ):
-            have, at = text.size(size), f"at_{name}"
-            index = text.name(self.pairs.results[name])
-            self.line(f"{at} = tl.where({index} < 0, {index} + {have}, {index}).to(tl.int64)")
-            masks.append(f"({at} >= 0) & ({at} < {have})")
-            places.append(f"{at} * {text.size(stride)}")
-        pointer, place = text.argument(buffer.name), " + ".join(places) or "0"
+        """Add values to the elements that the indices name."""
+        text, varying = self.pairs.text, self._varying(number)
+        buffer = self.flex.outs[4 + self.terms[number].total]
+        pointer, (place, mask) = text.argument(buffer), self._place(number, buffer)
         if varying != text.everything:
             shape = text.shape(varying) if varying else ""
-            self._add_at(f"{pointer} + ({place})", value, " & ".join(masks), shape)
+            self._add_at(f"{pointer} + ({place})", value, mask, shape)
             return
         # with clamped distances, all pairs of most tiles have one element, where additions would wait for each other
         self.line(f"place = tl.broadcast_to({place}, {text.shape(varying)})")
-        self.line(f"inside = tl.broadcast_to({' & '.join(masks)}, {text.shape(varying)})")
+        self.line(f"inside = tl.broadcast_to({mask}, {text.shape(varying)})")
         self.line("first = tl.min(place)")
         self.line("if (first == tl.max(place)) & (tl.min(inside.to(tl.int32)) > 0):")
         text.depth += 1
@@ -100,6 +88,21 @@ class CapturedGradients:
         text.depth += 1
         self._add_at(f"{pointer} + place", value, "inside", text.shape(varying))
         text.depth -= 1
+
+    def _place(self, number: int, buffer: str) -> tuple[str, str]:
+        """Write a term's indices. Return the element that they name, and whether there is one: negative ones count from
+        the end.
+        """
+        text, shape = self.pairs.text, self.flex.table[buffer].shape
+        dims = {"y": self.pairs.outer, "x": self.pairs.inner}
+        masks = [f"{name}m" for name in sorted(self._varying(number)) if self.pairs.is_ragged(dims[name])]
+        places = []
+        for name, size, stride in zip(self._indices(number), shape, contiguous_strides(shape), strict=True):
+            have, at, index = text.size(size), f"at_{name}", text.name(self.pairs.results[name])
+            self.line(f"{at} = tl.where({index} < 0, {index} + {have}, {index}).to(tl.int64)")
+            masks.append(f"({at} >= 0) & ({at} < {have})")
+            places.append(f"{at} * {text.size(stride)}")
+        return " + ".join(places) or "0", " & ".join(masks)
 
     def _add_at(self, pointer: str, value: str, mask: str, shape: str) -> None:
         """Write additions at addresses, broadcast to a shape; without one, a single addition."""

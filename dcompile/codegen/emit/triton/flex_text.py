@@ -12,7 +12,7 @@ from dcompile.codegen.nest.tile_plan import ceil_div, power_of_two
 from dcompile.device_traits import MAX_INT32_ELEMENTS
 from dcompile.ir.attention import BlockTable, flex_arguments
 from dcompile.ir.buffers import Buffer
-from dcompile.ir.index import Size, as_index, as_size, size_product
+from dcompile.ir.index import Size, as_index, as_size, exact_quotient, size_product
 from dcompile.ir.nodes import Extern, View
 from dcompile.ir.pair_function import PairFunction
 
@@ -21,6 +21,8 @@ SCORES, MASK, JOINT = "scores", "mask", "joint"
 """Names of a call's functions."""
 STARTS: Mapping[str, str] = {QUERY: "m0", KEY: "n0"}
 """Where a tile starts, by what it is a tile of."""
+LONGEST = 1 << 24
+"""Queries or keys from which on a block is the only one of its mask."""
 WIDTHS = ("d", "e")
 """Names of positions in a head of queries and keys, and in one of values."""
 
@@ -49,7 +51,8 @@ class FlexText:
         across = KEY if along == QUERY else QUERY
         dims = [(name, self.sizes[name], self.blocks[name]) for name in (along, across)]
         self.across = across
-        self.pairs = PairTile(functions, table, dims[0], dims[1], tile.warps)
+        ragged = [name for name in (along, across) if self._exceeds(name)]
+        self.pairs = PairTile(functions, table, dims[0], dims[1], ragged, tile.warps)
         self.text, self.line = self.pairs.text, self.pairs.text.line
         self.dtype = table[call.query.buffer].dtype
 
@@ -128,7 +131,7 @@ class FlexText:
         """Return distances of a tile's rows from a head's first; the start has 64 bits where it may need them."""
         stride, own = self.text.size(view.strides[2]), f"tl.arange(0, {self.blocks[axis]}){down}"
         if may_exceed(as_size(as_index(self.sizes[axis]) * view.strides[2]), MAX_INT32_ELEMENTS - 1):
-            return f"{STARTS[axis]}.to(tl.int64) * {stride} + {own} * {stride}"
+            return f"{STARTS[axis]}.to(tl.int64) * {stride} + {own}.to(tl.int64) * {stride}"
         return f"{self._at(axis)}{down} * {stride}"
 
     def _at(self, axis: str) -> str:
@@ -158,13 +161,22 @@ class FlexText:
         self.line(f"block = tl.load(places + tl.minimum({following}, {last}) * {stride})")
         self.pairs.begin_step(first)
 
+    def _exceeds(self, axis: str) -> bool:
+        """Whether a tile may have positions that do not exist. All tiles of a block are computed, also of the last."""
+        whole_blocks = axis != self.along and not self._is_one_block(axis)
+        return exact_quotient(self.sizes[axis], self.sides[axis] if whole_blocks else self.blocks[axis]) is None
+
+    def _is_one_block(self, axis: str) -> bool:
+        """Whether a mask has one block of all positions, of which those that exist are computed."""
+        side, tiles = self.sides[axis], ceil_div(self.sizes[axis], self.blocks[axis])
+        return side // self.blocks[axis] >= tiles if isinstance(tiles, int) else side >= LONGEST
+
     def _steps_of_a_block(self) -> str:
         """Return the tiles of a block. A call without a mask has one block, which is longer than what there is."""
-        side, block = self.sides[self.across], self.blocks[self.across]
-        tiles = ceil_div(self.sizes[self.across], block)
-        if isinstance(tiles, int):
-            return str(min(side // block, tiles))
-        return self.text.size(tiles) if side >= LONGEST else str(side // block)
+        block = self.blocks[self.across]
+        if self._is_one_block(self.across):
+            return self.text.size(ceil_div(self.sizes[self.across], block))
+        return str(self.sides[self.across] // block)
 
     def end_blocks(self) -> None:
         """End the loop."""
@@ -212,13 +224,9 @@ class FlexText:
         tests = []
         if partial and not self.call.mask.is_true:
             self.pairs.write([MASK])
-            tests.append(self.pairs.value(MASK))
+            tests.append(self.pairs.test(MASK))
         tests += [f"{dim.name}m" for dim in (self.pairs.outer, self.pairs.inner) if self.pairs.is_ragged(dim)]
         return " & ".join(f"({test})" for test in tests)
-
-
-LONGEST = 1 << 24
-"""Queries or keys of a block from which on it is the only one."""
 
 
 def room(width: int) -> int:

@@ -300,7 +300,7 @@ def not_(a):
 
 @triton.jit
 def within_(x, low, high):
-    # a library call before has found what lies outside (lower/rules/indexing.py)
+    # a library call before has found what lies outside (lower/rules/indexing.py), but for functions of FlexAttention
     return tl.where((x >= low) & (x < high), x, 0)
 
 

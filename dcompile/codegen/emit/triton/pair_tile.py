@@ -6,7 +6,7 @@ tile is written once, before the loop over that dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from dcompile.codegen.emit.triton.printer import TritonText
@@ -15,7 +15,7 @@ from dcompile.codegen.nest.tile_plan import TileDim, TilePlan
 from dcompile.device_traits import MAX_INT32_ELEMENTS
 from dcompile.ir.analysis import ancestors
 from dcompile.ir.buffers import Buffer
-from dcompile.ir.index import ZERO, Index, Size, exact_quotient, var
+from dcompile.ir.index import ZERO, Index, Size, var
 from dcompile.ir.nodes import Load, Ref, Store, Value
 from dcompile.ir.pair_function import GRADIENT, PLACES, SCORE, PairFunction
 
@@ -37,12 +37,16 @@ class PairTile:
         table: Mapping[str, Buffer],
         outer: tuple[str, Size, int],
         inner: tuple[str, Size, int],
+        ragged: Collection[str],
         warps: int,
     ) -> None:
-        """`outer`, `inner`: the name of a position, how many there are, and how many of them a tile has."""
+        """`outer`, `inner`: the name of a position, how many there are, and how many of them a tile has.
+
+        `ragged`: names of positions of which a tile may have some that do not exist.
+        """
         dims = tuple(TileDim(name, (Axis(axis, size),), block) for name, (axis, size, block) in
                      zip("yx", (outer, inner), strict=True))  # fmt: skip
-        ragged = [dim.name for dim in dims if exact_quotient(dim.size, dim.block) is None]
+        beyond = [dim.name for dim in dims if dim.axes[0].name in ragged]
         body, self.results = _one_body(functions)
         stores = tuple(Store(SCORE, _BOTH, ref) for ref in self.results.values())
         axes = tuple(axis for dim in dims for axis in dim.axes)
@@ -53,7 +57,7 @@ class PairTile:
         short = ".to(tl.int32)" if wide else ""
         held = {SCORE: SCORE, GRADIENT: GRADIENT, **{name: f"{place}{short}" for name, place in places.items()}}
         plan = TilePlan("turn", nest, dims, warps)
-        self.text = TritonText(plan, {**table, **numbers}, registers=held, ragged=ragged)
+        self.text = TritonText(plan, {**table, **numbers}, registers=held, ragged=beyond)
         self.text.wide = wide
         self.outer, self.inner = dims
         self._before: set[Ref] = set()
@@ -88,10 +92,16 @@ class PairTile:
                 self._inside.add(ref)
 
     def value(self, name: str) -> str:
-        """Return a function's results for the whole tile."""
+        """Return a function's results for the whole tile, in float32."""
         ref = self.results[name]
         found = self.text.whole(ref, self.text.everything)
-        return found if self.text.nest.body[ref].dtype in ("float32", "bool") else f"{found}.to(tl.float32)"
+        return found if self.text.nest.body[ref].dtype == "float32" else f"({found}).to(tl.float32)"
+
+    def test(self, name: str) -> str:
+        """Return whether a function's results are True, or not 0, for the whole tile."""
+        ref = self.results[name]
+        found = self.text.whole(ref, self.text.everything)
+        return found if self.text.nest.body[ref].dtype == "bool" else f"({found} != 0)"
 
     def _needed(self, names: Iterable[str]) -> list[Ref]:
         return sorted(ancestors(self.text.nest.body, [self.results[name] for name in names]))

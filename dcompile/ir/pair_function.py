@@ -14,7 +14,7 @@ from dcompile.ir.analysis import ancestors
 from dcompile.ir.cursor import TextCursor
 from dcompile.ir.index import ZERO, Index, as_index
 from dcompile.ir.loop_text import show_values
-from dcompile.ir.nodes import Const, Load, Loop, Ref, Store, Value
+from dcompile.ir.nodes import Apply, Const, Load, Loop, Ref, Store, Value
 from dcompile.ir.parse_loop import BodyParser
 
 SCORE, GRADIENT, RESULT = "score", "grad", "result"
@@ -33,8 +33,10 @@ class PairFunction:
         return "\n".join(show_values(Loop(RESULT, (), (), self.body, (Store(RESULT, ZERO, self.result),)), {}))
 
     def is_argument(self, name: str) -> bool:
-        """Whether the function returns this argument as it is."""
+        """Whether the function returns this argument as it is, but for conversions to its own dtype."""
         value = self.body[self.result]
+        while isinstance(value, Apply) and value.op == "cast" and self.body[value.args[0]].dtype == value.dtype:
+            value = self.body[value.args[0]]
         return isinstance(value, Load) and value.buffer == name
 
     @property

@@ -40,3 +40,9 @@ def test_trivial_functions_are_recognised(text, argument):
 def test_a_broken_text_is_refused():
     with pytest.raises(ParseError):
         parse_pair_function("result[0] = unknown(score[0]:float32)")
+
+
+def test_a_conversion_to_the_same_dtype_is_none():
+    """The graph of a bias's gradient has one where scores were traced in 16 bits."""
+    assert parse_pair_function("v0 = grad[0]:float32\nresult[0] = cast(v0, float32)").is_argument("grad")
+    assert not parse_pair_function("v0 = grad[0]:float32\nresult[0] = cast(v0, int32)").is_argument("grad")

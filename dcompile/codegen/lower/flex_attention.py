@@ -5,8 +5,7 @@ scale and sides of blocks. It gives out, logsumexp and the largest scores. The a
 `dcompile_flex_attention.backward` begin with those. Then come out, logsumexp, the gradients of both, the tables of key
 blocks, the function of a score's gradient, and terms of the gradients of tensors that the score function reads. It
 gives the gradients of query, key and value, scratch memory of one number for each query, and the gradients of those
-tensors. Functions are texts
-(`ir/pair_function.py`). `ir/attention.py` names the arguments.
+tensors. Functions are texts (`ir/pair_function.py`). `ir/attention.py` names the arguments.
 
 Logarithms have base 2, as the operators return them. Other devices, 32-bit inputs, and a few queries of many keys
 are left to `opaque_calls`.
@@ -25,24 +24,24 @@ from dcompile import compat
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant, from_view, make_lazy
-from dcompile.codegen.lower.library_calls import GraphAttribute
+from dcompile.codegen.lower.library_calls import GraphAttribute, buffer_name
 from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.symbolic.shapes import variables_of
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous
 from dcompile.codegen.nest.loop_nest import renumber
 from dcompile.flex_functions import has_scatter, summands
 from dcompile.ir.attention import FLEX, FLEX_BACKWARD, MAX_WIDTH, MIN_BLOCK
+from dcompile.ir.gemm import ALIGNMENT, TENSOR_CORE_DTYPES
 from dcompile.ir.index import as_index, as_size, exact_quotient, is_below
 from dcompile.ir.nodes import Apply, Load, Loop, Program, Ref, Value, View
 from dcompile.ir.pair_function import GRADIENT, PLACES, SCORE, PairFunction
 
 Lower = Callable[..., Any]
-_FORWARD, _BACKWARD = compat.inductor.FLEX
+_, _BACKWARD = compat.inductor.FLEX
 _JOINT = (SCORE, *PLACES, GRADIENT)
 """Arguments of the function of a score's gradient."""
-_SHORT = ("bfloat16", "float16")
-_ALIGNED = 8
-"""Elements in 16 bytes."""
+_ALIGNED = ALIGNMENT // 2
+"""Elements of 16 bits between addresses that are aligned."""
 MIN_QUERIES = 64
 MAX_KEYS = 1024
 """Fewer queries of more keys are better split along the keys."""
@@ -84,7 +83,10 @@ class _FlexCall:
         chosen = options.value if isinstance(options, GraphAttribute) else options
         _require(not compat.flex.chosen_options(chosen), "it asks for options of its kernel")
         query, key, value = self.args[:3]
-        _require(query.dtype in _SHORT and query.dtype == key.dtype == value.dtype, f"its inputs are {query.dtype}")
+        _require(
+            query.dtype in TENSOR_CORE_DTYPES and query.dtype == key.dtype == value.dtype,
+            f"its inputs are {query.dtype}",
+        )
         tensors = (query, key, value, *self.score_buffers, *self.mask_buffers)
         _require(all(isinstance(tensor, LazyTensor) for tensor in tensors), "its functions read numbers")
         tables = [item for item in self.block_mask if isinstance(item, LazyTensor)]
@@ -110,7 +112,7 @@ class _FlexCall:
         """Add the step of the forward."""
         given, value = self._given(), self.node.meta["val"]
         outs = [self.low.result(fake, f"{self.node.name}_{n}") for n, fake in enumerate(value[:3])]
-        self.low.extern(FLEX, given, [_buffer(out) for out in outs], mode="out")
+        self.low.extern(FLEX, given, [*map(buffer_name, outs)], mode="out")
         return (*outs, *value[3:])
 
     def backward(self) -> tuple[Any, ...]:
@@ -133,7 +135,7 @@ class _FlexCall:
         value: Any = self.node.meta["val"]
         outs = [low.result(fake, f"{self.node.name}_{n}") for n, fake in enumerate(value[:3])]
         levels = low.buffer(self.args[0].shape[:3], "float32", name=f"{self.node.name}_levels")
-        written = [*map(_buffer, outs), levels.buffer, *(view.buffer for view in sums.values())]
+        written = [*map(buffer_name, outs), levels.buffer, *(view.buffer for view in sums.values())]
         low.extern(FLEX_BACKWARD, [*given, *extra], written, mode="out")
         return (*outs, tuple(_captured_gradient(sums.get(n), fake) for n, fake in enumerate(value[3])))
 
@@ -149,7 +151,10 @@ class _FlexCall:
                 continue
             _require(not self.low.deterministic, "gradients of what its function reads would be added in any order")
             buffer = self.score_buffers[place]
-            _require(buffer.dtype in ("float32", *_SHORT), f"its function reads a {buffer.dtype}, and needs a gradient")
+            _require(
+                buffer.dtype in ("float32", *TENSOR_CORE_DTYPES),
+                f"its function reads a {buffer.dtype}, and needs a gradient",
+            )
             for item in summands(node):
                 found = compat.flex.scattered(item)
                 _require(found is not None or not (buffer.shape or has_scatter(item)), "a gradient has an unknown form")
@@ -245,11 +250,6 @@ def _require(holds: bool, reason: str) -> None:
         raise _Unfit(reason)
 
 
-def _buffer(tensor: LazyTensor) -> str:
-    assert tensor.view is not None, "a result is in memory"
-    return tensor.view.buffer
-
-
 def _library_call(program: Program) -> str:
     return next((str(getattr(step, "op", "")) for step in program.steps if not isinstance(step, Loop)), "")
 
@@ -296,7 +296,7 @@ def _joined(loops: Sequence[Loop], names: dict[str, str], result: View, dtype: s
 
 def _unrounded(value: Value) -> Value:
     """Return a conversion to 16 bits as one to float32. Graphs of gradients have them where scores were of 16 bits."""
-    rounds = isinstance(value, Apply) and value.op == "cast" and value.dtype in _SHORT
+    rounds = isinstance(value, Apply) and value.op == "cast" and value.dtype in TENSOR_CORE_DTYPES
     return replace(value, dtype="float32") if rounds else value
 
 

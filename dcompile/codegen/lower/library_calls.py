@@ -268,7 +268,7 @@ def name_results(low: Lowering, value: Any, node: Node) -> tuple[list[str | None
     """Add buffers for a call's results; return their names (None where unread) and the tensors."""
     if isinstance(value, torch.Tensor):
         tensor = low.result(value, node.name)
-        return [_name(tensor)], tensor
+        return [buffer_name(tensor)], tensor
     if value is None:
         if node.users:
             raise Unsupported(f"dcompile: {node.target} has a result that tracing did not describe")
@@ -284,7 +284,7 @@ def name_results(low: Lowering, value: Any, node: Node) -> tuple[list[str | None
         if isinstance(item, (tuple, list)):
             return [named(part, f"{name}_{place}", is_used) for place, part in enumerate(item)]
         kept = low.result(item, name) if isinstance(item, torch.Tensor) and is_used else None
-        outs.append(None if kept is None else _name(kept))
+        outs.append(None if kept is None else buffer_name(kept))
         return item if kept is None and not isinstance(item, torch.Tensor) else kept
 
     return outs, [named(item, f"{node.name}_{number}", number in used) for number, item in enumerate(value)]
@@ -297,13 +297,14 @@ def _own_memory(low: Lowering, outs: Sequence[str | None], result: Any) -> Any:
     if not isinstance(result, LazyTensor):
         return result
     assert result.view is not None
-    name = _name(result)
+    name = buffer_name(result)
     out = low.buffer(result.shape, result.dtype, result.view.strides, f"{name}_copy", low.device_of(result))
     low.extern("aten.clone.default", [result.view], [out.buffer])
     return from_view(out, result.dtype)
 
 
-def _name(tensor: LazyTensor) -> str:
+def buffer_name(tensor: LazyTensor) -> str:
+    """Return the buffer of a tensor in memory."""
     assert tensor.view is not None
     return tensor.view.buffer
 

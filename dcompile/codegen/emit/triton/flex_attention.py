@@ -18,20 +18,19 @@ from dcompile.codegen.emit.kernel_name import kernel_name
 from dcompile.codegen.emit.target import KernelSource, Launch
 from dcompile.codegen.emit.triton.flex_text import MASK, SCORES, FlexText, room
 from dcompile.codegen.emit.triton.flex_tiles import FlexTile
-from dcompile.codegen.emit.triton.kernel import FILL, function_text, types_of
+from dcompile.codegen.emit.triton.kernel import FILL, fill, function_text, types_of
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
 from dcompile.codegen.emit.triton.pair_tile import HEAD, KEY, QUERY
-from dcompile.codegen.emit.triton.printer import TritonText
 from dcompile.codegen.nest.tile_plan import ceil_div
-from dcompile.ir.attention import flex_arguments
+from dcompile.ir.attention import FlexArguments
 from dcompile.ir.buffers import Buffer
-from dcompile.ir.nodes import Extern
+from dcompile.ir.index import ZERO
+from dcompile.ir.nodes import Extern, Store
 
 
-def emit(step: Extern, table: Mapping[str, Buffer], tile: FlexTile) -> KernelSource:
-    """Return the kernel of a call of the forward."""
-    call = flex_arguments(step)
-    writer = ForwardWriter(FlexText(step, table, tile, {SCORES: call.score, MASK: call.mask}))
+def emit(step: Extern, call: FlexArguments, table: Mapping[str, Buffer], tile: FlexTile) -> KernelSource:
+    """Return the kernel of a call of the forward. `call`: the arguments of `step`."""
+    writer = ForwardWriter(FlexText(step, call, table, tile, {SCORES: call.score, MASK: call.mask}))
     writer.run()
     return kernel_of("flex_attention", {"forward": writer.flex}, step)
 
@@ -44,18 +43,19 @@ def kernel_of(name: str, written: Mapping[str, FlexText], step: Extern, zeros: S
     table = next(iter(written.values())).table
     sizes = tuple(dict.fromkeys(symbol for flex in written.values() for symbol in flex.text.symbols))
     buffers = tuple(dict.fromkeys(buffer for flex in written.values() for buffer in flex.text.arguments))
+    first, symbols = next(iter(written.values())).text, range(len(buffers), len(buffers) + len(sizes))
     parts, launches = [], list[Launch]()
-    for number, buffer in enumerate(zeros):
-        text = next(iter(written.values())).text
-        places = (buffers.index(buffer), *range(len(buffers), len(buffers) + len(sizes)))
-        parts.append(_zero(f"zero{number}", text, buffer, sizes))
-        grid, types = ceil_div(table[buffer].extent, FILL), types_of([buffer], len(places), table)
-        launches.append(Launch(f"zero{number}", grid, 4, places, types))
+    for symbol in sizes:
+        first.symbol(symbol)  # every function takes all
+    for buffer, entry, text in (fill(first, Store(buffer, ZERO, 0, "sum")) for buffer in zeros):
+        parts.append(text)
+        places, types = (buffers.index(buffer), *symbols), types_of([buffer], 1 + len(sizes), table)
+        launches.append(Launch(entry, ceil_div(table[buffer].extent, FILL), 4, places, types))
     for entry, flex in written.items():
         own = [*flex.text.arguments]
         named = [*flex.text.arguments.values(), *(flex.text.symbol(symbol) for symbol in sizes)]
         parts.append(function_text(entry, named, flex.text.lines))
-        places = (*map(buffers.index, own), *range(len(buffers), len(buffers) + len(sizes)))
+        places = (*map(buffers.index, own), *symbols)
         launches.append(Launch(entry, flex.programs, flex.tile.warps, places, types_of(own, len(places), table)))
     whole = "\n\n".join(parts)
     whole = f"{HEADER}\n\n{used_functions(whole)}\n\n{whole}"
@@ -72,16 +72,6 @@ def kernel_of(name: str, written: Mapping[str, FlexText], step: Extern, zeros: S
     )
 
 
-def _zero(name: str, text: TritonText, buffer: str, sizes: Sequence[str]) -> str:
-    """Return the function that fills a buffer with zeros."""
-    symbols = [text.symbol(symbol) for symbol in sizes]
-    lines = [
-        f"    x = tl.program_id(0).to(tl.int64) * {FILL} + tl.arange(0, {FILL})",
-        f"    tl.store(a + x, 0.0, x < {text.size(text.table[buffer].extent)})",
-    ]
-    return function_text(name, ["a", *symbols], lines)
-
-
 class ForwardWriter:
     """Writes the kernel of the forward."""
 
@@ -94,8 +84,7 @@ class ForwardWriter:
         flex.begin()
         line(f"{HEAD} = head")
         flex.base("query", call.query, HEAD)
-        for name, view in (("key", call.key), ("values", call.value)):
-            flex.base(name, view, f"({HEAD} // {call.group})" if call.group > 1 else HEAD)
+        flex.base_of_keys()
         flex.read_rows("query", call.query, QUERY, "d")
         flex.text.position(flex.pairs.outer, "m0")
         flex.pairs.write_outer([SCORES, MASK])
@@ -103,11 +92,8 @@ class ForwardWriter:
         line(f'top = tl.full([{rows}], float("-inf"), tl.float32)')
         line(f"total = tl.zeros([{rows}], tl.float32)")
         line(f"mixed = tl.zeros([{rows}, {room(flex.widths['e'])}], tl.float32)")
-        for blocks, partial in ((call.partial, True), (call.whole, False)):
-            if blocks is not None:
-                flex.begin_blocks(blocks)
-                self._step(partial)
-                flex.end_blocks()
+        for partial in flex.through_blocks(call.partial, call.whole):
+            self._step(partial)
         self._end()
 
     def _step(self, partial: bool) -> None:

@@ -14,19 +14,20 @@ from dcompile.codegen.emit.triton.flex_captured import CapturedGradients, captur
 from dcompile.codegen.emit.triton.flex_text import JOINT, LOG2_E, MASK, SCORES, FlexText, room
 from dcompile.codegen.emit.triton.flex_tiles import FlexTile
 from dcompile.codegen.emit.triton.pair_tile import HEAD, KEY, QUERY
-from dcompile.ir.attention import FlexArguments, flex_arguments
+from dcompile.ir.attention import FlexArguments
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.nodes import Extern, View
 
 
-def emit(step: Extern, table: Mapping[str, Buffer], queries: FlexTile, keys: FlexTile) -> KernelSource:
-    """Return the kernels of a call of the backward, each with a tile of its own."""
-    call = flex_arguments(step)
+def emit(
+    step: Extern, call: FlexArguments, table: Mapping[str, Buffer], queries: FlexTile, keys: FlexTile
+) -> KernelSource:
+    """Return the kernels of a call of the backward, each with a tile of its own. `call`: the arguments of `step`."""
     assert call.joint is not None, "the backward has a function of a score's gradient"
     functions = {SCORES: call.score, MASK: call.mask, JOINT: call.joint}
     captured = captured_functions(call.terms)
-    by_queries = FlexText(step, table, queries, functions | captured)
-    by_keys = FlexText(step, table, keys, functions, KEY)
+    by_queries = FlexText(step, call, table, queries, functions | captured)
+    by_keys = FlexText(step, call, table, keys, functions, KEY)
     QueriesWriter(by_queries).run()
     KeysWriter(by_keys).run()
     return kernel_of("flex_backward", {"queries": by_queries, "keys": by_keys}, step, by_queries.outs[4:])
@@ -79,8 +80,7 @@ class QueriesWriter:
         line(f"{HEAD} = head")
         for name, view in (("query", call.query), ("out", out), ("given", grad), ("lse", logsumexp)):
             flex.base(name, view, HEAD)
-        for name, view in (("key", call.key), ("values", call.value)):
-            flex.base(name, view, f"({HEAD} // {call.group})" if call.group > 1 else HEAD)
+        flex.base_of_keys()
         flex.read_rows("query", call.query, QUERY, "d")
         flex.read_rows("given", grad, QUERY, "e")
         self._levels(out, logsumexp)
@@ -88,11 +88,8 @@ class QueriesWriter:
         flex.pairs.write_outer(flex.pairs.results)
         self.captured.begin()
         line(f"total = tl.zeros([{flex.tile.queries}, {room(flex.widths['d'])}], tl.float32)")
-        for blocks, partial in ((call.partial, True), (call.whole, False)):
-            if blocks is not None:
-                flex.begin_blocks(blocks)
-                self._step(partial)
-                flex.end_blocks()
+        for partial in flex.through_blocks(call.partial, call.whole):
+            self._step(partial)
         line(f"total = total * {call.scale!r}")
         flex.write_rows("total", flex.outs[0], HEAD, QUERY, "d")
         self.captured.end()
@@ -154,11 +151,9 @@ class KeysWriter:
         for name, view in (("query", call.query), ("given", grad), ("lse", logsumexp), ("level", levels)):
             flex.base(name, view, HEAD)
         flex.pairs.write_outer([SCORES, MASK, JOINT])
-        for blocks, partial in ((call.partial_of_keys, True), (call.whole_of_keys, False)):
-            if blocks is not None:
-                flex.begin_blocks(blocks)
-                self._step(logsumexp, grad, levels, partial)
-                flex.end_blocks()
+        assert call.partial_of_keys is not None, "the backward has tables for keys"
+        for partial in flex.through_blocks(call.partial_of_keys, call.whole_of_keys):
+            self._step(logsumexp, grad, levels, partial)
 
     def _step(self, logsumexp: View, grad: View, levels: View, partial: bool) -> None:
         """Write what a program does for a tile of queries."""

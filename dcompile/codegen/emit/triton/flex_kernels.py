@@ -24,5 +24,5 @@ def source(step: Extern, table: Mapping[str, Buffer], arch: int | None = None) -
     call = flex_arguments(step)
     forward, queries, keys = tiles_of(max(int(call.query.shape[3]), int(call.value.shape[3])), arch)  # type: ignore[arg-type]
     if step.op == FLEX:
-        return flex_attention.emit(step, table, forward)
-    return flex_backward.emit(step, table, queries, keys)
+        return flex_attention.emit(step, call, table, forward)
+    return flex_backward.emit(step, call, table, queries, keys)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from dcompile.codegen.emit.triton.flex_tiles import FlexTile
 from dcompile.codegen.emit.triton.pair_tile import BATCH, HEAD, KEY, QUERY, PairTile
 from dcompile.codegen.nest.loop_nest import may_exceed
 from dcompile.codegen.nest.tile_plan import ceil_div, power_of_two
 from dcompile.device_traits import MAX_INT32_ELEMENTS
-from dcompile.ir.attention import BlockTable, flex_arguments
+from dcompile.ir.attention import BlockTable, FlexArguments
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import Size, as_index, as_size, exact_quotient, size_product
 from dcompile.ir.nodes import Extern, View
@@ -33,13 +33,13 @@ class FlexText:
     def __init__(
         self,
         step: Extern,
+        call: FlexArguments,
         table: Mapping[str, Buffer],
         tile: FlexTile,
         functions: Mapping[str, PairFunction],
         along: str = QUERY,
     ) -> None:
-        self.call = call = flex_arguments(step)
-        self.table, self.along = table, along
+        self.call, self.table, self.along = call, table, along
         self.outs = [name for name in step.outs if name is not None]
         self.batch, self.heads, queries, width = call.query.shape
         self.shared = call.key.shape[1]
@@ -84,6 +84,12 @@ class FlexText:
         terms += [size(view.offset)] if view.offset != 0 else []
         terms += [f"{BATCH}.to(tl.int64) * {size(view.strides[0])}"] if view.shape[0] != 1 else []
         self.line(f"{name}_at = {' + '.join(terms)} + {head}.to(tl.int64) * {size(view.strides[1])}")
+
+    def base_of_keys(self) -> None:
+        """Name the addresses of keys and values for a head of queries."""
+        head = f"({HEAD} // {self.call.group})" if self.call.group > 1 else HEAD
+        self.base("key", self.call.key, head)
+        self.base("values", self.call.value, head)
 
     def whole(self, buffer: str) -> View:
         """Return a buffer as a view of all of it."""
@@ -143,7 +149,15 @@ class FlexText:
 
     # --- blocks ---
 
-    def begin_blocks(self, table: BlockTable) -> None:
+    def through_blocks(self, partial: BlockTable, whole: BlockTable | None) -> Iterator[bool]:
+        """Write a loop over the blocks of each kind. Yield whether it is over partial ones, inside of it."""
+        for table, is_partial in ((partial, True), (whole, False)):
+            if table is not None:
+                self._begin_blocks(table)
+                yield is_partial
+                self.text.depth -= 1
+
+    def _begin_blocks(self, table: BlockTable) -> None:
         """Begin the loop over the blocks that a table names for the program's own."""
         first, side, block = STARTS[self.across], self.sides[self.across], self.blocks[self.across]
         row = f"{STARTS[self.along]} // {self.sides[self.along]}"
@@ -177,10 +191,6 @@ class FlexText:
         if self._is_one_block(self.across):
             return self.text.size(ceil_div(self.sizes[self.across], block))
         return str(self.sides[self.across] // block)
-
-    def end_blocks(self) -> None:
-        """End the loop."""
-        self.text.depth -= 1
 
     def _entry(self, view: View, row: str) -> str:
         """Return the address of a row of a table, whose batches and heads may be shared."""

@@ -57,7 +57,7 @@ def emit(
     arguments = tuple(body.arguments)
     for store in filled:
         body.size(body.extent(store.buffer))  # every function takes all symbols
-    fills = [_fill(body, store) for store in filled]
+    fills = [fill(body, store) for store in filled]
     sizes, numbers = tuple(body.symbols), tuple(body.draws)
     named = (*body.arguments.values(), *body.symbols.values(), *body.draws.values())
     parts = [function_text("kernel", named, body.lines)]
@@ -94,7 +94,7 @@ def function_text(name: str, arguments: Iterable[str], lines: list[str]) -> str:
     return f"@triton.jit\ndef {name}({', '.join(arguments)}):\n" + "\n".join(lines or ["    pass"]) + "\n"
 
 
-def _fill(body: TritonText, store: Store) -> tuple[str, str, str]:
+def fill(body: TritonText, store: Store) -> tuple[str, str, str]:
     """Return (buffer, name and text of the function that fills it with the identity of its reduction)."""
     dtype, size = body.table[store.buffer].dtype, body.extent(store.buffer)
     identity, name = literal(REDUCTIONS[store.mode].identity(dtype), dtype), f"fill_{body.argument(store.buffer)}"

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from dcompile.codegen.emit.triton.printer import TritonText
-from dcompile.codegen.nest.loop_nest import Axis, Nest, renumber
+from dcompile.codegen.nest.loop_nest import Axis, Nest, may_exceed, renumber
 from dcompile.codegen.nest.tile_plan import TileDim, TilePlan
 from dcompile.device_traits import MAX_INT32_ELEMENTS
 from dcompile.ir.analysis import ancestors
@@ -52,7 +52,8 @@ class PairTile:
         axes = tuple(axis for dim in dims for axis in dim.axes)
         nest = Nest((), axes, None, body, stores, (False,) * len(stores))
         numbers = {name: Buffer(name, "float32", (1,), (1,)) for name in (SCORE, GRADIENT, *PLACES)}
-        wide = any(_is_wide(table[value.buffer]) for value in body if isinstance(value, Load) and value.buffer in table)
+        reads = {value.buffer for value in body if isinstance(value, Load)} & table.keys()
+        wide = any(may_exceed(table[name].extent, MAX_INT32_ELEMENTS - 1) for name in reads)
         places = dict(zip(PLACES, (BATCH, HEAD, QUERY, KEY), strict=True))
         short = ".to(tl.int32)" if wide else ""
         held = {SCORE: SCORE, GRADIENT: GRADIENT, **{name: f"{place}{short}" for name, place in places.items()}}
@@ -123,8 +124,3 @@ def _one_body(functions: Mapping[str, PairFunction]) -> tuple[tuple[Value, ...],
                 body.append(placed)
         results[name] = number[function.result]
     return tuple(body), results
-
-
-def _is_wide(buffer: Buffer) -> bool:
-    extent = buffer.extent
-    return not isinstance(extent, int) or extent >= MAX_INT32_ELEMENTS

@@ -187,11 +187,6 @@ def _denoised(is_small: bool) -> Batch:
 
 def _float8(is_small: bool, recipe: str = "tensorwise") -> nn.Module:
     """Make a model with one of torchao's float8 recipes in every linear layer."""
-    from torchao.float8 import (  # type: ignore[import-not-found, unused-ignore]
-        Float8LinearConfig,
-        convert_to_float8_training,
-    )
-
     width, inner = (64, 128) if is_small else (4096, 8192)
     parts: list[nn.Module] = []
     for _ in range(4):
@@ -201,9 +196,45 @@ def _float8(is_small: bool, recipe: str = "tensorwise") -> nn.Module:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x).float().square().mean()  # type: ignore[no-any-return]
 
+    return _convert_to_float8(Linears(*parts).bfloat16(), recipe)
+
+
+class Layers(nn.Module):
+    """Decoder layers of Llama 8B in bfloat16, without the embedding and the head."""
+
+    def __init__(self, is_small: bool, recipe: str | None) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaModel
+
+        sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+        small = DECODER if is_small else {}
+        config = LlamaConfig(**{**sizes, **small, "num_hidden_layers": 4, "vocab_size": 512, "use_cache": False})
+        self.model = LlamaModel(config).bfloat16()
+        if recipe:
+            _convert_to_float8(self.model, recipe)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.model(inputs_embeds=x).last_hidden_state
+        return found.float().square().mean()
+
+
+def _convert_to_float8(model: nn.Module, recipe: str) -> nn.Module:
+    """Convert all linear layers of a model to one of torchao's recipes for float8 training."""
+    from torchao.float8 import (  # type: ignore[import-not-found, unused-ignore]
+        Float8LinearConfig,
+        convert_to_float8_training,
+    )
+
     config = Float8LinearConfig.from_recipe_name(recipe)
-    found: nn.Module = convert_to_float8_training(Linears(*parts).bfloat16(), config=config)
+    found: nn.Module = convert_to_float8_training(model, config=config)
     return found
+
+
+def _layers_8b(recipe: str | None = None) -> Model:
+    def batch(is_small: bool) -> Batch:
+        return {"x": torch.randn(1, *((64, 64) if is_small else (8192, 4096)), dtype=torch.bfloat16)}
+
+    return Model(lambda is_small: Layers(is_small, recipe), batch, autocast=False)
 
 
 def _rows(is_small: bool) -> Batch:
@@ -291,6 +322,9 @@ MODELS: Mapping[str, Model] = {
     "dcgan": Model(Generator, lambda small: {"noise": torch.randn(4 if small else 128, 100, 1, 1)}),
     "float8": Model(_float8, _rows, autocast=False),
     "float8_rowwise": Model(functools.partial(_float8, recipe="rowwise"), _rows, autocast=False),
+    "layers_8b": _layers_8b(),
+    "layers_8b_float8": _layers_8b("tensorwise"),
+    "layers_8b_float8_rowwise": _layers_8b("rowwise"),
     "long_context": Model(_long, tokens(1, 16384, 128256), autocast=False),
     "window_16k": Model(_window, tokens(1, 16384, 32000), autocast=False),
     "padded": Model(_padded, _padded_tokens, autocast=False),

@@ -24,6 +24,7 @@ from dcompile.capture.aliasing.output_views import (
     saved_input_views,
 )
 from dcompile.capture.aliasing.storage_resizes import resize_only_inputs
+from dcompile.capture.passes.dynamo.block_sizes import specialize_block_sizes
 from dcompile.capture.passes.dynamo.causal_mask import recognize_causal_masks
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import chunk_losses
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import recompute_loss_chunks
@@ -75,6 +76,7 @@ DYNAMO_PASSES: tuple[GraphPass, ...] = (
     GraphPass(inline_nested_regions, required=True),
     GraphPass(group_experts, lambda request: (request.config.autocast_experts,), required=True),
     GraphPass(keep_recurrent_layers_whole, required=True),
+    GraphPass(specialize_block_sizes, when=with_own_kernels),
     # torch writes zeros into the gaps between windows that are changed in place
     GraphPass(view_unfold_by_slices, required=True),
     GraphPass(gather_upsampling_gradients, lambda request: (request.planned_for,), when=with_own_kernels),

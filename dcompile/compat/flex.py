@@ -9,6 +9,8 @@ ARGUMENTS = {"flex_attention": 9, "flex_attention_backward": 14}
 """How many arguments each operator has in known versions of torch."""
 _LENGTHS = (13, 17)
 """Lengths of a block mask in known versions of torch. All begin with the same six items and end with the same three."""
+SIDES = slice(-3, -1)
+"""Positions of the sides of blocks in a block mask."""
 
 
 class BlockTables(NamedTuple):

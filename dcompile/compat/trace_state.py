@@ -128,8 +128,11 @@ def is_of_torch(function: Any) -> bool:
     return code is None or code.co_filename.startswith(_roots())
 
 
-def callable_text(target: Any) -> str:
-    """Return the name of a call target whose code versions identify. Raises NotKeepable."""
+def callable_text(target: Any, within: tuple[Any, ...] = ()) -> str:
+    """Return the name of a call target whose code versions identify. Raises NotKeepable.
+
+    `within`: functions whose closures hold it. One that holds itself, as decorators make them, is entered once.
+    """
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return op_name(target)
     if isinstance(target, torch._ops.HigherOrderOperator):
@@ -141,7 +144,8 @@ def callable_text(target: Any) -> str:
     if name is not None and (_is_builtin(target) or _is_plain_function(target) or _is_plain_class(target)):
         owner = getattr(target, "__self__", None)
         of = f" of {owner.__name__}" if isinstance(owner, type | types.ModuleType) else ""
-        held = [_cell_text(cell.cell_contents) for cell in getattr(target, "__closure__", None) or ()]
+        cells = () if any(target is holder for holder in within) else getattr(target, "__closure__", None) or ()
+        held = [_cell_text(cell, (*within, target)) for cell in cells]
         return " ".join((f"{getattr(target, '__module__', None)}.{name}{of}", *held))
     where = f"{getattr(target, '__module__', '')}.{name}" if name else type(target).__name__
     raise NotKeepable(f"it calls {where}, whose code is not in the graph")
@@ -163,11 +167,15 @@ def _is_builtin(target: Any) -> bool:
     return isinstance(owner, type) and owner.__module__.startswith(("torch", "builtins"))
 
 
-def _cell_text(value: Any) -> str:
+def _cell_text(cell: types.CellType, within: tuple[Any, ...]) -> str:
     """Return the text of a closure's value, such as the two functions that `max_pool2d` chooses from."""
+    try:
+        value = cell.cell_contents
+    except ValueError:  # a name without a value yet
+        return "unset"
     if value is None or type(value) in (bool, int, float, str):
         return repr(value)
-    return callable_text(value)
+    return callable_text(value, within)
 
 
 def _is_plain_function(target: Any) -> bool:

@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch._dynamo.source import ConstantSource
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._higher_order_ops.flex_attention import flex_attention
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from dcompile.capture.graph_pass import GraphRequest
@@ -163,11 +166,25 @@ def head(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> to
     return F.cross_entropy(F.linear(hidden, weight), target)
 
 
+def sparse_attention(size: int = 128) -> GraphModule:
+    """FlexAttention whose blocks' sides are a symbol, as torch 2.11 captures it with `dynamic=True`."""
+    graph, environment = torch.fx.Graph(), ShapeEnv()
+    tensors = [graph.placeholder(name) for name in ("q", "k", "v", "counts", "places", "score", "mask")]
+    side = graph.placeholder("side")
+    symbol = environment.create_symbol(size, ConstantSource("side"), dynamic_dim=DimDynamic.DYNAMIC)
+    side.meta["example_value"] = environment.create_symintnode(symbol, hint=size)
+    q, k, v, counts, places, score, mask = tensors
+    table = (512, 512, counts, places, *(None,) * 6, side, side, mask)
+    graph.output(graph.call_function(flex_attention, (q, k, v, score, table, 0.25, {}, (), ())))
+    return GraphModule({}, graph)
+
+
 TARGET = torch.zeros(6, dtype=torch.int64)
 DYNAMO_INPUTS: Mapping[str, GraphInput] = {
     "inline_nested_regions": GraphInput(lambda: captured(nested, zeros(4))),
     "group_experts": GraphInput(experts),
     "keep_recurrent_layers_whole": GraphInput(recurrent),
+    "specialize_block_sizes": GraphInput(sparse_attention),
     "view_unfold_by_slices": GraphInput(lambda: captured(changed_windows, zeros(3, 12))),
     "gather_upsampling_gradients": GraphInput(
         lambda: captured(doubled, zeros(1, 2, 4, 4, learns=True)), planned_for="cuda"

@@ -75,6 +75,8 @@ class _FlexCall:
         _require(len(args) == compat.flex.ARGUMENTS[str(node.target)], "its arguments are unknown")
         self.block_mask = args[9 if self.is_backward else 4]
         _require(compat.flex.is_known_mask(self.block_mask), "its block mask is unknown")
+        sides = self.block_mask[compat.flex.SIDES]
+        _require(all(isinstance(side, int) for side in sides), "the sides of its blocks are symbols")
         self.score_buffers, self.mask_buffers = args[-2:]
         self._check()
 
@@ -87,8 +89,7 @@ class _FlexCall:
             query.dtype in TENSOR_CORE_DTYPES and query.dtype == key.dtype == value.dtype,
             f"its inputs are {query.dtype}",
         )
-        tensors = (query, key, value, *self.score_buffers, *self.mask_buffers)
-        _require(all(isinstance(tensor, LazyTensor) for tensor in tensors), "its functions read numbers")
+        tensors = (query, key, value, *_tensors(self.score_buffers), *_tensors(self.mask_buffers))
         tables = [item for item in self.block_mask if isinstance(item, LazyTensor)]
         devices = {self.low.device_of(tensor) for tensor in (*tensors, *tables)}
         _require(devices <= {None, self.low.device}, "its function reads a tensor of the CPU")
@@ -174,7 +175,7 @@ class _FlexCall:
         scale = self.args[10 if self.is_backward else 5]
         _require(isinstance(scale, (int, float)), "its scale is no number")
         factors = [self._rows(tensor) for tensor in self.args[:3]]
-        buffers = (tuple(map(self._exact, self.score_buffers)), tuple(map(self._exact, self.mask_buffers)))
+        buffers = [tuple(map(self._exact, _tensors(held))) for held in (self.score_buffers, self.mask_buffers)]
         return [*factors, tables, *buffers, str(score), str(mask), scale, (blocks.query_block, blocks.key_block)]
 
     def _exact(self, tensor: LazyTensor) -> View:
@@ -202,21 +203,22 @@ class _FlexCall:
         _require(isinstance(held, GraphAttribute) and isinstance(held.value, GraphModule), "its function is no graph")
         return held.value  # type: ignore[no-any-return]
 
-    def _function(self, graph: GraphModule, names: Sequence[str], buffers: Sequence[LazyTensor]) -> PairFunction:
-        """Return the function of a graph whose first arguments have these names, and whose others are tensors."""
+    def _function(self, graph: GraphModule, names: Sequence[str], buffers: Sequence[Any]) -> PairFunction:
+        """Return the function of a graph whose first arguments have these names, and whose others are captured."""
         _require(isinstance(graph, GraphModule), "its function is no graph")
-        names = (*names, *(f"c{number}" for number in range(len(buffers))))
-        traced = _traced(graph, names)
+        traced = _traced(graph, names, buffers)
+        names = (*names, *(f"c{number}" for number in range(len(_tensors(buffers)))))
         program: Program = self.lower(traced, "function", positions_in_loops=True).program
+        inputs = [name for name in program.inputs if name in program.table]
         loops = [step for step in program.steps if isinstance(step, Loop)]
         _require(not any(loop.outer or loop.inner for loop in loops), "its function combines elements of a tensor")
         _require(len(loops) == len(program.steps), f"its function calls {_library_call(program)}")
-        _require(len(program.inputs) == len(names), "its function holds tensors")
+        _require(len(inputs) == len(names), "its function holds tensors")
         (result,) = program.outputs
         _require(isinstance(result, View), "its function does not depend on the score")
         assert isinstance(result, View), "as is required"
         dtype = program.table[result.buffer].dtype
-        found = _joined(loops, dict(zip(program.inputs, names, strict=True)), result, dtype)
+        found = _joined(loops, dict(zip(inputs, names, strict=True)), result, dtype)
         return replace(found, body=tuple(map(_unrounded, found.body))) if GRADIENT in names else found
 
 
@@ -245,6 +247,11 @@ def _captured_gradient(total: View | None, fake: Any) -> LazyTensor | None:
     return make_lazy(whole.shape, dtype, lambda body, at: to_dtype(body, body.trace(whole, at), dtype), (whole,))
 
 
+def _tensors(buffers: Sequence[Any]) -> list[LazyTensor]:
+    """Return the tensors among what a function captures. TorchDynamo captures sizes, too, where they are symbols."""
+    return [held for held in buffers if isinstance(held, LazyTensor)]
+
+
 def _require(holds: bool, reason: str) -> None:
     if not holds:
         raise _Unfit(reason)
@@ -254,10 +261,15 @@ def _library_call(program: Program) -> str:
     return next((str(getattr(step, "op", "")) for step in program.steps if not isinstance(step, Loop)), "")
 
 
-def _traced(graph: GraphModule, names: Sequence[str]) -> GraphModule:
-    """Return a graph's first result, traced again with scores and gradients in float32, as eager math has them."""
-    given: list[Any] = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
-    _require(len(given) == len(names), "its function has other arguments")
+def _traced(graph: GraphModule, names: Sequence[str], captured: Sequence[Any]) -> GraphModule:
+    """Return a graph's first result, traced again with scores and gradients in float32, as eager math has them.
+
+    Of the numbers that it captures, those that are symbols and that it reads stay arguments. They are sizes, whose
+    symbols are the program's.
+    """
+    places = graph.graph.find_nodes(op="placeholder")
+    _require(len(places) == len(names) + len(captured), "its function has other arguments")
+    given: list[Any] = [node.meta.get("val", held) for node, held in zip(places, (*names, *captured), strict=True)]
     for place, name in enumerate(names):
         if name in (SCORE, GRADIENT):
             given[place] = given[place].float()
@@ -272,6 +284,11 @@ def _traced(graph: GraphModule, names: Sequence[str]) -> GraphModule:
     except Exception as error:  # the user's function, with other dtypes
         raise _Unfit(f"{type(error).__name__} as its function is traced: {error}".splitlines()[0][:200]) from error
     made.graph.eliminate_dead_code()
+    for node, held in zip(made.graph.find_nodes(op="placeholder")[len(names) :], captured, strict=True):
+        if not isinstance(held, LazyTensor) and not node.users:
+            made.graph.erase_node(node)
+        elif not isinstance(held, LazyTensor):
+            _require(isinstance(node.meta.get("val"), torch.SymInt), "its functions read numbers that are no sizes")
     return made
 
 

@@ -58,6 +58,8 @@ class Case:
     is_symbolic: bool = False
     trains: bool = False
     """Whether what the score function reads has gradients."""
+    captures_length: bool = False
+    """Whether the score function is also given the number of queries, as TorchDynamo captures a size."""
 
     def tensors(self) -> list[torch.Tensor]:
         """Queries, keys, values, the gradients of result and logarithm, and what the score function reads."""
@@ -92,7 +94,7 @@ class Case:
                 given[place] = tensor
             wanted = [tensor.requires_grad_() for tensor in (query, key, value, *(reads if self.trains else ()))]
             out, logarithm, largest = flex_attention(
-                query, key, value, self.score, tuple(given), self.scale, OPTIONS, tuple(reads), ()
+                query, key, value, self.score, tuple(given), self.scale, OPTIONS, self._captured(reads, query), ()
             )
             results, grads = ((out, logarithm), (grad, grad_logarithm)) if self.with_logarithm else ((out,), (grad,))
             if self.only_logarithm:
@@ -104,6 +106,9 @@ class Case:
             made = make_fx(call)(*(self._fake(mode, tensor) for tensor in inputs))
             _on_a_gpu(made, mode)
         return made, inputs
+
+    def _captured(self, reads: list[torch.Tensor], query: torch.Tensor) -> tuple[Any, ...]:
+        return (*reads, query.shape[2]) if self.captures_length else tuple(reads)
 
     def _fake(self, mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor without values; batches, lengths and tables may have symbolic sizes."""
@@ -125,7 +130,8 @@ class Case:
         key, value = (tensor.repeat_interleave(group, 1) for tensor in (key, value))
         sizes = self.batch, self.heads, self.queries, self.keys
         b, h, q, k = (torch.arange(n).view([-1 if d == e else 1 for e in range(4)]) for d, n in enumerate(sizes))
-        scores = self.score(query @ key.mT * self.scale, b, h, q, k, *reads).expand(sizes)
+        captured = self._captured(reads, query)
+        scores = self.score(query @ key.mT * self.scale, b, h, q, k, *captured).expand(sizes)
         scores = scores.masked_fill(~self.mask(b, h, q, k).expand(sizes), -torch.inf)
         logarithm = scores.logsumexp(-1, keepdim=True)
         weights = (scores - logarithm.masked_fill(logarithm.isinf(), 0)).exp()
@@ -191,6 +197,10 @@ def by_query_and_key(score, b, h, q, k, rows, columns):
     return score * rows[b, q] + columns[k] * columns[q]
 
 
+def by_length(score, b, h, q, k, slopes, length):
+    return score + slopes[h] * (length - k) / length
+
+
 def forbidding(score, b, h, q, k):
     return torch.where(q >= k, score, -torch.inf)
 
@@ -233,6 +243,17 @@ CASES = {
     "symbolic sizes of what is trained": Case(
         score=by_query_and_key, reads=((3, 90), (90,)), batch=3, queries=90, keys=75, trains=True, is_symbolic=True
     ),
+    "a captured size": Case(
+        score=by_length,
+        reads=((2,),),
+        batch=3,
+        queries=75,
+        keys=90,
+        is_symbolic=True,
+        trains=True,
+        captures_length=True,
+    ),
+    "a captured size that is known": Case(score=by_length, reads=((2,),), captures_length=True),
     "symbolic sizes": Case(score=biased, reads=((3, 2, 75, 90),), batch=3, queries=75, keys=90, is_symbolic=True),
     "symbolic sizes without a table": Case(
         mask=lambda b, h, q, k: q >= -k, block=1 << 30, batch=3, heads=4, queries=70, keys=50, is_symbolic=True

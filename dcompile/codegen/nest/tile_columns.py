@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcompile.codegen.nest.loop_nest import Axis, Nest, levels, may_exceed, stride
+from dcompile.codegen.nest.loop_nest import Axis, Nest, flatten_loop, levels, may_exceed, stride
 from dcompile.codegen.nest.tile_plan import (
     MAX_PERSISTENT_ELEMENTS,
     PROGRAMS,
@@ -16,9 +16,9 @@ from dcompile.codegen.nest.tile_plan import (
     typical_stride,
     warps_of,
 )
-from dcompile.ir.analysis import ancestors, runtime_refs
+from dcompile.ir.analysis import ancestors, inner_names, operands, runtime_refs
 from dcompile.ir.index import Div, Index, Size, Var, as_index, is_nonnegative, is_symbol, size_product, typical
-from dcompile.ir.nodes import Apply, IndexOf, Load, Reduce, Scan, Store
+from dcompile.ir.nodes import Apply, IndexOf, Load, Loop, Reduce, Scan, Store
 from dcompile.ir.ops import OPS
 
 COLUMN_ROWS = 8
@@ -33,6 +33,10 @@ HEAVY_PROGRAMS = 6 * PROGRAMS
 MIN_PIECE_COLUMNS = 32
 """Columns of the narrowest tile that keeps to one piece: two sectors of 16-bit elements (docs/lab/constants.md,
 K23)."""
+REGISTERS = 1 << 16
+"""Registers of a multiprocessor, which the threads of one program may have at most."""
+IN_FLIGHT = 2
+"""Values of each element that functions take beside those that a thread keeps (docs/lab/constants.md, K24)."""
 TRANSPOSED_ROWS = 32
 """Rows of a tile of as many elements where rows, not columns, are neighbours in memory of a load: two sectors of 16-bit
 elements."""
@@ -122,6 +126,37 @@ def rows_of_program(nest: Nest, combining: list[int]) -> Size:
     if len(sizes) != 1 or (may_exceed(count(nest.elements), MAX_PERSISTENT_ELEMENTS) and sees_whole_rows(nest)):
         return 0
     return sizes.pop()
+
+
+def sums_overflow(loop: Loop) -> bool:
+    """Would a program that has whole rows and combines columns keep more values than its threads have registers for?
+
+    It keeps the sums, what all rows share, and values that are needed before and after a reduction of a row.
+    """
+    names = set(inner_names(loop))
+    sums = sum(store.mode != "set" and bool(store.index.variables & names) for store in loop.stores)
+    if not sums or typical(size_product(loop.inner)) <= MAX_PERSISTENT_ELEMENTS // 4:
+        return False
+    nest = flatten_loop(loop)
+    whole = power_of_two(about(nest.elements))
+    loads = [value.index.variables for value in nest.body if isinstance(value, Load)]
+    row_names = {axis.name for axis in nest.rows}
+    shared = sum(bool(used & nest.element_names) and not used & row_names for used in loads)
+    registers = (sums + shared + _kept(nest) + IN_FLIGHT * _is_heavy(nest)) * whole
+    return sees_whole_rows(nest) and (registers > REGISTERS or whole > MAX_PERSISTENT_ELEMENTS)
+
+
+def _kept(nest: Nest) -> int:
+    """Return how many values of an element are computed before a reduction of its row and used after it."""
+    element, known = levels(nest).element, levels(nest).known
+    found = {
+        used
+        for ref, value in enumerate(nest.body)
+        if element[ref] and not isinstance(value, Reduce)
+        for used in operands(value)
+        if element[used] and known[used] < known[ref]
+    }
+    return len(found)
 
 
 def sees_whole_rows(nest: Nest) -> bool:

@@ -100,4 +100,4 @@ def _reads_pixels(gather: Node, plan: LayoutPlan) -> bool:
     return whole and not moved and inside.is_contiguous(memory_format=torch.channels_last)
 
 
-_LAYOUTS = Layouts(_wanted, _follows, results=dict.fromkeys(GATHERS, torch.channels_last))
+_LAYOUTS = Layouts(_wanted, _follows, results=dict.fromkeys(GATHERS, torch.channels_last), joins=(aten.cat.default,))

@@ -10,7 +10,7 @@ same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -47,6 +47,8 @@ class Layouts:
     wanted: Callable[[Node, LayoutPlan], Wanted]
     follows: Callable[[Node, LayoutPlan], bool | None] = lambda node, plan: None
     results: Mapping[Any, torch.memory_format] = field(default_factory=dict)
+    joins: Collection[Any] = ()
+    """Operations on several tensors whose result gets the order of dimensions that most of its elements have."""
 
 
 def change_layouts(gm: GraphModule, layouts: Layouts) -> PassReport:
@@ -97,7 +99,8 @@ class LayoutPlan:
                     self._as_before(source, node)
             return
         wanted = self.layouts.wanted(node, self)
-        if not wanted and not any(source in self.values for source in node.all_input_nodes):
+        joins = node.target in self.layouts.joins
+        if not wanted and not joins and not any(source in self.values for source in node.all_input_nodes):
             return
         if node.target in VIEWS and not self._allows(node):
             wanted = dict.fromkeys(node.all_input_nodes[:1], torch.contiguous_format)
@@ -111,6 +114,8 @@ class LayoutPlan:
                 value = value.clone(memory_format=self.layouts.results[target])
             elif target in REDUCTIONS:
                 value = _in_input_order(value, *args[:2])
+            elif joins:
+                value = self._in_order_of_most(node, value)
             elif torch.Tag.pointwise in getattr(target, "tags", ()):
                 value = self._in_changed_order(node, value)
         if _strides(value) != _strides(node.meta.get("val")):
@@ -128,6 +133,22 @@ class LayoutPlan:
         if found is None or found.stride() == value.stride():
             return value
         return torch.empty_strided(value.shape, found.stride(), dtype=value.dtype, device=value.device)
+
+    def _in_order_of_most(self, node: Node, value: torch.Tensor) -> torch.Tensor:
+        """Give a concatenation the order of dimensions that most of its elements have already.
+
+        Eager's is row-major unless all inputs agree. One channel that was summed would then make all others row-major.
+        """
+        elements: dict[tuple[int, ...], int] = {}
+        for source in map(self.value, node.all_input_nodes):
+            if source.dim() == value.dim() and compat.sizes.is_dense(source) and compat.sizes.is_fixed(source):
+                order = _order(source)
+                elements[order] = elements.get(order, 0) + source.numel()
+        most = max(elements, key=lambda order: elements[order], default=())
+        if not most or 2 * elements[most] <= value.numel() or most == _order(value):
+            return value
+        dense = torch.empty([value.shape[dim] for dim in most], dtype=value.dtype, device=value.device)
+        return dense.permute([most.index(dim) for dim in range(value.dim())])
 
     def _follows(self, node: Node) -> bool:
         """Does a node compute the same values from inputs of other strides, with correct strides of its result?"""
@@ -197,6 +218,12 @@ def _in_input_order(value: torch.Tensor, source: Any, dims: Any = None) -> torch
     return dense.permute([order.index(place) for place in range(len(kept))])
 
 
+def _order(value: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions from the slowest to the fastest."""
+    strides, shape = value.stride(), value.shape
+    return tuple(sorted(range(value.dim()), key=lambda dim: (-strides[dim], -shape[dim], dim)))
+
+
 def _strides(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.stride()
@@ -209,8 +236,7 @@ def _insert(copy: _Copy, mode: Any) -> Node:
     A dense layout is an order of dimensions, so the copy is contiguous in that order.
     """
     wanted, node = copy.value, copy.source
-    strides, shape = wanted.stride(), wanted.shape
-    order = sorted(range(wanted.dim()), key=lambda dim: (-strides[dim], -shape[dim], dim))
+    order = [*_order(wanted)]
     back = [order.index(dim) for dim in range(wanted.dim())]
     steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (
         (aten.permute.default, (order,), {}),

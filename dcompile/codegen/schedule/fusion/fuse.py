@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from dcompile.codegen.nest.tile_columns import sums_overflow
 from dcompile.codegen.schedule.fusion.collective_order import (
     Access,
     CollectiveEvent,
@@ -17,7 +18,7 @@ from dcompile.codegen.schedule.fusion.collective_order import (
 from dcompile.codegen.schedule.fusion.iteration_space import canonical
 from dcompile.codegen.schedule.fusion.merge import LoopMerger, without
 from dcompile.codegen.schedule.order.dependences import edges
-from dcompile.device_traits import traits_of
+from dcompile.device_traits import loop_traits, traits_of
 from dcompile.ir.analysis import takes_over
 from dcompile.ir.nodes import Loop, Program, Step
 
@@ -187,7 +188,8 @@ class _StepGraph:
             return None
         assert isinstance(first, Loop) and isinstance(second, Loop)
         merged = self.merge(first, second)
-        return None if merged is None or self.ends_takeover(a, b, merged) else merged
+        refused = merged is None or self.ends_takeover(a, b, merged) or self.exceeds_registers(merged)
+        return None if refused else merged
 
     def may_join(self, a: int, b: int) -> bool:
         """Return whether no third step must run between, and b need not run before a.
@@ -205,6 +207,10 @@ class _StepGraph:
 
     def _parts(self, number: int) -> set[int]:
         return {self.parts[name] for name in self.reads[number] | self.writes[number] if name in self.parts}
+
+    def exceeds_registers(self, merged: Loop) -> bool:
+        """Return whether a GPU's program would combine columns of rows too long for its registers."""
+        return loop_traits(merged, self.table).many_threads and sums_overflow(merged)
 
     def ends_takeover(self, a: int, b: int, merged: Loop) -> bool:
         """Return whether merging loses in-place reuse of more bytes than it saves.

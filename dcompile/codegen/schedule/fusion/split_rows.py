@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
-from dcompile.codegen.nest.loop_nest import expand, renumber, renumber_values
+from dcompile.codegen.nest.loop_nest import expand, flatten_loop, renumber, renumber_values
 from dcompile.codegen.nest.tile_plan import PROGRAMS
+from dcompile.codegen.nest.tile_rows import OUTER_ROWS, tile_rows
 from dcompile.codegen.schedule.fusion.iteration_space import coordinates, position
 from dcompile.codegen.schedule.fusion.merge import without
 from dcompile.codegen.schedule.fusion.split_reductions import axes_of, new_buffer
@@ -48,13 +49,21 @@ def row_parts(loop: Loop) -> int:
     rows, size = size_product(loop.outer), size_product(loop.inner)
     if not (isinstance(rows, int) and isinstance(size, int)):
         return 1  # the decision needs static sizes
-    if rows == 0 or size < MIN_SPLIT_ROW_ELEMENTS or rows >= MULTIPROCESSORS:
+    if rows == 0 or size < MIN_SPLIT_ROW_ELEMENTS or rows >= MULTIPROCESSORS * OUTER_ROWS:
+        return 1
+    programs = _programs(loop, rows)
+    if programs >= MULTIPROCESSORS:
         return 1
     most = max(size // PART_ELEMENTS, 1)
-    wanted = min(max(PROGRAMS // rows, min(4 * PROGRAMS // rows, size // MAX_LOADED_ELEMENTS), 1), most)
+    wanted = min(max(PROGRAMS // programs, min(4 * PROGRAMS // programs, size // MAX_LOADED_ELEMENTS), 1), most)
     # a nearby divisor saves masks
     near = [n for n in range(max(wanted // 2, 1), min(2 * wanted, most) + 1) if size % n == 0 and size // n % 8 == 0]
     return min(near, key=lambda n: abs(n - wanted)) if near else wanted
+
+
+def _programs(loop: Loop, rows: int) -> int:
+    """Return the number of programs that have a loop's rows: a program has several where these are neighbours."""
+    return rows if rows < MULTIPROCESSORS else -(-rows // tile_rows(flatten_loop(loop)).dims[0].block)
 
 
 def _known(sizes: Iterable[Size]) -> tuple[int, ...]:

@@ -210,3 +210,21 @@ def test_a_changed_operand_decides_where_operands_disagree():
     assert len(copied) == 1  # of the input
     assert is_channels_last(convolutions(gm)[1].args[0])
     torch.testing.assert_close(gm(*given), gradients(*given))
+
+
+def test_a_concatenation_has_the_order_of_most_channels():
+    """Of one channel that was summed, row-major, and 16 that are channels-last."""
+
+    def joined(x, w, v):
+        y = torch.conv2d(x, w, padding=1)
+        z = torch.cat([y, torch.relu(y).sum(1, keepdim=True).contiguous()], 1)
+        return torch.conv2d(z, v), z.sum([0, 2, 3])
+
+    images = [tensor.contiguous(memory_format=torch.channels_last) for tensor in INPUTS[:2]]
+    given = (*images, torch.randn(4, 17, 1, 1).contiguous(memory_format=torch.channels_last))
+    gm = traced(joined, *given)
+    (both,) = gm.graph.find_nodes(op="call_function", target=aten.cat.default)
+    use_channels_last(gm)
+    assert is_channels_last(both) and convolutions(gm)[1].args[0] is both
+    for found, expected in zip(gm(*given), joined(*given), strict=True):
+        torch.testing.assert_close(found, expected)

@@ -335,3 +335,41 @@ def test_random_programs_as_on_a_gpu_keep_every_value():
         verify(fused)
         for want, got in zip(interpret(there, inputs), interpret(fused, inputs), strict=True):
             np.testing.assert_array_equal(want, got)
+
+
+def quantized(columns, device="cuda"):
+    """Values of functions, stored with the largest of each row as their scale, and the largest of each column."""
+    return parse(f"""
+        program quantized(x, y, w)
+          x: bfloat16[64, {columns}] on {device}
+          y: bfloat16[64, {columns}] on {device}
+          w: float32[{columns}] on {device}
+          v: float32[64, {columns}] on {device}
+          m: float32[64] on {device}
+          q: float32[64, {columns}] on {device}
+          c: float32[{columns}] on {device}
+        loop values [64] x [{columns}]
+          v1 = cast(x[j0 + {columns}*i0], float32)
+          v2 = exp(cast(y[j0 + {columns}*i0], float32))
+          v[j0 + {columns}*i0] = mul(div(v1, v2), w[j0])
+        loop largest [64] x [{columns}]
+          m[i0] = row_max(abs(v[j0 + {columns}*i0]))
+        loop scaled [64] x [{columns}]
+          q[j0 + {columns}*i0] = div(v[j0 + {columns}*i0], m[i0])
+        loop columns [64] x [{columns}]
+          c[j0] max= abs(v[j0 + {columns}*i0])
+        return (q, c)
+        """)
+
+
+@pytest.mark.parametrize(("columns", "kernels"), [(4096, 1), (14336, 2), (28672, 2)])
+def test_columns_of_long_rows_are_combined_apart(columns, kernels):
+    """A thread would have 32 elements of each row, and keep three values of each beside those of its functions."""
+    found = loops(fuse(quantized(columns)))
+    assert len(found) == kernels
+    for loop in found[: kernels - 1]:
+        assert not any(store.mode != "set" for store in loop.stores)
+
+
+def test_programs_of_cpus_read_long_rows_once():
+    assert len(loops(fuse(quantized(14336, "cpu")))) == 1

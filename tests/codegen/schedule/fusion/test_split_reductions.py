@@ -11,6 +11,7 @@ from dcompile.codegen.schedule.fusion import split_reductions, split_rows
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Loop, Program, Reduce, Store, View
+from dcompile.ir.parse import parse
 from dcompile.ir.verify import verify
 from tests.codegen.emit import cases, loops
 from tests.codegen.emit.loops import I0, J0
@@ -33,6 +34,28 @@ def test_cpu_programs_are_left_alone():
         split_reductions.split_column_reductions(program) == program
         and split_rows.split_row_reductions(program) == program
     )
+
+
+LANES = """
+program lanes(x)
+  x: float32[40960, 192] on cuda
+  y: float32[40960, 192] on cuda
+  s: float32[192] on cuda
+loop both [192] x [40960]
+  v = mul(x[i0 + 192*j0], 2.0)
+  y[i0 + 192*j0] = v
+  s[i0] = row_sum(v)
+return (y, s)
+"""
+"""A program has 16 rows, which are neighbours in memory: 12 programs of 40960 elements for each row."""
+
+
+def test_rows_that_few_programs_have_are_split():
+    assert split_rows.row_parts(parse(LANES).steps[0]) > 8
+    parts, total, elements = split_rows.split_row_reductions(parse(LANES)).steps
+    assert parts.outer[0] == total.outer[0] == 192 and len(parts.outer) == 2
+    assert [store.buffer for store in elements.stores] == ["y"]
+    assert split_rows.row_parts(parse(LANES.replace("192", "4224")).steps[0]) == 1, "264 programs are enough"
 
 
 @pytest.mark.parametrize("seed", range(24))

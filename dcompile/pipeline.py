@@ -50,6 +50,7 @@ from dcompile.capture.passes.joint.remove_clones import remove_clones
 from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
 from dcompile.capture.passes.joint.saved_values import (
     copy_changed_inputs,
+    recompute_misaligned_views,
     recompute_views,
     save_as_strided_views,
     save_random_values,
@@ -122,6 +123,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     GraphPass(recompute_softmax, stages=("joint",), when=with_own_kernels),
     GraphPass(recompute_loss_chunks, stages=("joint",), required=True),
     GraphPass(save_random_values, stages=("joint",), required=True),
+    GraphPass(recompute_misaligned_views, stages=("joint",), when=with_own_kernels),
     # last: the partitioner must see what it marks
     GraphPass(recompute_views, lambda request: (request.sharded_parameters,), stages=("joint",), required=True),
 )

@@ -272,6 +272,12 @@ def dropped(x: torch.Tensor) -> torch.Tensor:
     return aten.native_dropout(x, 0.4, True)[0]
 
 
+def gated(x: torch.Tensor) -> torch.Tensor:
+    """Values and their gate, of one result: the gate begins at 20 bytes."""
+    values, gate = x.exp().split([5, 1], 1)
+    return values * gate
+
+
 def drawn_again() -> GraphModule:
     """The library's random numbers in a checkpointed function, as AOTAutograd marks them."""
     gm = joint(lambda x: x * torch.poisson(x), learning(4))
@@ -346,6 +352,7 @@ JOINT_INPUTS: Mapping[str, GraphInput] = {
     ),
     "recompute_loss_chunks": GraphInput(lambda: joint(chunked, learning(6, 4), learning(10, 4), TARGET)),
     "save_random_values": GraphInput(drawn_again),
+    "recompute_misaligned_views": GraphInput(lambda: joint(gated, learning(2, 6))),
     "recompute_views": GraphInput(
         lambda: joint(lambda w, x: x @ w.t(), learning(3, 4), learning(2, 4)), sharded_parameters=first_input
     ),

@@ -11,6 +11,8 @@ import torch
 from dcompile import compat
 from dcompile.capture.aliasing.memory import memory_of
 from dcompile.capture.aliasing.storage_resizes import CHANGES
+from dcompile.device_traits import traits_of
+from dcompile.ir.gemm import ALIGNMENT
 from dcompile.passes import PassReport
 
 VIEWS = frozenset(
@@ -134,3 +136,34 @@ def recompute_views(joint: Any, parameters: Callable[[Any], Iterable[Any]]) -> P
             closure.add(node)
             compat.aot.always_recompute(node)
     return PassReport(len(closure))
+
+
+def recompute_misaligned_views(joint: Any) -> PassReport:
+    """Recompute views that do not begin at 16 bytes in the backward, so the forward saves what they are views of.
+
+    Kernels of GPUs expect that their inputs are aligned. A saved channel of a channels-last image would be copied, with
+    all other channels between its elements. What it is a view of stays in memory with it anyway.
+    """
+    inputs = {memory_of(node) for node in joint.graph.find_nodes(op="placeholder")} - {None}
+    found = set[Any]()
+    for node in reversed(joint.graph.nodes):
+        looks = str(node.target) in VIEWS - COPIES or node.target is operator.getitem
+        if node.op != "call_function" or not looks or memory_of(node) in inputs:
+            continue
+        if _is_misaligned(node) or (node.target in _SPLITS and any(user in found for user in node.users)):
+            found.add(node)
+            compat.aot.always_recompute(node)
+    return PassReport(len(found))
+
+
+_SPLITS = (
+    torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, torch.ops.aten.unbind.int
+)  # fmt: skip
+
+
+def _is_misaligned(node: Any) -> bool:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not traits_of(value.device.type).many_threads:
+        return False
+    offset = value.storage_offset() if compat.tensors.has_storage(value) else 0
+    return isinstance(offset, int) and offset * value.itemsize % ALIGNMENT != 0

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import prod
 
 from dcompile.codegen.nest.loop_nest import expand, flatten_loop, renumber, renumber_values
-from dcompile.codegen.nest.tile_plan import PROGRAMS
+from dcompile.codegen.nest.tile_plan import MAX_PERSISTENT_ELEMENTS, PROGRAMS
 from dcompile.codegen.nest.tile_rows import OUTER_ROWS, tile_rows
 from dcompile.codegen.schedule.fusion.iteration_space import coordinates, position
 from dcompile.codegen.schedule.fusion.merge import without
@@ -23,6 +23,10 @@ MIN_SPLIT_ROW_ELEMENTS = 32768
 """Elements from which a row is split: one program reduces a shorter row in the time of another launch."""
 PART_ELEMENTS = 2048
 """Fewest elements of a row for one program."""
+MAX_SPLIT_PROGRAMS = 2 * PROGRAMS
+"""Programs of four warps from which rows are not split: they have half of the warps that a GPU runs at a time."""
+MIN_LANES = MULTIPROCESSORS
+"""Rows from which it matters that a program has several of them."""
 MAX_LOADED_ELEMENTS = 16 * PART_ELEMENTS
 """Elements from which a part is split further: more programs with less work each hide memory latency."""
 
@@ -49,21 +53,36 @@ def row_parts(loop: Loop) -> int:
     rows, size = size_product(loop.outer), size_product(loop.inner)
     if not (isinstance(rows, int) and isinstance(size, int)):
         return 1  # the decision needs static sizes
-    if rows == 0 or size < MIN_SPLIT_ROW_ELEMENTS or rows >= MULTIPROCESSORS * OUTER_ROWS:
+    if rows == 0 or size < MIN_SPLIT_ROW_ELEMENTS or rows >= MAX_SPLIT_PROGRAMS * OUTER_ROWS:
         return 1
     programs = _programs(loop, rows)
-    if programs >= MULTIPROCESSORS:
+    if programs >= MAX_SPLIT_PROGRAMS:
         return 1
     most = max(size // PART_ELEMENTS, 1)
     wanted = min(max(PROGRAMS // programs, min(4 * PROGRAMS // programs, size // MAX_LOADED_ELEMENTS), 1), most)
+    if programs >= MULTIPROCESSORS and (images := _images(loop, size, wanted)):
+        return images
     # a nearby divisor saves masks
     near = [n for n in range(max(wanted // 2, 1), min(2 * wanted, most) + 1) if size % n == 0 and size // n % 8 == 0]
     return min(near, key=lambda n: abs(n - wanted)) if near else wanted
 
 
+def _images(loop: Loop, size: int, wanted: int) -> int:
+    """Return a number of parts that are whole images, or equal parts of one, whose positions need no division; or 0.
+
+    A part then is a block of registers, with 16 elements in a thread.
+    """
+    outermost = loop.inner[0] if len(loop.inner) > 1 else 1
+    if not isinstance(outermost, int) or not wanted <= outermost <= 4 * wanted:
+        return 0
+    whole = size // outermost
+    fitting = [n for n in range(1, 5) if whole % n == 0 and whole // n <= MAX_PERSISTENT_ELEMENTS // 2]
+    return outermost * (fitting[0] if fitting else 1)
+
+
 def _programs(loop: Loop, rows: int) -> int:
     """Return the number of programs that have a loop's rows: a program has several where these are neighbours."""
-    return rows if rows < MULTIPROCESSORS else -(-rows // tile_rows(flatten_loop(loop)).dims[0].block)
+    return rows if rows < MIN_LANES else -(-rows // tile_rows(flatten_loop(loop)).dims[0].block)
 
 
 def _known(sizes: Iterable[Size]) -> tuple[int, ...]:
@@ -75,7 +94,10 @@ def _known(sizes: Iterable[Size]) -> tuple[int, ...]:
 
 
 def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[Loop]:
-    """Split the loop's reductions into two stages, pass by pass; element stores get a loop of their own."""
+    """Split the loop's reductions into two stages, pass by pass; element stores that need them get a loop of their own.
+
+    Others stay in the first stage, if it covers each row exactly.
+    """
     inner = axes_of(inner_names(loop), _known(loop.inner))
     body, stores = expand(loop.body, loop.stores, list(inner))
     loop = replace(loop, body=body, stores=stores)
@@ -91,7 +113,9 @@ def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[
         now = [ref for ref in reduces if known[ref] == number]
         pieces = {r: new_buffer(f"{loop.name}_parts", body[r].dtype, (rows, parts), device, table) for r in now}
         results = {r: new_buffer(f"{loop.name}_rows", body[r].dtype, (rows,), device, table) for r in now}
-        steps.append(_part(loop, parts, pieces, done))
+        early = _early_stores(loop, parts) if number == 1 else ()
+        steps.append(_part(loop, parts, pieces, done, early))
+        stores = tuple(store for store in stores if store not in early)
         at_end = [s for s in stores if is_row_store(loop, s)] if number == last else []
         if number == last:
             read = {
@@ -109,6 +133,15 @@ def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[
     for name in dead:
         del table[name]
     return [kept for step in steps if (kept := without(step, dead)) is not None]
+
+
+def _early_stores(loop: Loop, parts: int) -> tuple[Store, ...]:
+    """Return the element stores that need no reduction."""
+    if prod(_known(loop.inner)) % parts:
+        return ()
+    elements = [store for store in loop.stores if not is_row_store(loop, store)]
+    below = [(store, ancestors(loop.body, store_operands(store))) for store in elements]
+    return tuple(store for store, refs in below if not any(isinstance(loop.body[ref], Reduce) for ref in refs))
 
 
 def _read_by_rows(loop: Loop) -> list[Ref]:
@@ -134,8 +167,11 @@ def _reductions_below(body: Sequence[Value], ref: Ref) -> set[Ref]:
     return {at for at in ancestors(body, [ref], through_reduces=False) if isinstance(body[at], Reduce)}
 
 
-def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str]) -> Loop:
-    """Build the first stage: each row in `parts`; the last may be shorter, and positions beyond the row are masked."""
+def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str], early: Sequence[Store] = ()) -> Loop:
+    """Build the first stage: each row in `parts`; the last may be shorter, and positions beyond the row are masked.
+
+    `early`: element stores that belong to it, if all parts are equal.
+    """
     outer, inner, rank = _known(loop.outer), _known(loop.inner), len(loop.outer)
     size = prod(inner)
     length = -(-size // parts)
@@ -167,6 +203,9 @@ def _part(loop: Loop, parts: int, pieces: dict[Ref, str], done: dict[Ref, str]) 
         number[ref] = len(body) - 1
         if ref in pieces:
             stores.append(Store(pieces[ref], rows * parts + var(f"i{rank}"), number[ref]))
+    for store in early:
+        index = substitute(renumber_values(store.index, number), values, bounds)
+        stores.append(replace(store, value=number[store.value], index=index))
     made = Loop(f"{loop.name}_part", (*outer, parts), (length,), tuple(body), tuple(stores), loop.origin)
     kept = without(made, frozenset())
     assert kept is not None, f"{loop.name} has reductions that nothing uses"

@@ -1,0 +1,29 @@
+"""What a forward saves in place of views that would be copied."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dcompile
+from dcompile.capture.passes.joint import saved_values
+from dcompile.device_traits import traits_of
+
+
+def gated(x, w):
+    """A gate of channels-last images, 20 bytes after the begin of their memory, and channels that no gradient needs."""
+    values, gate, rest = torch.conv2d(x, w).split([5, 1, 5], 1)
+    return values * gate + rest
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_views_that_are_not_aligned_are_views_of_what_is_saved(device, monkeypatch):
+    monkeypatch.setattr(saved_values, "traits_of", lambda _: traits_of(device))
+    x = torch.randn(2, 3, 6, 6).contiguous(memory_format=torch.channels_last)
+    w = torch.randn(11, 3, 3, 3, requires_grad=True)
+    (want,) = torch.autograd.grad(gated(x, w).sum(), w)
+    out = dcompile.compile(gated, options={"receipt": False, "trace_cache": False})(x, w)
+    saved = out.grad_fn.saved_tensors
+    assert any(tensor.storage_offset() * 4 % 16 for tensor in saved) == (device == "cpu")
+    (got,) = torch.autograd.grad(out.sum(), w)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

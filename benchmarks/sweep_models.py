@@ -14,7 +14,7 @@ from benchmarks.amp_models import CLASSES, DECODER, Batch, Classifier, Model, Wi
 # --- images -----------------------------------------------------------------------------------------------------------
 
 
-def _timm(name: str, rows: int, side: int = 224) -> Model:
+def timm_classifier(name: str, rows: int, side: int = 224) -> Model:
     """Return training of one of timm's classifiers."""
 
     def make(is_small: bool) -> nn.Module:
@@ -319,28 +319,28 @@ _1024 = {
 _TINY = {**DECODER, "head_dim": 32}
 
 MODELS: Mapping[str, Model] = {
-    "resnext50_32x4d": _timm("resnext50_32x4d", 96),
-    "regnety_032": _timm("regnety_032", 96),
-    "densenet121": _timm("densenet121", 64),
-    "efficientnetv2_s": _timm("tf_efficientnetv2_s", 64),
-    "hrnet_w18": _timm("hrnet_w18", 64),
-    "nfnet_f0": _timm("dm_nfnet_f0", 64, 192),
-    "vgg16_bn": _timm("vgg16_bn", 64),
-    "inception_v4": _timm("inception_v4", 64, 299),
-    "mixer_b16": _timm("mixer_b16_224", 64),
-    "deit3_small": _timm("deit3_small_patch16_224", 128),
-    "beit_base": _timm("beit_base_patch16_224", 64),
-    "swinv2_tiny": _timm("swinv2_tiny_window8_256", 64, 256),
-    "maxvit_tiny": _timm("maxvit_tiny_tf_224", 32),
-    "coatnet_0": _timm("coatnet_0_rw_224", 64),
-    "convnextv2_tiny": _timm("convnextv2_tiny", 64),
-    "xcit_small": _timm("xcit_small_12_p16_224", 64),
-    "cait_xxs24": _timm("cait_xxs24_224", 64),
-    "levit_256": _timm("levit_256", 256),
-    "poolformer_s12": _timm("poolformer_s12", 64),
-    "mobilenetv4": _timm("mobilenetv4_conv_medium", 128),
-    "ghostnetv2": _timm("ghostnetv2_100", 128),
-    "efficientvit_b1": _timm("efficientvit_b1", 128),
+    "resnext50_32x4d": timm_classifier("resnext50_32x4d", 96),
+    "regnety_032": timm_classifier("regnety_032", 96),
+    "densenet121": timm_classifier("densenet121", 64),
+    "efficientnetv2_s": timm_classifier("tf_efficientnetv2_s", 64),
+    "hrnet_w18": timm_classifier("hrnet_w18", 64),
+    "nfnet_f0": timm_classifier("dm_nfnet_f0", 64, 192),
+    "vgg16_bn": timm_classifier("vgg16_bn", 64),
+    "inception_v4": timm_classifier("inception_v4", 64, 299),
+    "mixer_b16": timm_classifier("mixer_b16_224", 64),
+    "deit3_small": timm_classifier("deit3_small_patch16_224", 128),
+    "beit_base": timm_classifier("beit_base_patch16_224", 64),
+    "swinv2_tiny": timm_classifier("swinv2_tiny_window8_256", 64, 256),
+    "maxvit_tiny": timm_classifier("maxvit_tiny_tf_224", 32),
+    "coatnet_0": timm_classifier("coatnet_0_rw_224", 64),
+    "convnextv2_tiny": timm_classifier("convnextv2_tiny", 64),
+    "xcit_small": timm_classifier("xcit_small_12_p16_224", 64),
+    "cait_xxs24": timm_classifier("cait_xxs24_224", 64),
+    "levit_256": timm_classifier("levit_256", 256),
+    "poolformer_s12": timm_classifier("poolformer_s12", 64),
+    "mobilenetv4": timm_classifier("mobilenetv4_conv_medium", 128),
+    "ghostnetv2": timm_classifier("ghostnetv2_100", 128),
+    "efficientvit_b1": timm_classifier("efficientvit_b1", 128),
     "segmenter_3d": Model(lambda small: Segmenter(8 if small else 32), _volumes),
     "super_resolution": Model(lambda small: SuperResolution(*((16, 2) if small else (128, 16))), _pairs),
     "sdxl_unet": Model(lambda small: Added(small).half().eval(), _sdxl, autocast=False, training=False),

@@ -6,6 +6,9 @@ GPU allocator reuses memory in a microsecond, in stream order. So large temporar
 after their last use; the first gradients overwrite the saved tensor that they are computed from. A few small
 temporaries follow if they alone make the arena larger than its need at the peak. Such a block is alive with the largest
 one but not at the peak, or lives from a step after the peak to the end.
+
+The arena outlives the program: a model's backward has the forward's, beside all saved tensors, and so has the caller
+between two steps. So blocks leave it as well if that does not lower the program's own peak, such as logits.
 """
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ BYTES_PER_ALLOCATION = 262144
 """Divisor of the peak: each allocation must save 1/262144 of it. That is kilobytes of gigabytes, for a microsecond of
 host time."""
 
+LASTING_FRACTION = 1024
+"""Divisor of the peak: an allocation must make the arena, which outlives the program, smaller by 1/1024 of it."""
+RISE_FRACTION = 128
+"""Divisor of the peak: it may rise by 1/128 where the arena shrinks by more."""
 MIN_SMALL_BLOCK_BYTES = 1 << 16
 """Bytes that each separately allocated small block must save."""
 MAX_SMALL_BLOCKS = 12
@@ -90,6 +97,7 @@ def set_apart(blocks: Mapping[int, Block], heirs: Mapping[int, str], held: np.nd
     """
     sides = _Sides(blocks, heirs, held)
     _move_large(sides)
+    _move_lasting(sides)
     _move_crowding(sides)
     return SeparateAllocations({number: heirs.get(number) for number in sorted(sides.apart)})
 
@@ -131,7 +139,12 @@ class _Sides:
     @property
     def peak(self) -> int:
         """Peak bytes; the arena counts at every step."""
-        return int(self.inside.max(initial=0)) + int(self.outside.max(initial=0))
+        return self.arena + int(self.outside.max(initial=0))
+
+    @property
+    def arena(self) -> int:
+        """Bytes of the arena."""
+        return int(self.inside.max(initial=0))
 
     def fullest(self) -> list[int]:
         """Return the blocks in the arena at the first step at which it is fullest."""
@@ -153,6 +166,22 @@ def _move_large(sides: _Sides) -> None:
     smallest = min(costs, key=lambda size: (costs[size], -size))
     worth = usual - min(peaks) >= max(usual // MIN_PEAK_FRACTION, MIN_BLOCK_BYTES)
     sides.keep(sum(sizes[number] >= smallest for number in sides.apart) if worth else 0)
+
+
+def _move_lasting(sides: _Sides) -> None:
+    """Move out the largest blocks that are left, as long as the arena gets much smaller.
+
+    The arena may then be fullest at another step, and the program's peak higher by less than the arena shrinks.
+    """
+    price, sizes = max(sides.peak // LASTING_FRACTION, MIN_BLOCK_BYTES), sides.sizes
+    left = [n for n in sorted(sizes, key=lambda n: (-sizes[n], n)) if n not in sides.apart and sizes[n] >= price]
+    limit, kept = sides.peak + sides.peak // RISE_FRACTION, len(sides.apart)
+    best = sides.peak + sides.arena
+    for count, number in enumerate(left, 1):
+        sides.move(number)
+        if sides.peak <= limit and (cost := sides.peak + sides.arena + count * price) < best:
+            best, kept = cost, len(sides.apart)
+    sides.keep(kept)
 
 
 def _move_crowding(sides: _Sides) -> None:

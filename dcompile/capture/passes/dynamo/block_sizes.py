@@ -27,7 +27,7 @@ def specialize_block_sizes(gm: GraphModule) -> PassReport:
     for module in gm.modules():
         calls = module.graph.nodes if isinstance(module, GraphModule) else ()
         for node in [node for node in calls if compat.inductor.is_flex(node.target)]:
-            before: Any = node.args[BLOCK_MASK]
+            before: Any = node.args[BLOCK_MASK] if len(node.args) > BLOCK_MASK else ()
             if not compat.flex.is_known_mask(before):
                 continue
             sides = [_number(item) for item in before[compat.flex.SIDES]]

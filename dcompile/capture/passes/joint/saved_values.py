@@ -142,13 +142,14 @@ def recompute_misaligned_views(joint: Any) -> PassReport:
     """Recompute views that do not begin at 16 bytes in the backward, so the forward saves what they are views of.
 
     Kernels of GPUs expect that their inputs are aligned. A saved channel of a channels-last image would be copied, with
-    all other channels between its elements. What it is a view of stays in memory with it anyway.
+    all other channels between its elements. What it is a view of stays in memory with it anyway. Views in checkpointed
+    regions are recomputed already, and keep their region's number.
     """
     inputs = {memory_of(node) for node in joint.graph.find_nodes(op="placeholder")} - {None}
     found = set[Any]()
     for node in reversed(joint.graph.nodes):
         looks = str(node.target) in VIEWS - COPIES or node.target is operator.getitem
-        if node.op != "call_function" or not looks or memory_of(node) in inputs:
+        if node.op != "call_function" or not looks or memory_of(node) in inputs or "recompute" in node.meta:
             continue
         if _is_misaligned(node) or (node.target in _SPLITS and any(user in found for user in node.users)):
             found.add(node)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dcompile
 from dcompile.capture.passes.joint import saved_values
@@ -27,3 +30,14 @@ def test_views_that_are_not_aligned_are_views_of_what_is_saved(device, monkeypat
     assert any(tensor.storage_offset() * 4 % 16 for tensor in saved) == (device == "cpu")
     (got,) = torch.autograd.grad(out.sum(), w)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_views_in_checkpointed_regions_keep_their_region(monkeypatch):
+    monkeypatch.setattr(saved_values, "traits_of", lambda _: traits_of("cuda"))
+    given = torch.randn(2, 3, 6, 6).contiguous(memory_format=torch.channels_last), torch.randn(11, 3, 3, 3)
+    gm = make_fx(gated, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+    views = [node for node in gm.graph.nodes if node.target is operator.getitem]
+    for node in views:
+        node.meta |= {"recompute": "by its region", "ac_graph_id": 3}
+    assert saved_values.recompute_misaligned_views(gm).changes == 0
+    assert {node.meta["ac_graph_id"] for node in views} == {3}

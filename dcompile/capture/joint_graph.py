@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from dcompile.capture.aliasing.memory import memory_of
 from dcompile.capture.graph_pass import DONATED
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import COMPUTED_IN_FORWARD
 from dcompile.capture.passes.joint.min_cut import minimum_cut
-from dcompile.capture.passes.joint.saved_values import COPIES, VIEWS
+from dcompile.capture.passes.joint.saved_values import is_view
 from dcompile.device_traits import traits_of
 
 TOKEN = "dcompile_sync"
@@ -115,8 +114,7 @@ def returned_views(gm: Any, parameters: Iterable[Any], results: int) -> list[Any
     """
     origin = {node: node for node in parameters}
     for node in gm.graph.nodes:
-        looks = str(node.target) in VIEWS - COPIES or node.target is operator.getitem
-        if node.op == "call_function" and looks and node.all_input_nodes and node.all_input_nodes[0] in origin:
+        if is_view(node) and node.all_input_nodes and node.all_input_nodes[0] in origin:
             origin[node] = origin[node.all_input_nodes[0]]
     outputs = gm.graph.output_node().args[0][:results]
     return list({origin[node]: None for node in outputs if isinstance(node, torch.fx.Node) and node in origin})

@@ -75,8 +75,6 @@ class _FlexCall:
         _require(len(args) == compat.flex.ARGUMENTS[str(node.target)], "its arguments are unknown")
         self.block_mask = args[9 if self.is_backward else 4]
         _require(compat.flex.is_known_mask(self.block_mask), "its block mask is unknown")
-        sides = self.block_mask[compat.flex.SIDES]
-        _require(all(isinstance(side, int) for side in sides), "the sides of its blocks are symbols")
         self.score_buffers, self.mask_buffers = args[-2:]
         self._check()
 
@@ -105,8 +103,8 @@ class _FlexCall:
         queries, keys = query.shape[2], key.shape[2]
         few = isinstance(queries, int) and queries < MIN_QUERIES and not is_below(as_index(keys), MAX_KEYS, {})
         _require(not few, f"{queries} queries of {keys} keys, which it splits")
-        blocks = compat.flex.tables(self.block_mask)
-        sides = blocks.query_block, blocks.key_block
+        sides = tuple(self.block_mask[compat.flex.SIDES])
+        _require(all(isinstance(side, int) for side in sides), "the sides of its blocks are symbols")
         _require(all(side >= MIN_BLOCK and side & (side - 1) == 0 for side in sides), f"blocks of {sides}")
 
     def forward(self) -> tuple[Any, ...]:

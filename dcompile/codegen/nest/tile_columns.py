@@ -136,27 +136,23 @@ def sums_overflow(loop: Loop) -> bool:
     names = set(inner_names(loop))
     sums = sum(store.mode != "set" and bool(store.index.variables & names) for store in loop.stores)
     if not sums or typical(size_product(loop.inner)) <= MAX_PERSISTENT_ELEMENTS // 4:
-        return False
+        return False  # there is room for 16 values of each element
     nest = flatten_loop(loop)
+    if not sees_whole_rows(nest):
+        return False
     whole = power_of_two(about(nest.elements))
     loads = [value.index.variables for value in nest.body if isinstance(value, Load)]
     row_names = {axis.name for axis in nest.rows}
     shared = sum(bool(used & nest.element_names) and not used & row_names for used in loads)
     registers = (sums + shared + _kept(nest) + IN_FLIGHT * _is_heavy(nest)) * whole
-    return sees_whole_rows(nest) and (registers > REGISTERS or whole > MAX_PERSISTENT_ELEMENTS)
+    return registers > REGISTERS or whole > MAX_PERSISTENT_ELEMENTS
 
 
 def _kept(nest: Nest) -> int:
     """Return how many values of an element are computed before a reduction of its row and used after it."""
-    element, known = levels(nest).element, levels(nest).known
-    found = {
-        used
-        for ref, value in enumerate(nest.body)
-        if element[ref] and not isinstance(value, Reduce)
-        for used in operands(value)
-        if element[used] and known[used] < known[ref]
-    }
-    return len(found)
+    of = levels(nest)
+    pairs = ((used, ref) for ref, value in enumerate(nest.body) if of.element[ref] for used in operands(value))
+    return len({used for used, ref in pairs if of.element[used] and of.known[used] < of.known[ref]})
 
 
 def sees_whole_rows(nest: Nest) -> bool:

@@ -253,6 +253,7 @@ CASES = {
         trains=True,
         captures_length=True,
     ),
+    "a captured size that nothing reads": Case(batch=3, queries=75, is_symbolic=True, captures_length=True),
     "a captured size that is known": Case(score=by_length, reads=((2,),), captures_length=True),
     "symbolic sizes": Case(score=biased, reads=((3, 2, 75, 90),), batch=3, queries=75, keys=90, is_symbolic=True),
     "symbolic sizes without a table": Case(

@@ -10,7 +10,7 @@ same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -147,8 +147,7 @@ class LayoutPlan:
         most = max(elements, key=lambda order: elements[order], default=())
         if not most or 2 * elements[most] <= value.numel() or most == _order(value):
             return value
-        dense = torch.empty([value.shape[dim] for dim in most], dtype=value.dtype, device=value.device)
-        return dense.permute([most.index(dim) for dim in range(value.dim())])
+        return _dense(value, most)
 
     def _follows(self, node: Node) -> bool:
         """Does a node compute the same values from inputs of other strides, with correct strides of its result?"""
@@ -214,8 +213,13 @@ def _in_input_order(value: torch.Tensor, source: Any, dims: Any = None) -> torch
     if len(kept) != value.dim():
         return value  # reduced dimensions stay, with size 1
     order = sorted(range(len(kept)), key=lambda place: -source.stride(kept[place]))
-    dense = torch.empty([value.shape[place] for place in order], dtype=value.dtype, device=value.device)
-    return dense.permute([order.index(place) for place in range(len(kept))])
+    return _dense(value, order)
+
+
+def _dense(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return a dense tensor of the same shape, with its dimensions in this order from the slowest to the fastest."""
+    made = torch.empty([value.shape[dim] for dim in order], dtype=value.dtype, device=value.device)
+    return made.permute([order.index(dim) for dim in range(value.dim())])
 
 
 def _order(value: torch.Tensor) -> tuple[int, ...]:

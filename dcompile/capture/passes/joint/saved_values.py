@@ -29,6 +29,12 @@ VIEWS = frozenset(
 
 COPIES = frozenset(("aten._to_copy.default", "aten.clone.default", "prims.convert_element_type.default"))
 """The operations of `VIEWS` whose result has its own memory."""
+_LOOKS = VIEWS - COPIES
+
+
+def is_view(node: Any) -> bool:
+    """Whether a node is a view of what it reads, or one of several views."""
+    return node.op == "call_function" and (str(node.target) in _LOOKS or node.target is operator.getitem)
 
 
 def copy_changed_inputs(joint: Any) -> PassReport:
@@ -148,18 +154,13 @@ def recompute_misaligned_views(joint: Any) -> PassReport:
     inputs = {memory_of(node) for node in joint.graph.find_nodes(op="placeholder")} - {None}
     found = set[Any]()
     for node in reversed(joint.graph.nodes):
-        looks = str(node.target) in VIEWS - COPIES or node.target is operator.getitem
-        if node.op != "call_function" or not looks or memory_of(node) in inputs or "recompute" in node.meta:
+        if not is_view(node) or memory_of(node) in inputs or "recompute" in node.meta:
             continue
-        if _is_misaligned(node) or (node.target in _SPLITS and any(user in found for user in node.users)):
+        is_split = isinstance(node.meta.get("val"), (tuple, list))
+        if _is_misaligned(node) or (is_split and any(user in found for user in node.users)):
             found.add(node)
             compat.aot.always_recompute(node)
     return PassReport(len(found))
-
-
-_SPLITS = (
-    torch.ops.aten.split.Tensor, torch.ops.aten.split_with_sizes.default, torch.ops.aten.unbind.int
-)  # fmt: skip
 
 
 def _is_misaligned(node: Any) -> bool:

@@ -25,8 +25,6 @@ PART_ELEMENTS = 2048
 """Fewest elements of a row for one program."""
 MAX_SPLIT_PROGRAMS = 2 * PROGRAMS
 """Programs of four warps from which rows are not split: they have half of the warps that a GPU runs at a time."""
-MIN_LANES = MULTIPROCESSORS
-"""Rows from which it matters that a program has several of them."""
 MAX_LOADED_ELEMENTS = 16 * PART_ELEMENTS
 """Elements from which a part is split further: more programs with less work each hide memory latency."""
 
@@ -60,19 +58,20 @@ def row_parts(loop: Loop) -> int:
         return 1
     most = max(size // PART_ELEMENTS, 1)
     wanted = min(max(PROGRAMS // programs, min(4 * PROGRAMS // programs, size // MAX_LOADED_ELEMENTS), 1), most)
-    if programs >= MULTIPROCESSORS and (images := _images(loop, size, wanted)):
-        return images
+    if programs >= MULTIPROCESSORS and (found := _parts_along_axis(loop, size, wanted)):
+        return found
     # a nearby divisor saves masks
     near = [n for n in range(max(wanted // 2, 1), min(2 * wanted, most) + 1) if size % n == 0 and size // n % 8 == 0]
     return min(near, key=lambda n: abs(n - wanted)) if near else wanted
 
 
-def _images(loop: Loop, size: int, wanted: int) -> int:
-    """Return a number of parts that are whole images, or equal parts of one, whose positions need no division; or 0.
+def _parts_along_axis(loop: Loop, size: int, wanted: int) -> int:
+    """Return a number of parts that divides along the outermost of several axes, such as the batch; 0 if none fits.
 
-    A part then is a block of registers, with 16 elements in a thread.
+    A part is one entry of that axis or an equal piece of it, so its positions need no division. A program then has it
+    in registers, 16 elements in a thread.
     """
-    outermost = loop.inner[0] if len(loop.inner) > 1 else 1
+    outermost = loop.inner[0] if len(loop.inner) > 1 else 0
     if not isinstance(outermost, int) or not wanted <= outermost <= 4 * wanted:
         return 0
     whole = size // outermost
@@ -82,7 +81,7 @@ def _images(loop: Loop, size: int, wanted: int) -> int:
 
 def _programs(loop: Loop, rows: int) -> int:
     """Return the number of programs that have a loop's rows: a program has several where these are neighbours."""
-    return rows if rows < MIN_LANES else -(-rows // tile_rows(flatten_loop(loop)).dims[0].block)
+    return rows if rows < MULTIPROCESSORS else -(-rows // tile_rows(flatten_loop(loop)).dims[0].block)
 
 
 def _known(sizes: Iterable[Size]) -> tuple[int, ...]:
@@ -105,6 +104,8 @@ def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[
     known = passes(loop)
     live = ancestors(body, [ref for store in stores for ref in store_operands(store)])
     reduces = [ref for ref in sorted(live) if isinstance(body[ref], Reduce)]
+    early = _early_stores(loop, parts)
+    stores = tuple(store for store in stores if store not in early)
     done: dict[Ref, str] = {}
     read: dict[Ref, str] = {}
     steps: list[Loop] = []
@@ -113,9 +114,7 @@ def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[
         now = [ref for ref in reduces if known[ref] == number]
         pieces = {r: new_buffer(f"{loop.name}_parts", body[r].dtype, (rows, parts), device, table) for r in now}
         results = {r: new_buffer(f"{loop.name}_rows", body[r].dtype, (rows,), device, table) for r in now}
-        early = _early_stores(loop, parts) if number == 1 else ()
-        steps.append(_part(loop, parts, pieces, done, early))
-        stores = tuple(store for store in stores if store not in early)
+        steps.append(_part(loop, parts, pieces, done, early if number == 1 else ()))
         at_end = [s for s in stores if is_row_store(loop, s)] if number == last else []
         if number == last:
             read = {

@@ -8,7 +8,7 @@ temporaries follow if they alone make the arena larger than its need at the peak
 one but not at the peak, or lives from a step after the peak to the end.
 
 The arena outlives the program: a model's backward has the forward's, beside all saved tensors, and so has the caller
-between two steps. So blocks leave it as well if that does not lower the program's own peak, such as logits.
+between two steps. So large blocks, such as logits, leave it even if that does not lower the program's own peak.
 """
 
 from __future__ import annotations

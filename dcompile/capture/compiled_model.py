@@ -22,6 +22,7 @@ from dcompile.capture.call_state import CapturedGraph, Invocation, Variant
 from dcompile.capture.passes.dynamo.grouped_experts import group_loop
 from dcompile.capture.passes.dynamo.sync_batch_norm import sync_batch_norm
 from dcompile.capture.services import Peers, Services, ShardedParameters
+from dcompile.collectives.contract import SharedBuckets
 from dcompile.config import Config
 from dcompile.errors import OptionError
 from dcompile.gc_pause import without_collecting
@@ -88,8 +89,7 @@ class CompiledModel:
         """Number of a thread -> its calls in progress, the innermost last."""
         self.inside: list[CompiledModel] = []
         """Modules inside that DDP or FSDP synchronizes and a call has reached: each is compiled by itself."""
-        self.pool: dict[Any, Any] = {}
-        """Memory of gradient buckets, which the graphs share."""
+        self.shared_buckets = SharedBuckets()
         self._refusal: str | None = None
         self._reported: set[bool | None] = set()
         """Kinds of reported steps: training or not; None for the report that nothing was compiled."""
@@ -101,7 +101,7 @@ class CompiledModel:
         self.adapter, self.sync, sync.model = sync.adapter, sync, self
         self.peers = self.services.connect_peers(self.adapter.group)
         self.graphs, self.variants, self.newest = [], {}, None
-        self._refusal, self.pool = None, {}
+        self._refusal, self.shared_buckets = None, SharedBuckets()
         self.shards, self.eager_regions = sync.take_over()
         self._reported, self._owes_report = set(), False
 

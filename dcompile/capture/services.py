@@ -18,6 +18,7 @@ from dcompile.collectives.contract import (
     ShardGroup,
     ShardSource,
     ShardUnit,
+    SharedBuckets,
 )
 from dcompile.ir.buffers import Bucket
 from dcompile.machine_model import Figures, table_figures
@@ -138,8 +139,8 @@ def _no_layout(_params: Any, _rule: Any) -> tuple[Bucket, ...]:
     return ()
 
 
-MakeBuckets = Callable[[tuple[Bucket, ...], Mapping[int, Callable[[], Any]], Any, dict[Any, Any]], GradientBuckets]
-"""(buckets, parameter number -> weak reference, process group, memory that a model's programs share) -> buckets."""
+MakeBuckets = Callable[[tuple[Bucket, ...], Mapping[int, Callable[[], Any]], Any, SharedBuckets], GradientBuckets]
+"""(buckets, parameter number -> weak reference, process group, what a model's programs share) -> buckets."""
 
 
 Line = tuple[str, str]

@@ -53,6 +53,16 @@ class ParamInfo:
     """Of a sharded parameter; `shape` and `dtype` are then those of the gathered one, in which the program computes."""
 
 
+@dataclass(eq=False)
+class SharedBuckets:
+    """What the backward programs of one model share."""
+
+    storages: dict[Any, list[Any]] = field(default_factory=dict)
+    """Layout of a bucket -> its storages, which programs share, for example those of several input shapes."""
+    numbers: dict[Any, int] = field(default_factory=dict)
+    """Process group -> the model's number in labels of its collectives."""
+
+
 @dataclass(frozen=True, slots=True)
 class BucketRule:
     """DDP's bucket limits in bytes. The first bucket is small, so that communication starts early."""

@@ -325,7 +325,7 @@ class DdpSync(GradientSync):
     def make_buckets(self, buckets: tuple[Bucket, ...]) -> GradientBuckets:
         """Make the buckets of a program, in memory that all graphs of the model share."""
         adapter = self._adapter
-        return self.model.services.make_buckets(buckets, adapter.refs, adapter.group, self.model.pool)
+        return self.model.services.make_buckets(buckets, adapter.refs, adapter.group, self.model.shared_buckets)
 
     def forget_buckets(self) -> None:
         """Drop the bucket layout of gradients that are reduced as they arrive."""

@@ -17,7 +17,7 @@ from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.call_state import CapturedGraph, Invocation, Variant
 from dcompile.capture.services import GradientBuckets, Services, ShardedParameters
-from dcompile.collectives.contract import Executable
+from dcompile.collectives.contract import Executable, SharedBuckets
 from dcompile.ir.buffers import Bucket
 
 Boxed = Callable[[list[Any]], list[Any]]
@@ -50,7 +50,7 @@ class SynchronizedModel(Protocol):
     adapter: Any
     variants: dict[tuple[int, ...], Variant]
     shards: ShardedParameters | None
-    pool: dict[Any, Any]
+    shared_buckets: SharedBuckets
 
     @property
     def graphs(self) -> Iterable[CapturedGraph]:

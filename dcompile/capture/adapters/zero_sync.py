@@ -113,7 +113,7 @@ class ZeroReplicatedSync(GradientSync):
 
     def make_buckets(self, buckets: tuple[Bucket, ...]) -> GradientBuckets:
         adapter = self._adapter
-        return self.model.services.make_buckets(buckets, adapter.refs, adapter.group, self.model.pool)
+        return self.model.services.make_buckets(buckets, adapter.refs, adapter.group, self.model.shared_buckets)
 
     def _end_backward(self) -> None:
         """Where DeepSpeed would reduce: average what no program has reduced, and fill missing gradients."""

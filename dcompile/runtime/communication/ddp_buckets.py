@@ -5,18 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from dcompile.collectives.contract import SharedBuckets
 from dcompile.compat.autograd import will_accumulate
 from dcompile.compat.storage_holders import storage_use_count
 from dcompile.compat.tensors import copy_all, in_layout_of, multiply_all, zero_all
 from dcompile.ir.buffers import Bucket
 from dcompile.runtime.communication.gradient_presence import RanksWithGradients
 from dcompile.runtime.communication.reduced_run import ReducedRun
-from dcompile.runtime.communication.work import PendingCollective, count_replayed, start_sum
+from dcompile.runtime.communication.work import PendingCollective, count_replayed, label_of_model, start_sum
 
 MAX_KEPT_STORAGES = 2
 """Storages kept per bucket: one that p.grad may still show, and one to write into. A caller's older gradients are a
@@ -41,10 +42,6 @@ class BucketMemory:
         return storage_use_count(self.flat) == 1 + len(self.tensors)
 
 
-Pool: TypeAlias = "dict[tuple[Any, ...], list[BucketMemory]]"
-"""Layout of a bucket -> its storages."""
-
-
 @dataclass(eq=False)
 class BucketSet:
     """All buckets of one backward program; implements BucketSource.
@@ -55,10 +52,7 @@ class BucketSet:
     buckets: tuple[Bucket, ...]
     params: Mapping[int, Callable[[], Any]]
     group: Any
-    pool: Pool = field(default_factory=dict)
-    """Storages that the programs of one model share where their buckets have equal layouts, such as for several input
-    shapes.
-    """
+    shared: SharedBuckets = field(default_factory=SharedBuckets)
     _table: dict[str, Bucket] = field(init=False)
     _places: dict[int, tuple[str, int]] = field(init=False)
     """Parameter number -> the name of its bucket and its offset there, in elements."""
@@ -101,7 +95,7 @@ class BucketSet:
         self._used_places = {n: self._places[n] for b in self.buckets for n in b.params}
         self.order = tuple(tuple(number for number, _ in bucket.places) for bucket in self.buckets)
         layouts = {b.name: (b.name, b.places, b.numel, b.dtype, b.wire) for b in self.buckets}
-        self._kept = {name: self.pool.setdefault(layout, []) for name, layout in layouts.items()}
+        self._kept = {name: self.shared.storages.setdefault(layout, []) for name, layout in layouts.items()}
         ranks = dist.get_world_size(self.group)
         self._scale, self._exact = 1 / ranks, ranks & (ranks - 1) == 0
 
@@ -322,7 +316,8 @@ class BucketSet:
             self._unsettled[self._runs, bucket] = memory, memory.flat[-described.marks :], idle
 
     def _label(self, bucket: str) -> str:
-        return f"all-reduce of gradient {bucket} ({self._table[bucket].numel} elements)"
+        text = f"all-reduce of gradient {bucket} ({self._table[bucket].numel} elements)"
+        return label_of_model(text, self.group, self.shared.numbers)
 
     def accumulated(self) -> bool:
         """Whether a parameter holds a gradient already, is noted for one that it held, or gets none in this call."""

@@ -19,7 +19,7 @@ from dcompile.runtime.communication.packing import PackedUnits, in_order
 from dcompile.runtime.communication.peer_memory.all_gather import CopyGathers
 from dcompile.runtime.communication.peer_memory.shards import PeerShardGroup, PeerShards
 from dcompile.runtime.communication.shard_reduction import ShardReductions
-from dcompile.runtime.communication.work import PendingCollective, count_replayed
+from dcompile.runtime.communication.work import PendingCollective, count_replayed, label_of_model
 
 
 @dataclass(eq=False)
@@ -128,7 +128,8 @@ class ShardCommunication:
         def start(limit_s: float | None) -> Any:
             return start_gather(group, full, shards, limit_s)
 
-        label = f"all-gather {bucket} ({sum(tensor.numel() for tensor in full)} elements{coalescing(found)})"
+        text = f"all-gather {bucket} ({sum(tensor.numel() for tensor in full)} elements{coalescing(found)})"
+        label = label_of_model(text, group, self.shards.numbers)
         with self._named("all-gather", found, group):
             collective = PendingCollective(group, full[0].device, label, start)
         self._gathering[bucket] = PendingGather(collective, shards, parcel, group, units)

@@ -17,7 +17,7 @@ from dcompile.runtime.communication.gradient_presence import UncertainUnits
 from dcompile.runtime.communication.in_flight import PendingReduction, named_error
 from dcompile.runtime.communication.packing import PackedUnits
 from dcompile.runtime.communication.uneven_scatter import UnevenReduceScatter
-from dcompile.runtime.communication.work import PendingCollective
+from dcompile.runtime.communication.work import PendingCollective, label_of_model
 
 
 @dataclass(eq=False)
@@ -26,6 +26,8 @@ class ShardReductions:
 
     units: Mapping[int, ShardUnit]
     groups: Mapping[str, ShardGroup]
+    numbers: dict[Any, int] = field(init=False, default_factory=dict)
+    """See `label_of_model`."""
     unreduced: DeferredGradients = field(init=False)
     unsure: UncertainUnits = field(init=False)
     _unsettled: dict[int, ShardUnit] = field(init=False, default_factory=dict)
@@ -118,9 +120,9 @@ class ShardReductions:
             return start_scatter(process_group, outputs, inputs, rule.scatter, limit_s)
 
         with named_error(f"the {name}", full, self.units, process_group):
-            label = (
-                f"{name} ({sum(t.numel() for t in full.values())} elements{f', {packed} together' if packed else ''})"
-            )
+            together = f", {packed} together" if packed else ""
+            text = f"{name} ({sum(t.numel() for t in full.values())} elements{together})"
+            label = label_of_model(text, process_group, self.numbers)
             collective = PendingCollective(process_group, first.device, label, start)
         return PendingReduction(name, group, flat, shards, collective, lacking)
 
@@ -169,7 +171,8 @@ class ShardReductions:
             return replicas.allreduce([flat], options)
 
         with named_error(f"the {pending.name} among replicas", shards, self.units, replicas):
-            label = f"{pending.name} among replicas ({flat.numel()} elements)"
+            text = f"{pending.name} among replicas ({flat.numel()} elements)"
+            label = label_of_model(text, replicas, self.numbers)
             pending.replicating = PendingCollective(replicas, flat.device, label, start)
 
     def reduce(self, pending: PendingReduction) -> bool:

@@ -200,6 +200,21 @@ def start_sum(group: Any, tensor: torch.Tensor, label: str) -> PendingCollective
     return PendingCollective(group, tensor.device, label, start)
 
 
+def label_of_model(label: str, group: Any, numbers: dict[Any, int]) -> str:
+    """Return a collective's label with the number of its model, so that equal models have different checksums.
+
+    `numbers`: process group -> the model's number, counted from the models that have started a collective over the
+    group. Ranks count alike, because they start the same collectives in the same order.
+    """
+    peers = peers_of(group)
+    if peers is None:
+        return label
+    if group not in numbers:
+        peers.models += 1
+        numbers[group] = peers.models
+    return f"{label} of model {numbers[group]}"
+
+
 def count_replayed(group: Any, labels: Sequence[str]) -> None:
     """Count the collectives of one replay, which have been launched together."""
     peers = peers_of(group)

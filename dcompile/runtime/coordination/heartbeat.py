@@ -93,6 +93,8 @@ class PeerCoordinator(SingleProcess):
         """Number of agreements that this rank has come to, counted alike on every rank."""
         self.started = 0
         """Number of collectives that this rank has started."""
+        self.models = 0
+        """Number of models that have started a collective over this group, counted alike on every rank."""
         self._checksum = 0
         self._history: OrderedDict[int, tuple[int, str]] = OrderedDict()
         self._claims: dict[int, tuple[int, str]] = {}

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dcompile.collectives.contract import SharedBuckets
 from dcompile.ir.buffers import Bucket
 from dcompile.runtime.communication.ddp_buckets import MAX_KEPT_STORAGES, BucketSet, average
 
@@ -203,7 +204,7 @@ def one_idle(pool=None):
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     bucket = Bucket("b", "float32", "cpu", "ddp", (0,), ("x",), (0,), 34, idle=(1,), idle_offsets=(16,), marks=2)
     refs = {n: weakref.ref(p) for n, p in enumerate(params)}
-    return params, BucketSet((bucket,), refs, dist.group.WORLD, {} if pool is None else pool)
+    return params, BucketSet((bucket,), refs, dist.group.WORLD, pool or SharedBuckets())
 
 
 def test_a_run_has_reduced_what_its_program_uses():
@@ -258,7 +259,7 @@ def test_later_parts_of_a_backward_add_no_gradient_a_second_time():
 
 
 def test_programs_of_one_layout_share_memory():
-    pool, kept = {}, []
+    pool, kept = SharedBuckets(), []
     storages = set()
     for _ in range(3):
         params, buckets = one_idle(pool)
@@ -273,7 +274,7 @@ def test_programs_of_one_layout_share_memory():
 
 
 def test_what_is_not_settled_yet_is_not_given_to_another_program():
-    pool = {}
+    pool = SharedBuckets()
     params, buckets = one_idle(pool)
     step(buckets, params[:1], 1.0)
     params[0].grad = None

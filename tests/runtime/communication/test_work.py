@@ -61,3 +61,22 @@ def test_an_error_that_nobody_explains_is_raised_with_the_collectives_name(ranks
     with pytest.raises(RuntimeError, match=ABORTED) as error:
         collective(monkeypatch, first, start)
     assert "was waiting for the all-reduce of gradient bucket0, number 1" in "\n".join(error.value.__notes__)
+
+
+def test_equal_models_whose_backwards_swap_places_on_one_rank_are_noticed(ranks, monkeypatch):
+    """Both models have buckets of one name and size; only the number of the model tells them apart."""
+    lines = ranks.start(2)
+    lines[1].rank = 1  # the fixture gives both the same
+    of_group = {id(group): line for group, line in zip(ranks.groups, lines, strict=True)}
+    monkeypatch.setattr(module, "peers_of", lambda group: of_group[id(group)])
+    for rank, (group, line) in enumerate(zip(ranks.groups, lines, strict=True)):
+        actor, critic = {}, {}
+        for numbers in (actor, critic, *((critic, actor) if rank else (actor, critic))):
+            line.count(module.label_of_model("all-reduce of gradient bucket0 (64 elements)", group, numbers))
+        assert (actor, critic) == ({group: 1}, {group: 2}), "counted alike"
+    lines[0]._publish_status(lines[0].store)
+    with pytest.raises(
+        PlanMismatchError, match=r"rank 0: all-reduce .* of model 2\n  rank 1: all-reduce .* of model 1"
+    ):
+        lines[1]._compare_with_rank_0()
+        lines[1].check()

@@ -100,6 +100,31 @@ def test_damaged_file_is_refused(folder: Path, name: str, tmp_path: Path) -> Non
         dcompile.load(copy)
 
 
+def test_an_archive_with_any_damaged_byte_of_its_structure_is_refused_by_an_export_error(tmp_path: Path) -> None:
+    """Names, sizes, methods, flags and offsets: whatever Python's zip reader raises, the user sees an ExportError."""
+    archive, content, target = tmp_path / "model.zip", b"[" + b"1, " * 100 + b"1]", tmp_path / "out"
+    with zipfile.ZipFile(archive, "w") as file:
+        for name in ("manifest.json", "program.py"):
+            file.writestr(name, content)
+    whole, refused = archive.read_bytes(), 0
+    starts = whole.find(content), whole.rfind(content)
+    inside = {place for start in starts for place in range(start + 1, start + len(content))}
+    for place in {*range(len(whole))} - inside:
+        for bits in (0x01, 0xFF):
+            damaged = bytearray(whole)
+            damaged[place] ^= bits
+            archive.write_bytes(damaged)
+            try:
+                exported._extract(archive, target)
+                exported._manifest(target)
+            except ExportError:
+                refused += 1
+    archive.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ExportError, match="damaged"):
+        exported._extract(archive, target)
+    assert refused > 300
+
+
 def manifest(folder: Path) -> dict:
     return json.loads(json.loads((folder / "manifest.json").read_text())["manifest"])
 

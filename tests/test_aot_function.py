@@ -173,6 +173,10 @@ def test_what_a_saved_backward_cannot_do_is_an_error() -> None:
     data[data.index(b"def make(run") + 5] ^= 1
     with pytest.raises(ExportError, match="damaged"):
         torch.compiler.load_compiled_function(io.BytesIO(bytes(data)))
+    record = bytearray(AheadOfTimeTraining.serialize_compile_artifacts(compiled._artifacts.compiled_fn))
+    record[-20] ^= 1
+    with pytest.raises(ExportError, match="its checksum differs"):  # before torch unpickles it
+        AheadOfTimeTraining.deserialize_compile_artifacts(bytes(record))
     other = AheadOfTimeTraining.serialize_compile_artifacts(compiled._artifacts.compiled_fn).replace(
         b"torch 2.", b"torch 1."
     )

@@ -14,10 +14,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import grp
 import hashlib
 import json
 import logging
+import mmap
 import os
+import pwd
 import re
 import shutil
 import stat
@@ -39,6 +42,9 @@ Loaded: TypeAlias = tuple[CompiledGraph, dict[str, Path]]
 STALE_S = 3600
 """Age in seconds above which a temporary file belongs to a killed process: no compilation takes so long."""
 
+
+MAX_LINKS = 40
+"""Symbolic links in one path, as in Linux."""
 
 _refused: dict[Path, Path] = {}
 """Unusable directory -> its replacement in this process, so that each one causes one warning and one replacement."""
@@ -71,12 +77,12 @@ class KernelCache:
         beside = cls._readable(config)
         if wanted in _refused:
             return cls(_refused[wanted], beside)
-        objection = _prepare(wanted)
+        directory, objection = _prepare(wanted)
         if objection is None:
-            _sweep(wanted)
-            _limit(wanted, config.cache_size_gib * 2**30)
-            return cls(wanted, beside)
-        _refused[wanted] = _private()
+            _sweep(directory)
+            _limit(directory, config.cache_size_gib * 2**30)
+            return cls(directory, beside)
+        _refused[wanted] = _private(f"kernel cache {wanted} is not used: {objection}")
         instead = "kernels are built into a temporary directory this time"
         report(logging.WARNING, f"kernel cache {wanted} is not used: {objection}; {instead}")
         return cls(_refused[wanted], beside)
@@ -87,9 +93,10 @@ class KernelCache:
         if not config.precompiled:
             return None
         folder = precompiled_folder(config)
-        objection = _objection_to(folder)
+        trusted, objection = _trusted(folder)
+        objection = objection or _objection_to_libraries(trusted)
         if objection is None:
-            return cls(folder, read_only=True)
+            return cls(trusted, read_only=True)
         if folder not in _unreadable:
             _unreadable.add(folder)
             report(logging.WARNING, f"precompiled folder {folder} is not used: {objection}")
@@ -308,41 +315,104 @@ def precompiled_folder(config: Config) -> Path:
     return Path(config.precompiled).expanduser().absolute()
 
 
-def _prepare(directory: Path) -> str | None:
-    """Create the directory if needed. Return why it cannot be used, or None."""
+def _prepare(directory: Path) -> tuple[Path, str | None]:
+    """Create the directory if needed. Return it without symbolic links, and why it cannot be used, or None."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if objection := _objection_to(directory, root_may_own=False):
-            return objection
-        handle, name = tempfile.mkstemp(prefix="tmp-", dir=directory)
-        os.close(handle)
-        Path(name).unlink()
+        trusted, objection = _trusted(directory, root_may_own=False)
+        if objection is None:
+            with tempfile.NamedTemporaryFile(prefix="tmp-", dir=trusted) as file:
+                file.write(bytes(mmap.PAGESIZE))
+                file.flush()
+                objection = _objection_to_loading(Path(file.name))
     except FileExistsError:
-        return "it is not a directory"
+        return directory, "it is not a directory"
     except OSError as error:
-        return str(error.strerror)
+        return directory, str(error.strerror)
+    return trusted, objection
+
+
+def _objection_to_loading(file: Path) -> str | None:
+    """Why the loader could not map a library like this file, or None: it maps the file as code."""
+    with file.open("rb") as opened:
+        try:
+            mmap.mmap(opened.fileno(), 1, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_EXEC).close()
+        except OSError as error:
+            return f"code cannot be loaded from it ({error.strerror}; its file system may be mounted noexec)"
     return None
 
 
-def _objection_to(directory: Path, *, root_may_own: bool = True) -> str | None:
-    """Why code from a directory is not to be trusted, or that it is none."""
+@functools.cache
+def _objection_to_libraries(folder: Path) -> str | None:
+    """Why the libraries of a folder cannot be loaded, or None. Found out once per process: a folder may be large."""
+    library = next(folder.glob("*.so"), None)
+    return None if library is None else _objection_to_loading(library)
+
+
+def _trusted(directory: Path, *, root_may_own: bool = True) -> tuple[Path, str | None]:
+    """Return a directory's path without symbolic links, and why code from it is not to be trusted, or None.
+
+    Each link and each directory on the way must belong to this user or to root, and others must not be able to replace
+    what lies in it. In a directory with the sticky bit they can replace only what is their own.
+    """
+    user = os.getuid()
+    left, place, links = [*reversed(directory.parts[1:])], Path(directory.anchor), 0
+    while left:
+        if objection := _objection_to(place, user, root_may_own=True, sticky_is_safe=True):
+            return directory, f"{place}: {objection}"
+        step = place / left.pop()
+        try:
+            status = step.lstat()
+            target = step.readlink() if stat.S_ISLNK(status.st_mode) else None
+        except OSError as error:
+            return directory, str(error.strerror)
+        if target is None:
+            place = step
+            continue
+        if status.st_uid not in (user, 0):
+            return directory, f"{step} is a link of user {status.st_uid}, who could plant code in it"
+        if (links := links + 1) > MAX_LINKS:
+            return directory, "too many symbolic links"
+        place = Path(target.anchor) if target.is_absolute() else place
+        left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+    return place, _objection_to(place, user, root_may_own=root_may_own)
+
+
+def _objection_to(directory: Path, user: int, *, root_may_own: bool, sticky_is_safe: bool = False) -> str | None:
+    """Why others could plant code in a directory that is no symbolic link, or that it is no directory; else None."""
     try:
-        status = directory.stat()
+        opened = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
+        status = os.fstat(opened)
+        os.close(opened)
+    except NotADirectoryError:
+        return "it is not a directory"
     except OSError as error:
         return str(error.strerror)
-    if not stat.S_ISDIR(status.st_mode):
-        return "it is not a directory"
-    user = os.getuid() if hasattr(os, "getuid") else status.st_uid
     if status.st_uid != user and not (root_may_own and status.st_uid == 0):
         return f"it belongs to user {status.st_uid}, who could plant code in it"
-    if status.st_mode & 0o022:
+    writers = status.st_mode & 0o022
+    if sticky_is_safe and (status.st_mode & stat.S_ISVTX or (writers == stat.S_IWGRP and _is_private(status.st_gid))):
+        return None
+    if writers:
         mode = "755" if root_may_own else "700"
         return f"others may write to it (mode {stat.S_IMODE(status.st_mode):04o}); chmod {mode} it"
     return None
 
 
-def _private() -> Path:
-    """Make a temporary directory for this process, which is removed at exit."""
+def _is_private(group: int) -> bool:
+    """Whether a group has no other member than this user, as distributions make one for each user."""
+    try:
+        user, members = pwd.getpwuid(os.getuid()), {*grp.getgrgid(group).gr_mem}
+    except KeyError:
+        return False
+    return user.pw_gid == group and members <= {user.pw_name}
+
+
+def _private(why: str) -> Path:
+    """Make a temporary directory for this process, which is removed at exit. Raises BuildError if none can be used.
+
+    `why`: the reason for it, for that error.
+    """
     directory = Path(tempfile.mkdtemp(prefix="dcompile-"))
     owner = os.getpid()
 
@@ -351,6 +421,11 @@ def _private() -> Path:
             shutil.rmtree(directory, ignore_errors=True)
 
     atexit.register(remove)
+    if objection := _prepare(directory)[1]:
+        raise BuildError(
+            f"dcompile: {why}; nor can the temporary directory {directory} be used: {objection}. Set "
+            "DCOMPILE_CACHE_DIR to a directory of your own from which code can be loaded"
+        )
     return directory
 
 

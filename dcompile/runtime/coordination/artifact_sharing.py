@@ -28,6 +28,8 @@ from dcompile.runtime.program.artifact import from_record, to_record
 
 CHUNK_BYTES = 1 << 20
 """Bytes per value: stores refuse values of many megabytes."""
+MAX_BYTES = 1 << 30
+"""Maximum bytes of one entry or library. A larger one is not sent or unpacked: each rank compiles for itself."""
 ARRIVE_S = 60.0
 """Seconds to wait for a rank that claimed a graph and is alive, but does not compile."""
 
@@ -84,6 +86,9 @@ class ArtifactSharing:
             return
         graph, libraries = found
         files = {path.name: path for path in libraries.values()}
+        if any(path.stat().st_size > MAX_BYTES for path in files.values()):
+            self.fail(key)
+            return
         entry = {
             "format": _FORMAT,
             "graph": to_record(graph),
@@ -167,11 +172,18 @@ class ArtifactSharing:
         return entry
 
     def _get(self, place: str, chunks: int, digest: str) -> bytes:
+        if not isinstance(chunks, int) or not 0 <= chunks <= MAX_BYTES // CHUNK_BYTES:
+            raise UnusableArtifact(f"what came as {place[:40]} is larger than {MAX_BYTES >> 20} MiB")
         packed = b"".join(self._peers.store.get(f"{place}/{number}") for number in range(chunks))
+        unpacking = zlib.decompressobj()
         try:
-            data = zlib.decompress(packed)
+            data = unpacking.decompress(packed, MAX_BYTES)
         except zlib.error as error:
             raise UnusableArtifact(f"what came as {place[:40]} is damaged") from error
+        if len(data) >= MAX_BYTES:
+            raise UnusableArtifact(f"what came as {place[:40]} is larger than {MAX_BYTES >> 20} MiB")
+        if not unpacking.eof:
+            raise UnusableArtifact(f"what came as {place[:40]} is damaged")
         if hashlib.sha256(data).hexdigest() != digest:
             raise UnusableArtifact(f"what came as {place[:40]} does not match its checksum")
         return data

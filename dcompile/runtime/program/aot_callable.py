@@ -6,6 +6,7 @@ loaded without pickle, and without a C++ compiler. Of a graph with a backward, A
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,8 @@ from dcompile.runtime.program.exported import FORMAT, checked, open_archive, tor
 
 _Base: Any = compat.dynamo.serializable_callable()
 _HEAD = f"dcompile {FORMAT}, torch {torch_range()}\n".encode()
-"""First line of a training function's bytes: format and range of torch."""
+"""First line of a training function's bytes: format and range of torch. The record and its SHA-256 come after it."""
+_DIGEST_BYTES = 32
 
 
 class AheadOfTimeProgram(_Base):  # type: ignore[misc]
@@ -63,8 +65,9 @@ class AheadOfTimeTraining(_Base):  # type: ignore[misc]
 
     @classmethod
     def serialize_compile_artifacts(cls, fn: AheadOfTimeTraining) -> bytes:
-        """Return AOTAutograd's record, pickled, with the archives of both programs in it, behind a line of versions."""
-        return _HEAD + compat.aot_bundle.to_bytes(fn._compiled)
+        """Return AOTAutograd's record, pickled, with the archives of both programs in it, after a line of versions."""
+        record = compat.aot_bundle.to_bytes(fn._compiled)
+        return _HEAD + hashlib.sha256(record).digest() + record
 
     @classmethod
     def deserialize_compile_artifacts(cls, data: bytes) -> AheadOfTimeTraining:
@@ -73,4 +76,7 @@ class AheadOfTimeTraining(_Base):  # type: ignore[misc]
         if head + b"\n" != _HEAD:  # before torch unpickles what another torch has pickled
             found, here = (text.decode(errors="replace").strip() for text in (head[:80], _HEAD))
             raise ExportError(f"dcompile: this function was compiled for {found!r}, here is {here!r}; compile it again")
+        digest, record = record[:_DIGEST_BYTES], record[_DIGEST_BYTES:]
+        if hashlib.sha256(record).digest() != digest:
+            raise ExportError("dcompile: this compiled function is damaged: its checksum differs; compile it again")
         return cls(compat.aot_bundle.from_bytes(record))

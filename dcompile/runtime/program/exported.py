@@ -6,14 +6,18 @@ in it is unpickled. Every file is compared with its SHA-256 before it is used.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import platform
+import re
 import shutil
+import struct
 import tempfile
 import weakref
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,10 @@ from dcompile.toolchain import cpu_flags
 FORMAT = 2
 """Version of the format, raised whenever the meaning of its content changes, also in `include/dcompile/runner.h`."""
 MANIFEST, PROGRAM, STEPS, TENSORS = "manifest.json", "program.py", "steps.json", "tensors.bin"
+_FILE = re.compile(r"[A-Za-z0-9_]{1,64}(\.[a-z]{1,8})?")
+"""Names of an archive's files."""
+_DAMAGED = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, RuntimeError, IndexError, OverflowError)
+"""What reading a damaged zip file raises. RuntimeError: a flag for encryption, or for another method of compression."""
 ALIGN_BYTES = 64
 """Alignment of each tensor in bytes: a cache line."""
 
@@ -131,14 +139,20 @@ def load(path: str | os.PathLike[str]) -> ExportedModel:
 
 
 def _extract(archive: Path, folder: Path) -> None:
+    """Extract a zip file. Raises ExportError if it is damaged, and OSError if its content cannot be written."""
     try:
         with zipfile.ZipFile(archive) as file:
-            names = file.namelist()
-            if any("/" in name or "\\" in name or name.startswith(".") for name in names):
-                raise ExportError(f"dcompile: {archive} is no exported program: it holds folders")
-            file.extractall(folder)
-    except zipfile.BadZipFile as error:
+            foreign = [name for name in file.namelist() if not _FILE.fullmatch(name)]
+            if not foreign:
+                file.extractall(folder)
+    except (*_DAMAGED, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # that one is of a seek to an impossible offset
+            raise
         raise ExportError(f"dcompile: {archive} is damaged: {error}; export the model again") from error
+    if foreign:
+        raise ExportError(f"dcompile: {archive} is no exported program, or is damaged: it holds {foreign[0]!r}")
+    if not (folder / MANIFEST).is_file():
+        raise ExportError(f"dcompile: {archive} is damaged: it holds no {MANIFEST}; export the model again")
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
@@ -147,7 +161,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
         outer = json.loads(text)
         inner: dict[str, Any] = json.loads(outer["manifest"])
         damaged = hashlib.sha256(outer["manifest"].encode()).hexdigest() != outer["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ExportError(f"dcompile: {folder / MANIFEST} is damaged: {error}; export the model again") from error
     if damaged:
         raise ExportError(f"dcompile: {folder / MANIFEST} is damaged: its checksum differs; export the model again")

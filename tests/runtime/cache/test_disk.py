@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import stat
 import subprocess
@@ -145,6 +146,73 @@ def test_a_directory_of_another_user_is_refused(config, capsys):
     make(config, 13)
     assert "belongs to user 12345" in capsys.readouterr().err
     assert not files(config)
+
+
+@pytest.fixture
+def noexec(monkeypatch):
+    """Make the loader refuse files below some directories, as on file systems that are mounted noexec."""
+    refusing, mapped = [], mmap.mmap
+
+    def map_file(descriptor, *args, **kwargs):
+        if Path(f"/proc/self/fd/{descriptor}").resolve().is_relative_to(refusing[0] if refusing else "/nowhere"):
+            raise PermissionError(1, "Operation not permitted")
+        return mapped(descriptor, *args, **kwargs)
+
+    monkeypatch.setattr(cache_module.mmap, "mmap", map_file)
+    return refusing
+
+
+def test_a_directory_that_libraries_cannot_be_loaded_from_is_refused(config, capsys, noexec):
+    noexec.append(Path(config.cache_dir))
+    built = make(config, 19)
+    assert "may be mounted noexec" in capsys.readouterr().err and not files(config)
+    assert not built.libraries["number19"].is_relative_to(config.cache_dir)
+
+
+def test_where_no_directory_can_be_used_the_error_says_why_and_what_to_set(config, noexec):
+    noexec.append(Path("/"))
+    with pytest.raises(BuildError, match=r"kernel cache .* noexec.*; nor can .* Set DCOMPILE_CACHE_DIR"):
+        make(config, 20)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_a_directory_below_one_that_others_may_write_is_refused(config, capsys, tmp_path, mode, monkeypatch):
+    monkeypatch.setattr(cache_module, "_is_private", lambda group: False)
+    tmp_path.chmod(mode)
+    make(config, 21)
+    assert f"{tmp_path}: others may write to it" in capsys.readouterr().err and not files(config)
+    tmp_path.chmod(0o1777)  # the sticky bit: others can replace only what is theirs
+    cache_module._refused.clear()
+    make(config, 21)
+    assert capsys.readouterr().err == "" and files(config)
+
+
+def test_a_parent_that_only_the_own_private_group_may_write_is_trusted(config, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_module, "_is_private", lambda group: group == tmp_path.stat().st_gid)
+    tmp_path.chmod(0o775)
+    make(config, 22)
+    assert capsys.readouterr().err == "" and files(config)
+
+
+def test_symbolic_links_are_followed_once_to_the_directory_itself(tmp_path, capsys):
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "absolute").symlink_to(tmp_path / "real")
+    (tmp_path / "relative").symlink_to("absolute")
+    (tmp_path / "circle").symlink_to("circle")
+    cache = KernelCache.open(Config(cache_dir=str(tmp_path / "relative" / "cache")))
+    assert cache.directory == tmp_path / "real" / "cache" and capsys.readouterr().err == ""
+    KernelCache.open(Config(cache_dir=str(tmp_path / "circle")))
+    assert "circle is not used" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root to give a link away")
+def test_a_link_of_another_user_is_refused(tmp_path, capsys):
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("real")
+    os.chown(tmp_path / "link", 12345, 12345, follow_symlinks=False)
+    cache = KernelCache.open(Config(cache_dir=str(tmp_path / "link" / "cache")))
+    assert f"{tmp_path / 'link'} is a link of user 12345" in capsys.readouterr().err
+    assert not cache.directory.is_relative_to(tmp_path)
 
 
 def test_a_file_in_place_of_the_directory(config, capsys):

@@ -97,6 +97,27 @@ def test_damage_is_noticed_and_nothing_of_it_kept(ranks, caches, place, change, 
     assert empty.find_graph(KEY) is None and not list(empty.directory.iterdir())
 
 
+@pytest.mark.parametrize("announced", ["2000", "1"])
+def test_no_more_is_fetched_or_unpacked_than_the_limit(ranks, caches, monkeypatch, announced):
+    monkeypatch.setattr(artifact_sharing, "MAX_BYTES", 1 << 20)
+    full, empty = caches
+    giver, taker = sharings(ranks)
+    giver.give(KEY, full)
+    bomb = b" " * ((1 << 20) + 1)
+    damage(ranks, f"program/{KEY}/0", lambda data: zlib.compress(bomb))
+    damage(ranks, f"program/{KEY}", lambda data: f"{announced} {hashlib.sha256(bomb).hexdigest()}".encode())
+    count, reason = taker.receive(KEY, empty)
+    assert count is None and "larger than 1 MiB" in reason
+
+
+def test_a_library_above_the_limit_is_not_sent(ranks, caches, monkeypatch):
+    monkeypatch.setattr(artifact_sharing, "MAX_BYTES", 100)
+    full, empty = caches
+    giver, taker = sharings(ranks)
+    giver.give(KEY, full)
+    assert taker.receive(KEY, empty)[0] is None
+
+
 def test_no_name_from_the_store_becomes_a_path(ranks, caches):
     """A library is written under the name of its own content, whatever it was called."""
     full, empty = caches

@@ -19,6 +19,7 @@ from dcompile.codegen.schedule.order.cost_model import fused_seconds
 from dcompile.collectives.contract import Request
 from dcompile.collectives.region_cuts import region_cuts
 from dcompile.compat.sizes import guard_count
+from dcompile.compat.trace_state import precision_settings
 from dcompile.config import Config
 from dcompile.device_traits import HOST, traits_of
 from dcompile.kernel_backends.compile_region import Compiled, compile_region
@@ -191,7 +192,7 @@ def _text_of(gm: Any) -> str | None:
         return None
     settings = (
         torch.get_num_threads(),
-        torch.get_float32_matmul_precision(),
+        precision_settings(),
         torch.are_deterministic_algorithms_enabled(),
     )
     values = (node.meta.get("val") for node in gm.graph.nodes)

@@ -47,6 +47,18 @@ _TORCHS = frozenset(
     )
 )
 """Further registrations by torch itself: of torch 2.15, and of `torch.vmap` after its first use."""
+_PRECISION = (
+    "fp32_precision",
+    *(f"cuda.matmul.{name}" for name in ("fp32_precision", "allow_fp16_accumulation")),
+    *(
+        f"cuda.matmul.allow_{dtype}_reduced_precision_reduction{of}"
+        for dtype in ("fp16", "bf16")
+        for of in ("", "_split_k")
+    ),
+    *(f"{library}.fp32_precision" for library in ("cudnn", "cudnn.conv", "cudnn.rnn")),
+    *(f"{library}.fp32_precision" for library in ("mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")),
+)
+"""Names below `torch.backends`."""
 _PLAIN_MODULES = (builtins, operator, math)
 
 
@@ -59,8 +71,9 @@ def global_state() -> Iterator[str]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     fills = getattr(torch.utils.deterministic, "fill_uninitialized_memory", None)
     yield f"deterministic {deterministic} {torch.is_deterministic_algorithms_warn_only_enabled()} {fills}"
-    yield f"defaults {torch.get_default_dtype()} {torch.get_default_device()} {torch.get_float32_matmul_precision()}"
+    yield f"defaults {torch.get_default_dtype()} {torch.get_default_device()}"
     yield from _library_switches()
+    yield precision_settings()
     yield f"functorch {_functorch_settings()}"
     yield from _registrations()
     _check_modes()
@@ -72,6 +85,23 @@ def _library_switches() -> Iterator[str]:
     names = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
     yield "attention " + " ".join(str(getattr(cuda, name)()) for name in names if hasattr(cuda, name))
     yield f"cudnn {cudnn.enabled} {cudnn.benchmark} {cudnn.deterministic} mkldnn {mkldnn.enabled}"
+
+
+def precision_settings() -> str:
+    """Return the settings of `torch.backends` for the precision of library calls, as text.
+
+    Old names, such as `allow_tf32` and `torch.get_float32_matmul_precision()`, are left out: torch refuses to read them
+    once a new name is set, and what they set shows under the new ones.
+    """
+    return " ".join(f"{name}={_setting(name)}" for name in _PRECISION)
+
+
+def _setting(name: str) -> str:
+    """Return a setting's value as text; one that torch refuses to read, or does not have, is told apart from values."""
+    try:
+        return repr(operator.attrgetter(name)(torch.backends))
+    except Exception as error:  # a key can do without a value, and a compiler must
+        return type(error).__name__
 
 
 def _functorch_settings() -> str:

@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.collectives.contract import Request
+from dcompile.compat.trace_state import precision_settings
 from dcompile.config import Config
 from dcompile.ir.nodes import PART
 from dcompile.toolchain import (
@@ -121,6 +122,7 @@ def environment() -> dict[str, str]:
         "largest cache in bytes": f"{cache_bytes()}",
         "OpenMP library": (openmp_library() or "").rpartition("/")[2],
         "deterministic algorithms": f"{torch.are_deterministic_algorithms_enabled()}",
+        "precision": precision_settings(),
     }
 
 

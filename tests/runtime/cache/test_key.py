@@ -133,9 +133,13 @@ def test_options_that_code_depends_on_are_part_of_the_key_and_others_are_not():
 
 
 @pytest.mark.parametrize(
-    "name", ["cache_bytes", "compiler_stamp", "cpu_features", "openmp_library", "own_source", "own_version"]
-)
-def test_versions_of_all_that_writes_code_are_part_of_the_key(monkeypatch, name):
+    "name",
+    [
+        "cache_bytes", "compiler_stamp", "cpu_features", "openmp_library", "own_source", "own_version",
+        "precision_settings",
+    ],
+)  # fmt: skip
+def test_versions_and_settings_of_all_that_writes_code_are_part_of_the_key(monkeypatch, name):
     before = key()
     monkeypatch.setattr(module, name, lambda: "another")
     assert key() != before

@@ -1,10 +1,10 @@
 """dcompile: a compiler for distributed training in PyTorch. Its public names are loaded at first use."""
 
 import importlib
-import importlib.metadata
 import sys
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.dynamo import register_backend as _register_backend
 from dcompile.compat.versions import check_torch as _check_torch
 from dcompile.config import Config
 
@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 _check_torch()
+_register_backend("dcompile", "dcompile.backend:dcompile_backend")  # also where the package is not installed
 
 
 def _populate_cache(name: str, content: bytes) -> None:
@@ -58,7 +59,7 @@ def __getattr__(name: str) -> Any:
     if name == "load":  # without the compiler
         return importlib.import_module("dcompile.runtime.program.exported").load
     if name == "__version__":
-        return importlib.metadata.version("dcompile")
+        return importlib.import_module("dcompile.toolchain").own_version()
     if name == "profile":
         return importlib.import_module("dcompile.explain.profile").profile
     if name in __all__:

@@ -138,6 +138,8 @@ def own_source() -> str:
     """Digest of dcompile's source, so that results of another version of the compiler are not reused."""
     digest = hashlib.sha256()
     root = Path(__file__).parent
+    if not root.is_dir():  # inside a zip archive
+        return hashlib.sha256(next(path for path in root.parents if path.is_file()).read_bytes()).hexdigest()
     for path in sorted(root.rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode())
         digest.update(path.read_bytes())

@@ -347,6 +347,9 @@ def test_unsupported_torch_names_version_and_range(version):
 def test_the_package_alone_does_not_load_torch():
     code = "import dcompile, dcompile.ir.nodes, sys; assert 'torch' not in sys.modules; dcompile.Config"
     light = f"import dcompile, sys; assert 'numpy' not in sys.modules; {code}"
+    light += (
+        "; dcompile = sys.meta_path[0].entry; assert (dcompile.name, dcompile.attr) == ('dcompile', 'dcompile_backend')"
+    )
     subprocess.run([sys.executable, "-c", light], check=True, timeout=60)
 
 

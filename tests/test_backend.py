@@ -1,6 +1,8 @@
 """torch.compile(..., backend="dcompile"): the same preparation behind torch's own call, and nothing else changed."""
 
 import copy
+import functools
+import importlib.metadata
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ from torch import nn
 
 import dcompile
 from dcompile.backend import dcompile_backend
+from dcompile.compat.dynamo import register_backend
 from tests.capture.conftest import compilers  # noqa: F401  a fixture
 from tests.capture.double import kinds
 
@@ -140,6 +143,49 @@ else:
     raise AssertionError("a bad option was accepted")
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_torch_finds_a_backend_without_an_installed_package(loaded, monkeypatch):
+    """As for a checkout or a zip archive on the path, which has no entry point."""
+    name, known = torch._dynamo.backends.registry.__name__, [*sys.meta_path]
+    monkeypatch.setattr(sys, "meta_path", [*known])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: importlib.metadata.EntryPoints())
+    if not loaded:
+        monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setattr(torch._dynamo.backends, "registry", None)
+    else:
+        monkeypatch.setattr(torch._dynamo.backends.registry, "_BACKENDS", {})
+        monkeypatch.setattr(torch._dynamo.backends.registry, "_COMPILER_FNS", {})
+    for _ in range(2):
+        register_backend("ours", "dcompile.backend:dcompile_backend")
+    assert loaded or len(sys.meta_path) == len(known) + 1
+    registry = importlib.import_module(name)
+    assert registry.lookup_backend("ours") is dcompile_backend and sys.meta_path == known
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "set_default_backend"), reason="torch 2.13 has it first")
+def test_the_default_backend_of_torch(compilers):  # noqa: F811
+    torch.compiler.set_default_backend("dcompile")
+    try:
+        torch.compile(make())(torch.randn(3, 4)).sum().backward()
+        (module := make()).compile(mode="max-autotune", dynamic=False)
+        module(torch.randn(3, 4)).sum().backward()
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    finally:
+        torch.compiler.set_default_backend(None)
+    assert kinds(compilers) == ["forward", "backward"] * 2 and compilers[1].config.max_autotune
+
+
+def test_a_default_for_torch_without_one(compilers, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="dcompile"))
+
+    @torch.compile(dynamic=False)
+    def double(x):
+        return x * 2
+
+    (module := make()).compile()
+    assert double(torch.ones(1)) == 2 and module(torch.ones(1, 4)).shape == (1, 2) and len(compilers) == 2
 
 
 def test_a_number_read_from_a_tensor_is_returned():

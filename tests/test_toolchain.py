@@ -55,3 +55,12 @@ def test_products_in_16_bits_are_the_librarys_where_it_has_instructions_for_them
         half_gemm.product("aten.mm.out", entry)(a, a, out=out), (a.double() @ a.double()).bfloat16()
     )
     assert bool(calls) is not bool(slow)
+
+
+def test_sources_in_a_zip_archive_have_a_digest_too(monkeypatch, tmp_path):
+    archive, digests = tmp_path / "dcompile.zip", set()
+    monkeypatch.setattr(toolchain, "__file__", str(archive / "dcompile" / "toolchain.py"))
+    for content in (b"one version", b"another version"):
+        archive.write_bytes(content)
+        digests.add(toolchain.own_source.__wrapped__())
+    assert len(digests) == 2

@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib.abc
+import importlib.metadata
+import importlib.util
 import inspect
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +17,8 @@ from typing import Any
 from dcompile.compat.patches.saved_functions import globals_saved, unread_gradients_left_out
 from dcompile.compat.shapes import of_context
 from dcompile.compat.tracing_settings import tracing_settings
+
+_REGISTRY = "torch._dynamo.backends.registry"
 
 
 def optimize(
@@ -276,6 +282,44 @@ def innermost_backend(context: Any) -> Any:
     from torch._dynamo.eval_frame import innermost_backend as innermost
 
     return innermost(context.callback) if callable(context.callback) else None
+
+
+class _Registration(importlib.abc.MetaPathFinder):
+    """Adds a backend to torch's registry as soon as that is imported, which takes TorchDynamo a second."""
+
+    def __init__(self, entry: importlib.metadata.EntryPoint) -> None:
+        self.entry = entry
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        """Return the spec of the registry alone, with a loader that adds the backend."""
+        if fullname != _REGISTRY:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(fullname)
+        load = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            load(module)
+            self.add(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+    def add(self, registry: Any) -> None:
+        """Add the backend, which is loaded at its first use; an installed package of this name may replace it."""
+        registry._BACKENDS.setdefault(self.entry.name, self.entry)
+
+
+def register_backend(name: str, function: str) -> None:
+    """Let torch find a backend, "module:function", by name, as the entry point of an installed package does.
+
+    It loads neither torch nor the function.
+    """
+    made = _Registration(importlib.metadata.EntryPoint(name, function, "torch_dynamo_backends"))
+    if _REGISTRY in sys.modules:
+        made.add(sys.modules[_REGISTRY])
+    elif not any(isinstance(finder, _Registration) for finder in sys.meta_path):
+        sys.meta_path.insert(0, made)
 
 
 def registered_backend(name: str) -> Callable[..., Any]:

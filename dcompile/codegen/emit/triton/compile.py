@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import os
 import select
@@ -202,7 +203,9 @@ class _WorkerTeam:
 
 
 def _start(folder: Path, arch: int) -> Process:
-    command = (sys.executable, "-P", worker_module.__file__, str(folder), str(arch), str(workers()))
+    script = folder / "worker.py"  # dcompile itself may be in a zip archive
+    script.write_text(inspect.getsource(worker_module))
+    command = (sys.executable, "-P", str(script), str(folder), str(arch), str(workers()))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     with open(folder / OUTPUT, "wb") as output:
         return subprocess.Popen(
@@ -222,7 +225,7 @@ def _close(process: Process, folder: Path, owner: int) -> None:
 
 def _key(source: KernelSource, arch: int) -> str:
     launches = [(launch.function, launch.warps, launch.types) for launch in source.launches]
-    worker = Path(worker_module.__file__).read_text()
+    worker = inspect.getsource(worker_module)
     parts = (source.text, str(launches), str(arch), str(dict(OPTIONS)), str(triton_version()), own_version(), worker)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

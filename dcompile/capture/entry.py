@@ -260,6 +260,17 @@ class Entry:
         self._compile_inside(outermost)
         return bool(self.model.inside)
 
+    def _leaves_out_hooks(self, error: Exception) -> bool:
+        """Do hooks of the module run eagerly, around its compiled forward, since they cannot be captured with it?
+
+        With `fullgraph=True` the forward is one graph, as where torch.compile skips the frame that calls the hooks.
+        """
+        root = self.root
+        if root is None or self._method is not None or not compat.hooks.has_hooks_around(root):
+            return False
+        self.model.adapter.note(f"the module's own hooks run eagerly, around its compiled forward: {_first_line(error)}")
+        return True
+
     def _note_engine(self, engine: Any) -> None:
         """Add a DeepSpeed engine that a call has reached, or note that it is not compiled by itself."""
         entry = newest_entry(compiled_part(engine))
@@ -337,9 +348,17 @@ class Entry:
             known = entry()
             return known is not None and model.services.renew is not None and known._leaves_to_eager(owner)
 
-        compat.dynamo.wrap_frame_callback(context, compiling, compiled_frame, late_sizes, left_to_eager)
+        def skipped(code: types.CodeType, error: Exception) -> bool:
+            known = entry()
+            return code is own and known is not None and known._leaves_out_hooks(error)
+
+        compat.dynamo.wrap_frame_callback(context, compiling, compiled_frame, late_sizes, left_to_eager, skipped)
         compiled: Callable[..., Any] = context(function)
         return compiled
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _belongs_to(root: Module, entry: Entry) -> bool:

@@ -108,6 +108,7 @@ def wrap_frame_callback(
     compiled: Callable[[Any, Any], None] = lambda code, guarded: None,
     late_sizes: bool = False,
     left_to_eager: Callable[[Any], bool] = lambda owner: False,
+    skipped: Callable[[Any, Any], bool] = lambda code, error: False,
 ) -> None:
     """Enter `around(code, late)` whenever this context compiles a frame; cached frames do not come here.
 
@@ -118,12 +119,16 @@ def wrap_frame_callback(
     or for an eager frame, it gets None. It may raise: the frame does not run then.
 
     `left_to_eager(owner)`: whether a frame, whose `self` is `owner`, runs eagerly this time.
+    `skipped(code, error)`: whether a frame that Dynamo cannot capture runs eagerly from now on. The frames that it
+    calls are compiled, then.
     """
     inner = getattr(context, "callback", None)
     if not callable(inner) or isinstance(inner, bool):
         return  # TORCHDYNAMO_DISABLE=1: nothing will be compiled, and the context has no callback
 
     from torch._dynamo.convert_frame import compile_lock
+    from torch._dynamo.exc import Unsupported
+    from torch._dynamo.types import ConvertFrameReturn
 
     def callback(frame: Any, *args: Any, **kwargs: Any) -> Any:
         if left_to_eager(frame.f_locals.get("self")):
@@ -134,11 +139,14 @@ def wrap_frame_callback(
                 with around(frame.f_code, late_sizes):
                     result = inner(frame, *args, **kwargs)
             except Exception as error:
-                if not (late_sizes and _is_about_late_sizes(error)):
+                if late_sizes and _is_about_late_sizes(error):
+                    breaks = graph_break_count()
+                    with around(frame.f_code, False):
+                        result = inner(frame, *args, **kwargs)
+                elif isinstance(error, Unsupported) and skipped(frame.f_code, error):
+                    result = ConvertFrameReturn()
+                else:
                     raise
-                breaks = graph_break_count()
-                with around(frame.f_code, False):
-                    result = inner(frame, *args, **kwargs)
             whole = graph_break_count() == breaks
         compiled(frame.f_code, getattr(result, "guarded_code", None) if whole else None)
         return result

@@ -54,6 +54,11 @@ def saved_are_traced() -> bool:
     return saved_tensors_hooks_are_inlineable(saved_tensor_hooks())
 
 
+def has_hooks_around(module: Module) -> bool:
+    """Whether a call of a module runs hooks before or after its forward, its own or those for all modules."""
+    return bool(_held_for_all()) or any(module.__dict__.get(kind) for kind in _KINDS)
+
+
 class GradientHooks:
     """Parameters with hooks on their gradients, checked in each backward.
 

@@ -100,20 +100,18 @@ def first_input(node: Node) -> Any:
 
 
 def logit_step(node: Node) -> LogitStep | None:
-    """Return a node's elementwise step, if it is one: a tanh, or a product or quotient with a number."""
-    if is_call(node, "tanh") and not node.kwargs:
-        return "tanh", 0.0
-    divides = is_call(node, "truediv", "div", "divide", "true_divide")
-    if not (divides or is_call(node, "mul", "multiply")) or node.kwargs or len(node.args) != 2:
+    """Return a node's elementwise step, if it is one: a tanh, a sigmoid, or arithmetic with a number."""
+    if is_call(node, "tanh", "sigmoid") and not node.kwargs:
+        return ("tanh" if is_call(node, "tanh") else "sigmoid"), 0.0
+    divides, subtracts = is_call(node, "truediv", "div", "divide", "true_divide"), is_call(node, "sub", "subtract")
+    adds, scales = subtracts or is_call(node, "add"), divides or is_call(node, "mul", "multiply")
+    if not (adds or scales) or node.kwargs or len(node.args) != 2 or len(node.all_input_nodes) != 1:
         return None
     numbers = [arg for arg in node.args if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
-    if (
-        len(numbers) != 1
-        or len(node.all_input_nodes) != 1
-        or (divides and (node.args[1] != numbers[0] or not numbers[0]))
-    ):
+    if len(numbers) != 1 or ((divides or subtracts) and node.args[1] is not numbers[0]) or (divides and not numbers[0]):
         return None
-    return "scale", 1 / numbers[0] if divides else float(numbers[0])
+    number = float(numbers[0])
+    return ("shift", -number if subtracts else number) if adds else ("scale", 1 / number if divides else number)
 
 
 def _is_linear(node: Any) -> bool:
@@ -259,10 +257,11 @@ def insertion_point(head: OutputLayer, loss: Node) -> Node:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-def row_steps(head: OutputLayer, loss: Node) -> list[tuple[str, Any]]:
+def row_steps(head: OutputLayer, loss: Node) -> tuple[list[tuple[str, Any]], int]:
     """Return operations for the layer's input: ("slice", index) or ("reshape", leading sizes), in order.
 
-    Raises NotChunked if an operation changes the elements within rows other than one by one.
+    Also returns the number of classes: a slice may leave out the last ones, those of a padded vocabulary. Raises
+    NotChunked if an operation changes the elements within rows otherwise than one by one.
     """
     classes, done = shape_of(head.weight)[0], list[tuple[str, Any]]()
     by_class = len(shape_of(given_to(loss)["input"])) > 2
@@ -275,17 +274,20 @@ def row_steps(head: OutputLayer, loss: Node) -> list[tuple[str, Any]]:
         source, made = value_of(step.all_input_nodes[0]), value_of(step)
         if not isinstance(source, torch.Tensor) or not isinstance(made, torch.Tensor) or not made.dim():
             raise NotChunked(f"`{step.name}` is no tensor with rows")
+        index = _rows_taken(step.args[1], source.dim()) if is_call(step, "getitem") else None
+        if index is not None and isinstance(made.shape[-1], int):
+            classes = made.shape[-1]
+            done.append(("slice", index))
+            continue
         if source.shape[-1] != classes or made.shape[-1] != classes or source.device != made.device:
             raise NotChunked(f"`{step.name}` does not leave rows as they are")
         if (is_call(step, *CONVERSIONS) or logit_step(step)) and made.is_floating_point():
             continue
         if is_call(step, *RESHAPES) and source.dtype == made.dtype:
             done.append(("reshape", _leading_sizes(step, made)))
-        elif is_call(step, "getitem") and _takes_rows(step.args[1], source.dim()):
-            done.append(("slice", step.args[1]))
         else:
             raise NotChunked(f"`{step.name}` does not leave rows as they are")
-    return done
+    return done, classes
 
 
 def _leading_sizes(step: Node, made: torch.Tensor) -> tuple[int, ...]:
@@ -298,10 +300,12 @@ def _leading_sizes(step: Node, made: torch.Tensor) -> tuple[int, ...]:
     return leading
 
 
-def _takes_rows(index: Any, dims: int) -> bool:
-    """Does an index select rows by slices, and all elements of each row?"""
+def _rows_taken(index: Any, dims: int) -> tuple[Any, ...] | None:
+    """Return the index of whole rows, if an index selects rows by slices, and the first elements of each; else None."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(part is Ellipsis or isinstance(part, slice) for part in parts):
-        return False
+        return None
     reaches = len(parts) == dims if Ellipsis not in parts else parts[-1] is not Ellipsis
-    return not reaches or parts[-1] == ALL
+    if not reaches:
+        return parts
+    return (*parts[:-1], ALL) if parts[-1].start in (None, 0) and parts[-1].step in (None, 1) else None

@@ -7,20 +7,27 @@ from typing import TypeAlias
 import torch
 
 LogitStep: TypeAlias = "tuple[str, float]"
-"""("scale", factor) or ("tanh", 0.0): a soft cap is a scale, a tanh and a scale."""
+"""("scale", factor), ("shift", addend), ("tanh", 0.0) or ("sigmoid", 0.0). A soft cap is scale, tanh and scale."""
 
 
 def apply_steps(logits: torch.Tensor, steps: tuple[LogitStep, ...]) -> tuple[torch.Tensor, torch.Tensor | float | None]:
     """Return the logits after the steps, in float32 at least, and their derivative; None if that is 1 everywhere."""
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     slope: torch.Tensor | float | None = None
-    for kind, factor in steps:
-        by: torch.Tensor | float = factor
-        if kind == "scale":
-            values = values * factor
-        else:
-            values = values.tanh()
-            by = 1 - values * values
+    for kind, number in steps:
+        by: torch.Tensor | float = number
+        match kind:
+            case "scale":
+                values = values * number
+            case "shift":
+                values = values + number
+                continue
+            case "tanh":
+                values = values.tanh()
+                by = 1 - values * values
+            case _:
+                values = values.sigmoid()
+                by = values * (1 - values)
         slope = by if slope is None else by * slope
     return values, slope
 

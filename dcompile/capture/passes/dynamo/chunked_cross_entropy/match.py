@@ -66,8 +66,8 @@ def chunk_losses(
             if not nest.is_inlined(nest.owner(loss)):
                 raise NotChunked("they are in a part of the model that may run several times (a loop, a condition)")
             head = head_of(loss)
-            rows = row_steps(head, loss)
-            plan = _plan(head, loss, chunks, planned_for, saves_memory)
+            rows, classes = row_steps(head, loss)
+            plan = _plan(head, classes, loss, chunks, planned_for, saves_memory)
             at = insertion_point(head, loss)
         except NotChunked as reason:
             if asked or _is_large(given_to(loss)["input"]):
@@ -80,7 +80,7 @@ def chunk_losses(
         device = planned_for or head.layer.meta["example_value"].device.type
         settings = {"chunks": plan.chunks, "by_rows": plan.kind == "rows", "begun": begun}
         settings |= {"keeps_powers": traits_of(device).computes_loss_gradient_early}
-        _replace(loss, head, at, rows, settings)
+        _replace(loss, head, at, rows, classes, settings)
         begun += plan.chunks
         done += 1
     if done:
@@ -107,9 +107,11 @@ def _is_large(logits: Any) -> bool:
     return fixed and value.numel() * value.itemsize >= MIN_SAVED_BYTES  # type: ignore[union-attr]
 
 
-def _plan(head: OutputLayer, loss: Node, chunks: ChunkOption, planned_for: str | None, saves_memory: bool) -> LossPlan:
+def _plan(
+    head: OutputLayer, classes: int, loss: Node, chunks: ChunkOption, planned_for: str | None, saves_memory: bool
+) -> LossPlan:
     """Return the plan of a loss. Raises NotChunked for one that stays whole although its logits are large."""
-    classes, width = shape_of(head.weight)
+    width = shape_of(head.weight)[1]
     if chunks != "auto":
         return LossPlan("classes", len(list(spans(classes, chunks))), 0, 0.0)
     logits, given = head.layer.meta["example_value"], given_to(loss)
@@ -166,9 +168,11 @@ def _note(head: OutputLayer, loss: Node, plan: LossPlan) -> str:
     return f"chunked_loss: {parts}; {then}{plan.reason and f': {plan.reason}'}"
 
 
-def _replace(loss: Node, head: OutputLayer, at: Node, rows: list[tuple[str, Any]], settings: dict[str, Any]) -> None:
+def _replace(
+    loss: Node, head: OutputLayer, at: Node, rows: list[tuple[str, Any]], classes: int, settings: dict[str, Any]
+) -> None:
     given, graph = given_to(loss), loss.graph
-    hidden, width = head.hidden, shape_of(head.weight)[1]
+    hidden, weight, bias, (padded, width) = head.hidden, head.weight, head.bias, shape_of(head.weight)
     logits = head.layer.meta["example_value"]
     settings |= {name: given[name] for name in ("ignore_index", "reduction", "label_smoothing")}
     settings |= {"dtype": logits.dtype, "result": loss.meta["example_value"].dtype, "grad": logits.requires_grad}
@@ -179,7 +183,10 @@ def _replace(loss: Node, head: OutputLayer, at: Node, rows: list[tuple[str, Any]
                 hidden = graph.call_function(operator.getitem, (hidden, how))
             else:
                 hidden = graph.call_method("reshape", (hidden, *how, width))
-        arguments = (hidden, head.weight, head.bias, given["target"], given["weight"])
+        if classes < padded:
+            weight = graph.call_function(operator.getitem, (weight, slice(None, classes)))
+            bias = bias and graph.call_function(operator.getitem, (bias, slice(None, classes)))
+        arguments = (hidden, weight, bias, given["target"], given["weight"])
         parts = graph.call_function(chunked_cross_entropy, arguments, settings)
         parts.meta = dict(loss.meta)
         found = parts

@@ -22,6 +22,7 @@ from tests.capture.passes.dynamo.chunked_cross_entropy.test_match import (
     flat,
     inputs,
     notes,
+    padded,
     scaled,
     see_that_they_agree,
     shifted,
@@ -199,7 +200,7 @@ def with_accuracy(logits, targets):
 
 # losses that differ in what is matched alone are test_match.py's, by classes
 LOSSES = [of_hugging_face, with_accuracy]
-MORE = [flat, shifted, by_module, classes_second, scaled, of_nanogpt, capped, weighted]
+MORE = [flat, shifted, by_module, classes_second, scaled, of_nanogpt, capped, padded, weighted]
 
 
 @pytest.mark.parametrize(

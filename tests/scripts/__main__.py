@@ -53,7 +53,9 @@ def run_side(subject: Subject, side: str, work: Path, folder: Path, arguments: a
     record = folder / side
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            [*(str(work / path) for path in subject.paths), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        ),
         "DCOMPILE_CACHE_DIR": f"{record}-dcompile",
         "TORCHINDUCTOR_CACHE_DIR": f"{record}-inductor",
         "TRITON_CACHE_DIR": f"{record}-triton",
@@ -62,7 +64,7 @@ def run_side(subject: Subject, side: str, work: Path, folder: Path, arguments: a
         **({} if arguments.gpu else {"CUDA_VISIBLE_DEVICES": ""}),
         **({"TORCHDYNAMO_DISABLE": "1"} if side == "eager" else {}),
         **(alone() if subject.distributed and arguments.ranks == 1 else {}),
-        **subject.environment,
+        **subject.variables(side),
     }
     first = start(subject, side, record, work, environment, arguments)
     if not arguments.again or first.failure or side == "eager":

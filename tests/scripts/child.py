@@ -3,14 +3,16 @@
     python child.py RECORD BACKEND [-m] SCRIPT [ARGUMENTS]
 
 BACKEND is what `torch.compile` stands for in the script, followed by modules to import, with commas between; for eager
-it is `-`, and TORCHDYNAMO_DISABLE is 1. Losses are taken where a backward starts, and times where an optimizer has stepped, so
-that no script needs to print either. Nothing of this project's tests is imported: a script may have a package `tests` of its own.
+it is `-`, and TORCHDYNAMO_DISABLE is 1. Losses are taken where a backward starts, and times where an optimizer has
+stepped, so that no script needs to print either. Nothing of this project's tests is imported: a script may have a
+package `tests` of its own.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import json
 import os
 import random
@@ -104,7 +106,7 @@ class Recorder:
         return {
             "losses": [sum(map(float, part)) for part in self.losses],
             "first": (self.steps[0][0] - self.start[0] if self.gpu else self.first_cpu) if self.steps else 0.0,
-            "later": [b - a for a, b in zip(clocks, clocks[1:], strict=False)],
+            "later": [b - a for a, b in itertools.pairwise(clocks)],
             "peak": self.torch.cuda.max_memory_allocated() if self.gpu else peak_bytes(),
             "breaks": dict(counters["graph_break"]),
             "graphs": counters["stats"]["unique_graphs"],

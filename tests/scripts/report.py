@@ -24,7 +24,8 @@ TorchInductor and dcompile, and the smallest edit. A run replaces the sections o
 
 - losses: those of the first and of the last step; the largest relative difference from eager's over all steps.
 - first step: from the start of the script's process to the end of the first optimizer step, imports included, with
-  empty caches; behind the comma in a second start, which finds them filled. CPU seconds count all threads and compilers.
+  empty caches; behind the comma in a second start, which finds them filled. CPU seconds are those of all threads and
+  compilers.
 - later: median of the steps behind it. peak: on a CPU the process's resident set, on a GPU torch's allocator.
 - graphs, breaks: those of TorchDynamo. lines: those that dcompile has printed, of all.
 - A script passes if its losses are as far from eager's as TorchInductor's, up to a factor of 2; if no break is its own
@@ -148,9 +149,8 @@ def row(side: str, run: Run, eager: Run | None) -> str:
     off = "" if eager is None or eager.failure or side == "eager" else f"{distance(run.losses, eager.losses):.1e}"
     losses = f"{run.losses[0]:.6f}, {run.losses[-1]:.6f} ({len(run.losses)})" if run.losses else "none"
     first = f"{run.first:.1f}" + (f", {run.again:.1f}" if run.again else "")
-    lines = f"{len(run.own_lines)} of {run.lines}"
-    breaks = sum(run.breaks.values())
-    return f"| {side} | {losses} | {off} | {first} | {1e3 * run.step:.1f} | {run.peak / 2**20:.0f} | {run.graphs}, {breaks} | {lines} |"
+    counts = f"{run.graphs}, {sum(run.breaks.values())} | {len(run.own_lines)} of {run.lines}"
+    return f"| {side} | {losses} | {off} | {first} | {1e3 * run.step:.1f} | {run.peak / 2**20:.0f} | {counts} |"
 
 
 def cell(text: str) -> str:

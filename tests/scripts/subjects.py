@@ -21,7 +21,7 @@ def nothing(work: Path, gpu: bool) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """One public script. `{backend}` in `compiled` is the compiler's name; eager mode goes without these arguments."""
+    """One public script. `{backend}` is the compiler's name; eager mode goes without what is `compiled`."""
 
     name: str
     code: str
@@ -33,10 +33,13 @@ class Subject:
     gpu: tuple[str, ...] | None = None
     """Arguments for sizes on a CPU and on a GPU; None: not run there."""
     compiled: tuple[str, ...] = ()
+    compiled_environment: Mapping[str, str] = field(default_factory=dict)
     edits: tuple[Edit, ...] = ()
     cpu_edits: tuple[Edit, ...] = ()
     prepare: Callable[[Path, bool], None] = nothing
     environment: Mapping[str, str] = field(default_factory=dict)
+    paths: tuple[str, ...] = ()
+    """Folders of the checkout that packages are imported from."""
     imports: tuple[str, ...] = ()
     """Modules of dcompile's that a user of this code imports."""
     distributed: bool = False
@@ -47,6 +50,11 @@ class Subject:
 
     def sizes(self, gpu: bool) -> tuple[str, ...] | None:
         return self.gpu if gpu else self.cpu
+
+    def variables(self, side: str) -> dict[str, str]:
+        """Environment variables of one side."""
+        compiled = {} if side == "eager" else self.compiled_environment
+        return {**self.environment, **{name: value.replace("{backend}", side) for name, value in compiled.items()}}
 
     def command(self, side: str, gpu: bool) -> list[str]:
         """The script and its arguments for one side."""
@@ -136,8 +144,9 @@ def nanochat_data(work: Path, gpu: bool) -> None:
         (base / f"base_data_climbmix/shard_{shard:05d}.parquet").write_text(json.dumps(groups))
     torch.save(torch.full((vocab,), 4, dtype=torch.int32), base / "tokenizer/token_bytes.pt")
     special = [f"<|{name}|>" for name in SPECIAL.split()]
-    code = f"import pickle, words; pickle.dump(words.Words({vocab}, {special}), open('base/tokenizer/tokenizer.pkl', 'wb'))"
-    subprocess.run([sys.executable, "-c", code], cwd=work, check=True)
+    code = f"import pickle, sys, words; pickle.dump(words.Words({vocab}, {special}), sys.stdout.buffer)"
+    with (base / "tokenizer/tokenizer.pkl").open("wb") as file:
+        subprocess.run([sys.executable, "-c", code], cwd=work, check=True, stdout=file)
 
 
 def nanochat_sft_data(work: Path, gpu: bool) -> None:
@@ -315,6 +324,7 @@ TRL = Subject(
     cpu=("--use_cpu", "--bf16", "false", "--per_device_train_batch_size", "2"),
     compiled=("--torch_compile", "--torch_compile_backend", "{backend}"),
     prepare=chats,
+    paths=(".",),
     imports=("dcompile.integrations.transformers",),
     environment={"TRL_EXPERIMENTAL_SILENCE": "1"},
     distributed=True,
@@ -368,10 +378,9 @@ SUBJECTS: tuple[Subject, ...] = (
         script=("examples/nlp_example.py",),
         cpu=("--cpu",),
         gpu=(),
-        edits=(
-            ("examples/nlp_example.py", 'evaluate.load("glue", "mrpc")', "evaluate.combine([])"),
-            ("examples/nlp_example.py", "cpu=args.cpu,", "cpu=args.cpu, dynamo_backend=os.environ.get('BACKEND'),"),
-        ),
+        edits=(("examples/nlp_example.py", 'evaluate.load("glue", "mrpc")', "evaluate.combine([])"),),
+        compiled_environment={"ACCELERATE_DYNAMO_BACKEND": "{backend}"},
+        paths=("src",),
         prepare=mrpc,
         imports=("dcompile.integrations.accelerate",),
         distributed=True,
@@ -382,13 +391,17 @@ SUBJECTS: tuple[Subject, ...] = (
         marker="models/gpt_model.py",
         script=(
             *("train.py", "--config", "configs/muon_160m.yaml", "--data_dir", "data/tokens", "--no_wandb"),
-            *("--num_iterations", "6", "--val_loss_every", "0", "--no_triton"),
+            *("--num_iterations", "6", "--no_triton"),
         ),
         cpu=(
             *("--model_dim", "64", "--n_layer", "2", "--n_head", "2", "--sequence_length", "64"),
-            *("--batch_size", "4", "--device_batch_size", "2", "--val_tokens", "512"),
+            *("--batch_size", "4", "--device_batch_size", "2"),
         ),
-        gpu=("--batch_size", "32", "--device_batch_size", "32", "--val_tokens", "32768"),
+        gpu=("--batch_size", "32", "--device_batch_size", "32"),
+        edits=(
+            ("configs/muon_160m.yaml", "val_loss_every: 125", "val_loss_every: 0"),
+            ("configs/muon_160m.yaml", "val_tokens: 10485760", "val_tokens: 32768"),
+        ),
         cpu_edits=DION_ON_CPU,
         prepare=fineweb,
         distributed=True,
@@ -399,7 +412,7 @@ SUBJECTS: tuple[Subject, ...] = (
         code="dit",
         marker="diffusion/gaussian_diffusion.py",
         script=("train.py", "--data-path", "data/train", "--num-classes", "4", "--epochs", "1", "--log-every", "1"),
-        cpu=("--model", "DiT-S/8", "--global-batch-size", "8", "--num-workers", "0"),
+        cpu=("--model", "DiT-S/8", "--global-batch-size", "12", "--num-workers", "0"),
         gpu=("--model", "DiT-S/2", "--global-batch-size", "8"),
         edits=(
             ("train.py", "from diffusers.models import AutoencoderKL", ""),
@@ -483,7 +496,8 @@ SUBJECTS: tuple[Subject, ...] = (
             *("--train_module.rank_microbatch_size=128", "--data_loader.num_workers=0"),
         ),
         gpu=("--sequence-length=1024",),
-        environment={"OLMO_DATA_ROOT": "data", "PYTHONPATH": "src"},
+        environment={"OLMO_DATA_ROOT": "data"},
+        paths=("src",),
         prepare=c4,
         distributed=True,
         precision="bfloat16",

@@ -80,6 +80,9 @@ class Recorder:
         )
 
     def before_backward(self, tensors: object) -> None:
+        """Note a loss. Tensors without data are those of scripts that count operations on a model's copy."""
+        if isinstance(tensors, self.torch.Tensor) and tensors.is_meta:
+            return
         if self.stepped:
             self.losses.append([])
             self.stepped = False

@@ -172,7 +172,7 @@ NANOCHAT_CPU = (
 NANOCHAT_GPU = ("--depth=12", "--max-seq-len=2048", "--device-batch-size=16", "--total-batch-size=32768")
 NO_EVALUATION = ("--eval-every=-1", "--core-metric-every=-1", "--sample-every=-1")
 
-SFT_TASKS = """from tasks.common import Task, TaskMixture
+SFT_TASKS = """from tasks.common import Task
 class Told(Task):
     def __init__(self, **kwargs): super().__init__()
     def num_examples(self): return 400
@@ -341,6 +341,7 @@ DION_ON_CPU: tuple[Edit, ...] = (
     ("train.py", "torch.cuda.max_memory_allocated()", "0"),
     ("train.py", "op=dist.ReduceOp.AVG", "op=dist.ReduceOp.SUM"),
     ("models/gpt_utils.py", ".cuda()", ""),
+    ("configs/muon_160m.yaml", "val_tokens: 32768", "val_tokens: 512"),
 )
 
 SUBJECTS: tuple[Subject, ...] = (
@@ -356,9 +357,9 @@ SUBJECTS: tuple[Subject, ...] = (
         NANOCHAT_BASE,
         name="nanochat chat_sft, bfloat16",
         script=("-m", "scripts.chat_sft", "--eval-every=-1", "--chatcore-every=-1", "--num-iterations=6"),
-        cpu=(),
-        gpu=(),
-        edits=(("scripts/chat_sft.py", "from tasks.common import TaskMixture", SFT_TASKS),),
+        cpu=("--eval-tokens=1024",),
+        gpu=("--eval-tokens=65536",),
+        edits=(("scripts/chat_sft.py", "from tasks.smoltalk import SmolTalk", SFT_TASKS),),
         prepare=nanochat_sft_data,
     ),
     TRL,
@@ -435,7 +436,7 @@ SUBJECTS: tuple[Subject, ...] = (
         code="timm",
         marker="timm/models/_factory.py",
         script=(
-            *("train.py", "--data-dir", "data", "--num-classes", "4", "--epochs", "1", "--workers", "0"),
+            *("train.py", "--data-dir", "data", "--num-classes", "4", "--epochs", "1", "--workers", "1"),
             *("--log-interval", "1", "--no-prefetcher"),
         ),
         cpu=("--model", "resnet10t", "--img-size", "64", "-b", "8", "--device", "cpu"),
@@ -458,6 +459,11 @@ SUBJECTS: tuple[Subject, ...] = (
                 "leanrl/ppo_continuous_action_torchcompile.py",
                 "np.clip(obs, -10, 10))",
                 "np.clip(obs, -10, 10), env.observation_space)",
+            ),
+            (
+                "leanrl/ppo_continuous_action_torchcompile.py",
+                "agent_inference_p.to_module(agent_inference)",
+                "agent_inference_p.to_module(agent_inference); agent_inference.requires_grad_(False)",
             ),
         ),
         environment={"WANDB_MODE": "disabled"},

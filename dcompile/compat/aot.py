@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.patches.lean_wrappers import unpack_arguments
+from dcompile.compat.patches.random_numbers import is_drawn_again as is_drawn_again
+from dcompile.compat.patches.random_numbers import never_recompute as never_recompute
 from dcompile.compat.patches.registry import patched
-from dcompile.compat.patches.rng_under_checkpoint import is_drawn_again as is_drawn_again
 from dcompile.compat.patches.torch_patch import PatchRequest
 
 if TYPE_CHECKING:
@@ -182,13 +183,6 @@ def checkpoint_region(node: Any) -> int | None:
 def number_region(node: Any, region: int) -> None:
     """Say which checkpointed region a node is in."""
     node.meta["ac_graph_id"] = region
-
-
-def never_recompute(node: Any) -> None:
-    """Force the partitioner to save this node where the backward needs it, or tensors computed from it."""
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 @contextlib.contextmanager

@@ -28,8 +28,8 @@ from dcompile.compat.patches import (
     partitioner,
     quick_reads,
     quiet_dumps,
+    random_numbers,
     repeated_layers,
-    rng_under_checkpoint,
     scalar_writes,
     symbolic_arithmetic,
     symbolic_tangents,
@@ -243,7 +243,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         GRAPH,
     ),
     TorchPatch(
-        rng_under_checkpoint.no_unread_counters,
+        random_numbers.no_unread_counters,
         ("torch._decomp.decompositions_for_rng.PhiloxStateTracker.reset",),
         "speed",
         "twelve fake tensors for counters of random numbers that nothing reads",
@@ -310,11 +310,18 @@ PATCHES: tuple[TorchPatch, ...] = (
         PARTITION,
     ),
     TorchPatch(
-        rng_under_checkpoint.states_of_what_draws,
+        random_numbers.states_of_what_draws,
         (f"{_PARTITIONERS}.functionalize_rng_ops",),
         "speed",
         "attention without dropout draws nothing, and hides in an operator on functions",
         PARTITION,
+    ),
+    TorchPatch(
+        random_numbers.one_draw_each,
+        (f"{_PARTITIONERS}.choose_saved_values_set", f"{_PARTITIONERS}.fx_graph_cse"),
+        "correctness",
+        "with a memory budget the backward draws other random numbers, and two equal calls that draw become one",
+        ("graph", "partition"),  # bodies of conditions and loops are cut while their graph is traced
     ),
     *ON_DEMAND,
 )

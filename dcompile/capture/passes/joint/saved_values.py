@@ -85,9 +85,7 @@ def save_random_values(joint: Any) -> PassReport:
     """
     drawn = [node for node in joint.graph.nodes if compat.aot.is_drawn_again(node)]
     for node in drawn:
-        parts = (user for user in node.users if user.target is operator.getitem)
-        for kept in (node, *parts):
-            compat.aot.never_recompute(kept)
+        compat.aot.never_recompute(node)
     names = sorted({str(node.target) for node in drawn})
     notes = (f"checkpointed, but kept for the backward, since they are random: results of {n}" for n in names)
     return PassReport(len(drawn), tuple(notes))

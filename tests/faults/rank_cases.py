@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import signal
@@ -200,13 +201,24 @@ def slow_compile_on_one_rank(each: float, wrap: str = "ddp") -> Any:
     return found, time.monotonic() - began
 
 
-def stalls(wrap: str = "ddp") -> Any:
-    """Longer than the group's time limit, in a backward, without compiling."""
-    model = model_of(seconds=1.5, wrap=wrap)
+def stalls(wrap: str = "ddp", limit_s: float = 1.5, lock: bool = False) -> Any:
+    """Longer than the group's time limit, in a backward, without compiling. `lock`: with the interpreter's lock."""
+    model = model_of(seconds=limit_s, wrap=wrap)
     step(model)
     if not is_second():
-        return raised(lambda: step(model))
-    raised(lambda: step(model, on_the_way=lambda _: time.sleep(2.5)))
+        usual = wait_policy.STALE_S
+        wait_policy.STALE_S = 0.5 if lock else usual
+        found = raised(lambda: step(model))
+        wait_policy.STALE_S = usual
+        return found
+
+    def stall(_: Any) -> None:
+        if lock:
+            ctypes.PyDLL(None).usleep(int(1e6 * (limit_s + 1)))
+        else:
+            time.sleep(limit_s + 1)
+
+    raised(lambda: step(model, on_the_way=stall))
     return "", "", 0.0
 
 
@@ -328,7 +340,7 @@ def killed_in_backward(wrap: str = "ddp", said: str = "", died: str = "", **opti
     """
     if said and not is_second():
         os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
-        wait_policy.SILENT_S, wait_policy.STALE_S = 5.0, 4.0
+        wait_policy.STALE_S = 4.0
     model = model_of(wrap=wrap, **options)
     for _ in range(4):  # with CUDA graphs, the last of them are replays
         step(model)
@@ -343,7 +355,7 @@ def _die(died: str) -> None:
 
 
 def killed_while_compiling() -> Any:
-    wait_policy.SILENT_S, wait_policy.STALE_S = 2.0, 1.5
+    wait_policy.STALE_S = 1.5
     model = model_of()
     if is_second():
         Pipeline.begin = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ class Group:
     """As much of a process group as a line to its ranks asks for."""
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
-        self.store, self.rank, self.world = store, rank, world
+        self.store, self.rank, self.world, self.seconds = store, rank, world, 1800.0
         self.group_name = f"group {next(_NUMBERS)}"  # a line counts the groups of a name in its process
 
 
@@ -32,6 +34,7 @@ class Ranks:
         monkeypatch.setattr(compat.groups, "group_store", lambda group: group.store)
         monkeypatch.setattr(compat.groups, "exists", lambda group: True)
         monkeypatch.setattr(compat.groups, "can_abort", lambda group: False)
+        monkeypatch.setattr(compat.groups, "time_limit", lambda group, device: group.seconds)
         monkeypatch.setattr(compat.groups, "own_store", lambda store, prefix: dist.PrefixStore(prefix, store))
         monkeypatch.setattr(module.dist, "get_rank", lambda group: group.rank)
         monkeypatch.setattr(module.dist, "get_world_size", lambda group: group.world)
@@ -49,6 +52,14 @@ class Ranks:
         lines = [PeerCoordinator(group) for group in groups]
         self.lines += lines
         return lines
+
+    def silence(self, line: PeerCoordinator, **process: Any) -> None:
+        """Let a rank fall silent with no goodbye. `process`: what is different about its process (`RankProcess`)."""
+        line._process = replace(line._process, **process)
+        line._wake.set()
+        while (said := line.status_of(line.rank)) is None or said.process != line._process:
+            time.sleep(0.002)
+        line._ended = True
 
     def each(self, function: Callable[[PeerCoordinator], Any], lines: list[PeerCoordinator]) -> list[Any]:
         """What `function` returns on each rank, or the text of what it raised."""

@@ -111,7 +111,8 @@ class PendingCollective:
                 self._see_who_has_ended(peers, others, late)
                 if others.out_of_patience(late):
                     raise DcompileError(
-                        f"dcompile: rank {peers.rank} waited {limit_s:g} s for {self._name()}; {others.describe(late)}"
+                        f"dcompile: rank {peers.rank} waited {others.total_s():.1f} s for {self._name()} (the group's "
+                        f"limit is {limit_s:g} s beyond what others compile); {others.describe(late)}"
                     )
             except DcompileError:
                 _give_up(work)

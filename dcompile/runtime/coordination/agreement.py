@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
-from dcompile import compat
 from dcompile.errors import PlanMismatchError
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, peers_of
 from dcompile.runtime.coordination.wait_policy import PeerWait
@@ -41,12 +40,12 @@ def agree(group: Any, subject: str, lines: Sequence[str | Line], way_out: str = 
     peers = peers_of(group)
     if peers is not None:
         every = [(line, "") if isinstance(line, str) else line for line in lines]
-        _compare_lines(peers, [(subject, ""), *every], _limit_s(group), way_out, causes)
+        _compare_lines(peers, [(subject, ""), *every], _limit_s(peers), way_out, causes)
 
 
-def _limit_s(group: Any) -> float:
+def _limit_s(peers: PeerCoordinator) -> float:
     """Seconds to wait for other ranks, at least as long as eager ranks wait: one may be busy with its own work."""
-    return max(TIMEOUT_S, compat.groups.time_limit(group, "cuda" if compat.groups.can_abort(group) else "cpu"))
+    return max(TIMEOUT_S, peers.limit_s())
 
 
 def _next_meeting(peers: PeerCoordinator) -> tuple[int, str]:
@@ -88,7 +87,7 @@ def exchange_texts(group: Any, subject: str, text: str) -> list[str]:
     peers.store.set(f"{place}/said/{peers.rank}", text)
     if peers.store.add(f"{place}/count", 1) == peers.world:
         peers.store.set(f"{place}/verdict", "")
-    _wait(peers, f"{place}/verdict", number, [(subject, "")], _limit_s(group))
+    _wait(peers, f"{place}/verdict", number, [(subject, "")], _limit_s(peers))
     return [peers.store.get(f"{place}/said/{rank}").decode() for rank in range(peers.world)]
 
 
@@ -98,7 +97,7 @@ def any_rank_objection(group: Any, subject: str, mine: str) -> str:
     Raises PlanMismatchError if a rank does not come in time, or goes on without calling.
     """
     peers = peers_of(group)
-    return mine if peers is None else _hear(peers, subject, mine, _limit_s(group))
+    return mine if peers is None else _hear(peers, subject, mine, _limit_s(peers))
 
 
 def _hear(peers: PeerCoordinator, subject: str, mine: str, timeout_s: float) -> str:
@@ -143,8 +142,8 @@ def _wait(
                 )
         if others.out_of_patience(missing):
             peers.call_off(
-                f"dcompile: rank {peers.rank} waited for the other ranks to say their {lines[0][0]} "
-                f"(at most {timeout_s:g} s beyond what they compile); "
+                f"dcompile: rank {peers.rank} waited {others.total_s():.1f} s for the other ranks to say their "
+                f"{lines[0][0]} (at most {timeout_s:g} s beyond what they compile); "
                 f"{others.describe(missing)}"
             )
         time.sleep(pause)

@@ -1,7 +1,7 @@
 """Heartbeat and coordination between the ranks of a process group, over its store.
 
 A thread with its own connection publishes this rank's status once a second, and checks whether the job was called off.
-So a waiting rank can distinguish a peer that compiles from one that is gone, and no rank waits forever. The thread also
+So a waiting rank can distinguish a peer that compiles from one that is late, and no rank waits forever. The thread also
 compares the order of started collectives with rank 0's. None of this uses a collective, so it works when collectives do
 not. In a step, a rank only adds each collective to a checksum; it does not access the store.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import logging
 import os
 import sys
@@ -20,6 +19,7 @@ import weakref
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from math import inf
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from dcompile import compat
 from dcompile.errors import DcompileError, PlanMismatchError
 from dcompile.logs import flush_streams, report
-from dcompile.runtime.coordination.peer_status import BEAT_S, PeerStatus
+from dcompile.runtime.coordination.peer_status import BEAT_S, PeerStatus, RankProcess
 from dcompile.runtime.coordination.progress_events import ProgressEvents, stay_out_of_captures
 from dcompile.runtime.coordination.watchdog import CommunicatorAbort, Watchdog
 
@@ -72,6 +72,7 @@ class PeerCoordinator(SingleProcess):
         self.store = compat.groups.own_store(store, prefix)
         self._side = compat.groups.own_store(store, prefix)
         self._group = weakref.ref(group)
+        self._process = RankProcess.current()
         self.on_gpu = compat.groups.can_abort(group)
         """Whether a GPU's streams wait for its collectives, instead of the host."""
         self.aborted = ""
@@ -153,6 +154,11 @@ class PeerCoordinator(SingleProcess):
         self.caller = threading.get_ident()
         self.check()
 
+    def limit_s(self) -> float:
+        """Seconds after which the group gives up a collective."""
+        group = self._group()
+        return inf if group is None else compat.groups.time_limit(group, "cuda" if self.on_gpu else "cpu")
+
     def stuck_in(self) -> tuple[int, str] | None:
         """Number and label of the first collective that this rank's GPU has not completed; None if there is none."""
         mark = self.marks.oldest()
@@ -184,7 +190,7 @@ class PeerCoordinator(SingleProcess):
                 self._check_peers()
                 self._wake.wait(pace)
                 self._wake.clear()
-        except RuntimeError:  # the store and its owner are gone; Gloo's collectives report that
+        except RuntimeError:  # the store is gone with its owner, or does not answer; Gloo's collectives report that
             self._watch_without_store()
 
     def _watch_without_store(self) -> None:
@@ -197,7 +203,7 @@ class PeerCoordinator(SingleProcess):
             elif time.monotonic() - since > GONE_S:
                 self._abort(
                     f"dcompile: rank {self.rank} was waiting for the {now[1]}, number {now[0]} of this group; the "
-                    "process that keeps the job's store (rank 0's, or torchrun's) is gone"
+                    "process that keeps the job's store (rank 0's, or torchrun's) cannot be reached any more"
                 )
             self._wake.wait(BEAT_S)
             self._wake.clear()
@@ -207,8 +213,8 @@ class PeerCoordinator(SingleProcess):
         started = self.started
         checksum, label = self._history.get(started, (0, ""))
         doing = self._doing[0] if self._doing else ""
-        status = [self._beats, doing, self.meetings, started, checksum, label, self._ended]
-        store.set(f"beat/{self.rank}", json.dumps(status))
+        status = PeerStatus(self._beats, doing, self.meetings, started, checksum, label, self._ended, self._process)
+        store.set(f"beat/{self.rank}", status.to_text())
 
     def _check_peers(self) -> None:
         self._read_abort(self._side)
@@ -234,14 +240,14 @@ class PeerCoordinator(SingleProcess):
 
     def _call_off(self, store: Any, why: str) -> str:
         with contextlib.suppress(RuntimeError):  # the store may be gone; then so is the job
-            why = store.compare_set("abort", "", why).decode() or why
+            why = store.compare_set("abort", "", why).decode(errors="replace") or why
         self._abort(why)
         return why
 
     def _read_abort(self, store: Any) -> bool:
         """Abort here, too, if a rank has called the job off; return whether one has."""
         if not self.aborted and store.check(["abort"]):
-            self._abort(store.get("abort").decode())
+            self._abort(store.get("abort").decode(errors="replace"))
         return bool(self.aborted)
 
     def _abort(self, why: str) -> None:
@@ -291,7 +297,7 @@ class PeerCoordinator(SingleProcess):
         """Exception with which another rank has ended, as text; empty if none has."""
         with contextlib.suppress(RuntimeError):  # the store may be gone with its owner
             if self.store.check(["failed"]):
-                text: str = self.store.get("failed").decode()
+                text: str = self.store.get("failed").decode(errors="replace")
                 return text
         return ""
 
@@ -309,7 +315,7 @@ class PeerCoordinator(SingleProcess):
 
 def _read_status(store: Any, rank: int) -> PeerStatus | None:
     key = f"beat/{rank}"
-    return PeerStatus(*json.loads(store.get(key))) if store.check([key]) else None
+    return PeerStatus.from_text(store.get(key)) if store.check([key]) else None
 
 
 def peers_of(group: Any) -> PeerCoordinator | None:

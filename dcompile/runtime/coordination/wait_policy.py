@@ -8,11 +8,17 @@ from collections.abc import Collection, Mapping
 from dcompile.runtime.coordination.peer_status import BEAT_S, PeerStatus, PeerView
 
 STALE_S = 6 * BEAT_S
-"""Seconds without a new heartbeat after which a rank is taken for dead or stuck."""
-SILENT_S = 20.0
-"""Seconds without a new heartbeat after which a rank that was there is given up."""
+"""Seconds without a new heartbeat after which a rank is silent. Its process is then asked for."""
 PATIENCE_S = 1800.0
 """Longest time in seconds, beyond the usual limit, that a rank waits for peers that compile."""
+_SILENCE = {
+    "gone": "is gone: its process {number} has ended",
+    "suspended": "has been silent for {seconds:.1f} s: its process {number} is suspended",
+    "there": "has been silent for {seconds:.1f} s: its process {number} is there, perhaps in a long call that holds "
+    "the interpreter's lock",
+    "": "has been silent for {seconds:.1f} s: its process is suspended, in a long call that holds the interpreter's "
+    "lock, or gone, which cannot be seen from here",
+}
 
 
 class PeerWait:
@@ -37,6 +43,11 @@ class PeerWait:
     def waited(self, seconds: float) -> None:
         """Add time that was waited before this object took over."""
         self._waited += seconds
+        self._began -= seconds
+
+    def total_s(self) -> float:
+        """Seconds that this rank has waited, including those in which others compiled."""
+        return time.monotonic() - self._began
 
     def slice_s(self) -> float:
         """Seconds to wait before the next `poll`; at most one."""
@@ -70,34 +81,43 @@ class PeerWait:
         """Whether a rank is alive and busy compiling."""
         return self.alive(rank) and bool(self._last[rank].doing)
 
+    def gone(self, rank: int) -> bool:
+        """Whether a rank that was there is silent, and its process is seen to have ended. Silence alone proves nothing:
+        a suspended rank, or one whose interpreter's lock is held, goes on later.
+        """
+        return rank in self._last and not self.alive(rank) and self._last[rank].process.state() == "gone"
+
     def out_of_patience(self, missing: Collection[int]) -> bool:
-        """Whether the time for the missing ranks is up, or one of them is silent for `SILENT_S`."""
+        """Whether the time for the missing ranks is up, or one of them is gone."""
         now = time.monotonic()
         passed, self._seen = now - self._seen, now
         if any(self.compiles(rank) for rank in missing) and self._paused < self._patience_s:
             self._paused += passed
         else:
             self._waited += passed
-        gone = any(rank in self._moved and now - self._moved[rank] > SILENT_S for rank in missing)
-        return gone or self._waited >= self._limit_s
+        return self._waited >= self._limit_s or any(self.gone(rank) for rank in missing)
 
     def describe(self, missing: Collection[int]) -> str:
-        """Describe the missing ranks, and what is known of the first of them."""
+        """Describe the first of the missing ranks, one that is gone or silent before others."""
         if not missing:
             return "another rank has failed, stalled, or does not run this step"
-        rank = min(missing)
-        more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+        rank = min(missing, key=lambda rank: (not self.gone(rank), self.alive(rank), rank))
         status = self._last.get(rank)
+        if status is not None and not self.alive(rank) and (why := self._peers.failure()):
+            return why
         if status is None:
-            return (
-                f"rank {rank}{more} has not reported: it has not reached this model, has not compiled it, as every "
-                "rank has to, or its process is gone"
+            what = (
+                "has not reported: it has not reached this model, has not compiled it, as every rank has to, runs "
+                "another version of dcompile, or its process is gone"
             )
-        if not self.alive(rank):
-            return self._peers.failure() or f"rank {rank}{more} has fallen silent: its process is gone or stopped"
-        if status.doing:
-            return f"rank {rank}{more} is still {status.doing}"
-        return (
-            f"rank {rank}{more} is alive, but has stalled or does not run this step "
-            f"(it has started {status.started} collectives of this group)"
-        )
+        elif not self.alive(rank):
+            process = status.process
+            what = _SILENCE[process.state()].format(seconds=self.silent_s(rank), number=process.number)
+        elif status.doing:
+            what = f"is still {status.doing}"
+        else:
+            what = (
+                "is alive, but has stalled or does not run this step "
+                f"(it has started {status.started} collectives of this group)"
+            )
+        return f"rank {rank} {what}" + (f"; {len(missing) - 1} more are missing" if len(missing) > 1 else "")

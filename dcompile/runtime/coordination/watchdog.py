@@ -3,9 +3,9 @@
 With Gloo the host waits for a collective and can check its peers meanwhile (`communication.work`). With NCCL a stream
 waits. The host blocks only where it reads a result back, in a CUDA call that nothing interrupts.
 
-So the coordinator's thread checks whether the GPU is stuck while a rank is gone. If it is, or if the job was called
-off, communicators are aborted. The GPU then goes on with wrong values. The thread that calls the model must not use
-them, so an exception is raised in it.
+So the coordinator's thread checks whether the GPU is stuck while a rank is gone, or is silent beyond the group's limit.
+If it is, or if the job was called off, communicators are aborted. The GPU then goes on with wrong values. The thread
+that calls the model must not use them, so an exception is raised in it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import Any
 from dcompile import compat
 from dcompile.errors import PlanMismatchError
 from dcompile.logs import flush_streams, report
-from dcompile.runtime.coordination import wait_policy
 from dcompile.runtime.coordination.peer_status import PeerView
 from dcompile.runtime.coordination.wait_policy import PeerWait
 
@@ -66,7 +65,8 @@ class Watchdog:
                     f"dcompile: rank {other} has ended after {status.started} collectives, but rank {rank} has started "
                     f"the {label}, number {number} of this group: every rank must run the same steps"
                 )
-            if status is not None and not status.ended and others.silent_s(other) > wait_policy.SILENT_S:
+            silent = others.gone(other) or others.silent_s(other) > self._peers.limit_s()
+            if status is not None and not status.ended and silent:
                 return (
                     f"dcompile: rank {rank} was waiting for the {label}, number {number} of this group; "
                     f"{others.describe([other])}"

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from dcompile import compat
+from dcompile.errors import PlanMismatchError
 from dcompile.runtime.coordination import agreement, wait_policy
 from dcompile.runtime.coordination.agreement import _compare_lines, _hear
 from tests.runtime.ranks import Ranks
@@ -91,20 +91,36 @@ def test_the_clock_stands_still_while_a_peer_compiles(ranks):
     assert ranks.each(come, lines) == [None, None]
 
 
-def test_and_goes_on_when_its_heartbeat_stops(ranks):
+@pytest.mark.parametrize(
+    ("process", "limit_s", "said"),
+    [
+        ({"start": 1}, 60.0, r"rank 1 is gone: its process \d+ has ended"),
+        ({}, 0.6, r"rank 1 has been silent for \d\.\d s: its process \d+ is there, perhaps in a long call"),
+        ({"host": "elsewhere"}, 0.6, r"rank 1 has been silent for \d\.\d s: its process is suspended, .* or gone"),
+    ],
+)
+def test_and_goes_on_when_its_heartbeat_stops_unless_its_process_has_ended(ranks, process, limit_s, said):
     lines = ranks.start(2)
 
     def come(line):
         if line.rank:
             with line.busy("compiling"):
-                time.sleep(0.2)
-                line._ended = True
-                time.sleep(1.0)
-            return None
-        return _compare_lines(line, lines_of(["a"]), 0.3)
+                ranks.silence(line, **process)
+                return None
+        began = time.monotonic()
+        with pytest.raises(PlanMismatchError, match=said) as error:
+            _compare_lines(line, lines_of(["a"]), limit_s)
+        return str(error.value), time.monotonic() - began
 
-    first, _ = ranks.each(come, lines)
-    assert "rank 1 has fallen silent" in first
+    (message, took), _ = ranks.each(come, lines)
+    assert abs(float(re.search(r"rank 0 waited (\d+\.\d) s for", message)[1]) - took) < 0.3 and took < 3
+
+
+def test_a_rank_that_is_gone_is_named_rather_than_others_that_miss_it(ranks):
+    lines = ranks.start(4)
+    ranks.silence(lines[3], start=1)
+    first, *_ = ranks.each(lambda line: _compare_lines(line, lines_of(["a"]), 60.0), lines[:1])
+    assert "rank 3 is gone" in first and first.endswith("; 2 more are missing")
 
 
 def test_a_rank_that_goes_on_without_coming_is_noticed(ranks):
@@ -155,13 +171,12 @@ def test_a_rank_that_has_ended_is_not_waited_for(ranks):
     assert "rank 1 has ended without" in first and time.monotonic() - began < 20
 
 
-def test_a_meeting_lasts_as_long_as_the_groups_time_limit_at_least(ranks, monkeypatch):
+def test_a_meeting_lasts_as_long_as_the_groups_time_limit_at_least(ranks):
     """Eager ranks wait so long for one that does something alone, an evaluation for one."""
-    monkeypatch.setattr(compat.groups, "time_limit", lambda group, device: group.seconds, raising=False)
-    ranks.start(1)
+    (line,) = ranks.start(1)
     (group,) = ranks.groups
     for group.seconds, expected in ((2.0, agreement.TIMEOUT_S), (1800.0, 1800.0)):
-        assert agreement._limit_s(group) == expected
+        assert agreement._limit_s(line) == expected
 
 
 @pytest.mark.parametrize(

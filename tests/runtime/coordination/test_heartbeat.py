@@ -1,11 +1,15 @@
 """Heartbeats, calling a job off, and the order of collectives: ranks are threads here."""
 
+import signal
+import subprocess
 import time
+from dataclasses import replace
 
 import pytest
 
 from dcompile.errors import PlanMismatchError
 from dcompile.runtime.coordination import heartbeat as module
+from dcompile.runtime.coordination.peer_status import RankProcess, _process_stat
 from tests.runtime.ranks import Ranks
 
 
@@ -38,6 +42,37 @@ def test_heartbeats_go_on_while_nothing_changes(ranks):
     until(lambda: second.status_of(0) is not None)
     beats = second.status_of(0).beats
     until(lambda: second.status_of(0).beats > beats + 2)
+
+
+def test_the_state_of_a_process_is_seen_on_its_host_alone():
+    process = subprocess.Popen(["sleep", "60"])
+    mine = RankProcess(RankProcess.current().host, process.pid, _process_stat(process.pid)[1])
+    try:
+        assert RankProcess.current().state() == "there" == mine.state()
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: mine.state() == "suspended")
+        assert replace(mine, start=mine.start + 1).state() == "gone", "a number that is used again"
+        assert replace(mine, host="elsewhere").state() == replace(mine, host="").state() == ""
+    finally:
+        process.kill()
+    until(lambda: mine.state() == "gone")  # a zombie, whose parent has not waited for it
+    process.wait()
+    assert mine.state() == "gone"
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b"\xff", b"[1]", b"[1,2,3,4,5,6,7,8]", b'[1,"",0,0,0,"",false,[]]', b"[" * 100_000]
+)
+def test_a_status_that_cannot_be_read_is_none_and_ends_no_heartbeat(ranks, text):
+    first, second = ranks.start(2)
+    first._ended = True
+    first._thread.join()
+    second.store.set("beat/0", text)
+    beats = second._beats
+    until(lambda: second._beats > beats + 2)
+    assert second.status_of(0) is None
+    second.store.set("abort", b"the \xff reason")
+    until(lambda: second.aborted)
 
 
 def test_what_calls_a_job_off_reaches_every_rank_in_the_same_words(ranks):

@@ -1,5 +1,6 @@
 """A GPU that is stuck in a collective: ranks are threads, the GPU is an object that knows how far it has come."""
 
+import re
 import threading
 import time
 
@@ -53,7 +54,6 @@ def ranks(monkeypatch, gpu, exits):
     monkeypatch.setattr(compat.groups, "abort", lambda group: group.rank or gpu.free.set())
     for name, seconds in (("STUCK_S", 0.05), ("GRACE_S", 0.1), ("LAST_S", 2.0)):
         monkeypatch.setattr(module, name, seconds)
-    monkeypatch.setattr(wait_policy, "SILENT_S", 0.4)
     monkeypatch.setattr(wait_policy, "STALE_S", 0.2)
     monkeypatch.setattr(wait_policy, "BEAT_S", 0.05)
     monkeypatch.setattr(heartbeat, "GONE_S", 0.2)
@@ -112,15 +112,29 @@ def test_marks_tell_where_the_gpu_is_and_use_events_again(gpu):
 def test_a_rank_that_dies_in_a_collective_ends_the_host_of_the_other(ranks, gpu, exits):
     first, second = ranks.start(2)
     second.count("all-reduce of gradient bucket0")
-    second._ended = True  # as killed: its thread falls silent, with no goodbye
+    ranks.silence(second, start=1)  # as killed: another process has its number now
     used = []
     with pytest.raises(PlanMismatchError) as error:
         train(first, gpu, used)
     assert "rank 0 was waiting for the all-reduce of gradient bucket0, number 1 of this group" in str(error.value)
-    assert "rank 1 has fallen silent: its process is gone or stopped" in str(error.value)
+    assert re.search("rank 1 is gone: its process [0-9]+ has ended", str(error.value))
     assert used == [] and exits == []
     with pytest.raises(PlanMismatchError, match="bucket0"):
         first.enter()
+
+
+@pytest.mark.parametrize("process", [{}, {"host": "elsewhere"}])
+def test_a_rank_that_is_only_silent_is_waited_for_as_long_as_the_group_does(ranks, gpu, process):
+    first, second = ranks.start(2)
+    start(first, "a")
+    ranks.silence(second, **process)
+    time.sleep(0.5)
+    assert not first.aborted, "though silent for longer than any limit but the group's"
+    for group in ranks.groups:
+        group.seconds = 0.6
+    until(lambda: first.aborted)
+    assert "rank 1 has been silent for" in first.aborted
+    assert ("which cannot be seen from here" if process else "is there, perhaps in a long call") in first.aborted
 
 
 def test_a_slow_rank_is_waited_for(ranks, gpu):

@@ -163,14 +163,10 @@ def _eager_once() -> Any:
     return ConvertFrameReturn(apply_to_code=False)
 
 
-def _is_about_late_sizes(error: BaseException | None) -> bool:
+def _is_about_late_sizes(error: BaseException) -> bool:
     """Whether capture failed because a size depends on data, which torch's errors say in many ways."""
-    while error is not None:
-        text = f"{type(error).__name__} {error}".lower()
-        if any(word in text for word in ("data-dependent", "datadependent", "data dependent", "unbacked")):
-            return True
-        error = getattr(error, "inner_exception", None) or error.__cause__
-    return False
+    text = " ".join(f"{type(error).__name__} {error}" for error in causes(error)).lower()
+    return any(word in text for word in ("data-dependent", "datadependent", "data dependent", "unbacked"))
 
 
 def take_full_numbers(gm: Any, example_inputs: Sequence[Any]) -> list[Any]:
@@ -406,6 +402,14 @@ def graph_module_of(function: Any) -> Any:
 def raised_by_backend(error: BaseException) -> BaseException | None:
     """Exception of a backend, if this is Dynamo's error about it."""
     return getattr(error, "inner_exception", None)
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """An exception and its causes, the innermost last. Dynamo's error about a backend holds that of the backend."""
+    found = [error]
+    while (cause := raised_by_backend(found[-1]) or found[-1].__cause__) is not None and cause not in found:
+        found.append(cause)
+    return found
 
 
 def is_optimized_module(thing: Any) -> bool:

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
 import zlib
 from collections import Counter, OrderedDict
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from dcompile import compat
@@ -288,10 +290,17 @@ class PeerCoordinator(SingleProcess):
                 raise self._over()
 
     def _say_why(self, failure: BaseException) -> None:
-        """Publish this rank's exception. The first one in the store explains why all other ranks fail."""
-        first_line = str(failure).partition("\n")[0]
-        text = f"rank {self.rank} has ended with {type(failure).__name__}: {first_line[:200]}"
-        self.store.compare_set("failed", "", text)
+        """Publish the innermost cause of this rank's exception, with its place outside of torch.
+
+        The first one in the store explains why all other ranks fail.
+        """
+        cause = compat.dynamo.causes(failure)[-1]
+        kind = type(cause).__name__ if cause is failure else f"{type(failure).__name__}, from {type(cause).__name__}"
+        first_line = next((line for line in str(cause).splitlines() if line.strip()), "")
+        frames = traceback.extract_tb(cause.__traceback__)
+        outside = [frame for frame in frames if not frame.filename.startswith(os.path.dirname(torch.__file__))]
+        where = "".join(f" ({frame.filename}:{frame.lineno})" for frame in (outside or frames)[-1:])
+        self.store.compare_set("failed", "", f"rank {self.rank} has ended with {kind}: {first_line[:200]}{where}")
 
     def failure(self) -> str:
         """Exception with which another rank has ended, as text; empty if none has."""

@@ -1,13 +1,15 @@
 """Heartbeats, calling a job off, and the order of collectives: ranks are threads here."""
 
+import re
 import signal
 import subprocess
 import time
 from dataclasses import replace
 
 import pytest
+import torch
 
-from dcompile.errors import PlanMismatchError
+from dcompile.errors import BuildError, PlanMismatchError
 from dcompile.runtime.coordination import heartbeat as module
 from dcompile.runtime.coordination.peer_status import RankProcess, _process_stat
 from tests.runtime.ranks import Ranks
@@ -127,6 +129,35 @@ def test_a_rank_that_ends_alone_does_not_wait_long(ranks, monkeypatch):
     first.end()
     assert 0.2 < time.monotonic() - began < 2
     assert first.status_of(0).ended
+
+
+def fails_to_build(gm, inputs):
+    try:
+        raise OSError("\nno space left\non the device")
+    except OSError as error:
+        raise BuildError("g++ has failed") from error
+
+
+def loses_a_key(x):
+    return {}["weight"]
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (torch.compile(torch.sin, backend=fails_to_build), "BackendCompilerFailed, from OSError: no space left"),
+        (loses_a_key, "KeyError: 'weight'"),
+        (lambda x: torch.mm(x, x), "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+    ],
+)
+def test_others_are_told_the_innermost_cause_of_a_ranks_end_and_its_place(ranks, run, said):
+    first, second = ranks.start(2)
+    try:
+        run(torch.ones(2, 3))
+    except Exception:
+        first.end()
+    assert second.failure().startswith(f"rank 0 has ended with {said}"), second.failure()
+    assert re.search(r" \(\S*test_heartbeat\.py:\d+\)$", second.failure()), second.failure()
 
 
 def test_counting_costs_little(ranks):

@@ -64,7 +64,7 @@ class DynamoGraph(GraphPrograms):
 
     def _trace_key(self, gm: Any, example_inputs: Sequence[Any], symbols: SizeSymbols) -> str:
         """What the graph's trace is called in the cache: by all that it follows from. Raises NotKeepable."""
-        infos = self.adapter.param_infos() if self.sync.sharded is not None else ()
+        infos = self.infos if self.sync.sharded is not None else ()
         sharded = [(at, infos[number].shard) for at, number in sorted(self.params.items()) if infos]
         facts = (
             f"token {self.adapter.carries_sync} goes on {self._goes_on} on {self.planned_for} {self.device}",

@@ -153,7 +153,7 @@ class Entry:
         call = self.model.begin(inside_ddp)
         try:
             with regions:
-                result = self._compiled(compat.hooks.active_hook_kinds(self._hooks), self._thing(), *args, **kwargs)
+                result = self._compiled(self._guarded_text(), self._thing(), *args, **kwargs)
         except RuntimeError as error:
             inner = compat.dynamo.raised_by_backend(error)
             if isinstance(
@@ -166,6 +166,11 @@ class Entry:
         self.model.after_call(call, result)
         self._frames.settle()
         return result
+
+    def _guarded_text(self) -> str:
+        """Return what the code of a call depends on beside its target and arguments: Dynamo guards on this text."""
+        hooked, adapter = compat.hooks.active_hook_kinds(self._hooks), self.model.sync.sharded
+        return hooked if adapter is None or not adapter.eligible else f"{hooked} {adapter.setting()}"
 
     def _take_over_shards(self) -> None:
         """Take over sharded parameters, if the module has some, before anything is traced."""
@@ -191,9 +196,6 @@ class Entry:
         assert adapter is not None, "only FSDP shards parameters"
         if reason := adapter.wants_stock():
             return self._call_given_back(adapter, reason, args, kwargs)
-        if adapter.outdated():
-            self._compiled = None
-            return self(*args, **kwargs)
         if compat.dynamo.is_off() or adapter.shown_by_another():
             return self.target(*args, **kwargs)
         if compat.dynamo.is_watched():
@@ -268,7 +270,8 @@ class Entry:
         root = self.root
         if root is None or self._method is not None or not compat.hooks.has_hooks_around(root):
             return False
-        self.model.adapter.note(f"the module's own hooks run eagerly, around its compiled forward: {_first_line(error)}")
+        why = str(error).partition("\n")[0]
+        self.model.adapter.note(f"the module's own hooks run eagerly, around its compiled forward: {why}")
         return True
 
     def _note_engine(self, engine: Any) -> None:
@@ -355,10 +358,6 @@ class Entry:
         compat.dynamo.wrap_frame_callback(context, compiling, compiled_frame, late_sizes, left_to_eager, skipped)
         compiled: Callable[..., Any] = context(function)
         return compiled
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _belongs_to(root: Module, entry: Entry) -> bool:

@@ -59,6 +59,8 @@ class GraphPrograms:
         self._whole_buckets: GradientBuckets | None = None
         """Those of the backward that takes every gradient: the same places, but other gradients are scaled early."""
         self.adapter, self.sync = model.adapter, model.sync
+        self.infos = self.adapter.param_infos()
+        """The parameters in the setting for which the graph is captured: its backward may be compiled in another."""
         self.shards = model.shards
         """Sharded parameters of its collectives, kept after a fallback to FSDP's hooks for pending backwards."""
         # Dynamo passes the parameters themselves
@@ -129,7 +131,8 @@ class GraphPrograms:
 
     def _request(self, gm: Any, kind: Any, whole: bool = False, **more: Any) -> Request:
         if self._sharded or (self.sync.scatters and kind == "backward"):
-            more = describe_shards(self.model, gm, kind, self._sharded, self.grads) | more
+            shards = describe_shards(self.infos, gm, kind, self._sharded, self.grads)
+            more = shards | {"reductions": self.adapter.reductions} | more
         empty = {position for position, _ in more.get("gathers", ())}  # virtual parameters, without memory
         donated = tuple(p for p in donated_positions(gm) if p not in empty) if kind == "backward" else ()
         if self.model.settings.config.triton_cudagraphs and not traits_of(self.device.type).is_host:

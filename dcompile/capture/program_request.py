@@ -42,13 +42,13 @@ def describe_machine(
 
 
 def describe_shards(
-    model: CompiledModel, gm: Any, kind: str, sharded: Mapping[str, int], grads: Sequence[tuple[int, int]]
+    infos: Sequence[ParamInfo], gm: Any, kind: str, sharded: Mapping[str, int], grads: Sequence[tuple[int, int]]
 ) -> dict[str, Any]:
-    """Return the parts of a request about sharded parameters: gathers, gradients, parameters, reductions.
+    """Return the parts of a request about sharded parameters: gathers, gradients, parameters.
 
-    `sharded`: name of a placeholder -> number of its parameter. `grads`: (output, parameter) of a backward's gradients.
+    `infos`: all parameters, as they were when the graph was captured. `sharded`: name of a placeholder -> number of its
+    parameter. `grads`: (output, parameter) of a backward's gradients.
     """
-    infos = model.adapter.param_infos()
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
     held = [(position, sharded[name]) for position, name in enumerate(names) if name in sharded]
     # parameters that the forward keeps gathered are saved for the backward
@@ -56,7 +56,7 @@ def describe_shards(
     grads = tuple(grads) if kind == "backward" else ()
     used = sorted({number for _, number in (*gathers, *grads)})
     params = tuple(infos[number] for number in used)
-    return {"gathers": gathers, "grads": grads, "params": params, "reductions": model.adapter.reductions}
+    return {"gathers": gathers, "grads": grads, "params": params}
 
 
 def _reshards(info: ParamInfo) -> bool:

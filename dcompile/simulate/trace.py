@@ -184,7 +184,7 @@ class _SimulatedGraph(DynamoGraph):
         del whole, foreseen
         if self._layout.kind == "fsdp":
             self._sharded = self.placeholders
-            more |= describe_shards(self.model, gm, kind, self._sharded, self.grads)
+            more |= describe_shards(self.infos, gm, kind, self._sharded, self.grads)
         elif self._layout.kind == "ddp" and kind == "backward":
             more |= {"grads": self.grads, "params": self.adapter.param_infos(), "rule": DDP_RULE}
         compiler = self.model.services.compiler

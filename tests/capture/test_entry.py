@@ -151,6 +151,29 @@ def test_a_hook_inside_counts_from_when_it_is_registered_until_it_is_removed():
     assert module[0].weight.grad.any()
 
 
+@torch._dynamo.disable
+def doubling_hook(module, args):
+    return (args[0] * 2,)
+
+
+@pytest.mark.parametrize("make", [Net, lambda: nn.Linear(4, 2)])
+def test_fullgraph_holds_for_the_forward_where_hooks_cannot_be_captured(make, compilers):
+    eager = make()
+    compiled = dcompile.compile(copy.deepcopy(eager), fullgraph=True)
+    assert_same_training(compiled, eager, torch.randn(3, 4))  # captured with its hooks, of which there are none yet
+    for module in (eager, compiled):
+        module.zero_grad()
+        module.register_forward_pre_hook(doubling_hook)
+    assert_same_training(compiled, eager, torch.randn(3, 4))
+    assert kinds(compilers) == ["forward", "backward"] * 2
+    assert any("hooks run eagerly" in note for note in dcompile.receipt(compiled).notes)
+
+    for module, hook in ((Broken(), doubling_hook), (Net(), lambda module, args: print(args))):
+        module.register_forward_pre_hook(hook)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"(?i)graph.break|builtin"):
+            dcompile.compile(module, fullgraph=True)(torch.randn(3, 4))
+
+
 def test_functions_get_a_wrapper():
     def double(x):
         """Twice."""

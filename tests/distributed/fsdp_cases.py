@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed._composable import checkpoint as checkpoint_by_hooks
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -583,6 +584,7 @@ def replicas(mesh: tuple[int, ...] = (2, 1), **how: Any) -> dict[str, Any]:
 def hooks_and_settings() -> dict[str, Any]:
     """Hooks on parameters, replaced parameters, a divisor of one's own, and resharding that is changed on the way."""
     fired: list[str] = []
+    graphs: list[int] = []
 
     def steps(call: Any, module: Any) -> None:
         for name, parameter in module.named_parameters():
@@ -595,10 +597,19 @@ def hooks_and_settings() -> dict[str, Any]:
         backward(call, module, 2)
         module.set_reshard_after_forward(True)
         backward(call, module, 3)
+        graphs.append(counters["stats"]["unique_graphs"])
+        module.set_reshard_after_forward(False)
+        loss = loss_of(call(**inputs(module, 4)))
+        module.set_reshard_after_forward(True)
+        loss.backward()
+        graphs.append(counters["stats"]["unique_graphs"])
 
     found = same_as_stock(steps)
     half = len(fired) // 2
-    return found | {"fired": (half, sorted(fired[:half]) == sorted(fired[half:]))}
+    return found | {
+        "fired": (half, sorted(fired[:half]) == sorted(fired[half:])),
+        "again": graphs[-1] - graphs[-2],
+    }
 
 
 class ReturnsWeight(models.Two):

@@ -237,6 +237,7 @@ def test_shards_that_one_rank_cannot_reach_are_gathered_by_collectives_on_all(ra
 def test_hooks_and_settings_equal_stock_fsdp(in_turn):
     for each in in_turn:
         assert each["hooks_and_settings"]["fired"] == (4, True)
+        assert each["hooks_and_settings"]["again"] == 0  # programs of each reshard_after_forward are kept
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ class Fsdp2Adapter(ShardedAdapter):
             self._take_over()
         self._params = self._units
         self._numbers = {id(p): number for number, unit in enumerate(self._units) for p in (unit.virtual, unit.shown)}
-        self._settings = self._settings_now()
+        self._reshards = tuple(compat.fsdp2.reshards(entry.group) for entry in self._groups)
 
     def _take_over(self) -> None:
         infos = []
@@ -223,16 +223,17 @@ class Fsdp2Adapter(ShardedAdapter):
         shape, dtype, device = tuple(virtual.shape), _name(virtual.dtype), virtual.device.type
         return ParamInfo(number, unit.name, shape, dtype, device, "sharded", entry.name, shard)
 
-    def outdated(self) -> bool:
-        """Has a setting changed that plans depend on (set_reshard_after_forward)?"""
-        return self._settings != self._settings_now()
+    def setting(self) -> str:
+        """Adopt the setting reshard_after_forward of each group, which may change between calls, and return all."""
+        found = tuple(compat.fsdp2.reshards(entry.group) for entry in self._groups)
+        if found != self._reshards:
+            self._reshards = found
+            self._infos = tuple(_resharded(info, found) for info in self._infos)
+        return f"reshard {' '.join(map(str, found))}"
 
     def wants_stock(self) -> str:
         """Return what the user has asked for since that only FSDP's own hooks do; empty if nothing."""
         return "; ".join(compat.fsdp2_takeover.asked_for([present(state) for state in self._states]))
-
-    def _settings_now(self) -> tuple[Any, ...]:
-        return tuple(compat.fsdp2.reshards(entry.group) for entry in self._groups)
 
     # --- calls ---
 
@@ -294,6 +295,12 @@ class Fsdp2Adapter(ShardedAdapter):
                 compat.fsdp2_params.show(unit.param, parameter)
             for (table, key, _), hook in zip(places, hooks, strict=True):
                 table[key] = hook
+
+
+def _resharded(info: ParamInfo, settings: tuple[Any, ...]) -> ParamInfo:
+    """Return a parameter with its group's setting of reshard_after_forward."""
+    assert info.shard is not None, "FSDP2 shards every parameter that it has"
+    return dataclasses.replace(info, shard=dataclasses.replace(info.shard, reshard=bool(settings[info.shard.together])))
 
 
 def _name(dtype: torch.dtype) -> str:

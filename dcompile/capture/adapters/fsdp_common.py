@@ -113,9 +113,12 @@ class ShardedAdapter(PlainAdapter):
         known = self._params[number]
         return (known.virtual,) if known.shown is known.virtual else (known.virtual, known.shown)
 
-    def outdated(self) -> bool:
-        """Has a setting changed that plans depend on?"""
-        return False
+    def setting(self) -> str:
+        """Adopt the wrapper's settings that programs depend on, and return them as text: each has variants of its own.
+
+        It is the same for equal settings, and empty if programs depend on none.
+        """
+        return ""
 
     def wants_stock(self) -> str:
         """Return what the user has asked for since that only FSDP itself does; empty if nothing."""

@@ -1,6 +1,7 @@
 """How FSDP2's inputs and outputs are converted: as stock does it, and so that Dynamo can trace it."""
 
 import collections
+import copy
 import dataclasses
 import enum
 import functools
@@ -8,12 +9,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
 from torch.distributed.utils import _apply_to_tensors
 from torch.nn.utils.rnn import pack_padded_sequence
 from transformers import DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+import dcompile
 from dcompile.capture.adapters.fsdp2 import convert_floats
 
 
@@ -107,3 +111,37 @@ def test_values_are_converted_as_by_fsdp_and_in_one_graph(name):
 def test_what_is_of_the_dtype_already_stays_itself():
     y = torch.ones(2, dtype=torch.bfloat16)
     assert convert_floats([y], torch.bfloat16)[0] is y
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+@pytest.mark.parametrize("why", ["an all-reduce hook", "option stock"])
+def test_blocks_compiled_whole_run_where_fsdp_stays_stock(mesh, why):
+    model = torch.nn.Sequential(Block(), Block())
+    for block in model:
+        dcompile.compile(block, fullgraph=True, options={"distributed": "stock"} if why == "option stock" else None)
+    value = torch.randn(2, 4, requires_grad=True)
+    expected = torch.autograd.grad(copy.deepcopy(model)(value).sum(), value)[0]
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    if why == "an all-reduce hook":
+        for block in model:
+            block.set_all_reduce_hook(lambda gradient: None)
+    assert torch.equal(torch.autograd.grad(model(value).sum(), value)[0], expected)
+    receipt = dcompile.receipt(model[0])
+    assert (receipt.graphs, receipt.eligible) == (1, False)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
-from dcompile.codegen.nest.loop_nest import expand, flatten_loop, renumber, renumber_values
+from dcompile.codegen.nest.loop_nest import expand, flatten_loop, renumber, renumber_values, stride
 from dcompile.codegen.nest.tile_plan import MAX_PERSISTENT_ELEMENTS, PROGRAMS
 from dcompile.codegen.nest.tile_rows import OUTER_ROWS, tile_rows
 from dcompile.codegen.schedule.fusion.iteration_space import coordinates, position
@@ -135,12 +135,21 @@ def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[
 
 
 def _early_stores(loop: Loop, parts: int) -> tuple[Store, ...]:
-    """Return the element stores that need no reduction."""
+    """Return the element stores that need no reduction, and step through memory as what a part reads.
+
+    A transposed store would write single elements, each to a memory sector of its own.
+    """
     if prod(_known(loop.inner)) % parts:
         return ()
+    name = inner_names(loop)[-1]
+    steps = {0, 1} | {stride(value.index, name) for value in loop.body if isinstance(value, Load)}
     elements = [store for store in loop.stores if not is_row_store(loop, store)]
-    below = [(store, ancestors(loop.body, store_operands(store))) for store in elements]
-    return tuple(store for store, refs in below if not any(isinstance(loop.body[ref], Reduce) for ref in refs))
+    found: list[Store] = []
+    for store in elements:
+        below = ancestors(loop.body, store_operands(store))
+        if stride(store.index, name) in steps and not any(isinstance(loop.body[ref], Reduce) for ref in below):
+            found.append(store)
+    return tuple(found)
 
 
 def _read_by_rows(loop: Loop) -> list[Ref]:

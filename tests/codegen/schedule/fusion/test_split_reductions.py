@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from dcompile.codegen.nest import gpu_tiling
 from dcompile.codegen.schedule.fusion import split_reductions, split_rows
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
@@ -63,6 +64,28 @@ def test_elements_that_need_a_sum_are_stored_after_it():
     verify(program)
     *_, last = split_rows.split_row_reductions(program).steps
     assert last.writes == {"y"}
+
+
+TURNED = """
+program turned(x)
+  x: float32[4096, 3072] on cuda
+  y: float32[3072, 4096] on cuda
+  z: float32[4096, 3072] on cuda
+  m: float32[1] on cuda
+loop both [] x [4096, 3072]
+  v = mul(x[j1 + 3072*j0], 2.0)
+  y[j0 + 4096*j1] = v
+  z[j1 + 3072*j0] = v
+  m[0] = row_max(v)
+return (y, z, m)
+"""
+
+
+def test_a_part_of_a_row_stores_nothing_across_what_it_reads():
+    """The row is read in the order of memory, so a transposed store would be scattered; its own loop has tiles."""
+    part, total, turned = spread_out(parse(TURNED)).steps
+    assert "z" in part.writes and "y" not in part.writes | total.writes
+    assert turned.writes == {"y"} and gpu_tiling.make_plan(turned).kind == "turn"
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -28,6 +28,12 @@ def wide_mm(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x @ y if _is_wide(x) else torch.ops.dcompile_matmul.mm_float32(x, y)
 
 
+def wide_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Result of a linear layer, with the dtype of `wide_mm`."""
+    found = wide_mm(rows, weight.t())
+    return found if bias is None else found + bias
+
+
 def wide_addmm(sums: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """`sums + x @ y` for `sums` (m, n) in float32, or in the factors' dtype if that is wider."""
     if _is_wide(x):

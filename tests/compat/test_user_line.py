@@ -11,6 +11,7 @@ import torch
 import dcompile
 from dcompile.compat.user_line import user_line
 
+TORCH = Path(torch.__file__).parent
 OURS = str(Path(dcompile.__file__).parent / "compat" / "fused_optimizers.py")
 
 
@@ -22,8 +23,11 @@ def trace(*frames: tuple[str, int]) -> SimpleNamespace:
     ("frames", "line"),
     [
         ([("/home/me/train.py", 7), ("/home/me/model.py", 88)], "model.py:88"),
-        ([("/home/me/model.py", 88), ("/site-packages/torch/utils/_device.py", 3)], "model.py:88"),
-        ([("/site-packages/torch/optim/adamw.py", 120), (OURS, 31)], "adamw.py:120"),
+        (
+            [("/home/me/model.py", 88), (f"{TORCH}/nn/functional.py", 3962), (f"{TORCH}/utils/_device.py", 3)],
+            "model.py:88",
+        ),
+        ([(f"{TORCH}/optim/adamw.py", 120), (OURS, 31)], "adamw.py:120"),
         ([(OURS, 31)], ""),
         ([], ""),
     ],

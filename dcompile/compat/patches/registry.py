@@ -22,8 +22,8 @@ from dcompile.compat.patches import (
     index_strides,
     layer_drop,
     lean_wrappers,
+    library_breaks,
     mutated_input_order,
-    optimizer_breaks,
     packed_sequences,
     partitioner,
     quick_reads,
@@ -119,10 +119,10 @@ PATCHES: tuple[TorchPatch, ...] = (
         last=(2, 11),
     ),
     TorchPatch(
-        optimizer_breaks.optimizers_whole,
+        library_breaks.library_functions_whole,
         ("torch._dynamo.variables.functions.SkipFunctionVariable.call_function",),
         "speed",
-        "graph breaks around an optimizer's step make three frames of it, two with guards on each tensor",
+        "graph breaks around an optimizer's step make three frames of it; the warnings of a loss leave it to eager",
         FRAME,
     ),
     TorchPatch(

@@ -17,7 +17,7 @@ from dcompile import compat
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import COMPUTED_IN_FORWARD
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.logit_steps import LogitStep, apply_steps, is_target_of
 from dcompile.ir.nodes import PART
-from dcompile.matmul_ops import wide_addmm, wide_mm
+from dcompile.matmul_ops import wide_addmm, wide_linear, wide_mm
 
 FLOAT16_SCALE = 1024.0
 """Factor of gradients in float16, as GradScaler's: probabilities below 6e-8 would vanish."""
@@ -30,7 +30,9 @@ class RowLossSettings:
     """Constants of a loss in chunks of rows."""
 
     dtype: torch.dtype
-    """Dtype of the logits and of their gradient."""
+    """Dtype of the logits, unless these are wide, and of their gradient."""
+    wide: bool
+    """Whether the logits are in float32 at least."""
     chunks: int
     smoothing: float
     steps: tuple[LogitStep, ...]
@@ -138,7 +140,8 @@ class _ChunkLoss:
         Row values are losses without the target's logit, that logit, the logarithm of the sum of exponentials, and the
         largest class if it is wanted.
         """
-        logits = torch.nn.functional.linear(rows, self.weight, self.bias)
+        linear = wide_linear if self.settings.wide else torch.nn.functional.linear
+        logits = linear(rows, self.weight, self.bias)
         values, slope = apply_steps(logits, self.settings.steps)
         most = values.amax(1, keepdim=True)
         powers = (values - most).exp()
@@ -164,4 +167,4 @@ class _ChunkLoss:
             gradient = gradient - (others * self.scale).unsqueeze(1) * self.of_class
         gradient = gradient if slope is None else gradient * slope
         top = [values.argmax(1)] if self.settings.wants_top else []
-        return (losses, picked, whole, *top), gradient.to(logits.dtype)
+        return (losses, picked, whole, *top), gradient.to(self.settings.dtype)

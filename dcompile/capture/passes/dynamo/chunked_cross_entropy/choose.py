@@ -5,6 +5,7 @@ The choice is a function of the graph alone, so that ranks agree: figures are th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -77,14 +78,21 @@ class LossPlan:
     reason: str = ""
 
 
-def choose_plan(shape: HeadShape, saves_memory: bool) -> LossPlan:
+def choose_plan(shape: HeadShape, saves_memory: bool, asked: bool = False) -> LossPlan:
     """Choose the plan of a loss by the cost model.
 
     Chunks of rows, where they take little more time; chunks of classes, where they take none because nothing has a
-    gradient, or where the program recomputes activations for as little memory anyway (`saves_memory`).
+    gradient, or where the program recomputes activations for as little memory anyway (`saves_memory`). Where the user
+    has asked for chunks, the fastest ones that gain memory.
     """
     figures = table_figures("cpu" if traits_of(shape.device).is_host else "h100")
     whole = _whole(shape, figures)
+    if asked:
+        limits = (MAX_TIME_RATIO * whole.seconds, math.inf)
+        plans = [_by_classes(shape, figures), *filter(None, (_by_rows(shape, figures, limit) for limit in limits))]
+        small = [plan for plan in plans if plan.peak_bytes <= MAX_MEMORY_SHARE * whole.peak_bytes]
+        found = min(small, key=lambda plan: plan.seconds) if small else min(plans, key=lambda plan: plan.peak_bytes)
+        return replace(found, reason=_compared(found, whole))
     if shape.logits_bytes < MIN_SAVED_BYTES:
         return whole
     by_rows = _by_rows(shape, figures, MAX_TIME_RATIO * whole.seconds)
@@ -119,7 +127,7 @@ def _whole(shape: HeadShape, figures: Figures) -> LossPlan:
 def _by_rows(shape: HeadShape, figures: Figures, limit_s: float) -> LossPlan | None:
     """Return the plan of the least memory that stays within a time; None if there is none."""
     in_16_bits_on_host = traits_of(shape.device).is_host and shape.sum_bytes != ITEMSIZE[shape.dtype]
-    if not shape.is_one_sum or in_16_bits_on_host:
+    if not shape.is_one_sum or (in_16_bits_on_host and limit_s < math.inf):
         return None
     whole = _whole(shape, figures)
     sums = shape.weight_learns * shape.classes * shape.width * shape.sum_bytes

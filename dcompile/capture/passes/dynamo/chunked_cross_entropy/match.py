@@ -1,7 +1,8 @@
 """Find cross-entropies of a linear layer's result, and compute them in chunks where that gains memory.
 
 Slices and reshapes of the logits' rows move to the layer's input, which has as many rows, and mostly shorter ones. If
-anything else reads the logits, they must be stored, and the call stays.
+anything else reads the logits, they must be stored, and the call stays. torch's `linear_cross_entropy` asks for chunks
+by its `options`. Without them it is a linear layer and a cross-entropy.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dcompile import compat
 from dcompile.capture.passes.dynamo.captured_nodes import is_call, shape_of
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.by_rows import row_spans
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.choose import (
+    MAX_CHUNKS,
     MIN_SAVED_BYTES,
     HeadShape,
     LossPlan,
@@ -34,10 +36,13 @@ from dcompile.capture.passes.dynamo.chunked_cross_entropy.head import (
 )
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import chunked_cross_entropy, spans
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs, is_checkpointed
+from dcompile.capture.passes.dynamo.symbolic_elements.elements import value_of
 from dcompile.compat.user_line import user_line
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
+_ASKED = "dcompile_asks_for_chunks"
+"""Key of a loss whose user has asked for chunks, by torch's own function for them."""
 LEFT_WHOLE = "loss that chunked_loss leaves whole"
 
 ChunkOption: TypeAlias = 'int | Literal["auto"]'
@@ -55,10 +60,13 @@ def chunk_losses(
     number is given. It has notes on losses with large logits alone if none is.
     """
     nest = NestedGraphs(gm)
-    losses = [loss for graph in nest.graphs for loss in graph.graph.find_nodes(op="call_function", target=LOSS)]
     asked = chunks != "auto"
     if not asked and any(map(differentiates, nest.nodes())):
         return PassReport()
+    for node in [*nest.nodes()]:
+        if nest.is_inlined(nest.owner(node)):
+            _spell_out(node)
+    losses = [loss for graph in nest.graphs for loss in graph.graph.find_nodes(op="call_function", target=LOSS)]
     saves_memory = saves_memory or is_checkpointed(gm)
     notes, begun, done, whole = list[str](), 0, 0, 0
     for loss in losses:
@@ -92,6 +100,28 @@ def chunk_losses(
     )
 
 
+def _spell_out(node: Node) -> None:
+    """Write torch's own operator for chunks as a linear layer and its loss, which asks for chunks."""
+    given = compat.losses.chunked_arguments(node)
+    if given is None or not traits_of(value_of(given["input"]).device.type).is_compiled:
+        return
+    hidden, weight, graph = value_of(given["input"]), value_of(given["linear_weight"]), node.graph
+    results = [user for user in node.users if given["reduction"] != "none"] or [node]
+    operands = given["input"], given["linear_weight"], given["linear_bias"]
+    settings = {name: given[name] for name in ("ignore_index", "reduction", "label_smoothing")}
+    with graph.inserting_before(node):
+        layer = graph.call_function(torch.nn.functional.linear, operands)
+        loss = graph.call_function(LOSS, (layer, given["target"], given["weight"]), settings)
+    loss.meta = dict(node.meta) | {"example_value": value_of(results[0]), _ASKED: True}
+    layer.meta = dict(node.meta)
+    logits = hidden.new_empty(hidden.shape[0], weight.shape[0])
+    layer.meta["example_value"] = logits.requires_grad_(value_of(loss).requires_grad)
+    for result in results:
+        result.replace_all_uses_with(loss)
+    for done in dict.fromkeys((*results, node)):
+        graph.erase_node(done)
+
+
 def differentiates(node: Node) -> bool:
     """Is a node a functorch transform, for which autograd functions here have no rules, or a call of autograd?"""
     return node.target is torch.autograd.grad or "functorch" in str(getattr(node.target, "__module__", ""))
@@ -114,11 +144,13 @@ def _plan(
     width = shape_of(head.weight)[1]
     if chunks != "auto":
         return LossPlan("classes", len(list(spans(classes, chunks))), 0, 0.0)
-    logits, given = head.layer.meta["example_value"], given_to(loss)
+    logits, given, asked = head.layer.meta["example_value"], given_to(loss), _ASKED in loss.meta
     target = given["target"].meta["example_value"]
     if not traits_of(planned_for or logits.device.type).is_compiled:
         return LossPlan("whole", 1, 0, 0.0)
     if not compat.sizes.is_fixed(logits) or not compat.sizes.is_fixed(target) or not isinstance(width, int):
+        if asked:
+            return LossPlan("classes", len(list(spans(classes, MAX_CHUNKS))), 0, 0.0)
         if _hint_bytes(logits) < MIN_SAVED_BYTES:
             return LossPlan("whole", 1, 0, 0.0)
         raise NotChunked("the number of rows is symbolic, and the cost model needs it; chunked_loss=8 needs none")
@@ -133,7 +165,7 @@ def _plan(
         weight_learns=logits.requires_grad and weight.requires_grad,
         is_one_sum=given["reduction"] != "none" and not head.learns_by_rows,
     )
-    plan = choose_plan(shape, saves_memory)
+    plan = choose_plan(shape, saves_memory, asked)
     if plan.kind == "whole" and plan.reason:
         raise NotChunked(plan.reason)
     count = len(list(row_spans(shape.rows, plan.chunks) if plan.kind == "rows" else spans(classes, plan.chunks)))
@@ -177,6 +209,7 @@ def _replace(
     settings |= {name: given[name] for name in ("ignore_index", "reduction", "label_smoothing")}
     settings |= {"dtype": logits.dtype, "result": loss.meta["example_value"].dtype, "grad": logits.requires_grad}
     settings |= {"steps": tuple(filter(None, map(logit_step, head.steps))), "wants_rows": bool(head.row_results)}
+    settings["wide"] = _ASKED in loss.meta and logits.itemsize < 4
     with graph.inserting_before(at):
         for kind, how in rows:
             if kind == "slice":

@@ -20,7 +20,7 @@ from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import AGA
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.by_rows import LossAndGradients, RowLossSettings
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.logit_steps import LogitStep, apply_steps, is_target_of
 from dcompile.ir.nodes import PART
-from dcompile.matmul_ops import wide_addmm, wide_mm
+from dcompile.matmul_ops import wide_addmm, wide_linear, wide_mm
 from dcompile.passes import PassReport
 
 CHUNK_ALIGNMENT = 8
@@ -46,14 +46,16 @@ def chunked_cross_entropy(
     steps: tuple[LogitStep, ...] = (),
     keeps_powers: bool = False,
     wants_rows: bool = False,
+    wide: bool = False,
 ) -> Any:
     """Compute `cross_entropy(steps(linear(hidden, weight, bias)), target, class_weight, ...)` in `chunks` chunks.
 
     Returns the loss; with `wants_rows` also, for each row, the logarithm of the sum of exponentials and the largest
     class. The logarithms have a gradient in chunks of classes alone. `target` has a class per row. `begun` is the
     number of the first chunk, counted over all losses of the graph. `dtype` is the linear layer's, also under autocast,
-    and `result` that of the loss. Sums are taken in float32 at least. `grad` says whether the layer's result required a
-    gradient: under `no_grad` it does not, wherever the loss is computed. `keeps_powers` is for chunks of rows.
+    and `result` that of the loss. Sums are taken in float32 at least; with `wide`, logits are, too. `grad` says whether
+    the layer's result required a gradient: under `no_grad` it does not, wherever the loss is computed. `keeps_powers`
+    is for chunks of rows.
     """
     with torch.autocast(hidden.device.type, enabled=False), torch.set_grad_enabled(grad and torch.is_grad_enabled()):
         rows, wide = target.reshape(-1), torch.promote_types(dtype, torch.float32)
@@ -64,13 +66,14 @@ def chunked_cross_entropy(
         if by_rows:
             parts = ((0, weight.shape[0]),)
             check = functools.partial(_of_targets, target=rows, parts=parts)
-            how = RowLossSettings(dtype, chunks, label_smoothing, steps, begun, wants_rows, keeps_powers)
+            how = RowLossSettings(dtype, wide, chunks, label_smoothing, steps, begun, wants_rows, keeps_powers)
             total, powers, top = LossAndGradients.apply(  # type: ignore[no-untyped-call, unused-ignore]
                 hidden, weight, bias, class_weight, rows, counts, each, lambda picked: check(picked.unsqueeze(0)), how
             )
             loss = _reduced(total, each, reduction).to(result)
             return (loss, powers, top) if wants_rows else loss
-        settings = ClassLossSettings(tuple(spans(weight.shape[0], chunks)), label_smoothing, steps, begun, wants_rows)
+        parts = tuple(spans(weight.shape[0], chunks))
+        settings = ClassLossSettings(parts, wide, label_smoothing, steps, begun, wants_rows)
         losses, powers, top = _Losses.apply(  # type: ignore[no-untyped-call, unused-ignore]
             hidden.to(dtype),
             weight.to(dtype),
@@ -109,6 +112,8 @@ class ClassLossSettings:
 
     parts: tuple[tuple[int, int], ...]
     """First class and end of each chunk."""
+    wide: bool
+    """Whether the logits are in float32 at least."""
     smoothing: float
     steps: tuple[LogitStep, ...]
     begun: int
@@ -131,11 +136,10 @@ class _Losses(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         logits, sums, picked, total = [], [], [], None
         most, places = [], []
+        linear = wide_linear if settings.wide else torch.nn.functional.linear
         for number, (first, last) in enumerate(settings.parts, settings.begun):
             with compat.aot.annotate_nodes({CHUNK_MARK: AGAIN, PART: number}):
-                part = torch.nn.functional.linear(
-                    hidden, weight[first:last], None if bias is None else bias[first:last]
-                )
+                part = linear(hidden, weight[first:last], None if bias is None else bias[first:last])
             with compat.aot.annotate_nodes({CHUNK_MARK: AGAIN}):
                 values, _ = apply_steps(part, settings.steps)
                 most.append(values.amax(1))
@@ -181,7 +185,7 @@ class _Losses(torch.autograd.Function):
                 by_logits = by_logits - torch.where(is_target, of_target, 0.0)
             if of_others is not None:
                 by_logits = by_logits - (of_others if class_weight is None else of_others * class_weight[first:last])
-            by_logits = (by_logits if slope is None else by_logits * slope).to(part.dtype)
+            by_logits = (by_logits if slope is None else by_logits * slope).to(weight.dtype)
             if ctx.needs_input_grad[0]:
                 factors = by_logits, weight[first:last]
                 by_hidden = wide_mm(*factors) if by_hidden is None else wide_addmm(by_hidden, *factors)

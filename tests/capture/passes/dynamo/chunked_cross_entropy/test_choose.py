@@ -47,6 +47,22 @@ def test_what_gains_memory_for_little_time_is_chosen(sizes, more, saves, kind):
     assert (" GB for " in plan.reason) == large, "what is small needs no reason"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "more", "kind", "share"),
+    [
+        ((16384, 248320, 2048), {}, "rows", 0.5),
+        ((8192, 128256, 4096), {}, "classes", 0.2),  # the weight's sums in float32 take as much as the logits
+        ((16384, 248320, 2048), {"is_one_sum": False}, "classes", 0.1),
+        ((8192, 50304, 768), {"device": "cpu"}, "rows", 0.5),
+        ((64, 1000, 512), {}, "classes", 1.6),  # too small for either: sums take more than the logits
+    ],
+)
+def test_who_asks_for_chunks_gets_what_gains_memory(sizes, more, kind, share):
+    plan = choose_plan(shape(*sizes, **more), False, True)
+    assert plan.kind == kind
+    assert plan.peak_bytes <= share * 2 * sizes[0] * sizes[1]
+
+
 def test_reasons_for_whole_logits_name_what_would_save_memory():
     assert "16-bit factors" in choose_plan(shape(8192, 50304, 768, device="cpu"), False).reason
     reason = choose_plan(shape(16384, 248320, 2048, is_one_sum=False), False).reason

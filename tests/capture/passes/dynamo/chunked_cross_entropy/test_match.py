@@ -434,6 +434,79 @@ def test_two_losses_of_one_head_are_there_one_part_after_another(real):
     assert max(peak_bytes(graph.program) for graph in report.graphs) < 0.5 * 512 * 4096 * 4
 
 
+# --- torch's own function for chunks ---------------------------------------------------------------------------------
+
+HAS_OWN = hasattr(F, "linear_cross_entropy")  # since torch 2.13
+
+
+def of_head(module, **more):
+    """A loss module of torch's in place of the head, as `Model.loss` gets it."""
+
+    class Own(Model):
+        def __init__(self):
+            super().__init__(None)
+            options = nn.LinearCrossEntropyOptions() if module == "chunks" else None
+            self.head = nn.LinearCrossEntropyLoss(H, V, bias=True, options=options, **more)
+
+        def forward(self, tokens, targets):
+            hidden = self.layer(self.embedding(tokens)).tanh()
+            return self.head(hidden.flatten(0, 1), targets.flatten()).sum()
+
+    return Own()
+
+
+@pytest.mark.skipif(not HAS_OWN, reason="torch 2.13 has the first one")
+@pytest.mark.parametrize(
+    ("module", "more"),
+    [
+        ("whole", {"label_smoothing": 0.1}),
+        ("chunks", {"weight": torch.linspace(0.5, 2, V), "ignore_index": 3}),
+        ("chunks", {"reduction": "sum", "label_smoothing": 0.1}),  # torch has no chunks for it, and warns
+        pytest.param("chunks", {"reduction": "sum"}, marks=pytest.mark.full),
+        ("chunks", {"reduction": "none"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+@pytest.mark.filterwarnings("ignore:linear_cross_entropy. ..options.. ignored")
+def test_torchs_own_module_is_one_graph_and_in_chunks(module, more):
+    torch.manual_seed(0)
+    tokens, targets = inputs()
+    targets = targets.clamp(min=0) if "reduction" in more else targets.clamp(min=3)
+    call = see_that_they_agree(of_head(module, **more), tokens, targets)
+    (note,) = notes(call)
+    assert "2 parts of at most 0.0 MB" in note and "of test_match.py:" in note
+    receipt = dcompile.receipt(call)
+    assert receipt.graphs == 1 and not any("cross" in name or "eager" in name for name in receipt.fallbacks)
+
+
+@pytest.mark.skipif(not HAS_OWN, reason="torch 2.13 has the first one")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_who_asks_torch_for_chunks_has_them_without_a_number_and_with_its_precision(dtype):
+    """Logits in float32: torch's chunks round them no more. Autocast, which lowers linear layers, leaves them, too."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(size, 8).to(dtype).requires_grad_() for size in (12, V))
+    targets = torch.randint(V, (12,))
+
+    def function(hidden, weight):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.linear_cross_entropy(hidden, weight, targets, options=nn.LinearCrossEntropyOptions()) * 3
+
+    torch._dynamo.reset()
+    call = dcompile.compile(function, options={"receipt": False})
+    loss = call(hidden, weight)
+    factors = [factor.detach().double().requires_grad_() for factor in (hidden, weight)]
+    exact = F.cross_entropy(factors[0] @ factors[1].t(), targets) * 3
+    for found, expected in zip(
+        (loss, *torch.autograd.grad(loss, (hidden, weight))), (exact, *torch.autograd.grad(exact, factors)), strict=True
+    ):
+        assert found.dtype == dtype
+        torch.testing.assert_close(
+            found, expected.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps / 4
+        )
+    (note,) = notes(call)
+    assert "2 parts" in note and "the backward recomputes them" in note
+
+
 # --- the option ------------------------------------------------------------------------------------------------------
 
 

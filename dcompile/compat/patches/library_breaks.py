@@ -1,20 +1,24 @@
-"""Trace steps of torch.optim's optimizers as a whole."""
+"""Trace steps of torch.optim's optimizers, and torch's own chunked loss, as a whole."""
 
 from __future__ import annotations
 
 import contextlib
 import unittest.mock
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 
 @contextlib.contextmanager
-def optimizers_whole() -> Iterator[None]:
-    """Trace through the graph breaks that torch.optim puts around every optimizer's step.
+def library_functions_whole() -> Iterator[None]:
+    """Trace through the graph breaks that torch.optim puts around every optimizer's step, and that a loss makes.
 
     They let AOTAutograd see that nothing in the step needs gradients, which it now finds by itself. With them, a step
     is three frames, two of which search for the optimizer's tensors in guards. Functions of fused optimizers, which are
     hidden from Dynamo, are replaced.
+
+    `linear_cross_entropy` warns that torch.compile keeps its gradients, or that it has no chunks for these arguments,
+    and its warnings break the graph. Here neither is so: `chunked_cross_entropy` computes such losses.
     """
     import torch._dynamo
     from torch._dynamo.variables import ConstantVariable
@@ -27,6 +31,8 @@ def optimizers_whole() -> Iterator[None]:
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.value is torch._dynamo.graph_break and tx.f_code.co_filename == optimizer.__file__:
+            return ConstantVariable.create(None)
+        if self.value is warnings.warn and tx.f_code.co_name == "linear_cross_entropy":
             return ConstantVariable.create(None)
         stand_in = STAND_INS.get(getattr(self.value, "__name__", ""))
         if stand_in is not None and str(getattr(self.value, "__module__", "")).startswith("torch.optim."):

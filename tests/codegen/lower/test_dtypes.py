@@ -1,4 +1,4 @@
-"""Functions of float64 that CPU kernels would take from libm are ATen's; on GPUs, and in float32, they are loops."""
+"""Dtypes of which ATen has no kernel, or we none: unsigned integers, and rare functions of float64."""
 
 from __future__ import annotations
 
@@ -40,3 +40,14 @@ def test_rare_functions_of_float64_are_loops_on_gpus() -> None:
 def test_usual_functions_of_float64_are_loops() -> None:
     names = ("exp", "log", "sqrt", "tanh", "sigmoid", "sin", "cos", "erf", "erfc", "lgamma")
     check(lambda x: sum(getattr(torch, name)(x) for name in names) + x**1.5, torch.linspace(0.1, 3, 50).double())
+
+
+def test_all_of_unsigned_integers_is_not_asked_by_the_negation_that_aten_lacks() -> None:
+    def truths(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.all(), x.all(0), x.all(1, keepdim=True), torch.all(x, (0, 1)), x.any(0), x.bool().all()
+
+    compiled = dcompile.compile(truths, options={"receipt": False})
+    for dtype in (torch.uint8, torch.uint16, torch.uint32, torch.uint64):
+        x = torch.tensor([[1, 2, 255], [0, 5, 6]], dtype=dtype)
+        for found, expected in zip(compiled(x), truths(x), strict=True):
+            assert torch.equal(found, expected) and found.dtype == expected.dtype

@@ -43,7 +43,7 @@ _WHOLE = (
     "_softmax_backward_data", "_log_softmax_backward_data", "logsumexp", "var_mean", "std",
     "clamp_min", "clamp_max", "tril", "triu", "roll", "flip", "zeros_like", "ones_like", "new_zeros",
     "new_ones", "new_full", "new_empty", "arange", "split", "unbind", "transpose", "t", "squeeze", "detach", "square",
-    "_unsafe_view", "_unsafe_index", "fill", "unfold", "isfinite", "reflection_pad1d", "reflection_pad2d",
+    "all", "_unsafe_view", "_unsafe_index", "fill", "unfold", "isfinite", "reflection_pad1d", "reflection_pad2d",
     "reflection_pad3d",
     # the library's own kernels
     "baddbmm", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",

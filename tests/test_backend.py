@@ -191,3 +191,23 @@ def test_a_default_for_torch_without_one(compilers, monkeypatch):  # noqa: F811
 def test_a_number_read_from_a_tensor_is_returned():
     compiled = dcompile.compile(lambda x: (x * 2).item(), fullgraph=True, options={"receipt": False})
     assert compiled(torch.tensor(5)) == 10 and compiled(torch.tensor(7)) == 14
+
+
+def test_guards_and_their_failures_reach_the_callers_hooks(compilers):  # noqa: F811
+    exported, failed = [], []
+    hooks = {"guard_export_fn": exported.append, "guard_fail_fn": failed.append}
+    double = torch._dynamo.optimize("dcompile", **hooks)(lambda x: x * 2)
+    double(torch.ones(2))
+    assert len(exported) == 1 and not failed
+    double(torch.ones(2, dtype=torch.float64))
+    assert len(exported) == 2 and "dtype mismatch" in failed[0].reason
+
+
+def test_torch_fx_traces_no_compiled_function_unless_torch_allows_it(compilers):  # noqa: F811
+    double = torch.compile(lambda x: x * 2, backend="dcompile")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="using FX to symbolically trace"):
+            torch.fx.symbolic_trace(lambda x: double(x) + 1)
+        assert double(torch.ones(2)).tolist() == [2.0, 2.0]
+    with torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        assert torch.fx.symbolic_trace(double)(torch.ones(3)).tolist() == [2.0, 2.0, 2.0]

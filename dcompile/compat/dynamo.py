@@ -93,8 +93,10 @@ def limits(**given: Any) -> dict[str, Any]:
 
 
 def context_limits(context: Any) -> dict[str, Any]:
-    """recompile_limit and the spec of shapes of a torch.compile call, if they were given."""
-    found: dict[str, Any] = dict(of_context(context))
+    """recompile_limit, the spec of shapes and the hooks on guards of a torch.compile call, if they were given."""
+    hooks = getattr(context, "_hooks", None)
+    found = {name: getattr(hooks, name, None) for name in ("guard_export_fn", "guard_fail_fn")}
+    found.update(of_context(context))
     callback = context.callback
     while callback is not None:
         found["recompile_limit"] = found.get("recompile_limit") or getattr(callback, "_recompile_limit", None)
@@ -210,16 +212,20 @@ def is_off() -> bool:
 
 
 def is_traced_by_another() -> bool:
-    """Whether a call only records operations (`torch.jit.trace`, `make_fx`), or runs on shapes with fake tensors.
+    """Whether a call only records operations (`torch.jit.trace`, torch.fx), or runs on shapes with fake tensors.
 
-    Compiled code shows no operations, and its kernels would read memory that does not exist.
+    Compiled code shows no operations, and its kernels would read memory that does not exist. Where torch refuses to
+    trace compiled functions with torch.fx, the answer is False: the call goes to Dynamo, which raises the error.
     """
     import torch
+    from torch._dynamo import config
     from torch._subclasses import FakeTensorMode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    if torch._C._is_tracing() or getattr(*fx_tracing_flag(), False):
+    if torch._C._is_tracing():
         return True
+    if getattr(*fx_tracing_flag(), False):
+        return torch.compiler.is_compiling() or not getattr(config, "error_on_nested_fx_trace", True)
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 

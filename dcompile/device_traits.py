@@ -64,6 +64,10 @@ class AtenTraits:
     """Whether channels-last convolutions copy groups of most widths into padded memory, slowly."""
     converts_filters: bool = False
     """Whether convolutions reorder their filters, which takes memory in the backward."""
+    rounds_softmax_gradients: bool = True
+    """Whether a softmax's gradient gets the dtype of its input if that is shorter than the result."""
+    counts_summed_rows: bool = True
+    """Whether an embedding bag counts the rows of each bag, and returns the bag of each row, also where it sums."""
     miscomputes_strided_pixels: bool = False
     """Whether strided 1x1 convolutions with few channels are wrong channels-last."""
 
@@ -141,6 +145,8 @@ CPU = DeviceTraits(
         adds_bias_apart=False,
         sums_bias_gradient_apart=True,
         puts_few_values_fast=True,
+        rounds_softmax_gradients=False,
+        counts_summed_rows=False,
         image_dtypes=frozenset(("float32", "bfloat16")),
         converts_filters=True,  # oneDNN's layouts
         miscomputes_strided_pixels=True,

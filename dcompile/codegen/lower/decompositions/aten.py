@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.pixel_unshuffle.default: pixel_unshuffle,
         aten.put.default: put_at_positions,
         aten.take.default: take,
+        aten._softmax_backward_data.default: partial(softmax_backward, aten._softmax_backward_data.default),
+        aten._log_softmax_backward_data.default: partial(softmax_backward, aten._log_softmax_backward_data.default),
         aten.tril_indices.default: tril_indices,
         aten.triu_indices.default: triu_indices,
         aten.rrelu_with_noise_functional.default: rrelu,
@@ -264,3 +267,10 @@ def rrelu(
 ) -> Any:
     """Return (result, noise) outside training, where the slope is the mean of its bounds."""
     return NotImplemented if training else (torch.nn.functional.leaky_relu(x, (lower + upper) / 2), noise.clone())
+
+
+def softmax_backward(op: Any, grad: Tensor, y: Tensor, dim: int, dtype: torch.dtype) -> Any:
+    """Keep the dtype of `grad` where ATen does, whatever torch's shape function says of the input's `dtype`."""
+    if dtype == grad.dtype or traits_of(grad.device.type).aten.rounds_softmax_gradients:
+        return NotImplemented
+    return op(grad, y, dim, grad.dtype)

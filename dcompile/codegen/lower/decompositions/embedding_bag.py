@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dcompile import compat
 from dcompile.codegen.lower.decompositions.aten import compute_dtype
+from dcompile.device_traits import traits_of
 
 aten = torch.ops.aten
 SUM, MEAN, MAX = 0, 1, 2
@@ -32,18 +34,37 @@ def embedding_bag(
     weight: Tensor, indices: Tensor, offsets: Tensor, scale: bool = False, mode: int = SUM, sparse: bool = False,
     sample_weights: Tensor | None = None, include_last: bool = False, padding: int = -1,
 ) -> Any:  # fmt: skip
-    """Return (bags, the bag of each row, the number of rows of each bag, a copy of that)."""
+    """Return (bags, the bag of each row, the number of rows of each bag, a copy of that).
+
+    On CPUs, ATen counts the rows for means only, and returns no bags of rows where it sums without them.
+    """
     if mode == MAX or sparse or not weight.is_floating_point():
         return NotImplemented
     bags = offsets.shape[0] - int(include_last)  # torch 2.11 has no truth value of a symbolic size
     place = _bag_of_row(indices.shape[0], offsets[1 : max(bags, 1)])
     rows = _kept(_weighted(aten.embedding(weight, indices), sample_weights), indices, padding)
     ones = _kept(torch.ones_like(indices, dtype=torch.int64), indices, padding)
-    sizes = ones.new_zeros(bags).index_add(0, place, ones)
+    sizes = ones.new_zeros(bags)
+    if mode == MEAN or traits_of(weight.device.type).aten.counts_summed_rows:
+        sizes = sizes.index_add(0, place, ones)
     result = _added((bags, weight.shape[1]), place, rows)
     if mode == MEAN:
         result = result / sizes.clamp_min(1).unsqueeze(1).to(result.dtype)
-    return result, place, sizes, sizes.clone()
+    elif padding < 0 and _sums_without_places(weight, sample_weights):
+        place = place[:0]
+    dtype = torch.promote_types(indices.dtype, offsets.dtype)
+    return result, place.to(dtype), sizes.to(dtype), sizes.to(dtype, copy=True)
+
+
+def _sums_without_places(weight: Tensor, sample_weights: Tensor | None) -> bool:
+    in_order = weight.stride(1) == 1 and (sample_weights is None or sample_weights.stride(0) == 1)
+    counts = traits_of(weight.device.type).aten.counts_summed_rows
+    return bool(in_order and weight.dtype != torch.float64 and not counts)
+
+
+def _places(place: Tensor, indices: Tensor, offsets: Tensor) -> Tensor:
+    """Return the bag of each row, which a forward need not have returned."""
+    return _bag_of_row(indices.shape[0], offsets[1:]) if compat.sizes.is_known_empty(place) else place
 
 
 def _bag_of_row(rows: int, starts: Tensor) -> Tensor:
@@ -80,7 +101,8 @@ def embedding_bag_backward(
         return NotImplemented
     if mode == MEAN:
         grad = grad / sizes.clamp_min(1).unsqueeze(1).to(grad.dtype)
-    rows = _kept(_weighted(grad.index_select(0, place), sample_weights), indices, padding)
+    rows = grad.index_select(0, _places(place, indices, offsets))
+    rows = _kept(_weighted(rows, sample_weights), indices, padding)
     return _added((count, grad.shape[1]), indices.long(), rows)
 
 
@@ -88,5 +110,5 @@ def sample_weights_backward(
     grad: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, place: Tensor, mode: int, padding: int = -1
 ) -> Tensor:
     """Return the gradient of the weights of single rows."""
-    products = grad.index_select(0, place) * aten.embedding(weight, indices)
+    products = grad.index_select(0, _places(place, indices, offsets)) * aten.embedding(weight, indices)
     return _kept(products.sum(1), indices, padding)

@@ -282,7 +282,7 @@ def _fixed(shape: Shape, kernel: Any, stride: Any, padding: Any, dilation: Any) 
 
 def _adaptive_max(rank: int) -> Callable[..., Any]:
     def rule(low: Lowering, values: Any, /, x: LazyTensor, size: Sequence[int]) -> Result:
-        if 0 in x.shape or 0 in size:
+        if 0 in x.shape or 0 in size or DTYPES[x.dtype] != "float":  # of integers it is an error, which ATen raises
             return NotImplemented
         return _largest(
             low, values, x, [AdaptiveWindows(n, m) for n, m in zip(numbers(x.shape[-rank:], PLANE), size, strict=True)]

@@ -127,3 +127,14 @@ def test_products_that_add_nothing_up(dtype):
         found = dcompile.compile(torch.bmm, options={"receipt": False})(left, right)
         expected = torch.bmm(left, right)
         assert torch.equal(found, expected) and found.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("name", ["_softmax_backward_data", "_log_softmax_backward_data"])
+def test_a_softmaxs_gradient_has_the_dtype_that_eager_gives_it(name):
+    def gradient(grad, y):
+        return getattr(torch.ops.aten, name)(grad, y, 1, torch.bfloat16)
+
+    grad, y = torch.randn(2, 3), torch.randn(2, 3).softmax(1)
+    for dtype in (torch.float32, torch.bfloat16):
+        given = grad.to(dtype), y.to(dtype)
+        torch.testing.assert_close(dcompile.compile(gradient, options={"receipt": False})(*given), gradient(*given))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import dcompile
 from dcompile.capture.passes.joint.compact_pool_indices import compact_pool_indices
 from dcompile.codegen.lower.lower import lower
 from dcompile.ir.nodes import Extern
@@ -103,3 +104,9 @@ def test_adaptive_in_three_dimensions() -> None:
     check(lambda x: aten._adaptive_avg_pool3d(x, [3, 2, 4]), x)
     check(lambda g, x: aten._adaptive_avg_pool3d_backward(g, x), y, x)
     check(lambda g, x, i: aten.adaptive_max_pool3d_backward(g, x, i), y, x, indices)
+
+
+def test_adaptive_pools_of_integers_are_refused_as_in_eager() -> None:
+    for pool in (lambda x: aten.adaptive_max_pool2d(x, [2, 2]), lambda x: aten.adaptive_max_pool3d(x, [1, 2, 2])):
+        with pytest.raises(NotImplementedError, match="Long"):
+            dcompile.compile(pool)(torch.ones(1, 1, 4, 4, dtype=I64))

@@ -253,7 +253,8 @@ INLINE float lgamma_(float a) {
   const double series = fma_(z - 0.5, log_(z), fma_(r, over, 0.9189385332046728 - z));
   const double sine = abs_(turned_sine(part * 3.141592653589793, 0));
   const double more = log_(select_(x < 0., by * 3.141592653589793, 1.) / select_(x < 0., sine, by));
-  return float(select_(isinf_(x), __builtin_inf(), more + select_(x < 0., -series, series)));
+  const double sum = more + select_(x < 0., -series, series);  /* at the zeros an error of rounding would be all */
+  return float(select_(isinf_(x), __builtin_inf(), select_((x == 1.) | (x == 2.), 0., sum)));
 }
 #else
 LIBM(sin, sin) LIBM(cos, cos) LIBM(erf, erf) LIBM1(lgamma, lgamma)

@@ -63,7 +63,7 @@ def run_side(subject: Subject, side: str, work: Path, folder: Path, arguments: a
         "TOKENIZERS_PARALLELISM": "false",
         **({} if arguments.gpu else {"CUDA_VISIBLE_DEVICES": ""}),
         **({"TORCHDYNAMO_DISABLE": "1"} if side == "eager" else {}),
-        **(alone() if subject.distributed and arguments.ranks == 1 else {}),
+        **(only_rank() if subject.distributed and not subject.alone and arguments.ranks == 1 else {}),
         **subject.variables(side),
     }
     first = start(subject, side, record, work, environment, arguments)
@@ -124,7 +124,7 @@ def command(subject: Subject, side: str, record: Path, arguments: argparse.Names
     return [sys.executable, *launcher, *child, *subject.command(side, arguments.gpu)]
 
 
-def alone() -> dict[str, str]:
+def only_rank() -> dict[str, str]:
     """What torchrun tells the only rank of a job, without a second process that imports torch."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -156,6 +156,8 @@ def main(given: list[str]) -> None:
         importlib.import_module(imported)
     if name not in ("-", "inductor"):
         set_backend(name)
+    if os.environ.get("DCOMPILE_FALLBACK_RANDOM"):
+        importlib.import_module("torch._inductor.config").fallback_random = True  # the same of TorchInductor
     recorder = Recorder()
     recorder.install()
     try:

@@ -43,6 +43,8 @@ class Subject:
     imports: tuple[str, ...] = ()
     """Modules of dcompile's that a user of this code imports."""
     distributed: bool = False
+    """Whether torchrun may start it; `alone` it is started without, though for one rank only."""
+    alone: bool = False
     precision: str = "float32"
 
     def edits_for(self, gpu: bool) -> tuple[Edit, ...]:
@@ -160,6 +162,9 @@ def nanochat_sft_data(work: Path, gpu: bool) -> None:
         [sys.executable, "-c", code, *arguments], cwd=work, env=environment, check=True, stdout=subprocess.DEVNULL
     )
 
+
+DRAWS_AS_EAGER = {"DCOMPILE_FALLBACK_RANDOM": "1"}
+"""For scripts that draw numbers inside of what they compile: both compilers then draw those of eager mode."""
 
 NANOCHAT = {"NANOCHAT_BASE_DIR": "base", "NANOCHAT_DTYPE": "bfloat16", "WANDB_MODE": "disabled"}
 NANOCHAT_CPU = (
@@ -328,6 +333,7 @@ TRL = Subject(
     imports=("dcompile.integrations.transformers",),
     environment={"TRL_EXPERIMENTAL_SILENCE": "1"},
     distributed=True,
+    alone=True,
 )
 
 DION_ON_CPU: tuple[Edit, ...] = (
@@ -385,6 +391,7 @@ SUBJECTS: tuple[Subject, ...] = (
         prepare=mrpc,
         imports=("dcompile.integrations.accelerate",),
         distributed=True,
+        alone=True,
     ),
     Subject(
         name="dion train.py with Muon",
@@ -428,6 +435,7 @@ SUBJECTS: tuple[Subject, ...] = (
             ("train.py", "torch.cuda.set_device(device)", "pass"),
             ("train.py", "torch.cuda.synchronize()", "pass"),
         ),
+        environment=DRAWS_AS_EAGER,
         prepare=images,
         distributed=True,
     ),
@@ -466,7 +474,7 @@ SUBJECTS: tuple[Subject, ...] = (
                 "agent_inference_p.to_module(agent_inference); agent_inference.requires_grad_(False)",
             ),
         ),
-        environment={"WANDB_MODE": "disabled"},
+        environment={"WANDB_MODE": "disabled", **DRAWS_AS_EAGER},
     ),
     Subject(
         name="litgpt pretrain",
@@ -502,6 +510,14 @@ SUBJECTS: tuple[Subject, ...] = (
             *("--train_module.rank_microbatch_size=128", "--data_loader.num_workers=0"),
         ),
         gpu=("--sequence-length=1024",),
+        cpu_edits=(
+            (
+                "src/examples/llm/train.py",
+                "prepare_training_environment()",
+                'prepare_training_environment(backend="gloo")',
+            ),
+            ("src/examples/llm/train.py", '.with_callback("gpu_monitor", GPUMemoryMonitorCallback())', ""),
+        ),
         environment={"OLMO_DATA_ROOT": "data"},
         paths=("src",),
         prepare=c4,

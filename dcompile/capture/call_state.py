@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from dcompile.capture.services import Line, ShardedParameters
+from dcompile.capture.services import Line
 from dcompile.capture.trace_cache.graph_trace import GraphTrace
 from dcompile.collectives.contract import Executable
 
@@ -29,6 +29,8 @@ class Invocation:
     """Numbers of the graphs that ran in this call, in order."""
     units: set[int] = field(default_factory=set)
     """Units of sharded parameters for which graphs of this call compute gradients."""
+    strategy: Any = None
+    """The gradient synchronization of the module that is called: programs may belong to another, equal one."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +66,17 @@ class CapturedGraph(Protocol):
         """Inside its backward: does that add to the `.grad` of any parameter?"""
 
     @property
-    def shards(self) -> ShardedParameters | None:
-        """The sharded parameters of its collectives, also after a fallback to FSDP's own hooks."""
-
-    @property
     def gathers(self) -> bool:
         """Whether programs gather sharded parameters."""
 
     def has_own_collectives(self, kind: str) -> bool:
         """Does a program have collectives that the model itself calls?"""
 
-    def agree(self, kind: str) -> None:
-        """Check before a program's first collective that every rank is about to run the same ones."""
+    def strategy(self) -> Any:
+        """The gradient synchronization of the module whose call runs the graph's forward now."""
+
+    def agree(self, kind: str, strategy: Any = None) -> None:
+        """Check before a program's first collective that every rank is about to run the same ones.
+
+        `strategy`: that of an equal module which runs the program, too.
+        """

@@ -71,10 +71,6 @@ class CompiledModel:
         self.sync.model = self
         self.peers: Peers = services.connect_peers(None)
         self.graphs: list[CapturedGraph] = []
-        self.shards: ShardedParameters | None = None
-        """Sharded parameters that programs gather."""
-        self.eager_regions: EagerRegionMonitor | None = None
-        """Monitor of the eager regions between these programs."""
         self.variants: dict[tuple[int, ...], Variant] = {}
         self.newest: Variant | None = None
         self.eager_calls = 0
@@ -102,8 +98,18 @@ class CompiledModel:
         self.peers = self.services.connect_peers(self.adapter.group)
         self.graphs, self.variants, self.newest = [], {}, None
         self._refusal, self.shared_buckets = None, SharedBuckets()
-        self.shards, self.eager_regions = sync.take_over()
+        sync.shards, sync.eager_regions = sync.take_over()
         self._reported, self._owes_report = set(), False
+
+    @property
+    def shards(self) -> ShardedParameters | None:
+        """Sharded parameters that programs gather."""
+        return self.sync.shards
+
+    @property
+    def eager_regions(self) -> EagerRegionMonitor | None:
+        """Monitor of the eager regions between these programs."""
+        return self.sync.eager_regions
 
     def has_moved(self) -> bool:
         """Is another process group to reduce gradients from now on? DDP has its own reducer back then.
@@ -185,11 +191,11 @@ class CompiledModel:
         if code is entry and not whole:
             self.eager_regions.start()
 
-    def begin(self, inside_ddp: bool) -> Invocation:
-        """Start a call."""
+    def begin(self, inside_ddp: bool, strategy: GradientSync | None = None) -> Invocation:
+        """Start a call. `strategy`: that of an equal module, which runs this model's programs."""
         self.peers.enter()
-        call = Invocation(inside_ddp)
-        self.sync.begin_call(call)
+        call = Invocation(inside_ddp, strategy=self.sync if strategy is None else strategy)
+        call.strategy.begin_call(call)
         self.calls.setdefault(threading.get_ident(), []).append(call)
         return call
 
@@ -238,7 +244,7 @@ class CompiledModel:
             return self.sync.token(None)
         call = stack[-1]
         call.graphs.append(graph.number)
-        self.sync.on_forward(call, graph)
+        call.strategy.on_forward(call, graph)
         return self.sync.token(call)
 
     def give_back(self, adapter: ShardedAdapter, reason: str) -> None:
@@ -263,10 +269,10 @@ class CompiledModel:
         key = tuple(call.graphs)
         variant = self.variants.get(key)
         if variant is None:
-            self.sync.check_result(result)
+            call.strategy.check_result(result)
             variant = self.variants[key] = self._examine(key, result)
         if key:
-            self.sync.after_call(variant, call, result)
+            call.strategy.after_call(variant, call, result)
         self.newest = variant if key or self.newest is None else self.newest
         if not key:
             self._no_graph_ran(call, result)

@@ -127,8 +127,8 @@ class DynamoGraph(GraphPrograms):
             )
         if multiplies(gm):
             self.model.services.compiler.expect_products()
-        if self.model.shards is not None and is_checkpointed(gm):
-            self.model.shards.save_memory("activations are checkpointed")
+        if is_checkpointed(gm):
+            self.sync.save_memory("activations are checkpointed")
         # DDP passes None to every result of its module that no loss uses, and so to a compiled part behind them
         self._goes_on = self.number > 0 or compat.dynamo.goes_on(gm) or is_part
         if self.model.compares_captures():

@@ -26,7 +26,7 @@ from dcompile.capture.adapters.zero_sync import sync_for
 from dcompile.capture.callables import compiled_part, fresh_function, label_of, unwrap_module
 from dcompile.capture.compiled_model import CompiledModel, Settings, settings_inside
 from dcompile.capture.dynamo_backend import Backend, DynamoGraph
-from dcompile.capture.entry_record import EntryRecord, dynamo_settings
+from dcompile.capture.entry_record import EntryRecord, EqualModules, dynamo_settings, equal_modules
 from dcompile.capture.services import Services
 from dcompile.errors import DcompileError, PlanMismatchError
 
@@ -73,6 +73,8 @@ class Entry:
         self._compiled: Callable[..., Any] | None = None
         self._frames = compat.skip_frame_eval.Frames()
         """Compiled code that calls may enter directly, in models that synchronize nothing around a call."""
+        self._equal: EqualModules | None = None
+        """Equal modules, from the first call with an adapter on."""
         self._made = EntryRecord()
         weakref.finalize(self, self._made.forget, self.model).atexit = False
         if root is not None:
@@ -149,11 +151,16 @@ class Entry:
 
     def _call(self, inside_ddp: bool, args: Any, kwargs: Any) -> Any:
         assert self._compiled is not None, "called before it was compiled"
-        regions = contextlib.nullcontext() if self._checkpointed is None else self._checkpointed.as_regions()
-        call = self.model.begin(inside_ddp)
+        regions = contextlib.nullcontext if self._checkpointed is None else self._checkpointed.as_regions
+        text, model, run = self._guarded_text(), self.model, self._compiled
+        with regions():
+            way = self._lent(text, args, kwargs)
+        if way is not None:
+            model, run = way.owner(), way.run
+        call = model.begin(inside_ddp, self.model.sync)
         try:
-            with regions:
-                result = self._compiled(self._guarded_text(), self._thing(), *args, **kwargs)
+            with regions():
+                result = run(text, self._thing(), *args, **kwargs)
         except RuntimeError as error:
             inner = compat.dynamo.raised_by_backend(error)
             if isinstance(
@@ -162,10 +169,42 @@ class Entry:
                 raise inner from None
             raise
         finally:
-            self.model.end(call)
-        self.model.after_call(call, result)
+            model.end(call)
+        model.after_call(call, result)
         self._frames.settle()
         return result
+
+    def _lent(self, text: str, args: Any, kwargs: Any) -> Any:
+        """Return code that fits a call, of this module or of an equal one; None if Dynamo is to look for it."""
+        if self._equal is None:
+            self._equal = self._find_equal()
+        if len(self._equal.frames) < 2:
+            return None
+        scope = {"hooked": text, "target": self._thing(), "args": args, "kwargs": kwargs}
+        way = self._frames.fitting(scope, self._equal.others(self._frames))
+        owner = None if way is None else way.owner()
+        if owner is None:
+            return None
+        if owner is not self.model:
+            owner.sync.lend_to(self.model.sync)
+        return way
+
+    def _find_equal(self) -> EqualModules:
+        """Find the modules whose code this one may run: those in one model that are equal to it."""
+        root, settings, likeness = self.root, self.model.settings, self.model.adapter.likeness()
+        recorded = settings.config.triton_cudagraphs  # a recording has the addresses of one module's parameters
+        apart = self._method is not None or self._engine is not None or self.model.services.renew is None
+        if root is None or likeness is None or apart or recorded or self._graph is not DynamoGraph:
+            return EqualModules(())
+        in_ddp = compat.ddp.active_ddp() is not None
+        return equal_modules(root, self._frames, (type(root), settings, likeness, in_ddp))
+
+    @property
+    def model_run(self) -> CompiledModel:
+        """The state of the model whose programs calls run: its own, or that of an equal module."""
+        ways = () if self.model.graphs else self._frames.ways
+        owner = ways[0].owner() if ways else None
+        return self.model if owner is None else owner
 
     def _guarded_text(self) -> str:
         """Return what the code of a call depends on beside its target and arguments: Dynamo guards on this text."""
@@ -324,9 +363,11 @@ class Entry:
         )
         function = fresh_function(self._is_module, self._method, label_of(self._thing(), self._method))
         model, own, made = self.model, function.__code__, self._made
+        made.forget_code()
         made.codes.append(own)
         made.backends.append(backend)
-        self._frames.begin(None if model.adapter.synchronizes else function)
+        self._frames.begin(function, weakref.ref(model), direct=not model.adapter.synchronizes)
+        self._equal = None
         known = weakref.ref(self._frames)  # Dynamo never drops its callback
         spec = compat.shapes.for_entry(settings.limits, self.target)
 

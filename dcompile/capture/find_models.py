@@ -27,8 +27,8 @@ def find_models(thing: Any) -> list[CompiledModel]:
     """
     if not isinstance(thing, Module):
         entry = getattr(thing, "_dcompile_entry", None)
-        return [] if entry is None else [entry.model]
+        return [] if entry is None else [entry.model_run]
     root = compiled_part(thing)
     entry = newest_entry(root)
     parts = [entry] if entry is not None else [newest_entry(part) for part in root.modules()]
-    return [part.model for part in dict.fromkeys(parts) if part is not None]
+    return [*dict.fromkeys(part.model_run for part in parts if part is not None)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -13,7 +14,9 @@ import torch
 from dcompile import compat
 from dcompile.capture import batched_backward
 from dcompile.capture.absent_outputs import AbsentOutputs
-from dcompile.capture.adapters.gradient_sync import BackwardCall
+from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
+from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.capture.agreement.capture_digest import CAPTURES
 from dcompile.capture.agreement.collective_plan import by_group, own_collectives, plan_of
 from dcompile.capture.aliasing.input_views import return_input_views
 from dcompile.capture.aliasing.view_bases import with_bases_as_traced
@@ -42,6 +45,8 @@ Boxed = Callable[[list[Any]], list[Any]]
 NEGATIVE_GRADIENTS = "gradient marked as negative, copied"
 """Name of the receipt's count over all backwards of gradients with the negative bit: `y.backward(torch._neg_view(x))`.
 """
+LENT = "the programs of an equal module"
+"""What ranks compare in place of a graph where they capture none."""
 WHOLE_BACKWARD = "whole_backward"
 """Name of the backward program that takes every gradient, if the first one lacks some."""
 
@@ -61,8 +66,6 @@ class GraphPrograms:
         self.adapter, self.sync = model.adapter, model.sync
         self.infos = self.adapter.param_infos()
         """The parameters in the setting for which the graph is captured: its backward may be compiled in another."""
-        self.shards = model.shards
-        """Sharded parameters of its collectives, kept after a fallback to FSDP's hooks for pending backwards."""
         # Dynamo passes the parameters themselves
         self.params: dict[int, int] = {}
         """Position among the graph's inputs -> the parameter's number."""
@@ -84,8 +87,8 @@ class GraphPrograms:
         self._own: dict[str, list[tuple[str, str]]] = {}
         """Name of a program -> (process group, line) of what the model itself calls: SyncBatchNorm, tensor parallelism.
         """
-        self._agreed: set[str] = set()
-        """Kinds of programs whose collectives were compared between ranks."""
+        self._agreed: set[tuple[str, GradientSync]] = set()
+        """Kinds of programs whose collectives were compared between ranks, and for which module."""
         self.later: set[int] = set()
         """Units for which earlier graphs of a call compute gradients, too: their backward, a later one, reduces all."""
         self._sharded: dict[str, int] = {}
@@ -171,9 +174,10 @@ class GraphPrograms:
 
     def _copied(self, names: Iterable[str]) -> set[str]:
         """Return the groups whose gathers are copies from other ranks' memory; note why others use collectives."""
-        if self.shards is None or self.sync.scatters:
+        shards = self.sync.shards
+        if shards is None or self.sync.scatters:
             return set()
-        found = {name: self.shards.copied(name) for name in names}
+        found = {name: shards.copied(name) for name in names}
         reasons = dict.fromkeys(reason for _, reason in found.values() if reason)
         self.notes += [f"shards are gathered by collectives, not copied: {reason}" for reason in reasons]
         return {name for name, (copies, _) in found.items() if copies}
@@ -248,7 +252,8 @@ class GraphPrograms:
 
         def backward(args: list[Any]) -> list[Any]:
             nonlocal settled
-            sync = 0 if position is None else self._syncs(int(args.pop(position)))
+            token = 0 if position is None else int(args.pop(position))
+            sync, strategy = 0 if position is None else self._syncs(token), self.sync.by_token(token)
             for place in given:
                 if args[place] is not None:
                     if is_batch(args[place]):
@@ -268,7 +273,7 @@ class GraphPrograms:
                 args[place] = zeros_for(gm, place)
             take_out(args, lacks)
             gone, zeros = outputs.of(absent) if absent else ((), ())
-            results = apart.of((kind, sync, self._every), self._run_backward(kind, args, sync, gone))
+            results = apart.of((kind, sync, self._every), self._run_backward(kind, args, sync, gone, strategy))
             if alone:  # later calls skip the tests above, whose results do not change any more
                 settled = apart.around((kind, sync, self._every), self.executables[kind])
             outputs.fill(results, gone, zeros)
@@ -278,6 +283,8 @@ class GraphPrograms:
 
     def _syncs(self, token: int) -> int:
         """Return whether and how a backward reduces gradients, by its forward's token (see `Invocation.token`)."""
+        if self.sync.sharded is not None:  # its token is a number of a module
+            return 0
         return (abs(token) or 1) if token > 0 or self.adapter.prepared else 0
 
     def _batched(self, gm: Any, args: list[Any]) -> list[Any]:
@@ -348,29 +355,46 @@ class GraphPrograms:
         reduces = self.sync.reduces_in_program(self)
         return bool(self.grads) and reduces and self.adapter.bucket_rule() is not None
 
-    def _run_backward(self, kind: str, args: list[Any], sync: int, gone: Collection[int]) -> list[Any]:
+    def _run_backward(
+        self, kind: str, args: list[Any], sync: int, gone: Collection[int], strategy: GradientSync
+    ) -> list[Any]:
         """Run a backward program. `gone`: positions of results that are None in this call."""
         whole = self._whole_buckets if kind == WHOLE_BACKWARD else None
         buckets = self.buckets if whole is None else whole
-        return self.sync.run_backward(BackwardCall(self, self.executables[kind], buckets, args, sync, gone))
+        return strategy.run_backward(BackwardCall(self, self.executables[kind], buckets, args, sync, gone))
 
     def accumulates(self) -> bool:
         """Inside its backward: does that add to any parameter's .grad? torch.autograd.grad does not."""
         return self.sync.accumulates(number for _, number in self.grads)
 
-    def agree(self, kind: str) -> None:
-        """Check before a program's first collective that every rank is about to run the same ones."""
-        if kind in self._agreed:
-            return
-        self._agreed.add(kind)
-        if self.captured and self.adapter.compares_in_forward:  # DDP's are compared before a backward
-            self.model.compare_captures([self])
-        self.model.agree_on(self.plan(kind))
-        self.model.agree_on_own(by_group(self._own[kind]))
+    def strategy(self) -> GradientSync:
+        """Return the gradient synchronization of the module whose call runs the forward: this one, or an equal one."""
+        stack = self.model.calls.get(threading.get_ident())
+        return stack[-1].strategy if stack else self.sync
 
-    def plan(self, kind: str = "backward") -> list[str]:
+    def agree(self, kind: str, strategy: GradientSync | None = None) -> None:
+        """Check before a program's first collective that every rank is about to run the same ones."""
+        strategy = self.sync if strategy is None else strategy
+        if (kind, strategy) in self._agreed:
+            return
+        self._agreed.add((kind, strategy))
+        if strategy is not self.sync:
+            self._agree_on_lending(strategy)
+        elif self.captured and self.adapter.compares_in_forward:  # DDP's are compared before a backward
+            self.model.compare_captures([self])
+        strategy.model.agree_on(self.plan(kind, strategy.adapter))
+        strategy.model.agree_on_own(by_group(self._own[kind]))
+
+    def _agree_on_lending(self, strategy: GradientSync) -> None:
+        """Check that every rank runs this program for an equal module: one that captures it compares its graph now."""
+        if torch.is_grad_enabled() and not strategy.compared:
+            strategy.compared, adapter = True, strategy.adapter
+            self.model.services.agree(adapter.group, CAPTURES, [LENT], adapter.way_to_differ)
+
+    def plan(self, kind: str = "backward", adapter: PlainAdapter | None = None) -> list[str]:
         """Return the collectives of a program, one line each, equal on every rank that runs the same program."""
-        buckets = plan_of(self.executables[kind].buckets, self.adapter.param_infos())
+        infos = (self.adapter if adapter is None else adapter).param_infos()
+        buckets = plan_of(self.executables[kind].buckets, infos)
         return buckets + [line for _, line in self._own[kind]]
 
 

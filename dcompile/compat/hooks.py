@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+"""Tables of how hooks are called, by numbers of their own: code of one module would take another's for absent."""
 
 
 class Hooks:
@@ -59,6 +62,16 @@ def has_hooks_around(module: Module) -> bool:
     return bool(_held_for_all()) or any(module.__dict__.get(kind) for kind in _KINDS)
 
 
+def outermost_caller(module: Module) -> Module:
+    """Outermost module in whose call this one is called now, and which contains it; else itself."""
+    code, frame, found = type(module)._wrapped_call_impl.__code__, sys._getframe(1), module
+    while frame is not None:
+        if frame.f_code is code:
+            found = frame.f_locals["self"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return found if any(part is module for part in found.modules()) else module
+
+
 class GradientHooks:
     """Parameters with hooks on their gradients, checked in each backward.
 
@@ -103,7 +116,7 @@ def _held(root: Module) -> list[tuple[str, Any]]:
     modules, seen = [root], {id(root)}
     for number, module in enumerate(modules):
         known = module.__dict__
-        found += [(f"{number}{kind}", known[kind]) for kind in _KINDS if known.get(kind)]
+        found += [(f"{number}{kind}", known[kind]) for kind in _KINDS + _FLAGS if known.get(kind)]
         for child in known.get("_modules", {}).values():  # a traced TorchScript module has none of its own
             if child is not None and id(child) not in seen:
                 seen.add(id(child))

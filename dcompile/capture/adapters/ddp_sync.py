@@ -13,7 +13,7 @@ import torch
 from dcompile import compat
 from dcompile.capture.adapters.arriving_gradients import SEVERAL, GradientArrivals
 from dcompile.capture.adapters.ddp import DdpAdapter
-from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
+from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync, make_token
 from dcompile.capture.adapters.merged_gradients import MergedGradients
 from dcompile.capture.adapters.unreduced_gradients import differs, is_contiguous
 from dcompile.capture.agreement.capture_digest import compare_surroundings
@@ -57,7 +57,7 @@ class DdpSync(GradientSync):
     def __init__(self, adapter: DdpAdapter) -> None:
         super().__init__(adapter)
         self._adapter = adapter
-        self._tokens = make_token(reduces=False), make_token(reduces=True)
+        self._tokens = make_token(False), make_token(True)
         self._synced: dict[int, SynchronizedBackward] = {}
         self._arrivals = GradientArrivals(adapter, self._buckets_of_all, self._finish_sync)
         self._beside: dict[tuple[int, ...], tuple[str, ...]] = {}
@@ -350,12 +350,3 @@ class DdpSync(GradientSync):
 def _with_gradients(result: Any) -> list[torch.Tensor]:
     """Return the tensors of a result from which a backward may start."""
     return [tensor for tensor in tensors_in(result) if tensor.grad_fn is not None]
-
-
-def make_token(reduces: bool) -> torch.Tensor:
-    """Make a CPU tensor that tells a backward whether to reduce; forwards save it.
-
-    It is no inference tensor, although the call may run in inference mode.
-    """
-    with torch.inference_mode(False):
-        return torch.tensor(int(reduces), device="cpu")

@@ -156,6 +156,7 @@ class Fsdp2Adapter(ShardedAdapter):
     """
 
     name = "fsdp2"
+    carries_sync = True
 
     def __init__(self, states: list[Any], stock: bool, parts: bool = True) -> None:
         """Take over, unless there are objections.
@@ -230,6 +231,20 @@ class Fsdp2Adapter(ShardedAdapter):
             self._reshards = found
             self._infos = tuple(_resharded(info, found) for info in self._infos)
         return f"reshard {' '.join(map(str, found))}"
+
+    def likeness(self) -> tuple[Any, ...] | None:
+        """Return all that programs depend on, but for names, and for settings that `setting` returns."""
+        if not self._units or any(unit.made is not None for unit in self._units):  # a DTensor is made of a certain one
+            return None
+        whole = (True,) * len(self._groups)
+        infos = tuple(dataclasses.replace(_resharded(info, whole), fqn="") for info in self._infos)
+        places = tuple((unit.offloaded, unit.virtual.device) for unit in self._units)
+        groups = tuple(
+            (entry.name, *map(id, (entry.gather_group(), entry.part_group(), entry.replica_group())))
+            for entry in self._groups
+            if not entry.alone
+        )
+        return self.name, infos, places, groups, len(self._groups), self.reductions
 
     def wants_stock(self) -> str:
         """Return what the user has asked for since that only FSDP's own hooks do; empty if nothing."""

@@ -23,6 +23,15 @@ from dcompile.ir.buffers import Bucket
 Boxed = Callable[[list[Any]], list[Any]]
 
 
+def make_token(number: int) -> torch.Tensor:
+    """Make a CPU tensor that tells a backward whether to reduce, or for which module; forwards save it.
+
+    It is no inference tensor, although the call may run in inference mode.
+    """
+    with torch.inference_mode(False):
+        return torch.tensor(int(number), device="cpu")
+
+
 @dataclass(slots=True)
 class BackwardCall:
     """Arguments of one run of a backward program."""
@@ -49,7 +58,6 @@ class SynchronizedModel(Protocol):
     services: Services
     adapter: Any
     variants: dict[tuple[int, ...], Variant]
-    shards: ShardedParameters | None
     shared_buckets: SharedBuckets
 
     @property
@@ -68,6 +76,9 @@ class SynchronizedModel(Protocol):
     def agree_on(self, plan: list[str]) -> None:
         """Check before a program's first collective that every rank is about to run the same ones."""
 
+    def agree_on_own(self, plans: Mapping[str, list[str]]) -> None:
+        """Compare the collectives that the model itself calls, in each of their process groups."""
+
 
 class GradientSync:
     """Interface and base class of the strategies: it synchronizes nothing."""
@@ -77,6 +88,12 @@ class GradientSync:
 
     def __init__(self, adapter: PlainAdapter) -> None:
         self.adapter = adapter
+        self.shards: ShardedParameters | None = None
+        """Sharded parameters that programs gather, also after a fallback to the wrapper's own hooks."""
+        self.eager_regions: EagerRegionMonitor | None = None
+        """Monitor of the eager regions between these programs."""
+        self.compared = False
+        """Whether ranks know of each other that they run an equal module's programs."""
 
     def renewed(self) -> GradientSync:
         """Return a new strategy of this class, in its initial state, for the same adapter."""
@@ -104,6 +121,19 @@ class GradientSync:
     def on_forward(self, call: Invocation, graph: CapturedGraph) -> None:
         """Record that a graph's forward runs in a call."""
 
+    def lend_to(self, other: GradientSync) -> None:
+        """Let an equal module, which has the strategy `other`, run these programs."""
+
+    def by_token(self, token: int) -> GradientSync:
+        """Return the strategy of the call that has saved a token: this one, or one to which programs are lent."""
+        del token
+        return self
+
+    def save_memory(self, reason: str) -> None:
+        """Keep no converted shards; see `ShardedParameters.save_memory`."""
+        if self.shards is not None:
+            self.shards.save_memory(reason)
+
     def token(self, call: Invocation | None) -> torch.Tensor | None:
         """Return the tensor that a forward saves to tell its backward whether to reduce, or None without tokens."""
         del call
@@ -122,7 +152,7 @@ class GradientSync:
             return run
 
         def agreeing(args: list[Any]) -> list[Any]:
-            graph.agree(kind)
+            graph.agree(kind, graph.strategy())
             return run(args)
 
         return agreeing

@@ -52,7 +52,7 @@ class PlainAdapter:
     way_to_differ = ""
     """Advice in the error for models that run different code on each rank: how to allow that."""
     carries_sync = False
-    """Whether a forward saves a token that tells its backward whether to reduce gradients."""
+    """Whether a forward saves a token that tells its backward whether to reduce gradients, or for which module."""
     reductions = 1
     """Maximum number of reductions of sharded gradients in flight."""
     prepared = False
@@ -94,6 +94,10 @@ class PlainAdapter:
         """Return the parameters with a place in the buckets of a program that computes gradients of `used`."""
         del used
         return ()
+
+    def likeness(self) -> tuple[Any, ...] | None:
+        """Return what is equal among modules that may run programs of one another; None if programs serve one only."""
+        return () if not self.reasons else None
 
     def has_moved(self) -> bool:
         """Is another process group to reduce gradients from now on?"""

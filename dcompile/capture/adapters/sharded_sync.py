@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from dcompile import compat
 from dcompile.capture.adapters.eager_regions import EagerRegionMonitor
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
-from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
+from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync, make_token
 from dcompile.capture.call_state import CapturedGraph, Invocation
 from dcompile.capture.services import ShardedParameters
 from dcompile.collectives.contract import Executable, Phase
@@ -24,6 +26,9 @@ class ShardedSync(GradientSync):
         super().__init__(adapter)
         self._adapter = adapter
         self._flushing: set[tuple[int, int]] = set()
+        self._saves_memory = ""
+        self._tokens: dict[GradientSync, torch.Tensor] = {self: make_token(0)}
+        """Strategy of each module that runs these programs -> token of its calls: its place in here."""
 
     @property
     def sharded(self) -> ShardedAdapter:
@@ -37,13 +42,34 @@ class ShardedSync(GradientSync):
             return None, None
         return self.model.services.make_shards(adapter.units, adapter.groups), EagerRegionMonitor(adapter)
 
+    def lend_to(self, other: GradientSync) -> None:
+        """Let an equal module run these programs; ranks meet here for its shards, as where one is compiled."""
+        assert isinstance(other, ShardedSync) and other.shards is not None, "equal modules are sharded alike"
+        if other in self._tokens:
+            return
+        self._tokens[other] = make_token(len(self._tokens))
+        if self._saves_memory:
+            other.save_memory(self._saves_memory)
+        for name in other.adapter.communicators():
+            other.shards.copied(name)
+
+    def by_token(self, token: int) -> GradientSync:
+        return [*self._tokens][token]
+
+    def save_memory(self, reason: str) -> None:
+        self._saves_memory = reason
+        super().save_memory(reason)
+
+    def token(self, call: Invocation | None) -> torch.Tensor | None:
+        return self._tokens[self if call is None else call.strategy] if self.adapter.carries_sync else None
+
     def on_forward(self, call: Invocation, graph: CapturedGraph) -> None:
         """Record which units a graph has gradients of that earlier graphs of the call have, too.
 
         Backwards run in reverse order, so the first graph's backward reduces them. This depends only on the graphs of
         calls so far, whose plans are the same on every rank.
         """
-        shards = self.model.shards
+        shards = self.shards
         if shards is None or not graph.training:
             return
         if not call.units:
@@ -54,15 +80,14 @@ class ShardedSync(GradientSync):
 
     def wrap_forward(self, graph: CapturedGraph, run: Executable, kind: str) -> Callable[[list[Any]], list[Any]]:
         """Return a program that gets its shard source in each call."""
-        shards = graph.shards
         if not graph.gathers or not run.buckets:
             return super().wrap_forward(graph, run, kind)
-        assert shards is not None, "only sharded parameters are gathered"
         phase: Phase = "forward" if kind == "forward" else "inference"
 
         def gathering(args: list[Any]) -> list[Any]:
-            graph.agree(kind)
-            return run(args, buckets=shards.source(run.buckets, phase))
+            strategy = graph.strategy()
+            graph.agree(kind, strategy)
+            return run(args, buckets=strategy.shards.source(run.buckets, phase))
 
         return gathering
 
@@ -72,12 +97,12 @@ class ShardedSync(GradientSync):
 
     def run_backward(self, call: BackwardCall) -> list[Any]:
         """Run a program that reduces to shards; after the whole backward, reduce what earlier ones left."""
-        graph, shards = call.graph, call.graph.shards
+        graph, shards = call.graph, self.shards
         if not call.run.buckets:
             return super().run_backward(call)
         assert shards is not None, "only sharded parameters are reduced to shards"
-        accumulates = graph.accumulates()
-        graph.agree("backward")
+        accumulates = self.accumulates(number for _, number in graph.grads)
+        graph.agree("backward", self)
         if accumulates:
             self._flush_after_backward(shards)
             shards.may_lack(self._adapter.units_of(graph.unsure))

@@ -183,7 +183,7 @@ class ZeroSync(ShardedSync):
 
     def _reduce_rest(self) -> None:
         """Reduce gradients of earlier backwards that this one did not reach, and those from outside the graphs."""
-        shards = self.model.shards
+        shards = self.shards
         assert shards is not None, "what is taken over has shards"
         shards.flush()
         found = {number: p.grad for number, p in self._zero.trainable() if p.grad is not None}

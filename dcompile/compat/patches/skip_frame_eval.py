@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,12 @@ class _CompiledCode:
     holds: Callable[[Mapping[str, Any]], bool]
     guards: Any
     """Dynamo clears its cache entry in here when it drops the code: at a reset, or when a guarded object has died."""
+    owner: Any
+    """Whatever the code was compiled for."""
+
+    def fits(self, scope: Mapping[str, Any]) -> bool:
+        """Whether Dynamo still has the code, and all guards hold."""
+        return self.guards.cache_entry is not None and self.holds(scope)
 
 
 class CallTarget:
@@ -83,18 +89,35 @@ class Frames:
         self.last: _CompiledCode | None = None
         """Code that the last call ran, if it was one of these."""
         self._function: types.FunctionType | None = None
+        self._owner: Any = None
+        self._usual: Any = None
         self._waiting: list[_CompiledCode] = []
 
-    def begin(self, function: types.FunctionType | None) -> None:
-        """Start to hold the code of this function only; None for none."""
+    def begin(self, function: types.FunctionType, owner: Any, *, direct: bool) -> None:
+        """Start to hold the code of this function only. `direct`: whether calls may enter it by themselves."""
         self._function, self.ways, self._waiting, self.last = function, (), [], None
-        self.stance = None if function is None else _usual_stance()
+        self._owner, self._usual = owner, _usual_stance()
+        self.stance = self._usual if direct else None
 
     def add(self, code: types.CodeType, guarded: Any) -> None:
         """Add code that Dynamo has just compiled for this code object. It is used from the next `settle` on."""
         if self._function is not None and self._function.__code__ is code:
-            way = _way(guarded, self._function)
+            way = _way(guarded, self._function, self._owner)
             self._waiting += [] if way is None else [way]
+
+    def fitting(self, scope: Mapping[str, Any], others: Iterable[Frames]) -> _CompiledCode | None:
+        """Code whose guards hold for a call, of this function or of `others`, which is checked first from then on.
+
+        None where Dynamo must see the call itself: see `entrance`.
+        """
+        if self._usual is None or not _runs_by_itself(self._usual):
+            return None
+        for frames in (self, *others):
+            for way in frames.ways:
+                if way.fits(scope):
+                    self.prefer(way)
+                    return way
+        return None
 
     def settle(self) -> None:
         """End a call whose frames Dynamo has seen itself."""
@@ -106,7 +129,7 @@ class Frames:
     def prefer(self, way: _CompiledCode) -> None:
         """Note that another one of them runs now, and check it first from now on."""
         self.last = way
-        if way is not self.ways[0]:
+        if self.ways[:1] != (way,):
             self.ways = (way, *(other for other in self.ways if other is not way))
 
 
@@ -170,7 +193,7 @@ def entrance(
                 target = held.ref()
             scope = {"hooked": hooked, "target": target, "args": args, "kwargs": kwargs}
             for way in frames.ways:
-                if way.guards.cache_entry is not None and way.holds(scope):
+                if way.guards.cache_entry is not None and way.holds(scope):  # `fits` would be a call more
                     if way is frames.last:
                         return way.again(hooked, target, *args, **kwargs)
                     frames.prefer(way)
@@ -181,7 +204,26 @@ def entrance(
     return call
 
 
-def _way(guarded: Any, function: types.FunctionType) -> _CompiledCode | None:
+def _runs_by_itself(stance: Any) -> bool:
+    """Whether nothing has to see a call that is made now but what is compiled for it: the conditions of `entrance`."""
+    import torch
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+    from torch._dynamo import eval_frame
+
+    tracer, traces = fx_tracing_flag()
+    return (
+        eval_frame._stance is stance
+        and get_eval_frame_callback() is None
+        and not hooks_behind_guards()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._is_tracing()
+        and not getattr(tracer, traces, False)
+        and not torch.compiler._is_compiling_flag
+        and forward_derivatives()._current_level < 0
+    )
+
+
+def _way(guarded: Any, function: types.FunctionType, owner: Any) -> _CompiledCode | None:
     """`function` with the code that Dynamo has compiled for all of it; None if it cannot be run directly."""
     root: Any = getattr(guarded.guard_manager, "root", None)
     names = set(_names(guarded.code))
@@ -199,7 +241,7 @@ def _way(guarded: Any, function: types.FunctionType) -> _CompiledCode | None:
         types.FunctionType(guarded.code, scope | called, function.__name__, None, function.__closure__)
         for called in (graphs, direct)
     )
-    return _CompiledCode(run, again, root.check, guarded.guard_manager)
+    return _CompiledCode(run, again, root.check, guarded.guard_manager, owner)
 
 
 class _Helpers:

@@ -193,8 +193,9 @@ class Entry:
         """Find the modules whose code this one may run: those in one model that are equal to it."""
         root, settings, likeness = self.root, self.model.settings, self.model.adapter.likeness()
         recorded = settings.config.triton_cudagraphs  # a recording has the addresses of one module's parameters
-        apart = self._method is not None or self._engine is not None or self.model.services.renew is None
-        if root is None or likeness is None or apart or recorded or self._graph is not DynamoGraph:
+        apart = self._method is not None or self._engine is not None or settings.guard_filter_fn is not None
+        planned = self._graph is not DynamoGraph or self.model.services.renew is None
+        if root is None or likeness is None or apart or recorded or planned:
             return EqualModules(())
         in_ddp = compat.ddp.active_ddp() is not None
         return equal_modules(root, self._frames, (type(root), settings, likeness, in_ddp))
@@ -367,7 +368,9 @@ class Entry:
         made.codes.append(own)
         made.backends.append(backend)
         self._frames.begin(function, weakref.ref(model), direct=not model.adapter.synchronizes)
-        self._equal = None
+        if self._equal is not None:
+            self._equal.leave(self._frames)
+            self._equal = None
         known = weakref.ref(self._frames)  # Dynamo never drops its callback
         spec = compat.shapes.for_entry(settings.limits, self.target)
 

@@ -51,6 +51,10 @@ class EqualModules:
     frames: list[weakref.ref[compat.skip_frame_eval.Frames]] = field(default_factory=list)
     """The compiled code of each module, in order of first calls."""
 
+    def leave(self, own: compat.skip_frame_eval.Frames) -> None:
+        """Take a module out, whose code is going to be for another adapter."""
+        self.frames[:] = [reference for reference in self.frames if reference() not in (own, None)]
+
     def others(self, own: compat.skip_frame_eval.Frames) -> Iterator[compat.skip_frame_eval.Frames]:
         """Yield the compiled code of all modules but one."""
         for reference in self.frames:
@@ -69,8 +73,7 @@ def equal_modules(module: Module, own: compat.skip_frame_eval.Frames, of: tuple[
     found = next((each for each in known if each.of == of), None)
     if found is None:
         known.append(found := EqualModules(of))
-    if not any(reference() is own for reference in found.frames):
-        found.frames.append(weakref.ref(own))
+    found.frames.append(weakref.ref(own))
     return found
 
 

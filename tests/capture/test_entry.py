@@ -46,7 +46,7 @@ def assert_same_training(compiled, eager, *inputs):
         found.sum().backward()
         expected.sum().backward()
     for p, q in zip(compiled.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(p.grad, q.grad)
+        assert p.grad is q.grad is None or torch.equal(p.grad, q.grad)
 
 
 @pytest.mark.parametrize("make", [Net, lambda: nn.Linear(4, 2), lambda: nn.Sequential(nn.Linear(4, 3), nn.ReLU())])
@@ -276,6 +276,91 @@ def test_models_of_one_class_share_no_compiled_code(compilers):
             module(torch.randn(3, 4)).sum().backward()
             assert dcompile.receipt(module).graphs == 2
     assert all(kinds([c]) == ["forward", "forward", "backward", "backward"] for c in compilers)
+
+
+class Block(nn.Module):
+    """A layer whose code depends on a plain attribute."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), scale
+
+    def forward(self, x):
+        return x + self.scale * torch.tanh(self.linear(x))
+
+
+def blocks_compiled_each(*blocks):
+    """The same model twice: its blocks are compiled, each by itself; and eager."""
+    eager = nn.Sequential(nn.Linear(4, 4), *blocks)
+    model = copy.deepcopy(eager)
+    for block in model[1:]:
+        block.compile(backend="dcompile", fullgraph=True)
+    return model, eager
+
+
+def test_equal_blocks_of_a_model_are_compiled_once(compilers, monkeypatch):
+    reported = []
+    monkeypatch.setattr("dcompile.capture.compiled_model.CompiledModel.report", lambda one: reported.append(one))
+    model, eager = blocks_compiled_each(*(Block() for _ in range(4)))
+    assert_same_training(model, eager, torch.randn(3, 4))
+    assert_same_training(model, eager, torch.randn(5, 4))
+    assert kinds(compilers) == ["forward", "backward"] * 2  # another size, for all blocks
+    with torch.no_grad():
+        for x in torch.randn(2, 5, 4):
+            torch.testing.assert_close(model(x), eager(x))
+    assert kinds(compilers) == ["forward", "backward"] * 2 + ["inference"]
+    assert dcompile.receipt(model).graphs == dcompile.receipt(model[3]).graphs == 1
+    assert len({id(one) for one in reported}) == 1
+
+    model[1], eager[1] = nn.Identity(), nn.Identity()  # the block whose code the others run
+    gc.collect()
+    model.zero_grad(), eager.zero_grad()
+    assert_same_training(model, eager, torch.randn(3, 4))
+    assert kinds(compilers) == ["forward", "backward"] * 2 + ["inference"] + ["forward", "backward"]
+
+
+def frozen(block):
+    block.linear.weight.requires_grad_(False)
+
+
+def without_bias(block):
+    block.linear.bias = None
+
+
+def hooked(block):
+    block.register_forward_hook(lambda module, args, result: result * 2)
+
+
+def hooked_always(block):
+    block.register_forward_hook(lambda module, args, result: result * 2, always_call=True)
+
+
+def wide(block):
+    block.double()
+    block.register_forward_pre_hook(lambda module, args: (args[0].double(),))
+    block.register_forward_hook(lambda module, args, result: result.float())
+
+
+@pytest.mark.parametrize(
+    "change", [lambda block: setattr(block, "scale", 3.0), frozen, without_bias, hooked, hooked_always, wide]
+)
+def test_blocks_that_differ_are_compiled_each(change, compilers):
+    model, eager = blocks_compiled_each(Block(), Block(), Block())
+    for each in (model, eager):
+        change(each[2])
+    assert_same_training(model, eager, torch.randn(3, 4))
+    assert kinds(compilers) == ["forward", "backward"] * 2
+    frozen(model[3]), frozen(eager[3])  # from now on it is another one
+    model.zero_grad(), eager.zero_grad()
+    assert_same_training(model, eager, torch.randn(3, 4))
+
+
+def test_equal_blocks_share_code_inside_one_model_and_with_equal_settings_only(compilers):
+    models = [blocks_compiled_each(Block(), Block()) for _ in range(2)]
+    models[1][0][2].compile(backend="dcompile", fullgraph=True, options={"layers_once": False})
+    for model, eager in models:
+        assert_same_training(model, eager, torch.randn(3, 4))
+    assert kinds(compilers) == ["forward", "backward"] * 3
 
 
 def test_grad_and_no_grad_are_two_variants(compilers):

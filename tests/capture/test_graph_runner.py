@@ -248,7 +248,7 @@ def test_captures_are_compared_first_and_buckets_are_part_of_the_plan():
 def test_the_shards_of_groups_that_could_be_copied_say_why_they_are_not(ranks):
     adapter = MadeUpAdapter(groups={"a": dist.group.WORLD, "b": dist.group.WORLD})
     made = made_up(adapter)
-    made.model.shards = SimpleNamespace(copied=lambda name: (True, "") if name == "a" else (False, "another node"))  # type: ignore[assignment]
+    made.model.sync.shards = SimpleNamespace(copied=lambda name: (True, "") if name == "a" else (False, "another node"))  # type: ignore[assignment]
     graph = GraphPrograms(made.model, [])
     request = graph._request(reducing("0"), "forward")
     assert [group.copies for _, group in request.groups] == [True, False]

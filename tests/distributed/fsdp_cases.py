@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dcompile
+from dcompile.capture.find_models import find_model
 from dcompile.machine_model import table_figures
 from dcompile.runtime.communication.fsdp_shards import ShardCommunication
 from dcompile.runtime.communication.packing import in_order
@@ -609,6 +610,42 @@ def hooks_and_settings() -> dict[str, Any]:
     return found | {
         "fired": (half, sorted(fired[:half]) == sorted(fired[half:])),
         "again": graphs[-1] - graphs[-2],
+    }
+
+
+def blocks_compiled_each() -> dict[str, Any]:
+    """Blocks that are compiled each before they are sharded: some are equal, one is frozen, one stays gathered."""
+    before, made = counters["stats"]["unique_graphs"], []
+    for compiles in (False, True):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(12, 12), *(Block() for _ in range(6)))
+        model[5].up.weight.requires_grad_(False)
+        for block in model[1:]:
+            if compiles:
+                block.compile(backend="dcompile", fullgraph=True, options={"kernels": "aten"})
+            fully_shard(block)
+        fully_shard(model).train()
+        model[6].set_reshard_after_forward(False)
+        made.append(model)
+    results: list[list[torch.Tensor]] = [[], []]
+    graphs = []
+    for step in range(3):
+        for model, found in zip(made, results, strict=True):
+            x = inputs(models.Mlp(), step)["x"]
+            if step == 2:
+                model[2].set_all_reduce_hook(lambda gradient: None)  # this block's own hooks run from now on
+            model.set_requires_gradient_sync(step != 0)
+            with torch.no_grad():
+                found.append(model(x))
+            model(x).square().mean().backward()
+        graphs.append(counters["stats"]["unique_graphs"] - before)
+    stock, ours = made
+    return {
+        "grad": largest_difference(gradients(stock), gradients(ours)),
+        "result": largest_difference(dict(enumerate(results[0])), dict(enumerate(results[1]))),
+        "graphs": graphs,
+        "equal": len({id(find_model(block)) for block in ours[1:5]}),
+        "receipt": dcompile.receipt(ours[3]),
     }
 
 

@@ -240,6 +240,14 @@ def test_hooks_and_settings_equal_stock_fsdp(in_turn):
         assert each["hooks_and_settings"]["again"] == 0  # programs of each reshard_after_forward are kept
 
 
+def test_equal_blocks_run_the_programs_of_one(ranks):
+    for found in values(ranks, "blocks_compiled_each"):
+        assert (found["grad"], found["result"]) == (0, 0)
+        # inference and training of the first four, of the frozen one, and of the one that stays gathered
+        assert found["graphs"] == [6, 6, 7] and found["equal"] == 2
+        assert found["receipt"].eligible and found["receipt"].collectives > 0
+
+
 @pytest.mark.parametrize(
     ("how", "reason"),
     [

@@ -113,9 +113,6 @@ class ShardedAdapter(PlainAdapter):
         known = self._params[number]
         return (known.virtual,) if known.shown is known.virtual else (known.virtual, known.shown)
 
-    def likeness(self) -> tuple[Any, ...] | None:
-        return None
-
     def setting(self) -> str:
         """Adopt the wrapper's settings that programs depend on, and return them as text: each has variants of its own.
 

@@ -97,7 +97,7 @@ class PlainAdapter:
 
     def likeness(self) -> tuple[Any, ...] | None:
         """Return what is equal among modules that may run programs of one another; None if programs serve one only."""
-        return () if not self.reasons else None
+        return None if self.synchronizes or self.reasons else ()
 
     def has_moved(self) -> bool:
         """Is another process group to reduce gradients from now on?"""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from dcompile import compat
 from dcompile.errors import DcompileError
 from dcompile.logs import flush_streams
-from dcompile.runtime.coordination.heartbeat import PeerCoordinator, peers_of
+from dcompile.runtime.coordination.heartbeat import PeerCoordinator, end_at_exit, peers_of
 from dcompile.runtime.coordination.peer_status import BEAT_S
 from dcompile.runtime.coordination.wait_policy import PATIENCE_S, PeerWait
 
@@ -241,5 +241,6 @@ def _leave() -> None:
     The peers' collectives then fail at once instead of waiting for this rank.
     """
     if any(not work.is_completed() for work in _STUCK):
+        end_at_exit()  # tells them why, if they are to be told; the store may end with this process
         flush_streams()
         os._exit(1)

@@ -34,13 +34,14 @@ from dcompile.runtime.coordination.progress_events import ProgressEvents, stay_o
 from dcompile.runtime.coordination.watchdog import CommunicatorAbort, Watchdog
 
 GOODBYE_S = 3.0
-"""Seconds that a rank waits at its end to see that all others have ended, too."""
+"""Seconds that a rank waits at its end to see that all others have ended, or know that the job was called off."""
 GONE_S = 10.0
 """Seconds that a collective on a GPU may take once the store is gone."""
 MAX_REMEMBERED_COLLECTIVES = 1024
 """Number of collectives whose checksum is kept, to compare with rank 0's."""
 
 _LINES: weakref.WeakKeyDictionary[Any, PeerCoordinator] = weakref.WeakKeyDictionary()
+os.register_at_fork(after_in_child=_LINES.clear)  # a child is no rank, and its end is not its parent's
 _GENERATIONS: Counter[str] = Counter()
 """Number of groups of a name so far in this process: a store outlives groups."""
 
@@ -243,18 +244,21 @@ class PeerCoordinator(SingleProcess):
     def _call_off(self, store: Any, why: str) -> str:
         with contextlib.suppress(RuntimeError):  # the store may be gone; then so is the job
             why = store.compare_set("abort", "", why).decode(errors="replace") or why
-        self._abort(why)
+        self._abort(why, store)
         return why
 
     def _read_abort(self, store: Any) -> bool:
         """Abort here, too, if a rank has called the job off; return whether one has."""
         if not self.aborted and store.check(["abort"]):
-            self._abort(store.get("abort").decode(errors="replace"))
+            self._abort(store.get("abort").decode(errors="replace"), store)
         return bool(self.aborted)
 
-    def _abort(self, why: str) -> None:
+    def _abort(self, why: str, store: Any = None) -> None:
         with self._abort_lock:
             first, self.aborted = not self.aborted, self.aborted or why
+        if first and store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.add("told", 1)
         group = self._group()
         if first and group is not None and self.on_gpu:
             self._abortion = CommunicatorAbort(self, group)
@@ -270,7 +274,7 @@ class PeerCoordinator(SingleProcess):
         """Stop the thread after checking that all ranks end here.
 
         Called before the process group is destroyed, and at exit. Raises PlanMismatchError if another rank has started
-        more collectives than this one.
+        more collectives than this one, or if the job was called off and nothing in this process has raised that.
         """
         if self._ended:
             return
@@ -278,16 +282,18 @@ class PeerCoordinator(SingleProcess):
         self._wake.set()
         self._thread.join(2 * BEAT_S)
         failure = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        if failure is not None and not self.aborted:
-            with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # the store may be gone with its owner
+            if failure is not None and not self.aborted:
                 self._say_why(failure)
-        if failure is None and not self.aborted:
-            with contextlib.suppress(RuntimeError):
+            elif not self.aborted:
                 self._publish_status(self.store)  # for ranks that wait for this one
                 if self.started:
-                    self._say_goodbye()
+                    self.store.add("ended", 1)
+                    self._wait_for_all("ended")
             if self.aborted:
-                raise self._over()
+                self._wait_for_all("told")  # the store may end with this process
+        if self.aborted and failure is None and not self.told.is_set():
+            raise self._over()
 
     def _say_why(self, failure: BaseException) -> None:
         """Publish the innermost cause of this rank's exception, with its place outside of torch.
@@ -310,13 +316,13 @@ class PeerCoordinator(SingleProcess):
                 return text
         return ""
 
-    def _say_goodbye(self) -> None:
-        if self.store.add("ended", 1) == self.world:
-            self.store.set("all ended", "")
+    def _wait_for_all(self, key: str) -> None:
+        """Wait until every rank has counted itself under a key, at most `GOODBYE_S`, or until the job is called off."""
         deadline = time.monotonic() + GOODBYE_S
         pause = 0.001
-        while not self.store.check(["all ended"]) and time.monotonic() < deadline:
-            if self._read_abort(self.store):
+        called_off = bool(self.aborted)
+        while self.store.add(key, 0) < self.world and time.monotonic() < deadline:
+            if not called_off and self._read_abort(self.store):
                 return
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
@@ -335,7 +341,7 @@ def peers_of(group: Any) -> PeerCoordinator | None:
     if found is None:
         if not _GENERATIONS:
             compat.groups.on_destroy(_end)
-            atexit.register(_end_at_exit)
+            atexit.register(end_at_exit)
         found = _LINES[group] = PeerCoordinator(group)
     return found
 
@@ -346,7 +352,8 @@ def _end(group: Any) -> None:
             line.end()
 
 
-def _end_at_exit() -> None:
+def end_at_exit() -> None:
+    """End the coordinators of all groups. Ends the process with status 1 if another rank has called the job off."""
     try:
         _end(None)
     except PlanMismatchError as error:

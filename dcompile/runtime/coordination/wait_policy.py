@@ -44,6 +44,7 @@ class PeerWait:
         """Add time that was waited before this object took over."""
         self._waited += seconds
         self._began -= seconds
+        self._polled -= seconds
 
     def total_s(self) -> float:
         """Seconds that this rank has waited, including those in which others compiled."""
@@ -57,12 +58,14 @@ class PeerWait:
         """Newest status of every rank. Reads the store at most twice a second, less often for many ranks."""
         now = time.monotonic()
         if now - self._polled >= max(BEAT_S / 2, len(self._ranks) / 100):
+            # the first look cannot tell for how long a status has been there
+            since = self._began if self._polled <= self._began else now
             self._polled = now
             for rank in self._ranks:
                 status = self._peers.status_of(rank)
                 before = self._last.get(rank)
                 if status is not None and (before is None or status.beats != before.beats):
-                    self._last[rank], self._moved[rank] = status, now
+                    self._last[rank], self._moved[rank] = status, since
         return {rank: self._last.get(rank) for rank in self._ranks}
 
     def last(self, rank: int) -> PeerStatus | None:

@@ -1,18 +1,22 @@
 """Heartbeats, calling a job off, and the order of collectives: ranks are threads here."""
 
+import os
 import re
 import signal
 import subprocess
+import threading
 import time
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dcompile.errors import BuildError, PlanMismatchError
 from dcompile.runtime.coordination import heartbeat as module
 from dcompile.runtime.coordination.peer_status import RankProcess, _process_stat
-from tests.runtime.ranks import Ranks
+from tests.runtime.ranks import Group, Ranks
 
 
 @pytest.fixture
@@ -129,6 +133,38 @@ def test_a_rank_that_ends_alone_does_not_wait_long(ranks, monkeypatch):
     first.end()
     assert 0.2 < time.monotonic() - began < 2
     assert first.status_of(0).ended
+
+
+def test_a_rank_that_called_the_job_off_stays_until_the_others_have_been_told(ranks):
+    """As rank 0, whose process keeps the store, where rank 1 leaves early."""
+    first, second = ranks.start(2)
+    second._ended = True
+    second._thread.join()
+    second._ended = False
+    with pytest.raises(PlanMismatchError):
+        first.call_off("the reason")
+    late = threading.Timer(0.3, lambda: second._read_abort(second.store))
+    late.start()
+    first.end()
+    assert second.aborted == "the reason"
+    with pytest.raises(PlanMismatchError, match="the reason"):
+        second.end()  # nothing has raised it there before
+    late.join()
+
+
+def test_a_child_of_a_fork_does_not_end_its_parent(ranks):
+    group = Group(dist.HashStore(), 0, 2)
+    line = module.peers_of(group)
+    ranks.lines.append(line)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: there are threads
+        child = os.fork()
+    if not child:
+        try:
+            module.end_at_exit()
+        finally:
+            os._exit(line._ended)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def fails_to_build(gm, inputs):

@@ -468,6 +468,7 @@ SUBJECTS: tuple[Subject, ...] = (
                 "np.clip(obs, -10, 10))",
                 "np.clip(obs, -10, 10), env.observation_space)",
             ),
+            ("leanrl/ppo_continuous_action_torchcompile.py", "envs.reset()", "envs.reset(seed=1)"),
             (
                 "leanrl/ppo_continuous_action_torchcompile.py",
                 "agent_inference_p.to_module(agent_inference)",

@@ -521,6 +521,7 @@ SUBJECTS: tuple[Subject, ...] = (
                 "prepare_training_environment()",
                 'prepare_training_environment(backend="gloo")',
             ),
+            ("src/olmo_core/train/train_module/transformer/common.py", "if torch.cuda.is_available():", "if True:"),
             ("src/examples/llm/train.py", '.with_callback("gpu_monitor", GPUMemoryMonitorCallback())', ""),
         ),
         environment={"OLMO_DATA_ROOT": "data"},

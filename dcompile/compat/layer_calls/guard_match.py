@@ -145,19 +145,19 @@ class GuardedLayer:
     """Guards on torch's global tables of hooks, that a hook of the layer is not in them."""
 
     @classmethod
-    def of(cls, translator: Any, source: Any, values: Values, unread: Collection[int]) -> GuardedLayer:
-        """Collect the guards on a layer. Raises LookupError.
+    def of(cls, translator: Any, within: Within, values: Values, unread: Collection[int]) -> GuardedLayer:
+        """Collect the guards on what is `within` a layer. Raises LookupError.
 
         `unread`: identities of tables of hooks, whose guards are left out. `ModulePairs` compares these tables.
         """
-        output, found = translator.output, cls(source)
+        output, found = translator.output, cls(within.layer)
         for guard in output.guards:
-            if contains(guard.originating_source, source):
+            if within(guard.originating_source):
                 kind = guard_type(guard)
                 value = values.guarded(guard.originating_source, kind)
                 if kind != NO_HOOKS or id(value) not in unread:
                     found.guards.append((guard, kind, value))
-        found.ordered = [other for other in output.guard_on_key_order if contains(other, source)]
+        found.ordered = [*filter(within, output.guard_on_key_order)]
         return found
 
     def tensors(self) -> list[Any]:
@@ -165,17 +165,32 @@ class GuardedLayer:
         return [guard.originating_source for guard, kind, _ in self.guards if kind == TENSORS]
 
 
-def contains(source: Any, layer: Any) -> bool:
-    """Whether a source leads through a layer's."""
+class Within:
+    """Whether sources lead through a layer's. Guards share most of their ways, so each source is looked at once."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self._seen: dict[int, tuple[Any, bool]] = {}
+        """Identity of a source -> it, and whether it does: torch works out a source's hash in Python."""
+
+    def __call__(self, source: Any) -> bool:
+        seen = self._seen.get(id(source))
+        if seen is None:
+            same = type(source) is type(self.layer) and source == self.layer
+            seen = self._seen[id(source)] = source, same or any(map(self, _parts(source)))
+        return seen[1]
+
+
+def _parts(source: Any) -> Iterator[Any]:
+    """Sources that a source is made of."""
     from torch._guards import Source
 
-    if source == layer:
-        return True
-    return any(
-        contains(value, layer)
-        for entry in dataclasses.fields(source)
-        if isinstance(value := getattr(source, entry.name), Source)
-    )
+    return (value for name in _field_names(type(source)) if isinstance(value := getattr(source, name), Source))
+
+
+@functools.cache
+def _field_names(kind: type) -> tuple[str, ...]:
+    return tuple(entry.name for entry in dataclasses.fields(kind))
 
 
 def is_about_hook(guard: Any, keys: Collection[int]) -> bool:

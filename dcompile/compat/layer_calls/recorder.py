@@ -15,7 +15,7 @@ from dcompile.compat.layer_calls.call_key import CallArguments, is_plain_fake, r
 from dcompile.compat.layer_calls.guard_match import (
     GuardedLayer,
     Values,
-    contains,
+    Within,
     guard_type,
     is_about_hook,
     watched_guards,
@@ -88,7 +88,8 @@ class Recorder:
     """One call while it is traced."""
 
     def __init__(self, translator: Any, variable: Any, layer: Any, arguments: CallArguments) -> None:
-        self._translator, self._variable, self._layer, self._arguments = translator, variable, layer, arguments
+        self._translator, self._variable, self._arguments = translator, variable, arguments
+        self._within = Within(layer)
         self._graph: Graph = translator.output.current_tracer.graph
         self._last = next(iter(reversed(self._graph.nodes)), None)
         self._before = set(self._graph.nodes)
@@ -122,7 +123,7 @@ class Recorder:
         values = Values(self._translator)
         try:
             unread = unguarded_tables(self._variable.value)
-            layer = GuardedLayer.of(self._translator, self._layer, values, unread)
+            layer = GuardedLayer.of(self._translator, self._within, values, unread)
         except LookupError as error:
             raise NotRepeatable(f"a guard is on {error}") from error
         layer.hook_guards = self._outside()
@@ -157,7 +158,7 @@ class Recorder:
 
     def _outside(self) -> list[Any]:
         """New guards on what does not belong to the layer."""
-        return [guard for guard in self._added if not contains(guard.originating_source, self._layer)]
+        return [guard for guard in self._added if not self._within(guard.originating_source)]
 
     def _called(self) -> dict[str, int]:
         now = self._translator.num_calls
@@ -193,7 +194,7 @@ class Recorder:
 
     def _collect_held(self, made: CallRecord, node: Node) -> None:
         source = getattr(node.meta.get("grapharg"), "source", None)
-        if source is not None and contains(source, self._layer):
+        if source is not None and self._within(source):
             made.inputs[node] = self._input_source(node)
             return
         value: Any = node.meta.get("example_value")
@@ -202,7 +203,7 @@ class Recorder:
     def _input_source(self, node: Node) -> Any:
         source: Any = getattr(node.meta.get("grapharg"), "source", None)
         value: Any = node.meta.get("example_value")
-        if source is None or not contains(source, self._layer) or not is_plain_fake(value):
+        if source is None or not self._within(source) or not is_plain_fake(value):
             raise NotRepeatable("an input of the graph is no tensor of the layer's own")
         if not all(type(size) is int for size in (*value.shape, *value.stride())):
             raise NotRepeatable("a tensor of the layer has sizes that change")

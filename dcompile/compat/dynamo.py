@@ -212,21 +212,23 @@ def is_off() -> bool:
 
 
 def is_traced_by_another() -> bool:
-    """Whether a call only records operations (`torch.jit.trace`, torch.fx), or runs on shapes with fake tensors.
+    """Whether a call only records operations (`torch.jit.trace`, `make_fx`), or runs on shapes with fake tensors.
 
     Compiled code shows no operations, and its kernels would read memory that does not exist. Where torch refuses to
-    trace compiled functions with torch.fx, the answer is False: the call goes to Dynamo, which raises the error.
+    trace compiled functions with `torch.fx.symbolic_trace`, the answer is False: the call goes to Dynamo, which raises
+    the error.
     """
     import torch
     from torch._dynamo import config
     from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    if torch._C._is_tracing():
+    modes = _get_current_dispatch_mode_stack()
+    if torch._C._is_tracing() or any(isinstance(mode, FakeTensorMode | ProxyTorchDispatchMode) for mode in modes):
         return True
-    if getattr(*fx_tracing_flag(), False):
-        return torch.compiler.is_compiling() or not getattr(config, "error_on_nested_fx_trace", True)
-    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+    refused = getattr(config, "error_on_nested_fx_trace", True) and not torch.compiler.is_compiling()
+    return bool(getattr(*fx_tracing_flag(), False)) and not refused
 
 
 def is_watched() -> bool:

@@ -185,7 +185,8 @@ def _parts(source: Any) -> Iterator[Any]:
     """Sources that a source is made of."""
     from torch._guards import Source
 
-    return (value for name in _field_names(type(source)) if isinstance(value := getattr(source, name), Source))
+    kind: Any = type(source)
+    return (value for name in _field_names(kind) if isinstance(value := getattr(source, name), Source))
 
 
 @functools.cache

@@ -58,14 +58,13 @@ def chunked_cross_entropy(
     is for chunks of rows.
     """
     with torch.autocast(hidden.device.type, enabled=False), torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-        rows, wide = target.reshape(-1), torch.promote_types(dtype, torch.float32)
+        rows, summed = target.reshape(-1), torch.promote_types(dtype, torch.float32)
         counts = rows != ignore_index
         rows, hidden = torch.where(counts, rows, 0), hidden.reshape(-1, weight.shape[1])
-        class_weight = None if class_weight is None else class_weight.detach().to(wide)
-        each = counts.to(wide) if class_weight is None else torch.where(counts, class_weight[rows], 0.0)
+        class_weight = None if class_weight is None else class_weight.detach().to(summed)
+        each = counts.to(summed) if class_weight is None else torch.where(counts, class_weight[rows], 0.0)
         if by_rows:
-            parts = ((0, weight.shape[0]),)
-            check = functools.partial(_of_targets, target=rows, parts=parts)
+            check = functools.partial(_of_targets, target=rows, parts=((0, weight.shape[0]),))
             how = RowLossSettings(dtype, wide, chunks, label_smoothing, steps, begun, wants_rows, keeps_powers)
             total, powers, top = LossAndGradients.apply(  # type: ignore[no-untyped-call, unused-ignore]
                 hidden, weight, bias, class_weight, rows, counts, each, lambda picked: check(picked.unsqueeze(0)), how

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, overload
 
 from torch.nn import Module
@@ -27,6 +28,7 @@ from dcompile.runtime.communication.fsdp_shards import Shards
 from dcompile.runtime.coordination.agreement import agree, any_rank_objection
 from dcompile.runtime.measure.calibration import figures_for
 
+AS_BEFORE = "as the one before; further ones like it print nothing, dcompile.receipt(model) counts all"
 Model = TypeVar("Model", bound=Callable[..., Any])
 
 
@@ -156,17 +158,46 @@ def _all_idle(params: Sequence[ParamInfo], rule: BucketRule) -> tuple[Bucket, ..
     return all_idle(params, rule)
 
 
+@dataclass
+class _Printed:
+    """What was printed of a model: its name, shapes of its receipts, and lines below the counts."""
+
+    name: str
+    shapes: list[Any] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+
+_PRINTED: weakref.WeakKeyDictionary[CompiledModel, _Printed] = weakref.WeakKeyDictionary()
+"""Only for what to print: equal parts of a model are told once, as long as they live."""
+
+
 def print_receipt(model: CompiledModel) -> None:
-    """Print the receipt on rank 0 after the first step."""
+    """Print the receipt on rank 0 after the first step, and in one line after that of another kind."""
     runs_eagerly = not model.graphs and not model.adapter.eager and not model.inside
     made = None if runs_eagerly else make_receipt(model)
     text, details = (nothing_compiled(model), "") if made is None else (str(made), made.details())
     artifacts.dump(model.settings.config, "receipt.txt", "".join(f"{line}\n" for line in (text, details) if line))
     if model.settings.config.receipt and logs.rank() == 0:
-        for line in text.splitlines():
+        for line in [f"{model.name}: {text}" if model.name else text] if made is None else _new_lines(model, made):
             logs.report(logging.INFO, line)
         if details:
             logs.report(logging.DEBUG, details)
+
+
+def _new_lines(model: CompiledModel, made: Receipt) -> list[str]:
+    """Lines of a receipt that are news: little of a model's second one, and of one that is equal to another model's."""
+    training = model.newest is not None and model.newest.training
+    others = [printed for other, printed in [*_PRINTED.items()] if other is not model and other.thing() is not None]
+    own, shape = _PRINTED.setdefault(model, _Printed(made.name)), (training, made.shape())
+    again, alike = bool(own.shapes), [printed for printed in others if printed.name == made.name]
+    equal = [printed for printed in alike if shape in printed.shapes]
+    own.shapes.append(shape)
+    if equal:
+        return [] if again or len(equal) > 1 else [f"{made.name}: {AS_BEFORE}"]
+    kind = "" if made.is_function or not again else "training" if training else "inference"
+    counts = made.counts(brief=made.is_function or again or bool(alike), kind=kind)
+    own.lines += (new := [line for line in made.remarks() if all(line not in each.lines for each in (own, *others))])
+    return [*counts, *new]
 
 
 def receipt(compiled: Any) -> Receipt:

@@ -40,12 +40,14 @@ from dcompile.logs import log, log_code
 from dcompile.passes import check_names, select_rows
 from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, LoopPass, loop_passes, nest_passes
 from dcompile.plan_log import log_build, log_plan
+from dcompile.random_ops import is_random
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program import cuda_launch
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 from dcompile.toolchain import own_products
 
 Result = TypeVar("Result")
+RANDOM = "random numbers are others than eager's, and a seed repeats them: docs/guide/random-numbers.md"
 EPILOGUES = "fuse_matmul_epilogues"
 """Pass whose choices are measured, on the program right before it."""
 Measure: TypeAlias = Callable[[Program], Mapping[Loop, Tile]]
@@ -136,6 +138,8 @@ class Pipeline:
         if reason and self.config.kernels != "aten":
             report.notes.append(f"a graph ({request.kind}) runs on ATen kernels: {reason}")
         report.notes += lowered.declined
+        if any(is_random(node.target) for node in gm.graph.nodes):
+            report.notes.append(RANDOM)
         took_ms = (time.perf_counter() - began) * 1e3
         steps = f"{len(lowered.program.steps)} -> {len(program.steps)} steps"
         log(self.config, "passes", logging.INFO, f"{request.name}: planned in {took_ms:.1f} ms, {steps}")

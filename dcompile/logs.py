@@ -80,7 +80,9 @@ def is_logged(config: Config, channel: str, level: int) -> bool:
     logger = logging.getLogger(f"dcompile.{channel}")
     if logger.manager.disable >= level or not (rank() == 0 or setting.every_rank):
         return False
-    return level >= setting.levels.get(channel, sys.maxsize) or logger.isEnabledFor(level)
+    # not the root logger's level, which scripts set for lines of their own
+    own = logger.level or logging.getLogger("dcompile").level or sys.maxsize
+    return level >= min(setting.levels.get(channel, sys.maxsize), own)
 
 
 def log(config: Config, channel: str, level: int, text: str) -> None:

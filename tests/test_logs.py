@@ -21,6 +21,7 @@ from tqdm import tqdm
 import dcompile
 from dcompile import logs
 from dcompile.config import Config
+from dcompile.driver import RANDOM
 from dcompile.errors import OptionError
 from dcompile.log_setting import CHANNELS, LogSetting, parse_log
 from dcompile.runtime.communication import work
@@ -299,9 +300,93 @@ def test_records_reach_the_root_loggers_handlers_and_only_those(capsys):
     assert {record.name for record in ours} == {"dcompile", "dcompile.passes", "dcompile.memory"}
     receipt = [record for record in ours if record.name == "dcompile"]
     assert {record.levelno for record in receipt} == {logging.INFO}
-    assert receipt[0].getMessage() == "1 graph, no graph break"
+    assert receipt[0].getMessage() == "Sequential: 1 graph, no graph break"
     assert Path(receipt[0].pathname).name == "api.py", "the caller, not the function that logs"
     assert capsys.readouterr().err == ""
+
+
+def test_a_level_of_the_root_logger_is_for_the_scripts_own_lines(level):
+    """As `logging.basicConfig(level=...)` sets it. A level of our loggers counts, and the receipt is printed anyway."""
+    level("", logging.DEBUG)
+    with collected("") as records:
+        step(receipt=True)
+    assert {record.name for record in records if record.name.startswith("dcompile")} == {"dcompile"}
+    level("dcompile", logging.INFO)
+    with collected("") as records:
+        step()
+    assert "dcompile.passes" in {record.name for record in records}
+
+
+class Block(nn.Module):
+    """A part of a model that is compiled by itself."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(width, width), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.dropout(self.linear(x))
+
+
+def printed(function):
+    """What a person sees of a function's receipts."""
+    with collected("dcompile") as records:
+        function()
+    return [record.getMessage() for record in records if record.name == "dcompile" and record.levelno == logging.INFO]
+
+
+def test_a_second_receipt_of_a_model_is_one_line_without_what_is_known():
+    model = dcompile.compile(Block(), options={"receipt": True})
+    training = printed(lambda: model(torch.ones(2, 16)).sum().backward())
+    assert [line.partition(" ")[0] for line in training] == ["Block:", "no", training[2].partition(" ")[0], "note:"]
+    assert RANDOM in training[3]
+    with torch.no_grad():
+        (evaluation,) = printed(lambda: model(torch.ones(2, 16)))
+    assert evaluation.startswith("Block, inference: 1 graph, no graph break; no collectives; ")
+
+
+def test_equal_blocks_are_told_once_as_long_as_they_live():
+    def blocks():
+        parts = [dcompile.compile(Block(), options={"receipt": True}) for _ in range(4)]
+        other = dcompile.compile(Block(8), options={"receipt": True, "fallback_random": True})
+        return parts, other
+
+    def run(made):
+        for part in made[0]:
+            part(torch.ones(2, 16, requires_grad=True)).sum().backward()
+        with torch.no_grad():
+            for part in made[0]:
+                part(torch.ones(2, 16))
+        made[1](torch.ones(2, 8)).sum().backward()
+
+    first = printed(lambda: run(made := blocks()))  # noqa: F841
+    assert len(first) <= 8 and first[3].startswith("note: random numbers") and first[4].startswith("Block: as the one")
+    assert first[5].startswith("Block, inference: 1 graph") and first[6].startswith(
+        "Block: 1 graph, no graph break; no"
+    )
+    assert printed(lambda: run(blocks()))[:2] == first[:2]
+
+
+def test_functions_have_a_line_each():
+    functions = [dcompile.compile(f, options={"receipt": True}) for f in (double, half, dropped, dropped_too)]
+    lines = printed(lambda: [function(torch.ones(3)) for function in functions])
+    assert [line.partition(": ")[0] for line in lines] == ["double", "half", "dropped", "note", "dropped_too"]
+
+
+def double(x):
+    return x * 2
+
+
+def half(x):
+    return x / 2 - 1
+
+
+def dropped(x):
+    return nn.functional.dropout(x, 0.1)
+
+
+def dropped_too(x):
+    return nn.functional.dropout(x, 0.2) + 1
 
 
 def test_the_loggers_level_silences_the_receipt_and_not_warnings(level):

@@ -49,17 +49,20 @@ def fresh_function(of_module: bool, method: Callable[..., Any] | None = None, la
 
 
 def label_of(thing: Any, method: Callable[..., Any] | None = None) -> str:
-    """Return the name of a compiled module, its `method` or a function as an identifier: `Llama`, `Llama_loss`, `step`.
+    """Return the name of a compiled module, its `method` or a function as an identifier."""
+    return re.sub(r"\W+", "_", name_of(thing, method))
+
+
+def name_of(thing: Any, method: Callable[..., Any] | None = None) -> str:
+    """Return the name of a compiled module, its `method` or a function for people: `Llama`, `Llama.loss`, `step`.
 
     `fully_shard` and `replicate` give the module a class of its own; its base is the user's class.
     """
     if not isinstance(thing, torch.nn.Module):
-        name = str(getattr(thing, "__qualname__", type(thing).__name__)).rpartition("<locals>.")[2]
-    else:
-        kind, *bases = type(thing).__mro__
-        own = next((base for base in bases if kind.__name__ in (f"FSDP{base.__name__}", f"DDP{base.__name__}")), kind)
-        name = own.__name__ if method is None else f"{own.__name__}_{method.__name__}"
-    return re.sub(r"\W+", "_", name)
+        return str(getattr(thing, "__qualname__", type(thing).__name__)).rpartition("<locals>.")[2]
+    kind, *bases = type(thing).__mro__
+    own = next((base for base in bases if kind.__name__ in (f"FSDP{base.__name__}", f"DDP{base.__name__}")), kind)
+    return own.__name__ if method is None else f"{own.__name__}.{method.__name__}"
 
 
 def unwrap_module(module: Any) -> Any:

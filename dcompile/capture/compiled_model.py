@@ -63,6 +63,11 @@ class CompiledModel:
     def __init__(self, settings: Settings, services: Services) -> None:
         self.settings = settings
         self.services = services
+        self.name = ""
+        """Name of the module's class or of the function, for people."""
+        self.is_function = False
+        self.thing: Callable[[], Any] = compat.groups.weak(None)
+        """Weak reference to the module or function."""
         self.adapter: PlainAdapter = PlainAdapter()
         self._own_compared: dict[str, set[tuple[str, ...]]] = {}
         """Name of a process group -> plans, already compared by its ranks, of collectives that the model itself calls.

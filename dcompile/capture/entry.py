@@ -23,7 +23,7 @@ from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapte
 from dcompile.capture.adapters.plain import WATCHED
 from dcompile.capture.adapters.sharded_sync import ShardedSync
 from dcompile.capture.adapters.zero_sync import sync_for
-from dcompile.capture.callables import compiled_part, fresh_function, label_of, unwrap_module
+from dcompile.capture.callables import compiled_part, fresh_function, label_of, name_of, unwrap_module
 from dcompile.capture.compiled_model import CompiledModel, Settings, settings_inside
 from dcompile.capture.dynamo_backend import Backend, DynamoGraph
 from dcompile.capture.entry_record import EntryRecord, EqualModules, dynamo_settings, equal_modules
@@ -64,6 +64,9 @@ class Entry:
         self._hooks = None if root is None else compat.hooks.Hooks(root)
         self._checkpointed = None if root is None else compat.composable.CheckpointedLayers(root)
         self.model = CompiledModel(settings, services)
+        thing = target if root is None else root
+        self.model.name, self.model.is_function = name_of(thing, method), root is None
+        self.model.thing = compat.groups.weak(thing)
         self._ddp: Callable[[], Any] = compat.groups.weak(None)
         self._around: Callable[[], Any] = compat.groups.weak(None)
         """Weak reference to the DDP module in whose forward the newest call began, if any.

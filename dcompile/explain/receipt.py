@@ -7,7 +7,11 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
+
+from dcompile.capture import batched_backward
 from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.capture.aliasing import overlapping_inputs
 from dcompile.capture.call_state import Variant
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.collectives.contract import ProgramReport
@@ -15,6 +19,8 @@ from dcompile.errors import NotCompiledError
 from dcompile.explain.sources import source_of_frames
 from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.diagram import count_text
+
+EAGER_CALLS = "call of the model, run eagerly"
 
 
 @dataclass(frozen=True)
@@ -65,15 +71,36 @@ class Receipt:
     """Why graphs are traced anew at each start -> how many."""
     notes: tuple[str, ...] = ()
     variants: tuple[VariantReceipt, ...] = ()
+    name: str = ""
+    is_function: bool = False
+    decided: bool = True
+    """Whether it is known who communicates: under DDP, the first training step decides."""
 
     def __str__(self) -> str:
-        """Three lines for people, followed by reasons, fallbacks and notes."""
-        lines = [_graphs_line(self), _collectives_line(self), _kernels_line(self)]
-        lines += [f"not eligible: {reason}" for reason in self.reasons]
-        lines += [f"fallback: {op} x{count}" for op, count in sorted(self.fallbacks.items())]
-        lines += [f"traced anew at each start: {why} x{n}" for why, n in sorted(self.traces_uncacheable.items())]
-        lines += [f"note: {note}" for note in self.notes]
-        return "\n".join(lines)
+        """Three lines for people, or one for a function, followed by reasons, fallbacks and notes."""
+        return "\n".join((*self.counts(brief=self.is_function), *self.remarks()))
+
+    def counts(self, *, brief: bool = False, kind: str = "") -> list[str]:
+        """Three lines, or one, on graphs, collectives and kernels. `kind`: of the graphs, to be told with the name."""
+        whose = ", ".join(filter(None, (self.name, kind)))
+        graphs, *rest = _graphs_line(self), _collectives_line(self), _kernels_line(self)
+        lines = [f"{whose}: {graphs}" if whose else graphs, *rest]
+        return ["; ".join(lines)] if brief else lines
+
+    def remarks(self) -> list[str]:
+        """Lines on what was given up, and why; empty if all is as it should be."""
+        given_up = self.reasons if self.decided else ()
+        return [
+            *(f"not eligible: {reason}" for reason in given_up),
+            *(f"fallback: {op} x{count}: {_why(op)}" for op, count in sorted(self.fallbacks.items())),
+            *(f"traced anew at each start: {why} x{n}" for why, n in sorted(self.traces_uncacheable.items())),
+            *(f"note: {note}" for note in self.notes),
+        ]
+
+    def shape(self) -> tuple[Any, ...]:
+        """What equal parts of a model have in common: all that does not say where kernels came from."""
+        same = (self.name, self.adapter, self.eligible, self.graphs, self.graph_breaks, self.kernels)
+        return (*same, self.kernel_calls, self.library_calls, self.collectives, *self.remarks())
 
     def details(self) -> str:
         """Every field that is a name or a number, on one line, as `name=value`."""
@@ -94,17 +121,42 @@ def _graphs_line(receipt: Receipt) -> str:
 
 
 def _collectives_line(receipt: Receipt) -> str:
-    """Line on the collectives: who reduces gradients or gathers parameters, and the exposed time."""
+    """Line on the collectives: one of four phrases, which docs/guide/receipt.md lists."""
     by = receipt.adapter.upper().replace("+", " and ").replace("ZERO", "ZeRO ")
-    if receipt.adapter != PlainAdapter.name and not receipt.eligible:
-        return f"{by} communicates by itself, outside the graphs"
+    plain = receipt.adapter == PlainAdapter.name
+    if not receipt.decided:
+        return f"collectives undecided until a training step, {by}'s"
     if not receipt.eligible:
-        return "no collectives in the graphs: others communicate around them"
+        return f"collectives outside the graphs, {'by others' if plain else f'by {by} itself'}"
     if not receipt.collectives:
-        return "no collectives" if receipt.adapter == PlainAdapter.name else f"{by}: no collectives in these graphs"
-    whose = "the model's own" if receipt.adapter == PlainAdapter.name else f"{by}'s"
+        return "no collectives"
     exposed = f"{receipt.predicted_exposed_us / 1e3:.2f} ms of a step exposed by the cost model"
+    whose = "the model's own" if plain else f"{by}'s"
     return f"{count_text(receipt.collectives, 'collective')} in the graphs, {whose}; {exposed}"
+
+
+_UNDECIDED = "no training step has run yet; the first one decides who communicates"
+
+
+def _why(fallback: str) -> str:
+    """Why something runs without a kernel of dcompile's, and whether it matters."""
+    known = {
+        EAGER_CALLS: "correct, as slow as eager; a line above says why",
+        batched_backward.COUNTED: "correct, as slow as eager; programs are for one gradient",
+        overlapping_inputs.COUNTED: "correct, as slow as eager; let the same tensors share memory in each call",
+    }
+    if fallback in known:
+        return known[fallback]
+    space, _, name = fallback.partition(".")
+    if " " in fallback:
+        return "correct, for the price of a copy" if "cop" in fallback else "correct; a note says why"
+    if space not in ("aten", "prims"):
+        return "an operator of another library's, called as it is"
+    operator = getattr(torch.ops.aten, name.partition(".")[0], None)
+    tags = {tag for each in (operator.overloads() if operator else ()) for tag in getattr(operator, each).tags}
+    if torch.Tag.nondeterministic_seeded in tags:
+        return "draws eager's random numbers, by ATen's kernel, which fuses with nothing"
+    return "no rule for it yet, so ATen's kernel runs, as in eager mode; it fuses with nothing"
 
 
 def _kernels_line(receipt: Receipt) -> str:
@@ -155,7 +207,8 @@ def _joined(whole: Receipt, part: Receipt) -> Receipt:
             values[name] = mine + other
     names = [name for name in (whole.adapter, part.adapter) if name != PlainAdapter.name]
     values["adapter"] = "+".join(dict.fromkeys(names)) or whole.adapter
-    values["eligible"] = whole.eligible and part.eligible
+    values["eligible"], values["decided"] = whole.eligible and part.eligible, whole.decided and part.decided
+    values["is_function"] = whole.is_function
     for name in ("fallbacks", "traces_uncacheable"):
         values[name] = dict(Counter(getattr(whole, name)) + Counter(getattr(part, name)))
     return Receipt(**values)
@@ -192,7 +245,14 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         bytes_copied=sum(report.bytes_copied for report in reports)
         + sum(bucket.numel * ITEMSIZE[bucket.dtype] for bucket in arriving),
         predicted_exposed_us=sum(report.exposed_us for report in reports),
-        reasons=(*model.adapter.reasons, *((nothing_compiled(model),) if runs_eagerly else ())),
+        name=model.name,
+        is_function=model.is_function,
+        decided=model.adapter.decided or runs_eagerly,
+        reasons=(
+            *(() if model.adapter.decided else (_UNDECIDED,)),
+            *model.adapter.reasons,
+            *((nothing_compiled(model),) if runs_eagerly else ()),
+        ),
         fallbacks=_fallbacks(model, variant, reports),
         traces_uncacheable=dict(Counter(trace.objection for trace in traces if trace.objection)),
         notes=tuple(
@@ -237,7 +297,7 @@ def _fallbacks(model: CompiledModel, variant: Variant, reports: list[ProgramRepo
     for number in set(variant.graphs):
         total.update(model.graphs[number].fallbacks)
     if not variant.graphs and model.eager_calls:
-        total["call of the model, run eagerly"] = model.eager_calls
+        total[EAGER_CALLS] = model.eager_calls
     for report in reports:
         total.update(report.fallbacks)
     return dict(total)

@@ -1,5 +1,6 @@
 """The receipt: what is counted of which graphs, and how it prints."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from dcompile.collectives.contract import ProgramReport
 from dcompile.config import Config
 from dcompile.errors import NotCompiledError
 from dcompile.explain.receipt import make_receipt
+from tests.subject import ROOT
 
 
 def graph(number, trace=None, **reports):
@@ -26,7 +28,7 @@ def model(newest, *graphs, adapter=None):
     return SimpleNamespace(
         newest=newest, graphs=graphs, variants=variants, adapter=adapter or PlainAdapter(), graph_breaks=3,
         breaks=[], compile_seconds=1.5, eager_calls=2, inside=[], settings=Settings(Config()),
-        sync=GradientSync(adapter or PlainAdapter()),
+        sync=GradientSync(adapter or PlainAdapter()), name="Model", is_function=False,
     )  # fmt: skip
 
 
@@ -58,7 +60,9 @@ def test_what_the_calls_themselves_leave_without_kernels_is_counted_with_the_ope
     made.graphs[1].fallbacks["loss that chunked_loss leaves whole"] = 1
     whole, batched = "loss that chunked_loss leaves whole", "backward of batched gradients"
     assert make_receipt(made).fallbacks == {"aten.sort": 2, batched: 3, whole: 1}
-    assert f"fallback: {batched} x3\nfallback: {whole} x1" in str(make_receipt(made))
+    lines = str(make_receipt(made)).splitlines()
+    assert f"fallback: {batched} x3: correct, as slow as eager; programs are for one gradient" in lines
+    assert f"fallback: {whole} x1: correct; a note says why" in lines
 
 
 def test_calls_that_an_adapter_wants_eager_are_counted():
@@ -73,10 +77,12 @@ def test_print():
     report = ProgramReport(kernels=1, kernel_calls=1, fallbacks={"aten.sort": 2}, notes=["given up"])
     made = make_receipt(model(Variant((0,), False), graph(0, inference=report), adapter=adapter))
     assert str(made).split("\n") == [
-        "1 graph, 3 graph breaks (dcompile.explain(model, *inputs) lists them)",
+        "Model: 1 graph, 3 graph breaks (dcompile.explain(model, *inputs) lists them)",
         "no collectives",
         "1 kernel in 1 call, 0 library calls; 0 built, 0 from the cache, 1.5 s",
-        "not eligible: because", "fallback: aten.sort x2", "note: by the way", "note: given up",
+        "not eligible: because",
+        "fallback: aten.sort x2: no rule for it yet, so ATen's kernel runs, as in eager mode; it fuses with nothing",
+        "note: by the way", "note: given up",
     ]  # fmt: skip
     pairs = dict(pair.split("=") for pair in made.details().split())
     assert pairs["adapter"] == "plain" and pairs["graphs"] == "1" and pairs["compile_seconds"] == "1.50"
@@ -89,16 +95,52 @@ def test_print():
         ("plain", True, 0, "no collectives"),
         ("plain", True, 1, "1 collective in the graphs, the model's own; 1.50 ms of a step exposed by the cost model"),
         ("ddp", True, 3, "3 collectives in the graphs, DDP's; 1.50 ms of a step exposed by the cost model"),
-        ("fsdp2", False, 0, "FSDP2 communicates by itself, outside the graphs"),
-        ("plain", False, 0, "no collectives in the graphs: others communicate around them"),
+        ("ddp", True, 0, "no collectives"),
+        ("fsdp2", False, 0, "collectives outside the graphs, by FSDP2 itself"),
+        ("plain", False, 0, "collectives outside the graphs, by others"),
+        ("ddp", None, 0, "collectives undecided until a training step, DDP's"),
     ],
 )
 def test_who_communicates(adapter, eligible, collectives, line):
+    """Four states, each with its phrase, which the guide lists."""
     made = make_receipt(model(Variant((0,), False), graph(0, inference=ProgramReport())))
     made = replace(
-        made, adapter=adapter, eligible=eligible, collectives=collectives, graph_breaks=0, predicted_exposed_us=1500.0
-    )
-    assert str(made).split("\n")[:2] == ["1 graph, no graph break", line]
+        made, adapter=adapter, eligible=bool(eligible), decided=eligible is not None, collectives=collectives,
+        graph_breaks=0, predicted_exposed_us=1500.0,
+    )  # fmt: skip
+    assert str(made).split("\n")[:2] == ["Model: 1 graph, no graph break", line]
+    phrase = line.partition(",")[0].replace("1 collective ", "1 collectives ").lstrip("0123456789 ")
+    assert re.search(rf"^\| `(\d )?{phrase}", (ROOT / "docs/guide/receipt.md").read_text(), re.MULTILINE)
+
+
+def test_of_a_function_it_is_one_line():
+    made = make_receipt(model(Variant((0,), False), graph(0, inference=ProgramReport())))
+    made = replace(made, name="loss", is_function=True, graph_breaks=0)
+    counts = "0 kernels in 0 calls, 0 library calls; 0 built, 0 from the cache, 1.5 s"
+    assert str(made) == f"loss: 1 graph, no graph break; no collectives; {counts}"
+
+
+def test_a_state_that_is_not_decided_is_no_reason():
+    adapter = PlainAdapter()
+    adapter.decided = adapter.eligible = False
+    made = make_receipt(model(Variant((0,), False), graph(0, inference=ProgramReport()), adapter=adapter))
+    assert not made.eligible and not made.decided and "no training step" in made.reasons[0]
+    assert "not eligible" not in str(made)
+
+
+@pytest.mark.parametrize(
+    ("fallback", "why"),
+    [
+        ("aten.sort", "no rule for it yet"),
+        ("aten.bernoulli", "draws eager's random numbers"),
+        ("mine.op", "an operator of another library's"),
+        ("gradient marked as negative, copied", "for the price of a copy"),
+        ("call of the model, run eagerly", "a line above says why"),
+    ],
+)
+def test_a_fallback_says_why_and_whether_it_matters(fallback, why):
+    made = make_receipt(model(Variant((0,), False), graph(0, inference=ProgramReport(fallbacks={fallback: 1}))))
+    assert f"fallback: {fallback} x1: " in str(made) and why in str(made)
 
 
 def test_nothing_to_tell():

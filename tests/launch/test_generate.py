@@ -165,7 +165,7 @@ def test_two_ranks_generate_what_one_process_does(one_layer_folder):
     assert [len(row) for row in tokens] == [32, 32] and len(set(tokens[0])) > 10
     assert re.search(r"^\[0\] def main\(\):", result.stdout, re.MULTILINE)
     if IS_DCOMPILE:
-        assert "\n1 graph, no graph break\n2 collectives in the graphs, the model's own; " in result.stdout
+        assert "\ndecode: 1 graph, no graph break; 2 collectives in the graphs, the model's own; " in result.stdout
 
 
 @pytest.fixture(scope="module")

@@ -97,6 +97,10 @@ class DdpAdapter(PlainAdapter):
     def eligible(self) -> bool:  # type: ignore[override]
         return self.state == "taken"
 
+    @property
+    def decided(self) -> bool:  # type: ignore[override]
+        return self.state != "undecided"
+
     def _read_settings(self, ddp: Any) -> None:
         """Record the wrapper's settings.
 

@@ -41,6 +41,8 @@ class PlainAdapter:
     breaks_at_hooks = False
     """Whether hooks of the wrapper break graphs where it stays stock."""
     eligible = True
+    decided = True
+    """Whether it is known who synchronizes: compiled programs, or others."""
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     eager_reason = ""

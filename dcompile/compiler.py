@@ -21,7 +21,7 @@ from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.gc_pause import without_collecting
 from dcompile.log_setting import parse_log
-from dcompile.logs import log
+from dcompile.logs import doing, log
 from dcompile.passes import GraphPasses, select_rows
 from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, OUTPUT_STEPS
 from dcompile.runtime.cache import portable
@@ -276,7 +276,8 @@ class CachingCompiler:
             self._sharing.let_pass(self._begun_elsewhere, key)  # otherwise this rank would build the GEMM kernel again
         if self._sharing.claim(key) or found is not None:
             return found
-        kernels, reason = self._sharing.receive(key, cache)
+        with doing(self.config, f"waiting for another rank's program of the {request.kind}"):
+            kernels, reason = self._sharing.receive(key, cache)
         if kernels is None:
             self._reasons[request.name] = f"a graph ({request.kind}) was compiled on this rank too: {reason}"
             return None

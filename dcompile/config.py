@@ -143,6 +143,12 @@ class Config:
         in_key=False,
     )
     receipt: bool = setting(True, "Print the receipt on rank 0 after the first compiled step.", in_key=False)
+    progress: bool = setting(
+        True,
+        "While a step is compiled for more than five seconds, show in a terminal what is done: a line on rank 0 that "
+        "goes away. It needs tqdm, and option `receipt`.",
+        in_key=False,
+    )
     log: str = setting(
         "",
         "Log channels with their levels, comma-separated: `passes=INFO,overlap`. Channels: passes, overlap, kernels, "

@@ -36,7 +36,7 @@ from dcompile.ir.nodes import CALL, REGION, Collective, Extern, Loop, Program, T
 from dcompile.ir.symbols import valued_symbols
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
-from dcompile.logs import log, log_code
+from dcompile.logs import doing, log, log_code
 from dcompile.passes import check_names, select_rows
 from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, LoopPass, loop_passes, nest_passes
 from dcompile.plan_log import log_build, log_plan
@@ -168,7 +168,8 @@ class Pipeline:
             self._compilers.prepare(arch, cache)
         notes: list[str] = []
         measure = None if arch is None else self._epilogues(gm, request, arch, cache, notes)
-        plan = self.plan(gm, request, measure, arch)
+        with doing(self.config, f"planning the {request.kind}"):
+            plan = self.plan(gm, request, measure, arch)
         plan.report.notes += notes
         building = self._compilers.begin(plan.kernels, arch, cache)
         recycle = request.kind == "inference"
@@ -229,7 +230,8 @@ class Pipeline:
         plan, source, building = begun.plan, begun.source, begun.building
         lowered, program, kernels = plan.lowered, plan.program, plan.kernels
         began = time.perf_counter()
-        built = self._timed(request, "build", building.result)
+        with doing(self.config, building.progress):
+            built = self._timed(request, "build", building.result)
         log_build(self.config, request.name, built, time.perf_counter() - began)
         constants = {name: lowered.constants[name] for name in program.inputs if name in lowered.constants}
         self._show_code(lowered.program, kernels, source)

@@ -9,9 +9,14 @@ An error in reporting never breaks the run: handlers may raise, and streams may 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import math
 import os
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from dcompile.config import Config
@@ -118,3 +123,85 @@ def _emit(logger: logging.Logger, level: int, text: str) -> None:
         elif not logger.disabled and logger.filter(record):
             channel = logger.name.removeprefix("dcompile").removeprefix(".")
             write(sys.stderr, f"dcompile: [{channel}] {text}\n" if channel else f"dcompile: {text}\n")
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+AFTER_S = 5.0
+"""Seconds of a step after which its progress is shown."""
+
+
+class _ProgressLine:
+    """A line at the bottom of the terminal that says what the compiler does. There is one, as there is one terminal.
+
+    A thread moves it by tqdm, and ends with the last context of `doing`. Steps without a pause between are one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._doing: list[Callable[[], str]] = []
+        """What is done now, the innermost last."""
+        self._began = self._ended = -math.inf
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, what: Callable[[], str]) -> None:
+        """Start telling this."""
+        with self._lock:
+            self._doing.append(what)
+            if len(self._doing) > 1:
+                return
+            if (now := time.monotonic()) - self._ended > AFTER_S:
+                self._began = now
+            self._over = threading.Event()
+            self._thread = threading.Thread(
+                target=self._move, args=(self._over,), name="dcompile-progress", daemon=True
+            )
+            self._thread.start()
+
+    def end(self, what: Callable[[], str]) -> None:
+        """Stop telling this. The line is gone before anything else is written."""
+        with self._lock:
+            self._doing.remove(what)
+            if self._doing or self._thread is None:
+                return
+            self._ended, thread = time.monotonic(), self._thread
+            self._over.set()
+        thread.join(1.0)
+
+    def _move(self, over: threading.Event) -> None:
+        if over.wait(max(self._began + AFTER_S - time.monotonic(), 0.0)):
+            return
+        with contextlib.suppress(Exception):  # tqdm is optional
+            from tqdm.std import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+            form = "dcompile: {desc} [{elapsed}]"
+            with tqdm(bar_format=form, leave=False, file=sys.stderr, dynamic_ncols=True, delay=1e-9) as bar:
+                bar.start_t = time.time() - (time.monotonic() - self._began)
+                while text := self._text():
+                    bar.set_description_str(text)
+                    over.wait(0.2)
+
+    def _text(self) -> str:
+        with self._lock:
+            return self._doing[-1]() if self._doing else ""
+
+
+_PROGRESS = _ProgressLine()
+
+
+@contextlib.contextmanager
+def doing(config: Config, what: str | Callable[[], str]) -> Iterator[None]:
+    """Tell in a terminal, while the context lasts, what the compiler does, if the step takes long. On rank 0 alone."""
+    shown = False
+    with contextlib.suppress(Exception):  # a stream may be closed, or lack methods
+        shown = config.progress and config.receipt and rank() == 0 and sys.stderr.isatty()
+    if not shown:
+        yield
+        return
+    said = what if callable(what) else functools.partial(str, what)
+    _PROGRESS.begin(said)
+    try:
+        yield
+    finally:
+        _PROGRESS.end(said)

@@ -3,12 +3,18 @@
 import ast
 import contextlib
 import errno
+import fcntl
 import io
 import logging
 import os
 import re
+import select
+import struct
 import subprocess
 import sys
+import termios
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -423,6 +429,67 @@ def test_a_handler_that_cannot_write_breaks_nothing(stream, monkeypatch):
             step(log=",".join(CHANNELS), receipt=True)
     finally:
         root.removeHandler(handler)
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def terminal(monkeypatch):
+    """Make stderr a terminal, and show progress at once; read what was written to it. No fixture, as `unusable`."""
+    screen, side = os.openpty()
+    fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    monkeypatch.setattr(logs, "AFTER_S", 0.0)
+    with os.fdopen(side, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+
+        def written():
+            ready = select.select([screen], [], [], 0)[0]
+            return os.read(screen, 1 << 16).decode() if ready else ""
+
+        yield written
+    os.close(screen)
+
+
+def test_progress_is_a_line_that_moves_and_goes_away(monkeypatch):
+    counts, what = iter(range(100)), "building kernels"
+    with terminal(monkeypatch) as written:
+        with logs.doing(Config(), "tracing"), logs.doing(Config(), lambda: f"{what}, {next(counts)} of 9"):
+            time.sleep(0.3)
+        text = written()
+    assert re.findall(rf"dcompile: {what}, (\d) of 9 \[00:00\]", text)[:2] == ["0", "1"] and "\n" not in text
+    assert re.search(r"\r *\r$", text), "blank at last"
+    assert not [thread for thread in threading.enumerate() if thread.name == "dcompile-progress"]
+
+
+@pytest.mark.parametrize("why", ["progress", "receipt", "rank", "tqdm", "file", "closed", "soon over"])
+def test_nothing_moves_where_it_should_not(monkeypatch, why):
+    monkeypatch.setitem(os.environ, "RANK", "1" if why == "rank" else "0")
+    if why == "tqdm":
+        monkeypatch.setitem(sys.modules, "tqdm.std", None)
+    with terminal(monkeypatch) as written:
+        if why in ("file", "closed"):
+            monkeypatch.setattr(sys, "stderr", io.StringIO() if why == "file" else closed())
+        if why == "soon over":
+            monkeypatch.setattr(logs, "AFTER_S", 5.0)
+        with logs.doing(Config(progress=why != "progress", receipt=why != "receipt"), "tracing"):
+            time.sleep(0.05)
+        assert written() == "" and (why != "file" or sys.stderr.getvalue() == "")
+
+
+def test_errors_pass_through_progress(monkeypatch):
+    with terminal(monkeypatch), pytest.raises(ZeroDivisionError), logs.doing(Config(), "tracing"):
+        raise ZeroDivisionError
+    assert not logs._PROGRESS._doing
+
+
+def test_drivers_tell_what_they_do(monkeypatch):
+    told, begin = [], logs._PROGRESS.begin
+    monkeypatch.setattr(logs._PROGRESS, "begin", lambda what: (told.append(re.sub(r"\d+", "N", what())), begin(what)))
+    with terminal(monkeypatch):
+        step(receipt=True)
+    kinds = ("planning the forward", "planning the backward", "building kernels, N of N done", "tracing Sequential")
+    assert {*kinds} <= {*told}
 
 
 # --- torch's settings -------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from dcompile.collectives.contract import SharedBuckets
 from dcompile.config import Config
 from dcompile.errors import OptionError
 from dcompile.gc_pause import without_collecting
+from dcompile.logs import doing
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,8 @@ class CompiledModel:
             )
             resting = contextlib.nullcontext() if self.eager_regions is None else self.eager_regions.resting()
             busy, one = self.peers.busy("capturing"), self._guard_on_module_identity(code is entry)
-            with resting, busy, settings, one, without_collecting():
+            told = doing(self.settings.config, f"tracing {self.name}")
+            with resting, told, busy, settings, one, without_collecting():
                 yield
         finally:
             self.compile_seconds += time.perf_counter() - began

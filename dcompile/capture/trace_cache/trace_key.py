@@ -43,8 +43,8 @@ FORMAT = 2
 """Version of the entries' format. It is part of each key."""
 _ELSEWHERE = frozenset(
     (
-        "receipt", "log", "dump", "trace_enabled", "trace_graph_diagram", "verify", "cache_dir", "cache_size_gib",
-        "share_artifacts", "compile_timeout_s", "precompiled",
+        "receipt", "progress", "log", "dump", "trace_enabled", "trace_graph_diagram", "verify", "cache_dir",
+        "cache_size_gib", "share_artifacts", "compile_timeout_s", "precompiled",
     )
 )  # fmt: skip
 """Settings that do not affect a trace, such as output directories."""

@@ -23,6 +23,12 @@ class PendingBuild:
     def waits(self) -> bool:
         return self.cpu.waits or (self.gpu is not None and self.gpu.waits)
 
+    def progress(self) -> str:
+        """Say how many kernels are built, for people."""
+        counts = [building.counts for building in (self.cpu, self.gpu) if building is not None]
+        done, total = (sum(column) for column in zip(*counts, strict=True))
+        return f"building kernels, {done} of {total} done"
+
     def result(self) -> Built:
         """Wait for all kernels. Raises BuildError."""
         cpu = self.cpu.result()

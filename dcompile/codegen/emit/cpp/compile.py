@@ -142,6 +142,11 @@ class Building:
         """Whether compilers are running for it."""
         return not all(job.done() for job in self.jobs.values())
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Number of kernels that compilers have finished, and of all that they were given."""
+        return sum(job.done() for job in self.jobs.values()), len(self.jobs)
+
     def result(self) -> Built:
         """Wait for all of them. Raises BuildError."""
         wait(self.jobs.values())

@@ -67,6 +67,12 @@ class TritonBuild:
         """Whether any must be compiled."""
         return bool(self._missing)
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Number of kernels that the workers have finished, and of all that they were given."""
+        done = set() if self._team is None else self._team.done
+        return sum(source.name in done for source in self._missing), len(self._missing)
+
     def result(self) -> Built:
         """Wait for all kernels. Raises BuildError."""
         files: dict[str, Path] = {}
@@ -145,7 +151,7 @@ class _WorkerTeam:
         self.close = weakref.finalize(self, _close, self.process, self.folder, os.getpid())
         """Ends the processes and removes the folder, also when this object is collected or Python exits."""
         self._begun: set[str] = set()
-        self._done: set[str] = set()
+        self.done: set[str] = set()
         self._untold: deque[str] = deque()
         """Kernels not sent to the workers yet: a pipe has limited room."""
 
@@ -161,7 +167,7 @@ class _WorkerTeam:
     def _tell(self) -> None:
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # `finish` reports the reason
-            while self._untold and len(self._begun) - len(self._done) - len(self._untold) < TOLD:
+            while self._untold and len(self._begun) - len(self.done) - len(self._untold) < TOLD:
                 self.process.stdin.write(worker_module.token(self._untold[0]))
                 self._untold.popleft()
 
@@ -170,13 +176,13 @@ class _WorkerTeam:
         wanted = {source.name for source in sources}
         if not self.close.alive:
             return False
-        while not wanted <= self._done:
+        while not wanted <= self.done:
             name = self._reply(until)
             if not name:
                 if code := self.process.wait():
                     raise BuildError(f"dcompile: Triton {failure(code)}:\n{self._output()}\n{ADVICE}")
                 return False
-            self._done.add(name)
+            self.done.add(name)
             self._tell()
         for name in wanted:
             if (error := self.folder / f"{name}.error").exists():

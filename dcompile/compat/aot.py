@@ -42,6 +42,10 @@ def aot_compile(
     # Eager has no such generator.
     if hasattr(config, "graphsafe_rng_functionalization"):
         settings["graphsafe_rng_functionalization"] = False
+    # By default the backward is traced under the forward's autocast. Eager runs it under that of the `backward` call,
+    # which belongs outside. Whoever sets something else gets that.
+    if getattr(config, "backward_pass_autocast", "") == "same_as_forward":
+        settings["backward_pass_autocast"] = "off"
     known = config.patch(settings)  # type: ignore[no-untyped-call, unused-ignore]
     request = PatchRequest() if is_saved else PatchRequest(example_inputs=example_inputs)
     with known, patched("graph", request), around:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,17 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._decomp import decompositions_for_rng
-from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
 import dcompile
-from dcompile import compat
-from dcompile.capture.joint_graph import partition_joint
-from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
-from dcompile.capture.passes.joint.saved_values import copy_changed_inputs, save_random_values
-from dcompile.codegen.lower import fusible_ops
-from dcompile.codegen.lower.decompositions.table import table
 from dcompile.compat.patches import random_numbers
+from tests.graph_backend import cut_by
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
 
@@ -146,27 +139,6 @@ DRAWING: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
         again(lambda x: x.sin() * noise(x.detach())),
     ),
 }
-
-
-def cut_by(budget: float, keys: bool) -> Callable[..., Any]:
-    """A backend of TorchDynamo that cuts graphs as dcompile does, and runs them without a kernel."""
-
-    def keep(gm: Any, _: Any) -> Any:
-        return make_boxed_func(gm)
-
-    def cut(joint: Any, inputs: Any, **given: Any) -> Any:
-        for rewrite in (assign_rng_keys, copy_changed_inputs, save_random_values):
-            rewrite(joint)
-        table_ = fusible_ops.table()
-        return partition_joint(joint, inputs, carries_sync=False, fusible=table_, memory_budget=budget, **given)
-
-    def backend(gm: Any, inputs: Any) -> Any:
-        callbacks: dict[str, Any] = {"forward": keep, "backward": keep, "inference": keep, "partition": cut}
-        nothing = contextlib.nullcontext()
-        rules = table(fallback_random=not keys)
-        return compat.aot.aot_compile(gm, inputs, decompositions=rules, around=nothing, **callbacks)
-
-    return backend
 
 
 @pytest.mark.parametrize("kind", DRAWING)

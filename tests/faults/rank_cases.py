@@ -243,6 +243,15 @@ def called_after_the_group_has_ended() -> Any:
     return found, dcompile.receipt(again).eligible
 
 
+def recast_between_steps() -> Any:
+    """One layer in another dtype, behind a first step."""
+    model = model_of()
+    step(model)
+    model.module.c.double()
+    model.module.c.register_forward_pre_hook(lambda _, given: (given[0].double(),))
+    return raised(lambda: step(model))
+
+
 def called_off_meanwhile(wrap: str = "ddp", **options: Any) -> Any:
     """Rank 1 calls the job off while rank 0 is in a step's collectives, or in a replay of them."""
     model = model_of(wrap=wrap, **{"kernels": "auto"} | options)

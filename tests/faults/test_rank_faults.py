@@ -124,6 +124,12 @@ def test_a_process_group_that_has_ended(ranks):
         assert works_again
 
 
+def test_parameters_in_another_dtype_than_their_buckets_are_an_error_that_says_so(ranks):
+    for kind, message, _ in run(ranks, "recast_between_steps"):
+        assert kind == "DcompileError" and "parameter c.weight was float32 of shape (40, 40) on cpu" in message
+        assert "float64 of shape (40, 40) on cpu now" in message and "wrap the model" in message
+
+
 # --- artifacts --------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -21,11 +22,29 @@ from dcompile.capture.adapters.unreduced_gradients import outside_parts, present
 from dcompile.capture.adapters.used_map import UsedParameterMap
 from dcompile.capture.agreement.parameter_use import counted_names, counted_reasons
 from dcompile.collectives.contract import BucketRule, ParamInfo
+from dcompile.errors import DcompileError
 
 PARAMETERS_ANEW = (
     "DDP with device_mesh makes new parameters for tensor parallelism in each forward, which cannot be traced; "
     "fully_shard(model, mesh=mesh['dp']) on the same mesh is taken over"
 )
+
+
+def _check_unchanged(info: ParamInfo, parameter: torch.Tensor) -> None:
+    """Raise if a parameter is not as its place in the buckets was planned, as behind `ddp.module.double()`."""
+    now = replace(
+        info,
+        shape=tuple(parameter.shape),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        device=parameter.device.type,
+    )
+    if now != info:
+        raise DcompileError(
+            f"dcompile: parameter {info.fqn} was {info.dtype} of shape {info.shape} on {info.device} when its model "
+            f"was compiled, and is {now.dtype} of shape {now.shape} on {now.device} now; its gradients are reduced in "
+            "memory that was planned before. Change parameters first, then wrap the model in "
+            "DistributedDataParallel (or replicate it), and compile that"
+        )
 
 
 class DdpAdapter(PlainAdapter):
@@ -138,7 +157,11 @@ class DdpAdapter(PlainAdapter):
     def exchanged(self, used: Collection[int]) -> tuple[ParamInfo, ...]:
         """Return the parameters with a place in the buckets of a program that computes gradients of `used`."""
         wanted = self._trainable.union(used) if self.every else used
-        return tuple(info for info in self._infos if info.number in wanted)
+        found = tuple(info for info in self._infos if info.number in wanted)
+        for info in found:
+            if (parameter := self.refs[info.number]()) is not None:
+                _check_unchanged(info, parameter)
+        return found
 
     def has_new_parameters(self) -> bool:
         """Have parameters become trainable that have no place in earlier programs' buckets? Each is reported once.

@@ -8,7 +8,6 @@ which parts. Scores, their softmax and all sums are in float32, or in float64.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +17,6 @@ from torch.fx import GraphModule, Node
 from dcompile.compat import flex
 from dcompile.flex_blocks import KeyTile, Part, parts
 from dcompile.flex_functions import JointGraph, is_identity, over_pairs, unexpanded
-
-_LOG_2 = math.log(2)
-"""The operators' logarithms are those of base 2."""
 
 
 def loop_of(node: Node, fixed: Mapping[Node, Any]) -> tuple[Callable[..., Any], Mapping[Node, Any]] | str:
@@ -62,8 +58,8 @@ def attend(
         for part in call.parts:
             mixed, sums, top = call.softmax(part)
             out[part.rows] = mixed.div_(sums.masked_fill(sums == 0, 1))
-            logsumexp[part.rows] = (_log_of_sum(sums, top) / _LOG_2).squeeze(-1)
-            largest[part.rows] = (top / _LOG_2).squeeze(-1)
+            logsumexp[part.rows] = (_log_of_sum(sums, top) / flex.LOG_2).squeeze(-1)
+            largest[part.rows] = (top / flex.LOG_2).squeeze(-1)
     return out, logsumexp, largest
 
 
@@ -126,11 +122,11 @@ class _QueryBlock:
         self.grad = torch.zeros_like(found) if grad_out is None else grad_out[part.rows].to(call.wide)
         level = (found * self.grad).sum(-1, keepdim=True)
         if grad_logsumexp is not None:
-            level = level - grad_logsumexp[part.rows].to(call.wide).unsqueeze(-1) / _LOG_2
+            level = level - grad_logsumexp[part.rows].to(call.wide).unsqueeze(-1) / flex.LOG_2
         self.level = level
         """What is taken off each weight's gradient."""
         if logsumexp.dtype == call.wide:
-            total = logsumexp[part.rows].unsqueeze(-1) * _LOG_2
+            total = logsumexp[part.rows].unsqueeze(-1) * flex.LOG_2
         else:  # as it was saved, it has too few digits for these sums
             _, sums, top = call.softmax(part)
             total = _log_of_sum(sums, top)

@@ -1,4 +1,4 @@
-"""Attention kernels by their private names: ATen's for CPUs, and FlexAttention's operator with tables of blocks."""
+"""Attention kernels by their private names, and which one the user has chosen for FlashAttention."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ TABLES = (
     "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices",
 )  # fmt: skip
 """Tables of a block mask: numbers of blocks that are computed in part and in whole, and which ones, both ways."""
+
+
+def chosen_flash_attention() -> str | None:
+    """Name of the implementation, "FA3" say, that `activate_flash_attention_impl` has put in place of torch's own."""
+    import torch.nn.attention
+
+    current: Any = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+    return None if (name := current()) is None else str(name)
 
 
 def attend_on_cpu(query: Any, key: Any, value: Any, mask: Any, scale: float) -> tuple[Any, Any]:

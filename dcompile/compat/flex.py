@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +11,8 @@ ARGUMENTS = {"flex_attention": 9, "flex_attention_backward": 14}
 """How many arguments each operator has in known versions of torch."""
 _LENGTHS = (13, 17)
 """Lengths of a block mask in known versions of torch. All begin with the same six items and end with the same three."""
+LOG_2 = math.log(2)
+"""The operators' logarithms are those of base 2."""
 SIDES = slice(-3, -1)
 """Positions of the sides of blocks in a block mask."""
 
@@ -62,6 +66,42 @@ def chosen_options(options: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(
         name for name, value in options.items() if name not in _HINTS and _DEFAULTS.get(name, _DEFAULTS) != value
     )
+
+
+def options_of(node: Any, fixed: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Return the options of a call's kernel, which may be among its constants."""
+    options = [*node.args[6:7], *node.args[11:12]][-1:]
+    found = next((fixed.get(held, held) if hasattr(held, "op") else held for held in options), None)
+    return found if isinstance(found, Mapping) else {}
+
+
+def without_kernel(call: Callable[..., Any], options: Mapping[str, Any], is_forward: bool) -> Callable[..., Any]:
+    """Return a call with the results of the kernel that its options ask for: FlashAttention's logarithms are natural.
+
+    All others have base 2, and the graph that TorchDynamo captured converts these alone.
+    """
+    if options.get("BACKEND") != "FLASH" or not _flash_is_natural():
+        return call
+
+    def forward(*args: Any) -> Any:
+        out, *statistics = call(*args)
+        return out, *(value * LOG_2 for value in statistics)
+
+    def backward(*args: Any) -> Any:
+        logsumexp, grad_out, grad = args[4:7]
+        return call(*args[:4], logsumexp / LOG_2, grad_out, None if grad is None else grad * LOG_2, *args[7:])
+
+    return forward if is_forward else backward
+
+
+@functools.cache
+def _flash_is_natural() -> bool:
+    """Whether this torch takes the logarithms of FlashAttention's kernel as they are."""
+    import inspect
+
+    from torch.nn.attention import flex_attention
+
+    return "stats_are_log2" in inspect.getsource(flex_attention)
 
 
 def laid_out_as(tensor: Any, shape: Sequence[int], batch: int = 1) -> Any:

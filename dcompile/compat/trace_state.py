@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from dcompile.compat.attention import chosen_flash_attention
 from dcompile.compat.tensors import real_tensors
 from dcompile.compat.trace_records import NotKeepable, op_name
 from dcompile.compat.trace_symbols import SizeSymbols, is_symbolic
@@ -84,6 +85,7 @@ def _library_switches() -> Iterator[str]:
     cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
     names = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
     yield "attention " + " ".join(str(getattr(cuda, name)()) for name in names if hasattr(cuda, name))
+    yield f"flash attention {chosen_flash_attention()}"
     yield f"cudnn {cudnn.enabled} {cudnn.benchmark} {cudnn.deterministic} mkldnn {mkldnn.enabled}"
 
 

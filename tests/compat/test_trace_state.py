@@ -123,3 +123,9 @@ def test_each_precision_of_library_calls_is_in_a_traces_settings_and_none_stops_
     """torch refuses to read old names while new ones are set. Forks, since some settings cannot be taken back."""
     done = subprocess.run([python(), "-c", PRECISIONS], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
+
+
+def test_a_trace_depends_on_the_implementation_of_flash_attention(monkeypatch):
+    before = [*trace_state.global_state()]
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4", raising=False)
+    assert {*trace_state.global_state()} - {*before} == {"flash attention FA4"}

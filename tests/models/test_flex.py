@@ -170,3 +170,29 @@ def test_a_warm_start_is_from_the_caches(tmp_path):
         assert (receipt.graphs_cached, receipt.graphs_uncacheable, receipt.traces_cached) == (2 * start, 0, start)
         assert not receipt.traces_uncacheable
         assert {note for note in receipt.notes if "flex" in note} == LOOP
+
+
+@pytest.mark.usefixtures("may_train")
+@pytest.mark.parametrize("by_loop", [True, False])
+@pytest.mark.parametrize("backend", ["TRITON", "FLASH"])
+def test_a_kernel_that_is_not_there_is_named_and_its_logarithms_are_natural(monkeypatch, backend, by_loop):
+    """Of FlashAttention's kernel TorchDynamo expects natural logarithms, of all others those of base 2."""
+    if not by_loop:
+        monkeypatch.setattr(dcompile.flex_loop, "loop_of", lambda *_: "tests")
+    mask = masks("window", 140)
+
+    def function(q, k, v, options):
+        out, total = flex.flex_attention(q, k, v, block_mask=mask, return_lse=True, kernel_options=options)
+        return out.square().sum() + (total * 3 + 1).sin().sum(), total
+
+    inputs = [torch.randn(1, 2, 140, 16, requires_grad=True) for _ in range(3)]
+    call = dcompile.compile(function, options={"receipt": False})
+    (found, total), (expected, true) = call(*inputs, {"BACKEND": backend}), function(*inputs, None)
+    torch.testing.assert_close(total, true)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    pairs = zip(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs), strict=True)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+    notes = [note for note in dcompile.receipt(call).notes if "flex_attention" in note]
+    words = "without its kernel's BACKEND" if by_loop else "computes all scores, as in eager mode"
+    assert len(notes) == 2 and all(words in note for note in notes)

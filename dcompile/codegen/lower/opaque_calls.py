@@ -7,6 +7,7 @@ nothing. On CPUs it is a loop (`flex_loop`).
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections import Counter
@@ -95,7 +96,9 @@ class FlexCall:
     """One call of FlexAttention, forward or backward: eager math until `build` has found something better."""
 
     def __init__(self, node: Node, fixed: Mapping[Node, Any]) -> None:
-        self._run = as_function(node, fixed, compat.flex.eager(node))
+        self._options, is_forward = compat.flex.options_of(node, fixed), str(node.target) == compat.inductor.FLEX[0]
+        self._as_asked = functools.partial(compat.flex.without_kernel, options=self._options, is_forward=is_forward)
+        self._run = as_function(node, fixed, self._as_asked(compat.flex.eager(node)))
         self._parts: tuple[Node, Mapping[Node, Any]] | None = (node, fixed)
         self._how = "runs as TorchInductor's kernel"
         self.operator, self.counted = str(node.target), named_call(function_name(node))
@@ -123,8 +126,11 @@ class FlexCall:
         found = flex_loop.loop_of(node, fixed)
         if isinstance(found, str):
             return f"no loop for {found}"
-        self._how = "runs as a loop over the blocks that its mask leaves"
-        return as_function(node, found[1], found[0])
+        chosen = ", ".join(compat.flex.chosen_options(self._options))
+        self._how = "runs as a loop over the blocks that its mask leaves" + (
+            chosen and f", without its kernel's {chosen}"
+        )
+        return as_function(node, found[1], self._as_asked(found[0]))
 
     def note(self, why_not: str) -> str:
         """Line for the receipt about the call. `why_not`: what `build` has returned."""

@@ -123,6 +123,7 @@ def environment() -> dict[str, str]:
         "OpenMP library": (openmp_library() or "").rpartition("/")[2],
         "deterministic algorithms": f"{torch.are_deterministic_algorithms_enabled()}",
         "precision": precision_settings(),
+        "flash attention": f"{compat.attention.chosen_flash_attention()}",
     }
 
 

@@ -186,7 +186,7 @@ class ReplayedExecutable:
         if isinstance(call, str):
             self._note(f"some calls run without a CUDA graph: {call}")
             return self._program(args, buckets=buckets, sync=sync)
-        key = (*_key(args), *call.key)
+        key = (*_key(args), *call.key, *filter(None, (compat.attention.chosen_flash_attention(),)))
         if self._classes is not None and not self._is_admitted(args, key):
             self._note(OTHER_SIZES)
             return self._program(args, buckets=buckets, sync=sync)

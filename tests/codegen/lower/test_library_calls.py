@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.attention
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as collectives
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import dcompile
 from dcompile.codegen.lower.lower import lower
 from dcompile.ir.nodes import Collective, Extern, Loop, Program, View, Wait
 from dcompile.ir.verify import verify
@@ -138,3 +140,78 @@ def test_collectives_keep_their_order() -> None:
     assert [wait.bucket for wait in waits] == [start.bucket for start in starts]
     assert waits[1].sent == starts[1].sent != () == waits[0].sent, "an all-reduce works in place"
     assert not externs(program)
+
+
+# --- attention of sequences in one tensor -----------------------------------------------------------------------------
+
+
+def weights_of(query: torch.Tensor, key: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """Causal weights of a sequence, (heads, queries, keys)."""
+    scores = torch.einsum("qhd,khd->hqk", query, key) * (scale or query.shape[-1] ** -0.5)
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+
+
+def sequences(bounds: torch.Tensor, *tensors: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        yield [tensor[first:last] for tensor in tensors]
+
+
+def flash_implementation(factor: float) -> Any:
+    """What a user may register in place of torch's kernels, for CPUs: attention, times a factor."""
+
+    def forward(q: Any, k: Any, v: Any, bounds: Any, *_: Any, scale: Any = None, **more: Any) -> Any:
+        found = [
+            torch.einsum("hqk,khd->qhd", weights_of(q, k, scale), v) * factor for q, k, v in sequences(bounds, q, k, v)
+        ]
+        none = torch.empty(0)
+        return torch.cat(found), torch.zeros(q.shape[1], q.shape[0]), none, none, none
+
+    def backward(g: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, bounds: Any, *_: Any, **more: Any) -> Any:
+        found = []
+        for grad, *rows, value in sequences(bounds, g * factor, q, k, v):
+            weights, steps = weights_of(*rows, None), torch.einsum("qhd,khd->hqk", grad, value)
+            steps = weights * (steps - (steps * weights).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+            by_query, by_key = (
+                torch.einsum(f"hqk,{s}", steps, x) for s, x in zip(("khd->qhd", "qhd->khd"), rows[::-1], strict=True)
+            )
+            found.append((by_query, by_key, torch.einsum("hqk,qhd->khd", weights, grad)))
+        return tuple(map(torch.cat, zip(*found, strict=True)))
+
+    def register() -> Any:
+        library = torch.library.Library("aten", "IMPL", "CPU")
+        library.impl("_flash_attention_forward", forward, "CPU")
+        library.impl("_flash_attention_backward", backward, "CPU")
+        library.remove = library._destroy  # type: ignore[attr-defined]
+        return library
+
+    return register
+
+
+def test_attention_of_several_sequences_is_the_implementation_that_the_user_has_activated(monkeypatch: Any) -> None:
+    """Forward and backward, and after a change of mind in the same program."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    for name, factor in (("one", 1.0), ("two", 2.0)):
+        torch.nn.attention.register_flash_attention_impl(name, register_fn=flash_implementation(factor))
+    bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
+
+    def function(q: Any, k: Any, v: Any) -> Any:
+        return varlen.varlen_attn(q * 1.5, k, v, bounds, bounds, 7, 7, window_size=(-1, 0)).sin()
+
+    inputs = [torch.randn(12, 2, 8, requires_grad=True) for _ in range(3)]
+    compiled = dcompile.compile(function, options={"receipt": False})
+    try:
+        for name in ("one", "two"):
+            torch.nn.attention.activate_flash_attention_impl(name)
+            for mine, theirs in zip(*(gradients(call, inputs) for call in (compiled, function)), strict=True):
+                torch.testing.assert_close(mine, theirs)
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+    receipt = dcompile.receipt(compiled)
+    assert receipt.graphs == 1 and {name.partition(".")[2] for name in receipt.fallbacks} == {
+        "_varlen_attn.default", "_varlen_attn_backward.default",
+    }  # fmt: skip
+
+
+def gradients(function: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    found = function(*inputs)
+    return [found.detach(), *torch.autograd.grad(found.sum(), inputs)]

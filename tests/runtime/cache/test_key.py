@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.attention
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile.collectives.contract import BucketRule, ParamInfo, Request, Shard
@@ -148,6 +149,12 @@ def test_versions_and_settings_of_all_that_writes_code_are_part_of_the_key(monke
 def test_the_version_of_torch_is_part_of_the_key(monkeypatch):
     before = key()
     monkeypatch.setattr(torch, "__version__", "99.0")
+    assert key() != before
+
+
+def test_the_implementation_of_flash_attention_is_part_of_the_key(monkeypatch):
+    before = key()
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3", raising=False)
     assert key() != before
 
 

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.attention
 
 from dcompile.runtime.cuda_graphs import stable_inputs
 from dcompile.runtime.cuda_graphs.stable_inputs import COPY_US, MIN_COPIES_US, WATCHED_CALLS
@@ -144,3 +145,11 @@ def test_what_a_dropped_recording_has_handed_out_is_left_alone():
         del y
     assert torch.equal(kept, torch.full_like(kept, float(WATCHED_CALLS)))
     assert slots(program) == [[]], "of two recordings, the one in use has taken both their places"
+
+
+def test_another_implementation_of_flash_attention_has_a_recording_of_its_own(program, monkeypatch):
+    g, x = torch.empty(COUNT), torch.zeros(COUNT)
+    for value, chosen in enumerate((None, None, "FA3", "FA3", None)):
+        monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda name=chosen: name, raising=False)
+        run(program, g, x, value)
+    assert {key: len(found) for key, found in program.replayed._recordings.items()} == {(): 1, ("FA3",): 1}

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION
+from dcompile import compat
+from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION, argument
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import value_of
 from dcompile.device_traits import traits_of
@@ -33,9 +34,14 @@ def decompose_decode_attention(gm: GraphModule) -> PassReport:
     """Decompose attention calls with one query a head and no gradient, in a Dynamo graph and its subgraphs, in place.
 
     Scores and weights are float32 (float64 for float64), as in the library. Weights are not rounded before they are
-    multiplied by values.
+    multiplied by values. An implementation of FlashAttention that the user has activated keeps its calls.
     """
     nest = NestedGraphs(gm)
+    if chosen := compat.attention.chosen_flash_attention():
+        left = sum(
+            node.target is ATTENTION and _shape(argument(node, 0, "query"))[2:3] == (1,) for node in nest.nodes()
+        )
+        return PassReport(notes=(f"{left} attention calls of one query a head are left to {chosen}",) if left else ())
     count = sum(_rewritten(nest.owner(node), node) for node in nest.nodes() if node.target is ATTENTION)
     if not count:
         return PassReport()

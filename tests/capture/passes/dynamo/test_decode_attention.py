@@ -159,3 +159,10 @@ def test_what_changes_the_cache_stays(monkeypatch):
 
 def test_only_where_the_cache_is_on_a_gpu():
     assert not CUDA.aten.splits_single_query and CPU.aten.splits_single_query
+
+
+def test_an_implementation_of_the_users_choice_keeps_its_calls(monkeypatch):
+    name = "current_flash_attention_impl"
+    monkeypatch.setattr(torch.nn.attention, name, lambda: "FA3", raising=False)
+    shapes, others, notes = rewritten(monkeypatch, by_index, *inputs())
+    assert (shapes, others, notes) == ([], 1, ["1 attention calls of one query a head are left to FA3"])

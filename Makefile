@@ -1,6 +1,6 @@
 # `make train` sets everything up and trains; `make test` sets everything up and tests.
 # Variables: PYTHON, VENV (VENV= runs PYTHON as it is, without any set-up), NPROC, BACKEND, STEPS, ARGS, TESTS, WORKERS,
-# SECONDS; MODEL, PROMPT and TP for `make generate`; TORCH for `make test-torch`.
+# SECONDS; MODEL, PROMPT and TP for `make generate`; TORCH and PYTHON for `make test-torch`.
 PYTHON ?= python3
 VENV ?= .venv
 NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); if [ "$$gpus" -gt 0 ]; then echo $$gpus; else echo 2; fi)
@@ -85,12 +85,14 @@ fuzz: $(if $(VENV),$(VENV)/.has-test)
 test-deepspeed: $(if $(VENV),$(VENV)/.has-deepspeed)
 	DS_ACCELERATOR=cpu $(py) -m pytest --deepspeed -m deepspeed $(if $(TESTS),$(TESTS),tests)
 
-# The whole suite on another torch, in an environment of its own: make test-torch TORCH=2.15.0. Run by hand, since its
-# wheels are large; results are in docs/lab/versions.md.
+# The whole suite on another torch, another Python, or both, in an environment of its own: make test-torch TORCH=2.15.0,
+# make test-torch PYTHON=python3.14. Run by hand, since wheels are large; results are in docs/lab/versions.md.
+pinned_torch = $(shell sed -n 's/^torch==//p' constraints.txt)
+test-torch: TORCH := $(or $(TORCH),$(pinned_torch))
+test-torch: other = .venv-torch-$(TORCH)-$(shell $(PYTHON) -c 'import platform; print("py" + platform.python_version())')
 test-torch:
-	@test -n "$(TORCH)" || { echo "make test-torch TORCH=2.11.0: which version?"; exit 2; }
-	tools/install.sh $(PYTHON) .venv-torch-$(TORCH) test $(CPU_INDEX) $(TORCH)
-	$(MAKE) test VENV= PYTHON=.venv-torch-$(TORCH)/bin/python
+	tools/install.sh $(PYTHON) $(other) test $(CPU_INDEX) $(TORCH)
+	$(MAKE) test VENV= PYTHON=$(other)/bin/python
 
 # Other compilers under our collectives (option `kernels`): those of the package index, and fakes of the others. The
 # table in docs/guide/backends.md is what it finds; ARGS=--update-golden records that.

@@ -23,6 +23,7 @@ def library_functions_whole() -> Iterator[None]:
     import torch._dynamo
     from torch._dynamo.variables import ConstantVariable
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
+    from torch.nn import functional
     from torch.optim import optimizer
 
     from dcompile.compat.fused_optimizers import STAND_INS
@@ -32,7 +33,8 @@ def library_functions_whole() -> Iterator[None]:
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if self.value is torch._dynamo.graph_break and tx.f_code.co_filename == optimizer.__file__:
             return ConstantVariable.create(None)
-        if self.value is warnings.warn and tx.f_code.co_name == "linear_cross_entropy":
+        is_of_loss = "linear_cross_entropy" in tx.f_code.co_name and tx.f_code.co_filename == functional.__file__
+        if self.value is warnings.warn and is_of_loss:
             return ConstantVariable.create(None)
         stand_in = STAND_INS.get(getattr(self.value, "__name__", ""))
         if stand_in is not None and str(getattr(self.value, "__module__", "")).startswith("torch.optim."):

@@ -507,6 +507,25 @@ def test_who_asks_torch_for_chunks_has_them_without_a_number_and_with_its_precis
     assert "2 parts" in note and "the backward recomputes them" in note
 
 
+@pytest.mark.skipif(not HAS_OWN, reason="torch 2.13 has the first one")
+def test_probabilities_as_targets_of_torchs_own_are_whole_or_torchs_chunks():
+    """torch 2.15 has chunks for them; earlier ones warn in eager mode that they have none."""
+    hidden, weight = (torch.randn(size, 8, requires_grad=True) for size in (12, V))
+    targets = torch.rand(12, V).softmax(1)
+
+    def function(hidden, weight):
+        return F.linear_cross_entropy(hidden, weight, targets, options=nn.LinearCrossEntropyOptions())
+
+    torch._dynamo.reset()
+    call = dcompile.compile(function, options={"receipt": False})
+    found, expected = call(hidden, weight), F.cross_entropy(hidden @ weight.t(), targets)
+    torch.testing.assert_close(found, expected)
+    pairs = zip(*(torch.autograd.grad(loss, (hidden, weight)) for loss in (found, expected)), strict=True)
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs)
+    assert dcompile.receipt(call).graphs == 1
+
+
 # --- the option ------------------------------------------------------------------------------------------------------
 
 

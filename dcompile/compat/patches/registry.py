@@ -31,6 +31,7 @@ from dcompile.compat.patches import (
     random_numbers,
     repeated_layers,
     scalar_writes,
+    strided_results,
     symbolic_arithmetic,
     symbolic_tangents,
     symbolic_views,
@@ -108,6 +109,13 @@ PATCHES: tuple[TorchPatch, ...] = (
         ("torch._dynamo.output_graph.OutputGraph.remove_tensorify_specialized_graphargs",),
         "correctness",
         "in-place writes to float64 scalars are taken out of the graph with any backend",
+        FRAME,
+    ),
+    TorchPatch(
+        strided_results.strided_results_written,
+        ("torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function",),
+        "takeover",
+        "`out=` of a tile breaks the graph, and each frame around it is traced anew",
         FRAME,
     ),
     TorchPatch(

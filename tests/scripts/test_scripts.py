@@ -74,6 +74,11 @@ def test_a_run_replaces_its_own_section() -> None:
     assert second.count("## ") == 3 and page(second, {}) == second
 
 
+def test_a_verdict_without_a_peer_says_so() -> None:
+    alone = section("a", [], {"eager": EAGER, "dcompile": EAGER}, [])
+    assert "not compared with TorchInductor" in alone and "not compared" not in section("a", [], RUNS, [])
+
+
 def test_names_of_scripts_differ() -> None:
     names = [subject.name for subject in SUBJECTS]
     assert len({*names}) == len(names)

@@ -190,7 +190,7 @@ def _parts(source: Any) -> Iterator[Any]:
 
 
 @functools.cache
-def _field_names(kind: type) -> tuple[str, ...]:
+def _field_names(kind: Any) -> tuple[str, ...]:
     return tuple(entry.name for entry in dataclasses.fields(kind))
 
 

@@ -185,8 +185,7 @@ def _parts(source: Any) -> Iterator[Any]:
     """Sources that a source is made of."""
     from torch._guards import Source
 
-    kind: Any = type(source)
-    return (value for name in _field_names(kind) if isinstance(value := getattr(source, name), Source))
+    return (value for name in _field_names(source.__class__) if isinstance(value := getattr(source, name), Source))
 
 
 @functools.cache

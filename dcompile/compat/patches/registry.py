@@ -119,6 +119,13 @@ PATCHES: tuple[TorchPatch, ...] = (
         FRAME,
     ),
     TorchPatch(
+        strided_results.absent_gradients_passed,
+        ("torch._dynamo._trace_wrapped_higher_order_op.autograd_function_backward_rewritten",),
+        "correctness",
+        "a custom Function whose results include None is an AttributeError in its backward",
+        FRAME,
+    ),
+    TorchPatch(
         packed_sequences.packed_sequences_apart,
         ("torch._dynamo.trace_rules._disallowed_callable_ids",),
         "correctness",

@@ -12,20 +12,20 @@ import dcompile  # noqa: F401 (registers the backend)
 
 
 class TiledScores(torch.autograd.Function):
-    """Sums of exponentials of a product, tile by tile in one buffer, as losses over large vocabularies take them."""
+    """Sums of exponentials of a product, tile by tile in one buffer, and a result that was not asked for."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> tuple[Tensor, None]:
         buffer, total = hidden.new_empty(hidden.shape[0], 4), hidden.new_zeros(hidden.shape[0])
         for start in range(0, weight.shape[0], 3):
             tile = buffer[:, :3]
             torch.mm(hidden, weight[start : start + 3].t(), out=tile)
             total += tile.exp().sum(1)
         ctx.save_for_backward(hidden, weight)
-        return total
+        return total, None
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, gradient: Tensor, absent: None) -> tuple[Tensor, Tensor]:
         hidden, weight = ctx.saved_tensors
         scores = hidden.new_empty(weight.shape[0], hidden.shape[0]).t()
         torch.mm(hidden, weight.t(), out=scores)
@@ -41,7 +41,7 @@ def test_a_loss_over_tiles_is_one_graph_with_eager_values() -> None:
         hidden, weight = torch.ones(4, 5, requires_grad=True), torch.linspace(-1, 1, 30).view(6, 5).requires_grad_()
 
         def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-            return TiledScores.apply(hidden * 0.5, weight).log().sum()
+            return TiledScores.apply(hidden * 0.5, weight)[0].log().sum()
 
         call = torch.compile(loss, backend="dcompile", fullgraph=True) if compiled else loss
         value = call(hidden, weight)

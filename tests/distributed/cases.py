@@ -718,7 +718,7 @@ def other_parameters(plan: str, accumulate: bool = False, hook: bool = False, **
     missing = [name for name, gradient in gradients(wrapped).items() if gradient is None]
     found = find_model(wrapped)
     assert found is not None
-    storages = sum(map(len, found.pool.values()))
+    storages = sum(map(len, found.shared_buckets.storages.values()))
     return {
         "grad": worst_of(worst), "same": all(same), "none": missing, "storages": storages,
         "receipt": dcompile.receipt(call),

@@ -276,7 +276,7 @@ class CachingCompiler:
             self._sharing.let_pass(self._begun_elsewhere, key)  # otherwise this rank would build the GEMM kernel again
         if self._sharing.claim(key) or found is not None:
             return found
-        with doing(self.config, f"waiting for another rank's program of the {request.kind}"):
+        with doing(self.config, f"waiting for another rank's {request.kind} program"):
             kernels, reason = self._sharing.receive(key, cache)
         if kernels is None:
             self._reasons[request.name] = f"a graph ({request.kind}) was compiled on this rank too: {reason}"

@@ -168,7 +168,7 @@ class Pipeline:
             self._compilers.prepare(arch, cache)
         notes: list[str] = []
         measure = None if arch is None else self._epilogues(gm, request, arch, cache, notes)
-        with doing(self.config, f"planning the {request.kind}"):
+        with doing(self.config, f"planning {request.kind}"):
             plan = self.plan(gm, request, measure, arch)
         plan.report.notes += notes
         building = self._compilers.begin(plan.kernels, arch, cache)

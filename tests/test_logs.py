@@ -488,7 +488,7 @@ def test_drivers_tell_what_they_do(monkeypatch):
     monkeypatch.setattr(logs._PROGRESS, "begin", lambda what: (told.append(re.sub(r"\d+", "N", what())), begin(what)))
     with terminal(monkeypatch):
         step(receipt=True)
-    kinds = ("planning the forward", "planning the backward", "building kernels, N of N done", "tracing Sequential")
+    kinds = ("planning forward", "planning backward", "building kernels, N of N done", "tracing Sequential")
     assert {*kinds} <= {*told}
 
 

@@ -190,11 +190,16 @@ def test_calls_past_the_model_are_a_kind_of_their_own():
 def test_another_adapter_starts_over():
     made = with_graphs(True)
     called(made, 0)
-    made.model.pool["memory"] = 1
+    made.model.shared_buckets.storages["memory"] = 1
     made.model.refuse("a reason")
     sync = MadeUpSync(MadeUpAdapter(groups={"ddp": "the group"}))
     made.model.adopt(sync)
-    assert (made.model.graphs, made.model.variants, made.model.newest, made.model.pool) == ([], {}, None, {})
+    assert (made.model.graphs, made.model.variants, made.model.newest, made.model.shared_buckets.storages) == (
+        [],
+        {},
+        None,
+        {},
+    )
     assert sync.model is made.model and made.met == [None, None, "the group"]
     assert made.model.peers is made.peers[-1]
 
@@ -214,7 +219,7 @@ def test_sharded_parameters_are_given_back_on_every_group_at_once():
     adapter = MadeUpAdapter(groups={"fsdp0": "one", "fsdp1": "two", "fsdp2": "one"})
     made = with_graphs(True, made=made_up(adapter))
     given_back = []
-    made.model.shards = SimpleNamespace(give_back=lambda: given_back.append(True))  # type: ignore[assignment]
+    made.model.sync.shards = SimpleNamespace(give_back=lambda: given_back.append(True))  # type: ignore[assignment]
     old = made.model.sync
     made.model.give_back(adapter, "a hook")  # type: ignore[arg-type]
     assert [(group, subject) for group, subject, _ in made.agreed] == [
@@ -298,7 +303,7 @@ def test_while_dynamo_captures_other_ranks_are_told_and_breaks_are_counted_once(
 
 def test_a_refusal_reaches_what_looks_after_eager_code():
     made, told = made_up(), []
-    made.model.eager_regions = SimpleNamespace(refuse=told.append, start=lambda: told.append("start"))  # type: ignore[assignment]
+    made.model.sync.eager_regions = SimpleNamespace(refuse=told.append, start=lambda: told.append("start"))  # type: ignore[assignment]
     made.model.refuse("the first reason")
     made.model.refuse("another")
     made.model.compiled("inner", "entry", whole=False)

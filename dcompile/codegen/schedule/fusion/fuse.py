@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from dcompile.codegen.nest.byte_words import scatters_bytes
 from dcompile.codegen.nest.tile_columns import sums_overflow
 from dcompile.codegen.schedule.fusion.collective_order import (
     Access,
@@ -188,7 +189,7 @@ class _StepGraph:
             return None
         assert isinstance(first, Loop) and isinstance(second, Loop)
         merged = self.merge(first, second)
-        refused = merged is None or self.ends_takeover(a, b, merged) or self.exceeds_registers(merged)
+        refused = merged is None or self.ends_takeover(a, b, merged) or self.suits_no_program(merged)
         return None if refused else merged
 
     def may_join(self, a: int, b: int) -> bool:
@@ -208,9 +209,10 @@ class _StepGraph:
     def _parts(self, number: int) -> set[int]:
         return {self.parts[name] for name in self.reads[number] | self.writes[number] if name in self.parts}
 
-    def exceeds_registers(self, merged: Loop) -> bool:
-        """Return whether a GPU's program would combine columns of rows too long for its registers."""
-        return loop_traits(merged, self.table).many_threads and sums_overflow(merged)
+    def suits_no_program(self, merged: Loop) -> bool:
+        """Return whether a GPU's program would combine columns of rows too long for its registers, or scatter bytes."""
+        many_threads = loop_traits(merged, self.table).many_threads
+        return many_threads and (sums_overflow(merged) or scatters_bytes(merged))
 
     def ends_takeover(self, a: int, b: int, merged: Loop) -> bool:
         """Return whether merging loses in-place reuse of more bytes than it saves.

@@ -371,5 +371,31 @@ def test_columns_of_long_rows_are_combined_apart(columns, kernels):
         assert not any(store.mode != "set" for store in loop.stores)
 
 
+def turned_bytes(device):
+    """RMSNorm's backward beside the transposed float8 copy of its input, as float8 training has them."""
+    return parse(f"""
+        program turned(x, g)
+          x: float32[64, 96] on {device}
+          g: float32[64, 96] on {device}
+          s: float32[64] on {device}
+          y: float32[64, 96] on {device}
+          t: float8_e4m3fn[96, 64] on {device}
+        loop sums [64] x [96]
+          s[i0] = row_sum(mul(x[j0 + 96*i0], g[j0 + 96*i0]))
+        loop scaled [64] x [96]
+          y[j0 + 96*i0] = mul(x[j0 + 96*i0], s[i0])
+        loop bytes [96, 64] x []
+          t[i1 + 64*i0] = cast(x[96*i1 + i0], float8_e4m3fn)
+        return (y, t)
+        """)
+
+
+def test_no_program_of_rows_scatters_bytes_across_them():
+    """Two rows in its registers are two bytes at a place; tiles of a loop of its own store whole words."""
+    rows, turned = loops(fuse(turned_bytes("cuda")))
+    assert rows.writes == {"y"} and turned.writes == {"t"}
+    assert len(loops(fuse(turned_bytes("cpu")))) == 1
+
+
 def test_programs_of_cpus_read_long_rows_once():
     assert len(loops(fuse(quantized(14336, "cpu")))) == 1

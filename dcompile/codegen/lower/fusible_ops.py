@@ -15,6 +15,7 @@ import torch
 from dcompile import random_ops
 
 AGAIN = (
+    "embedding", "index_select",  # a row of a table that is there anyway is read as fast as a saved copy
     # pointwise operations and views
     "constant_pad_nd", "flip", "roll", "repeat", "tril", "slice_scatter", "select_scatter", "copy", "signbit",
     "alias_copy", "detach_copy", "expand_copy", "permute_copy", "select_copy", "slice_copy", "squeeze_copy", "t_copy",
@@ -29,7 +30,7 @@ AGAIN = (
 ONCE = (
     "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm",
     "all", "amin", "argmin", "linalg_vector_norm", "logsumexp", "prod", "cat", "stack",
-    "_unsafe_index", "embedding", "index_select", "_unsafe_index_put", "embedding_dense_backward", "index_put",
+    "_unsafe_index", "_unsafe_index_put", "embedding_dense_backward", "index_put",
     "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "index_reduce", "scatter", "scatter_add", "scatter_reduce",
     "avg_pool2d", "avg_pool2d_backward", "avg_pool3d", "avg_pool3d_backward", "_adaptive_avg_pool2d",
     "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "max_pool3d_with_indices",

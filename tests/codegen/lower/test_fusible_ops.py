@@ -47,6 +47,17 @@ def test_a_cross_entropy_saves_what_belongs_to_rows() -> None:
     torch.testing.assert_close(actual.grad, expected.grad)
 
 
+def test_rows_of_a_table_are_looked_up_again() -> None:
+    """A saved copy would hold memory, and the table is there anyway."""
+    table, places = torch.randn(8, 16, requires_grad=True), torch.randint(0, 8, (4, 6))
+
+    def function(table: torch.Tensor, places: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(places, table).sin() * gate
+
+    saved, _ = saved_and_backward(function, table, places, torch.randn(4, 6, 1, requires_grad=True))
+    assert saved == set()
+
+
 def test_an_infinite_loss_has_the_gradient_of_eager() -> None:
     """Classes that are not the target get zero times nothing, not zero times infinity."""
     x, labels = torch.randn(4, 8), torch.tensor([1, -100, 3, 7])

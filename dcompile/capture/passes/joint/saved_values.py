@@ -30,6 +30,7 @@ VIEWS = frozenset(
 COPIES = frozenset(("aten._to_copy.default", "aten.clone.default", "prims.convert_element_type.default"))
 """The operations of `VIEWS` whose result has its own memory."""
 _LOOKS = VIEWS - COPIES
+_LOOKUPS = frozenset(("aten.embedding.default", "aten.index_select.default"))
 
 
 def is_view(node: Any) -> bool:
@@ -129,7 +130,8 @@ def _read_a_copy(joint: Any, old: Any, last: Any) -> Any:
 def recompute_views(joint: Any, parameters: Callable[[Any], Iterable[Any]]) -> PassReport:
     """Recompute views and conversions of sharded parameters in the backward, so the forward saves only parameters.
 
-    A saved view or conversion of a gathered parameter would keep its memory until the backward.
+    A saved view or conversion of a gathered parameter would keep its memory until the backward. Rows that are looked up
+    in one are saved: they are few, and the backward would gather it for them alone.
     """
     closure = set(parameters(joint))
     if not closure:
@@ -139,6 +141,8 @@ def recompute_views(joint: Any, parameters: Callable[[Any], Iterable[Any]]) -> P
         if looks and node.all_input_nodes and closure.issuperset(node.all_input_nodes):
             closure.add(node)
             compat.aot.always_recompute(node)
+        elif str(node.target) in _LOOKUPS and "recompute" not in node.meta and node.args[0] in closure:
+            compat.aot.never_recompute(node)
     return PassReport(len(closure))
 
 

@@ -32,6 +32,9 @@ class AtenTraits:
     """Whether running sums of float32, and variances under a root, are computed in float64."""
     rounds_factors: bool = False
     """Whether `alpha` of an addition is rounded to the operands' 16-bit dtype."""
+    rounds_elements: bool = False
+    """Whether a tensor of no dimensions is rounded to the 16-bit dtype of those that it is combined with. Numbers, and
+    elements on the CPU, are not, in additions either. Otherwise it is as for numbers: rounded in additions alone."""
     rounds_norms: bool = False
     """Whether `weight_norm` keeps norms in the dtype of its scale; those of bfloat16 stay float32 everywhere."""
     divides_by_reciprocal: bool = True
@@ -165,6 +168,7 @@ CUDA = replace(
     has_matmul_epilogues=True,
     masked_attention="flex",
     aten=AtenTraits(
+        rounds_elements=True,
         checks_while_writing=True,
         shares_attention_heads=True,
         splits_single_query=False,

@@ -141,7 +141,14 @@ class Lowering:
         if key not in self._brought:
             copy = self.buffer(stored.shape, stored.dtype, device=device)
             to = {"device": Verbatim(f"torch.device({device!r})"), "memory_format": torch.contiguous_format}
-            self.extern("aten._to_copy.default", [stored.view], [copy.buffer], kwargs=to)
+            source = stored.view
+            if tensor.shape == () and traits_of(here).is_host:
+                # without waiting for the GPU: memory that is not pinned is read before the call returns
+                to["non_blocking"] = True
+                if source.buffer in self.inputs:
+                    source = self.buffer((), stored.dtype, device=here)
+                    self.extern("aten.clone.default", [stored.view], [source.buffer])
+            self.extern("aten._to_copy.default", [source], [copy.buffer], kwargs=to)
             self._brought[key] = from_view(copy, stored.dtype)
             if tensor.shape == () and traits_of(here).is_host:
                 self._from_cpu.add(copy.buffer)

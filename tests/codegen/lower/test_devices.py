@@ -7,6 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile.codegen.lower.lower import lower
 from dcompile.codegen.schedule.fusion.fuse import fuse
+from dcompile.ir.nodes import Apply, Extern, Loop
 from dcompile.ir.verify import verify
 
 aten = torch.ops.aten
@@ -40,3 +41,49 @@ def test_loops_read_memory_of_their_own_device(name):
     program = lower(gm, "inference").program
     verify(program)
     verify(fuse(program), before=program)
+
+
+def lowered(function, *args):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        gm = make_fx(function, tracing_mode="real")(*args)
+    return lower(gm, "inference").program
+
+
+ROUNDING = "cast", "bfloat16"
+
+
+@pytest.mark.parametrize("of", ["number", "element on the GPU", "element on the CPU"])
+@pytest.mark.parametrize(
+    ("function", "rounded"),
+    [
+        (lambda x, s: x * s, "element on the GPU"),
+        (lambda x, s: s * x, "element on the GPU"),
+        (lambda x, s: x + s, "element on the GPU"),
+        (lambda x, s: s - x, "element on the GPU"),
+        (lambda x, s: x / s, "element on the GPU"),
+        (lambda x, s: torch.lerp(x, x, s), "element on the GPU, element on the CPU"),
+    ],
+    ids=["x*s", "s*x", "x+s", "s-x", "x/s", "lerp"],
+)
+def test_elements_of_the_gpu_are_rounded_as_eagers_kernels_round_them(function, rounded, of):
+    """Factors of a model's layers are single elements: rounded in the forward alone, they bias the gradients."""
+    with FakeTensorMode():
+        x = torch.empty(64, dtype=torch.bfloat16, device="cuda")
+        element = 0.7131 if of == "number" else torch.empty((), device="cuda" if "GPU" in of else "cpu")
+    if of == "number":
+        program = lowered(lambda x: function(x, element), x)
+    else:
+        program = lowered(function, x, element)
+    (loop,) = (step for step in program.steps if isinstance(step, Loop))
+    roundings = [value for value in loop.body if isinstance(value, Apply) and (value.op, value.dtype) == ROUNDING]
+    assert len(roundings) == 1 + (of in rounded), "each result is rounded once"
+
+
+def test_an_element_of_the_cpu_is_copied_without_waiting_for_the_gpu():
+    """The source is no memory of the user's, which could be pinned, and change before it is read."""
+    with FakeTensorMode():
+        x, rate = torch.empty(8, device="cuda"), torch.empty((), device="cpu")
+    program = lowered(lambda x, rate: x * rate + (1 - rate), x, rate)
+    copies = [step for step in program.steps if isinstance(step, Extern) and step.op == "aten._to_copy.default"]
+    assert len(copies) == 2 and all(dict(step.kwargs)["non_blocking"] is True for step in copies)
+    assert not any(step.args[0].buffer in program.inputs for step in copies)

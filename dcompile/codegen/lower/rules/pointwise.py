@@ -21,6 +21,11 @@ from dcompile.ir.ops import DTYPES, OPS
 
 Promotion = Literal["result", "common", "bool"]
 """Dtype of operands before the operation: the result's, their common one, or bool."""
+Exact = Literal["", "factor", "divisor", "weight", "addend"]
+"""Operands of one number that keep the compute dtype's precision, as in ATen's kernels; others are rounded to the
+tensor's dtype first. On CPUs these are factors, divisors and weights after the first operand, tensors without
+dimensions included. On GPUs they are all factors and addends, divisors, and weights of lerp, if they are numbers of
+Python or, but for weights, elements on the CPU. Measured on torch 2.13 and 2.11 (`AtenTraits.rounds_elements`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +37,9 @@ class Pointwise:
     promotion: Promotion = "result"
     heavy: bool = False
     ops: int = 1
-    exact_numbers: bool = False
-    """Whether a number after the first operand keeps the compute dtype's precision, as in ATen's CPU kernels of mul and
-    div. Measured on torch 2.13; add, sub and comparisons round it to the tensor's dtype first."""
+    exact: Exact = ""
 
-    def __call__(self, _: Lowering, value: torch.Tensor, /, *args: Any, **settings: Any) -> LazyTensor:
+    def __call__(self, low: Lowering, value: torch.Tensor, /, *args: Any, **settings: Any) -> LazyTensor:
         shape, dtype = shape_of(value), dtype_name(value.dtype)
         operands, extra = args[: self.operands], args[self.operands :]
         common = "bool" if self.promotion == "bool" else dtype
@@ -44,10 +47,7 @@ class Pointwise:
             common = common_dtype(operands)
         compute, meaning = opmath(common), self.meaning
         seen = [broadcast(arg, shape) if isinstance(arg, LazyTensor) else arg for arg in operands]
-        exact = [
-            self.exact_numbers and position > 0 and not (isinstance(arg, LazyTensor) and (arg.shape or not shape))
-            for position, arg in enumerate(operands)
-        ]
+        exact = [self._is_exact(low, position, arg, shape) for position, arg in enumerate(operands)]
 
         def at(body: Body, coords: Coords) -> Ref:
             refs: list[Ref | None] = []
@@ -61,6 +61,13 @@ class Pointwise:
 
         tensors = tuple(arg for arg in seen if isinstance(arg, LazyTensor))
         return make_lazy(shape, dtype, at, tensors, ops=self.ops, heavy=self.heavy)
+
+    def _is_exact(self, low: Lowering, position: int, arg: Any, shape: Shape) -> bool:
+        tensor = isinstance(arg, LazyTensor)
+        if low.traits.aten.rounds_elements:
+            anywhere = position > 0 or self.exact in ("factor", "addend")
+            return bool(self.exact) and anywhere and low.is_number(arg) and not (self.exact == "weight" and tensor)
+        return self.exact not in ("", "addend") and position > 0 and not (tensor and (arg.shape or not shape))
 
 
 def to_dtype(body: Body, ref: Ref, dtype: str) -> Ref:
@@ -115,12 +122,12 @@ def _table() -> dict[str, Pointwise]:
         "mul": scalar_ops.mul,
         "rsub": scalar_ops.rsub,
     }.items():
-        exact = name == "mul"
-        table |= {f"aten.{name}.{overload}": Pointwise(op, 2, exact_numbers=exact) for overload in _BOTH}
+        exact: Exact = "factor" if name == "mul" else "addend"
+        table |= {f"aten.{name}.{overload}": Pointwise(op, 2, exact=exact) for overload in _BOTH}
     for name, op in {"remainder": scalar_ops.remainder, "fmod": scalar_ops.simple("fmod")}.items():
         table |= {f"aten.{name}.{overload}": Pointwise(op, 2, heavy=True) for overload in _BOTH}
     table |= {
-        f"aten.div.{overload}_mode": Pointwise(scalar_ops.div, 2, heavy=True, exact_numbers=True) for overload in _BOTH
+        f"aten.div.{overload}_mode": Pointwise(scalar_ops.div, 2, heavy=True, exact="divisor") for overload in _BOTH
     }
     table |= {f"prims.{name}.default": table[f"aten.{name}.default"] for name in _PRIMS}
     return table | {
@@ -132,7 +139,7 @@ def _table() -> dict[str, Pointwise]:
         "aten.atan.default": Pointwise(scalar_ops.atan, 1, heavy=True),
         "aten.fmax.default": Pointwise(scalar_ops.ignoring_nan("max"), 2, ops=3),
         "aten.fmin.default": Pointwise(scalar_ops.ignoring_nan("min"), 2, ops=3),
-        "aten.floor_divide.default": Pointwise(scalar_ops.floor_divide, 2, heavy=True, exact_numbers=True),
+        "aten.floor_divide.default": Pointwise(scalar_ops.floor_divide, 2, heavy=True, exact="divisor"),
         "aten.sign.default": Pointwise(scalar_ops.sign, 1),
         "aten.atan2.default": Pointwise(scalar_ops.simple("atan2"), 2, heavy=True),
         "aten.square.default": Pointwise(lambda body, x: body.apply("mul", x, x), 1),
@@ -159,8 +166,8 @@ def _table() -> dict[str, Pointwise]:
         "aten.addcmul.default": Pointwise(scalar_ops.addcmul, 3, ops=2),
         "prims.fma.default": Pointwise(scalar_ops.fma, 3, ops=2),
         "aten.addcdiv.default": Pointwise(scalar_ops.addcdiv, 3, heavy=True, ops=2),
-        "aten.lerp.Scalar": Pointwise(scalar_ops.lerp, 3, ops=4, exact_numbers=True),
-        "aten.lerp.Tensor": Pointwise(scalar_ops.lerp, 3, ops=4, exact_numbers=True),
+        "aten.lerp.Scalar": Pointwise(scalar_ops.lerp, 3, ops=4, exact="weight"),
+        "aten.lerp.Tensor": Pointwise(scalar_ops.lerp, 3, ops=4, exact="weight"),
         "aten.clone.default": Pointwise(scalar_ops.same, 1, ops=0),
         "aten._to_copy.default": Pointwise(scalar_ops.same, 1, "common", ops=0),
         "aten.lift_fresh_copy.default": Pointwise(scalar_ops.same, 1, ops=0),
@@ -187,7 +194,7 @@ def _frexp(low: Lowering, values: Sequence[torch.Tensor], /, x: LazyTensor) -> t
 def _div(low: Lowering, value: torch.Tensor, /, a: Any, b: Any) -> LazyTensor:
     multiplies = low.traits.aten.divides_by_reciprocal and low.is_number(b) and not low.is_number(a)
     meaning = scalar_ops.div_by_number if multiplies else scalar_ops.div
-    return Pointwise(meaning, 2, heavy=not multiplies, exact_numbers=True)(low, value, a, b)
+    return Pointwise(meaning, 2, heavy=not multiplies, exact="divisor")(low, value, a, b)
 
 
 def _hardtanh(low: Lowering, value: torch.Tensor, /, x: LazyTensor, a: float = -1.0, b: float = 1.0) -> LazyTensor:

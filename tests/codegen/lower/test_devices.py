@@ -70,10 +70,8 @@ def test_elements_of_the_gpu_are_rounded_as_eagers_kernels_round_them(function, 
     with FakeTensorMode():
         x = torch.empty(64, dtype=torch.bfloat16, device="cuda")
         element = 0.7131 if of == "number" else torch.empty((), device="cuda" if "GPU" in of else "cpu")
-    if of == "number":
-        program = lowered(lambda x: function(x, element), x)
-    else:
-        program = lowered(function, x, element)
+    call = (lambda x: function(x, element)) if of == "number" else function
+    program = lowered(call, x, *(() if of == "number" else (element,)))
     (loop,) = (step for step in program.steps if isinstance(step, Loop))
     roundings = [value for value in loop.body if isinstance(value, Apply) and (value.op, value.dtype) == ROUNDING]
     assert len(roundings) == 1 + (of in rounded), "each result is rounded once"

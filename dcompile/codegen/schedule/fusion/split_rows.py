@@ -46,8 +46,10 @@ def row_parts(loop: Loop) -> int:
     """Return the number of parts for each row: 1 if rows alone occupy the GPU."""
     if not any(isinstance(value, Reduce) for value in loop.body) or any(store.mode != "set" for store in loop.stores):
         return 1
-    if loop.reads & loop.writes or any(isinstance(value, Scan) for value in loop.body):
+    if any(isinstance(value, Scan) for value in loop.body):
         return 1
+    if any(store.buffer in loop.reads and is_row_store(loop, store) for store in loop.stores):
+        return 1  # the loop over elements may read the old row values
     rows, size = size_product(loop.outer), size_product(loop.inner)
     if not (isinstance(rows, int) and isinstance(size, int)):
         return 1  # the decision needs static sizes
@@ -137,7 +139,8 @@ def _split_reductions(loop: Loop, parts: int, table: dict[str, Buffer]) -> list[
 def _early_stores(loop: Loop, parts: int) -> tuple[Store, ...]:
     """Return the element stores that need no reduction, and step through memory as what a part reads.
 
-    A transposed store would write single elements, each to a memory sector of its own.
+    A transposed store would write single elements, each to a memory sector of its own. If a later stage reads what the
+    loop overwrites, the last one overwrites it.
     """
     if prod(_known(loop.inner)) % parts:
         return ()
@@ -149,7 +152,11 @@ def _early_stores(loop: Loop, parts: int) -> tuple[Store, ...]:
         below = ancestors(loop.body, store_operands(store))
         if stride(store.index, name) in steps and not any(isinstance(loop.body[ref], Reduce) for ref in below):
             found.append(store)
-    return tuple(found)
+    rest = [ref for store in elements if store not in found for ref in store_operands(store)]
+    later = ancestors(loop.body, rest, through_reduces=False)
+    read = {value.buffer for ref, value in enumerate(loop.body) if isinstance(value, Load) and ref in later}
+    again = not read.isdisjoint(loop.writes)
+    return tuple(store for store in found if not (again and store.buffer in loop.reads))
 
 
 def _read_by_rows(loop: Loop) -> list[Ref]:

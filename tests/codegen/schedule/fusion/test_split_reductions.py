@@ -11,7 +11,7 @@ from dcompile.codegen.nest import gpu_tiling
 from dcompile.codegen.schedule.fusion import split_reductions, split_rows
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
-from dcompile.ir.nodes import Loop, Program, Reduce, Store, View
+from dcompile.ir.nodes import Load, Loop, Program, Reduce, Store, View
 from dcompile.ir.parse import parse
 from dcompile.ir.verify import verify
 from tests.codegen.emit import cases, loops
@@ -86,6 +86,47 @@ def test_a_part_of_a_row_stores_nothing_across_what_it_reads():
     part, total, turned = spread_out(parse(TURNED)).steps
     assert "z" in part.writes and "y" not in part.writes | total.writes
     assert turned.writes == {"y"} and gpu_tiling.make_plan(turned).kind == "turn"
+
+
+UPDATED = """
+program updated(m, g)
+  m: float32[8, 40960] on cuda
+  g: float32[8, 40960] on cuda
+  y: float32[8, 40960] on cuda
+  n: float32[8] on cuda
+loop both [8] x [40960]
+  v = add(m[j0 + 40960*i0], g[j0 + 40960*i0])
+  s = row_sum(mul(v, v))
+  m[j0 + 40960*i0] = v
+  y[j0 + 40960*i0] = STORED
+  n[i0] = s
+return (y, n, m)
+"""
+"""The norm of a momentum that is updated in place, as Muon computes it for each matrix of a stack."""
+
+
+@pytest.mark.parametrize(
+    ("stored", "stage"),
+    [("v", 0), ("g[j0 + 40960*i0]", 0), ("mul(g[j0 + 40960*i0], s)", 0)],
+    ids=["the sum", "another input", "a product behind the reduction"],
+)
+def test_what_is_updated_in_place_is_read_by_no_later_stage(stored, stage):
+    program = parse(UPDATED.replace("STORED", stored))
+    verify(program)
+    made = split_rows.split_row_reductions(program)
+    verify(made)
+    steps = [step for step in made.steps if isinstance(step, Loop)]
+    assert len(steps) > 1, "8 programs would not occupy a GPU"
+    assert [number for number, step in enumerate(steps) if "m" in step.writes] == [stage]
+    given = {name: np.random.default_rng(0).integers(-3, 4, (8, 40960)).astype(np.float32) for name in "mg"}
+    results = [interpret(one, {name: array.copy() for name, array in given.items()}) for one in (program, made)]
+    assert all(map(np.array_equal, *results))
+
+
+def test_a_row_value_that_is_overwritten_keeps_its_row_whole():
+    (loop,) = parse(UPDATED.replace("STORED", "v")).steps
+    assert split_rows.row_parts(loop) > 1
+    assert split_rows.row_parts(replace(loop, body=(*loop.body, Load("n", I0, "float32")))) == 1
 
 
 @pytest.mark.parametrize("seed", range(24))

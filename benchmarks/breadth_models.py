@@ -292,6 +292,108 @@ def _classified(is_small: bool) -> Batch:
     return {"x": torch.randn(rows, width, dtype=torch.bfloat16), "labels": torch.randint(0, words, (rows,))}
 
 
+# --- language models as people write them -----------------------------------------------------------------------------
+
+
+@torch.compiler.allow_in_graph
+class Float8Product(torch.autograd.Function):
+    """The three products of a linear layer in 8 bits, with one scale for each tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        (x8, of_x), (w8, of_w) = (_in_8_bits(tensor, torch.float8_e4m3fn) for tensor in (x, weight))
+        ctx.save_for_backward(x8, of_x, w8, of_w)
+        return torch._scaled_mm(x8, w8.t(), of_x, of_w, out_dtype=x.dtype, use_fast_accum=True)
+
+    @staticmethod
+    def backward(ctx: Any, by_result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        x8, of_x, w8, of_w = ctx.saved_tensors
+        by8, of_by = _in_8_bits(by_result, torch.float8_e5m2)
+        by_columns = [tensor.t().contiguous().t() for tensor in (w8, x8)]
+        by_x = torch._scaled_mm(by8, by_columns[0], of_by, of_w, out_dtype=by_result.dtype)
+        by_weight = torch._scaled_mm(by8.t().contiguous(), by_columns[1], of_by, of_x, out_dtype=by_result.dtype)
+        return by_x, by_weight
+
+
+def _in_8_bits(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a tensor that fills the range of an 8-bit dtype, and the factor that undoes its scale."""
+    most = torch.finfo(dtype).max
+    with torch.no_grad():
+        scale = (most / x.float().abs().max().double().clamp(min=1e-12)).float()
+        return (x.float() * scale).clamp(-most, most).to(dtype), scale.reciprocal()
+
+
+class CastLinear(nn.Linear):
+    """A linear layer of float32 weights, which computes in its input's dtype or in 8 bits."""
+
+    def __init__(self, inputs: int, outputs: int, in_8_bits: bool = False) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.in_8_bits = in_8_bits
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.in_8_bits:
+            return F.linear(x, self.weight.to(x.dtype))
+        found: Any = Float8Product.apply(x.flatten(0, -2), self.weight)
+        return found.unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+class ChatBlock(nn.Module):
+    """Attention of a window, with normalized queries and keys and a gated value embedding; and a squared ReLU."""
+
+    def __init__(self, width: int, heads: int, in_8_bits: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.ModuleList(CastLinear(width, width, in_8_bits) for _ in range(3))
+        self.out, self.gate = CastLinear(width, width, in_8_bits), CastLinear(16, heads)
+        self.up, self.down = CastLinear(width, 4 * width, in_8_bits), CastLinear(4 * width, width, in_8_bits)
+
+    def forward(self, x: torch.Tensor, extra: torch.Tensor, turns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = _unit(x)
+        q, k, v = (part(y).unflatten(-1, (self.heads, -1)) for part in self.qkv)
+        v = v + 2 * torch.sigmoid(self.gate(y[..., :16])).unsqueeze(-1) * extra.unflatten(-1, (self.heads, -1))
+        q, k = (_unit(_turned(part, turns)) for part in (q, k))
+        found = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)), attn_mask=mask)
+        x = x + self.out(found.transpose(1, 2).flatten(2))
+        return x + self.down(F.relu(self.up(_unit(x))).square())  # type: ignore[no-any-return]
+
+
+def _turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    (one, two), (cos, sin) = x.chunk(2, -1), turns
+    return torch.cat((one * cos + two * sin, two * cos - one * sin), -1)
+
+
+class Chat(nn.Module):
+    """A small language model as nanochat's: bare norms, factors of layers in float32, and capped logits."""
+
+    def __init__(self, is_small: bool, in_8_bits: bool) -> None:
+        super().__init__()
+        width, heads, layers, words = (64, 2, 2, 512) if is_small else (768, 6, 12, 32768)
+        self.words, self.head_width = words, width // heads
+        self.tokens = nn.Embedding(words, width, dtype=torch.bfloat16)
+        self.extras = nn.ModuleList(nn.Embedding(words, width, dtype=torch.bfloat16) for _ in range(layers // 2))
+        self.blocks = nn.ModuleList(ChatBlock(width, heads, in_8_bits) for _ in range(layers))
+        self.factors = nn.Parameter(torch.stack((torch.linspace(1.1, 1.0, layers), torch.linspace(0.2, 0.05, layers))))
+        self.head = CastLinear(width, words + 64, in_8_bits)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(input_ids.shape[1], device=input_ids.device)
+        speed = 1e5 ** -torch.linspace(0, 1, self.head_width // 2, device=place.device)
+        angle = (place[:, None] * speed).unsqueeze(1)
+        turns = torch.stack((angle.cos(), angle.sin())).bfloat16()
+        behind = place[:, None] - place
+        mask = (behind >= 0) & (behind <= 768)
+        x = first = _unit(self.tokens(input_ids))
+        for number, block in enumerate(self.blocks):
+            x = self.factors[0, number] * x + self.factors[1, number] * first
+            x = block(x, self.extras[number // 2](input_ids), turns, mask)
+        logits = 15 * torch.tanh(self.head(_unit(x))[..., : self.words].float() / 15)
+        return F.cross_entropy(logits.view(-1, self.words), labels.view(-1), ignore_index=-1)
+
+
 def _lora(is_small: bool) -> nn.Module:
     """Make a checkpointed Llama of 8B shape with PEFT's float32 adapters of rank 16 at all linear layers."""
     made: Any = _llama_8b(is_small)
@@ -329,6 +431,8 @@ MODELS: Mapping[str, Model] = {
     "window_16k": Model(_window, tokens(1, 16384, 32000), autocast=False),
     "padded": Model(_padded, _padded_tokens, autocast=False),
     "logits": Model(_head, _classified, autocast=False),
+    "chat": Model(lambda is_small: Chat(is_small, False), tokens(16, 2048, 32768), autocast=False),
+    "chat_float8": Model(lambda is_small: Chat(is_small, True), tokens(16, 2048, 32768), autocast=False),
     "lora_8b": Model(_lora, tokens(1, 4096, 128256), autocast=False),
     "lora_8b_bfloat16": Model(_short_lora, tokens(1, 4096, 128256), autocast=False),
 }

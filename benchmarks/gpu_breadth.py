@@ -6,8 +6,9 @@
 Lines are the models of benchmarks/breadth_models.py, each in its users' dtype. They are FlexAttention with a window,
 documents and ALiBi, image and video decoders, a U-Net, a GAN, and float8 training with torchao. Decoder layers of an 8B
 Llama are trained in bfloat16 and in float8. Others are a long context without and with a sliding window, and a padded
-batch. The last are a loss over a large vocabulary, and LoRA by PEFT at 8B shape: checkpointed with float32 adapters,
-and not checkpointed with bfloat16 ones. Peers, timing, memory and options are those of gpu_models.py. Some lines need
+batch. A loss over a large vocabulary follows, and a small language model in nanochat's style, in bfloat16 and with its
+own float8 layers. The last are LoRA by PEFT at 8B shape: checkpointed with float32 adapters, and not checkpointed with
+bfloat16 ones. Peers, timing, memory and options are those of gpu_models.py. Some lines need
 diffusers, torchao or peft; without its library, a line is an error in its row.
 """
 

@@ -11,6 +11,7 @@ from dcompile.compat.patches.random_numbers import is_drawn_again as is_drawn_ag
 from dcompile.compat.patches.random_numbers import never_recompute as never_recompute
 from dcompile.compat.patches.registry import patched
 from dcompile.compat.patches.torch_patch import PatchRequest
+from dcompile.compat.tensors import has_storage
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +47,10 @@ def aot_compile(
     # which belongs outside. Whoever sets something else gets that.
     if getattr(config, "backward_pass_autocast", "") == "same_as_forward":
         settings["backward_pass_autocast"] = "off"
+    # Inputs that share memory, one of which is changed, are views of a base in the graph. Views of such an input would
+    # be repeated on that base, as if it were the input.
+    if hasattr(config, "view_replay_for_aliased_outputs") and _share_memory(example_inputs):
+        settings["view_replay_for_aliased_outputs"] = False
     known = config.patch(settings)  # type: ignore[no-untyped-call, unused-ignore]
     request = PatchRequest() if is_saved else PatchRequest(example_inputs=example_inputs)
     with known, patched("graph", request), around:
@@ -60,6 +65,11 @@ def aot_compile(
             keep_inference_input_mutations=True,
         )
         return compiled if is_saved else unpack_arguments(compiled, gm)
+
+
+def _share_memory(values: Sequence[Any]) -> bool:
+    tensors = [value for value in values if hasattr(value, "untyped_storage") and has_storage(value)]
+    return len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors)
 
 
 def backward_at_once() -> contextlib.AbstractContextManager[Any]:

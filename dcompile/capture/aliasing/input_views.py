@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
+from dcompile.errors import DcompileError
 
 
 def return_input_views(gm: Any, aliases: Mapping[int, int]) -> None:
@@ -37,6 +38,11 @@ def return_input_views(gm: Any, aliases: Mapping[int, int]) -> None:
         if way:
             results[place] = _replay_views(gm, start, way, before)
             left.update(way)
+        elif compat.aot_descriptors.is_base_of_inputs(start) and _changes_dtype(results[place]):
+            raise DcompileError(
+                "dcompile: a result views an input as another dtype, and the graph changes another input in the same "
+                "memory; view it outside of compiled code, or pass a copy"
+            )
     output.args = (tuple(results),)
     for node in reversed(gm.graph.nodes):
         if node in left and not node.users:
@@ -67,6 +73,15 @@ def _way(result: Any, start: Any, counted: bool = False) -> list[Any]:
 
 def _is_view(node: Any, counted: bool) -> bool:
     return getattr(node.target, "is_view", False) and (counted or not compat.storage_offsets.has_offset(node))
+
+
+def _changes_dtype(result: Any) -> bool:
+    """Is a result a view of other views as another dtype? In a program it is a copy, which has lost their offset."""
+    while getattr(result, "op", "") == "call_function" and _is_view(result, counted=True):
+        if result.meta["val"].dtype != result.args[0].meta["val"].dtype:
+            return True
+        result = result.args[0]
+    return False
 
 
 def _absolute_views(result: Any, start: Any) -> list[Any]:

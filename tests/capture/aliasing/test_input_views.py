@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 import dcompile
 
@@ -71,3 +72,34 @@ def test_an_input_that_looks_at_its_elements_twice_is_filled(dynamic):
     got = dcompile.compile(function, dynamic=dynamic)(ours.unfold(-1, 2, 1), other)
     assert torch.equal(got, function(eager.unfold(-1, 2, 1), other))
     assert torch.equal(ours, eager)
+
+
+def both(a, b):
+    a.mul_(2)
+    return b.view(-1)[:2], a.t(), b[0], a.unsqueeze(0), b.diagonal(), b
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("learns", [False, True])
+def test_looks_at_inputs_that_share_memory(learns):
+    """AOTAutograd repeated them on the base of both, as if it were the input."""
+    sides = []
+    for function in (both, dcompile.compile(both)):
+        leaf = torch.arange(6.0, requires_grad=learns)
+        whole = (leaf * 1).view(3, 2)
+        results = function(whole[:2], whole[1:])
+        gradient = torch.autograd.grad(sum(x.square().sum() for x in results), leaf) if learns else ()
+        with torch.no_grad():
+            whole.mul_(10)
+        sides.append([x.detach() for x in (whole, *results, *gradient)])
+    torch.testing.assert_close(sides[1], sides[0], rtol=0, atol=0)
+
+
+def test_a_look_as_another_dtype_at_memory_that_is_changed_behind_another_input_is_refused():
+    def bits(a, b):
+        a.mul_(2)
+        return b.view(torch.int32)
+
+    whole = torch.arange(6.0).view(3, 2)
+    with pytest.raises(BackendCompilerFailed, match="a result views an input as another dtype"):
+        dcompile.compile(bits)(whole[:2], whole[1:])

@@ -14,6 +14,7 @@ from dcompile.compat import (
     sizes,
 )
 from dcompile.compat.patches import (
+    autograd_functions,
     batch_norm_statistics,
     compiling_thread,
     cse,
@@ -35,7 +36,6 @@ from dcompile.compat.patches import (
     symbolic_arithmetic,
     symbolic_tangents,
     symbolic_views,
-    sync_batch_norm,
     tangent_strides,
     traced_gathers,
 )
@@ -67,12 +67,22 @@ PATCHES: tuple[TorchPatch, ...] = (
         first=(2, 12),
     ),
     TorchPatch(
-        sync_batch_norm.traced_sync_batch_norm,
+        autograd_functions.traced_sync_batch_norm,
         ("torch._dynamo.variables.misc.AutogradFunctionVariable.call_apply",),
         "takeover",
         "SyncBatchNorm's collectives become steps of the program",
         FRAME,
         lambda request: (request.sync_batch_norm,),
+    ),
+    TorchPatch(
+        autograd_functions.functions_told_of_absence_in_eager,
+        (
+            "torch._dynamo.variables.misc.AutogradFunctionContextVariable.var_getattr",
+            "torch._dynamo.variables.misc.AutogradFunctionVariable.call_apply",
+        ),
+        "correctness",
+        "a backward that asks which gradients are absent is traced as if none were",
+        FRAME,
     ),
     TorchPatch(
         grouped_experts.experts_grouped,

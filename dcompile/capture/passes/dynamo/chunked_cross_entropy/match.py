@@ -209,7 +209,8 @@ def _replace(
     settings |= {name: given[name] for name in ("ignore_index", "reduction", "label_smoothing")}
     settings |= {"dtype": logits.dtype, "result": loss.meta["example_value"].dtype, "grad": logits.requires_grad}
     settings |= {"steps": tuple(filter(None, map(logit_step, head.steps))), "wants_rows": bool(head.row_results)}
-    settings["wide"] = _ASKED in loss.meta and logits.itemsize < 4
+    if _ASKED in loss.meta and logits.itemsize < 4:
+        settings["wide"] = True
     with graph.inserting_before(at):
         for kind, how in rows:
             if kind == "slice":

@@ -306,7 +306,7 @@ class Float8Product(torch.autograd.Function):
         return torch._scaled_mm(x8, w8.t(), of_x, of_w, out_dtype=x.dtype, use_fast_accum=True)
 
     @staticmethod
-    def backward(ctx: Any, by_result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, by_result: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x8, of_x, w8, of_w = ctx.saved_tensors
         by8, of_by = _in_8_bits(by_result, torch.float8_e5m2)
         by_columns = [tensor.t().contiguous().t() for tensor in (w8, x8)]
@@ -356,7 +356,8 @@ class ChatBlock(nn.Module):
         q, k, v = (part(y).unflatten(-1, (self.heads, -1)) for part in self.qkv)
         v = v + 2 * torch.sigmoid(self.gate(y[..., :16])).unsqueeze(-1) * extra.unflatten(-1, (self.heads, -1))
         q, k = (_unit(_turned(part, turns)) for part in (q, k))
-        found = F.scaled_dot_product_attention(*(part.transpose(1, 2) for part in (q, k, v)), attn_mask=mask)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         x = x + self.out(found.transpose(1, 2).flatten(2))
         return x + self.down(F.relu(self.up(_unit(x))).square())  # type: ignore[no-any-return]
 

@@ -41,3 +41,14 @@ def test_views_in_checkpointed_regions_keep_their_region(monkeypatch):
         node.meta |= {"recompute": "by its region", "ac_graph_id": 3}
     assert saved_values.recompute_misaligned_views(gm).changes == 0
     assert {node.meta["ac_graph_id"] for node in views} == {3}
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_rows_of_a_sharded_table_are_saved(is_sharded):
+    """The backward would gather the table for them alone; other tables are there anyway."""
+    gm = make_fx(lambda table, places: torch.nn.functional.embedding(places, table).sin())(
+        torch.randn(8, 4), torch.tensor([1, 2])
+    )
+    saved_values.recompute_views(gm, lambda gm: gm.graph.find_nodes(op="placeholder")[: 1 if is_sharded else 0])
+    (looked_up,) = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default)
+    assert ("recompute" in looked_up.meta) == is_sharded

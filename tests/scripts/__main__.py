@@ -117,7 +117,7 @@ def end(job: subprocess.Popen[bytes]) -> None:
 
 def command(subject: Subject, side: str, record: Path, arguments: argparse.Namespace) -> list[str]:
     """What starts one side: the child, under torchrun where the script needs it or has several ranks."""
-    backend = {"eager": "-", "dcompile": ",".join(["dcompile", *subject.imports])}.get(side, side)
+    backend = {"eager": "-", "dcompile": ",".join(["dcompile", "dcompile", *subject.imports])}.get(side, side)
     child = [str(Path(__file__).with_name("child.py")), str(record), backend]
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(arguments.ranks)]
     launcher = run if subject.distributed and arguments.ranks > 1 else []

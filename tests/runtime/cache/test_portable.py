@@ -15,6 +15,7 @@ import dcompile
 from dcompile.config import Config
 from dcompile.runtime.cache import portable
 from dcompile.runtime.cache.disk import KernelCache
+from tests.device import compute_exactly
 from tests.job import run
 from tests.nursery import python
 
@@ -22,6 +23,7 @@ from tests.nursery import python
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, float]:
     """Artifacts of a training step, and its loss."""
+    compute_exactly()  # as other files of a worker have it; precision is part of keys
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 2)), torch.randn(4, 8)
     options = {"receipt": False, "verify": False, "cache_dir": str(tmp_path_factory.mktemp("cache")), "matmul": "own"}
@@ -40,8 +42,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, float]:
 LOADED = """
 import torch, dcompile
 from torch import nn
+from tests.device import compute_exactly
 with open({path!r}, "rb") as file:
     assert torch.compiler.load_cache_artifacts(file.read()).artifacts["dcompile"]
+compute_exactly()
 torch.manual_seed(0)
 model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 2)), torch.randn(4, 8)
 dcompile.compile(model, options={{"receipt": False, "verify": False, "matmul": "own"}})

@@ -76,8 +76,8 @@ class NoCommunication:
 
     def __init__(self, *_: Any) -> None: ...
 
-    def source(self, buckets: Any, phase: Any, accumulates: bool = False, later: Any = (), absent: Any = ()) -> Any:
-        del buckets, phase, accumulates, later, absent
+    def source(self, buckets: Any, phase: Any, accumulates: bool = False, *of_units: Any) -> Any:
+        del buckets, phase, accumulates, of_units
 
     def may_lack(self, units: Iterable[int]) -> None: ...
 
@@ -91,7 +91,7 @@ class NoCommunication:
         del group
         return False, ""
 
-    def flush(self) -> None: ...
+    def flush(self, outside: Any = None) -> None: ...
 
     def reduce_behind(self, full: Any) -> None: ...
 

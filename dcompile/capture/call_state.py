@@ -59,6 +59,10 @@ class CapturedGraph(Protocol):
     """(position among the backward's outputs, parameter number)."""
     trace: GraphTrace | None
     """Where its trace came from."""
+    visible: tuple[tuple[tuple[int, int], ...], int]
+    """((position among the forward program's results, parameter number) of each parameter that the modules show after
+    the call, number of the results that the graph itself has).
+    """
     unsure: tuple[int, ...]
     """Parameters that a backward may have no gradient of."""
 

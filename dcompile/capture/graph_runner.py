@@ -21,7 +21,13 @@ from dcompile.capture.agreement.collective_plan import by_group, own_collectives
 from dcompile.capture.aliasing.input_views import return_input_views
 from dcompile.capture.aliasing.view_bases import with_bases_as_traced
 from dcompile.capture.compiled_model import CompiledModel
-from dcompile.capture.joint_graph import PartitionResult, donated_positions, saved_positions, take_sync_token
+from dcompile.capture.joint_graph import (
+    PartitionResult,
+    donated_positions,
+    insert_outputs,
+    saved_positions,
+    take_sync_token,
+)
 from dcompile.capture.opaque_objects import remove_opaque_objects, without_opaque_objects
 from dcompile.capture.output_steps import OutputRequest, plan_outputs
 from dcompile.capture.passes.joint.absent_gradients import (
@@ -93,6 +99,8 @@ class GraphPrograms:
         """Units for which earlier graphs of a call compute gradients, too: their backward, a later one, reduces all."""
         self._sharded: dict[str, int] = {}
         """Name of a placeholder -> number of its sharded parameter."""
+        self.visible: tuple[tuple[tuple[int, int], ...], int] = ((), 0)
+        """See `CapturedGraph.visible`."""
         self._goes_on = False
         """Whether other code of a call may follow, so that this one's results may all lack gradients."""
         self.captured: list[Line] = []
@@ -206,6 +214,25 @@ class GraphPrograms:
         asks = gathering is not run or steps
         return compat.lean_wrappers.marked_direct(inference, None if asks else getattr(run, "direct", None))
 
+    def _return_visible(self, gm: Any, shown: int) -> None:
+        """Make the forward return parameters that modules show after it, also where the backward reads none of them."""
+        outputs = list(gm.graph.output_node().args[0])
+        numbers = {node: self._sharded.get(node.name) for node in gm.graph.find_nodes(op="placeholder")}
+        found = {node: n for node, n in numbers.items() if n is not None and self._stays_visible(n)}
+        more = [node for node in found if node not in outputs[shown:]]
+        insert_outputs(gm, len(outputs), more)
+        places = {node: at for at, node in enumerate([*outputs, *more]) if at >= shown}
+        self.visible = tuple((places[node], number) for node, number in found.items()), len(outputs)
+
+    def _stays_visible(self, number: int) -> bool:
+        shard = self.infos[number].shard
+        return (
+            shard is not None
+            and not shard.reshard
+            and self.sync.sharded is not None
+            and self.sync.sharded.stays_visible(number)
+        )
+
     @property
     def _output_steps(self) -> Sequence[OutputStep]:
         return self.model.services.compiler.graph_passes().outputs
@@ -219,6 +246,7 @@ class GraphPrograms:
         views, constant = compat.aot_metadata.take_views(), compat.aot_metadata.constant_results()
         request = OutputRequest(shown, opaque.result_places(views), opaque.result_places(constant))
         steps = plan_outputs(self._output_steps, gm, request, "forward")
+        self._return_visible(gm, shown)
         run = self._build(gm, "forward", foreseen=self._foreseen, results=shown)
         model = self.model
         gathering, alone = with_bases_as_traced(gm, self._gathering(run)), (self.number,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -157,11 +158,13 @@ class ShardedParameters(Protocol):
         accumulates: bool = False,
         later: Collection[int] = (),
         absent: Collection[int] = (),
+        wanted: Collection[int] = (),
     ) -> ShardSource:
         """Return the source of one call's collectives. `accumulates`: whether its gradients are added to `.grad`.
 
         `later`: units whose gradients are kept for another program of the same backward, which adds its own.
-        `absent`: units without a gradient from the program in this call.
+        `absent`: units without a gradient from the program in this call. `wanted`: units whose gradients are not
+        reduced, but wanted by the backward's caller; see `ShardSource.wanted`.
         """
 
     def may_lack(self, units: Iterable[int]) -> None:
@@ -182,8 +185,11 @@ class ShardedParameters(Protocol):
         Every rank calls this first at the same point, before it compiles anything.
         """
 
-    def flush(self) -> None:
-        """At the end of a backward, reduce gradients of earlier ones that it did not reach."""
+    def flush(self, outside: Mapping[int, torch.Tensor] = MappingProxyType({})) -> None:
+        """At the end of a backward, reduce gradients of earlier ones that it did not reach.
+
+        `outside`: gradients of whole units that no program has computed; every rank has some of the same units.
+        """
 
     def reduce_behind(self, full: Mapping[int, torch.Tensor]) -> None:
         """Reduce gradients of whole units that no program computes; every rank has some of the same units."""

@@ -218,6 +218,9 @@ Phase: TypeAlias = Literal["forward", "backward", "inference"]
 class ShardSource(Protocol):
     """Collectives of a program with sharded parameters. Tensors are flat, one for each unit."""
 
+    wanted: dict[int, Any]
+    """Unreduced gradients of the units that were asked for, after a call that adds to no gradient."""
+
     def start_gather(self, bucket: str, full: list[Any]) -> None:
         """Start filling `full` with the units whose shards the ranks hold."""
 

@@ -46,13 +46,23 @@ def on_gradient(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
 
 def will_accumulate(parameter: torch.Tensor) -> bool:
     """Whether the current backward will add to this parameter's .grad (torch.autograd.grad does not)."""
+    return bool(_will_execute(parameter))
+
+
+def is_result(parameter: torch.Tensor) -> bool:
+    """Whether this parameter's gradient goes to the caller: of torch.autograd.grad, or of a node called by hand."""
+    return _will_execute(parameter) is None
+
+
+def _will_execute(parameter: torch.Tensor) -> bool | None:
+    """Whether the current backward reaches the node that adds to .grad; None if the gradient itself is asked for."""
     import torch
     from torch.autograd.graph import get_gradient_edge
 
     try:
         return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
     except RuntimeError:
-        return False  # torch raises it for a leaf that torch.autograd.grad was asked for
+        return None  # torch raises it for a leaf that torch.autograd.grad was asked for, and outside of backwards
 
 
 def keep_for_backward(result: Any, thing: Any) -> None:

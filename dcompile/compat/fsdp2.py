@@ -95,6 +95,11 @@ def to_sharded(group: Any) -> None:
     group._to_sharded()
 
 
+def to_unsharded(group: Any) -> None:
+    """Make modules show the gathered parameters, until FSDP shards them again."""
+    group._to_unsharded()
+
+
 @contextlib.contextmanager
 def forward_undone(module: Any) -> Iterator[None]:
     """Undo the state that forwards in this context leave for a backward: gathered parameters, and order of modules.

@@ -179,6 +179,28 @@ def show(param: Any, instead: torch.nn.Parameter) -> None:
     param._setattr_on_modules(instead)
 
 
+def lend_memory(param: Any, virtual: torch.nn.Parameter, gathered: torch.Tensor) -> None:
+    """Make the virtual parameter FSDP's unsharded one, with real values, until FSDP frees that."""
+    empty, own = virtual.detach(), vars(param).pop("_unsharded_param", None)
+
+    def free_unsharded_param() -> None:
+        del param.free_unsharded_param, param._unsharded_param
+        if own is not None:
+            param._unsharded_param = own
+        virtual.data = empty
+        setattr(virtual, STANDS_IN, True)
+        param.free_unsharded_param()
+
+    delattr(virtual, STANDS_IN)
+    virtual.data = gathered
+    param._unsharded_param, param.free_unsharded_param = virtual, free_unsharded_param
+
+
+def has_lent_memory(param: Any) -> bool:
+    """Whether FSDP's unsharded parameter is a virtual one."""
+    return "free_unsharded_param" in vars(param)
+
+
 def shard_data(param: Any) -> torch.Tensor:
     """This rank's shard, flat and padded, in the compute dtype. An offloaded shard is copied to the device."""
     data: torch.Tensor = param._sharded_param_data

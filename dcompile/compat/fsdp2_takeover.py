@@ -11,11 +11,11 @@ from dcompile.compat.fsdp2_params import dtensor_spec, reduce_dtype
 _STATE = ("_is_root", "_state_ctx", "_lazy_init", "_modules", "_device", "_mp_policy", "_pre_forward_hook_handle",
           "_post_forward_hook_handle")  # fmt: skip
 _GROUP = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "reduce_grads", "all_reduce_grads", "is_sharded",
-          "_to_sharded", "_reshard_after_forward", "_all_gather_process_group", "_reduce_scatter_process_group",
-          "gradient_divide_factor")  # fmt: skip
+          "_to_sharded", "_to_unsharded", "_reshard_after_forward", "_all_gather_process_group",
+          "_reduce_scatter_process_group", "gradient_divide_factor")  # fmt: skip
 _PARAM = ("sharded_param", "_sharded_param_data", "sharded_size", "contiguous_sharded_stride", "to_sharded_dtensor",
           "_setattr_on_modules", "_module_info", "init_dtype_attrs", "_orig_size", "fsdp_placement", "is_dtensor",
-          "offload_to_cpu", "pin_memory", "padded_sharded_param_size", "mesh_info")  # fmt: skip
+          "offload_to_cpu", "pin_memory", "padded_sharded_param_size", "mesh_info", "free_unsharded_param")  # fmt: skip
 
 
 def missing_names(states: list[Any]) -> list[str]:

@@ -175,12 +175,13 @@ class LocalShards(NoCommunication):
         self._units, self._groups = units, groups
         self._later: frozenset[int] = frozenset()
         self._accumulates = False
+        self.wanted: dict[int, Any] = {}
 
     def source(
-        self, buckets: Any, phase: Any, accumulates: bool = False, later: Any = (), absent: Any = ()
+        self, buckets: Any, phase: Any, accumulates: bool = False, later: Any = (), *of_units: Any
     ) -> LocalShards:
         """Return the receiver of a program's gradients."""
-        del buckets, phase, absent
+        del buckets, phase, of_units
         self._accumulates, self._later = accumulates, frozenset(later)
         return self
 

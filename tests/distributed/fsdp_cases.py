@@ -512,6 +512,43 @@ def autograd_grad() -> dict[str, Any]:
     return same_as_stock(steps)
 
 
+def visible_parameters() -> dict[str, Any]:
+    """Parameters between forward and backward, this rank's gradients of them, and what is left of them afterwards."""
+
+    def steps(call: Any, module: Any) -> dict[str, Any]:
+        def shown(name: str) -> None:
+            for key, p in module.named_parameters():
+                found[f"{name} {key}"] = full(p)
+                found[f"{name} {key} is sharded"] = torch.tensor(float(isinstance(p, DTensor)))
+
+        found: dict[str, Any] = {}
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(2):
+            loss = loss_of(call(**inputs(module, step)))
+            shown(f"{step} forward")
+            between = [p for p in module.parameters() if not isinstance(p, DTensor)]
+            gradients = torch.autograd.grad(loss, list(module.parameters()), allow_unused=True)
+            for number, gradient in enumerate(gradients):
+                found[f"{step} gradient {number}"] = torch.zeros(1) if gradient is None else gradient
+            shown(f"{step} grad")
+            assert between and all(p.untyped_storage().size() == 0 for p in between)
+            loss = loss_of(call(**inputs(module, step)))
+            saved = {f"{step} {key}": full(value) for key, value in module.state_dict().items()}
+            found |= saved
+            shown(f"{step} saved")
+            loss.backward()
+            loss = loss_of(call(**inputs(module, step)))
+            loss = loss + sum(p.square().sum() for p in module.parameters() if not isinstance(p, DTensor))
+            loss.backward()
+            shown(f"{step} backward")
+            optimizer.step()
+            optimizer.zero_grad()
+        backward(call, module, 3)
+        return found
+
+    return same_as_stock(steps)
+
+
 def parts_for_the_backward() -> dict[str, Any]:
     """Forwards leave parameters over two ranks; over how many ranks each gather was, by what ran.
 
@@ -1060,7 +1097,7 @@ def memory(**how: Any) -> dict[str, Any]:
             node = node.next_functions[0][0]
         saved = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in node.saved_tensors}
         found["gathered again" if reshard else "kept"] = sorted(n for n in saved.values() if n in sizes)
-        found["modules"] = all(type(p).__name__ == "DTensor" for p in module.parameters())
+        found["sharded"] = [*found.get("sharded", []), all(isinstance(p, DTensor) for p in module.parameters())]
         loss.backward()
         assert dcompile.receipt(module).eligible
     return found | {"copied": dcompile.receipt(module).bytes_copied}

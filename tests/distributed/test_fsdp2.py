@@ -61,6 +61,12 @@ def test_ways_to_run_in_turn_equal_stock_fsdp(in_turn, case):
         assert found[case]["receipt"].eligible
 
 
+def test_unsharded_parameters_are_visible_until_the_backward(ranks):
+    for found in values(ranks, "visible_parameters"):
+        assert max(found["grad"], found["param"], found["result"]) < 1e-6
+        assert found["receipt"].eligible
+
+
 @pytest.mark.parametrize("name", ["classes", pytest.param("classes_tied", marks=pytest.mark.full)])
 def test_a_loss_by_parts_of_its_classes_is_reduced_once(ranks, name):
     whole = values(ranks, "receipt_of_a_step", name=name)[0]
@@ -359,13 +365,13 @@ def test_a_second_start_loads_its_graphs(ranks, tmp_path):
 
 def test_gathered_parameters_are_not_kept(ranks):
     for found in values(ranks, "memory"):
-        assert found == {"gathered again": [], "kept": [640, 6400], "modules": True, "copied": 0}
+        assert found == {"gathered again": [], "kept": [640, 6400], "sharded": [True, False], "copied": 0}
 
 
 @pytest.mark.full
 def test_sharded_columns_are_not_kept(ranks):
     for found in values(ranks, "memory", placement=1):
-        assert found["gathered again"] == [] and found["modules"]
+        assert found["gathered again"] == [] and found["sharded"] == [True, True]
 
 
 def test_ranks_that_go_apart_behind_a_break_run_or_say_so(ranks):

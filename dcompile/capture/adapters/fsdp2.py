@@ -14,7 +14,7 @@ import enum
 import functools
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -184,6 +184,10 @@ class Fsdp2Adapter(ShardedAdapter):
         self._params = self._units
         self._numbers = {id(p): number for number, unit in enumerate(self._units) for p in (unit.virtual, unit.shown)}
         self._reshards = tuple(compat.fsdp2.reshards(entry.group) for entry in self._groups)
+        self._gathered: dict[int, torch.Tensor] = {}
+        """Parameters that the forwards of the call in progress have gathered, to be shown after it."""
+        self._visible: list[FsdpParameterGroup] = []
+        """Groups that modules show with values after a call."""
 
     def _take_over(self) -> None:
         infos = []
@@ -246,6 +250,12 @@ class Fsdp2Adapter(ShardedAdapter):
         )
         return self.name, infos, places, groups, len(self._groups), self.reductions
 
+    def restore(self, reason: str) -> None:
+        self.show_sharded()
+        for number, whole in self.gradients_outside().items():
+            self._units[number].take_back(whole)
+        super().restore(reason)
+
     def wants_stock(self) -> str:
         """Return what the user has asked for since that only FSDP's own hooks do; empty if nothing."""
         return "; ".join(compat.fsdp2_takeover.asked_for([present(state) for state in self._states]))
@@ -274,6 +284,42 @@ class Fsdp2Adapter(ShardedAdapter):
         for entry in self._groups:
             compat.fsdp2.to_sharded(entry.group)
 
+    def stays_visible(self, number: int) -> bool:
+        """Do modules show this parameter with its values between a forward that gathers it and the backward?
+
+        A replay's memory belongs to its recording. A parameter that is made of the gathered one is no leaf of the
+        graph that leads to it.
+        """
+        unit = self._units[number]
+        return self._parts and all(other.made is None for other in self._units if other.group == unit.group)
+
+    def take_gathered(self, gathered: Mapping[int, torch.Tensor]) -> None:
+        self._gathered.update(gathered)
+
+    def _show_gathered(self) -> None:
+        """Show groups as FSDP does after a forward that does not reshard, if the call has gathered all of a group."""
+        gathered, self._gathered = self._gathered, {}
+        names = {self._units[number].group for number in gathered}
+        for entry in (entry for entry in self._groups if entry.name in names):
+            units = {number: unit for number, unit in enumerate(self._units) if unit.group == entry.name}
+            if gathered.keys() >= units.keys():
+                for number, unit in units.items():
+                    compat.fsdp2_params.lend_memory(unit.param, unit.virtual, gathered[number])
+                compat.fsdp2.to_unsharded(entry.group)
+                self._visible.append(entry)
+
+    def show_sharded(self) -> None:
+        visible, self._visible = self._visible, []
+        for group in (entry.group for entry in visible):
+            if any(map(compat.fsdp2_params.has_lent_memory, group.fsdp_params)):
+                compat.fsdp2.to_sharded(group)
+
+    def gradients_outside(self) -> dict[int, torch.Tensor]:
+        found = {number: unit.virtual.grad for number, unit in enumerate(self._units)}
+        for unit in self._units:
+            unit.virtual.grad = None
+        return self.unit_gradients({number: gradient for number, gradient in found.items() if gradient is not None})
+
     def shown_by_another(self) -> bool:
         shown = compat.fsdp2_params.visible_parameter(self._units[0].param) if self._units else None
         return compat.fsdp2_params.is_stand_in(shown) and self.number_of(shown) is None
@@ -292,7 +338,9 @@ class Fsdp2Adapter(ShardedAdapter):
         for entry in self._groups:
             if not entry.group.is_sharded:
                 compat.fsdp2.to_sharded(entry.group)  # the user gathered it by hand, or a direct call left it so
+        self.show_sharded()
         before = [compat.fsdp2_params.visible_parameter(unit.param) for unit in self._units]
+        inside = bool(before) and before[0] is self._units[0].shown
         places = [(present(table), key, hook) for table, key, hook in self._hooks]
         hooks = [table[key] for table, key, _ in places]
         try:
@@ -305,11 +353,16 @@ class Fsdp2Adapter(ShardedAdapter):
             for table, key, hook in places:
                 table[key] = hook
             yield
+        except BaseException:
+            self._gathered.clear()
+            raise
         finally:
             for unit, parameter in zip(self._units, before, strict=True):
                 compat.fsdp2_params.show(unit.param, parameter)
             for (table, key, _), hook in zip(places, hooks, strict=True):
                 table[key] = hook
+        if self._gathered and not inside:  # a call within a call of the same module
+            self._show_gathered()
 
 
 def _resharded(info: ParamInfo, settings: tuple[Any, ...]) -> ParamInfo:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -194,7 +195,42 @@ class ShardedAdapter(PlainAdapter):
         found = {id(group): group for entry in entries for group in (entry.gather_group(), entry.replica_group())}
         return [group for group in found.values() if isinstance(group, torch.distributed.ProcessGroup)]
 
+    def unit_gradients(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return gradients of whole units, by unit, from gradients of parameters, by number; zeros elsewhere."""
+        whole: dict[int, torch.Tensor] = {}
+        for number, gradient in sorted(gradients.items()):
+            info = self._infos[number]
+            shard = info.shard
+            assert shard is not None, "every parameter of a sharded model has a unit"
+            if shard.unit not in whole:
+                dtype = getattr(torch, shard.reduce_dtype)
+                whole[shard.unit] = torch.zeros(shard.numel, dtype=dtype, device=gradient.device)
+            whole[shard.unit][shard.offset : shard.offset + gradient.numel()] = gradient.reshape(-1)
+        return whole
+
+    def part_of_unit(self, number: int, whole: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return a parameter's gradient from those of whole units."""
+        info = self._infos[number]
+        assert info.shard is not None, "every parameter of a sharded model has a unit"
+        own = whole[info.shard.unit][info.shard.offset :][: math.prod(info.shape)]
+        return own.view(info.shape).to(getattr(torch, info.dtype))
+
     # --- calls ---
+
+    def stays_visible(self, number: int) -> bool:
+        """Do modules show this parameter with its values between a forward that gathers it and the backward?"""
+        del number
+        return False
+
+    def take_gathered(self, gathered: Mapping[int, torch.Tensor]) -> None:
+        """Take parameters that a forward has gathered, to show them after the call."""
+
+    def show_sharded(self) -> None:
+        """Show sharded parameters again, as a backward begins."""
+
+    def gradients_outside(self) -> dict[int, torch.Tensor]:
+        """Take the gradients of whole units that code outside of the graphs has added to visible parameters."""
+        return {}
 
     def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Do what FSDP's root does before its forward, except gathering; return the converted arguments."""

@@ -83,11 +83,16 @@ class ShardedSync(GradientSync):
         if not graph.gathers or not run.buckets:
             return super().wrap_forward(graph, run, kind)
         phase: Phase = "forward" if kind == "forward" else "inference"
+        visible, kept = graph.visible
 
         def gathering(args: list[Any]) -> list[Any]:
             strategy = graph.strategy()
             graph.agree(kind, strategy)
-            return run(args, buckets=strategy.shards.source(run.buckets, phase))
+            results = run(args, buckets=strategy.shards.source(run.buckets, phase))
+            if visible:
+                strategy.sharded.take_gathered({number: results[place].detach() for place, number in visible})
+                del results[kept:]
+            return results
 
         return gathering
 
@@ -98,6 +103,7 @@ class ShardedSync(GradientSync):
     def run_backward(self, call: BackwardCall) -> list[Any]:
         """Run a program that reduces to shards; after the whole backward, reduce what earlier ones left."""
         graph, shards = call.graph, self.shards
+        self._adapter.show_sharded()
         if not call.run.buckets:
             return super().run_backward(call)
         assert shards is not None, "only sharded parameters are reduced to shards"
@@ -110,8 +116,18 @@ class ShardedSync(GradientSync):
         if call.gone:
             present = (number for place, number in graph.grads if place not in call.gone)
             absent = self._units_of(graph) - self._adapter.units_of(present)
-        source = shards.source(call.run.buckets, "backward", accumulates, graph.later, absent)
-        return call.run(call.args, buckets=source)
+        asked = () if accumulates else self._asked_for(call)
+        wanted = self._adapter.units_of(number for _, number in asked)
+        source = shards.source(call.run.buckets, "backward", accumulates, graph.later, absent, wanted)
+        results = call.run(call.args, buckets=source)
+        for place, number in asked if source is not None and source.wanted else ():  # not where programs are only built
+            results[place] = self._adapter.part_of_unit(number, source.wanted)
+        return results
+
+    def _asked_for(self, call: BackwardCall) -> list[tuple[int, int]]:
+        """Return (position, parameter number) of the gradients that the caller of the backward gets, unreduced."""
+        found = (entry for entry in call.graph.grads if entry[0] not in call.gone)
+        return [entry for entry in found if compat.autograd.is_result(self._adapter.virtual(entry[1]))]
 
     def _units_of(self, graph: CapturedGraph) -> set[int]:
         """Return the units of sharded parameters for which a graph's backward computes gradients."""
@@ -125,7 +141,7 @@ class ShardedSync(GradientSync):
 
             def flush() -> None:
                 self._flushing.discard(task)
-                shards.flush()
+                shards.flush(self._adapter.gradients_outside())
 
             compat.autograd.at_end_of_backward(flush)
 

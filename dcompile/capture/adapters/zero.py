@@ -174,16 +174,3 @@ class ZeroAdapter(ShardedAdapter):
     def trainable(self) -> Iterable[tuple[int, Any]]:
         """Yield (number, parameter) of trainable parameters."""
         raise NotImplementedError
-
-    def unit_gradients(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return gradients of whole units, by unit, from gradients of parameters, by number; zeros elsewhere."""
-        whole: dict[int, torch.Tensor] = {}
-        for number, gradient in sorted(gradients.items()):
-            info = self._infos[number]
-            shard = info.shard
-            assert shard is not None, "every parameter of a ZeRO model has a unit"
-            if shard.unit not in whole:
-                dtype = getattr(torch, shard.reduce_dtype)
-                whole[shard.unit] = torch.zeros(shard.numel, dtype=dtype, device=gradient.device)
-            whole[shard.unit][shard.offset : shard.offset + gradient.numel()] = gradient.reshape(-1)
-        return whole

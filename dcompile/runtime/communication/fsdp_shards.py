@@ -59,15 +59,17 @@ class Shards(ShardReductions):
         accumulates: bool = False,
         later: Collection[int] = (),
         absent: Collection[int] = (),
+        wanted: Collection[int] = (),
     ) -> ShardCommunication:
         """Make the communication of one call of a program with these buckets.
 
         `accumulates`: the call is part of a backward that adds to gradients; torch.autograd.grad does not. `later`:
         units whose gradients another program of the backward computes as well, and reduces. `absent`: units for which
-        this call computes no gradient, only zeros.
+        this call computes no gradient, only zeros. `wanted`: units whose gradients are left in `wanted`, unreduced.
         """
         named_buckets = {bucket.name: bucket for bucket in buckets}
-        return ShardCommunication(self, named_buckets, accumulates, phase, frozenset(later), frozenset(absent))
+        empty = dict.fromkeys(wanted)
+        return ShardCommunication(self, named_buckets, accumulates, phase, frozenset(later), frozenset(absent), empty)
 
     def forget_parts(self) -> None:
         """Start a call: drop what a forward without a backward left, as parameters may have changed since."""
@@ -99,6 +101,8 @@ class ShardCommunication:
     later: frozenset[int] = frozenset()
     absent: frozenset[int] = frozenset()
     """Units that the program has no gradient of in this call."""
+    wanted: dict[int, Any] = field(default_factory=dict)
+    """Unit -> its unreduced gradient, once it is computed, in a call that adds to no gradient."""
     _gathering: dict[str, PendingGather] = field(init=False, default_factory=dict)
     """Bucket -> its pending gather."""
     _reducing: dict[str, PendingReduction] = field(init=False, default_factory=dict)
@@ -192,9 +196,11 @@ class ShardCommunication:
 
     def start_scatter(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start summing `full` over the ranks; or keep it, in a backward that does not reduce."""
-        if not self.accumulates:
-            return
         found = self.buckets[bucket]
+        if not self.accumulates:  # the memory of `full` is used again
+            of_units = zip(found.units, full, strict=True)
+            self.wanted.update((number, whole.clone()) for number, whole in of_units if number in self.wanted)
+            return
         group = self.shards.groups[found.group]
         for place, start, stop in zip(found.gaps[::3], found.gaps[1::3], found.gaps[2::3], strict=True):
             full[place][start:stop].zero_()

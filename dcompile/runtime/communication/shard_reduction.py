@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,12 +58,14 @@ class ShardReductions:
         """Pass unreduced gradients to FSDP."""
         self.unreduced.give_back()
 
-    def flush(self) -> None:
+    def flush(self, outside: Mapping[int, torch.Tensor] = MappingProxyType({})) -> None:
         """End a backward: reduce kept gradients of units that it did not reach, and wait for copies to CPU memory.
 
-        Every rank has kept gradients of the same units, as it ran the same backwards.
+        Every rank has kept gradients of the same units, as it ran the same backwards. `outside`: gradients that no
+        program has computed; they are reduced, or kept, with these.
         """
         self.unreduced.end()
+        self.unreduced.keep(outside)
         for number in sorted(self.unreduced.whole):
             group = self._group_of(number)
             if group.wants() != "nothing":

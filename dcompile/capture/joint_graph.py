@@ -136,7 +136,7 @@ def add_sync_token(forward: Any, backward: Any, num_fwd_outputs: int, fake_mode:
     """Make the token the first tensor that the forward saves, and the first tensor input of the backward.
 
     It is the first, since AOTAutograd finds some kinds of saved values by position from the end. Integers come before
-    tensors in the backward's inputs.
+    tensors in the backward's inputs, and opaque objects, such as meshes, after saved tensors.
     """
     with fake_mode:
         value = torch.empty((), dtype=torch.int64, device="cpu")
@@ -148,8 +148,10 @@ def add_sync_token(forward: Any, backward: Any, num_fwd_outputs: int, fake_mode:
     token.meta["val"] = value
     insert_outputs(forward, num_fwd_outputs, [token])
     inputs = backward.graph.find_nodes(op="placeholder")
-    tensors = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]
-    before = tensors[0] if tensors else backward.graph.output_node()
+    after = (isinstance(val := node.meta.get("val"), torch.Tensor) or compat.dtensor.is_opaque(val) for node in inputs)
+    before = next(
+        (node for node, is_after in zip(inputs, after, strict=True) if is_after), backward.graph.output_node()
+    )
     with backward.graph.inserting_before(before):
         received = backward.graph.create_node("placeholder", TOKEN, name=TOKEN)
     received.meta["val"] = value

@@ -37,6 +37,11 @@ def _seed_nothing(seed: int) -> None:
 
 
 def compute_exactly() -> None:
-    """float32 means float32: cuDNN would round to 10 bits, and differently in each algorithm that it may choose."""
+    """float32 means float32: cuDNN would round to 10 bits, and differently in each algorithm that it may choose.
+
+    Without a GPU nothing changes: precision is part of keys, and other processes of a test have torch's default.
+    """
+    if not torch.cuda.is_available():
+        return
     with torch.backends.__allow_nonbracketed_mutation():  # torch's own test utilities freeze its flags for the process
         torch.backends.cudnn.allow_tf32 = False

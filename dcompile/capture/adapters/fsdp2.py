@@ -184,6 +184,7 @@ class Fsdp2Adapter(ShardedAdapter):
         self._params = self._units
         self._numbers = {id(p): number for number, unit in enumerate(self._units) for p in (unit.virtual, unit.shown)}
         self._reshards = tuple(compat.fsdp2.reshards(entry.group) for entry in self._groups)
+        self._setting = _setting_text(self._reshards)
         self._gathered: dict[int, torch.Tensor] = {}
         """Parameters that the forwards of the call in progress have gathered, to be shown after it."""
         self._visible: list[FsdpParameterGroup] = []
@@ -234,7 +235,8 @@ class Fsdp2Adapter(ShardedAdapter):
         if found != self._reshards:
             self._reshards = found
             self._infos = tuple(_resharded(info, found) for info in self._infos)
-        return f"reshard {' '.join(map(str, found))}"
+            self._setting = _setting_text(found)
+        return self._setting
 
     def likeness(self) -> tuple[Any, ...] | None:
         """Return all that programs depend on, but for names, and for settings that `setting` returns."""
@@ -363,6 +365,10 @@ class Fsdp2Adapter(ShardedAdapter):
                 table[key] = hook
         if self._gathered and not inside:  # a call within a call of the same module
             self._show_gathered()
+
+
+def _setting_text(reshards: tuple[Any, ...]) -> str:
+    return f"reshard {' '.join(map(str, reshards))}"
 
 
 def _resharded(info: ParamInfo, settings: tuple[Any, ...]) -> ParamInfo:

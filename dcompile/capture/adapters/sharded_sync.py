@@ -28,7 +28,8 @@ class ShardedSync(GradientSync):
         self._flushing: set[tuple[int, int]] = set()
         self._saves_memory = ""
         self._tokens: dict[GradientSync, torch.Tensor] = {self: make_token(0)}
-        """Strategy of each module that runs these programs -> token of its calls: its place in here."""
+        """Strategy of each module that runs these programs -> token of its calls: its place in `_strategies`."""
+        self._strategies: list[GradientSync] = [self]
 
     @property
     def sharded(self) -> ShardedAdapter:
@@ -47,14 +48,15 @@ class ShardedSync(GradientSync):
         assert isinstance(other, ShardedSync) and other.shards is not None, "equal modules are sharded alike"
         if other in self._tokens:
             return
-        self._tokens[other] = make_token(len(self._tokens))
+        self._tokens[other] = make_token(len(self._strategies))
+        self._strategies.append(other)
         if self._saves_memory:
             other.save_memory(self._saves_memory)
         for name in other.adapter.communicators():
             other.shards.copied(name)
 
     def by_token(self, token: int) -> GradientSync:
-        return [*self._tokens][token]
+        return self._strategies[token]
 
     def save_memory(self, reason: str) -> None:
         self._saves_memory = reason

@@ -26,7 +26,7 @@ from train import check_finite, evaluate, is_due, learning_rate
 from transformers import LlamaForCausalLM
 
 DEEPSPEED = CONFIGS / "deepspeed"
-INSTALL = "pip install 'dcompile[deepspeed]'"
+INSTALL = "pip install 'deepspeed>=0.18'"
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -97,13 +98,22 @@ def test_command(command: str, tmp_path: Path) -> None:
         assert "parameters equal on all ranks: yes" in output
 
 
+def only_rank() -> dict[str, str]:
+    """What torchrun tells the only rank of a job."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
 def test_example(number: int, tmp_path: Path) -> None:
     script = tmp_path / "example.py"
     script.write_text(blocks("python")[number].replace("timeline.svg", str(tmp_path / "timeline.svg")))
-    python = sys.executable if number else fork()  # the second, with DDP, starts from nothing
-    status, output = run([python, str(script)], tmp_path)
+    python = sys.executable if number else fork()  # the second starts from nothing
+    status, output = run([python, str(script)], tmp_path, **only_rank())
     assert status == 0, output
     assert "no graph break" in output, "the receipt is printed"
+    assert "1 collective in the graphs, DDP's" in output
     if "dcompile.profile" in script.read_text():
         assert "all_reduce bucket0" in output and (tmp_path / "timeline.svg").read_text().startswith("<svg")

@@ -30,7 +30,7 @@ model(torch.randn(4, 8)).sum().backward()
 print(dcompile.receipt(model).regions)
 ```
 
-`torch.compile(model, backend="dcompile", options={"kernels": "inductor"})` is the same door.
+`torch.compile(model, backend="dcompile", options={"kernels": "inductor"})` does the same.
 
 | `kernels=` | Who makes kernels |
 |---|---|

@@ -23,7 +23,7 @@ from dcompile.config import Config, option_types
 from dcompile.errors import OptionError
 from dcompile.integrations.requirements import require
 
-require("accelerate", __name__, "accelerate")
+require("accelerate", __name__)
 
 import accelerate.accelerator  # type: ignore[import-untyped]  # noqa: E402
 import torch  # noqa: E402

@@ -14,7 +14,7 @@ from dcompile.config import Config
 from dcompile.errors import OptionError
 from dcompile.integrations.requirements import require
 
-require("deepspeed", "dcompile.integrations.deepspeed", "deepspeed")
+require("deepspeed", "dcompile.integrations.deepspeed")
 
 import deepspeed  # noqa: E402  behind the check
 

@@ -22,7 +22,7 @@ from dcompile.config import Config
 from dcompile.errors import OptionError
 from dcompile.integrations.requirements import require
 
-require("lightning", __name__, "lightning")
+require("lightning", __name__)
 
 from lightning.fabric.wrappers import _FabricModule  # type: ignore[import-not-found, unused-ignore]  # noqa: E402
 from lightning.pytorch import Callback, LightningModule  # type: ignore[import-not-found, unused-ignore]  # noqa: E402

@@ -17,17 +17,14 @@ LOWEST = {
 """Distribution -> its lowest supported version; pyproject.toml's extras have the same."""
 
 
-def require(package: str, door: str, extra: str) -> None:
-    """Raise ImportError, with the line that installs it, unless `package` is installed and new enough.
-
-    `door`: the module that needs it. `extra`: the extra of dcompile that installs it.
-    """
+def require(package: str, module: str) -> None:
+    """Raise ImportError, with the line that installs it, unless the `package` that a `module` needs is new enough."""
     found = _version(package)
     if found is not None and _parsed(found) >= LOWEST[package]:
         return
     wanted = ".".join(map(str, LOWEST[package]))
     have = "it is not installed" if found is None else f"{found} is installed"
-    raise ImportError(f"{door} needs {package} {wanted} or newer ({have}): pip install 'dcompile[{extra}]'")
+    raise ImportError(f"{module} needs {package} {wanted} or newer ({have}): pip install '{package}>={wanted}'")
 
 
 def too_old(package: str) -> str:

@@ -15,7 +15,7 @@ from dcompile import logs
 from dcompile.errors import OptionError
 from dcompile.integrations.requirements import require, too_old
 
-require("transformers", __name__, "train")
+require("transformers", __name__)
 
 from dcompile.integrations.accelerate import DcompilePlugin  # noqa: E402
 

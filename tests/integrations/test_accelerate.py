@@ -103,21 +103,21 @@ def test_every_option_is_a_field_of_the_plugin():
 
 
 @pytest.mark.usefixtures("forks")
-def test_without_accelerate_the_error_names_the_extra():
+def test_without_accelerate_the_error_names_the_command():
     code = "import sys; sys.modules['accelerate'] = None; import dcompile.integrations.accelerate"
     result = run(sys.executable, "-c", code)
     assert result.returncode != 0
-    assert "pip install 'dcompile[accelerate]'" in result.stderr.splitlines()[-1]
+    assert "pip install 'accelerate>=1.10'" in result.stderr.splitlines()[-1]
 
 
-def test_a_version_that_is_too_old_is_an_error_that_names_the_extra(monkeypatch):
+def test_a_version_that_is_too_old_is_an_error_that_names_the_command(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.9.4")
-    line = r"a.door needs accelerate 1.10 or newer \(1.9.4 is installed\): pip install 'dcompile\[accelerate\]'"
+    line = r"a.module needs accelerate 1.10 or newer \(1.9.4 is installed\): pip install 'accelerate>=1.10'"
     with pytest.raises(ImportError, match=line):
-        requirements.require("accelerate", "a.door", "accelerate")
+        requirements.require("accelerate", "a.module")
     assert requirements.too_old("accelerate").startswith("accelerate 1.9.4 is older than 1.10")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.10.0.dev0")
-    requirements.require("accelerate", "a.door", "accelerate")
+    requirements.require("accelerate", "a.module")
     assert requirements.too_old("accelerate") == requirements.too_old("no_such_package") == ""
 
 

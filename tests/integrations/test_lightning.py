@@ -62,9 +62,9 @@ def test_steps_are_the_modules_own_again_behind_a_fit(tmp_path):
 
 
 @pytest.mark.usefixtures("forks")
-def test_without_lightning_the_error_names_the_extra():
+def test_without_lightning_the_error_names_the_command():
     result = run(
         sys.executable, "-c", "import sys; sys.modules['lightning'] = None; import dcompile.integrations.lightning"
     )
     assert result.returncode != 0
-    assert result.stderr.splitlines()[-1].endswith("(it is not installed): pip install 'dcompile[lightning]'")
+    assert result.stderr.splitlines()[-1].endswith("(it is not installed): pip install 'lightning>=2.5'")

@@ -1,4 +1,4 @@
-"""torch.compile(model, backend='dcompile') is the same door as dcompile.compile."""
+"""torch.compile(model, backend='dcompile') does the same as dcompile.compile."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ ON_DEMAND: tuple[TorchPatch, ...] = (
         compile_call.intercept_compile,
         ("torch._dynamo.eval_frame._TorchDynamoContext.__call__",),
         "takeover",
-        "torch.compile(model, backend='dcompile') is a door, and must see whole modules",
+        "torch.compile(model, backend='dcompile') is an entry point, and must see whole modules",
         undone="never; other backends go torch's way",
     ),
     TorchPatch(

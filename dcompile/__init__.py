@@ -1,7 +1,9 @@
 """dcompile: a compiler for distributed training in PyTorch. Its public names are loaded at first use."""
 
 import importlib
+import inspect
 import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.dynamo import register_backend as _register_backend
@@ -10,17 +12,36 @@ from dcompile.config import Config
 
 if TYPE_CHECKING:
     from dcompile.ahead_of_time import export
-    from dcompile.api import compile, list_mode_options, list_options, receipt
+    from dcompile.api import compile, is_compiled, list_mode_options, list_options, receipt
+    from dcompile.errors import (
+        BuildError,
+        DcompileError,
+        ExportError,
+        NotCompiledError,
+        OptionError,
+        PlanMismatchError,
+        PrecompileError,
+        UnsupportedTorchError,
+    )
     from dcompile.explain.plan_only import explain
     from dcompile.explain.profile import profile
     from dcompile.precompile.job import precompile
     from dcompile.runtime.program.exported import load
 
 __all__ = [
+    "BuildError",
     "Config",
+    "DcompileError",
+    "ExportError",
+    "NotCompiledError",
+    "OptionError",
+    "PlanMismatchError",
+    "PrecompileError",
+    "UnsupportedTorchError",
     "compile",
     "explain",
     "export",
+    "is_compiled",
     "list_mode_options",
     "list_options",
     "load",
@@ -45,9 +66,34 @@ if "torch" in sys.modules:  # from here on, torch.compiler.load_cache_artifacts(
     _cache_artifacts.register("dcompile", _populate_cache)
 
 
+class FunctionPackage(types.ModuleType):
+    """A package that is also the function of its name: importing a submodule must not hide the function."""
+
+    _functions = types.MappingProxyType(
+        {"dcompile.explain": "dcompile.explain.plan_only", "dcompile.precompile": "dcompile.precompile.job"}
+    )
+    """Package -> module of the function."""
+
+    def _function(self) -> Any:
+        return getattr(importlib.import_module(self._functions[self.__name__]), self.__name__.rpartition(".")[2])
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return self._function()(*args, **keywords)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._function())
+
+    @property
+    def __doc__(self) -> str:  # type: ignore[override]
+        """What `help` shows: the function's own signature and text."""
+        function = self._function()
+        return f"{function.__name__}{inspect.signature(function)}\n\n{inspect.getdoc(function)}"
+
+
 def __dir__() -> list[str]:
-    """List names that are not loaded yet, too, for completion in notebooks."""
-    return sorted({*globals(), *__all__})
+    """List public names, also those that are not loaded yet, for completion in notebooks."""
+    return sorted([*__all__, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
@@ -62,6 +108,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("dcompile.toolchain").own_version()
     if name == "profile":
         return importlib.import_module("dcompile.explain.profile").profile
+    if name.endswith("Error") and name in __all__:
+        return getattr(importlib.import_module("dcompile.errors"), name)
     if name in __all__:
         from dcompile import api
 

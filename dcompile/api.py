@@ -210,6 +210,14 @@ def receipt(compiled: Any) -> Receipt:
     return make_receipt(*find_models(compiled))
 
 
+def is_compiled(thing: Any) -> bool:
+    """Whether calls of a module or function run through dcompile: it, or a part of it, was given to compile.
+
+    Also true before the first call. False for what other backends compile, and for copies of compiled modules.
+    """
+    return bool(find_models(thing))
+
+
 def list_mode_options(mode: str | None = None, dynamic: bool | None = None) -> dict[str, Any]:
     """Options of a mode; without an argument, of all modes. `dynamic` makes no difference."""
     if mode is None:

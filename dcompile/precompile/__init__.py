@@ -3,23 +3,8 @@
 See `job.precompile`; `python -m dcompile.precompile` does the same for a training script.
 """
 
-from __future__ import annotations
-
 import sys
-import types
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from dcompile.precompile.report import PrecompileReport
+from dcompile import FunctionPackage
 
-
-class _Precompile(types.ModuleType):
-    """Package that can be called like the function of its name, which its submodules must not hide."""
-
-    def __call__(self, build: Any, **keywords: Any) -> PrecompileReport:
-        from dcompile.precompile.job import precompile
-
-        return precompile(build, **keywords)
-
-
-sys.modules[__name__].__class__ = _Precompile
+sys.modules[__name__].__class__ = FunctionPackage

@@ -111,6 +111,8 @@ def compiled_anew() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     """Tests see default settings, with the verifier on, whatever DCOMPILE_... the shell exports."""
     gc.disable()  # until all is imported
+    # Workers have more threads than there are cores. Those that spin at a barrier take a third of the processors' time.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     allocator.keep_freed_memory()
     if config.getoption("--record-durations"):
         config.pluginmanager.register(durations.Recorder())

@@ -114,6 +114,6 @@ def test_example(number: int, tmp_path: Path) -> None:
     status, output = run([python, str(script)], tmp_path, **only_rank())
     assert status == 0, output
     assert "no graph break" in output, "the receipt is printed"
-    assert "1 collective in the graphs, DDP's" in output
+    assert re.search(r"\d collectives? in the graphs, DDP's", output)
     if "dcompile.profile" in script.read_text():
         assert "all_reduce bucket0" in output and (tmp_path / "timeline.svg").read_text().startswith("<svg")

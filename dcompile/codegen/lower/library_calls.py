@@ -54,6 +54,8 @@ LIBRARY = frozenset(
         "_unique2", "unique_consecutive", "nonzero", "nonzero_static", "masked_select", "histc", "histogram",
         "bincount", "_histogramdd_from_bin_tensors", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts",
         "repeat_interleave",
+        # joining more tensors than a chain of selects pays for (rules/concat.py)
+        "cat", "stack",
         # uninitialized memory, with gaps or overlapping elements
         "empty_strided", "new_empty_strided",
         # indices that depend on a count: a scan over the whole tensor, on one thread

@@ -215,3 +215,11 @@ def test_attention_of_several_sequences_is_the_implementation_that_the_user_has_
 def gradients(function: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     found = function(*inputs)
     return [found.detach(), *torch.autograd.grad(found.sum(), inputs)]
+
+
+@pytest.mark.parametrize("join", [torch.stack, torch.cat])
+@pytest.mark.parametrize("count", [3, 40])
+def test_joining_many_tensors_is_a_library_call_and_no_fallback(join: Any, count: int) -> None:
+    program, _ = program_of(lambda x: join([x.unbind(0)[n % 4] * n for n in range(count)]), torch.ones(4, 5))
+    calls = [step for step in program.steps if isinstance(step, Extern)]
+    assert len(calls) == (count > 12) and not any(call.fallback for call in calls)

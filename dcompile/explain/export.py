@@ -2,24 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from dcompile.explain.html_document import document
+from dcompile.explain.html_document import document, table
 from dcompile.explain.perfetto import trace
 from dcompile.explain.svg import draw_timeline
-from dcompile.explain.timeline import MeasuredCollective, Timeline
+from dcompile.explain.timeline import MeasuredCollective, Timeline, kernel_seconds
 from dcompile.explain.timeline_bars import COLOURS, LANES, bars, caption, duration, medians, megabytes
 
 PICTURES = (".json", ".svg", ".png")
 """Suffixes of formats that show a timeline alone, without a report."""
+FORMATS = {
+    **dict.fromkeys((".html", ".htm"), "a page"),
+    ".json": "a trace for ui.perfetto.dev",
+    **dict.fromkeys((".svg", ".png"), "a picture of the step"),
+    **dict.fromkeys((".txt", ".md", ""), "text"),
+}
+"""Suffix of a file -> what is written to it."""
 HEAD = ("collective", "program", "group", "size", "predicted", "measured", "exposed", "queued", "skew")
+MEANINGS = {
+    "collective": "Kind, and the bucket or tensor that it moves",
+    "program": "The compiled graph that it is a step of",
+    "group": "The process group",
+    "size": "Bytes of the whole result or operand",
+    "predicted": "Time on the wire by the cost model",
+    "measured": "Time on the wire: from the moment when all ranks were there and the group was free",
+    "exposed": "Part in which this rank computed nothing and waited for it",
+    "queued": "Time behind the collective before it, on the same group",
+    "skew": "How much later the last rank arrived than this one",
+    "what it hangs on": "The kernel that it starts after, and the one that waits for it",
+    "what would change it": "The setting or the change of the model that would make it shorter, or hide it",
+}
+"""Title of a column -> what it says."""
+SHOWN_KERNELS = 10
+"""Kernels of a step that its text lists: the longest."""
+
+
+def check_format(path: Path) -> None:
+    """Raise ValueError for an ending of a file's name that no format has."""
+    if path.suffix not in FORMATS:
+        known = ", ".join(f"{suffix} ({what})" for suffix, what in FORMATS.items() if suffix)
+        raise ValueError(f"dcompile: cannot save {path.name}: no format ends in {path.suffix}; known are {known}")
 
 
 def save_timeline(timeline: Timeline, path: Path) -> Path:
-    """Write a trace (.json), a picture (.svg, .png), a page (.html), else text."""
+    """Write a trace (.json), a picture (.svg, .png), a page (.html) or text. Raises ValueError for other endings."""
+    check_format(path)
     match path.suffix:
         case ".json":
             path.write_text(trace(timeline))
@@ -28,7 +59,7 @@ def save_timeline(timeline: Timeline, path: Path) -> Path:
         case ".png":
             _plot(timeline, path)
         case ".html" | ".htm":
-            path.write_text(_page(timeline))
+            path.write_text(page(timeline))
         case _:
             path.write_text("\n".join(timeline_lines(timeline)) + "\n")
     return path
@@ -49,6 +80,8 @@ def timeline_lines(timeline: Timeline) -> Iterator[str]:
         for found in timeline.collectives:
             yield f"  {found.program} {found.bucket}: {blockers(found)}"
             yield f"    {found.advice}"
+    else:
+        yield from (f"  {'  '.join(cells)}" for cells in _kernels(timeline)[:SHOWN_KERNELS])
     yield from (f"  note: {note}" for note in timeline.notes)
 
 
@@ -80,20 +113,32 @@ def blockers(found: MeasuredCollective) -> str:
 
 def timeline_section(timeline: Timeline) -> Iterator[str]:
     """Print a timeline as HTML: the picture, and the table of collectives."""
-    yield f"<h2>Measured: {len(timeline.steps)} steps</h2>\n{draw_timeline(timeline)}"
-    yield f"<p>The step of median length is drawn. Medians over all of them: {escape(medians(timeline))}</p>"
+    count = len(timeline.steps)
+    yield f"<h2>Measured: {escape(caption(timeline.typical))}</h2>\n{draw_timeline(timeline)}"
+    yield f"<p>Drawn is the step of median length, of {count}. Medians of each figure: {escape(medians(timeline))}</p>"
     if timeline.collectives:
         heads = (*HEAD, "what it hangs on", "what would change it")
-        yield f"<table><tr>{''.join(f'<th>{escape(name)}</th>' for name in heads)}</tr>"
-        for found in timeline.collectives:
-            cells = (*row(found), blockers(found), found.advice)
-            yield f'<tr class="collective">{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
-        yield "</table>"
+        rows = [(*row(found), blockers(found), found.advice) for found in timeline.collectives]
+        yield table(heads, (_row("collective", cells) for cells in rows), MEANINGS)
     yield from (f"<p>{escape(note)}</p>" for note in timeline.notes)
 
 
-def _page(timeline: Timeline) -> str:
-    return document(timeline.model, [f"<h1>{escape(timeline.model)}</h1>", *timeline_section(timeline)])
+def page(timeline: Timeline) -> str:
+    """Print a timeline as a page: its section, and a table of kernels."""
+    rows = (_row("call", cells) for cells in _kernels(timeline))
+    kernels = f"<h2>Kernels by time, measured</h2>\n{table(('time', 'share', 'kernel', 'program'), rows, {})}"
+    return document(timeline.model, [f"<h1>{escape(timeline.model)}</h1>", *timeline_section(timeline), kernels])
+
+
+def _row(kind: str, cells: Iterable[str]) -> str:
+    return f'<tr class="{kind}">{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+
+
+def _kernels(timeline: Timeline) -> list[tuple[str, str, str, str]]:
+    """Time in a step, share of all kernels' time, name and program of each kernel, the longest first."""
+    found = sorted(kernel_seconds(timeline).items(), key=lambda entry: -entry[1])
+    whole = sum(seconds for _, seconds in found)
+    return [(duration(time), f"{time / whole:.0%}", kernel, program) for (program, kernel), time in found]
 
 
 def _plot(timeline: Timeline, path: Path) -> None:

@@ -7,8 +7,8 @@ from html import escape
 
 from dcompile.explain.collective_table import exchange_lines
 from dcompile.explain.export import timeline_section
-from dcompile.explain.html_document import document
-from dcompile.explain.kernel_table import kernel_table
+from dcompile.explain.html_document import document, table
+from dcompile.explain.kernel_table import MEANINGS, kernel_table
 from dcompile.explain.program_pictures import draw_memory, draw_schedule
 from dcompile.explain.report_data import (
     GraphReport,
@@ -44,7 +44,7 @@ def _body(report: ReportData) -> Iterator[str]:
     measured = {} if report.timeline is None else kernel_seconds(report.timeline)
     for graph in report.graphs:
         yield from _graph(graph, measured, report.copy_rate)
-    yield _list("Guards", report.guards)
+    yield _list("Guards", report.guards, folded=True)
     yield _list("Notes", report.notes)
 
 
@@ -76,22 +76,21 @@ def _calls(title: str, calls: Iterable[StepReport], fallback: bool = False) -> s
         (row.name, str(row.calls), size_text(row.read), size_text(row.written), ", ".join(row.modules), str(row.source))
         for row in group_steps(calls, with_source=fallback)
     ]
-    names = ("name", "calls", "read", "written", "modules", "source")
-    return _table(title, names if fallback else names[:-1], rows, "fallback" if fallback else "call")
-
-
-def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[str]], kind: str) -> str:
     if not rows:
         return ""
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
+    names = ("name", "calls", "read", "written", "modules", "source")
+    names, kind = (names, "fallback") if fallback else (names[:-1], "call")
     lines = [
         f'<tr class="{kind}">{"".join(f"<td>{escape(cell)}</td>" for cell in row[: len(names)])}</tr>' for row in rows
     ]
-    return f"<h3>{escape(title)}</h3>\n<table><tr>{head}</tr>\n{chr(10).join(lines)}\n</table>"
+    return f"<h3>{escape(title)}</h3>\n{table(names, lines, MEANINGS)}"
 
 
-def _list(title: str, lines: Sequence[str]) -> str:
+def _list(title: str, lines: Sequence[str], *, folded: bool = False) -> str:
+    """Section with one item per line; if `folded`, the reader opens it."""
     if not lines:
         return ""
     items = "\n".join(f"<li><code>{escape(line)}</code></li>" for line in lines)
+    if folded:
+        return f"<details><summary>{escape(title)} ({len(lines)})</summary><ul>\n{items}\n</ul></details>"
     return f"<h3>{escape(title)}</h3>\n<ul>\n{items}\n</ul>"

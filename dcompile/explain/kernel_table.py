@@ -9,11 +9,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from dcompile.explain.html_document import table
 from dcompile.explain.report_data import GraphReport, GroupedSteps, StepReport, group_steps, size_text
 from dcompile.explain.sources import SourceLine
 from dcompile.explain.timeline_bars import duration
 
 HEAD = ("kernel", "calls", "time", "share", "read", "written", "of a copy's rate", "modules")
+MEANINGS = {
+    "name": "The kernel or the operator of ATen",
+    "kernel": "Open it for its roofline, your lines and its source",
+    "calls": "How often a step runs it",
+    "time": "All of its calls in a step",
+    "share": "Its part of the time of all kernels here",
+    "read": "Bytes that all of its calls read from memory",
+    "written": "Bytes that all of its calls write to memory",
+    "of a copy's rate": "Bytes per second, over those of a plain copy on this machine: near 100 %, nothing is left",
+    "modules": "Modules of the model that it computes",
+    "source": "The line of your code",
+}
+"""Title of a column -> what it says."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +70,23 @@ def kernel_table(graph: GraphReport, measured: Mapping[str, float], copy_rate: f
         return
     whole = sum(row.seconds for row in rows)
     by = "measured" if any(row.steps.name in measured for row in rows) else "by the cost model"
-    yield f"<h3>Kernels by time, {by}</h3>\n<table class='sortable'><tr>"
-    yield "".join(f"<th>{escape(name)}</th>" for name in HEAD) + "</tr>"
-    for row in rows:
-        steps = row.steps
-        cells = [
-            (_details(row, graph.kernel_texts.get(steps.name, ""), copy_rate), steps.name),
-            (str(steps.calls), steps.calls),
-            (duration(row.seconds), row.seconds),
-            (f"{row.seconds / whole:.0%}" if whole else "", row.seconds),
-            (size_text(steps.read), steps.read or 0),
-            (size_text(steps.written), steps.written or 0),
-            (_share_text(row, copy_rate), _share(row, copy_rate) or 0),
-            (escape(", ".join(steps.modules)), ", ".join(steps.modules)),
-        ]
-        yield f"<tr class='call'>{''.join(_cell(text, key) for text, key in cells)}</tr>"
-    yield "</table>"
+    lines = [_line(row, graph, whole, copy_rate) for row in rows]
+    yield f"<h3>Kernels by time, {by}</h3>\n{table(HEAD, lines, MEANINGS, 'sortable')}"
+
+
+def _line(row: KernelRow, graph: GraphReport, whole: float, copy_rate: float) -> str:
+    steps = row.steps
+    cells = [
+        (_details(row, graph.kernel_texts.get(steps.name, ""), copy_rate), steps.name),
+        (str(steps.calls), steps.calls),
+        (duration(row.seconds), row.seconds),
+        (f"{row.seconds / whole:.0%}" if whole else "", row.seconds),
+        (size_text(steps.read), steps.read or 0),
+        (size_text(steps.written), steps.written or 0),
+        (_share_text(row, copy_rate), _share(row, copy_rate) or 0),
+        (escape(", ".join(steps.modules)), ", ".join(steps.modules)),
+    ]
+    return f"<tr class='call'>{''.join(_cell(text, key) for text, key in cells)}</tr>"
 
 
 def _cell(text: str, key: object) -> str:

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from html import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -65,13 +66,30 @@ class Profile:
             raise NotCompiledError("dcompile: nothing is measured yet; run steps inside the `with` block and leave it")
         return self._timeline
 
+    def __repr__(self) -> str:
+        if self._timeline is None:
+            return f"<dcompile.profile of {self._name}: nothing measured{'' if self._left else ' yet'}>"
+        return f"<dcompile.profile of {self._name}: {len(self._timeline.steps)} steps>"
+
     def __str__(self) -> str:
         from dcompile.explain.export import timeline_lines
 
-        return "\n".join(timeline_lines(self.timeline))
+        try:
+            return "\n".join(timeline_lines(self.timeline))
+        except NotCompiledError as nothing:
+            return str(nothing)
+
+    def _repr_html_(self) -> str:
+        from dcompile.explain.export import page
+        from dcompile.explain.html_document import framed
+
+        return escape(str(self)) if self._timeline is None else framed(page(self._timeline))
 
     def save(self, path: str | Path) -> Path:
-        """Write the timeline: a trace for Perfetto (.json), a picture (.svg, .png), a page (.html), else text."""
+        """Write the timeline: a trace for Perfetto (.json), a picture (.svg, .png), a page (.html), or text (.txt).
+
+        Raises ValueError for other endings.
+        """
         from dcompile.explain.export import save_timeline
 
         return save_timeline(self.timeline, Path(path))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
+from html import escape
 from typing import Any
 
 import torch
@@ -79,6 +80,15 @@ class Receipt:
     def __str__(self) -> str:
         """Three lines for people, or one for a function, followed by reasons, fallbacks and notes."""
         return "\n".join((*self.counts(brief=self.is_function), *self.remarks()))
+
+    def _repr_html_(self) -> str:
+        first, *rest = str(self).splitlines()
+        return "\n".join((f"<b>{escape(first)}</b>", *(f"<br>{escape(line)}" for line in rest)))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field as numbers, strings, lists and dictionaries, for loggers and JSON."""
+        values = asdict(self)
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def counts(self, *, brief: bool = False, kind: str = "") -> list[str]:
         """Three lines, or one, on graphs, collectives and kernels. `kind`: of the graphs, to be told with the name."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dcompile.explain.export import PICTURES, save_timeline
+from dcompile.explain.export import PICTURES, check_format, save_timeline
 from dcompile.explain.html import page
+from dcompile.explain.html_document import framed
 from dcompile.explain.report_data import ReportData, text_lines
 
 
@@ -17,13 +18,17 @@ class Report(ReportData):
     def __str__(self) -> str:
         return "\n".join(text_lines(self))
 
+    def _repr_html_(self) -> str:
+        return framed(page(self))
+
     def save(self, path: str | Path) -> Path:
-        """Write the report: an HTML page with pictures for the suffix .html, else text.
+        """Write the report: an HTML page with pictures for the suffix .html, text for .txt.
 
         A measured timeline can be written alone: as a trace for Perfetto (.json), or as a picture (.svg, .png). Raises
-        ValueError if there is none.
+        ValueError if there is none, and for other endings.
         """
         path = Path(path)
+        check_format(path)
         if path.suffix in PICTURES:
             if self.timeline is None:
                 raise ValueError(

@@ -122,6 +122,11 @@ class MeasuredStep:
         return covered_seconds((s.begin, s.end) for s in self.spans if s.lane in ("compute", "optimizer"))
 
     @property
+    def idle(self) -> float:
+        """Seconds in which nothing computes and no collective is waited for: the host is late, or the script works."""
+        return self.seconds - covered_seconds((s.begin, s.end) for s in self.spans)
+
+    @property
     def overlapped(self) -> float:
         """Seconds in which data was transferred while something computed."""
         computing = [(s.begin, s.end) for s in self.spans if s.lane in ("compute", "optimizer")]

@@ -104,11 +104,13 @@ def _totals(steps: Sequence[MeasuredStep], exposed: float) -> str:
         return statistics.median(map(of, steps))
 
     seconds, moving = middle(lambda step: step.seconds), middle(lambda step: step.communication)
+    idle = f"idle {middle(lambda step: step.idle) / seconds:.1%}"
     if not any(step.exchanges for step in steps):
-        return f"step of {duration(seconds)}; nothing is exchanged"
+        computing = duration(middle(lambda step: step.compute))
+        return f"step of {duration(seconds)}: computing {computing}, {idle}; nothing is exchanged"
     share = middle(lambda step: step.overlapped) / moving if moving else 0.0
     return (
         f"step of {duration(seconds)}: computing {duration(middle(lambda step: step.compute))}, on the wire "
         f"{duration(moving)}, of which {share:.0%} while something computes; exposed "
-        f"{duration(exposed)} ({exposed / seconds:.1%} of the step)"
+        f"{duration(exposed)} ({exposed / seconds:.1%} of the step); {idle}"
     )

@@ -224,6 +224,14 @@ def test_saved_as_one_page_or_as_text(report, tmp_path):
     assert report.save(tmp_path / "report.txt").read_text() == f"{report}\n"
 
 
+def test_a_page_fits_its_window_and_folds_what_is_long(report, tmp_path):
+    page = report.save(tmp_path / "report.html").read_text()
+    assert 'name="viewport"' in page and "svg { max-width: 100%; height: auto; }" in page
+    assert page.count("<table") == page.count('<div class="scroll"><table')
+    assert f"<details><summary>Guards ({len(report.guards)})</summary>" in page
+    assert 'title="Bytes that all of its calls read from memory">read</th>' in page
+
+
 def test_a_page_begins_with_the_step_and_lists_kernels_by_time(report, tmp_path):
     page = report.save(tmp_path / "report.html").read_text()
     assert page.index("The step, by the cost model") < page.index("Kernels by time, by the cost model")

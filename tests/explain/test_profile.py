@@ -116,21 +116,32 @@ def test_a_plain_model_on_one_rank(tmp_path):
         dcompile.explain(model, x).save(tmp_path / "x.svg")
     with dcompile.profile(model) as measured:
         with pytest.raises(NotCompiledError, match="nothing is measured yet"):
-            print(measured)
+            measured.save(tmp_path / "x.svg")
+        assert "nothing is measured yet" in str(measured) and "nothing measured yet" in repr(measured)
         for _ in range(3):
             model(x).sum().backward()
     found = measured.timeline
     assert len(found.steps) == 2 and found.world == 1 and found.collectives == () and found.typical.compute > 0
-    assert "nothing is exchanged" in str(measured)
+    text = str(measured)
+    assert "nothing is exchanged" in text and "idle" in text and repr(measured) == "<dcompile.profile of Sequential: 2 steps>"
+    kernels = {kernel for step in found.steps for span in step.spans if (kernel := span.kernel)}
+    assert kernels and all(kernel in text for kernel in kernels), "one process has a table of kernels"
     with torch.no_grad(), dcompile.profile(model) as too_early:
         model(x)
     with pytest.raises(NotCompiledError, match="no step ran in it that had run compiled before"):
-        print(too_early)
+        too_early.timeline  # noqa: B018
+    assert "no step ran in it that had run compiled before" in str(too_early) and "nothing measured" in repr(too_early)
+    assert "no step ran in it" in too_early._repr_html_()
     report = dcompile.explain(model, x)
     for name in ("x.json", "x.svg", "x.html", "x.txt"):
         assert measured.save(tmp_path / name).stat().st_size > 50
         assert report.save(tmp_path / f"report-{name}").exists()
     assert "<svg" in (tmp_path / "report-x.html").read_text() and "Receipt" in (tmp_path / "report-x.html").read_text()
+    assert "Kernels by time, measured" in (tmp_path / "x.html").read_text()
+    for thing in (measured, report):
+        with pytest.raises(ValueError, match=r"no format ends in .pdf; known are .html \(a page\)"):
+            thing.save(tmp_path / "x.pdf")
+        assert thing._repr_html_().startswith("<iframe srcdoc=") and "<svg" not in thing._repr_html_(), "it is escaped"
 
 
 def test_a_compiled_optimizer_is_named_and_steps_as_ever():

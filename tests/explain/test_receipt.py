@@ -1,5 +1,7 @@
 """The receipt: what is counted of which graphs, and how it prints."""
 
+import dataclasses
+import json
 import re
 from collections import Counter
 from dataclasses import replace
@@ -170,3 +172,11 @@ def test_traces_are_counted_and_what_cannot_be_kept_is_named():
     receipt = make_receipt(model(Variant((0,), False), *graphs))
     assert (receipt.traces_cached, receipt.traces_uncacheable) == (1, {"a float is symbolic": 2})
     assert "traced anew at each start: a float is symbolic x2" in str(receipt)
+
+
+def test_loggers_and_notebooks_have_their_own_forms():
+    made = make_receipt(model(Variant((0,), False), graph(0, inference=ProgramReport(kernels=1))))
+    kept = made.as_dict()
+    assert json.loads(json.dumps(kept)) == json.loads(json.dumps(dataclasses.asdict(made)))
+    assert kept["graphs"] == made.graphs and isinstance(kept["notes"], list)
+    assert made._repr_html_().startswith("<b>") and made._repr_html_().count("<br>") == len(str(made).splitlines()) - 1

@@ -78,8 +78,8 @@ def _calls(title: str, calls: Iterable[StepReport], fallback: bool = False) -> s
     ]
     if not rows:
         return ""
-    names = ("name", "calls", "read", "written", "modules", "source")
-    names, kind = (names, "fallback") if fallback else (names[:-1], "call")
+    names = ("name", "calls", "read", "written", "modules", *(("source",) if fallback else ()))
+    kind = "fallback" if fallback else "call"
     lines = [
         f'<tr class="{kind}">{"".join(f"<td>{escape(cell)}</td>" for cell in row[: len(names)])}</tr>' for row in rows
     ]

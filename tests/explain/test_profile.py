@@ -123,7 +123,11 @@ def test_a_plain_model_on_one_rank(tmp_path):
     found = measured.timeline
     assert len(found.steps) == 2 and found.world == 1 and found.collectives == () and found.typical.compute > 0
     text = str(measured)
-    assert "nothing is exchanged" in text and "idle" in text and repr(measured) == "<dcompile.profile of Sequential: 2 steps>"
+    assert (
+        "nothing is exchanged" in text
+        and "idle" in text
+        and repr(measured) == "<dcompile.profile of Sequential: 2 steps>"
+    )
     kernels = {kernel for step in found.steps for span in step.spans if (kernel := span.kernel)}
     assert kernels and all(kernel in text for kernel in kernels), "one process has a table of kernels"
     with torch.no_grad(), dcompile.profile(model) as too_early:

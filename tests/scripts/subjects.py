@@ -315,7 +315,7 @@ def mrpc(work: Path, gpu: bool) -> None:
     for split in ("train", "validation"):
         rows = [
             {"sentence1": a, "sentence2": b, "label": n % 2, "idx": n}
-            for n, (a, b) in enumerate(zip(sentences(64), sentences(64, seed=1), strict=True))
+            for n, (a, b) in enumerate(zip(sentences(160), sentences(160, seed=1), strict=True))
         ]
         (glue / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
@@ -327,7 +327,7 @@ TRL = Subject(
     script=(
         *("trl/scripts/dpo.py", "--dataset_name", "data/dpo", "--model_name_or_path", "data/model"),
         *("--use_peft", "--lora_r", "8", "--lora_alpha", "16", "--no_remove_unused_columns"),
-        *("--max_steps", "6", "--logging_steps", "1", "--report_to", "none", "--save_strategy", "no"),
+        *("--max_steps", "20", "--logging_steps", "1", "--report_to", "none", "--save_strategy", "no"),
         *("--gradient_checkpointing", "false", "--learning_rate", "1e-3"),
     ),
     cpu=("--use_cpu", "--bf16", "false", "--per_device_train_batch_size", "2"),
@@ -378,7 +378,7 @@ SUBJECTS: tuple[Subject, ...] = (
         name="TRL SFT",
         script=(
             *("trl/scripts/sft.py", "--dataset_name", "data/sft", "--model_name_or_path", "data/model"),
-            *("--max_steps", "6", "--logging_steps", "1", "--report_to", "none", "--save_strategy", "no"),
+            *("--max_steps", "20", "--logging_steps", "1", "--report_to", "none", "--save_strategy", "no"),
             *("--gradient_checkpointing", "false", "--learning_rate", "1e-3"),
         ),
     ),
@@ -493,7 +493,7 @@ SUBJECTS: tuple[Subject, ...] = (
         ),
         cpu=(
             *("--train.max_seq_length", "64", "--train.global_batch_size", "4", "--train.micro_batch_size", "2"),
-            *("--train.max_tokens", "1536", "--precision", "32-true"),
+            *("--train.max_tokens", "4096", "--precision", "32-true"),
         ),
         gpu=(
             *("--train.max_seq_length", "512", "--train.global_batch_size", "16", "--train.micro_batch_size", "8"),

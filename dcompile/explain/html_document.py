@@ -13,7 +13,7 @@ table { border-collapse: collapse; margin: 0.5em 0 1.5em; } td, th { padding: 2p
 .sortable th { cursor: pointer; } .sortable th::after { content: " \\2195"; color: #999999; }
 td { vertical-align: top; }
 tr:nth-child(even) { background: #f6f6f6; } .fallback td { background: #f8cecc; }
-.picture svg { max-width: none; }
+.picture svg { max-width: none; } td[data-key] { white-space: nowrap; }
 """
 
 SORT = """

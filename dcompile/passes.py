@@ -13,6 +13,10 @@ from dcompile.config import Config
 from dcompile.errors import OptionError
 
 
+GAIN = "for speed: "
+"""How a note begins that only says what a pass has gained: it is in the receipt's data, and is not printed."""
+
+
 @dataclass(frozen=True, slots=True)
 class PassReport:
     """Result of a pass over an FX graph: the number of changes, and lines for people.

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from attention import grouped_attention
-from common import UserError, World, join_world, leave_world, load_config
+from common import World, join_world, leave_world, load_config
 from decoding import Decoder, Generated, generate
+from errors import UserError
 from generate import Session, find_stop_tokens, parse_arguments
 from generate import run as run_script
 from generation_checks import Checks, check

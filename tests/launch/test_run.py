@@ -61,8 +61,14 @@ def test_clear_errors_stay_the_last_lines(tmp_path: Path):
     [
         ("--backend=tvm", "launch/train.py: error: argument --backend: invalid choice: 'tvm'"),
         ("--config=llama_7t", "error (rank 0): --config llama_7t: no such file"),
-        ("--compile.options=bucket=1", "error (rank 0): dcompile: unknown option 'bucket'"),
-        ("--output-dir=/dev/null/out", "error (rank 0): --output-dir /dev/null/out: Not a directory"),
+        pytest.param(
+            "--compile.options=bucket=1", "error (rank 0): dcompile: unknown option 'bucket'", marks=pytest.mark.full
+        ),
+        pytest.param(
+            "--output-dir=/dev/null/out",
+            "error (rank 0): --output-dir /dev/null/out: Not a directory",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_an_error_of_all_ranks_is_said_once(wrong: str, said: str, tmp_path: Path):

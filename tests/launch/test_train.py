@@ -434,6 +434,7 @@ def test_the_bar_says_what_is_done_and_stays_until_the_end(tmp_path, monkeypatch
 def test_the_last_lines_say_what_to_do_next(loss, more, tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 60, "held_out_loss": {loss}}}\n')
     report = Reporter(tmp_path, 60, 60, 1, World(0, 0, 1, torch.device("cpu")))
+    report.file.close()
     say_next(report, "dcompile", tmp_path)
     *advice, last = capsys.readouterr().out.splitlines()
     assert last.startswith(f"next: make generate MODEL={tmp_path}/hf | make train BACKEND=inductor to compare | docs/")

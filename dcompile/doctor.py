@@ -16,8 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dcompile import compat
-from dcompile.codegen.emit.cpp.compile import build
-from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.emit.build import KernelCompilers
+from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.runtime.cache.disk import KernelCache, cache_directory, prepare_directory
@@ -118,7 +118,8 @@ def _trial_lines(problems: list[str]) -> Iterator[str]:
     try:
         # a folder of its own, so that the line is compiled each time, and nothing of it stays
         with tempfile.TemporaryDirectory(prefix="tmp-", dir=directory) as folder:
-            built = build([TRIAL], config, KernelCache(Path(folder)))
+            compilers = KernelCompilers(config, launcher=TRIAL)
+            built = compilers.begin(Kernels((TRIAL,)), None, KernelCache(Path(folder))).result()
             ctypes.CDLL(str(built.libraries[TRIAL.name])).trial()
     except (BuildError, OSError) as error:
         problems.append(str(error).removeprefix("dcompile: "))

@@ -1,4 +1,4 @@
-"""`python -m dcompile`: report this machine's tools and devices for compilation."""
+"""`python -m dcompile`: report this machine's tools and devices, and whether a compilation works."""
 
 from dcompile.doctor import main
 

@@ -180,8 +180,8 @@ def print_receipt(model: CompiledModel) -> None:
     if model.settings.config.receipt and logs.rank() == 0:
         for line in [f"{model.name}: {text}" if model.name else text] if made is None else _new_lines(model, made):
             logs.report(logging.INFO, line)
-        if details:
-            logs.report(logging.DEBUG, details)
+        for line in details.splitlines():
+            logs.report(logging.DEBUG, line)
 
 
 def _new_lines(model: CompiledModel, made: Receipt) -> list[str]:

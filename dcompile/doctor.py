@@ -1,30 +1,45 @@
-"""Report this machine's tools and devices for compilation, and the cache: `python -m dcompile`."""
+"""Report this machine's tools and devices, and try to compile a line into the cache: `python -m dcompile`."""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import platform
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dcompile import compat
+from dcompile.codegen.emit.build import KernelCompilers
+from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.config import Config
-from dcompile.runtime.cache.disk import cache_directory
+from dcompile.errors import BuildError
+from dcompile.runtime.cache.disk import KernelCache, cache_directory, prepare_directory
 from dcompile.runtime.cache.eviction import clear, files_in
 from dcompile.toolchain import compilers, cpu_features, own_version, triton_version
 
 PEERS = ("transformers", "accelerate", "deepspeed", "lightning", "trl", "peft", "torchao")
 """Packages that dcompile integrates with, whose versions belong in a bug report."""
 
+TRIAL = KernelSource("trial", 'extern "C" int trial() { return 42; }\n', arguments=(), cost=1, checked=False)
+
+OTHERS = """other commands:
+  python -m dcompile.calibrate    measure this machine for the cost model, once
+  python -m dcompile.precompile   fill the cache for a training script before its job starts
+  python -m dcompile.simulate     estimate a training step on machines that are not there
+"""
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the report, or clear the cache. Returns 1 if something is missing that a compilation needs."""
-    parser = argparse.ArgumentParser(prog="python -m dcompile", description=__doc__)
+    """Print the report and "ready", or clear the cache. Returns 1 if a compilation would not work."""
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m dcompile", description=__doc__, epilog=OTHERS, formatter_class=layout)
     parser.add_argument("--clear-cache", action="store_true", help="remove compiled kernels and graphs")
     chosen = parser.parse_args(arguments)
     if chosen.clear_cache:
@@ -33,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     problems: list[str] = []
     sys.stdout.writelines(f"{line}\n" for line in describe_machine(problems))
-    sys.stdout.writelines(f"problem: {problem}\n" for problem in problems)
+    sys.stdout.writelines([f"problem: {problem}\n" for problem in problems] or ["ready\n"])
     return 1 if problems else 0
 
 
@@ -47,6 +62,7 @@ def describe_machine(problems: list[str]) -> Iterator[str]:
     if peers := [f"{name} {found}" for name in PEERS if (found := _version(name))]:
         yield f"installed beside: {', '.join(peers)}"
     yield from _cache_lines()
+    yield from () if problems else _trial_lines(problems)
 
 
 def _compiler_line(problems: list[str]) -> str:
@@ -90,6 +106,25 @@ def _cache_lines() -> Iterator[str]:
     yield f"cache: {directory}, {size:.1f} MB {limit}, {kernels} kernels, {graphs} graphs"
     free = shutil.disk_usage(_existing(directory)).free / 1e9
     yield f"  {free:.1f} GB free there; python -m dcompile --clear-cache empties it, DCOMPILE_CACHE_DIR moves it"
+
+
+def _trial_lines(problems: list[str]) -> Iterator[str]:
+    """Compile a line, keep it in the cache and call it, as a first step does with its kernels."""
+    config, began = Config.make(), time.perf_counter()
+    directory, objection = prepare_directory(cache_directory(config))
+    if objection is not None:
+        problems.append(f"the cache {directory} cannot be used: {objection}; set DCOMPILE_CACHE_DIR to another folder")
+        return
+    try:
+        # a folder of its own, so that the line is compiled each time, and nothing of it stays
+        with tempfile.TemporaryDirectory(prefix="tmp-", dir=directory) as folder:
+            compilers = KernelCompilers(config, launcher=TRIAL)
+            built = compilers.begin(Kernels((TRIAL,)), None, KernelCache(Path(folder))).result()
+            ctypes.CDLL(str(built.libraries[TRIAL.name])).trial()
+    except (BuildError, OSError) as error:
+        problems.append(str(error).removeprefix("dcompile: "))
+        return
+    yield f"trial: a line of C++ was compiled, written to the cache and called in {time.perf_counter() - began:.1f} s"
 
 
 def _existing(directory: Path) -> Path:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 from answer import Answer
-from common import UserError, World, tell
+from common import World
+from errors import UserError, tell
 
 Reply = Callable[[list[int], Callable[[str], None]], Answer]
 """(prompt tokens, callback for new text) -> the answer."""

@@ -15,7 +15,8 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from common import UserError, World, raise_together, tell
+from common import World, raise_together
+from errors import UserError, tell
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 KEEP = 3

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from errors import USER_ERROR, UserError
 from torch.distributed.tensor import DTensor
 
 CONFIGS = Path(__file__).parent / "configs"
-
-
-class UserError(Exception):
-    """An error that the user can correct; it is printed without a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,16 +210,6 @@ def stop_on_signals(seconds: float = 5.0) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def tell(text: str, stream: TextIO | None) -> None:
-    """Print a line. An absent, closed or full stream never ends the run."""
-    with contextlib.suppress(Exception):
-        print(text, file=stream, flush=True)
-
-
-USER_ERROR = 2
-"""Exit status of a script after a UserError."""
-
-
 def raise_together(problem: str | None, world: World) -> None:
     """Raise rank 0's problem as a UserError there, and end the other ranks silently; do nothing without a problem."""
     said = [problem]
@@ -233,23 +218,3 @@ def raise_together(problem: str | None, world: World) -> None:
         if world.is_main:
             raise UserError(said[0])
         raise SystemExit(USER_ERROR)
-
-
-@contextlib.contextmanager
-def clear_errors() -> Any:
-    """Print a UserError as one line on each rank that raises it, and exit with status 2.
-
-    Under torchrun the line also goes into its error file, so that torchrun's summary ends with it.
-    """
-    try:
-        yield
-    except UserError as error:
-        tell(f"error (rank {os.environ.get('RANK', '0')}): {error}", sys.stderr)
-        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            text = {
-                "message": str(error),
-                "extraInfo": {"py_callstack": str(error), "timestamp": str(int(time.time()))},
-            }
-            with contextlib.suppress(OSError):
-                Path(path).write_text(json.dumps({"message": text}))
-        raise SystemExit(USER_ERROR) from None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from common import UserError
+from errors import UserError
 
 END = 256
 """The only token that is no byte; it precedes every file."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common import UserError
+from errors import UserError
 from kv_cache import FixedCache
 from sampling import Sampler, Sampling
 from torch import nn

@@ -7,6 +7,42 @@ torchrun --standalone --nproc-per-node 2 launch/generate.py --tp 2 --config llam
 from __future__ import annotations
 
 import argparse
+
+from flags import ROUTES, Parser, add_compile_flags, add_model_flags, positive
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(__file__, __doc__)
+    add = parser.add_argument
+    add("--model", metavar="FOLDER", help="Hugging Face folder, such as out/train/hf; without it, random weights")
+    add_model_flags(parser, "llama_debug")
+    add_compile_flags(parser)
+    add("--tp", type=positive, help="ranks that share one model; default: all")
+    add("--route", choices=ROUTES, default="manual", help="who splits it: tensor_parallel.py, torch, transformers")
+    dtypes = ("auto", "fp32", "bf16", "fp16")
+    add("--dtype", choices=dtypes, default="auto", help="auto: the checkpoint's or bf16; fp32 on CPUs")
+    add("--prompt", action="append", help="text to go on with, such as 'def main():'; repeat it for a batch")
+    add("--chat", action="store_true", help="read lines from the terminal and answer them")
+    add("--batch-size", type=positive, help="sequences at a time; prompts are repeated to fill it")
+    add("--max-new-tokens", type=positive, default=32, help="tokens of each answer at most")
+    add("--cache-len", type=positive, help="slots of the key-value cache, such as 4096; default: what is needed")
+    add("--prefill-chunk", type=positive, default=256, help="tokens of a prompt that go through the model at a time")
+    add("--compile-prefill", action="store_true", help="compile the prompt's graph too; chunks then have one size")
+    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token, 0.8 varies")
+    add("--top-k", type=int, help="draw among the k likeliest tokens only, such as 40")
+    add("--top-p", type=float, help="draw among the likeliest tokens that have this probability together, such as 0.9")
+    add("--min-p", type=float, help="leave out tokens less likely than this share of the likeliest one, such as 0.05")
+    add("--repetition-penalty", type=float, default=1.0, help="over 1, such as 1.1: said tokens become less likely")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; repeatable")
+    add("--ignore-eos", action="store_true", help="do not end at the model's end-of-text tokens")
+    add("--benchmark", action="store_true", help="measure prefill, decode and bandwidth")
+    add("--check", action="store_true", help="compare with one process; count graphs and all-reduces")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse_arguments()  # here for --help and wrong flags, since the imports below take seconds
+
 import functools
 import json
 import sys
@@ -17,23 +53,14 @@ from typing import Any
 import torch
 from answer import Answer
 from chat import chat
-from common import (
-    ARCHITECTURES,
-    UserError,
-    World,
-    clear_errors,
-    join_world,
-    leave_world,
-    load_config,
-    parse_options,
-    stop_on_signals,
-)
+from common import ARCHITECTURES, World, join_world, leave_world, load_config, parse_options, stop_on_signals
 from decoding import Decoder, Generated, generate
-from flags import add_compile_flags, add_model_flags, positive
+from errors import UserError, clear_errors
 from generation_checks import Checks, check, check_ranks_agree
 from inference_benchmark import measure
-from inference_model import ROUTES, build, open_weights
+from inference_model import build, open_weights
 from kv_cache import FixedCache
+from report import how_to_get_words
 from sampling import Sampling
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -42,34 +69,6 @@ CHAT_SLOTS = 4096
 SLOT_MULTIPLE = 64
 """The default number of slots is a multiple of this: attention kernels copy masks with unaligned rows."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--model", metavar="FOLDER", help="Hugging Face folder: config, tokenizer, safetensors; without it random")
-    add_model_flags(parser, "llama_debug")
-    add_compile_flags(parser)
-    add("--tp", type=positive, help="ranks that share one model; default: all")
-    add("--route", choices=ROUTES, default="manual", help="who splits it: tensor_parallel.py, torch, transformers")
-    add("--dtype", choices=("auto", *DTYPES), default="auto", help="auto: the checkpoint's or bf16; fp32 on CPUs")
-    add("--prompt", action="append", help="text to go on with; repeat it for a batch")
-    add("--chat", action="store_true", help="read lines from the terminal and answer them")
-    add("--batch-size", type=positive, help="sequences at a time; prompts are repeated to fill it")
-    add("--max-new-tokens", type=positive, default=32, help="tokens of each answer at most")
-    add("--cache-len", type=positive, help="slots of the key-value cache; default: what the request needs")
-    add("--prefill-chunk", type=positive, default=256, help="tokens of a prompt that go through the model at a time")
-    add("--compile-prefill", action="store_true", help="compile the prompt's graph too; chunks then have one size")
-    add("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
-    add("--top-k", type=int, help="draw among the k likeliest tokens only")
-    add("--top-p", type=float, help="draw among the likeliest tokens that have this probability together")
-    add("--min-p", type=float, help="leave out tokens less likely than this share of the likeliest one")
-    add("--repetition-penalty", type=float, default=1.0, help="over 1: tokens that were said become less likely")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end an answer before this text; repeatable")
-    add("--ignore-eos", action="store_true", help="do not end at the model's end-of-text tokens")
-    add("--benchmark", action="store_true", help="measure prefill, decode and bandwidth")
-    add("--check", action="store_true", help="compare with one process; count graphs and all-reduces")
-    return parser.parse_args(argv)
 
 
 def load_tokenizer(folder: str | None) -> Any:
@@ -221,14 +220,17 @@ def answer_prompts(session: Session) -> None:
 def print_results(
     session: Session, decoder: Decoder, prompts: list[list[int]], texts: list[str], generated: Generated
 ) -> None:
-    """Print texts that were not streamed, the tokens, and the speed."""
+    """Print texts that were not streamed, with --check the tokens, and the speed."""
     if len(prompts) == 1:
         print()
     else:
         for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
             print(f"[{row}] {session.tokenizer.decode(prompt, skip_special_tokens=True)}{text}")
-    for tokens in generated.tokens:
-        print("tokens", *tokens)
+    if session.args.check:
+        for tokens in generated.tokens:
+            print("tokens", *tokens)
+    if (advice := how_to_get_words(session.args.model)) is not None:
+        print(advice)
     if steady := generated.seconds[1:]:
         first = f"first decode call {generated.seconds[0]:.2f} s, not counted"
         print(f"{len(prompts) * len(steady) / sum(steady):.1f} tokens/s over {len(steady)} decode steps ({first})")

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from common import UserError, World, gather
+from common import World, gather
 from decoding import Generated
+from errors import UserError
 
 
 class Checks:

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attention import register
-from common import UserError, World
+from common import World
+from errors import UserError
 from tensor_parallel import COLUMNS, ROWS, check_sizes, shard, split_dim
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from weights import CheckpointWeights, Part, RandomWeights, Weights
-
-ROUTES = ("manual", "dtensor", "hf")
-"""The code that splits the model: launch/tensor_parallel.py, torch's parallelize_module, or transformers."""
 
 
 def build(

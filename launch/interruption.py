@@ -12,7 +12,8 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from common import World, clear_errors, join_world, leave_world
+from common import World, join_world, leave_world
+from errors import clear_errors
 
 GRACE_SECONDS = 25.0
 """Time for the step and the checkpoint. torchrun kills processes 30 s after it has sent them a signal."""

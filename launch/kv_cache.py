@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from common import UserError
+from errors import UserError
 from transformers.cache_utils import Cache, StaticLayer
 
 FREE = 2**31 - 1

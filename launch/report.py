@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import UserError, World, digest_of, gather, tell
+from common import World, digest_of, gather
+from errors import UserError, tell
 
 
 class Reporter:
@@ -69,6 +71,18 @@ class Reporter:
                 f"grad_norm {fields['grad_norm']:.3f}  lr {fields['lr']:.2e}  {fields['tokens_per_s']:.0f} tokens/s"
             )
 
+    @contextlib.contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Say beside the bar what is done meanwhile: the bar alone would stand still."""
+        self._describe(f"{what}: ")
+        yield
+        self._describe("")
+
+    def _describe(self, text: str) -> None:
+        if self.bar is not None:
+            with contextlib.suppress(Exception):
+                self.bar.set_description_str(text)
+
     def held_out(self, step: int, loss: float) -> None:
         """Report an evaluation on held-out text."""
         if self.on:
@@ -76,18 +90,19 @@ class Reporter:
             self.say(f"step {step:>4}/{self.steps}  held-out loss {loss:.4f}")
 
     def close(self) -> None:
-        """End the bar and the metrics file, and draw the loss curve."""
+        """End the metrics file and the bar, and draw the loss curve."""
         if not self.on:
             return
+        try:
+            self.file.close()
+            with self.doing("loss curve"):
+                draw_losses(self.path, self.path.with_name("loss.png"))
+        except OSError as error:
+            self.say(f"the loss curve of {self.path} cannot be drawn: {error.strerror}")
         if self.bar is not None:
             with contextlib.suppress(Exception):
                 self.bar.close()
             self.bar = None
-        try:
-            self.file.close()
-            draw_losses(self.path, self.path.with_name("loss.png"))
-        except OSError as error:
-            self.say(f"the loss curve of {self.path} cannot be drawn: {error.strerror}")
 
 
 def say_result(report: Reporter, model: Any, folder: Path, world: World) -> int:
@@ -97,6 +112,39 @@ def say_result(report: Reporter, model: Any, folder: Path, world: World) -> int:
     report.say(f"parameters equal on all ranks: {'yes ' + digests[0] if equal else f'NO {digests}'}")
     report.say(f"metrics, loss curve and checkpoints are in {folder}, the model in {folder / 'hf'}")
     return 0 if equal else 1
+
+
+def say_next(report: Reporter, backend: str, folder: Path) -> None:
+    """Say what a user does after training: more steps, text by the model, the other compiler, a faster step."""
+    if (advice := how_to_get_words(folder / "hf")) is not None:
+        report.say(advice)
+    model = "" if folder == Path("out/train") else f" MODEL={folder / 'hf'}"
+    other = "inductor" if backend == "dcompile" else "dcompile"
+    report.say(
+        f"next: make generate{model} | make train BACKEND={other} to compare | docs/guide/faster.md to profile and tune"
+    )
+
+
+LOSS_OF_WORDS = 1.8
+"""Held-out loss, in nats per byte, below which text has more words than mere letters."""
+
+STEPS_TO_WORDS = 500
+"""Steps after which the model of `make train` is below it."""
+
+
+def how_to_get_words(model: Path | str | None) -> str | None:
+    """Advice for a model that writes letters rather than words; None if it writes words, or was trained elsewhere."""
+    folder = Path(model).parent if model is not None else None
+    lines = read_metrics(folder / "metrics.jsonl") if folder is not None else []
+    losses = [line["held_out_loss"] for line in lines if "held_out_loss" in line]
+    if not losses or losses[-1] < LOSS_OF_WORDS:
+        return None
+    steps = max(line["step"] for line in lines)
+    place = "" if folder == Path("out/train") else f" --output-dir {folder}"
+    return (
+        f"after {steps} steps this model writes letters more than words; more steps give words: "
+        f'make train STEPS={max(STEPS_TO_WORDS, 2 * steps)} ARGS="--resume auto{place}"'
+    )
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

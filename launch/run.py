@@ -5,12 +5,32 @@ Arguments are torchrun's. If a rank fails, torchrun itself prints forty lines be
 
 from __future__ import annotations
 
+import sys
+
+USAGE = """usage: python launch/run.py [options of torchrun] SCRIPT [flags of the script]
+
+Run a script in several processes, as torchrun does. If one fails, its error is the last line.
+
+On one machine:   python launch/run.py --standalone --nproc-per-node 2 launch/train.py --backend dcompile
+On each of two:   python launch/run.py --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \\
+                      --rdzv-endpoint first-host:29500 launch/train.py --backend dcompile
+
+  --nproc-per-node N   processes on this machine: one for each GPU, or the number of CPU cores to share
+  --standalone         all processes are on this machine
+  --max-restarts N     start anew so often after a failure; the script's --resume auto goes on from its checkpoint
+
+`python launch/run.py SCRIPT --help` has the script's flags, `torchrun --help` all options.
+"""
+
+if __name__ == "__main__" and sys.argv[1:] in ([], ["-h"], ["--help"]):
+    sys.stdout.write(USAGE)  # here, since the imports below take seconds
+    raise SystemExit(0 if sys.argv[1:] else 2)
+
 import logging
 import signal
-import sys
 from collections.abc import Callable, Sequence
 
-from common import USER_ERROR, tell
+from errors import USER_ERROR, tell
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import main as torchrun

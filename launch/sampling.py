@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from common import UserError
+from errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

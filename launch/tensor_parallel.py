@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import UserError
+from errors import UserError
 from torch import nn
 
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

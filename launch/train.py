@@ -3,6 +3,24 @@
 from __future__ import annotations
 
 import argparse
+
+from flags import Parser, add_compile_flags, add_model_flags, add_training_flags
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(__file__, __doc__)
+    add_model_flags(parser, "llama_10m")
+    wrap = "each rank holds all parameters, or a share of each"
+    parser.add_argument("--wrap", choices=("ddp", "fsdp"), default="ddp", help=wrap)
+    parser.add_argument("--bucket-cap-mb", type=float, default=25, help="size of DDP's gradient buckets")
+    add_compile_flags(parser)
+    add_training_flags(parser, "out/train")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse_arguments()  # here for --help and wrong flags, since the imports below take seconds
+
 import contextlib
 import math
 import signal
@@ -13,18 +31,12 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from checkpoint import find, load, lock, save
-from common import (
-    UserError,
-    World,
-    compile_model,
-    load_config,
-    parse_options,
-)
+from common import World, compile_model, load_config, parse_options
 from data import END, Text, batch, load_text
-from flags import add_compile_flags, add_model_flags, add_training_flags
+from errors import UserError
 from hf_folder import write_hf_folder
 from interruption import Interruption, run_training
-from report import Reporter, say_result
+from report import Reporter, say_next, say_result
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -33,17 +45,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaForCausalLM
 
 EVAL_BATCHES = 4
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add_model_flags(parser, "llama_10m")
-    wrap = "each rank holds all parameters, or a share of each"
-    parser.add_argument("--wrap", choices=("ddp", "fsdp"), default="ddp", help=wrap)
-    parser.add_argument("--bucket-cap-mb", type=float, default=25, help="size of DDP's gradient buckets")
-    add_compile_flags(parser)
-    add_training_flags(parser, "out/train")
-    return parser.parse_args(argv)
 
 
 def build_model(args: argparse.Namespace, world: World) -> torch.nn.Module:
@@ -188,15 +189,19 @@ def train(args: argparse.Namespace, world: World, interruption: Interruption) ->
         )
         last, stopped = step == args.steps, interruption.agreed()
         if not stopped and (last or is_due(step, args.eval_freq)):
-            report.held_out(step, evaluate(plain, text, args, world))
+            with report.doing("evaluation"):
+                held_out = evaluate(plain, text, args, world)
+            report.held_out(step, held_out)
         if last or stopped or is_due(step, args.checkpoint_interval):
-            saved = save(args.output_dir, step, model, optimizer, settings, world)
+            with report.doing("checkpoint"):
+                saved = save(args.output_dir, step, model, optimizer, settings, world)
         if stopped and not last:
             report.close()
             report.say(f"stopped by {signal.Signals(stopped).name}: {saved} has step {step}; go on with --resume auto")
             return 128 + stopped
+    with report.doing("model"):
+        write_hf_folder(args.output_dir / "hf", wrapped, plain.config, world)
     report.close()
-    write_hf_folder(args.output_dir / "hf", wrapped, plain.config, world)
     return finish(report, plain, losses, seconds, tokens_per_step, args, world)
 
 
@@ -231,6 +236,8 @@ def finish(
             f"done: {len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}, "
             f"{speed:.0f} tokens/s after the first step{compiling if args.backend != 'eager' else ''}"
         )
+    if world.is_main:
+        say_next(report, args.backend, args.output_dir)
     return status
 
 

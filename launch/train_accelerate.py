@@ -3,6 +3,24 @@
 from __future__ import annotations
 
 import argparse
+
+from flags import Parser, add_compile_flags, add_model_flags, add_training_flags
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(__file__, __doc__)
+    add_model_flags(parser, "llama_10m")
+    wrap = "each rank holds all parameters, or a share of each (GPUs only)"
+    parser.add_argument("--wrap", choices=("ddp", "fsdp"), default="ddp", help=wrap)
+    parser.add_argument("--bucket-cap-mb", type=float, default=25, help="size of DDP's gradient buckets")
+    add_compile_flags(parser)
+    add_training_flags(parser, "out/train_accelerate")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse_arguments()  # here for --help and wrong flags, since the imports below take seconds
+
 import json
 import os
 import shutil
@@ -15,32 +33,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from checkpoint import find, lock
-from common import (
-    UserError,
-    World,
-    gather,
-    load_config,
-    parse_options,
-)
+from common import World, gather, load_config, parse_options
 from data import Text, batch, load_text
-from flags import add_compile_flags, add_model_flags, add_training_flags
+from errors import UserError
 from hf_folder import write_hf_folder
 from interruption import Interruption, run_training
 from report import Reporter, say_result
 from torch.distributed.elastic.multiprocessing.errors import record
 from train import check_finite, evaluate, is_due, learning_rate
 from transformers import LlamaForCausalLM
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add_model_flags(parser, "llama_10m")
-    wrap = "each rank holds all parameters, or a share of each (GPUs only)"
-    parser.add_argument("--wrap", choices=("ddp", "fsdp"), default="ddp", help=wrap)
-    parser.add_argument("--bucket-cap-mb", type=float, default=25, help="size of DDP's gradient buckets")
-    add_compile_flags(parser)
-    add_training_flags(parser, "out/train_accelerate")
-    return parser.parse_args(argv)
 
 
 def make_plugin(args: argparse.Namespace) -> Any:
@@ -145,9 +146,12 @@ def train(args: argparse.Namespace, world: World, interruption: Interruption) ->
         report.step(fields | {"tokens_per_s": round(speed, 1), "time": time.time()})
         last, stopped = step == args.steps, interruption.agreed()
         if not stopped and (last or is_due(step, args.eval_freq)):
-            report.held_out(step, evaluate(accelerator.unwrap_model(model), text, args, world))
+            with report.doing("evaluation"):
+                held_out = evaluate(accelerator.unwrap_model(model), text, args, world)
+            report.held_out(step, held_out)
         if last or stopped or is_due(step, args.checkpoint_interval):
-            saved = save(accelerator, args.output_dir, step)
+            with report.doing("checkpoint"):
+                saved = save(accelerator, args.output_dir, step)
         if stopped and not last:
             report.close()
             report.say(f"stopped by {signal.Signals(stopped).name}: {saved} has step {step}; go on with --resume auto")

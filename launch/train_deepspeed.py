@@ -3,6 +3,24 @@
 from __future__ import annotations
 
 import argparse
+
+from flags import Parser, add_compile_flags, add_model_flags, add_training_flags
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(__file__, __doc__)
+    add_model_flags(parser, "llama_10m")
+    add = parser.add_argument
+    add("--deepspeed", default="zero2", help="DeepSpeed's config: a JSON file, or a name from launch/configs/deepspeed")
+    add("--zero", choices=("off", "graph"), default="graph", help="graph: dcompile runs ZeRO's collectives")
+    add_compile_flags(parser)
+    add_training_flags(parser, "out/train_deepspeed")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse_arguments()  # here for --help and wrong flags, since the imports below take seconds
+
 import json
 import math
 import os
@@ -15,9 +33,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from checkpoint import drop_old, lock
-from common import CONFIGS, UserError, World, load_config, parse_options
+from common import CONFIGS, World, load_config, parse_options
 from data import END, Text, batch, load_text
-from flags import add_compile_flags, add_model_flags, add_training_flags
+from errors import UserError
 from hf_folder import write_complete_folder
 from interruption import Interruption, run_training
 from report import Reporter
@@ -27,17 +45,6 @@ from transformers import LlamaForCausalLM
 
 DEEPSPEED = CONFIGS / "deepspeed"
 INSTALL = "pip install 'deepspeed>=0.18'"
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add_model_flags(parser, "llama_10m")
-    add = parser.add_argument
-    add("--deepspeed", default="zero2", help="DeepSpeed's config: a JSON file, or a name from launch/configs/deepspeed")
-    add("--zero", choices=("off", "graph"), default="graph", help="graph: dcompile runs ZeRO's collectives")
-    add_compile_flags(parser)
-    add_training_flags(parser, "out/train_deepspeed")
-    return parser.parse_args(argv)
 
 
 def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -175,15 +182,19 @@ def train(args: argparse.Namespace, world: World, interruption: Interruption) ->
         report.step({**fields, "tokens_per_s": round(per_step / seconds[-1], 1), "time": time.time()})
         last, stopped = step == args.steps, interruption.agreed()
         if not stopped and (last or is_due(step, args.eval_freq)):
-            report.held_out(step, evaluate(engine, text, args, world))
+            with report.doing("evaluation"):
+                held_out = evaluate(engine, text, args, world)
+            report.held_out(step, held_out)
         if last or stopped or is_due(step, args.checkpoint_interval):
-            saved = save(engine, folder, step, world)
+            with report.doing("checkpoint"):
+                saved = save(engine, folder, step, world)
         if stopped and not last:
             report.close()
             report.say(f"stopped by {signal.Signals(stopped).name}: {saved} has step {step}; go on with --resume auto")
             return 128 + stopped
+    with report.doing("model"):
+        write_model(engine, args.output_dir / "hf", world)
     report.close()
-    write_model(engine, args.output_dir / "hf", world)
     report.say(f"metrics, loss curve and checkpoints are in {args.output_dir}, the model in {args.output_dir / 'hf'}")
     if seconds:
         speed = f"{per_step / statistics.median(seconds[1:] or seconds):.0f} tokens/s after the first step"

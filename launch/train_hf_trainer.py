@@ -3,6 +3,24 @@
 from __future__ import annotations
 
 import argparse
+
+from flags import Parser, add_compile_flags, add_model_flags, add_training_flags
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(__file__, __doc__)
+    add_model_flags(parser, "llama_10m")
+    wrap = "each rank holds all parameters, or a share of each (GPUs only)"
+    parser.add_argument("--wrap", choices=("ddp", "fsdp"), default="ddp", help=wrap)
+    parser.add_argument("--bucket-cap-mb", type=float, default=25, help="size of DDP's gradient buckets")
+    add_compile_flags(parser)
+    add_training_flags(parser, "out/train_hf_trainer")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse_arguments()  # here for --help and wrong flags, since the imports below take seconds
+
 import math
 import signal
 import time
@@ -11,14 +29,9 @@ from typing import Any
 import numpy as np
 import torch
 from checkpoint import lock
-from common import (
-    UserError,
-    World,
-    load_config,
-    parse_options,
-)
+from common import World, load_config, parse_options
 from data import Text, batch, load_text
-from flags import add_compile_flags, add_model_flags, add_training_flags
+from errors import UserError
 from hf_folder import write_hf_folder
 from interruption import Interruption, run_training
 from report import Reporter, say_result
@@ -59,7 +72,9 @@ class Progress(TrainerCallback):
         if self.stopped and step < self.args.steps:
             control.should_save = control.should_training_stop = True
         elif step == self.args.steps or is_due(step, self.args.eval_freq):
-            self.report.held_out(step, evaluate(model, self.text, self.args, self.world))
+            with self.report.doing("evaluation"):
+                held_out = evaluate(model, self.text, self.args, self.world)
+            self.report.held_out(step, held_out)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         if "loss" not in logs:
@@ -69,17 +84,6 @@ class Progress(TrainerCallback):
         fields = {"step": state.global_step, "loss": float(logs["loss"]), "lr": float(logs["learning_rate"])}
         fields |= {"grad_norm": float(logs.get("grad_norm", math.nan)), "tokens_per_s": round(speed, 1)}
         self.report.step(fields | {"time": time.time()})
-
-
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    add_model_flags(parser, "llama_10m")
-    wrap = "each rank holds all parameters, or a share of each (GPUs only)"
-    parser.add_argument("--wrap", choices=("ddp", "fsdp"), default="ddp", help=wrap)
-    parser.add_argument("--bucket-cap-mb", type=float, default=25, help="size of DDP's gradient buckets")
-    add_compile_flags(parser)
-    add_training_flags(parser, "out/train_hf_trainer")
-    return parser.parse_args(argv)
 
 
 def make_arguments(args: argparse.Namespace, world: World) -> TrainingArguments:

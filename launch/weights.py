@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from common import UserError
+from errors import UserError
 
 INIT_STD = 0.12
 """Standard deviation of random weights, six times the usual one: with less, a random model repeats one byte."""

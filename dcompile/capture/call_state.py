@@ -48,6 +48,7 @@ class CapturedGraph(Protocol):
 
     number: int
     training: bool
+    device: torch.device
     executables: dict[str, Executable]
     notes: list[str]
     fallbacks: Counter[str]

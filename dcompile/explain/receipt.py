@@ -16,10 +16,12 @@ from dcompile.capture.aliasing import overlapping_inputs
 from dcompile.capture.call_state import Variant
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.collectives.contract import ProgramReport
+from dcompile.device_traits import traits_of
 from dcompile.errors import NotCompiledError
 from dcompile.explain.sources import source_of_frames
 from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.diagram import count_text
+from dcompile.passes import GAIN
 
 EAGER_CALLS = "call of the model, run eagerly"
 
@@ -65,7 +67,7 @@ class Receipt:
     bytes_copied: int = 0
     """Bytes that a step copies only to move gradients to where they are reduced."""
     predicted_exposed_us: float = 0.0
-    """Predicted exposed communication of a step, by the cost model. `profile` measures it."""
+    """Predicted exposed communication of a step on a GPU, by the cost model; 0 on CPUs. `profile` measures it."""
     reasons: tuple[str, ...] = ()
     fallbacks: dict[str, int] = field(default_factory=dict)
     traces_uncacheable: dict[str, int] = field(default_factory=dict)
@@ -104,7 +106,7 @@ class Receipt:
             *(f"not eligible: {reason}" for reason in given_up),
             *(f"fallback: {op} x{count}: {_why(op)}" for op, count in sorted(self.fallbacks.items())),
             *(f"traced anew at each start: {why} x{n}" for why, n in sorted(self.traces_uncacheable.items())),
-            *(f"note: {note}" for note in self.notes),
+            *(f"note: {note}" for note in self.notes if not note.startswith(GAIN)),
         ]
 
     def shape(self) -> tuple[Any, ...]:
@@ -113,10 +115,11 @@ class Receipt:
         return (*same, self.kernel_calls, self.library_calls, self.collectives, *self.remarks())
 
     def details(self) -> str:
-        """Every field that is a name or a number, on one line, as `name=value`."""
+        """Every field that is a name or a number, on one line, as `name=value`; below, notes that are not printed."""
         values: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         single = {name: value for name, value in values.items() if isinstance(value, str | int | float)}
-        return " ".join(f"{name}={_text(value)}" for name, value in single.items())
+        counts = " ".join(f"{name}={_text(value)}" for name, value in single.items())
+        return "\n".join((counts, *(f"note: {note}" for note in self.notes if note.startswith(GAIN))))
 
 
 def _text(value: object) -> str:
@@ -140,9 +143,10 @@ def _collectives_line(receipt: Receipt) -> str:
         return f"collectives outside the graphs, {'by others' if plain else f'by {by} itself'}"
     if not receipt.collectives:
         return "no collectives"
-    exposed = f"{receipt.predicted_exposed_us / 1e3:.2f} ms of a step exposed by the cost model"
+    exposed_ms = receipt.predicted_exposed_us / 1e3
+    wait = f"; predicted wait for them: {exposed_ms:.2f} ms a step" if exposed_ms else ""
     whose = "the model's own" if plain else f"{by}'s"
-    return f"{count_text(receipt.collectives, 'collective')} in the graphs, {whose}; {exposed}"
+    return f"{count_text(receipt.collectives, 'collective')} in the graphs, {whose}{wait}"
 
 
 _UNDECIDED = "no training step has run yet; the first one decides who communicates"
@@ -177,7 +181,7 @@ def _kernels_line(receipt: Receipt) -> str:
         f"{count_text(receipt.kernels, 'kernel')} in {count_text(receipt.kernel_calls, 'call')}",
         f"{count_text(receipt.library_calls, 'library call')}; {receipt.built} built",
         f"{found} from the cache",
-        f"{receipt.compile_seconds:.1f} s",
+        f"in {receipt.compile_seconds:.1f} s",
     ]
     return ", ".join(parts)
 
@@ -254,7 +258,7 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         regions=sum(report.regions for report in reports),
         bytes_copied=sum(report.bytes_copied for report in reports)
         + sum(bucket.numel * ITEMSIZE[bucket.dtype] for bucket in arriving),
-        predicted_exposed_us=sum(report.exposed_us for report in reports),
+        predicted_exposed_us=_predicted_exposed_us(model, variant),
         name=model.name,
         is_function=model.is_function,
         decided=model.adapter.decided or runs_eagerly,
@@ -290,6 +294,13 @@ def nothing_compiled(model: CompiledModel) -> str:
 
 def _reports(model: CompiledModel, variant: Variant) -> list[ProgramReport]:
     return [e.report for number in sorted(set(variant.graphs)) for e in model.graphs[number].executables.values()]
+
+
+def _predicted_exposed_us(model: CompiledModel, variant: Variant) -> float:
+    """Sum over graphs on GPUs. On CPUs the cost model was 20 times off, so that its figure would mislead."""
+    graphs = [model.graphs[number] for number in sorted(set(variant.graphs))]
+    on_gpus = [graph for graph in graphs if not traits_of(graph.device.type).is_host]
+    return sum(executable.report.exposed_us for graph in on_gpus for executable in graph.executables.values())
 
 
 def _graph_notes(model: CompiledModel, variant: Variant, reports: list[ProgramReport]) -> list[str]:

@@ -18,6 +18,7 @@ from dcompile.capture.callables import label_of, unwrap_module
 from dcompile.capture.find_models import find_model
 from dcompile.config import Config
 from dcompile.errors import OptionError, PrecompileError
+from dcompile.passes import GAIN
 from dcompile.precompile.absent_rank import rank_of_job
 from dcompile.precompile.build_only import BuildLog
 from dcompile.precompile.report import PrecompileReport, RankReport
@@ -184,7 +185,8 @@ def make_report(
 
 
 def _rank_report(world_size: int, rank: int, log: BuildLog) -> RankReport:
-    notes = [reason for receipt in log.receipts.values() for reason in (*receipt.reasons, *receipt.notes)]
+    told = [reason for receipt in log.receipts.values() for reason in (*receipt.reasons, *receipt.notes)]
+    notes = [reason for reason in told if not reason.startswith(GAIN)]
     notes += log.notes
     adapters = dict.fromkeys(receipt.adapter for receipt in log.receipts.values())
     return RankReport(world_size, rank, tuple(log.programs), tuple(adapters), tuple(dict.fromkeys(notes)), log.seconds)

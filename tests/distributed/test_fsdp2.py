@@ -139,7 +139,7 @@ def test_checkpointed_attention_reads_no_mask(ranks):
     for found in trained(ranks, name="decoder_checkpointed", options={}):
         receipt = found["receipt"]
         assert receipt.eligible and receipt.graphs == 1 and not receipt.fallbacks
-        assert any(note.startswith("1 attention calls were given a causal mask") for note in receipt.notes)
+        assert any("1 attention calls were given a causal mask" in note for note in receipt.notes)
         assert max(found["loss"], found["grad"]) <= 1e-6 and found["ranks"] == 0
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dcompile.capture.adapters.gradient_sync import GradientSync
 from dcompile.capture.adapters.plain import PlainAdapter
@@ -20,9 +21,10 @@ from dcompile.explain.receipt import make_receipt
 from tests.subject import ROOT
 
 
-def graph(number, trace=None, **reports):
+def graph(number, trace=None, device="cpu", **reports):
     executables = {kind: SimpleNamespace(report=report, buckets=("b",) * 2) for kind, report in reports.items()}
-    return SimpleNamespace(notes=[], fallbacks=Counter(), number=number, executables=executables, trace=trace)
+    return SimpleNamespace(notes=[], fallbacks=Counter(), number=number, executables=executables, trace=trace,
+        device=torch.device(device))  # fmt: skip
 
 
 def model(newest, *graphs, adapter=None):
@@ -76,17 +78,21 @@ def test_calls_that_an_adapter_wants_eager_are_counted():
 def test_print():
     adapter = PlainAdapter()
     adapter.reasons, adapter.notes = ("because",), ("by the way",)
-    report = ProgramReport(kernels=1, kernel_calls=1, fallbacks={"aten.sort": 2}, notes=["given up"])
+    report = ProgramReport(
+        kernels=1, kernel_calls=1, fallbacks={"aten.sort": 2}, notes=["given up", "for speed: gained"]
+    )
     made = make_receipt(model(Variant((0,), False), graph(0, inference=report), adapter=adapter))
     assert str(made).split("\n") == [
         "Model: 1 graph, 3 graph breaks (dcompile.explain(model, *inputs) lists them)",
         "no collectives",
-        "1 kernel in 1 call, 0 library calls; 0 built, 0 from the cache, 1.5 s",
+        "1 kernel in 1 call, 0 library calls; 0 built, 0 from the cache, in 1.5 s",
         "not eligible: because",
         "fallback: aten.sort x2: no rule for it yet, so ATen's kernel runs, as in eager mode; it fuses with nothing",
         "note: by the way", "note: given up",
     ]  # fmt: skip
-    pairs = dict(pair.split("=") for pair in made.details().split())
+    counts, gained = made.details().split("\n")
+    assert gained == "note: for speed: gained" and made.notes[-1] in gained
+    pairs = dict(pair.split("=") for pair in counts.split())
     assert pairs["adapter"] == "plain" and pairs["graphs"] == "1" and pairs["compile_seconds"] == "1.50"
     assert set(pairs) >= {"eligible", "graph_breaks", "kernels", "library_calls", "collectives", "buckets", "built"}
 
@@ -95,8 +101,8 @@ def test_print():
     ("adapter", "eligible", "collectives", "line"),
     [
         ("plain", True, 0, "no collectives"),
-        ("plain", True, 1, "1 collective in the graphs, the model's own; 1.50 ms of a step exposed by the cost model"),
-        ("ddp", True, 3, "3 collectives in the graphs, DDP's; 1.50 ms of a step exposed by the cost model"),
+        ("plain", True, 1, "1 collective in the graphs, the model's own; predicted wait for them: 1.50 ms a step"),
+        ("ddp", True, 3, "3 collectives in the graphs, DDP's; predicted wait for them: 1.50 ms a step"),
         ("ddp", True, 0, "no collectives"),
         ("fsdp2", False, 0, "collectives outside the graphs, by FSDP2 itself"),
         ("plain", False, 0, "collectives outside the graphs, by others"),
@@ -115,10 +121,18 @@ def test_who_communicates(adapter, eligible, collectives, line):
     assert re.search(rf"^\| `(\d )?{phrase}", (ROOT / "docs/guide/receipt.md").read_text(), re.MULTILINE)
 
 
+@pytest.mark.parametrize(("device", "predicted"), [("cpu", 0), ("cuda", 30)])
+def test_waits_are_predicted_on_gpus_alone(device, predicted):
+    report = ProgramReport(collectives=1, exposed_us=30)
+    made = make_receipt(model(Variant((0,), True), graph(0, device=device, backward=report)))
+    assert made.predicted_exposed_us == predicted
+    assert ("predicted wait for them: 0.03 ms a step" in str(made)) == bool(predicted)
+
+
 def test_of_a_function_it_is_one_line():
     made = make_receipt(model(Variant((0,), False), graph(0, inference=ProgramReport())))
     made = replace(made, name="loss", is_function=True, graph_breaks=0)
-    counts = "0 kernels in 0 calls, 0 library calls; 0 built, 0 from the cache, 1.5 s"
+    counts = "0 kernels in 0 calls, 0 library calls; 0 built, 0 from the cache, in 1.5 s"
     assert str(made) == f"loss: 1 graph, no graph break; no collectives; {counts}"
 
 

@@ -6,13 +6,15 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from attention import grouped_attention
-from common import UserError, World, join_world, leave_world, load_config
+from common import World, join_world, leave_world, load_config
 from decoding import Decoder, Generated, generate
-from generate import Session, find_stop_tokens, parse_arguments
+from errors import UserError
+from generate import Session, find_stop_tokens, parse_arguments, print_results
 from generate import run as run_script
 from generation_checks import Checks, check
 from inference_benchmark import Speed, weight_bytes
@@ -314,6 +316,13 @@ def test_stop_tokens_are_those_of_config_tokenizer_and_generation_config(tmp_pat
     assert find_stop_tokens(config, tokenizer, None) == {2, 3, 256}
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
     assert find_stop_tokens(config, tokenizer, str(tmp_path)) == {2, 3, 7, 256}
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_tokens_are_printed_where_they_are_compared_alone(checked, capsys):
+    args = SimpleNamespace(check=checked, model=None, backend="eager")
+    print_results(SimpleNamespace(args=args), None, [[1]], ["x"], Generated([[200, 201]]))
+    assert capsys.readouterr().out == "\n" + "tokens 200 201\n" * checked
 
 
 def test_check_refuses_another_graph():

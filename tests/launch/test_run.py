@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import run
-from common import USER_ERROR
+from errors import USER_ERROR
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -54,6 +54,29 @@ def test_clear_errors_stay_the_last_lines(tmp_path: Path):
     status, output = run_job([nursery.python(), "launch/run.py", *script], tmp_path)
     assert status == USER_ERROR
     assert output == "error (rank 0): --data /no/such/text: no such file or folder\n"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("--backend=tvm", "launch/train.py: error: argument --backend: invalid choice: 'tvm'"),
+        ("--config=llama_7t", "error (rank 0): --config llama_7t: no such file"),
+        pytest.param(
+            "--compile.options=bucket=1", "error (rank 0): dcompile: unknown option 'bucket'", marks=pytest.mark.full
+        ),
+        pytest.param(
+            "--output-dir=/dev/null/out",
+            "error (rank 0): --output-dir /dev/null/out: Not a directory",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_an_error_of_all_ranks_is_said_once(wrong: str, said: str, tmp_path: Path):
+    script = ["--standalone", "--nproc-per-node=2", "launch/train.py", "--device=cpu", "--config=llama_debug"]
+    where = f"--output-dir={tmp_path / 'out'}"
+    status, output = run_job([nursery.python(), "launch/run.py", *script, where, wrong], tmp_path)
+    assert status == USER_ERROR and output.count("error") == 1, output
+    assert said in output.splitlines()[-1] and "Traceback" not in output
 
 
 @pytest.mark.full  # a usual run has it without torchrun's summary

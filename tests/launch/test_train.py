@@ -21,18 +21,10 @@ import pytest
 import torch
 import train
 from checkpoint import KEEP, find, lock
-from common import (
-    UserError,
-    World,
-    clear_errors,
-    compile_model,
-    digest_of,
-    digest_of_tensors,
-    load_config,
-    parse_options,
-)
+from common import World, compile_model, digest_of, digest_of_tensors, load_config, parse_options
 from data import END, batch, load_text
-from report import Reporter, read_metrics
+from errors import UserError, clear_errors
+from report import Reporter, how_to_get_words, read_metrics, say_next
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -401,6 +393,56 @@ def test_a_run_goes_on_where_nobody_can_be_told_how_it_goes(stream, tmp_path, mo
     with pytest.raises(SystemExit), clear_errors():
         raise UserError("wrong")
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == (0 if stream == "full" else 2)
+
+
+class Bar:
+    """What a terminal would show of a run's end, line by line."""
+
+    def __init__(self, **how):
+        self.seen: list[str] = []
+
+    def write(self, text):
+        self.seen.append(text)
+
+    def set_description_str(self, text):
+        self.seen += [text] if text else []
+
+    def set_postfix_str(self, text, refresh):
+        pass
+
+    def update(self):
+        self.seen.append("step")
+
+    def close(self):
+        self.seen.append("closed")
+
+
+def test_the_bar_says_what_is_done_and_stays_until_the_end(tmp_path, monkeypatch):
+    report = Reporter(tmp_path, 0, 1, 1, World(0, 0, 1, torch.device("cpu")))
+    report.bar = bar = Bar()
+    report.step({"step": 1, "loss": 1.0, "grad_norm": 1.0, "lr": 0.1, "tokens_per_s": 3.0})
+    with report.doing("evaluation"):
+        pass
+    report.held_out(1, 2.5)
+    monkeypatch.setattr("report.draw_losses", lambda metrics, image: bar.write("drawn"))
+    report.close()
+    held_out = "step    1/1  held-out loss 2.5000"
+    assert bar.seen == ["step", "evaluation: ", held_out, "loss curve: ", "drawn", "closed"]
+
+
+@pytest.mark.parametrize(("loss", "more"), [(2.5, "STEPS=500"), (1.2, None)])
+def test_the_last_lines_say_what_to_do_next(loss, more, tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 60, "held_out_loss": {loss}}}\n')
+    report = Reporter(tmp_path, 60, 60, 1, World(0, 0, 1, torch.device("cpu")))
+    report.file.close()
+    say_next(report, "dcompile", tmp_path)
+    *advice, last = capsys.readouterr().out.splitlines()
+    assert last.startswith(f"next: make generate MODEL={tmp_path}/hf | make train BACKEND=inductor to compare | docs/")
+    assert len(advice) == (more is not None)
+    if more is not None:
+        assert advice == [how_to_get_words(tmp_path / "hf")]
+        assert f'{more} ARGS="--resume auto --output-dir {tmp_path}"' in advice[0] and "after 60 steps" in advice[0]
+    assert how_to_get_words(tmp_path / "other" / "hf") is None and how_to_get_words(None) is None
 
 
 class Full(io.StringIO):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import train_deepspeed
-from common import UserError
 from data import END
+from errors import UserError
 from report import read_metrics
 from transformers import AutoModelForCausalLM
 

@@ -207,7 +207,7 @@ def test_gradient_checkpointing():
 
         receipt = dcompile.receipt(call)
         assert not receipt.fallbacks
-        assert any(note.startswith("1 attention calls were given a causal mask") for note in receipt.notes)
+        assert any("1 attention calls were given a causal mask" in note for note in receipt.notes)
 
 
 class Checkpointed(MLP):

@@ -77,7 +77,7 @@ class KernelCache:
         beside = cls._readable(config)
         if wanted in _refused:
             return cls(_refused[wanted], beside)
-        directory, objection = _prepare(wanted)
+        directory, objection = prepare_directory(wanted)
         if objection is None:
             _sweep(directory)
             _limit(directory, config.cache_size_gib * 2**30)
@@ -315,7 +315,7 @@ def precompiled_folder(config: Config) -> Path:
     return Path(config.precompiled).expanduser().absolute()
 
 
-def _prepare(directory: Path) -> tuple[Path, str | None]:
+def prepare_directory(directory: Path) -> tuple[Path, str | None]:
     """Create the directory if needed. Return it without symbolic links, and why it cannot be used, or None."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -421,7 +421,7 @@ def _private(why: str) -> Path:
             shutil.rmtree(directory, ignore_errors=True)
 
     atexit.register(remove)
-    if objection := _prepare(directory)[1]:
+    if objection := prepare_directory(directory)[1]:
         raise BuildError(
             f"dcompile: {why}; nor can the temporary directory {directory} be used: {objection}. Set "
             "DCOMPILE_CACHE_DIR to a directory of your own from which code can be loaded"

@@ -29,7 +29,7 @@ from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
 from dcompile.capture.passes.dynamo.symbolic_elements.rules import FROM_NUMBERS, RULES
 from dcompile.ir.index import Index, as_index, var
 from dcompile.ir.piecewise import TooManyCases, Tree, combine, leaves, negate_condition
-from dcompile.passes import PassReport
+from dcompile.passes import GAIN, PassReport
 
 INSTEAD = {
     "causal": "the kernel's own causal masking takes its place",
@@ -59,7 +59,7 @@ def recognize_causal_masks(gm: GraphModule) -> PassReport:
     if done or changed:
         nest.recompile()
     notes = (f"{n} attention calls were given a {kind} mask as a tensor; {INSTEAD[kind]}" for kind, n in done.items())
-    return PassReport(sum(done.values()), tuple(notes))
+    return PassReport(sum(done.values()), tuple(GAIN + note for note in notes))
 
 
 def mask_of(node: Node) -> Node | None:

@@ -19,7 +19,7 @@ from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION, argument
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import value_of
 from dcompile.device_traits import traits_of
-from dcompile.passes import PassReport
+from dcompile.passes import GAIN, PassReport
 
 MAX_QUERIES = 132
 """Maximum number of queries, the multiprocessors of an H200: with more, the library's kernels keep all of them busy.
@@ -46,7 +46,9 @@ def decompose_decode_attention(gm: GraphModule) -> PassReport:
     if not count:
         return PassReport()
     nest.recompile()
-    return PassReport(count, (f"{count} attention calls of one query a head are written out, as kernels of ours",))
+    return PassReport(
+        count, (f"{GAIN}{count} attention calls of one query a head are written out, as kernels of ours",)
+    )
 
 
 def attend(

@@ -20,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile.grouped_ops import ALIGNMENT_BYTES, autocast_grouped_mm, grouped_mm
-from dcompile.passes import PassReport
+from dcompile.passes import GAIN, PassReport
 
 FALLBACK = "transformers.grouped_mm_fallback"
 
@@ -42,7 +42,7 @@ def group_experts(gm: GraphModule, autocast: bool = False) -> PassReport:
         if calls:
             module.recompile()
         count += len(calls)
-    notes = (f"{count} grouped matmuls of experts were captured with their gradients",)
+    notes = (f"{GAIN}{count} grouped matmuls of experts were captured with their gradients",)
     return PassReport(count, notes if count else ())
 
 

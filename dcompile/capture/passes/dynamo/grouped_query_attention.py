@@ -21,7 +21,7 @@ from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import sizes_of
 from dcompile.device_traits import traits_of
 from dcompile.ir.index import Size
-from dcompile.passes import PassReport
+from dcompile.passes import GAIN, PassReport
 
 GROUPED = "enable_gqa"
 MAX_HEAD_WIDTH = 128
@@ -60,7 +60,7 @@ def use_grouped_query_attention(gm: GraphModule, planned_for: str | None = None)
         erase_repeated(repeated, nest)
         nest.recompile()
         note = f"{count} attention calls were given keys and values repeated for groups of queries; they share them"
-        return PassReport(count, (note,))
+        return PassReport(count, (GAIN + note,))
     return PassReport()
 
 

@@ -35,7 +35,7 @@ from dcompile.device_traits import traits_of
 from dcompile.ir.index import Size
 from dcompile.ir.predicate import DOCUMENTS, QUERIES_AT_ONCE, WINDOW, allowed_pairs
 from dcompile.machine_model import Figures, table_figures
-from dcompile.passes import PassReport
+from dcompile.passes import GAIN, PassReport
 
 NOMINAL_LENGTH = 2048
 """Queries and keys that a symbol counts as in costs: a plan must not depend on the batch that came first."""
@@ -243,7 +243,7 @@ class _Rewriting:
             erase_repeated(repeated, self._nest)
             self._nest.recompile()
         return [
-            f"{n} attention calls skip what their mask ({name}) forbids: {_HOW[how]}"
+            f"{GAIN}{n} attention calls skip what their mask ({name}) forbids: {_HOW[how]}"
             for (name, how), n in counts.items()
         ]
 

@@ -73,7 +73,7 @@ def test_repeated_heads_are_shared(function, causal):
     gm, inputs = traced(function, is_causal=causal)
     (before,) = gm(*inputs)
     (note,) = use_grouped_query_attention(gm).notes
-    assert note.startswith("1 attention calls")
+    assert note.startswith("for speed: 1 attention calls")
     gm.graph.lint()
     assert call_of(gm).kwargs["enable_gqa"] is True
     assert [node.op for node in gm.graph.nodes].count("placeholder") == 3

@@ -332,7 +332,7 @@ class Pipeline:
             program = row.run(program, *row.given(request))
             took_ms = (time.perf_counter() - began) * 1e3
             steps = f"{len(before.steps)} -> {len(program.steps)}"
-            is_news = is_logged(self.config, "passes", logging.INFO) and program != before
+            is_news = is_logged(self.config, "passes", logging.INFO) and show(program) != show(before)
             level = logging.INFO if is_news else logging.DEBUG
             log(self.config, "passes", level, f"{request.name} {row.name}: {took_ms:.1f} ms, {steps}")
             self._inspect(f"{self._numbers[row.name]:02d}_{row.name}", program, before, sizes)

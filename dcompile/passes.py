@@ -118,7 +118,9 @@ def check_names(config: Config, lists: Sequence[Sequence[Row]]) -> None:
     names = [row.name for rows in lists for row in rows]
     for wanted in filter(None, (*config.skip.split(","), config.until)):
         if wanted not in names:
-            raise OptionError(f"dcompile: unknown pass {wanted!r} in skip or until{suggestion(wanted, names, 'passes')}")
+            raise OptionError(
+                f"dcompile: unknown pass {wanted!r} in skip or until{suggestion(wanted, names, 'passes')}"
+            )
 
 
 def select_rows(config: Config, rows: Sequence[R], earlier: Sequence[Sequence[Row]] = ()) -> tuple[R, ...]:

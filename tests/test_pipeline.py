@@ -14,7 +14,6 @@ from dcompile.collectives.contract import Request
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.driver import Pipeline
-from dcompile.errors import OptionError
 from dcompile.ir.diagram import COLOURS
 from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, loop_passes, nest_passes
 from dcompile.runtime.program.executable import HostProgram

@@ -20,7 +20,12 @@ UNKNOWN = {
     "backend": (lambda name: made(kernels=name), "inducter", "inductor", "valid values: auto, aten, cudagraphs,"),
     "skipped pass": (lambda name: made(skip=name), "fusee", "fuse", "passes: inline_nested_regions,"),
     "last pass": (lambda name: made(until=name), "fusee", "fuse", "passes: inline_nested_regions,"),
-    "log channel": (lambda name: made(log=name), "kernel", "kernels", "channels: passes, overlap, kernels, memory, all"),
+    "log channel": (
+        lambda name: made(log=name),
+        "kernel",
+        "kernels",
+        "channels: passes, overlap, kernels, memory",
+    ),
     "log level": (lambda name: made(log=f"passes={name}"), "INF", "INFO", "levels: DEBUG, INFO, WARNING,"),
     "fabric": (lambda name: _fabrics([name]), "h100-ib40", "h100-ib400", "fabrics: "),
     "configuration": (lambda name: configuration(name, 8), "lama-7b", "llama-7b", "one of these: llama-7b,"),

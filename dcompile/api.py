@@ -80,7 +80,7 @@ def compile(
 
     The arguments are those of torch.compile. Without a model, this is a decorator. Calling it again replaces the
     earlier settings. A bad mode or option raises OptionError (a ValueError, and a RuntimeError as in torch) at the
-    call, with the valid ones.
+    call, with a similar one or the valid ones.
 
     Each call's recompilations are counted separately, whatever `isolate_recompiles` says, and `name` is not shown
     anywhere. `recompile_limit` and `dynamic_shapes` raise TypeError if torch lacks them. torch called `dynamic_shapes`

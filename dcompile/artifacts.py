@@ -5,6 +5,7 @@ An error in reporting never breaks the run: the disk may be full, or the directo
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections import Counter
 from dataclasses import replace
@@ -22,11 +23,16 @@ _UNWRITABLE: set[str] = set()
 
 
 def own_dump(config: Config) -> Config:
-    """Settings for one more model: from the second one on that dumps into a directory, it gets its own folder."""
+    """Settings for one more model: from the second one on that dumps into a directory, it gets its own folder.
+
+    Rank 0 says once where a dump is.
+    """
     if not config.dump:
         return config
     _DUMPS[config.dump] += 1
     number = _DUMPS[config.dump]
+    if number == 1 and rank() == 0:
+        report(logging.INFO, f"programs and kernels are dumped to {Path(config.dump).absolute()}")
     return config if number == 1 else replace(config, dump=str(Path(config.dump) / f"model{number}"))
 
 
@@ -46,3 +52,11 @@ def dump(config: Config, name: str, text: str) -> None:
             _UNWRITABLE.add(config.dump)
             what = f"cannot write {path} (DCOMPILE_DUMP): {error.strerror}"
             report(logging.WARNING, f"{what}; going on without what cannot be written there")
+
+
+def dump_change(config: Config, name: str, before: str, after: str) -> None:
+    """Dump what a pass made of a program, as text and as a difference; nothing if it changed nothing."""
+    if config.dump and before != after:
+        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="")
+        dump(config, f"{name}.diff", "\n".join(lines))
+        dump(config, f"{name}.txt", after)

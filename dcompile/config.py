@@ -15,6 +15,7 @@ from dcompile.inductor_options import REASON_OF
 from dcompile.kernel_backends.names import REPLAYED, KernelBackend, find_backend
 from dcompile.log_setting import parse_log
 from dcompile.settings import (
+    TRUTH_VALUES,
     check_type,
     chunk_count,
     idle_text,
@@ -25,8 +26,8 @@ from dcompile.settings import (
     variable_name,
 )
 
-TRACE_DIRECTORY = "dcompile_trace"
-"""Directory of trace.enabled, relative to the working directory."""
+DUMP_DIRECTORY = "dcompile_dump"
+"""Directory of a dump that names none, relative to the working directory."""
 
 MODES: Mapping[str, Mapping[str, Any]] = {
     "default": {},
@@ -156,11 +157,14 @@ class Config:
         in_key=False,
     )
     dump: str = setting(
-        "", "Directory for programs, kernels and the receipt; a second model gets a folder in it.", in_key=False
+        "",
+        "Directory for programs, kernels and the receipt; a second model gets a folder in it. True or 1: "
+        "`dcompile_dump`.",
+        in_key=False,
     )
     trace_enabled: bool = setting(
         False,
-        "Write a dump, to `dcompile_trace` unless `dump` names a directory.",
+        "Write a dump, as `dump=True` does, unless `dump` names a directory.",
         in_key=False,
         option="trace.enabled",
     )
@@ -281,7 +285,7 @@ class Config:
 
     @classmethod
     def make(cls, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Config:
-        """Combine defaults, environment, mode and options, in this order. Raises OptionError, with the valid names."""
+        """Combine defaults, environment, mode and options, in this order. Raises OptionError."""
         if mode is not None and options:
             raise OptionError("dcompile: give either mode or options, not both (a mode is a set of options)")
         if options is not None and not isinstance(options, Mapping):
@@ -291,9 +295,7 @@ class Config:
         chosen = {_field_of(name): value for name, value in options.items() if name not in REASON_OF}
         mode = chosen.pop("mode", mode) or "default"
         if mode not in MODES:
-            raise OptionError(
-                f"dcompile: unknown mode {mode!r}{suggestion(str(mode), MODES)}; valid modes: {', '.join(MODES)}"
-            )
+            raise OptionError(f"dcompile: unknown mode {mode!r}{suggestion(str(mode), MODES, 'valid modes')}")
         values = {**_from_environment(), **{_field_of(name): value for name, value in MODES[mode].items()}, **chosen}
         config = cls(**{name: _checked(name, value) for name, value in values.items()}, ignored=ignored)
         if config.fallback_by_default and "kernels" not in chosen:
@@ -301,7 +303,7 @@ class Config:
         if config.kernels == REPLAYED:
             config = dataclasses.replace(config, kernels="aten", triton_cudagraphs=True)
         if (config.trace_enabled or config.trace_graph_diagram) and not config.dump:
-            return dataclasses.replace(config, dump=TRACE_DIRECTORY)
+            return dataclasses.replace(config, dump=DUMP_DIRECTORY)
         return config
 
     @property
@@ -339,8 +341,8 @@ class Config:
         return (*options, *ignored, *variables)
 
     def key(self) -> str:
-        """Text of all settings that generated code depends on."""
-        return ",".join(f"{name}={getattr(self, name)}" for name, f in _fields().items() if f.metadata["in_key"])
+        """Text of all settings that generated code depends on, one a line."""
+        return "\n".join(f"{name}={getattr(self, name)}" for name, f in _fields().items() if f.metadata["in_key"])
 
 
 def _fields() -> dict[str, dataclasses.Field[Any]]:
@@ -359,9 +361,7 @@ def _field_of(option: Any) -> str:
     spelt = str(option).replace("-", "_")
     if spelt in names:
         return names[spelt]
-    raise OptionError(
-        f"dcompile: unknown option {option!r}{suggestion(spelt, names)}; valid options: {', '.join(option_names())}"
-    )
+    raise OptionError(f"dcompile: unknown option {option!r}{suggestion(spelt, option_names(), 'valid options')}")
 
 
 def _from_environment() -> dict[str, str]:
@@ -377,6 +377,8 @@ def _checked(name: str, value: Any) -> Any:
         return chunk_count(value)
     if name == "size_classes":
         return size_bounds(value)
+    if name == "dump" and (isinstance(value, bool) or str(value).lower() in TRUTH_VALUES):
+        value = DUMP_DIRECTORY if check_type(name, bool, value) else ""
     value = check_type(name, _types()[name], value)
     if name == "cache_size_gib" and value < 0:
         raise OptionError(f"dcompile: {name}={value!r} should be a number of GiB, or 0 for no limit")

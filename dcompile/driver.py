@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 import time
@@ -13,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from dcompile.artifacts import dump
+from dcompile.artifacts import dump, dump_change
 from dcompile.autotune import Tuner
 from dcompile.codegen.emit.build import KernelCompilers, PendingBuild
 from dcompile.codegen.emit.host import program as host_program
@@ -36,7 +35,7 @@ from dcompile.ir.nodes import CALL, REGION, Collective, Extern, Loop, Program, T
 from dcompile.ir.symbols import valued_symbols
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
-from dcompile.logs import doing, log, log_code
+from dcompile.logs import doing, is_logged, log, log_code
 from dcompile.passes import check_names, select_rows
 from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, LoopPass, loop_passes, nest_passes
 from dcompile.plan_log import log_build, log_plan
@@ -333,7 +332,9 @@ class Pipeline:
             program = row.run(program, *row.given(request))
             took_ms = (time.perf_counter() - began) * 1e3
             steps = f"{len(before.steps)} -> {len(program.steps)}"
-            log(self.config, "passes", logging.DEBUG, f"{request.name} {row.name}: {took_ms:.1f} ms, {steps}")
+            is_news = is_logged(self.config, "passes", logging.INFO) and show(program) != show(before)
+            level = logging.INFO if is_news else logging.DEBUG
+            log(self.config, "passes", level, f"{request.name} {row.name}: {took_ms:.1f} ms, {steps}")
             self._inspect(f"{self._numbers[row.name]:02d}_{row.name}", program, before, sizes)
         return program
 
@@ -341,11 +342,10 @@ class Pipeline:
         if self.config.verify:
             verify(program, sizes, before)
         if self.config.dump:
-            text = show(program)
-            dump(self.config, f"{program.name}/{name}.txt", text)
-            if before is not None:
-                old, new = show(before).splitlines(), text.splitlines()
-                dump(self.config, f"{program.name}/{name}.diff", "\n".join(difflib.unified_diff(old, new, lineterm="")))
+            if before is None:
+                dump(self.config, f"{program.name}/{name}.txt", show(program))
+            else:
+                dump_change(self.config, f"{program.name}/{name}", show(before), show(program))
 
 
 def _commented_kernels(kernels: Kernels) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ class DcompileError(RuntimeError):
 
 
 class OptionError(ValueError, RuntimeError):
-    """An unknown or ill-typed mode, option or environment variable; the message lists the valid ones.
+    """An unknown or ill-typed mode, option or variable; the message names a similar one, or lists the valid ones.
 
     It is also a RuntimeError, which torch.compile raises for these, so that existing handlers catch it.
     """

@@ -19,6 +19,7 @@ from typing import IO, Any
 import torch
 
 from dcompile import compat
+from dcompile.artifacts import own_dump
 from dcompile.capture.graph_pass import GraphRequest, run_passes
 from dcompile.capture.output_steps import OutputRequest, plan_outputs
 from dcompile.codegen.emit.host.step_list import list_steps
@@ -59,7 +60,7 @@ class WritableProgram:
 
 def own_config(options: Mapping[str, Any] | None, mode: str | None = None) -> Config:
     """Settings for an export. Raises ExportError for kernels by another compiler, which cannot be written."""
-    return check_writable(Config.make(mode, options))
+    return own_dump(check_writable(Config.make(mode, options)))
 
 
 def check_writable(config: Config) -> Config:

@@ -27,18 +27,17 @@ class LogSetting:
 
 @functools.cache
 def parse_log(text: str) -> LogSetting:
-    """Parse `passes=INFO,overlap,all`. Raises OptionError, which lists the valid channels or levels."""
+    """Parse `passes=INFO,overlap,all`. Raises OptionError for an unknown channel or level."""
     levels: dict[str, int] = {}
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
         channel, has_level, level = (part.strip() for part in word.partition("="))
         if channel not in CHANNELS and word != "all":
             known = (*CHANNELS, "all")
-            raise OptionError(
-                f"dcompile: unknown log channel {word!r}{suggestion(channel, known)}; channels: {', '.join(known)}"
-            )
+            raise OptionError(f"dcompile: unknown log channel {word!r}{suggestion(channel, known, 'channels')}")
         if has_level and level.upper() not in LEVELS:
-            raise OptionError(f"dcompile: unknown log level {level!r} in {word!r}; levels: {', '.join(LEVELS)}")
+            near = suggestion(level.upper(), LEVELS, "levels")
+            raise OptionError(f"dcompile: unknown log level {level!r} in {word!r}{near}")
         if word != "all":
             levels[channel] = LEVELS[level.upper()] if has_level else logging.DEBUG
     return LogSetting(levels, "all" in words)

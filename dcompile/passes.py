@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from dcompile.config import Config
 from dcompile.errors import OptionError
+from dcompile.settings import suggestion
 
 GAIN = "for speed: "
 """How a note begins that only says what a pass has gained: it is in the receipt's data, and is not printed."""
@@ -120,7 +121,9 @@ def check_names(config: Config, lists: Sequence[Sequence[Row]]) -> None:
     names = [row.name for rows in lists for row in rows]
     for wanted in filter(None, (*config.skip.split(","), config.until)):
         if wanted not in names:
-            raise OptionError(f"dcompile: unknown pass {wanted!r} in skip or until; passes: {', '.join(names)}")
+            raise OptionError(
+                f"dcompile: unknown pass {wanted!r} in skip or until{suggestion(wanted, names, 'passes')}"
+            )
 
 
 def select_rows(config: Config, rows: Sequence[R], earlier: Sequence[Sequence[Row]] = ()) -> tuple[R, ...]:

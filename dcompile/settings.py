@@ -11,6 +11,9 @@ from typing import Any, Literal
 
 from dcompile.errors import OptionError
 
+TRUTH_VALUES = ("0", "1", "false", "true", "")
+"""Texts of truth values, in lower case."""
+
 
 def setting(default: Any, text: str, *, in_key: bool = True, option: str = "", idle: str = "") -> Any:
     """Define a field of `Config`: default, help, whether kernels depend on it, and its option name if that has a dot.
@@ -31,10 +34,15 @@ def option_name(f: dataclasses.Field[Any]) -> str:
     return str(f.metadata["option"] or f.name)
 
 
-def suggestion(name: str, valid: Iterable[str]) -> str:
-    """`, did you mean 'dump'?`, or an empty string if no name is similar."""
-    near = difflib.get_close_matches(name, list(valid), n=1)
-    return f", did you mean {near[0]!r}?" if near else ""
+def suggestion(name: str, valid: Iterable[str], title: str = "") -> str:
+    """End of a message about an unknown name: `, did you mean 'dump'?`, or, if nothing is near, `title` and all names.
+
+    Without a title, it is empty if nothing is near.
+    """
+    known = [*valid]
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f", did you mean {near[0]!r}?"
+    return f"; {title}: {', '.join(known)}" if title else ""
 
 
 def check_type(name: str, hint: Any, value: Any) -> Any:
@@ -44,11 +52,11 @@ def check_type(name: str, hint: Any, value: Any) -> Any:
     """
     if typing.get_origin(hint) in (Literal, types.UnionType):
         if value not in typing.get_args(hint):
-            valid = ", ".join(map(str, typing.get_args(hint)))
-            raise OptionError(f"dcompile: {name}={value!r} is not one of: {valid}")
+            near = suggestion(str(value), map(str, typing.get_args(hint)), "valid values")
+            raise OptionError(f"dcompile: unknown value {name}={value!r}{near}")
         return value
     if hint is bool and isinstance(value, str):
-        if value.lower() not in ("0", "1", "false", "true", ""):
+        if value.lower() not in TRUTH_VALUES:
             raise OptionError(f"dcompile: {name}={value!r} is not a truth value (use 0 or 1)")
         return value.lower() in ("1", "true")
     if hint is float:

@@ -136,9 +136,9 @@ m = torch.nn.Linear(4, 4)
 f = torch.compile(m, backend="dcompile", options={"mode": "default"})
 torch.testing.assert_close(f(torch.ones(2, 4)), m(torch.ones(2, 4)))
 try:
-    torch.compile(m, backend="dcompile", options={"colour": 1})
+    torch.compile(m, backend="dcompile", options={"skipp": 1})
 except ValueError as error:
-    assert "valid options" in str(error), error
+    assert "did you mean 'skip'" in str(error), error
 else:
     raise AssertionError("a bad option was accepted")
 """

@@ -63,7 +63,7 @@ def test_command_runs(page: Path, command: str, tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     script.write_text(next((block for block in blocks if "dcompile.compile(" in block), blocks[0] if blocks else ""))
     config = one_layer(tmp_path)
-    short = command.replace("your_script.py", str(script)).replace("=dump ", f"={tmp_path / 'dump'} ")
+    short = command.replace("your_script.py", str(script)).replace("DUMP=1 ", f"DUMP={tmp_path / 'dump'} ")
     short = re.sub(r"--config \S+", f"--config {config}", short)
     short = short.replace("dcompile-launch", "python -m dcompile.integrations.launch")
     if "launch/train" in short:
@@ -77,5 +77,9 @@ def test_command_runs(page: Path, command: str, tmp_path: Path) -> None:
     assert status == 0, output
     if "DCOMPILE_DUMP" in command:
         written = {str(path.relative_to(tmp_path / "dump/rank0")) for path in (tmp_path / "dump/rank0").rglob("*")}
-        named = re.findall(r"^\| `((?:forward0|receipt)[\w./]*)`", page.read_text(), re.MULTILINE)
+        named = re.findall(r"^\| `((?:forward0|backward0|receipt)[\w./]*)`", page.read_text(), re.MULTILINE)
         assert named and {name.rstrip("/") for name in named} <= written
+    if "DCOMPILE_LOG" in command:
+        (screen,) = re.findall(r"^```text\n(dcompile: \[.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+        shown, found = ({re.sub(r"[\d.]+", "N", line) for line in text.splitlines()} for text in (screen, output))
+        assert shown <= found, shown - found

@@ -139,9 +139,12 @@ def test_passes_are_logged_with_time_and_steps():
         step(log="passes")
     for name in ("forward0", "backward0"):
         found = [line for line in lines(records, logging.DEBUG) if line.startswith(f"{name} ")]
-        assert any(re.fullmatch(rf"{name} fuse: [0-9.]+ ms, \d+ -> \d+", line) for line in found)
+        assert any(re.fullmatch(rf"{name} insert_all_gathers: [0-9.]+ ms, (\d+) -> \1", line) for line in found)
+        assert not any("plan_memory_for_peak" in line for line in found), "it changed something"
         assert any(re.fullmatch(rf"{name} (build|emit): [0-9.]+ ms", line) for line in found)
-        (whole,) = [line for line in lines(records, logging.INFO) if line.startswith(f"{name}: ")]
+        news = [line for line in lines(records, logging.INFO) if line.startswith(name)]
+        assert any(re.fullmatch(rf"{name} plan_memory_for_peak: [0-9.]+ ms, \d+ -> \d+", line) for line in news)
+        (whole,) = [line for line in news if line.startswith(f"{name}: ")]
         assert re.fullmatch(rf"{name}: planned in [0-9.]+ ms, \d+ -> \d+ steps", whole)
 
 
@@ -232,9 +235,11 @@ def test_levels_are_parsed(text, levels, every_rank):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("kernel", "unknown log channel 'kernel', did you mean 'kernels'?; channels: passes, overlap, kernels, memory"),
+        ("kernel", "unknown log channel 'kernel', did you mean 'kernels'?"),
         ("passes,all=INFO", "unknown log channel 'all=INFO'"),
         ("dcompile.passes", "unknown log channel"),
+        ("loops", "unknown log channel 'loops'; channels: passes, overlap, kernels, memory, all"),
+        ("passes=INF", "unknown log level 'INF' in 'passes=INF', did you mean 'INFO'?"),
         ("passes=LOUD", "unknown log level 'LOUD' in 'passes=LOUD'; levels: DEBUG, INFO, WARNING, ERROR, CRITICAL"),
         ("passes=", "unknown log level ''"),
         ("passes=10", "unknown log level '10'"),

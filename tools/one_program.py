@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 import tempfile
@@ -35,7 +36,7 @@ class Block(torch.nn.Module):
 INTRODUCTION = """# One program, stage by stage
 
 This page is printed by `python -m tools.one_program`, which compiles the model below and reads the dump.
-For a model of your own, `DCOMPILE_DUMP=dump python your_script.py` writes the same files.
+For a model of your own, `DCOMPILE_DUMP=1 python your_script.py` writes the same files.
 
 The model is in DistributedDataParallel, so its backward ends in an all-reduce:
 """
@@ -83,6 +84,7 @@ Rank 0 prints it after the first step: what became of the model, in three lines.
 
 def dump_block(folder: Path) -> str:
     """Compile and run one training step with a dump in `folder`; return the receipt."""
+    logging.getLogger("dcompile").setLevel(logging.WARNING)  # the folder's name is not of the page
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         torch.manual_seed(0)
@@ -108,12 +110,11 @@ def fenced(language: str, text: str) -> str:
 
 
 def changes(folder: Path) -> Iterator[str]:
-    """Yield the difference that each pass makes, for passes that change the program."""
+    """Yield the difference that each pass makes that changes the program."""
     for path in sorted(folder.glob("*.diff")):
+        number, name = path.stem.split("_", 1)
         lines = path.read_text().splitlines()[2:]
-        if lines:
-            number, name = path.stem.split("_", 1)
-            yield f"Pass {int(number)}, `{name}`:\n\n{fenced('diff', chr(10).join(lines))}"
+        yield f"Pass {int(number)}, `{name}`:\n\n{fenced('diff', chr(10).join(lines))}"
 
 
 def page() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -170,12 +171,30 @@ class Entry:
                 inner, PlanMismatchError | FallBackToStock
             ):  # the same error on all ranks, wherever it is raised
                 raise inner from None
+            if (missing := self._missing_weights(error)) is not None:
+                raise missing from None
             raise
         finally:
             model.end(call)
         model.after_call(call, result)
         self._frames.settle()
         return result
+
+    def _missing_weights(self, error: RuntimeError) -> DcompileError | None:
+        """What to say in place of torch's error about two devices, if one is meta, where weights have no values."""
+        thing = self._thing()
+        module = thing if self._is_module else getattr(thing, "__self__", None)
+        if not isinstance(module, Module) or not re.search(r"\bmeta\b(?!-)", str(error)):  # not torch's `meta-pytorch`
+            return None
+        weights = [*module.named_parameters(), *module.named_buffers()]
+        missing = [name for name, value in weights if value.is_meta]
+        if not missing:
+            return None
+        return DcompileError(
+            f"dcompile: {len(missing)} of {len(weights)} parameters and buffers of {type(module).__name__} are on the "
+            f"meta device and have no values, such as {missing[0]}, while others or the inputs are not; before the "
+            "call, use model.to_empty(device=...), then load or initialize the weights"
+        )
 
     def _lent(self, text: str, args: Any, kwargs: Any) -> Any:
         """Return code that fits a call, of this module or of an equal one; None if Dynamo is to look for it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import time
 from collections import Counter
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dcompile.artifacts import dump
+from dcompile.artifacts import dump_change
 from dcompile.config import Config
 from dcompile.logs import log
 from dcompile.machine_model import Figures, table_figures
@@ -49,9 +48,10 @@ def run_passes(passes: Sequence[GraphPass], gm: Any, request: GraphRequest, stag
         report = row.run(gm, *row.given(request))
         took_ms = (time.perf_counter() - began) * 1e3
         did = f"{took_ms:.1f} ms, {report.changes} changes"
-        log(config, "passes", logging.DEBUG, f"{request.name} {stage} {row.name}: {did}")
+        level = logging.INFO if report.changes else logging.DEBUG
+        log(config, "passes", level, f"{request.name} {stage} {row.name}: {did}")
         if config.dump:
-            _dump(config, f"{request.name}/{stage}_{number:02d}_{row.name}", before, _text(gm))
+            dump_change(config, f"{request.name}/{stage}_{number:02d}_{row.name}", before, _text(gm))
         notes += report.notes
         fallbacks.update(report.fallbacks)
         changes += report.changes
@@ -60,10 +60,3 @@ def run_passes(passes: Sequence[GraphPass], gm: Any, request: GraphRequest, stag
 
 def _text(gm: Any) -> str:
     return str(gm.graph)
-
-
-def _dump(config: Config, name: str, before: str, after: str) -> None:
-    if before != after:
-        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="")
-        dump(config, f"{name}.diff", "\n".join(lines))
-        dump(config, f"{name}.txt", after)

@@ -279,4 +279,5 @@ def _places(module: Module | None) -> list[tuple[dict[str, Any], str, Any]]:
 def _same_bits(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Whether nothing changed. An unchanged tensor is not written, so that graphs that saved it stay valid."""
     one, two = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (one, two))
-    return torch.equal(one, two) or (one.is_floating_point() and torch.allclose(one, two, 0, 0, equal_nan=True))
+    same = one.is_meta or torch.equal(one, two)
+    return same or (one.is_floating_point() and torch.allclose(one, two, 0, 0, equal_nan=True))

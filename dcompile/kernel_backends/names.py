@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
 import inspect
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dcompile.errors import OptionError
+from dcompile.settings import suggestion
 
 OWN = ("auto", "aten")
 """Values of option `kernels` that name no other compiler."""
@@ -91,11 +91,6 @@ class KernelBackend:
         )
 
 
-def valid_names() -> tuple[str, ...]:
-    """Values of option `kernels` besides callables."""
-    return (*OWN, REPLAYED, *NAMED)
-
-
 def find_backend(asked: Any) -> str | KernelBackend:
     """Resolve a value of option `kernels`: a name of `OWN` or `REPLAYED` stays, others become a `KernelBackend`.
 
@@ -107,12 +102,8 @@ def find_backend(asked: Any) -> str | KernelBackend:
     if callable(asked):
         return _of_callable(asked)
     if asked not in NAMED:
-        near = difflib.get_close_matches(str(asked), valid_names(), n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        raise OptionError(
-            f"dcompile: kernels={asked!r} is not one of: {', '.join(valid_names())}{hint}; "
-            "or give a callable with torch's contract for backends, fn(gm, example_inputs)"
-        )
+        names = (*OWN, REPLAYED, *NAMED, "a callable with torch's contract for backends, fn(gm, example_inputs)")
+        raise OptionError(f"dcompile: unknown value kernels={asked!r}{suggestion(str(asked), names, 'valid values')}")
     row = NAMED[asked]
     missing = [module for module in row.modules if not _is_installed(module)]
     if missing:

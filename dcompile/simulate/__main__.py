@@ -13,6 +13,7 @@ from typing import Any
 
 from dcompile.errors import OptionError
 from dcompile.machine_model import FABRICS
+from dcompile.settings import suggestion
 from dcompile.simulate.check import check
 from dcompile.simulate.estimate import Setup, estimate, extrapolate_layers
 from dcompile.simulate.models import SHAPES, configuration, with_layers
@@ -116,7 +117,7 @@ def _fabrics(names: Iterable[str]) -> list[str]:
     chosen = list(names)
     for name in chosen:
         if name not in FABRICS:
-            raise OptionError(f"dcompile: unknown fabric {name!r}; known: {', '.join(FABRICS)}")
+            raise OptionError(f"dcompile: unknown fabric {name!r}{suggestion(name, FABRICS, 'fabrics')}")
     return chosen
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dcompile.errors import OptionError
+from dcompile.settings import suggestion
 
 SHAPES: Mapping[str, dict[str, Any]] = {
     "llama-7b": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -57,7 +58,8 @@ def configuration(name: str, length: int) -> Any:
     if path.is_dir():
         path /= "config.json"
     if not path.is_file():
-        raise OptionError(f"dcompile: no configuration {name!r}: give a file, or one of {', '.join(SHAPES)}")
+        near = suggestion(name, SHAPES, "give a file, or one of these")
+        raise OptionError(f"dcompile: no configuration {name!r}{near}")
     try:
         content = json.loads(path.read_text())
         kind = content.pop("model_type")

@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import dcompile
 from dcompile import compat
 from dcompile.capture.callables import label_of
+from dcompile.errors import DcompileError
 from tests.capture.double import kinds
 
 # Dynamo itself looks at .grad of a non-leaf when it goes on after a graph break
@@ -572,3 +573,45 @@ def test_warnings_about_recompiles_name_the_users_model():
         logger.removeHandler(handler)
     assert "hit config.recompile_limit" in said.getvalue() and "'Net_dcompile_entry_" in said.getvalue()
     assert label_of(step) != label_of(net) == "Net" and label_of(Net().forward) == "Net_forward"
+
+
+class Words(nn.Module):
+    """Numbers of words are real where weights are not, and its forward is none the wiser."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.Embedding(8, 4), nn.Linear(4, 4)
+
+    def forward(self, numbers):
+        return self.out(self.words(numbers))
+
+
+# torch says of the embedding's backward where its forward was
+@pytest.mark.filterwarnings("ignore:Error detected in EmbeddingBackward0")
+@pytest.mark.parametrize(
+    ("door", "make", "x", "what"),
+    [
+        (dcompile.compile, Words, torch.arange(3), "3 of 3 .* of Words .* such as words.weight"),
+        (functools.partial(torch.compile, backend="dcompile"), Net, torch.ones(3, 4), "4 of 4 .* such as a.weight"),
+    ],
+)
+def test_weights_on_meta_are_to_be_made_before_the_call(door, make, x, what):
+    with torch.device("meta"):
+        module = make()
+    compiled = door(module, options={"receipt": False})
+    assert compiled(x.to("meta")).is_meta, "a dry run"
+    with pytest.raises(DcompileError, match=rf"{what}.*model\.to_empty\(device=\.\.\.\), then load") as found:
+        compiled(x)
+    assert found.value.__suppress_context__
+    module.to_empty(device="cpu")
+    torch.testing.assert_close(compiled(x), module(x), equal_nan=True)
+
+
+def test_another_error_of_a_model_with_weights_on_meta_stays_its_own():
+    module = Net()
+    module.spare = nn.Linear(2, 2, device="meta")
+    compiled = dcompile.compile(module, options={"receipt": False})
+    with pytest.raises(RuntimeError, match=r"must have same reduction dim|shapes cannot be multiplied") as found:
+        compiled(torch.ones(3, 5))
+    assert not isinstance(found.value, DcompileError)
+    assert compiled(torch.ones(3, 4)).shape == (3, 2), "it is never used"

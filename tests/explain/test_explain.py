@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dcompile
-from dcompile.errors import NotCompiledError
+from dcompile.errors import DcompileError, NotCompiledError
 from dcompile.explain.report_data import collapse_layers
 
 # Dynamo looks at .grad of what comes out of the graph before a break
@@ -151,6 +151,13 @@ def test_everything_is_afterwards_as_it_was(make):
         waiting.backward()  # what was written over could not be differentiated any more
     with pytest.raises(NotCompiledError, match="not compiled by dcompile"):
         dcompile.receipt(model)
+
+
+def test_a_model_on_meta_is_explained_for_inputs_on_meta():
+    model = nn.Linear(4, 2, device="meta")
+    assert dcompile.explain(model, torch.empty(3, 4, device="meta")).graphs
+    with pytest.raises(DcompileError, match=r"such as weight.*to_empty"):
+        dcompile.explain(model, torch.ones(3, 4))
 
 
 def test_a_compiled_model_is_explained_under_its_own_settings_and_goes_on():

@@ -33,7 +33,7 @@ def run(ranks, case, seconds=60, **keywords):
             "other_order",
             ("their captured graphs", "rank 0: parameter b.weight", "rank 1: parameter c.weight"),
         ),
-        ("other_settings", ("rank 0: settings", "matmul=own", "matmul=aten")),
+        ("other_settings", ("rank 0: option matmul=own\n", "rank 1: option matmul=aten\n")),
         (
             "other_branch",
             ("their captured graphs", "tanh", "rank_cases.py:", "static_graph=True", "'stock'"),

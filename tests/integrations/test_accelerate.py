@@ -81,9 +81,9 @@ def test_prepare_returns_the_module_itself(regional, monkeypatch):
 
 
 def test_mistakes_are_errors_where_the_plugin_is_made():
-    with pytest.raises(ValueError, match=r"unknown option 'kernel', did you mean 'kernels'.*valid options"):
+    with pytest.raises(ValueError, match=r"unknown option 'kernel', did you mean 'kernels'"):
         DcompilePlugin(options={"kernel": "aten"})
-    with pytest.raises(ValueError, match="kernels='fast' is not one of: auto, aten"):
+    with pytest.raises(ValueError, match="kernels='fast'; valid values: auto, aten"):
         DcompilePlugin(kernels="fast")
     with pytest.raises(ValueError, match="unknown mode 'fastest'"):
         DcompilePlugin(mode="fastest")

@@ -19,13 +19,6 @@ def eager(gm, example_inputs):
     return gm.forward
 
 
-def test_unknown_name_lists_the_valid_ones() -> None:
-    with pytest.raises(
-        OptionError, match=r"kernels='inducter' is not one of: auto, aten, cudagraphs, inductor, .*'indu"
-    ):
-        dcompile.compile(lambda x: x, options={"kernels": "inducter"})
-
-
 @pytest.mark.parametrize("name", sorted(NAMED))
 def test_missing_compiler_is_an_error_at_the_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "_is_installed", lambda module: False)
@@ -37,7 +30,7 @@ def test_missing_compiler_is_an_error_at_the_call(name: str, monkeypatch: pytest
 def test_installed_compiler_has_its_version_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config.make(options={"kernels": "inductor"})
     assert config.backend is not None and not config.own_kernels
-    assert f"kernels=inductor {names._version_of('torch')}," in config.key()
+    assert f"kernels=inductor {names._version_of('torch')}\n" in config.key()
     monkeypatch.setattr(names, "_version_of", lambda module: "0.0")
     assert Config.make(options={"kernels": "inductor"}).key() != config.key()
     assert Config.make().key() != config.key()

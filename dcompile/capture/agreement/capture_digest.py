@@ -52,7 +52,7 @@ def compare_surroundings(model: ComparedModel) -> None:
 
 def _surroundings(model: ComparedModel) -> Iterator[Line]:
     yield f"torch {torch.__version__}, dcompile {own_version()} (source {own_source()[:12]})", ""
-    yield f"settings {model.settings.config.key()}", ""
+    yield "\n".join(f"option {setting}" for setting in model.settings.config.key().splitlines()), ""
     for info in model.adapter.param_infos():
         yield f"parameter {info.fqn} {list(info.shape)} {info.dtype} {info.kind}", ""
 

@@ -26,7 +26,10 @@ A group whose own time limit is longer uses that one.
 """
 
 Line: TypeAlias = "tuple[str, str]"
-"""(compared text, its source location). The location is for people, as paths differ between machines."""
+"""(compared text, its source location). The location is for people, as paths differ between machines.
+
+A text of several lines is one entry, of which errors show the lines that differ.
+"""
 
 
 def agree(group: Any, subject: str, lines: Sequence[str | Line], way_out: str = "", causes: str = "") -> None:
@@ -174,13 +177,16 @@ def _difference(peers: PeerCoordinator, place: str, lines: Sequence[Line], way_o
             in_the_model = mine[1] or theirs[1]
             return (
                 f"dcompile: ranks disagree on their {about}, first at entry {number}:\n"
-                f"  rank 0: {_shown(theirs)}\n  rank {peers.rank}: {_shown(mine)}\n"
+                f"  rank 0: {_shown(theirs, mine)}\n  rank {peers.rank}: {_shown(mine, theirs)}\n"
                 "Every rank must run the same model code with the same settings."
                 f"{f' {way_out}' if way_out and in_the_model else ''}{f' {causes}' if causes else ''}"
             )
     raise AssertionError("digests differ, but no entry does")
 
 
-def _shown(line: Line) -> str:
+def _shown(line: Line, other: Line) -> str:
+    """Text of an entry for people. Of one with several lines, such as all options, those that `other` lacks."""
     text, where = line
+    known = other[0].splitlines()
+    text = ", ".join(piece for piece in text.splitlines() if piece not in known)
     return f"{text}, at {where}" if where else text

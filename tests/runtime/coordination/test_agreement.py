@@ -39,6 +39,7 @@ def test_equal_plans(ranks):
         ([["a", "b"], ["a", "c"]], 2, ("rank 0: b", "rank 1: c")),
         ([["a"], ["a", "b"]], 2, ("rank 0: (nothing)", "rank 1: b")),
         ([["a"], ["a"], ["x"]], 1, ("rank 0: a", "rank 2: x")),
+        ([["a=1\nb=1\nc=1\nd=1"], ["a=1\nb=2\nc=1\nd=2"]], 1, ("rank 0: b=1, d=1\n", "rank 1: b=2, d=2\n")),
     ],
 )
 def test_every_rank_is_told_the_same_first_difference(ranks, plans, entry, said):

@@ -340,8 +340,8 @@ TRL = Subject(
     environment={"TRL_EXPERIMENTAL_SILENCE": "1"},
     distributed=True,
     alone=True,
-    known="TorchInductor's wrapper hides from TRL that the model has adapters: its trainer calls a reference model that "
-    "it does not have",
+    known="TorchInductor's wrapper hides from TRL that the model has adapters: its trainer calls a reference model "
+    "that it does not have",
 )
 
 DION_ON_CPU: tuple[Edit, ...] = (
@@ -509,8 +509,8 @@ SUBJECTS: tuple[Subject, ...] = (
             *("--train.max_tokens", "98304", "--precision", "bf16-true"),
         ),
         prepare=texts,
-        known="in turn in one process: 0.99 of TorchInductor's step and 0.90 of its peak. The script's own memory grows: "
-        "in eager mode 1666 MiB after 48 steps, TorchInductor 1340, dcompile 1801",
+        known="in turn in one process: 0.99 of TorchInductor's step and 0.90 of its peak. The script's own memory grows: in "
+        "eager mode 1666 MiB after 48 steps, TorchInductor 1340, dcompile 1801",
     ),
     Subject(
         name="OLMo-core llm example",

@@ -509,8 +509,8 @@ SUBJECTS: tuple[Subject, ...] = (
             *("--train.max_tokens", "98304", "--precision", "bf16-true"),
         ),
         prepare=texts,
-        known="in turn in one process: 0.99 of TorchInductor's step and 0.90 of its peak. The script's own memory grows: in "
-        "eager mode 1666 MiB after 48 steps, TorchInductor 1340, dcompile 1801",
+        known="in turn in one process: 0.99 of TorchInductor's step and 0.90 of its peak. The script's own memory "
+        "grows: in eager mode 1666 MiB after 48 steps, TorchInductor 1340, dcompile 1801",
     ),
     Subject(
         name="OLMo-core llm example",

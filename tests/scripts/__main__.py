@@ -146,6 +146,7 @@ def facts(subject: Subject, checkout: Path, arguments: argparse.Namespace) -> li
         f"revision {revision or 'unknown'}, torch {version('torch')} on {machine(arguments.gpu)}{ranks}{note}",
         f"`{shown}`",
         *([f"edited: {', '.join(edits)}"] if edits else []),
+        *([f"known: {subject.known}"] if subject.known and not arguments.gpu else []),
     ]
 
 

@@ -47,6 +47,8 @@ class Subject:
     """Whether torchrun may start it; `alone` it is started without, though for one rank only."""
     alone: bool = False
     precision: str = "float32"
+    known: str = ""
+    """What explains its figures, with evidence; the page says it."""
 
     def edits_for(self, gpu: bool) -> tuple[Edit, ...]:
         return self.edits + (() if gpu else self.cpu_edits)
@@ -338,6 +340,8 @@ TRL = Subject(
     environment={"TRL_EXPERIMENTAL_SILENCE": "1"},
     distributed=True,
     alone=True,
+    known="TorchInductor's wrapper hides from TRL that the model has adapters: its trainer calls a reference model "
+    "that it does not have",
 )
 
 DION_ON_CPU: tuple[Edit, ...] = (
@@ -381,6 +385,8 @@ SUBJECTS: tuple[Subject, ...] = (
             *("--max_steps", "20", "--logging_steps", "1", "--report_to", "none", "--save_strategy", "no"),
             *("--gradient_checkpointing", "false", "--learning_rate", "1e-3"),
         ),
+        known="steps of 20 ms vary by a third in a run, 16 to 26 ms with dcompile, 17 to 29 with TorchInductor; the "
+        "additional breaks are the same ones, counted for the module's call and for the function in it",
     ),
     Subject(
         name="Accelerate nlp_example",
@@ -396,6 +402,8 @@ SUBJECTS: tuple[Subject, ...] = (
         imports=("dcompile.integrations.accelerate",),
         distributed=True,
         alone=True,
+        known="in turn in one process, 25 rounds of ever other lengths: 1.00 to 1.02 of TorchInductor's step. One more "
+        "graph is compiled: the first call sets config.problem_type, which the guards of its graph refuse afterwards",
     ),
     Subject(
         name="dion train.py with Muon",
@@ -480,6 +488,7 @@ SUBJECTS: tuple[Subject, ...] = (
             ),
         ),
         environment={"WANDB_MODE": "disabled", **DRAWS_AS_EAGER},
+        known="the additional breaks are the same ones, counted for the module's call and for the function in it",
     ),
     Subject(
         name="litgpt pretrain",
@@ -500,6 +509,8 @@ SUBJECTS: tuple[Subject, ...] = (
             *("--train.max_tokens", "98304", "--precision", "bf16-true"),
         ),
         prepare=texts,
+        known="in turn in one process: 0.99 of TorchInductor's step and 0.90 of its peak. The script's own memory "
+        "grows: in eager mode 1666 MiB after 48 steps, TorchInductor 1340, dcompile 1801",
     ),
     Subject(
         name="OLMo-core llm example",

@@ -68,6 +68,15 @@ def add_model_flags(parser: argparse.ArgumentParser, config: str) -> None:
     add("--seed", type=int, default=0, help="of parameters, batches and sampling: equal seeds repeat a run")
 
 
+def add_wrapper_flags(parser: argparse.ArgumentParser, sharded_on: str = "") -> None:
+    """Add flags of data parallelism: --wrap, --bucket-cap-mb. `sharded_on`: what it takes to shard, if anything."""
+    only = f" ({sharded_on})" if sharded_on else ""
+    add = parser.add_argument
+    add("--wrap", choices=("ddp", "fsdp"), default="ddp",
+        help=f"each rank holds all parameters, or a share of each{only}")  # fmt: skip
+    add("--bucket-cap-mb", type=float, default=25, help="size of DDP's gradient buckets")
+
+
 def add_compile_flags(parser: argparse.ArgumentParser) -> None:
     """Add flags of the compiler: --backend and the arguments of torch.compile."""
     add = parser.add_argument

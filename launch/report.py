@@ -126,10 +126,10 @@ def say_next(report: Reporter, backend: str, folder: Path) -> None:
 
 
 LOSS_OF_WORDS = 1.8
-"""Held-out loss, in nats per byte, below which text has more words than mere letters."""
+"""Held-out loss, in nats per byte, below which no advice is given: an estimate of where words begin."""
 
 STEPS_TO_WORDS = 500
-"""Steps after which the model of `make train` is below it."""
+"""The fewest steps that are advised: an estimate. A model still above that loss then is advised twice its own steps."""
 
 
 def how_to_get_words(model: Path | str | None) -> str | None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from flags import Parser, add_compile_flags, add_model_flags, add_training_flags
+from flags import Parser, add_compile_flags, add_model_flags, add_training_flags, add_wrapper_flags
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__file__, __doc__)
     add_model_flags(parser, "llama_10m")
-    wrap = "each rank holds all parameters, or a share of each (GPUs only)"
-    parser.add_argument("--wrap", choices=("ddp", "fsdp"), default="ddp", help=wrap)
-    parser.add_argument("--bucket-cap-mb", type=float, default=25, help="size of DDP's gradient buckets")
+    add_wrapper_flags(parser, "GPUs only")
     add_compile_flags(parser)
     add_training_flags(parser, "out/train_accelerate")
     return parser.parse_args(argv)

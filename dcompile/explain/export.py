@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from dcompile.explain.html_document import document, table
+from dcompile.explain.html_document import document, table, text_row
 from dcompile.explain.perfetto import trace
 from dcompile.explain.svg import draw_timeline
 from dcompile.explain.timeline import MeasuredCollective, Timeline, kernel_seconds
@@ -119,25 +119,21 @@ def timeline_section(timeline: Timeline) -> Iterator[str]:
     if timeline.collectives:
         heads = (*HEAD, "what it hangs on", "what would change it")
         rows = [(*row(found), blockers(found), found.advice) for found in timeline.collectives]
-        yield table(heads, (_row("collective", cells) for cells in rows), MEANINGS)
+        yield table(heads, (text_row("collective", cells) for cells in rows), MEANINGS)
     yield from (f"<p>{escape(note)}</p>" for note in timeline.notes)
 
 
 def page(timeline: Timeline) -> str:
     """Print a timeline as a page: its section, and a table of kernels."""
-    rows = (_row("call", cells) for cells in _kernels(timeline))
+    rows = (text_row("call", cells) for cells in _kernels(timeline))
     kernels = f"<h2>Kernels by time, measured</h2>\n{table(('time', 'share', 'kernel', 'program'), rows, {})}"
     return document(timeline.model, [f"<h1>{escape(timeline.model)}</h1>", *timeline_section(timeline), kernels])
-
-
-def _row(kind: str, cells: Iterable[str]) -> str:
-    return f'<tr class="{kind}">{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
 
 
 def _kernels(timeline: Timeline) -> list[tuple[str, str, str, str]]:
     """Time in a step, share of all kernels' time, name and program of each kernel, the longest first."""
     found = sorted(kernel_seconds(timeline).items(), key=lambda entry: -entry[1])
-    whole = sum(seconds for _, seconds in found)
+    whole = sum(seconds for _, seconds in found) or 1.0
     return [(duration(time), f"{time / whole:.0%}", kernel, program) for (program, kernel), time in found]
 
 

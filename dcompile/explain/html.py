@@ -7,7 +7,7 @@ from html import escape
 
 from dcompile.explain.collective_table import exchange_lines
 from dcompile.explain.export import timeline_section
-from dcompile.explain.html_document import document, table
+from dcompile.explain.html_document import document, table, text_row
 from dcompile.explain.kernel_table import MEANINGS, kernel_table
 from dcompile.explain.program_pictures import draw_memory, draw_schedule
 from dcompile.explain.report_data import (
@@ -80,9 +80,7 @@ def _calls(title: str, calls: Iterable[StepReport], fallback: bool = False) -> s
         return ""
     names = ("name", "calls", "read", "written", "modules", *(("source",) if fallback else ()))
     kind = "fallback" if fallback else "call"
-    lines = [
-        f'<tr class="{kind}">{"".join(f"<td>{escape(cell)}</td>" for cell in row[: len(names)])}</tr>' for row in rows
-    ]
+    lines = [text_row(kind, row[: len(names)]) for row in rows]
     return f"<h3>{escape(title)}</h3>\n{table(names, lines, MEANINGS)}"
 
 

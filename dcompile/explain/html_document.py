@@ -52,6 +52,11 @@ def table(heads: Sequence[str], rows: Iterable[str], meanings: Mapping[str, str]
     return f'<div class="scroll"><table{of_kind}><tr>{"".join(cells)}</tr>\n{lines}\n</table></div>'
 
 
+def text_row(kind: str, cells: Iterable[str]) -> str:
+    """Row of a table, of cells that are plain text. `kind`: its class in the styles."""
+    return f'<tr class="{kind}">{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+
+
 def framed(page: str, height_px: int = 480) -> str:
     """Page inside a notebook's cell, where its styles touch nothing else."""
     style = f"width: 100%; height: {height_px}px; border: 1px solid #cccccc; background: #ffffff"

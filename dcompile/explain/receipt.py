@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from html import escape
@@ -88,9 +89,9 @@ class Receipt:
         return "\n".join((f"<b>{escape(first)}</b>", *(f"<br>{escape(line)}" for line in rest)))
 
     def as_dict(self) -> dict[str, Any]:
-        """Every field as numbers, strings, lists and dictionaries, for loggers and JSON."""
-        values = asdict(self)
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        """Return every field as numbers, strings, lists and dictionaries, for loggers."""
+        values: dict[str, Any] = json.loads(json.dumps(asdict(self)))  # tuples, also inner ones, become lists
+        return values
 
     def counts(self, *, brief: bool = False, kind: str = "") -> list[str]:
         """Three lines, or one, on graphs, collectives and kernels. `kind`: of the graphs, to be told with the name."""

@@ -56,7 +56,8 @@ class Training:
         config = LlamaConfig.from_json_file(CONFIGS / f"{arguments.config}.json")
         model = LlamaForCausalLM(config)
         self.call = spread(model, arguments.kind, name, job.device, arguments.bucket_cap_mb)
-        self.optimizer = torch.optim.AdamW(self.call.parameters(), lr=1e-4, fused=True)
+        self.clip_norm = arguments.clip_norm
+        self.optimizer = torch.optim.AdamW(self.call.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1)
         generator = torch.Generator().manual_seed(1 + job.rank)
         size = (arguments.rows, arguments.length)
         self.tokens = torch.randint(0, config.vocab_size, size, generator=generator)
@@ -68,9 +69,19 @@ class Training:
         """Run forward, backward and update; return the loss."""
         loss = self.call(input_ids=self.tokens, labels=self.tokens).loss
         loss.backward()
+        if self.clip_norm:
+            float(self.clip())
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return float(loss.detach())
+
+    def clip(self) -> Any:
+        """Clip gradients as launch/train.py does; return their norm."""
+        import torch
+        from torch.distributed.tensor import DTensor
+
+        norm = torch.nn.utils.clip_grad_norm_(self.call.parameters(), self.clip_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def sample(self) -> Sample:
         """Time one step that all ranks start together."""
@@ -85,7 +96,7 @@ def be_rank(arguments: argparse.Namespace) -> int:
     """Run one rank of the job; rank 0 writes the result."""
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
     torch._dynamo.config.recompile_limit = 64  # the peers' models share the code of their class
     result: dict[str, Any] = {}
     with joined("cpu") as (job, after):
@@ -172,9 +183,11 @@ def parse(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", default=",".join(PEERS), help=f"some of {','.join(PEERS)}")
     parser.add_argument("--rounds", type=int, default=15, help="steps of each peer")
     parser.add_argument("--config", default="llama_10m", help="a file of launch/configs")
-    parser.add_argument("--rows", type=int, default=2, help="sequences of each rank")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a sequence")
-    parser.add_argument("--bucket-cap-mb", type=float, default=4, help="of DDP, for all peers")
+    parser.add_argument("--rows", type=int, default=4, help="sequences of each rank")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--bucket-cap-mb", type=float, default=25, help="of DDP, for all peers")
+    parser.add_argument("--clip-norm", type=float, default=1.0, help="largest norm of gradients; 0 clips nothing")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a rank")
     parser.add_argument("--deadline", type=float, default=900, help="seconds that the job may take")
     parser.add_argument(
         "--timeline", nargs="+", default=[], metavar="FILE", help="save dcompile's: .svg .png .json .html"

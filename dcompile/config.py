@@ -51,8 +51,9 @@ class Config:
     )
     matmul: Literal["auto", "aten", "own"] = setting(
         "auto",
-        "Kernel for float32 matmul on CPU, and for products of one row, in 16 bits of up to 16 rows, on GPU. own: "
-        "dcompile's; aten: ATen's; auto: dcompile's on GPU, and on CPUs whose BLAS does not use AVX-512 (AMD).",
+        "Kernel for float32 matmul and attention on CPU, and for products of one row, in 16 bits of up to 16 rows, on "
+        "GPU. own: dcompile's; aten: ATen's; auto: dcompile's on GPU, and on CPUs whose BLAS does not use AVX-512 "
+        "(AMD).",
     )
     activation_memory_budget: float = setting(
         1.0,

@@ -68,7 +68,7 @@ def boot() -> str:
 
 
 def own_products(matmul: str) -> bool:
-    """Whether matmuls use dcompile's own kernel under this setting (`Config.matmul`)."""
+    """Whether float32 matmuls and attention use dcompile's own kernels under this setting (`Config.matmul`)."""
     return matmul == "own" or (matmul == "auto" and own_products_pay())
 
 

@@ -58,8 +58,8 @@ class KernelSource:
 class LibraryReplacement:
     """A kernel that replaces a library call: a matmul, or on a GPU an operation without a loop form.
 
-    `views` of a matmul are left, right, result and addend (or None); `sizes` are its arguments besides addresses. A GPU
-    kernel lists its buffers itself, as those of loops do.
+    `views` are a CPU kernel's operands and results in its own order, None where one is missing; `sizes` are its other
+    arguments. A GPU kernel lists its buffers itself, as those of loops do.
     """
 
     kernel: KernelSource

@@ -84,12 +84,12 @@ class _Matrix:
 @functools.cache
 def source() -> KernelSource:
     """Return the function; every graph that needs it has the same one."""
-    name = "p" + hashlib.sha256(_TEXT.encode()).hexdigest()[:24]
-    return KernelSource(name, _TEXT.replace("NAME", name), (), cost=600, checked=False, origin=("matrix products",))
+    text = _TEXT.replace("TILES_AND_PACKING\n", TILES)
+    name = "sgemm_" + hashlib.sha256(text.encode()).hexdigest()[:24]
+    return KernelSource(name, text.replace("NAME", name), (), cost=600, checked=False, origin=("matrix products",))
 
 
-_TEXT = r"""
-namespace products {
+TILES = r"""
 #ifdef __AVX512F__
 enum { LANES = 16, TALL = 14 };
 typedef float lanes __attribute__((vector_size(64)));
@@ -103,26 +103,24 @@ INLINE lanes fma_lanes(lanes a, lanes b, lanes c) {
 }
 #endif
 typedef lanes loose_lanes __attribute__((aligned(4)));
-/* a tile is TALL rows and WIDE columns; a panel DEEP of the inner dimension; a block of left rows half of L2 */
-enum { WIDE = 2 * LANES, DEEP = 256, PITCH = DEEP + 16, BLOCK = 36 * TALL, ROOM = DEEP * WIDE + 37 * TALL * PITCH };
-
-struct Sizes {
-  int64 batch, rows, columns, depth, a_batch, a_row, a_column, b_batch, b_row, b_column, c_batch, c_row;
-  int64 start_batch, start_row;
-};
+/* a tile is TALL rows and WIDE columns; a panel is DEEP of the inner dimension */
+enum { WIDE = 2 * LANES, DEEP = 256, PITCH = DEEP + 16 };
 
 #pragma GCC push_options
 #pragma GCC optimize ("O2") /* all loops that matter are unrolled by hand: O3 doubles the compiler's time for nothing */
-/* c[r, :] = start[r, :] + sum over p of a[r, p] * b[p, :]. The packed a is upright (TALL numbers for each p) or lies in
-   rows of PITCH. `start` may be null, or c itself. */
-template <int ROWS, int VECS, bool UPRIGHT>
+/* c[r, :] = start[r, :] + sum over p of a[r, p] * b[p, :]. a lies in rows of STEP numbers, or upright, with STEP
+   numbers for each p. `start` may be null, or c itself. */
+template <int ROWS, int VECS, bool UPRIGHT, int STEP>
 static void tile(int64 depth, const float* a, const float* b, float* c, int64 c_row, const float* start,
                  int64 start_row, int64 rows, int64 columns) {
   lanes sum[ROWS][VECS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
-    for (int v = 0; v < VECS; v++) sum[r][v] = lanes{};
+    for (int v = 0; v < VECS; v++) {
+      sum[r][v] = lanes{};
+      __builtin_prefetch(c + r * c_row + v * LANES, 1); /* the end of the tile would wait for these lines */
+    }
 #pragma GCC unroll 1
   for (int64 p = 0; p < depth; p++) {
     lanes right[VECS];
@@ -130,7 +128,7 @@ static void tile(int64 depth, const float* a, const float* b, float* c, int64 c_
     for (int v = 0; v < VECS; v++) right[v] = *(const lanes*)(b + p * WIDE + v * LANES);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) {
-      const lanes left = (UPRIGHT ? a[p * TALL + r] : a[r * PITCH + p]) - lanes{};
+      const lanes left = (UPRIGHT ? a[p * STEP + r] : a[r * STEP + p]) - lanes{};
 #pragma GCC unroll 2
       for (int v = 0; v < VECS; v++) sum[r][v] = fma_lanes(left, right[v], sum[r][v]);
     }
@@ -157,15 +155,16 @@ static void tile(int64 depth, const float* a, const float* b, float* c, int64 c_
       c[r * c_row + j] = start ? start[r * start_row + j] + held[r][j] : held[r][j];
 }
 
-template <int VECS, bool UPRIGHT>
+/* Tiles of upright rows follow each other in memory where STEP is TALL; otherwise all rows lie beside each other. */
+template <int VECS, bool UPRIGHT, int STEP>
 static void tiles(int64 depth, const float* a, const float* b, float* c, int64 c_row, const float* start,
                   int64 start_row, int64 rows, int64 columns) {
   for (int64 r = 0; r < rows; r += TALL) {
     const int64 left = rows - r < TALL ? rows - r : TALL;
-    const float* const from = a + r * PITCH;
+    const float* const from = a + (UPRIGHT && STEP == PITCH ? r : r * PITCH);
     float* const to = c + r * c_row;
     const float* const plus = start ? start + r * start_row : start;
-#define TILE(HEIGHT) tile<HEIGHT, VECS, UPRIGHT>(depth, from, b, to, c_row, plus, start_row, left, columns)
+#define TILE(HEIGHT) tile<HEIGHT, VECS, UPRIGHT, STEP>(depth, from, b, to, c_row, plus, start_row, left, columns)
     if (left > TALL - 4) TILE(TALL);
     else if (TALL > 6 && left > 6) TILE(10);
     else if (TALL > 6 && left > 2) TILE(6);
@@ -174,6 +173,29 @@ static void tiles(int64 depth, const float* a, const float* b, float* c, int64 c
   }
 }
 #pragma GCC pop_options
+
+static void pack_right(const float* b, int64 row, int64 column, int64 depth, int64 columns, float* to) {
+  if (column == 1 && columns == WIDE)
+    for (int64 p = 0; p < depth; p++) __builtin_memcpy(to + p * WIDE, b + p * row, WIDE * 4);
+  else if (row == 1)
+    turn((const u32*)b, column, (u32*)to, WIDE, columns, depth);
+  else
+    for (int64 p = 0; p < depth; p++)
+      for (int64 j = 0; j < columns; j++) to[p * WIDE + j] = b[p * row + j * column];
+}
+"""
+"""Packing of a right matrix, and tiles of a product in registers, for kernels that consist of products."""
+
+_TEXT = r"""
+namespace products {
+TILES_AND_PACKING
+/* a block of left rows fills half of L2; two hold the 1024 rows that batches often have */
+enum { BLOCK = 37 * TALL, ROOM = DEEP * WIDE + 37 * TALL * PITCH };
+
+struct Sizes {
+  int64 batch, rows, columns, depth, a_batch, a_row, a_column, b_batch, b_row, b_column, c_batch, c_row;
+  int64 start_batch, start_row;
+};
 
 static void pack_left(const float* a, int64 row, int64 column, int64 rows, int64 depth, float* to) {
   for (int64 r = 0; r < rows; r += TALL, to += TALL * PITCH, a += TALL * row) {
@@ -186,16 +208,6 @@ static void pack_left(const float* a, int64 row, int64 column, int64 rows, int64
       for (int64 p = 0; p < depth; p++)
         for (int64 i = 0; i < left; i++) to[p * TALL + i] = a[p * column + i * row];
   }
-}
-
-static void pack_right(const float* b, int64 row, int64 column, int64 depth, int64 columns, float* to) {
-  if (column == 1 && columns == WIDE)
-    for (int64 p = 0; p < depth; p++) __builtin_memcpy(to + p * WIDE, b + p * row, WIDE * 4);
-  else if (row == 1)
-    turn((const u32*)b, column, (u32*)to, WIDE, columns, depth);
-  else
-    for (int64 p = 0; p < depth; p++)
-      for (int64 j = 0; j < columns; j++) to[p * WIDE + j] = b[p * row + j * column];
 }
 
 /* rows i_low to i_high and columns j_low to j_high of one product, by one thread */
@@ -216,7 +228,8 @@ static void part(const Sizes& s, const float* a, const float* b, float* c, const
         float* const to = c + i * s.c_row + j;
         const float* const plus = p ? to : start ? start + i * s.start_row + j : start;
         const int64 plus_row = p ? s.c_row : s.start_row;
-#define TILES(VECS, UPRIGHT) tiles<VECS, UPRIGHT>(depth, left, right, to, s.c_row, plus, plus_row, rows, columns)
+#define TILES(VECS, UPRIGHT) tiles<VECS, UPRIGHT, UPRIGHT ? TALL : PITCH>( \
+    depth, left, right, to, s.c_row, plus, plus_row, rows, columns)
         if (columns > LANES && upright) TILES(2, true);
         else if (columns > LANES) TILES(2, false);
         else if (upright) TILES(1, true);

@@ -264,7 +264,7 @@ class HostProgramWriter:
             self.batch.call_kernel(kernel)
 
     def _product(self, step: Step, product: LibraryReplacement) -> None:
-        """Call a kernel that replaces a library call; a matmul takes sizes and strides as numbers in memory."""
+        """Call a kernel that replaces a library call; matmul and attention take sizes as numbers in memory."""
         for name in sorted(step.writes):
             self.buffers.ensure(name)
         if product.kernel.launches:

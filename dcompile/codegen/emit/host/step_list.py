@@ -128,7 +128,7 @@ def _step(program: Program, step: Step, kernel: KernelSource | None) -> dict[str
 
 
 def _product(product: LibraryReplacement) -> dict[str, Any]:
-    """Describe a matrix product by our kernel, which takes sizes and strides as numbers in memory."""
+    """Describe a matmul or attention by our kernel, which takes sizes and strides as numbers in memory."""
     views = [None if view is None else _view(view) for view in product.views]
     return {"product": product.kernel.name, "views": views, "sizes": _all(product.sizes)}
 

@@ -84,8 +84,8 @@ def _fit(views: list[View], sums: View | None, table: Mapping[str, Buffer]) -> b
         return False
     if not isinstance(queries, int) or queries < MIN_QUERIES:
         return False
-    heads = (query.shape[1], key.shape[1])
-    if not all(isinstance(count, int) and count > 0 for count in heads) or heads[0] % heads[1]:
+    heads, shared = query.shape[1], key.shape[1]
+    if not isinstance(heads, int) or not isinstance(shared, int) or shared == 0 or heads % shared:
         return False
     return key.shape == value.shape and query.shape[0] == key.shape[0] and key.shape[3] == width
 

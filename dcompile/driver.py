@@ -124,8 +124,7 @@ class Pipeline:
         graph = gm if regions is None else regions.gm
         lowered = self._timed(request, "lower", lambda: self._lower(graph, request, aten=reason is not None))
         sizes = traced_sizes(gm) if self.config.verify else {}
-        donated = tuple(lowered.program.inputs[position] for position in request.donated)
-        program = self._schedule(replace(lowered.program, donated=donated), request, sizes, measure)
+        *_, (_, program) = self.stages(lowered.program, request, sizes, measure)
         kernels = self._timed(request, "emit", lambda: self.emit(program, request, arch))
         report = _report(program, kernels)
         if regions is not None:
@@ -310,32 +309,39 @@ class Pipeline:
             return 'options={"kernels": "aten"}'
         return why_no_kernels(_devices(gm))
 
-    def _schedule(
-        self, program: Program, request: Request, sizes: Mapping[str, int], measure: Measure | None
-    ) -> Program:
-        """Run the loop passes. Matmuls are measured right before the passes that use the choices."""
-        has_loops = any(isinstance(step, Loop) for step in program.steps)
-        rows = [row for row in self._passes if has_loops or not row.needs_loops]
-        names = [row.name for row in rows]
-        place = names.index(EPILOGUES) if EPILOGUES in names else len(rows)
-        self._inspect("00_lower", program, None, sizes)
-        program = self._run_passes(rows[:place], program, request, sizes)
-        if measure is not None and place < len(rows):
-            request = replace(request, epilogues=tuple(measure(program).items()))
-        return self._run_passes(rows[place:], program, request, sizes)
+    def stages(
+        self,
+        program: Program,
+        request: Request,
+        sizes: Mapping[str, int] | None = None,
+        measure: Measure | None = None,
+    ) -> Iterator[tuple[str, Program]]:
+        """Yield the name of each loop pass and the program after it, first "lower" and the program as it was lowered.
 
-    def _run_passes(
-        self, rows: Sequence[LoopPass], program: Program, request: Request, sizes: Mapping[str, int]
-    ) -> Program:
-        for row in rows:
-            began, before = time.perf_counter(), program
-            program = row.run(program, *row.given(request))
-            took_ms = (time.perf_counter() - began) * 1e3
-            steps = f"{len(before.steps)} -> {len(program.steps)}"
-            is_news = is_logged(self.config, "passes", logging.INFO) and show(program) != show(before)
-            level = logging.INFO if is_news else logging.DEBUG
-            log(self.config, "passes", level, f"{request.name} {row.name}: {took_ms:.1f} ms, {steps}")
-            self._inspect(f"{self._numbers[row.name]:02d}_{row.name}", program, before, sizes)
+        Matmuls are measured right before the passes that use the choices. `sizes`: values of symbols for verification.
+        """
+        sizes = sizes or {}
+        program = replace(program, donated=tuple(program.inputs[position] for position in request.donated))
+        self._inspect("00_lower", program, None, sizes)
+        yield "lower", program
+        has_loops = any(isinstance(step, Loop) for step in program.steps)
+        for row in self._passes:
+            if row.needs_loops and not has_loops:
+                continue
+            if row.name == EPILOGUES and measure is not None:
+                request = replace(request, epilogues=tuple(measure(program).items()))
+            program = self._run_pass(row, program, request, sizes)
+            yield row.name, program
+
+    def _run_pass(self, row: LoopPass, before: Program, request: Request, sizes: Mapping[str, int]) -> Program:
+        began = time.perf_counter()
+        program = row.run(before, *row.given(request))
+        took_ms = (time.perf_counter() - began) * 1e3
+        steps = f"{len(before.steps)} -> {len(program.steps)}"
+        is_news = is_logged(self.config, "passes", logging.INFO) and show(program) != show(before)
+        level = logging.INFO if is_news else logging.DEBUG
+        log(self.config, "passes", level, f"{request.name} {row.name}: {took_ms:.1f} ms, {steps}")
+        self._inspect(f"{self._numbers[row.name]:02d}_{row.name}", program, before, sizes)
         return program
 
     def _inspect(self, name: str, program: Program, before: Program | None, sizes: Mapping[str, int]) -> None:

@@ -12,7 +12,7 @@ from dcompile.autotune import forecast_notes
 from dcompile.capture.services import Services
 from dcompile.collectives.contract import AnySource, Foreseen, ProgramReport, Request
 from dcompile.compiler import CachingCompiler
-from dcompile.driver import Pipeline, ProgramPlan
+from dcompile.driver import ProgramPlan
 from dcompile.ir.buffers import Bucket
 from dcompile.ir.nodes import Loop, Program, Tile
 
@@ -40,7 +40,7 @@ class PlanningCompiler(CachingCompiler):
             notes.extend(forecast_notes(program) if self.config.max_autotune and self.config.epilogue_fusion else ())
             return {}
 
-        plan = Pipeline(self.config, self._region_compiler()).plan(gm, request, forecast)
+        plan = self._pipeline().plan(gm, request, forecast)
         plan.report.notes += notes
         self.record(gm, request, plan)
         return DryRunExecutable(self, gm, plan.program.buckets, request.gathers)

@@ -36,6 +36,7 @@ from dcompile.driver import ProgramPlan
 from dcompile.dry_run import PlanningCompiler
 from dcompile.errors import NotCompiledError
 from dcompile.explain.profile import newest_timeline
+from dcompile.explain.program_stages import ProgramStages
 from dcompile.explain.receipt import Receipt, make_receipt
 from dcompile.explain.report import Report
 from dcompile.explain.report_data import GraphBreak, GraphReport, describe_program
@@ -81,6 +82,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         receipt=receipt,
         timeline=timeline,
         copy_rate=planner.copy_rate,
+        programs=planner.programs,
     )
 
 
@@ -184,12 +186,14 @@ class _ExplainingCompiler(PlanningCompiler):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.graphs: dict[str, GraphReport] = {}
+        self.programs: dict[str, ProgramStages] = {}
         self.parameters: dict[int, str] = {}
         self.adapter: ShardedAdapter | None = None
         self.copy_rate = 0.0
         """Bytes per second of a copy; 0 if nothing was planned."""
 
     def record(self, gm: Any, request: Request, plan: ProgramPlan) -> None:
+        self.programs[request.name] = ProgramStages(self._pipeline(), plan, request)
         nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
         sources: dict[str, SourceLine] = {}
         for node in nodes:

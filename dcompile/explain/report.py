@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dcompile.explain.export import PICTURES, check_format, save_timeline
 from dcompile.explain.html import page
 from dcompile.explain.html_document import framed
+from dcompile.explain.program_stages import ProgramStages
 from dcompile.explain.report_data import ReportData, text_lines
 
 
 @dataclass(frozen=True)
 class Report(ReportData):
     """Report on a model, from `dcompile.explain`. `str` is a page to read, `save` writes it as text or as HTML."""
+
+    programs: Mapping[str, ProgramStages] = field(default_factory=dict, repr=False)
+    """Programs by name: `report.programs["backward0"].after("fuse")` is one's text after a pass."""
 
     def __str__(self) -> str:
         return "\n".join(text_lines(self))

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dcompile
-from dcompile.errors import DcompileError, NotCompiledError
+from dcompile.errors import DcompileError, NotCompiledError, OptionError
 from dcompile.explain.report_data import collapse_layers
 
 # Dynamo looks at .grad of what comes out of the graph before a break
@@ -284,3 +284,22 @@ def test_the_name_is_the_function_whatever_was_imported_first():
     code = "import dcompile.explain.receipt, dcompile; dcompile.explain(3)"  # it is called, and traces nothing
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert found.stderr.endswith("module or a function, not int\n"), found.stderr
+
+
+def test_programs_show_themselves_after_each_pass(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+    programs = dcompile.explain(model, torch.randn(16, 8)).programs
+    assert [*programs] == ["forward0", "backward0"]
+    backward = programs["backward0"]
+    assert {"lower", "fuse"} < {*backward.passes}
+    loops = [text.count("loop ") for text in map(backward.after, ("lower", "fuse"))]
+    assert loops[0] > loops[1], "fusion joins loops"
+    assert backward.after("plan_memory_for_peak") == str(backward)
+    assert "+++ fuse" in backward.change("fuse") and backward.change("lower") == ""
+    assert backward.kernels and all(name in text for name, text in backward.kernels.items())
+    with pytest.raises(OptionError, match="backward0 has no pass 'fusee', did you mean 'fuse'"):
+        backward.after("fusee")
+    call = dcompile.compile(model, options={"dump": str(tmp_path), "receipt": False})
+    call(torch.randn(16, 8)).sum().backward()
+    (kept,) = tmp_path.glob("rank0/backward0/*_fuse.txt")
+    assert kept.read_text().strip() == backward.after("fuse").strip(), "what the compiler itself makes of it"

@@ -1,6 +1,6 @@
 # `make train` sets everything up and trains; `make test` sets everything up and tests.
 # Variables: PYTHON, VENV (VENV= runs PYTHON as it is, without any set-up), NPROC, BACKEND, STEPS, ARGS, TESTS, WORKERS,
-# SECONDS; MODEL, PROMPT and TP for `make generate`; TORCH and PYTHON for `make test-torch`.
+# SECONDS; MODEL, PROMPT, SEED and TP for `make generate`; TORCH and PYTHON for `make test-torch`.
 PYTHON ?= python3
 VENV ?= .venv
 NPROC ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); if [ "$$gpus" -gt 0 ]; then echo $$gpus; else echo 2; fi)
@@ -18,6 +18,7 @@ QUICK ?= tests/ir tests/collectives tests/test_pass_texts.py \
 	tests/capture/adapters tests/capture/test_joint_graph.py tests/capture/test_compiled_model.py \
 	tests/capture/test_graph_runner.py tests/test_layering.py tests/test_vocabulary.py
 SECONDS ?= 600
+SEED ?= $(shell date +%s)
 # A file's tests stay in one worker: two-rank tests keep one pair of processes for all cases of a file. One worker more
 # than CI's machine has cores: a fifth of the time, each waits, for a rank's time limit, a compiler, or a process to end.
 WORKERS ?= 3
@@ -26,7 +27,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 py := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 cores := $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 
-.PHONY: train generate test quick test-torch test-backends test-doors test-deepspeed test-full models dist-matrix \
+.PHONY: help train generate test quick test-torch test-backends test-doors test-deepspeed test-full models dist-matrix \
 	ops-sweep fuzz lint format clean
 
 train: export OMP_NUM_THREADS ?= $(shell echo $$(( $(cores) > $(NPROC) ? $(cores) / $(NPROC) : 1 )))
@@ -34,11 +35,18 @@ train: $(if $(VENV),$(VENV)/.has-train)
 	$(py) launch/run.py --standalone --nproc-per-node $(NPROC) \
 		launch/train.py --backend $(BACKEND) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
+help:
+	@echo 'make train [STEPS=60] [BACKEND=inductor] [ARGS="--wrap fsdp"]   trains a small Llama: docs/guide/launch.md'
+	@echo 'make generate [PROMPT="def main("] [SEED=1]                     goes on with a text by that model'
+	@echo 'make quick, make test [TESTS=tests/ir]                          a minute of tests; all tests'
+	@echo 'make lint, make format                                          style, types, layers'
+	@echo 'The other targets are described beside their rules in the Makefile.'
+
 # Goes on with PROMPT, or with what you type, by the model that `make train` has left; TP processes share it.
 generate: $(if $(VENV),$(VENV)/.has-train)
 	$(py) $(if $(filter 1,$(TP)),,launch/run.py --standalone --nproc-per-node $(TP)) \
 		launch/generate.py --model $(MODEL) --backend $(BACKEND) --temperature 0.8 --top-k 40 \
-		$(if $(PROMPT),--prompt "$(PROMPT)",--chat) --max-new-tokens 100 $(ARGS)
+		--seed $(SEED) $(if $(PROMPT),--prompt "$(PROMPT)",--chat) --max-new-tokens 100 $(ARGS)
 
 # Bytecode is kept whatever the shell says: pytest rewrites nearly 300 files, in each worker, and processes share ours.
 test quick test-backends test-doors test-deepspeed test-full models dist-matrix: export PYTHONDONTWRITEBYTECODE =

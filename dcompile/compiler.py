@@ -277,15 +277,16 @@ class CachingCompiler:
         if self._sharing.claim(key) or found is not None:
             return found
         with doing(self.config, f"waiting for another rank's {request.kind} program"):
-            kernels, reason = self._sharing.receive(key, cache)
-        if kernels is None:
+            sent, reason = self._sharing.receive(key, cache)
+        if sent is None:
             self._reasons[request.name] = f"a graph ({request.kind}) was compiled on this rank too: {reason}"
             return None
         found = self._load(cache, key, gm, request)
         if found is not None:
-            found.report.graphs_cached, found.report.graphs_received = 0, 1
-            found.report.kernels_received = kernels
-            found.report.cache_hits -= kernels
+            report = found.report
+            report.graphs_cached, report.graphs_received = 0, 1
+            # also those that are in a directory of both: the other rank has just put them there
+            report.kernels_received, report.cache_hits = report.cache_hits, 0
         return found
 
     def _load(self, cache: KernelCache, key: str, gm: Any, request: Request) -> HostProgram | None:

@@ -136,3 +136,7 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -66,7 +66,9 @@ def chat(tokenizer: Any, reply: Reply, world: World) -> None:
     say = (lambda text: print(text, end="", flush=True)) if world.is_main else (lambda text: None)
     if not conversation.has_template:
         say("this model has no chat template: it goes on with the text that you type\n")
+    asked = False
     while (line := read_line(world, waiting)) is not None:
+        asked = True
         if line.strip() == "/clear":
             conversation = Conversation(tokenizer)
             continue
@@ -79,3 +81,5 @@ def chat(tokenizer: Any, reply: Reply, world: World) -> None:
             continue
         conversation.answered(answer.text)
         say("\n")
+    if not asked and not sys.stdin.isatty():
+        say('nothing was typed: run it in a terminal, or give a text: make generate PROMPT="def main("\n')

@@ -153,7 +153,7 @@ class ProgramReport:
     graphs_received: int = 0
     """1 if another rank compiled it for this one."""
     kernels_received: int = 0
-    """Kernels that came with it; the others were in the cache."""
+    """Its kernels, which that rank built or found. They are not in `cache_hits`."""
     graphs_uncacheable: int = 0
     """1 if the graph cannot be cached; a note says why."""
     compile_seconds: float = 0.0

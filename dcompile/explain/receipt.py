@@ -175,13 +175,13 @@ def _why(fallback: str) -> str:
 
 
 def _kernels_line(receipt: Receipt) -> str:
-    found = receipt.cache_hits + receipt.kernels_received
     other = [f"{count_text(receipt.regions, 'region')} by another compiler"] if receipt.regions else []
     parts = [
         *other,
         f"{count_text(receipt.kernels, 'kernel')} in {count_text(receipt.kernel_calls, 'call')}",
         f"{count_text(receipt.library_calls, 'library call')}; {receipt.built} built",
-        f"{found} from the cache",
+        f"{receipt.cache_hits} from the cache",
+        *([f"{receipt.kernels_received} by another rank"] if receipt.kernels_received else []),
         f"in {receipt.compile_seconds:.1f} s",
     ]
     return ", ".join(parts)

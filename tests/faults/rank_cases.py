@@ -281,9 +281,9 @@ def ends_after_steps(wrap: str, **options: Any) -> Any:
 # --- artifacts --------------------------------------------------------------------------------------------------------
 
 
-def shared(folder: str, **options: Any) -> dict[str, Any]:
-    """Training with a cache directory for each rank."""
-    cache = Path(folder) / f"rank{dist.get_rank()}"
+def shared(folder: str, joint: bool = False, **options: Any) -> dict[str, Any]:
+    """Training with a cache directory for each rank, or, if `joint`, with one for both."""
+    cache = Path(folder) if joint else Path(folder) / f"rank{dist.get_rank()}"
     model = model_of(verify=False, kernels="auto", cache_dir=str(cache), **options)
     began = time.monotonic()
     gradients = step(model)

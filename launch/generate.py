@@ -233,9 +233,8 @@ def print_results(
         print(advice)
     if steady := generated.seconds[1:]:
         first = f"first decode call {generated.seconds[0]:.2f} s, not counted"
-        print(
-            f"{len(prompts) * len(steady) / sum(steady):.1f} tokens/s over {len(steady)} decode steps ({first}), seed {session.args.seed}"
-        )
+        rate = len(prompts) * len(steady) / sum(steady)
+        print(f"{rate:.1f} tokens/s over {len(steady)} decode steps ({first}), seed {session.args.seed}")
     if session.args.backend == "dcompile" and generated.seconds:
         import dcompile
 

@@ -112,6 +112,7 @@ lint: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m ruff format --check .
 	$(py) -m mypy -p dcompile
 	$(py) -m pytest tests/test_layering.py
+	$(py) -m tools.code_budget
 
 format: $(if $(VENV),$(VENV)/.has-test)
 	$(py) -m ruff check --fix .

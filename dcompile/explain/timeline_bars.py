@@ -80,7 +80,9 @@ def _exchange_bars(found: CollectiveInterval, zero: float) -> Iterator[Bar]:
 
 
 def duration(seconds: float) -> str:
-    """Text of a duration: `12.3 ms`, `85 us`."""
+    """Text of a duration: `1.42 s`, `12.3 ms`, `85 us`."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 

@@ -187,7 +187,7 @@ def draw(above: Training, ours: Training, path: str) -> dict[str, Any]:
         mine.append(with_marks(measured.timeline.steps[-1], ours.marks))
     found = measured.timeline
     above_name = "DDP" if above.name == "stock" else f"DDP, {above.name}"
-    note = f"Blocks of {above_name} include the host's gaps. Both have the same model, batch, buckets and optimizer."
+    note = f"Blocks of {above_name} include the host's gaps. Clipping of gradients is drawn as the optimizer's."
     shown = {
         above_name: Timeline(found.model, found.rank, found.world, found.device, tuple(theirs), (note,)),
         f"DDP, {ours.name}": Timeline(found.model, found.rank, found.world, found.device, tuple(mine)),

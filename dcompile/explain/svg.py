@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 
 from dcompile.explain.timeline import Timeline
-from dcompile.explain.timeline_bars import COLOURS, LANES, bars, caption, duration
+from dcompile.explain.timeline_bars import COLOURS, LANES, bars, caption, duration, exchange_caption
 
 WIDTH, LEFT, TOP, LANE, GAP = 1000, 120, 40, 44, 14
 HEADING, LINE = 26, 20
@@ -45,8 +45,8 @@ def _lines(timelines: Mapping[str, Timeline]) -> Iterator[str]:
     bottom = max(tops.values()) + tracks
     texts = [MEANING]
     for name, timeline in timelines.items():
-        said = caption(timeline.typical)
-        texts += [f"{name}: {said}", *timeline.notes] if compared else [said]
+        step = timeline.typical
+        texts += [f"{name}: {exchange_caption(step)}", *timeline.notes] if compared else [caption(step)]
     texts = [line for text in texts for line in textwrap.wrap(text, LINE_CHARACTERS)]
     height = bottom + 50 + LINE * len(texts)
     yield (

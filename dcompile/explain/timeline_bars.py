@@ -96,6 +96,17 @@ def caption(step: MeasuredStep) -> str:
     return _totals([step], step.exposed)
 
 
+def exchange_caption(step: MeasuredStep) -> str:
+    """Numbers of one step's communication, for a picture of several steps."""
+    if not step.exchanges:
+        return "nothing is exchanged"
+    share = step.overlapped / step.communication if step.communication else 0.0
+    return (
+        f"on the wire {duration(step.communication)}, of which {share:.0%} while something computes; exposed "
+        f"{duration(step.exposed)} ({step.exposed / step.seconds:.1%} of the step)"
+    )
+
+
 def medians(timeline: Timeline) -> str:
     """Same numbers as medians over the steps. Exposed time is the sum of the medians of all collectives."""
     return _totals(timeline.steps, sum(found.exposed for found in timeline.collectives))

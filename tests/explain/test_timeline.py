@@ -138,6 +138,7 @@ def test_two_steps_on_one_axis():
         texts = [found.text for found in tree.iter(f"{space}text")]
         share = "9%" if word == "saved" else "10%"
         assert {f"4 ms ({share}) {word}", "a: 45 ms", "b: 41 ms", "said", MEANING} <= set(texts)
+        assert any(text.startswith("a: on the wire 24 ms, of which 42% while") for text in texts)
         rectangles = [found.attrib for found in tree.iter(f"{space}rect")]
         assert (rectangles[0]["width"], rectangles[0]["fill"]) == (tree.get("width"), "#ffffff")
         (marked,) = [found for found in rectangles if found.get("stroke") == colour]

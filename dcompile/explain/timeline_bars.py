@@ -80,7 +80,9 @@ def _exchange_bars(found: CollectiveInterval, zero: float) -> Iterator[Bar]:
 
 
 def duration(seconds: float) -> str:
-    """Text of a duration: `12.3 ms`, `85 us`."""
+    """Text of a duration: `1.42 s`, `12.3 ms`, `85 us`."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"
 
 
@@ -92,6 +94,17 @@ def megabytes(nbytes: int) -> str:
 def caption(step: MeasuredStep) -> str:
     """Numbers of one step, for the caption of its picture."""
     return _totals([step], step.exposed)
+
+
+def exchange_caption(step: MeasuredStep) -> str:
+    """Numbers of one step's communication, for a picture of several steps."""
+    if not step.exchanges:
+        return "nothing is exchanged"
+    share = step.overlapped / step.communication if step.communication else 0.0
+    return (
+        f"on the wire {duration(step.communication)}, of which {share:.0%} while something computes; exposed "
+        f"{duration(step.exposed)} ({step.exposed / step.seconds:.1%} of the step)"
+    )
 
 
 def medians(timeline: Timeline) -> str:

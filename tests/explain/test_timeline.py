@@ -8,9 +8,9 @@ import pytest
 from dcompile.explain.export import save_timeline, timeline_lines
 from dcompile.explain.measured_steps import label, steps_of
 from dcompile.explain.perfetto import trace
-from dcompile.explain.svg import draw_timeline, ticks
+from dcompile.explain.svg import MEANING, draw_comparison, draw_timeline, ticks
 from dcompile.explain.timeline import Timeline, covered_seconds
-from dcompile.explain.timeline_bars import bars, caption
+from dcompile.explain.timeline_bars import bars, caption, duration
 from dcompile.runtime.measure.instrumentation import CollectiveTiming, InstrumentedStatement, ProgramCallTiming
 
 MS = 1e-3
@@ -125,6 +125,27 @@ def test_a_picture_has_the_same_lengths(tmp_path):
     assert len(bars(found.typical, finest=8 * MS)) < len(bars(found.typical))
     assert ticks(0.045) == pytest.approx([0, 0.01, 0.02, 0.03, 0.04])
     assert save_timeline(found, tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_two_steps_on_one_axis():
+    """The difference is marked where the shorter step ends, and a picture that is opaque reads on any page."""
+    space = "{http://www.w3.org/2000/svg}"
+    long, calls = timeline(notes=("said",)), one_step()
+    short = Timeline("Net", 0, 2, "cpu", steps_of(*calls[:1], [("AdamW", 40 * MS, 41 * MS)], 0, 41 * MS, None, GROUPS))
+    for names, word, colour in ((("a", "b"), "saved", "#117733"), (("b", "a"), "longer", "#aa2233")):
+        made = {"a": long, "b": short}
+        tree = ET.fromstring(draw_comparison({name: made[name] for name in names}))
+        texts = [found.text for found in tree.iter(f"{space}text")]
+        share = "9%" if word == "saved" else "10%"
+        assert {f"4 ms ({share}) {word}", "a: 45 ms", "b: 41 ms", "said", MEANING} <= set(texts)
+        assert any(text.startswith("a: on the wire 24 ms, of which 42% while") for text in texts)
+        rectangles = [found.attrib for found in tree.iter(f"{space}rect")]
+        assert (rectangles[0]["width"], rectangles[0]["fill"]) == (tree.get("width"), "#ffffff")
+        (marked,) = [found for found in rectangles if found.get("stroke") == colour]
+        assert float(marked["width"]) == pytest.approx(4 * 860 / 45, abs=0.01)
+        assert float(marked["x"]) == pytest.approx(120 + 41 * 860 / 45, abs=0.01)
+        assert {found.get("font-size") for found in tree.iter(f"{space}text")} == {"14"}
+    assert [duration(seconds) for seconds in (1.424, 0.0123, 85e-6)] == ["1.42 s", "12.3 ms", "85 us"]
 
 
 def test_a_trace_for_perfetto():

@@ -147,6 +147,6 @@ def exchange_lines(exchange: CollectiveRow) -> Iterator[str]:
     count = len(exchange.parameters)
     of = f"{count} parameter{'' if count == 1 else 's'} ({shown})" if count else "of the model's own"
     yield f"{exchange.kind} {exchange.bucket} over {exchange.group}: {bytes_text(exchange.bytes)}, {of}"
-    yield f"  starts behind {exchange.producer}; {exchange.consumer} waits for it"
+    yield f"  starts after {exchange.producer}; {exchange.consumer} waits for it"
     foreseen = f"by the cost model {duration(exchange.seconds)}, {duration(exchange.exposed)} exposed; "
     yield f"  {foreseen if exchange.seconds else ''}{exchange.advice}"

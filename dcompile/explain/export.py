@@ -12,6 +12,7 @@ from dcompile.explain.perfetto import trace
 from dcompile.explain.svg import draw_timeline
 from dcompile.explain.timeline import MeasuredCollective, Timeline, kernel_seconds
 from dcompile.explain.timeline_bars import COLOURS, LANES, bars, caption, duration, medians, megabytes
+from dcompile.ir.diagram import count_text
 
 PICTURES = (".json", ".svg", ".png")
 """Suffixes of formats that show a timeline alone, without a report."""
@@ -41,16 +42,18 @@ SHOWN_KERNELS = 10
 """Kernels of a step that its text lists: the longest."""
 
 
-def check_format(path: Path) -> None:
-    """Raise ValueError for an ending of a file's name that no format has."""
+def check_path(path: Path) -> None:
+    """Raise ValueError for an ending of a file's name that no format has, FileNotFoundError without its folder."""
     if path.suffix not in FORMATS:
         known = ", ".join(f"{suffix} ({what})" for suffix, what in FORMATS.items() if suffix)
         raise ValueError(f"dcompile: cannot save {path.name}: no format ends in {path.suffix}; known are {known}")
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"dcompile: cannot save {path}: there is no folder {path.absolute().parent}")
 
 
 def save_timeline(timeline: Timeline, path: Path) -> Path:
     """Write a trace (.json), a picture (.svg, .png), a page (.html) or text. Raises ValueError for other endings."""
-    check_format(path)
+    check_path(path)
     match path.suffix:
         case ".json":
             path.write_text(trace(timeline))
@@ -71,9 +74,11 @@ def save_timeline(timeline: Timeline, path: Path) -> Path:
 def timeline_lines(timeline: Timeline) -> Iterator[str]:
     """Print a timeline: totals, a table of the collectives, and their dependences."""
     count = len(timeline.steps)
-    yield f"measured on rank {timeline.rank} of {timeline.world}, {timeline.device}; medians of {count} steps:"
+    measured = f"{'medians of ' if count > 1 else ''}{count_text(count, 'step')}"
+    after = ", without the first, which prepares calls" if timeline.left_out else ""
+    yield f"measured on rank {timeline.rank} of {timeline.world}, {timeline.device}; {measured}{after}:"
     yield f"  {medians(timeline)}"
-    rows = [HEAD, *(row(found) for found in timeline.collectives)]
+    rows = _columns(timeline)
     if len(rows) > 1:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         yield from ("  " + "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)).rstrip() for r in rows)
@@ -83,6 +88,15 @@ def timeline_lines(timeline: Timeline) -> Iterator[str]:
     else:
         yield from (f"  {'  '.join(cells)}" for cells in _kernels(timeline)[:SHOWN_KERNELS])
     yield from (f"  note: {note}" for note in timeline.notes)
+
+
+def _columns(timeline: Timeline) -> list[tuple[str, ...]]:
+    """`HEAD` and the row of each collective; without predictions on CPUs, whose links other processes share."""
+    rows = [HEAD, *(row(found) for found in timeline.collectives)]
+    if timeline.device != "cpu":
+        return rows
+    place = HEAD.index("predicted")
+    return [(*cells[:place], *cells[place + 1 :]) for cells in rows]
 
 
 def row(found: MeasuredCollective) -> tuple[str, ...]:
@@ -105,7 +119,7 @@ def blockers(found: MeasuredCollective) -> str:
     """Describe what a collective waits for, and what waits for it."""
     late = f" ({duration(found.exposed_skew)} of it for rank {found.latest_rank})" if found.exposed_skew else ""
     waits = f"waits {duration(found.exposed)}{late}" if found.exposed else "does not wait"
-    return f"starts behind {found.producer}; {found.consumer} {waits}"
+    return f"starts after {found.producer}; {found.consumer} {waits}"
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
@@ -114,11 +128,15 @@ def blockers(found: MeasuredCollective) -> str:
 def timeline_section(timeline: Timeline) -> Iterator[str]:
     """Print a timeline as HTML: the picture, and the table of collectives."""
     count = len(timeline.steps)
-    yield f"<h2>Measured: {escape(caption(timeline.typical))}</h2>\n{draw_timeline(timeline)}"
-    yield f"<p>Drawn is the step of median length, of {count}. Medians of each figure: {escape(medians(timeline))}</p>"
+    of = "The measured step" if count == 1 else f"Medians of {count} steps"
+    yield f"<h2>{of}: {escape(medians(timeline))}</h2>\n{draw_timeline(timeline)}"
+    if count > 1:
+        yield f"<p>Drawn is the step of median length, a {escape(caption(timeline.typical))}</p>"
     if timeline.collectives:
-        heads = (*HEAD, "what it hangs on", "what would change it")
-        rows = [(*row(found), blockers(found), found.advice) for found in timeline.collectives]
+        head, *cells = _columns(timeline)
+        heads = (*head, "what it hangs on", "what would change it")
+        pairs = zip(cells, timeline.collectives, strict=True)
+        rows = [(*row, blockers(found), found.advice) for row, found in pairs]
         yield table(heads, (text_row("collective", cells) for cells in rows), MEANINGS)
     yield from (f"<p>{escape(note)}</p>" for note in timeline.notes)
 

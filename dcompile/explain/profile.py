@@ -151,6 +151,7 @@ class Profile:
             world=dist.get_world_size() if dist.is_initialized() else 1,
             device="cpu" if recorder.gpu is None else torch.cuda.get_device_name(recorder.gpu),
             steps=tuple(steps[1:] if len(steps) > 1 else steps),
+            left_out=int(len(steps) > 1),
             notes=tuple(filter(None, (note, *self._notes()))),
             predicted={
                 (program.name, name): seconds_us / 1e6

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dcompile.explain.export import PICTURES, check_format, save_timeline
+from dcompile.explain.export import PICTURES, check_path, save_timeline
 from dcompile.explain.html import page
 from dcompile.explain.html_document import framed
 from dcompile.explain.program_stages import ProgramStages
@@ -33,7 +33,7 @@ class Report(ReportData):
         ValueError if there is none, and for other endings.
         """
         path = Path(path)
-        check_format(path)
+        check_path(path)
         if path.suffix in PICTURES:
             if self.timeline is None:
                 raise ValueError(

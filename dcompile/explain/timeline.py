@@ -169,6 +169,8 @@ class Timeline:
     device: str
     steps: tuple[MeasuredStep, ...]
     notes: tuple[str, ...] = ()
+    left_out: int = 0
+    """Steps at the beginning that are not in `steps`, since they prepare calls."""
     predicted: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """(program, bucket) -> predicted seconds of the collective."""
     typical: MeasuredStep = field(init=False)

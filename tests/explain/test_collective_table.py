@@ -24,5 +24,5 @@ def test_collectives_say_what_blocks_them_and_what_would_change_it():
 
     lines = list(exchange_lines(last))
     assert lines[0] == "reduce_scatter reduce_scatter1 over g: 1.0 KiB, 1 parameter (a.weight)"
-    assert lines[1] == "  starts behind k_grad1; the end of the program waits for it"
+    assert lines[1] == "  starts after k_grad1; the end of the program waits for it"
     assert "by the cost model" in lines[2] and last.advice in lines[2]

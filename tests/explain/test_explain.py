@@ -198,7 +198,7 @@ def test_collectives_of_ddp_and_its_reducer_untouched():
     assert set(exchange.parameters) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert "all_reduce" in str(report) and "4 parameters" in str(report) and report.reasons == ()
     assert exchange.producer == "0" and exchange.consumer == "the end of the program"
-    assert "starts behind 0; the end of the program waits for it" in str(report)
+    assert "starts after 0; the end of the program waits for it" in str(report)
     assert str(report).count("by the cost model") == 2, "of the graph, and of its collective"
     for _ in range(2):  # a reducer that had been left in the middle would refuse the second step
         model(x).sum().backward()

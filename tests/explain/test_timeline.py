@@ -41,14 +41,14 @@ def one_step(at=0.0):
 GROUPS = {("backward0", "bucket0"): "ddp", ("backward0", "bucket1"): "ddp"}
 
 
-def timeline(latest=None, steps=1, **more):
+def timeline(latest=None, steps=1, device="cpu", **more):
     calls, updates = [], []
     for number in range(steps):
         made, update = one_step(number * 45 * MS)
         calls += made
         updates.append(update)
     found = steps_of(calls, updates, 0.0, steps * 45 * MS, latest, GROUPS)
-    return Timeline("Net", 0, 2, "cpu", found, **more)
+    return Timeline("Net", 0, 2, device, found, **more)
 
 
 def test_what_a_step_was_spent_on():
@@ -158,10 +158,16 @@ def test_a_trace_for_perfetto():
 
 
 def test_the_table(tmp_path):
-    found = timeline(notes=("said",), predicted={("backward0", "bucket0"): 9 * MS})
+    predicted = {("backward0", "bucket0"): 9 * MS}
+    found = timeline(notes=("said",), predicted=predicted, device="a GPU")
     text = "\n".join(timeline_lines(found))
     assert "all_reduce bucket0" in text and "4.0 MiB" in text and "9 ms" in text and "unknown" in text
-    assert "  backward0 bucket1: starts behind tail; the end of the program waits 10 ms" in text
+    assert "  backward0 bucket1: starts after tail; the end of the program waits 10 ms" in text
     assert "note: said" in text
     page = save_timeline(found, tmp_path / "x.html").read_text()
+    on_cpu = "\n".join(timeline_lines(timeline(predicted=predicted, steps=2, left_out=1)))
+    assert "predicted" in text and "predicted" not in on_cpu and "unknown" in on_cpu
+    assert "a GPU; 1 step:" in text and "cpu; medians of 2 steps, without the first, which prepares calls:" in on_cpu
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        save_timeline(found, tmp_path / "none" / "x.html")
     assert "<svg" in page and "://" not in page.replace("http://www.w3.org/2000/svg", "")

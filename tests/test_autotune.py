@@ -172,9 +172,11 @@ def test_what_was_measured_enters_the_schedule_as_a_value(contests, config):
         seen.append(program)
         return {ending.kind: products.SMALL for ending in matmul_epilogue.epilogues(program)}
 
-    schedule = Pipeline(config)._schedule
-    plain = schedule(PROGRAM, Request("forward", "forward"), {}, None)
-    after = schedule(PROGRAM, Request("forward", "forward"), {}, measure)
+    def schedule(measure=None):
+        *_, (_, program) = Pipeline(config).stages(PROGRAM, Request("forward", "forward"), measure=measure)
+        return program
+
+    plain, after = schedule(), schedule(measure)
     if config.skip:
         assert after == plain and not seen
         return

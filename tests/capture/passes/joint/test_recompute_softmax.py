@@ -13,7 +13,7 @@ import dcompile
 from dcompile.capture.passes.joint import broadcast_addends
 from dcompile.capture.passes.joint import recompute_softmax as module
 from dcompile.device_traits import traits_of
-from dcompile.dry_run import Pipeline
+from dcompile.driver import Pipeline
 from dcompile.ir.nodes import Loop
 
 HEADS, ROWS, WIDTH = 2, 64, 16

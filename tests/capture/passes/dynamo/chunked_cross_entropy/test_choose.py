@@ -11,7 +11,7 @@ import dcompile
 from dcompile.capture.dynamo_backend import DynamoGraph
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.choose import HeadShape, choose_plan
 from dcompile.codegen.schedule.memory.memory_summary import summarize_memory
-from dcompile.dry_run import Pipeline
+from dcompile.driver import Pipeline
 from tools.collect_programs import relabel_devices
 
 

@@ -24,7 +24,7 @@ from benchmarks.common import environment, finish, geomean, gpu_time, table
 from benchmarks.gpu_decode import copy_rate
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.triton import kernel as triton_kernel
-from dcompile.codegen.emit.triton.launch_order import start_next_first
+from dcompile.codegen.emit.triton.horizontal_fusion import start_next_first
 from dcompile.codegen.nest.row_matmul import RowTile
 from dcompile.codegen.nest.tile_plan import power_of_two
 from dcompile.config import Config

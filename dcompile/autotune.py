@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from dcompile.codegen.emit.host.gemm_geometry import geometry, measurable_geometries
+from dcompile.codegen.emit.host.extern_calls import geometry, measurable_geometries
 from dcompile.codegen.emit.select_target import emit_loop
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.nest.contraction import candidate_tiles, choose_tile

@@ -285,20 +285,16 @@ class NestPass:
 def nest_passes() -> tuple[NestPass, ...]:
     """Rows of `NEST_PASSES`, created at first use: a start from the cache loads no emitter."""
     from dcompile.codegen.emit.cpp.column_sums import collect_columns
-    from dcompile.codegen.emit.cpp.hoist import hoist_values
     from dcompile.codegen.emit.cpp.identity_scale import skip_identity_scale
-    from dcompile.codegen.emit.cpp.interleave_rows import interleave_column_sums, interleave_row_sums
-    from dcompile.codegen.emit.cpp.interleave_scans import interleave_scans
-    from dcompile.codegen.emit.cpp.keep_values import keep_values
-    from dcompile.codegen.emit.cpp.masked_rows import select_masked_rows
+    from dcompile.codegen.emit.cpp.interleave_rows import interleave_column_sums, interleave_row_sums, interleave_scans
+    from dcompile.codegen.emit.cpp.keep_values import hoist_values, keep_values
+    from dcompile.codegen.emit.cpp.loop_conditions import select_masked_rows, split_loops
     from dcompile.codegen.emit.cpp.narrow_values import count_positions, shorten_nans
     from dcompile.codegen.emit.cpp.outer_vectorize import vectorize_rows
     from dcompile.codegen.emit.cpp.parallelize import parallelize, share_columns, share_elements
-    from dcompile.codegen.emit.cpp.prefetch import prefetch_next_row
-    from dcompile.codegen.emit.cpp.prefetch_gather import prefetch_gathers
+    from dcompile.codegen.emit.cpp.prefetch import prefetch_gathers, prefetch_next_row
     from dcompile.codegen.emit.cpp.scans import block_scans
     from dcompile.codegen.emit.cpp.software_pipeline import pipeline_last_pass
-    from dcompile.codegen.emit.cpp.split_loops import split_loops
     from dcompile.codegen.emit.cpp.stream_stores import stream_stores
     from dcompile.codegen.emit.cpp.transpose import transpose_tiles
     from dcompile.codegen.emit.cpp.vectorize import vectorize

@@ -9,10 +9,15 @@ import torch
 from dcompile.codegen.emit.cpp import kernel as cpp_kernel
 from dcompile.codegen.emit.cpp.plan import NestDecision
 from dcompile.codegen.emit.target import EmitRequest, Kernels, KernelSource, Target
-from dcompile.codegen.emit.triton import all_reduce_epilogue, flex_kernels, one_shot_all_reduce, segment_sum
+from dcompile.codegen.emit.triton import flex_attention, one_shot_all_reduce, segment_sum
 from dcompile.codegen.emit.triton import target as triton_target
-from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, fuse_launches
-from dcompile.codegen.emit.triton.launch_order import start_all_reduces_early, start_next_first
+from dcompile.codegen.emit.triton.horizontal_fusion import (
+    constants,
+    first_launch,
+    fuse_launches,
+    start_all_reduces_early,
+    start_next_first,
+)
 from dcompile.codegen.schedule.fusion.all_reduce_epilogue import all_reduce_epilogues
 from dcompile.device_traits import loop_traits, main_device, traits_of
 from dcompile.ir.buffers import Buffer
@@ -83,13 +88,13 @@ def emit_all(
     fused = {
         bucket: kernel
         for bucket, found in epilogues.items()
-        if (kernel := all_reduce_epilogue.emit(found, table, _early(constant, first, found.number)))
+        if (kernel := one_shot_all_reduce.emit(found, table, _early(constant, first, found.number)))
     }
     all_reduces = fused | one_shot_all_reduce.sources(sums, fused.keys())
     if constant is not None:
         calls = start_next_first(calls)
         all_reduces = start_all_reduces_early(program, all_reduces, first)
-    return Kernels(calls, segment_sum.products(program) | flex_kernels.products(program, arch), all_reduces)
+    return Kernels(calls, segment_sum.products(program) | flex_attention.products(program, arch), all_reduces)
 
 
 def _early(constant: frozenset[str] | None, first: int, number: int) -> frozenset[str]:

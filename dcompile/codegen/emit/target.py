@@ -1,7 +1,12 @@
-"""The interface of a target: a language, a spelling for each operation, and a function from a loop to its source."""
+"""The interface of a target: a language, a spelling for each operation, and a function from a loop to its source.
+
+Kernels of all targets are named after their main ops and a digest of their text.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +15,8 @@ from typing import Any, Protocol
 from dcompile.device_traits import DeviceTraits
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import Size
-from dcompile.ir.nodes import Loop, View
+from dcompile.ir.nodes import Apply, Loop, Reduce, Scan, View
+from dcompile.ir.ops import OPS
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,3 +167,37 @@ class Target:
     spelling: Mapping[str, str]
     traits: DeviceTraits
     emit: Callable[[Loop, Mapping[str, Buffer], EmitRequest], KernelSource]
+
+
+MAX_WORDS = 4
+"""Ops in a name: those that characterize the kernel best."""
+
+
+def describe_loop(loop: Loop) -> str:
+    """Return a loop's reductions and costliest ops, in order of computation: `exp_sum_div`.
+
+    A loop that computes nothing is a `copy`. Equal loops have equal names, whatever modules they came from.
+    """
+    words: dict[str, float] = {}
+    for value in loop.body:
+        match value:
+            case Reduce(op=op) | Scan(op=op):
+                words[op] = math.inf
+            case Apply(op=op) if op != "cast":
+                words.setdefault(op, OPS[op].cost)
+            case _:
+                pass
+    for store in loop.stores:
+        if store.mode != "set":
+            words[store.mode] = math.inf
+    kept = sorted(words, key=lambda word: -words[word])[:MAX_WORDS]
+    return _joined([word for word in words if word in kept]) or "copy"
+
+
+def _joined(words: Sequence[str]) -> str:
+    return "_".join(re.sub(r"\W+", "", word) for word in words)
+
+
+def kernel_name(described: str, digest: str) -> str:
+    """Return the name of a kernel. `digest`: hexadecimal digits of its text, so that equal names have equal texts."""
+    return f"fused_{described}_{digest[:16]}"

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from dcompile.codegen.emit.target import KernelSource
-from dcompile.codegen.emit.triton import flex_kernels, matmul_epilogue, segment_sum
+from dcompile.codegen.emit.triton import flex_attention, matmul_epilogue, segment_sum
 from dcompile.codegen.emit.triton import kernel as emitter
 from dcompile.codegen.emit.triton.horizontal_fusion import fuse_launches
 from dcompile.ir.buffers import Buffer
@@ -388,7 +388,7 @@ def run(program: Program, inputs: dict[str, np.ndarray], sizes: Mapping[str, int
     memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers}
     loops = [step for step in symbolic.steps if isinstance(step, Loop)]
     made = [(emitter if loop.product is None else matmul_epilogue).emit(loop, symbolic.table) for loop in loops]
-    products = segment_sum.products(symbolic) | flex_kernels.products(symbolic)
+    products = segment_sum.products(symbolic) | flex_attention.products(symbolic)
     assert len(loops) + len(products) == len(program.steps)
     kernels = iter(fuse_launches(symbolic, made))
     for position in range(len(program.steps)):

@@ -8,7 +8,7 @@ import pytest
 
 from dcompile.codegen.emit.triton import worker
 from dcompile.codegen.emit.triton.compile import OPTIONS
-from dcompile.codegen.emit.triton.float8 import INSTRUCTIONS
+from dcompile.codegen.emit.triton.library import INSTRUCTIONS
 from dcompile.ir.interpret import interpret
 from dcompile.ir.verify import verify
 from dcompile.toolchain import triton_version

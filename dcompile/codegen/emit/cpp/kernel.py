@@ -14,9 +14,8 @@ from dataclasses import replace
 
 from dcompile.codegen.emit.cpp import attention, sgemm
 from dcompile.codegen.emit.cpp.column_sums import open_in_place, print_row_blocks
-from dcompile.codegen.emit.cpp.hoist import hoisted_computation
-from dcompile.codegen.emit.cpp.interleave_rows import SUMMED_ROWS, print_summed_rows
-from dcompile.codegen.emit.cpp.interleave_scans import print_scanned_rows
+from dcompile.codegen.emit.cpp.interleave_rows import SUMMED_ROWS, print_scanned_rows, print_summed_rows
+from dcompile.codegen.emit.cpp.keep_values import hoisted_computation
 from dcompile.codegen.emit.cpp.ops import SPELLING, c_type, memory_type
 from dcompile.codegen.emit.cpp.parallelize import COLUMNS_OF_THREAD
 from dcompile.codegen.emit.cpp.plan import NestDecision, NestPlan, make_plan
@@ -25,8 +24,7 @@ from dcompile.codegen.emit.cpp.row_passes import print_row
 from dcompile.codegen.emit.cpp.software_pipeline import open_late_row
 from dcompile.codegen.emit.cpp.stream_stores import may_stream
 from dcompile.codegen.emit.cpp.vector_printer import NO_SUMS
-from dcompile.codegen.emit.kernel_name import describe_loop, kernel_name
-from dcompile.codegen.emit.target import EmitRequest, Kernels, KernelSource, Target
+from dcompile.codegen.emit.target import EmitRequest, Kernels, KernelSource, Target, describe_loop, kernel_name
 from dcompile.codegen.nest.loop_nest import make_nest, may_exceed
 from dcompile.device_traits import CPU
 from dcompile.ir.buffers import Buffer

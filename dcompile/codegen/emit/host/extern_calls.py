@@ -1,27 +1,26 @@
-"""Statements that call the library, and see that results are as tracing has said."""
+"""Statements that call the library, and see that results are as tracing has said.
+
+Of torch's operators: the function, its out= overload, and its results. Of library matmuls that another algorithm than
+ATen's may compute: their geometries in BLAS's terms.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple
+from typing import Any
+
+import torch
 
 from dcompile.codegen.emit.host.allocate import HostBuffers
-from dcompile.codegen.emit.host.aten_calls import (
-    NARROWED,
-    function,
-    has_late_shape,
-    in_torch,
-    is_custom,
-    out_overload,
-    returns_one_tensor,
-)
 from dcompile.codegen.emit.host.batch_launches import LaunchBatch
 from dcompile.codegen.emit.host.expressions import HostExpressions
-from dcompile.codegen.emit.host.gemm_geometry import factors_of, geometry
 from dcompile.ir.buffers import Buffer
-from dcompile.ir.gemm import Chosen
+from dcompile.ir.gemm import TENSOR_CORE_DTYPES, Chosen, Geometry, gemm_layout
 from dcompile.ir.index import Size, as_index, var
-from dcompile.ir.nodes import SCALE, SCALED, Extern, View
+from dcompile.ir.nodes import SCALE, SCALED, Extern, Program, View
 
 
 class ExternCalls:
@@ -171,3 +170,110 @@ class ExternCalls:
                 strides = self.text.once_if_known(strides, "strides", buffer.strides)
             self.lines.append(f"if {self.text.name(name)}.stride() != {strides}:")
             self.lines.append(f"    {self.text.name(name)} = run.fit({self.text.name(name)}, {strides})")
+
+
+NARROWED = {f"aten.{name}.out": f"torch.{name}" for name in ("mm", "addmm", "bmm", "baddbmm")}
+"""Matmuls, which use another algorithm for 16 bits on some processors (`runtime/program/half_gemm.py`)."""
+_PYTHON = NARROWED | {"aten.convolution.default": "torch.convolution"}
+"""Functions whose arguments torch parses in half the time of an operator's: 0.8 us for 1.5."""
+
+
+def resolve(op: str) -> Any:
+    """Return the overload of a name such as `aten.mm.default`."""
+    return functools.reduce(getattr, op.split("."), torch.ops)
+
+
+def function(op: str) -> str:
+    """Return the expression to call for an overload."""
+    return _PYTHON.get(op, f"entry(torch.ops.{op})")
+
+
+def in_torch(op: str) -> bool:
+    """Return whether an op is in `torch.ops`; others are dcompile's checks and Python functions on numbers."""
+    return op.split(".", 1)[0] not in ("dcompile", "operator", "math", "builtins", "torch")
+
+
+def is_custom(op: str) -> bool:
+    """Return whether an op is registered outside torch, with a fake implementation that describes its results."""
+    return in_torch(op) and op.split(".", 1)[0] not in ("aten", "prims", "_c10d_functional")
+
+
+@functools.cache
+def has_late_shape(op: str) -> bool:
+    """Return whether the shape of an op's results depends on its arguments' elements."""
+    return in_torch(op) and torch.Tag.dynamic_output_shape in getattr(resolve(op), "tags", ())
+
+
+@functools.cache
+def returns_one_tensor(op: str) -> bool:
+    """Return whether a call returns a tensor (or a number, as aten.sym_numel does) and not a tuple or list."""
+    schema = getattr(resolve(op), "_schema", None) if in_torch(op) else None
+    return schema is None or (len(schema.returns) == 1 and not str(schema.returns[0].type).startswith("List["))
+
+
+@functools.cache
+def out_overload(op: str) -> tuple[str, tuple[str, ...]]:
+    """Return the out= overload of an op, and the names of its out arguments."""
+    function = resolve(op)
+    outs = tuple(a.name for a in function._schema.arguments if a.is_out)
+    if outs:
+        return op, outs
+    wanted = [(a.name, str(a.type)) for a in function._schema.arguments]
+    packet, _ = op.rsplit(".", 1)
+    for overload in resolve(packet).overloads():
+        arguments = getattr(resolve(packet), overload)._schema.arguments
+        outs = tuple(a.name for a in arguments if a.is_out)
+        if outs and [(a.name, str(a.type)) for a in arguments if not a.is_out] == wanted:
+            return f"{packet}.{overload}", outs
+    raise AssertionError(f"{op} has no out= overload: lowering must not choose mode out for it")
+
+
+MIN_FLOP_SHARE = 0.02
+"""Fraction of a program's matmul FLOPs below which a geometry is not worth measuring."""
+
+
+def geometry(step: Extern, table: Mapping[str, Buffer]) -> Geometry | None:
+    """Return the geometry of a GPU matmul that the library supports: static sizes, rows or columns contiguous."""
+    factors = factors_of(step)
+    if step.mode != "out" or factors is None or step.outs[0] is None:
+        return None
+    left, right = factors
+    out = table[step.outs[0]]
+    whole = View(out.name, out.shape, out.strides)
+    if out.dtype not in TENSOR_CORE_DTYPES or not out.device.startswith("cuda"):
+        return None
+    a, b, c = (gemm_layout(view, out.dtype) for view in (right, left, whole))
+    if a is None or b is None or c is None or c[0]:
+        return None
+    (rows, inner), columns = left.shape, right.shape[1]
+    assert isinstance(rows, int) and isinstance(inner, int) and isinstance(columns, int), "seen by gemm_layout"
+    return Geometry(out.dtype, columns, rows, inner, a[0], b[0], a[1], b[1], c[1])
+
+
+def factors_of(step: Extern) -> tuple[View, View] | None:
+    """Return the factors of a plain matmul, or of one scaled as it is written (`collectives/fold_average.py`)."""
+    match step:
+        case Extern("aten.mm.default", (View() as left, View() as right), ()):
+            return left, right
+        case Extern("aten.addmm.default", (View(), View() as left, View() as right)) if step.kwargs == SCALED:
+            return left, right
+        case _:
+            return None
+
+
+def measurable_geometries(program: Program) -> dict[Geometry, int]:
+    """Return the geometries with a large share of a program's matmul FLOPs, and their counts."""
+    table = program.table
+    found = (geometry(step, table) for step in program.steps if isinstance(step, Extern))
+    counts = Counter(g for g in found if g is not None)
+    total = sum(g.flops * count for g, count in counts.items())
+    return {g: count for g, count in counts.items() if g.flops * count >= MIN_FLOP_SHARE * total}
+
+
+def read_by_chosen(program: Program, chosen: Chosen) -> set[str]:
+    """Return inputs of matmuls with a chosen algorithm, which needs known strides and 16-byte alignment."""
+    if not chosen:
+        return set()
+    table = program.table
+    found = (step for step in program.steps if isinstance(step, Extern) and geometry(step, table) in chosen)
+    return {view.buffer for step in found for view in factors_of(step) or ()}

@@ -19,8 +19,7 @@ from dcompile.codegen.emit.host.batch_launches import LaunchBatch
 from dcompile.codegen.emit.host.buffer_uses import all_views, last_uses
 from dcompile.codegen.emit.host.collective_calls import CollectiveCalls
 from dcompile.codegen.emit.host.expressions import HostExpressions
-from dcompile.codegen.emit.host.extern_calls import ExternCalls
-from dcompile.codegen.emit.host.gemm_geometry import read_by_chosen
+from dcompile.codegen.emit.host.extern_calls import ExternCalls, read_by_chosen
 from dcompile.codegen.emit.target import Kernels, KernelSource, LibraryReplacement
 from dcompile.ir.gemm import Chosen
 from dcompile.ir.index import Index, Size, as_index

@@ -12,8 +12,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from dcompile.codegen.emit.kernel_name import describe_loop, kernel_name
-from dcompile.codegen.emit.target import Kernels, KernelSource, Launch
+from dcompile.codegen.emit.target import Kernels, KernelSource, Launch, describe_loop, kernel_name
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
 from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, literal
 from dcompile.codegen.emit.triton.printer import TritonText

@@ -10,8 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dcompile.codegen.emit.kernel_name import kernel_name
-from dcompile.codegen.emit.target import KernelSource, Launch
+from dcompile.codegen.emit.target import KernelSource, Launch, kernel_name
 from dcompile.codegen.emit.triton.kernel import function_text, types_of
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
 from dcompile.codegen.emit.triton.printer import TritonText

@@ -11,7 +11,9 @@ the same words in each call, and counts them. So kernels whose programs have oth
 
 Sums are computed in float32 in the order of ranks, and rounded once. So all ranks have the same bits.
 
-Where a loop over the sum's rows follows, the kernel ends with it (`all_reduce_epilogue`). A program then has a row.
+Where a loop over the sum's rows follows, the kernel ends with it (`schedule.fusion.all_reduce_epilogue`). A program
+then has a row. It sends its words of the sum to all ranks. While they arrive, it loads what else the loop reads. The
+loop's loads of the sum are the tile of sums in registers, rounded as they would be in memory.
 
 `runtime.communication.peer_memory.one_shot` launches it.
 """
@@ -21,9 +23,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping
 
-from dcompile.codegen.emit.kernel_name import kernel_name
-from dcompile.codegen.emit.target import AllReduceKernel, KernelSource, Launch
+from dcompile.codegen.emit.target import AllReduceKernel, KernelSource, Launch, describe_loop, kernel_name
+from dcompile.codegen.emit.triton.kernel import types_of
 from dcompile.codegen.emit.triton.library import AFTER, HEADER, used_functions
+from dcompile.codegen.emit.triton.printer import TritonText
+from dcompile.codegen.emit.triton.row_passes import ReceivedTile, RowPassWriter
+from dcompile.codegen.schedule.fusion.all_reduce_epilogue import AllReduceEpilogue
 from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.nodes import Collective, Program, View, views_of
 from dcompile.machine_model import MAX_ONE_SHOT_BYTES
@@ -175,3 +180,55 @@ def _additions(dtype: str) -> list[str]:
         return ["low += word.to(tl.float32, bitcast=True)"]
     halves = "{0} += ({1}).to(tl.int16).to(tl." + dtype + ", bitcast=True).to(tl.float32)"
     return [halves.format("low", "word & 0xFFFF"), halves.format("high", "word >> 16")]
+
+
+MAX_WARPS = 16
+TILE = "summed"
+"""Name of the tile of sums."""
+
+
+def emit(found: AllReduceEpilogue, table: Mapping[str, Buffer], constant: frozenset[str]) -> AllReduceKernel | None:
+    """Return the kernel; None if the loop takes more than addresses, or a program's part is not of whole words.
+
+    Buffers in `constant` are written by no kernel that may still run when this one starts.
+    """
+    buffer = table[found.operand]
+    per_word = 4 // ITEMSIZE[buffer.dtype]
+    if found.elements % per_word or found.plan.dims[-1].block < per_word:
+        return None
+    text = TritonText(found.plan, table, constant, registers={found.operand: TILE})
+    RowPassWriter(text, _exchange(found, buffer)).run()
+    if text.symbols or text.draws:
+        return None
+    arguments = tuple(text.arguments)
+    types = types_of(arguments, len(arguments), table)
+    described = f"all_reduce_{describe_loop(found.loop)}"
+    lines = [line.removeprefix("    ") for line in text.lines]
+    cost = sum(map(bool, text.classes)) + 20
+    source = finished(described, lines, arguments, types, _warps(found, per_word), cost)
+    return AllReduceKernel(source, found.elements // per_word, found.number)
+
+
+def _warps(found: AllReduceEpilogue, per_word: int) -> int:
+    """Return the warps of a program: few words for each thread, since nothing else hides the way to the peers."""
+    return min(max(found.plan.dims[-1].block // per_word // BLOCK, 1), MAX_WARPS)
+
+
+def _exchange(found: AllReduceEpilogue, operand: Buffer) -> ReceivedTile:
+    """Return the statements of the exchange. Results may be in the operand's memory, so stores follow a barrier."""
+    dtype, extent = operand.dtype, operand.extent
+    assert isinstance(extent, int), "sums of known size"
+    per_word = 4 // ITEMSIZE[dtype]
+    tile = found.plan.dims[-1].block
+    words, block = found.elements // per_word, tile // per_word
+    inside = "" if words == block and extent // per_word % words == 0 else "inside"
+    place = [f"word = tl.arange(0, {block})", f"place = tl.program_id(0) * {words} + word"]
+    place += [f"{inside} = (word < {words}) & (place < count)"] if inside else []
+    return ReceivedTile(
+        found.operand,
+        before_wait=own_inbox(),
+        send=[*place, *send(inside)],
+        receive=[*receive(dtype, block, inside), f"{TILE} = {element_sums(dtype, tile)}"],
+        store=store_sum(dtype, inside) if found.keeps_sum else [],
+        finish=finish(),
+    )

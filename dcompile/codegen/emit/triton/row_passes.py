@@ -1,19 +1,78 @@
-"""Order the statements of a Triton kernel: passes over rows, and accumulators of column reductions between rows."""
+"""Order the statements of a Triton kernel: passes over rows, and accumulators of column reductions between rows.
+
+The text of reductions and scans comes first, and the statements of a kernel that receives a tile from other GPUs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 from dcompile.codegen.emit.triton.library import AFTER
+from dcompile.codegen.emit.triton.ops import SPELLING, literal, register_type
 from dcompile.codegen.emit.triton.printer import Class, TritonText
-from dcompile.codegen.emit.triton.received_tile import NOTHING_RECEIVED, ReceivedTile
-from dcompile.codegen.emit.triton.reduction_text import combine, identity_text, reduced, scanned
 from dcompile.codegen.nest.tile_plan import PROGRAMS, TileDim
 from dcompile.ir.analysis import operands, runtime_refs, store_operands
 from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.index import size_product
 from dcompile.ir.nodes import IndexOf, Load, Reduce, Ref, Scan
+from dcompile.ir.ops import REDUCTIONS, SCANS
+
+COMBINE = {"prod": "mul_", "max": "max_", "min": "min_", "logsumexp": "logaddexp_"}
+"""The kernel function that combines two partial results."""
+
+
+def identity_text(op: str, dtype: str) -> str:
+    """The value that changes no result."""
+    return literal((REDUCTIONS.get(op) or SCANS[op]).identity(dtype), dtype)
+
+
+def reduced(op: str, dtype: str, value: str, axis: int) -> str:
+    """Reduce a tensor along one axis."""
+    kind = register_type(dtype)
+    if dtype == "bool":
+        how = "max" if op in ("max", "any") else "min"
+        return f"(tl.{how}({value}.to(tl.int32), {axis}) != 0)"
+    if op in ("prod", "logsumexp") or (op in ("max", "min") and dtype.startswith("float")):
+        return f"tl.reduce({value}, {axis}, {COMBINE[op]})"
+    return f"tl.{op}({value}, {axis}).to(tl.{kind})"
+
+
+def scanned(op: str, dtype: str, value: str, axis: int) -> str:
+    """Scan a tensor along one axis."""
+    if op == "sum":
+        return f"tl.cumsum({value}, {axis}).to(tl.{register_type(dtype)})"
+    return f"tl.associative_scan({value}, {axis}, {COMBINE[op]})"
+
+
+def combine(op: str, a: str, b: str, dtype: str) -> str:
+    """Combine two partial results."""
+    if dtype == "bool":
+        return f"{a} {'|' if op in ('max', 'any') else '&'} {b}"
+    how = (REDUCTIONS.get(op) or SCANS[op]).combine
+    assert how is not None
+    text = SPELLING[how].format(a, b, dtype=dtype)
+    return f"({text}).to(tl.{dtype})" if dtype in ("int8", "int16", "uint8") else text
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedTile:
+    """Statements around a kernel that receives the elements of `buffer` from other GPUs, as a tile in registers."""
+
+    buffer: str
+    before_wait: Sequence[str]
+    send: Sequence[str]
+    """Behind the wait for earlier kernels. Other loads come next."""
+    receive: Sequence[str]
+    """Before the first value that depends on the tile."""
+    store: Sequence[str]
+    """Before the kernel's own stores, behind a barrier."""
+    finish: Sequence[str]
+
+
+NOTHING_RECEIVED = ReceivedTile("", (), (), (), (), ())
+
 
 PID = "tl.program_id(0)"
 PREFETCHED = 96 << 10

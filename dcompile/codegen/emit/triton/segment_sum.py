@@ -23,8 +23,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dcompile.codegen.emit.kernel_name import kernel_name
-from dcompile.codegen.emit.target import KernelSource, Launch, LibraryReplacement
+from dcompile.codegen.emit.target import KernelSource, Launch, LibraryReplacement, kernel_name
 from dcompile.codegen.emit.triton.library import HEADER
 from dcompile.codegen.emit.triton.ops import POINTERS
 from dcompile.codegen.nest.tile_plan import power_of_two

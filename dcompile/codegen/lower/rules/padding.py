@@ -58,7 +58,7 @@ def _pad(
 ) -> LazyTensor:
     """Pad by `way`. On CPUs the last dimension has a case for each side of its edges, so that loops read in order.
 
-    `emit/cpp/split_loops.py` splits the loop at these edges; a lookup of each element took 1.7 to 3 times as long.
+    `emit/cpp/loop_conditions.py` splits the loop at these edges; a lookup of each element took 1.7 to 3 times as long.
     Along other dimensions the position is constant for a whole row.
     """
     shape, dtype, last = shape_of(value), dtype_name(value.dtype), len(x.shape) - 1

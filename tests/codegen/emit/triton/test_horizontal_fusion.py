@@ -12,8 +12,7 @@ from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.codegen.emit.triton import horizontal_fusion
 from dcompile.codegen.emit.triton import kernel as triton_kernel
-from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, fuse_launches
-from dcompile.codegen.emit.triton.launch_order import start_next_first
+from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, fuse_launches, start_next_first
 from dcompile.codegen.emit.triton.library import AFTER, START_NEXT_FIRST, WAIT_FIRST
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.codegen.schedule.order.group_updates import group_updates

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dcompile.codegen.emit.cpp.hoist import MAX_HOISTED_BYTES, MIN_HOIST_ROWS, find_row_invariant
+from dcompile.codegen.emit.cpp.keep_values import MAX_HOISTED_BYTES, MIN_HOIST_ROWS, find_row_invariant
 from dcompile.codegen.nest.loop_nest import levels, make_nest
 from dcompile.ir.nodes import Loop, Program
 from tests.codegen.emit import cpp_kernel, loops

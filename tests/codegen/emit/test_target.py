@@ -1,6 +1,6 @@
 """Kernels are named by what they compute; equal texts have equal names, other texts others."""
 
-from dcompile.codegen.emit.kernel_name import describe_loop, kernel_name
+from dcompile.codegen.emit.target import describe_loop, kernel_name
 from dcompile.ir.index import var
 from dcompile.ir.nodes import Apply, Const, Load, Loop, Reduce, Store
 

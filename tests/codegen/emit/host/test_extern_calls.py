@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dcompile.codegen.emit.host import program as host_program
-from dcompile.codegen.emit.host.gemm_geometry import geometry, measurable_geometries
+from dcompile.codegen.emit.host.extern_calls import geometry, measurable_geometries
 from dcompile.codegen.emit.target import Kernels
 from dcompile.collectives.contract import ProgramReport
 from dcompile.config import Config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from dcompile.codegen.emit.cpp.split_loops import MAX_PIECES, find_pieces, nest_within
+from dcompile.codegen.emit.cpp.loop_conditions import MAX_PIECES, find_pieces, nest_within
 from dcompile.codegen.nest.loop_nest import make_nest
 from dcompile.ir.index import Index, evaluate, floordiv, modulo, var
 from dcompile.ir.nodes import Load, Loop, Program, Store

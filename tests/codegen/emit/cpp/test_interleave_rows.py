@@ -5,8 +5,8 @@ import pytest
 import torch
 
 import dcompile
-from dcompile.codegen.emit.cpp.interleave_scans import MIN_INTERLEAVED_ROWS as MIN_ROWS
-from dcompile.codegen.emit.cpp.interleave_scans import SCANNED_ROWS
+from dcompile.codegen.emit.cpp.interleave_rows import MIN_INTERLEAVED_ROWS as MIN_ROWS
+from dcompile.codegen.emit.cpp.interleave_rows import SCANNED_ROWS
 from dcompile.codegen.emit.cpp.scans import SCAN_BLOCK
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program, Store

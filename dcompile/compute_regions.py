@@ -13,8 +13,7 @@ import torch
 
 from dcompile import compat
 from dcompile.codegen.lower import all_aten
-from dcompile.codegen.lower.region_ops import can_compile_in_region
-from dcompile.codegen.lower.regions import Region, RegionPlan, with_calls
+from dcompile.codegen.lower.regions import Region, RegionPlan, can_compile_in_region, with_calls
 from dcompile.codegen.schedule.order.cost_model import fused_seconds
 from dcompile.collectives.contract import Request
 from dcompile.collectives.region_cuts import region_cuts

@@ -59,7 +59,7 @@ REPRO = '''"""The graph as it came from lowering: run this file to schedule it a
 from math import inf, nan
 
 from dcompile.codegen.schedule.fusion.fuse import fuse
-from dcompile.codegen.schedule.fusion.interchange_reductions import interchange_reductions
+from dcompile.codegen.schedule.fusion.loop_order import interchange_reductions
 from dcompile.ir.index import *
 from dcompile.ir.nodes import *
 from dcompile.ir.text import show

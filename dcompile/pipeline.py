@@ -185,8 +185,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
     """Rows of `LOOP_PASSES`, created at first use: a start from the cache loads no scheduler."""
     from dcompile.codegen.schedule.fusion.accumulate_matmuls import accumulate_matmuls
     from dcompile.codegen.schedule.fusion.fuse import fuse
-    from dcompile.codegen.schedule.fusion.inner_loop_order import order_inner_loops
-    from dcompile.codegen.schedule.fusion.interchange_reductions import interchange_reductions
+    from dcompile.codegen.schedule.fusion.loop_order import interchange_reductions, order_inner_loops
     from dcompile.codegen.schedule.fusion.matmul_epilogue import fuse_matmul_epilogues
     from dcompile.codegen.schedule.fusion.narrow_buffers import narrow_buffers
     from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
@@ -197,12 +196,10 @@ def loop_passes() -> tuple[LoopPass, ...]:
     from dcompile.codegen.schedule.fusion.split_rows import split_row_reductions
     from dcompile.codegen.schedule.memory.reorder_for_peak import plan_memory_for_peak
     from dcompile.codegen.schedule.order.dependences import remove_dead_steps
-    from dcompile.codegen.schedule.order.early_start_late_wait import start_early_wait_late
     from dcompile.codegen.schedule.order.group_updates import group_updates
-    from dcompile.codegen.schedule.order.overlap_collectives import overlap_collectives
+    from dcompile.codegen.schedule.order.overlap_collectives import overlap_collectives, start_early_wait_late
     from dcompile.collectives.coalesce_small import coalesce_small
-    from dcompile.collectives.ddp_all_reduce import insert_ddp_buckets
-    from dcompile.collectives.fold_average import fold_average
+    from dcompile.collectives.ddp_all_reduce import fold_average, insert_ddp_buckets
     from dcompile.collectives.fsdp_all_gather import insert_all_gathers
     from dcompile.collectives.fsdp_reduce_scatter import insert_reduce_scatters
     from dcompile.collectives.fsdp_units import sharded_accesses

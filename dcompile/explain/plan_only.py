@@ -28,7 +28,7 @@ from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import DynamoGraph
 from dcompile.capture.entry import Entry
 from dcompile.capture.find_models import find_model
-from dcompile.codegen.lower.provenance import origin_of
+from dcompile.codegen.lower.fx_nodes import origin_of
 from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
 from dcompile.collectives.contract import Request
 from dcompile.config import Config

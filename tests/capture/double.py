@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from dcompile import pipeline
-from dcompile.collectives.bucket import assign, lay_out
 from dcompile.collectives.contract import BucketSource, Foreseen, ProgramReport, Request
+from dcompile.collectives.ddp_all_reduce import assign, lay_out
 from dcompile.ir.buffers import Bucket
 from dcompile.passes import GraphPasses
 from dcompile.runtime.coordination.heartbeat import SingleProcess, peers_of

@@ -1,15 +1,90 @@
-"""All-reduces put into hand-built backward programs: where gradients lie, when reductions start, in which order."""
+"""All-reduces put into hand-built backward programs: where gradients lie, when reductions start, in which order.
 
+Bucket boundaries: torch's own rule is the reference. Matmuls that write into a bucket take averaging's factor with
+them: which do, and which are left as they are.
+"""
+
+from __future__ import annotations
+
+import random
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from dcompile.collectives.contract import BucketRule, ParamInfo
-from dcompile.collectives.ddp_all_reduce import all_idle, can_place, insert_all_reduces
-from dcompile.ir.buffers import Buffer
+from dcompile.collectives.ddp_all_reduce import (
+    ALIGN_BYTES,
+    all_idle,
+    assign,
+    can_place,
+    fold_average,
+    insert_all_reduces,
+    lay_out,
+)
+from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.index import contiguous_strides, var
-from dcompile.ir.nodes import Apply, Collective, Extern, Load, Loop, Program, Store, View, Wait
+from dcompile.ir.nodes import SCALE, Apply, Collective, Extern, Load, Loop, Program, Store, View, Wait
 from dcompile.ir.verify import verify
+
+
+def params(shapes, dtype="float32"):
+    return [ParamInfo(i, f"p{i}", shape, dtype, "cpu") for i, shape in enumerate(shapes)]
+
+
+def torchs_assignment(infos, rule):
+    """What torch's compute_bucket_assignment_by_size makes of the parameters in reverse."""
+    backwards = infos[::-1]
+    tensors = [torch.empty(p.shape, dtype=getattr(torch, p.dtype)) for p in backwards]
+    indices, _ = dist._compute_bucket_assignment_by_size(tensors, list(rule.limits), [])
+    return [[backwards[i].number for i in bucket] for bucket in indices]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_same_boundaries_as_torch(seed):
+    rng = random.Random(seed)
+    shapes = [(rng.randint(1, 40), rng.randint(1, 40)) for _ in range(rng.randint(1, 30))]
+    infos = [
+        ParamInfo(i, f"p{i}", shape, rng.choice(("float32", "float32", "bfloat16")), "cpu")
+        for i, shape in enumerate(shapes)
+    ]
+    rule = BucketRule(rng.choice((1, 1000, 4000)), rng.choice((2000, 8000)), rng.choice(((), (500,), (3000, 100))))
+    assert [[p.number for p in bucket] for bucket in assign(infos, rule)] == torchs_assignment(infos, rule)
+
+
+def test_first_bucket_is_small_and_holds_the_last_parameters():
+    buckets = assign(params([(256,)] * 8), BucketRule(first_bytes=1024, cap_bytes=3072))
+    assert [[p.number for p in bucket] for bucket in buckets] == [[7], [6, 5, 4], [3, 2, 1], [0]]
+
+
+def test_one_dtype_to_a_bucket():
+    infos = params([(4,)] * 4)
+    infos[1] = ParamInfo(1, "p1", (4,), "bfloat16", "cpu")
+    buckets = assign(infos, BucketRule(1 << 20, 1 << 20))
+    assert [[p.number for p in bucket] for bucket in buckets] == [[3, 2, 0], [1]]
+
+
+def test_order_of_the_argument_does_not_matter():
+    infos = params([(n,) for n in (5, 900, 3, 80, 700)])
+    rule = BucketRule(1000, 2000)
+    assert assign(infos, rule) == assign(infos[::-1], rule)
+
+
+@pytest.mark.parametrize(("wire", "sent"), [("", ""), ("float16", "float16"), ("own", "bfloat16")])
+def test_a_bucket_says_what_goes_over_the_wire(wire, sent):
+    assert lay_out(params([(3,)], "bfloat16"), "b", ["w"], wire).wire == sent
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_layout_is_aligned_and_free_of_overlap(dtype):
+    members = params([(3,), (17, 2), (), (64,)], dtype)
+    bucket = lay_out(members, "b", ["w", "x", "y", "z"])
+    ends = [offset + n for offset, n in zip(bucket.offsets, (3, 34, 1, 64), strict=True)]
+    assert all(offset * ITEMSIZE[dtype] % ALIGN_BYTES == 0 for offset in bucket.offsets)
+    assert all(end <= start for end, start in zip(ends, (*bucket.offsets[1:], bucket.numel), strict=True))
+    assert bucket.params == (0, 1, 2, 3) and bucket.buffers == ("w", "x", "y", "z")
+
 
 EACH = BucketRule(1, 1)
 """Every parameter is a bucket of its own."""
@@ -268,3 +343,50 @@ def test_buckets_say_which_gradients_there_are_where_some_may_be_absent():
     assert [b.numel - b.marks for b in marked.buckets] == [b.numel for b in plain.buckets]
     (bucket,) = insert_all_reduces(chain(3), params, replace(ONE, unsure=(1,))).buckets
     assert bucket.marks == 3 and not bucket.idle
+
+
+def whole(name, shape=(4, 4)):
+    return View(name, shape, contiguous_strides(shape))
+
+
+def backward(dtype="bfloat16", device="cuda", inner=4, wire="", op="aten.mm.default"):
+    """Gradients of a weight, by a product, and of a vector, by a loop."""
+    shapes = {"x": (inner, 4), "v": (4,), "weight": (4, 4), "vector": (4,)}
+    buffers = tuple(Buffer(n, dtype, shape, contiguous_strides(shape), device) for n, shape in shapes.items())
+    added = (whole("x", (4, 4)),) if "add" in op else ()
+    product = Extern(op, (*added, View("x", (4, inner), (1, 4)), whole("x", (inner, 4))), (), ("weight",), "out")
+    body = (Load("v", var("i0"), dtype), Apply("cast", (0,), "float32"), Apply("cast", (1,), dtype))
+    loop = Loop("copy", (4,), (), body, (Store("vector", var("i0"), 2),))
+    outputs = (whole("weight"), whole("vector", (4,)))
+    program = Program("backward", ("x", "v"), outputs, buffers, (product, loop), ((0, 0), (1, 1)))
+    params = tuple(ParamInfo(n, f"p{n}", shapes[name], dtype, device) for n, name in enumerate(("weight", "vector")))
+    return insert_all_reduces(program, params, BucketRule(1 << 20, 1 << 20, (), wire))
+
+
+def test_a_product_is_multiplied_as_it_is_written_and_the_bucket_says_so():
+    before = backward()
+    after = fold_average(before)
+    verify(after)
+    (bucket,) = after.buckets
+    (product,) = (step for step in after.steps if isinstance(step, Extern) and "mm" in step.op)
+    assert bucket.scaled == (0,) and product.op == "aten.addmm.default"
+    assert dict(product.kwargs) == {"beta": 0, "alpha": SCALE} and product.args[0].shape == (1, 1)
+    assert replace(after, steps=(), buckets=()) == replace(before, steps=(), buckets=())
+    assert fold_average(after) == after
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"dtype": "float16"},  # what overflows does so before the division under DDP
+        {"device": "cpu"},
+        {"wire": "bfloat16"},
+        {"inner": 0},  # no element to point to
+        {"inner": var("s0")},
+        {"op": "aten.addmm.default"},
+    ],
+    ids=str,
+)
+def test_what_is_left_to_a_pass_over_the_bucket(how):
+    before = backward(**how)
+    assert fold_average(before) is before

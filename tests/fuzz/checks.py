@@ -17,7 +17,7 @@ from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.nest.gpu_tiling import make_plan
 from dcompile.codegen.schedule.fusion import split_reductions, split_rows
 from dcompile.codegen.schedule.fusion.fuse import fuse
-from dcompile.codegen.schedule.fusion.interchange_reductions import interchange_reductions
+from dcompile.codegen.schedule.fusion.loop_order import interchange_reductions
 from dcompile.codegen.schedule.fusion.narrow_buffers import narrow_buffers
 from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
 from dcompile.codegen.schedule.fusion.rematerialize import rematerialize

@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from dcompile.codegen.lower.symbolic.floats import OPS as REALS
-from dcompile.codegen.lower.symbolic.floats import Real
+from dcompile.codegen.lower.symbolic.shapes import OPS as REALS
+from dcompile.codegen.lower.symbolic.shapes import Real
 from dcompile.codegen.lower.symbolic.strides import lower_bound, simplify
 from dcompile.ir.float8 import FLOAT8, OPAQUE, from_bytes, to_bytes
 from dcompile.ir.index import Index, Size, as_index, is_nonnegative, size_product, substitute, upper_bound, var

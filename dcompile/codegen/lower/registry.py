@@ -17,10 +17,9 @@ from dcompile.codegen.lower.rules import (
     reductions,
     scans,
     scatter,
-    skinny_matmul,
+    small_matmul,
     softmax_norms,
     special,
-    tiny_matmul,
     views,
 )
 
@@ -37,12 +36,11 @@ RULES: dict[str, Rule] = {
     **index_put.RULES,
     **embedding_backward.RULES,
     **avg_pool.RULES,
-    **skinny_matmul.RULES,
-    **tiny_matmul.RULES,
+    **small_matmul.RULES,
     **max_pool.RULES,
     **special.RULES,
     **creation.RULES,
     **random.RULES,
 }
-PRODUCTS = skinny_matmul.RULES | tiny_matmul.RULES
+PRODUCTS = small_matmul.RULES
 """Rules of matmuls, of which the library computes most."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from dcompile.codegen.lower.fx_nodes import Kind
 from dcompile.codegen.lower.lazy_tensor import LazyTensor
-from dcompile.codegen.lower.node_uses import Kind
 from dcompile.ir.float8 import FLOAT8
 from dcompile.ir.index import Index, Size
 from dcompile.ir.ops import DTYPES

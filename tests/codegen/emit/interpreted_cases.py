@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from dcompile.codegen.emit.triton import segment_sum
-from dcompile.codegen.lower.rules import skinny_matmul
+from dcompile.codegen.lower.rules import small_matmul
 from dcompile.codegen.nest import contraction, gpu_tiling
 from dcompile.codegen.nest.row_matmul import RowMatmul, RowTile, choose_row_tile
 from dcompile.codegen.schedule.fusion import matmul_epilogue, split_reductions, split_rows
@@ -63,7 +63,7 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
     matmul_epilogue.MIN_EPILOGUE_FLOPS = 0  # products of any size
     for name in products.CASES:
         yield f"product {name}", products.case(name), products.inputs(products.case(name)), 1.6e-2
-    skinny_matmul.MIN_TILED_ELEMENTS, contraction.MIN_BATCH_PROGRAMS = 0, 1
+    small_matmul.MIN_TILED_ELEMENTS, contraction.MIN_BATCH_PROGRAMS = 0, 1
     for name in skinny.CASES:
         yield f"skinny {name}", skinny.case(name), products.inputs(skinny.case(name)), 1.6e-2
     for name, (*_, tile) in one_row.CASES.items():

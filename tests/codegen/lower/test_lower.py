@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile.codegen.lower.decompositions.table import table
+from dcompile.codegen.lower.fx_nodes import origin_of
 from dcompile.codegen.lower.lazy_tensor import MAX_LOADS, MAX_OPS
 from dcompile.codegen.lower.lower import lower
-from dcompile.codegen.lower.provenance import origin_of
 from dcompile.ir.nodes import Apply, Extern, Load, Loop, Program, View
 from tests.traits import change_cpu
 

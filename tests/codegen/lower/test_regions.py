@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile.codegen.lower.region_ops import can_compile_in_region
-from dcompile.codegen.lower.regions import Region, RegionPlan, with_calls
+from dcompile.codegen.lower.regions import Region, RegionPlan, can_compile_in_region, with_calls
 from dcompile.kernel_backends.region_call import RegionCall
 
 

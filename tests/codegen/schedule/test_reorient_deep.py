@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dcompile.codegen.schedule.fusion.interchange_reductions import interchange_reductions
+from dcompile.codegen.schedule.fusion.loop_order import interchange_reductions
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program
 from dcompile.ir.parse import parse

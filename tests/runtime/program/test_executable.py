@@ -21,7 +21,7 @@ from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.collectives.contract import ProgramReport
-from dcompile.collectives.fold_average import fold_average
+from dcompile.collectives.ddp_all_reduce import fold_average
 from dcompile.compat.storage_holders import storage_use_count
 from dcompile.config import Config
 from dcompile.errors import DcompileError

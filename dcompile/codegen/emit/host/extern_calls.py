@@ -251,7 +251,7 @@ def geometry(step: Extern, table: Mapping[str, Buffer]) -> Geometry | None:
 
 
 def factors_of(step: Extern) -> tuple[View, View] | None:
-    """Return the factors of a plain matmul, or of one scaled as it is written (`collectives/fold_average.py`)."""
+    """Return the factors of a plain matmul, or of one scaled as it is written (`collectives/ddp_all_reduce.py`)."""
     match step:
         case Extern("aten.mm.default", (View() as left, View() as right), ()):
             return left, right

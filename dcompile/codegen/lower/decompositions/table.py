@@ -1,8 +1,14 @@
-"""The table of ATen ops that AOTAutograd decomposes before lowering."""
+"""The table of ATen ops that AOTAutograd decomposes before lowering.
+
+List operations, as optimizers use them, become one operation for each tensor, which fuse. Some backward ops have
+another decomposition for tensors without elements. A rank whose batch is empty must exchange what other ranks do. So
+its results depend on the same arguments as theirs: zeros out of nothing would have neither a gradient behind them nor
+need of a sharded weight.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,15 +16,7 @@ import torch
 
 from dcompile import compat
 from dcompile.codegen.lower.decompositions import aten as decompositions_aten
-from dcompile.codegen.lower.decompositions import (
-    embedding_bag,
-    empty_batches,
-    foreach,
-    grid_sample,
-    group_norm,
-    random,
-    symbolic_scalars,
-)
+from dcompile.codegen.lower.decompositions import embedding_bag, grid_sample, group_norm, random, symbolic_scalars
 from dcompile.device_traits import traits_of
 
 _ALSO = (
@@ -62,7 +60,7 @@ def _table() -> dict[Any, Any]:
         torch.ops.aten.convolution_backward.default: convolution_backward,
         torch.ops.aten.nll_loss_backward.default: nll_loss_backward,
         torch.ops.aten.nll_loss2d_backward.default: nll_loss_backward,
-        **foreach.table(),
+        **foreach_table(),
         **decompositions_aten.table(),
         **embedding_bag.table(),
         **grid_sample.table(),
@@ -92,9 +90,9 @@ def table(*, fallback_random: bool = False) -> dict[Any, Any]:
     else:
         found |= own
     for packet in (aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward):
-        found[packet.default] = empty_batches.instead_of(found[packet.default], empty_batches.loss_backward)
+        found[packet.default] = instead_of(found[packet.default], loss_backward)
     norm_backward = aten.native_layer_norm_backward.default
-    found[norm_backward] = empty_batches.instead_of(found[norm_backward], empty_batches.layer_norm_backward)
+    found[norm_backward] = instead_of(found[norm_backward], layer_norm_backward)
     return found
 
 
@@ -204,3 +202,97 @@ def nll_loss_backward(
 
 _MEAN = 1
 """ATen's number of torch.nn.functional's reduction="mean"."""
+
+
+_UNARY = (
+    "abs", "acos", "asin", "atan", "ceil", "cos", "cosh", "erf", "erfc", "exp", "expm1", "floor", "frac", "lgamma",
+    "log", "log10", "log1p", "log2", "neg", "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "sinh", "sqrt",
+    "tan", "tanh", "trunc",
+)  # fmt: skip
+_SAME_NAME = {
+    **dict.fromkeys(_UNARY, ("default",)),
+    **dict.fromkeys(("add", "sub", "mul", "div"), ("Scalar", "List", "ScalarList", "Tensor")),
+    "pow": ("Scalar", "List", "ScalarList", "ScalarAndTensor"),
+    "lerp": ("Scalar", "List", "ScalarList"),
+    "addcmul": ("Scalar", "ScalarList"),
+    "addcdiv": ("Scalar", "ScalarList"),
+    "maximum": ("List",),
+    "minimum": ("List",),
+}
+_OTHER_NAME = {
+    ("clamp_min", "List"): "maximum", ("clamp_max", "List"): "minimum",
+    ("clamp_min", "Scalar"): "clamp_min", ("clamp_max", "Scalar"): "clamp_max",
+    ("maximum", "Scalar"): "clamp_min", ("minimum", "Scalar"): "clamp_max",
+    ("norm", "Scalar"): "linalg_vector_norm",
+}  # fmt: skip
+_KEYWORDS = {"alpha": "alpha", "value": "value", "scalars": "value", "dtype": "dtype"}
+"""Keyword arguments of the single-tensor operation, by their names in the list operation."""
+
+
+def foreach_table() -> dict[Any, Callable[..., list[torch.Tensor]]]:
+    """Return each list operation that has a single-tensor counterpart, with its decomposition."""
+    names = {(name, overload): name for name, overloads in _SAME_NAME.items() for overload in overloads}
+    found = {}
+    for (name, overload), single in (names | _OTHER_NAME).items():
+        packet = getattr(torch.ops.aten, f"_foreach_{name}", None)
+        if packet is not None and overload in packet.overloads():
+            op = getattr(packet, overload)
+            found[op] = _each(op, getattr(torch.ops.aten, single))
+    return found
+
+
+def _each(op: Any, single: Any) -> Callable[..., list[torch.Tensor]]:
+    """Apply `single` to each element of the list operation `op`'s lists; other arguments go to every call."""
+    parameters = [argument.name for argument in op._schema.arguments]
+    by_keyword = _KEYWORDS if "addc" in op.__name__ else {n: k for n, k in _KEYWORDS.items() if n != "scalars"}
+
+    def each(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        count = next(len(value) for value in given.values() if isinstance(value, (list, tuple)))
+        results = []
+        for number in range(count):
+            one = {name: v[number] if isinstance(v, (list, tuple)) else v for name, v in given.items()}
+            rest = [value for name, value in one.items() if name not in by_keyword]
+            results.append(single(*rest, **{by_keyword[name]: v for name, v in one.items() if name in by_keyword}))
+        return results
+
+    return each
+
+
+def instead_of(rule: Callable[..., Any], without_elements: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap torch's `rule` of a backward to call `without_elements` where the forward's input is known to be empty."""
+
+    def chosen(grad: torch.Tensor, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        chosen_rule = without_elements if compat.sizes.is_known_empty(x) else rule
+        return chosen_rule(grad, x, *args, **kwargs)
+
+    return chosen
+
+
+def loss_backward(grad: torch.Tensor, x: torch.Tensor, target: torch.Tensor, *how: Any, **named: Any) -> torch.Tensor:
+    """Return the empty gradient of a loss. Torch's decompositions divide by the number of elements."""
+    return ((x - target) * grad).to(x.dtype)
+
+
+def layer_norm_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    normalized_shape: Sequence[int],
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Return an empty gradient, and sums over no rows."""
+    rows = list(range(x.dim() - len(normalized_shape)))
+    normal = (x - mean) * rstd
+
+    def summed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return (value.sum(rows) if rows else value).to(like.dtype)
+
+    return (
+        (normal * (grad if weight is None else grad * weight)).to(x.dtype) if mask[0] else None,
+        summed(grad * normal, weight) if mask[1] and weight is not None else None,
+        summed(grad, bias) if mask[2] and bias is not None else None,
+    )

@@ -15,14 +15,15 @@ from dcompile.codegen.lower.rules.indexing import check_positions, indexed_space
 from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.rules.scatter import (
     add_value,
+    by_library,
     collected_by_rows,
     few_rows,
     meets,
     needs_order,
+    puts_by_library,
     scatter_combine,
     scatter_set,
 )
-from dcompile.codegen.lower.rules.scatter_by_aten import by_library, puts_by_library
 from dcompile.codegen.lower.symbolic.strides import Shape
 from dcompile.ir.index import Index
 from dcompile.ir.nodes import Ref

@@ -1,23 +1,30 @@
-"""Write to inputs of the graph: functionalized in-place operations return to the caller's memory."""
+"""Write to inputs of the graph: functionalized in-place operations return to the caller's memory.
+
+Inputs may also be given other memory, by `p.data = h` in a forward. The new data is copied, since programs reuse their
+memory. But where the graph returns a view of it (`p.detach()`), the memory belongs to the caller already, and both
+share it, as in eager mode.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from dcompile import compat
 from dcompile.codegen.lower.context import Lowering
 from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, make_lazy
 from dcompile.codegen.lower.library_calls import Unsupported
 from dcompile.codegen.lower.rules.indexing import check_positions, indexed_shape, indexed_space
 from dcompile.codegen.lower.rules.pointwise import to_dtype
-from dcompile.codegen.lower.rules.scatter_by_aten import ONE_THREAD
+from dcompile.codegen.lower.rules.scatter import ONE_THREAD
 from dcompile.codegen.lower.symbolic.strides import ranges_of, variables
 from dcompile.ir.float8 import OPAQUE
 from dcompile.ir.index import flatten, size_product
-from dcompile.ir.nodes import Load, Store
+from dcompile.ir.nodes import Extern, Load, Step, Store, View
 from dcompile.ir.ops import DTYPES
 
 OVERWRITES = frozenset(("aten.copy_.default",))
@@ -123,3 +130,27 @@ def _put_at(low: Lowering, target: LazyTensor, indices: Sequence[LazyTensor | No
     coords = variables("i", space.shape)
     index = flatten(space.place(body, coords), target.view.strides) + target.view.offset
     low.loop(space.shape, (), body, [Store(target.view.buffer, index, body.trace(seen, coords))])
+
+
+def with_shared_data(low: Lowering, returned: Sequence[Any], outputs: Sequence[Any]) -> tuple[Step, ...]:
+    """Return the steps of a program; `outputs` are the results of the nodes `returned` that the caller sees.
+
+    A program may store a copy of a value at the value's address. Only tracing distinguishes the two.
+    """
+    if not low.data_given:
+        return tuple(low.steps)
+    shared = {
+        (view.buffer, compat.tensors.storage_key(node.meta["val"]))
+        for node, view in zip(returned, outputs, strict=False)  # tensors saved for a backward are no results
+        if isinstance(node, Node) and isinstance(view, View)
+    }
+    memories = {id(step): memory for step, memory in low.data_given}
+
+    def settled(step: Step) -> Step:
+        if isinstance(step, Extern) and id(step) in memories:
+            source = step.args[1]
+            if isinstance(source, View) and (source.buffer, memories[id(step)]) in shared:
+                return replace(step, args=(*step.args[:2], False))
+        return step
+
+    return tuple(map(settled, low.steps))

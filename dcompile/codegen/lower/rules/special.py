@@ -8,12 +8,38 @@ arguments. Rarer functions (Bessel, Airy, zeta, polygamma, ...) have no rule: AT
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rule import Rule
-from dcompile.codegen.lower.rules.expr import Numbers
 from dcompile.codegen.lower.rules.pointwise import Pointwise
 from dcompile.ir.nodes import Ref
+
+
+class Numbers:
+    """Arithmetic on values of a body; numbers become constants of their dtype."""
+
+    def __init__(self, body: Body, dtype: str) -> None:
+        self.body, self.dtype = body, dtype
+
+    def __call__(self, op: str, *args: Ref | float) -> Ref:
+        return self.body.apply(op, *(self.ref(arg) for arg in args))
+
+    def ref(self, value: Ref | float) -> Ref:
+        """Return a value's number; floats become constants, integers are values of the body already."""
+        return self.body.const(value, self.dtype) if isinstance(value, float) else value
+
+    def polynomial(self, x: Ref, coefficients: Sequence[float]) -> Ref:
+        """Evaluate a polynomial by Horner's rule, highest power first."""
+        result = self.ref(coefficients[0])
+        for coefficient in coefficients[1:]:
+            result = self("add", self("mul", result, x), coefficient)
+        return result
+
+    def signed(self, magnitude: Ref, like: Ref) -> Ref:
+        """Return the magnitude with the sign of another number."""
+        return self("where", self("signbit", like), self("neg", magnitude), magnitude)
+
 
 DIGAMMA = (
     8.33333333333333333333e-2, -2.10927960927960927961e-2, 7.57575757575757575758e-3, -4.16666666666666666667e-3,

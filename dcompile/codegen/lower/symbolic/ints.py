@@ -8,8 +8,7 @@ from torch.fx import Node
 
 from dcompile.codegen.lower.context import Lowering
 from dcompile.codegen.lower.operator_facts import op_text
-from dcompile.codegen.lower.symbolic.floats import real
-from dcompile.codegen.lower.symbolic.shapes import Inexpressible, size_of
+from dcompile.codegen.lower.symbolic.shapes import Inexpressible, real, size_of
 from dcompile.ir.buffers import NUMBER
 from dcompile.ir.index import Size, as_index, var
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from dcompile.codegen.lower.decompositions import foreach
+from dcompile.codegen.lower.decompositions.table import foreach_table
 
-TABLE = foreach.table()
+TABLE = foreach_table()
 
 
 def lists() -> tuple[list[torch.Tensor], ...]:

@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile.codegen.lower.lower import lower
-from dcompile.codegen.lower.rules.scatter_by_aten import MAX_SMALL_ELEMENTS
+from dcompile.codegen.lower.rules.scatter import MIN_LIBRARY_ELEMENTS
 from dcompile.ir.nodes import Extern, Loop
 from tests.codegen.lower.lowered import run
 from tests.codegen.lower.rules.test_input_mutation import check as check_in_place
@@ -50,7 +50,7 @@ def test_few_single_elements_are_put_in_eagers_order() -> None:
 
 def test_loops_of_ours_take_small_tensors_whole_rows_many_values_and_sums_from_zero() -> None:
     x, index = tensor(ROWS, COLUMNS), positions(ROWS, 5, end=6)
-    small, rows = tensor(8, MAX_SMALL_ELEMENTS // 8 - 1), torch.tensor([3, -2, 3])
+    small, rows = tensor(8, MIN_LIBRARY_ELEMENTS // 8 - 1), torch.tensor([3, -2, 3])
     check(lambda x, i, v: x.scatter(1, i[:8], v), small, index, tensor(8, 5))
     check(lambda x, r, v: put(x, [r], v), x, rows, tensor(3, COLUMNS))
     check(lambda x, i, v: x.scatter_add(1, i, v), x, positions(ROWS, COLUMNS, end=COLUMNS), tensor(ROWS, COLUMNS))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dcompile.codegen.schedule.fusion.fuse import fuse
-from dcompile.codegen.schedule.fusion.interchange_reductions import interchange_reductions
+from dcompile.codegen.schedule.fusion.loop_order import interchange_reductions
 from dcompile.codegen.schedule.fusion.merge import merge
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Loop, Reduce

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dcompile.codegen.lower.rules import skinny_matmul as rule
+from dcompile.codegen.lower.rules import small_matmul as rule
 from dcompile.codegen.schedule.fusion.skinny_matmul import (
     LIBRARY,
     choose_skinny_matmuls,

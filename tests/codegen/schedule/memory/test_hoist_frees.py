@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dcompile.codegen.schedule.memory import hoist_frees as module
-from dcompile.codegen.schedule.memory.hoist_frees import hoist_frees
-from dcompile.codegen.schedule.memory.reorder_for_peak import plan_memory_for_peak
+from dcompile.codegen.schedule.memory import reorder_for_peak as module
+from dcompile.codegen.schedule.memory.reorder_for_peak import hoist_frees, plan_memory_for_peak
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Apply, Extern, Load, Loop, Program, Store, View
@@ -67,7 +66,7 @@ def test_programs_on_a_cpu_keep_their_order():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_programs_keep_their_meaning(seed, monkeypatch):
-    monkeypatch.setattr(module, "MIN_SAVED_BYTES", 1)
+    monkeypatch.setattr(module, "MIN_FREED_BYTES", 1)
     program, inputs = random_program(seed, 10, exact=True)
     moved = hoist_frees(program)
     assert respects(moved.steps, program.steps) or moved is program

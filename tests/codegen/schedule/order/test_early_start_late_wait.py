@@ -1,6 +1,6 @@
 import random
 
-from dcompile.codegen.schedule.order.early_start_late_wait import start_early_wait_late
+from dcompile.codegen.schedule.order.overlap_collectives import start_early_wait_late
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import var
 from dcompile.ir.nodes import Apply, Collective, Load, Loop, Program, Store, View, Wait

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dcompile.codegen.schedule.fusion.inner_loop_order import order_inner_loops
+from dcompile.codegen.schedule.fusion.loop_order import order_inner_loops
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program, Store

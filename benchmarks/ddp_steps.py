@@ -32,7 +32,7 @@ class Marks:
 
 
 @dataclass
-class Bucket:
+class HookedBucket:
     """An all-reduce of one bucket in one step."""
 
     nbytes: int
@@ -42,11 +42,11 @@ class Bucket:
 
 
 @dataclass
-class Buckets:
+class HookRecorder:
     """Record a DDP module's all-reduces; `call` is the module, or what torch.compile has made of it."""
 
     call: Any
-    found: list[Bucket] = field(default_factory=list)
+    found: list[HookedBucket] = field(default_factory=list)
     computed: float = 0.0
     """When the backward had computed all gradients, and DDP's waits began."""
 
@@ -65,7 +65,7 @@ class Buckets:
         import torch.distributed as dist
 
         buffer = bucket.buffer()
-        made = Bucket(buffer.nbytes, time.perf_counter())
+        made = HookedBucket(buffer.nbytes, time.perf_counter())
         if not self.found:  # DDP queues its own callback, which waits, behind the last bucket
             torch.autograd.Variable._execution_engine.queue_callback(self._computed)
         self.found.append(made)
@@ -78,7 +78,7 @@ class Buckets:
         self.computed = time.perf_counter()
 
 
-def step_of(marks: Marks, buckets: Buckets, latest: Sequence[float]) -> MeasuredStep:
+def step_of(marks: Marks, buckets: HookRecorder, latest: Sequence[float]) -> MeasuredStep:
     """The step that `buckets` has recorded; `latest`: when the last rank had each bucket ready."""
     exchanges = tuple(_exchanges(buckets, latest))
     waited = exchanges[-1].wait_end if exchanges else marks.backward
@@ -92,7 +92,7 @@ def step_of(marks: Marks, buckets: Buckets, latest: Sequence[float]) -> Measured
     return MeasuredStep(marks.begin, marks.end, tuple(span for span in spans if span.seconds > 0), exchanges)
 
 
-def _exchanges(buckets: Buckets, latest: Sequence[float]) -> Iterator[CollectiveInterval]:
+def _exchanges(buckets: HookRecorder, latest: Sequence[float]) -> Iterator[CollectiveInterval]:
     reached = buckets.computed
     for number, (found, last) in enumerate(zip(buckets.found, latest, strict=True)):
         wait = reached

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import environment, finish, table
-from benchmarks.ddp_steps import Buckets, Marks, step_of, with_marks
+from benchmarks.ddp_steps import HookRecorder, Marks, step_of, with_marks
 from benchmarks.gpu_ddp_fsdp import spread
 from benchmarks.ranks import Job, joined, run_job
 
@@ -167,7 +167,7 @@ def draw(above: Training, ours: Training, path: str) -> dict[str, Any]:
     from dcompile.explain.svg import draw_comparison
     from dcompile.explain.timeline import Timeline
 
-    buckets = Buckets(above.call)
+    buckets = HookRecorder(above.call)
     above.loss_scale = 1 / above.job.size  # the hook only sums
     for _ in range(WARM_UP):  # the first with the hook may compile again
         above.step()

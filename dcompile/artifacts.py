@@ -57,6 +57,10 @@ def dump(config: Config, name: str, text: str) -> None:
 def dump_change(config: Config, name: str, before: str, after: str) -> None:
     """Dump what a pass made of a program, as text and as a difference; nothing if it changed nothing."""
     if config.dump and before != after:
-        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="")
-        dump(config, f"{name}.diff", "\n".join(lines))
+        dump(config, f"{name}.diff", difference(before, after))
         dump(config, f"{name}.txt", after)
+
+
+def difference(before: str, after: str, old: str = "", new: str = "") -> str:
+    """Return what changed from one text to the other as a unified diff, with their names; empty if nothing did."""
+    return "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), old, new, lineterm=""))

@@ -121,7 +121,7 @@ class CachingCompiler:
             return frozenset(), frozenset()
         from dcompile.codegen.lower import operator_facts
 
-        return operator_facts.table()
+        return operator_facts.fusible_ops()
 
     def graph_passes(self) -> GraphPasses:
         """Rows of `pipeline.py` for FX graphs and results that options `skip` and `until` leave."""

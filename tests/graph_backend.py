@@ -25,7 +25,7 @@ def cut_by(budget: float = 1.0, keys: bool = True) -> Callable[..., Any]:
     def cut(joint: Any, inputs: Any, **given: Any) -> Any:
         for rewrite in (assign_rng_keys, copy_changed_inputs, save_random_values):
             rewrite(joint)
-        table_ = operator_facts.table()
+        table_ = operator_facts.fusible_ops()
         return partition_joint(joint, inputs, carries_sync=False, fusible=table_, memory_budget=budget, **given)
 
     def backend(gm: Any, inputs: Any) -> Any:

@@ -32,7 +32,7 @@ class _OpenBucket:
     members: list[ParamInfo] = field(default_factory=list)
 
 
-def assign(params: Sequence[ParamInfo], rule: BucketRule) -> list[list[ParamInfo]]:
+def assign_to_buckets(params: Sequence[ParamInfo], rule: BucketRule) -> list[list[ParamInfo]]:
     """Members of each bucket, in the order in which the buckets are reduced.
 
     It applies torch's `compute_bucket_assignment_by_size` to the parameters in reverse. A bucket holds one dtype of one
@@ -145,7 +145,7 @@ def lay_out_all(
     `buffers`: parameter number -> the buffer of its gradient, if there is one.
     """
     buckets = []
-    for number, members in enumerate(assign(params, rule)):
+    for number, members in enumerate(assign_to_buckets(params, rule)):
         marks = rule.every or any(param.number in rule.unsure for param in members)
         known = [buffers.get(param.number) for param in members]
         buckets.append(lay_out(members, f"{bucket_traits(KIND).bucket_prefix}{number}", known, rule.wire, marks))
@@ -338,7 +338,7 @@ def copy_into(buffer: str, view: View, param: ParamInfo, where: str) -> Extern:
     )
 
 
-DTYPES = ("float32", "float64", "bfloat16")
+EXACTLY_SCALED_DTYPES = ("float32", "float64", "bfloat16")
 """Dtypes whose exponent alone changes by a power of two. float16 has few exponents: DDP divides after overflow and
 underflow have happened, and GradScaler checks for that.
 """
@@ -370,7 +370,7 @@ def fold_average(program: Program) -> Program:
 
 def _is_scaled(bucket: Bucket) -> bool:
     """Whether gradients are scaled in the bucket's own dtype, as DDP does without a hook."""
-    return not bucket.carries_units and not bucket.wire and bucket.dtype in DTYPES
+    return not bucket.carries_units and not bucket.wire and bucket.dtype in EXACTLY_SCALED_DTYPES
 
 
 def _is_product(step: Step) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import itertools
 from collections.abc import Mapping
 
+from dcompile.artifacts import difference
 from dcompile.collectives.contract import Request
 from dcompile.driver import Pipeline, ProgramPlan
 from dcompile.errors import OptionError
@@ -49,7 +49,7 @@ class ProgramStages:
         """Return what the pass `name` changed, as a unified diff; empty if nothing."""
         after, names = self.after(name), [*self._texts]
         before = self._texts[names[max(0, names.index(name) - 1)]]
-        return "\n".join(difflib.unified_diff(before.splitlines(), after.splitlines(), "before", name, lineterm=""))
+        return difference(before, after, "before", name)
 
     def __str__(self) -> str:
         return [*self._texts.values()][-1]

@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from benchmarks import overlap_cpu
-from benchmarks.ddp_steps import Bucket, Buckets, Marks, step_of, with_marks
+from benchmarks.ddp_steps import HookedBucket, HookRecorder, Marks, step_of, with_marks
 from benchmarks.overlap_cpu import Sample, parse, show, summary
 from benchmarks.ranks import run_job
 from tests.job import one_layer
@@ -55,8 +55,8 @@ def test_ratios_are_within_a_round(capsys):
 
 
 def test_a_step_of_stock_ddp_waits_from_the_last_gradient_to_the_end_of_its_buckets():
-    buckets = object.__new__(Buckets)
-    buckets.found = [Bucket(8, 4.0, 4.1, 5.5), Bucket(16, 5.9, 6.0, 7.5), Bucket(4, 6.0, 6.1, 7.0)]
+    buckets = object.__new__(HookRecorder)
+    buckets.found = [HookedBucket(8, 4.0, 4.1, 5.5), HookedBucket(16, 5.9, 6.0, 7.5), HookedBucket(4, 6.0, 6.1, 7.0)]
     buckets.computed = 6.2
     marks = Marks(begin=1.0, forward=3.0, backward=8.0, clip=8.5, optimizer=9.0, end=9.5)
     step = step_of(marks, buckets, latest=[4.5, 5.9, 6.0])

@@ -9,7 +9,7 @@ import torch
 
 from dcompile import pipeline
 from dcompile.collectives.contract import BucketSource, Foreseen, ProgramReport, Request
-from dcompile.collectives.ddp_all_reduce import assign, lay_out
+from dcompile.collectives.ddp_all_reduce import assign_to_buckets, lay_out
 from dcompile.ir.buffers import Bucket
 from dcompile.passes import GraphPasses
 from dcompile.runtime.coordination.heartbeat import SingleProcess, peers_of
@@ -27,7 +27,7 @@ class InterpreterExecutable:
         if request.rule is not None:
             self.buckets = tuple(
                 lay_out(members, f"bucket{i}", [p.fqn for p in members])
-                for i, members in enumerate(assign(request.params, request.rule))
+                for i, members in enumerate(assign_to_buckets(request.params, request.rule))
             )
         self.report = ProgramReport(kernels=1, kernel_calls=1, collectives=len(self.buckets))
 

@@ -17,7 +17,7 @@ from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.collectives.ddp_all_reduce import (
     ALIGN_BYTES,
     all_idle,
-    assign,
+    assign_to_buckets,
     can_place,
     fold_average,
     insert_all_reduces,
@@ -50,25 +50,25 @@ def test_same_boundaries_as_torch(seed):
         for i, shape in enumerate(shapes)
     ]
     rule = BucketRule(rng.choice((1, 1000, 4000)), rng.choice((2000, 8000)), rng.choice(((), (500,), (3000, 100))))
-    assert [[p.number for p in bucket] for bucket in assign(infos, rule)] == torchs_assignment(infos, rule)
+    assert [[p.number for p in bucket] for bucket in assign_to_buckets(infos, rule)] == torchs_assignment(infos, rule)
 
 
 def test_first_bucket_is_small_and_holds_the_last_parameters():
-    buckets = assign(params([(256,)] * 8), BucketRule(first_bytes=1024, cap_bytes=3072))
+    buckets = assign_to_buckets(params([(256,)] * 8), BucketRule(first_bytes=1024, cap_bytes=3072))
     assert [[p.number for p in bucket] for bucket in buckets] == [[7], [6, 5, 4], [3, 2, 1], [0]]
 
 
 def test_one_dtype_to_a_bucket():
     infos = params([(4,)] * 4)
     infos[1] = ParamInfo(1, "p1", (4,), "bfloat16", "cpu")
-    buckets = assign(infos, BucketRule(1 << 20, 1 << 20))
+    buckets = assign_to_buckets(infos, BucketRule(1 << 20, 1 << 20))
     assert [[p.number for p in bucket] for bucket in buckets] == [[3, 2, 0], [1]]
 
 
 def test_order_of_the_argument_does_not_matter():
     infos = params([(n,) for n in (5, 900, 3, 80, 700)])
     rule = BucketRule(1000, 2000)
-    assert assign(infos, rule) == assign(infos[::-1], rule)
+    assert assign_to_buckets(infos, rule) == assign_to_buckets(infos[::-1], rule)
 
 
 @pytest.mark.parametrize(("wire", "sent"), [("", ""), ("float16", "float16"), ("own", "bfloat16")])

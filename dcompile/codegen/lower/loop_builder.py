@@ -12,8 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dcompile.codegen.lower.symbolic.shapes import OPS as REALS
-from dcompile.codegen.lower.symbolic.shapes import Real
+from dcompile.codegen.lower.symbolic.shapes import FLOAT_OPS, Real
 from dcompile.codegen.lower.symbolic.strides import lower_bound, simplify
 from dcompile.ir.float8 import FLOAT8, OPAQUE, from_bytes, to_bytes
 from dcompile.ir.index import Index, Size, as_index, is_nonnegative, size_product, substitute, upper_bound, var
@@ -132,7 +131,7 @@ class Body:
 
     def _real(self, value: Real) -> Ref:
         """Compute a float from sizes in the precision of Python's floats."""
-        op, args = REALS[value.target], [self.const(arg, "float64") for arg in value.args]
+        op, args = FLOAT_OPS[value.target], [self.const(arg, "float64") for arg in value.args]
         return args[0] if op is None else self.apply(op, *args)
 
     def index(self, index: Index, dtype: str = "int64") -> Ref:

@@ -112,7 +112,7 @@ results are saved."""
 
 
 @lru_cache(maxsize=1)
-def table() -> tuple[frozenset[Any], frozenset[Any]]:
+def fusible_ops() -> tuple[frozenset[Any], frozenset[Any]]:
     """Return (ops that become part of a loop, those of them that may be recomputed), as overload packets."""
     again = frozenset(getattr(torch.ops.aten, name) for name in AGAIN if hasattr(torch.ops.aten, name))
     once = frozenset(getattr(torch.ops.aten, name) for name in ONCE if hasattr(torch.ops.aten, name))

@@ -140,7 +140,7 @@ def compile_with(seen: Seen, function: Any) -> Any:
         call._boxed_call = True
         return call
 
-    fusible_, again = operator_facts.table()
+    fusible_, again = operator_facts.fusible_ops()
     partition = functools.partial(compat.aot.min_cut_partition, fusible=fusible_, recomputable=again)
     backend = aot_autograd(
         fw_compiler=compiler,

@@ -111,18 +111,6 @@ static const float* at(const float* x, const Strides& s, int64 b, int64 h) { ret
 static float* at(float* x, const Strides& s, int64 b, int64 h) { return x + b * s.batch + h * s.head; }
 static int64 panels(int64 columns) { return (columns + WIDE - 1) / WIDE; }
 
-/* memory of this thread, kept for the next call */
-static float* room(int64 count) {
-  static __thread float* kept;
-  static __thread int64 kept_count;
-  if (kept_count < count) {
-    __builtin_free(kept);
-    kept = scratch<float>(count);
-    kept_count = count;
-  }
-  return kept;
-}
-
 /* a matrix of rows without gaps, as panels of WIDE columns; turned: its transpose */
 static void pack(const float* x, int64 row, int64 rows, int64 columns, float* to) {
   for (int64 j = 0; j < columns; j += WIDE, to += rows * WIDE)

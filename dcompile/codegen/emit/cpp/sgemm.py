@@ -174,6 +174,18 @@ static void tiles(int64 depth, const float* a, const float* b, float* c, int64 c
 }
 #pragma GCC pop_options
 
+/* memory of this thread, kept for the next call */
+static float* room(int64 count) {
+  static __thread float* kept;
+  static __thread int64 kept_count;
+  if (kept_count < count) {
+    __builtin_free(kept);
+    kept = scratch<float>(count);
+    kept_count = count;
+  }
+  return kept;
+}
+
 static void pack_right(const float* b, int64 row, int64 column, int64 depth, int64 columns, float* to) {
   if (column == 1 && columns == WIDE)
     for (int64 p = 0; p < depth; p++) __builtin_memcpy(to + p * WIDE, b + p * row, WIDE * 4);
@@ -184,7 +196,7 @@ static void pack_right(const float* b, int64 row, int64 column, int64 depth, int
       for (int64 j = 0; j < columns; j++) to[p * WIDE + j] = b[p * row + j * column];
 }
 """
-"""Packing of a right matrix, and tiles of a product in registers, for kernels that consist of products."""
+"""Tiles of a product in registers, a thread's memory, and packing, for kernels that consist of products."""
 
 _TEXT = r"""
 namespace products {
@@ -213,9 +225,7 @@ static void pack_left(const float* a, int64 row, int64 column, int64 rows, int64
 /* rows i_low to i_high and columns j_low to j_high of one product, by one thread */
 static void part(const Sizes& s, const float* a, const float* b, float* c, const float* start, int64 i_low,
                  int64 i_high, int64 j_low, int64 j_high) {
-  static __thread float* room; /* 560 KiB for each thread, kept for the next call */
-  if (!room) room = scratch<float>(ROOM);
-  float *const right = room, *const left = room + DEEP * WIDE;
+  float *const right = room(ROOM), *const left = right + DEEP * WIDE;
   const bool upright = s.a_column != 1;
   for (int64 p = 0; p < s.depth || p == 0; p += DEEP) { /* once for empty sums, too */
     const int64 depth = s.depth - p < DEEP ? s.depth - p : DEEP;

@@ -18,7 +18,7 @@ from functools import lru_cache
 INSTRUCTIONS = "has_instructions: tl.constexpr = "
 """Start of the lines in which the worker writes True in place of False for GPUs with such instructions."""
 
-FLOAT8_FUNCTIONS = r'''
+_FLOAT8_FUNCTIONS = r'''
 @triton.jit
 def pack_bytes(a, b, c, d):
     low = a.to(tl.uint8).to(tl.int32) | (b.to(tl.uint8).to(tl.int32) << 8)
@@ -146,7 +146,7 @@ def from_float8_e8m0fnu(a):
     bits = tl.where(u == 0, 0x400000, tl.where(u == 0xFF, 0x7F800001, u << 23))
     return bits.to(tl.float32, bitcast=True)
 '''
-"""Functions of kernels, in the form of `library.py`."""
+"""Conversions of 8-bit floats."""
 
 
 HEADER = """\
@@ -518,7 +518,7 @@ def to_float16(a):
 @lru_cache(maxsize=1)
 def functions() -> Mapping[str, str]:
     """Return name -> text of each function that kernels may use."""
-    whole = _FUNCTIONS + FLOAT8_FUNCTIONS
+    whole = _FUNCTIONS + _FLOAT8_FUNCTIONS
     texts = [f"@triton.jit{text.rstrip()}\n" for text in whole.split("@triton.jit")[1:]]
     return {text.split("def ", 1)[1].split("(", 1)[0]: text for text in texts}
 

@@ -29,7 +29,7 @@ from dcompile.ir.gemm import TENSOR_CORE_DTYPES
 from dcompile.ir.index import as_index, flatten
 from dcompile.ir.nodes import Apply, Load, Ref, Store, View
 
-DTYPES = ("bfloat16", "float16", "float32")
+FACTOR_DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes of factors."""
 MAX_DEPTH = 8
 """Terms of a sum. cuBLAS loads whole 16 bytes from 8 elements of 16 bits on, if rows begin at such."""
@@ -41,7 +41,7 @@ MIN_ROWS = 1 << 14
 
 def may_be_a_loop(low: Lowering, left: LazyTensor, right: LazyTensor) -> bool:
     """May a matmul be a loop of ours: on a GPU, with factors of one floating-point dtype?"""
-    return low.own_rows and low.traits.has_row_matmul and left.dtype in DTYPES and left.dtype == right.dtype
+    return low.own_rows and low.traits.has_row_matmul and left.dtype in FACTOR_DTYPES and left.dtype == right.dtype
 
 
 def is_by_tiny_matrix(low: Lowering, left: LazyTensor, right: LazyTensor) -> bool:

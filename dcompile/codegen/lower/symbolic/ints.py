@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from dcompile.codegen.lower.context import Lowering
 from dcompile.codegen.lower.operator_facts import op_text
-from dcompile.codegen.lower.symbolic.shapes import Inexpressible, real, size_of
+from dcompile.codegen.lower.symbolic.shapes import Inexpressible, make_real, size_of
 from dcompile.ir.buffers import NUMBER
 from dcompile.ir.index import Size, as_index, var
 
@@ -31,7 +31,7 @@ def scalar(low: Lowering, node: Node, value: Any, args: Any, kwargs: dict[str, A
     """Lower a node with a symbolic number as its value: an expression of sizes if possible, otherwise a call."""
     name = node.name
     if type(value).__name__ == "SymFloat":
-        number = real(op_text(node.target), args, name, low.known | low.followed)
+        number = make_real(op_text(node.target), args, name, low.known | low.followed)
         if number is not None:
             return number
     try:

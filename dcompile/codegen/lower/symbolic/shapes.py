@@ -285,7 +285,7 @@ class _Reader:
         return total
 
 
-OPS: Mapping[str, str | None] = MappingProxyType(
+FLOAT_OPS: Mapping[str, str | None] = MappingProxyType(
     {
         "operator.truediv": "div", "operator.mul": "mul", "operator.add": "add", "operator.sub": "sub",
         "operator.neg": "neg", "operator.pow": "pow", "torch.sym_float": None, "torch.sym_sqrt": "sqrt",
@@ -297,7 +297,7 @@ OPS: Mapping[str, str | None] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Real:
-    """`target(*args)`, a key of OPS. Rules pass it to `Body.const`; rules that branch on its value cannot use it."""
+    """`target(*args)`, a key of FLOAT_OPS. Rules pass it to `Body.const`; none can branch on its value."""
 
     target: str
     args: tuple[Real | Index | int | float, ...]
@@ -318,6 +318,6 @@ def follows(args: Iterable[Any], known: frozenset[str]) -> bool:
     )
 
 
-def real(target: str, args: Any, name: str, known: frozenset[str]) -> Real | None:
+def make_real(target: str, args: Any, name: str, known: frozenset[str]) -> Real | None:
     """Return the number that a node computes, if it is one of these operations on sizes known from the arguments."""
-    return Real(target, tuple(args), name) if target in OPS and follows(args, known) else None
+    return Real(target, tuple(args), name) if target in FLOAT_OPS and follows(args, known) else None

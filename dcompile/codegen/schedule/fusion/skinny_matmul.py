@@ -1,6 +1,6 @@
 """Measured choices for products of few rows: the tile of a kernel, or the library's GEMM and a separate loop.
 
-Such products are loops from the start (`lower/rules/skinny_matmul.py`), with a tile that follows from their sizes.
+Such products are loops from the start (`lower/rules/small_matmul.py`), with a tile that follows from their sizes.
 `autotune.py` measures others. This file finds the loops and rewrites the chosen ones.
 """
 

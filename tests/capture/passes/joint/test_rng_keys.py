@@ -26,7 +26,7 @@ def partitioned(function, *args, keys=True):
 
     def cut(joint, *args, **keywords):
         assign_rng_keys(joint)
-        return partition_joint(joint, *args, carries_sync=False, fusible=operator_facts.table(), **keywords)
+        return partition_joint(joint, *args, carries_sync=False, fusible=operator_facts.fusible_ops(), **keywords)
 
     run = aot_function(function, keep, keep, partition_fn=cut, decompositions=table(fallback_random=not keys))
     run(*args).backward()

@@ -23,7 +23,7 @@ from dcompile.gc_pause import without_collecting
 from dcompile.log_setting import parse_log
 from dcompile.logs import doing, log
 from dcompile.passes import GraphPasses, select_rows
-from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, OUTPUT_STEPS
+from dcompile.pipeline import DYNAMO_PASSES, GRAPH_WRAPPERS, JOINT_PASSES, OUTPUT_STEPS
 from dcompile.runtime.cache import portable
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.cache.key import (
@@ -126,7 +126,7 @@ class CachingCompiler:
     def graph_passes(self) -> GraphPasses:
         """Rows of `pipeline.py` for FX graphs and results that options `skip` and `until` leave."""
         joint = select_rows(self.config, JOINT_PASSES, earlier=(DYNAMO_PASSES,))
-        return GraphPasses(select_rows(self.config, DYNAMO_PASSES), joint, OUTPUT_STEPS)
+        return GraphPasses(select_rows(self.config, DYNAMO_PASSES), joint, OUTPUT_STEPS, GRAPH_WRAPPERS)
 
     def expect_products(self) -> None:
         """Start building the GEMM kernel, if it will be needed and is not cached.

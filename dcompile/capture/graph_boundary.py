@@ -1,4 +1,6 @@
-"""The boundary of a captured graph: sharded parameters enter in the gathered layout, DTensors as plain tensors.
+"""The boundary of a captured graph: what is converted on the way in and out, and the wrappers around its compiled form.
+
+Sharded parameters enter in the gathered layout, DTensors as plain tensors.
 
 Modules may compute with a function of the gathered tensor: shards of columns are concatenated, and tensor parallelism
 makes a DTensor. The graph then applies this function as its first step, and autograd differentiates it. AOTAutograd
@@ -14,13 +16,18 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from dcompile import compat
+from dcompile.artifacts import dump
 from dcompile.capture.adapters.fsdp_common import FallBackToStock
 from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.capture.aliasing.output_views import view_without_gradients
+from dcompile.capture.aliasing.overlapping_inputs import as_traced, watched_inputs
+from dcompile.passes import GraphWrapper
 
 Compiled = Callable[..., Any]
 COPIED = "an input that is marked as the negative of its memory is copied in, and back where it was changed"
@@ -179,6 +186,104 @@ def with_plain_boundary(
     outputs = _take_outputs_apart(gm)
     gm.recompile()
     return gm, list(plain.values()), GraphBoundary(tuple(plain), convert, outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapping:
+    """What the wrappers around one compiled graph know: the graph as captured, its inputs, and their conversions."""
+
+    graph: Any
+    """The `captured_graph.CapturedGraph`, after its compilation."""
+    captured: Any
+    """Dynamo's graph with flat inputs."""
+    inputs: Sequence[Any]
+    """Dynamo's inputs at capture."""
+    flat_inputs: Sequence[Any]
+    """The same without lists."""
+    lists: FlattenedLists
+    plain: GraphBoundary
+    """From tensors of subclasses and negative tensors to plain tensors."""
+    border: GraphBoundary
+    """From DTensors and sharded parameters to plain tensors."""
+
+
+def watch_replaced_parameters(compiled: Compiled, around: Wrapping) -> Compiled:
+    """Send gradients to the parameter objects that the module has now."""
+    graph = around.graph
+    watched: Compiled = graph.sync.watch_parameters(compiled, graph.params)
+    return watched
+
+
+def leave_gradients_absent(compiled: Compiled, around: Wrapping) -> Compiled:
+    """Let the backward get None for absent gradients, if its program allows that."""
+    facts, own = around.graph.facts, around.graph.results.own
+    if not facts.may_lack or not own:
+        return compiled
+    position, shown, none = own[0], facts.shapes_kept, MappingProxyType[int, Any]({})
+
+    def leaving(*args: Any) -> Any:
+        results = compiled(*args)
+        shapes = {index: results[index].shape for index in shown} if shown else none
+        compat.aot.leave_absent(results[position], shapes)
+        return results
+
+    return leaving
+
+
+def view_results_without_gradients(compiled: Compiled, around: Wrapping) -> Compiled:
+    """Make results that are views made under `torch.no_grad()` such views again, and keep Dynamo out of all above."""
+    seen = around.graph.facts.without_gradients
+    hidden: Compiled = compat.dynamo.no_dynamo(view_without_gradients(compiled, seen), "a compiled graph")
+    return hidden
+
+
+def convert_distributed_tensors(compiled: Compiled, around: Wrapping) -> Compiled:
+    """Take DTensors and sharded parameters apart, and make DTensors of results."""
+    return around.border.around(compiled, around.graph.fallbacks)
+
+
+def convert_subclasses(compiled: Compiled, around: Wrapping) -> Compiled:
+    """Pass plain tensors in place of subclasses without operators and of tensors with the negative bit."""
+    graph, copies = around.graph, around.plain.copies
+    if copies:
+        graph.notes.append(COPIED)
+        graph.fallbacks[COPIES_IN] = len(copies)
+    return around.plain.around(compiled, graph.fallbacks)
+
+
+def run_new_overlaps_eagerly(compiled: Compiled, around: Wrapping) -> Compiled:
+    """Run the captured graph itself where arguments share memory otherwise than at capture."""
+    graph = around.graph
+    if not graph.mode.needs_data:  # without memory there are no addresses to compare
+        return compiled
+    watched = watched_inputs(around.captured, around.flat_inputs, graph.changed)
+    return as_traced(compiled, around.captured, watched, graph.fallbacks, graph.adapter.synchronizes)
+
+
+def flatten_lists(compiled: Compiled, around: Wrapping) -> Compiled:
+    """Pass the elements of lists, which are emptied, so that saved tensors are freed after their last use."""
+    return around.lists.around(compiled)
+
+
+def check_eager_regions(compiled: Compiled, around: Wrapping) -> Compiled:
+    """Check what sharded parameters went through since the graph before: eager code between graphs may gather them."""
+    regions = around.graph.model.eager_regions
+    return compiled if regions is None else regions.around(compiled, around.inputs)
+
+
+def wrap(compiled: Compiled, around: Wrapping, rows: Sequence[GraphWrapper]) -> Compiled:
+    """Return a compiled graph as Dynamo calls it: in all wrappers that it needs, the first one innermost.
+
+    The names of these are dumped, the outermost first.
+    """
+    applied = list[str]()
+    for row in rows:
+        inner, compiled = compiled, row.wrap(compiled, around)
+        if compiled is not inner:
+            applied.append(row.name)
+    lines = [f"{number}. {name}" for number, name in enumerate([*reversed(applied), "the compiled graph"], 1)]
+    dump(around.graph.model.settings.config, f"graph{around.graph.number}/wrappers.txt", "\n".join(lines) + "\n")
+    return compiled
 
 
 def _parameters(inputs: Sequence[Any], adapter: PlainAdapter) -> dict[int, tuple[torch.nn.Parameter, Convert]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,16 +23,6 @@ The forward determines that (no_sync), and forwards and backwards may interleave
 tensors. Compiled programs do not have it: the forward's caller inserts a constant, and the backward's caller removes
 it.
 """
-
-
-@dataclass(frozen=True)
-class PartitionResult:
-    """Facts about a joint graph from its partition."""
-
-    gradients: tuple[tuple[int, int], ...]
-    """(position among the backward's outputs, position among the graph's inputs)."""
-    results: int = 0
-    """Number of the forward's results; saved values follow them."""
 
 
 def partition_joint(

@@ -25,7 +25,8 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded_sync import ShardedSync
 from dcompile.capture.callables import original_function, unwrap_module
 from dcompile.capture.compiled_model import CompiledModel, Settings
-from dcompile.capture.dynamo_backend import DynamoGraph
+from dcompile.capture.captured_graph import CaptureMode
+from dcompile.capture.graph_programs import Boxed, GraphPrograms
 from dcompile.capture.entry import Entry
 from dcompile.capture.find_models import find_model
 from dcompile.codegen.lower.fx_nodes import origin_of
@@ -59,7 +60,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     planner = _ExplainingCompiler(settings.config)
     guards: dict[str, None] = {}
     settings = replace(settings, fullgraph=False, guard_filter_fn=_record_guards(guards, settings.guard_filter_fn))
-    entry = Entry(target, None, settings, planner.services(), _PlannedGraph)
+    entry = Entry(target, None, settings, planner.services(), PLANNED)
     sync = _sync(module, ddp, settings.config)
     adapter = None if sync is None else sync.adapter
     if sync is not None and adapter is not None and not adapter.eager:
@@ -224,13 +225,17 @@ class _ExplainingCompiler(PlanningCompiler):
         return compat.single_rank.whole(adapter.units[shard.unit].data(), shard.offset, adapter.virtual(number))
 
 
-class _PlannedGraph(DynamoGraph):
-    """A graph whose backward is planned together with its forward, since no backward will run."""
+class _PlannedPrograms(GraphPrograms):
+    """Programs whose backward is planned together with the forward, since no backward will run."""
 
-    def _backward(self, gm: Any) -> Any:
-        runner = super()._backward(gm)
-        self._build_backward(gm)
+    def backward(self, gm: Any) -> Boxed:
+        """Plan the backward at once."""
+        runner = super().backward(gm)
+        self.build_backward(gm)
         return runner
+
+
+PLANNED = CaptureMode(_PlannedPrograms)
 
 
 class _PlannedDdp(DdpAdapter):

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from dcompile import compat, compiler
-from dcompile.capture import graph_runner
+from dcompile.capture import graph_programs
 from dcompile.runtime.cuda_graphs import recorder
 from dcompile.runtime.program.arena import copy_elements
 
@@ -92,6 +92,6 @@ def recorded() -> Iterator[None]:
     with (
         mock.patch.object(recorder, "CudaRecorder", Repeats),
         mock.patch.object(compiler, "gpus", lambda gm: {"cpu"}),
-        mock.patch.object(graph_runner, "donated_positions", lambda gm: ()),
+        mock.patch.object(graph_programs, "donated_positions", lambda gm: ()),
     ):
         yield

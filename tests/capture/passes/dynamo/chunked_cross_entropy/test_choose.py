@@ -2,13 +2,15 @@
 
 from unittest import mock
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import dcompile
-from dcompile.capture.dynamo_backend import DynamoGraph
+from dcompile.explain import plan_only
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.choose import HeadShape, choose_plan
 from dcompile.codegen.schedule.memory.memory_summary import summarize_memory
 from dcompile.driver import Pipeline
@@ -86,7 +88,7 @@ def planned():
     torch._dynamo.reset()
     with (
         mock.patch.object(Pipeline, "plan", plan_for_gpu),
-        mock.patch.multiple(DynamoGraph, planned_for="cuda", needs_data=False),  # of tensors without memory
+        mock.patch.object(plan_only, "PLANNED", replace(plan_only.PLANNED, planned_for="cuda", needs_data=False)),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):

@@ -1,4 +1,4 @@
-"""Plan graphs like a compilation, build nothing, and run them with torch's own operators, for explain and simulate."""
+"""Plan graphs like a compilation, build nothing, and run them with torch's own operators, for explain."""
 
 from __future__ import annotations
 

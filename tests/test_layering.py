@@ -56,7 +56,6 @@ LEVELS = (
         "doctor",
         "explain",
         "precompile",
-        "simulate",
         "__init__",
         "__main__",
     ),

@@ -10,9 +10,8 @@ import torch
 from dcompile import compat
 from dcompile.capture.aliasing.input_views import return_input_views
 from dcompile.capture.aliasing.output_views import results_without_gradients
+from dcompile.capture.captured_graph import Boxed, CapturedGraph, CaptureMode
 from dcompile.capture.compiled_model import CompiledModel, Settings
-from dcompile.capture.captured_graph import CapturedGraph, CaptureMode
-from dcompile.capture.graph_programs import Boxed
 from dcompile.capture.joint_graph import donated_positions, saved_positions
 from dcompile.capture.opaque_objects import remove_opaque_objects
 from dcompile.capture.output_steps import OutputRequest, plan_outputs

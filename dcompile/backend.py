@@ -18,7 +18,7 @@ from dcompile.api import make_services
 from dcompile.artifacts import own_dump
 from dcompile.capture.compiled_callables import compile_function, compiled_call
 from dcompile.capture.compiled_model import CompiledModel, Settings
-from dcompile.capture.captured_graph import Backend
+from dcompile.capture.dynamo_backend import Backend
 from dcompile.capture.entry import compile_module
 from dcompile.config import Config
 

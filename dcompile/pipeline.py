@@ -24,7 +24,7 @@ from dcompile.capture.aliasing.output_views import (
     saved_input_views,
 )
 from dcompile.capture.aliasing.storage_resizes import resize_only_inputs
-from dcompile.capture.graph_boundary import (
+from dcompile.capture.dynamo_backend import (
     check_eager_regions,
     convert_distributed_tensors,
     convert_subclasses,

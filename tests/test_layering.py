@@ -71,10 +71,11 @@ SUB_LEVELS = {
     ),
     "dcompile.capture": (
         ("graph_pass", "services"), ("trace_cache",), ("agreement", "aliasing", "call_state"), ("passes", "adapters"),
-        ("batched_backward", "callables", "compiled_model", "graph_boundary", "joint_graph"),
+        ("batched_backward", "callables", "compiled_model", "joint_graph"),
         ("absent_outputs", "entry_record", "opaque_objects", "output_steps", "program_request"),
-        ("graph_programs",),
         ("captured_graph",),
+        ("graph_programs",),
+        ("dynamo_backend",),
         ("entry",),
         ("compiled_callables", "find_models"),
     ),

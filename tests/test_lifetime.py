@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import dcompile
-from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.captured_graph import CapturedGraph
+from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.entry import Entry
 
 pytestmark = [

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -22,15 +21,7 @@ from dcompile.capture.agreement.capture_digest import CAPTURES, captured_calls
 from dcompile.capture.agreement.collective_plan import by_group, own_collectives, plan_of
 from dcompile.capture.aliasing.output_views import results_without_gradients
 from dcompile.capture.compiled_model import CompiledModel
-from dcompile.capture.graph_boundary import (
-    Wrapping,
-    with_flat_inputs,
-    with_plain_boundary,
-    with_plain_tensors,
-    wrap,
-)
 from dcompile.capture.graph_pass import GraphRequest, run_passes
-from dcompile.capture.graph_programs import Boxed, GraphPrograms, mark_boxed
 from dcompile.capture.joint_graph import gradient_positions, partition_joint, returned_views
 from dcompile.capture.passes.dynamo.captured_nodes import multiplies
 from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
@@ -47,6 +38,7 @@ from dcompile.compat.trace_symbols import SizeSymbols
 from dcompile.device_traits import HOST, traits_of
 from dcompile.passes import GraphPass
 
+Boxed = Callable[[list[Any]], list[Any]]
 LENT = "the programs of an equal module"
 """What ranks compare in place of a graph where they capture none."""
 
@@ -69,9 +61,9 @@ class Programs(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CaptureMode:
-    """What captured graphs become: by default, programs that run in this process."""
+    """What captured graphs become."""
 
-    programs: Callable[[CapturedGraph], Programs] = GraphPrograms
+    programs: Callable[[CapturedGraph], Programs]
     planned_for: str | None = None
     """Type of the device that programs are compiled for, if graphs are captured on another."""
     needs_data: bool = True
@@ -80,22 +72,19 @@ class CaptureMode:
     """Whether the compiled graph is saved in a file, with AOTAutograd's record of it."""
 
 
-RUN = CaptureMode()
-
-
 class CapturedGraph:
     """A graph of a compiled model. Parts of it are frozen and replaced whole: `facts` and `results`.
 
     `example_inputs`: Dynamo's, real or fake. The graph is added to the model's graphs.
     """
 
-    def __init__(self, model: CompiledModel, example_inputs: Sequence[Any], mode: CaptureMode = RUN) -> None:
+    def __init__(self, model: CompiledModel, example_inputs: Sequence[Any], mode: CaptureMode) -> None:
         self.model, self.mode = model, mode
         self.number = len(model.graphs)
         self.adapter, self.sync = model.adapter, model.sync
         self.infos = self.adapter.param_infos()
         """The parameters in the setting for which the graph is captured: its backward may be compiled in another."""
-        self.params: Mapping[int, int] = _parameter_numbers(self.adapter, example_inputs)
+        self.params: dict[int, int] = _parameter_numbers(self.adapter, example_inputs)
         """Position among the graph's inputs -> the parameter's number."""
         self.device = _device_of(example_inputs)
         """The device on which the graph runs: a GPU if any input is on one."""
@@ -411,23 +400,9 @@ class ResultFacts:
     """Positions of results that have gradients in AOTAutograd."""
 
 
-class _Callbacks(Protocol):
-    """AOTAutograd's callbacks for one graph."""
-
-    def partition(self, joint: Any, joint_inputs: Any, **keywords: Any) -> tuple[Any, Any]:
-        """Cut a joint graph into forward and backward."""
-
-    def forward(self, module: Any, inputs: Any) -> Any:
-        """Compile a forward."""
-
-    def backward(self, module: Any, inputs: Any) -> Any:
-        """Compile a backward."""
-
-    def inference(self, module: Any, inputs: Any) -> Any:
-        """Compile a graph that needs no gradients."""
-
-
-def _aot_compile(gm: Any, example_inputs: Sequence[Any], callbacks: _Callbacks, **keywords: Any) -> Callable[..., Any]:
+def _aot_compile(
+    gm: Any, example_inputs: Sequence[Any], callbacks: _TracingCallbacks | _ReplayCallbacks, **keywords: Any
+) -> Callable[..., Any]:
     compiled: Callable[..., Any] = compat.aot.aot_compile(
         gm,
         example_inputs=example_inputs,
@@ -515,30 +490,11 @@ class _ReplayCallbacks:
         return self.graph.compile_inference(self.programs, module, self.inputs, None)
 
 
-class Backend:
-    """Backend that Dynamo calls with each graph of one compiled model.
-
-    Dynamo never drops a backend, so this one has only a weak reference to the model.
-    """
-
-    def __init__(self, model: CompiledModel, mode: CaptureMode = RUN) -> None:
-        self._model = weakref.ref(model)
-        self._mode = mode
-        self.__name__ = "dcompile"
-
-    def __call__(self, gm: Any, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        """Compile a graph; see `pipeline.GRAPH_WRAPPERS` for what stands around the result."""
-        model = self._model()
-        assert model is not None, "a compiled model was collected while Dynamo compiled for it"
-        if self._mode.needs_data and model.services.needs_data and compat.dynamo.have_no_data(example_inputs):
-            return gm  # type: ignore[no-any-return]
-        captured, flat_inputs, lists = with_flat_inputs(gm, example_inputs)
-        inputs, plain = with_plain_tensors(captured, flat_inputs)
-        gm, inputs, border = with_plain_boundary(captured, inputs, model.adapter)
-        graph = CapturedGraph(model, inputs, self._mode)
-        compiled = graph.compile(gm, inputs)
-        around = Wrapping(graph, captured, example_inputs, flat_inputs, lists, plain, border)
-        return wrap(compiled, around, model.services.compiler.graph_passes().wrappers)
+def mark_boxed(function: Any) -> Boxed:
+    """Mark a function that takes one list and empties it."""
+    function._boxed_call = True
+    boxed: Boxed = function
+    return boxed
 
 
 def _never(args: list[Any]) -> list[Any]:

@@ -25,8 +25,9 @@ from dcompile.capture.adapters.plain import WATCHED
 from dcompile.capture.adapters.sharded_sync import ShardedSync
 from dcompile.capture.adapters.zero_sync import sync_for
 from dcompile.capture.callables import compiled_part, fresh_function, label_of, name_of, unwrap_module
+from dcompile.capture.captured_graph import CaptureMode
 from dcompile.capture.compiled_model import CompiledModel, Settings, settings_inside
-from dcompile.capture.captured_graph import RUN, Backend, CaptureMode
+from dcompile.capture.dynamo_backend import RUN, Backend
 from dcompile.capture.entry_record import EntryRecord, EqualModules, dynamo_settings, equal_modules
 from dcompile.capture.services import Services
 from dcompile.errors import DcompileError, PlanMismatchError

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,6 +16,7 @@ from dcompile.capture.absent_outputs import AbsentOutputs
 from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
 from dcompile.capture.aliasing.input_views import return_input_views
 from dcompile.capture.aliasing.view_bases import with_bases_as_traced
+from dcompile.capture.captured_graph import Boxed, CapturedGraph
 from dcompile.capture.joint_graph import (
     donated_positions,
     insert_outputs,
@@ -40,10 +41,6 @@ from dcompile.device_traits import traits_of
 from dcompile.passes import OutputStep
 from dcompile.results.unshare_gradients import UnshareGradients
 
-if TYPE_CHECKING:
-    from dcompile.capture.captured_graph import CapturedGraph
-
-Boxed = Callable[[list[Any]], list[Any]]
 NEGATIVE_GRADIENTS = "gradient marked as negative, copied"
 """Name of the receipt's count over all backwards of gradients with the negative bit: `y.backward(torch._neg_view(x))`.
 """
@@ -336,10 +333,3 @@ class GraphPrograms:
         assert state is not None, "a backward runs after it was compiled"
         buckets = state.whole_buckets if kind == WHOLE_BACKWARD and state.whole_buckets is not None else state.buckets
         return strategy.run_backward(BackwardCall(self.graph, self.graph.executables[kind], buckets, args, sync, gone))
-
-
-def mark_boxed(function: Any) -> Boxed:
-    """Mark a function that takes one list and empties it."""
-    function._boxed_call = True
-    boxed: Boxed = function
-    return boxed

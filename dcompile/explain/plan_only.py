@@ -24,11 +24,11 @@ from dcompile.capture.adapters.gradient_sync import GradientSync
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.sharded_sync import ShardedSync
 from dcompile.capture.callables import original_function, unwrap_module
+from dcompile.capture.captured_graph import Boxed, CaptureMode
 from dcompile.capture.compiled_model import CompiledModel, Settings
-from dcompile.capture.captured_graph import CaptureMode
-from dcompile.capture.graph_programs import Boxed, GraphPrograms
 from dcompile.capture.entry import Entry
 from dcompile.capture.find_models import find_model
+from dcompile.capture.graph_programs import GraphPrograms
 from dcompile.codegen.lower.fx_nodes import origin_of
 from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
 from dcompile.collectives.contract import Request

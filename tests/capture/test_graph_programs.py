@@ -13,7 +13,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcompile.capture.agreement.collective_plan import own_collectives
 from dcompile.capture.batched_backward import COUNTED, NOTE
-from dcompile.capture.captured_graph import Backend, CapturedGraph
+from dcompile.capture.captured_graph import CapturedGraph
+from dcompile.capture.dynamo_backend import RUN, Backend
 from dcompile.capture.graph_programs import NEGATIVE_GRADIENTS, WHOLE_BACKWARD, GraphPrograms
 from dcompile.capture.program_request import describe_machine
 from dcompile.collectives.contract import BucketRule, ParamInfo, Shard
@@ -143,7 +144,7 @@ def test_a_token_tells_the_backward_to_reduce_and_buckets_are_made_once():
 
 def test_a_backward_that_waits_to_be_told_reduces_where_the_adapter_is_prepared():
     adapter = MadeUpAdapter()
-    programs = GraphPrograms(CapturedGraph(made_up(adapter).model, []))
+    programs = GraphPrograms(CapturedGraph(made_up(adapter).model, [], RUN))
     assert [programs.syncs(token) for token in (1, 2, 0, -2)] == [1, 2, 0, 0]
     adapter.prepared = True
     assert [programs.syncs(token) for token in (1, 2, 0, -2)] == [1, 2, 1, 2]
@@ -168,7 +169,7 @@ def sharded(number: int, unit: int, *, reshard: bool) -> ParamInfo:
 def test_a_program_gathers_what_it_reads_and_a_backward_only_what_was_not_kept():
     adapter = MadeUpAdapter(*(torch.nn.Parameter(torch.zeros(4)) for _ in range(3)))
     adapter.infos = (sharded(0, 5, reshard=True), sharded(1, 6, reshard=False), sharded(2, 6, reshard=True))
-    graph = CapturedGraph(made_up(adapter).model, [adapter.parameters[0], X, adapter.parameters[1]])
+    graph = CapturedGraph(made_up(adapter).model, [adapter.parameters[0], X, adapter.parameters[1]], RUN)
     assert graph.params == {0: 0, 2: 1} and not graph.gathers
     graph.sharded, graph.grads = {"a": 0, "c": 1}, ((0, 2),)
     gm = torch.fx.symbolic_trace(lambda a, b, c: a + b + c)
@@ -206,7 +207,7 @@ def test_the_cost_model_is_told_of_all_groups_and_which_share_a_communicator(ran
     whole, pair = dist.group.WORLD, dist.new_group([0, 1])
     adapter = MadeUpAdapter(groups={"ddp": whole, "again": whole, "pair": pair})
     adapter.replicas = lambda: {"pair": 2}  # type: ignore[method-assign]
-    graph = CapturedGraph(made_up(adapter, overlap_mb=3).model, [])
+    graph = CapturedGraph(made_up(adapter, overlap_mb=3).model, [], RUN)
     told = describe_machine(graph.model, reducing(pair.group_name, "sum"), graph.device, adapter.communicators(), set())
     assert told["figures"] is CPU and told["early_bytes"] == 3 << 20
     assert told["groups"] == (
@@ -217,7 +218,7 @@ def test_the_cost_model_is_told_of_all_groups_and_which_share_a_communicator(ran
 
 def test_the_models_own_collectives_are_compared_before_they_start(ranks):
     made = made_up()
-    graph = CapturedGraph(made.model, [X])
+    graph = CapturedGraph(made.model, [X], RUN)
     pair = dist.new_group([0, 1])
     gm = reducing(pair.group_name, "sum", "avg")
     assert list(own_collectives(gm)) == [
@@ -236,7 +237,7 @@ def test_captures_are_compared_first_and_buckets_are_part_of_the_plan():
     adapter = MadeUpAdapter(torch.zeros(4), groups={"fsdp0": "group"})
     adapter.compares_in_forward = True
     made = made_up(adapter)
-    graph = CapturedGraph(made.model, [])
+    graph = CapturedGraph(made.model, [], RUN)
     bucket = Bucket("b0", "float32", "cpu", "fsdp0", (0,), ("g",), (0,), 4)
     graph.executables["forward"] = SimpleNamespace(buckets=(bucket,))  # type: ignore[assignment]
     graph.note_own_collectives("forward", reducing("0"))
@@ -251,7 +252,7 @@ def test_the_shards_of_groups_that_could_be_copied_say_why_they_are_not(ranks):
     adapter = MadeUpAdapter(groups={"a": dist.group.WORLD, "b": dist.group.WORLD})
     made = made_up(adapter)
     made.model.sync.shards = SimpleNamespace(copied=lambda name: (True, "") if name == "a" else (False, "another node"))  # type: ignore[assignment]
-    graph = CapturedGraph(made.model, [])
+    graph = CapturedGraph(made.model, [], RUN)
     request = GraphPrograms(graph).request(reducing("0"), "forward")
     assert [group.copies for _, group in request.groups] == [True, False]
     assert graph.notes == ["shards are gathered by collectives, not copied: another node"]
@@ -260,6 +261,6 @@ def test_the_shards_of_groups_that_could_be_copied_say_why_they_are_not(ranks):
 def test_a_graph_with_an_input_on_a_gpu_is_that_gpus():
     model = made_up().model
     meta = torch.empty(2, device="meta")
-    assert CapturedGraph(model, [X, 3]).device == torch.device("cpu")
-    assert CapturedGraph(model, [X, meta]).device == torch.device("meta")
+    assert CapturedGraph(model, [X, 3], RUN).device == torch.device("cpu")
+    assert CapturedGraph(model, [X, meta], RUN).device == torch.device("meta")
     assert [graph.number for graph in model.graphs] == [0, 1]

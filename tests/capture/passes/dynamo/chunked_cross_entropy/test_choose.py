@@ -1,8 +1,7 @@
 """Choice of how a loss is computed, by the cost model alone, and the memory that the plan for a GPU then has."""
 
-from unittest import mock
-
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,10 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import dcompile
-from dcompile.explain import plan_only
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.choose import HeadShape, choose_plan
 from dcompile.codegen.schedule.memory.memory_summary import summarize_memory
 from dcompile.driver import Pipeline
+from dcompile.explain import plan_only
 from tools.collect_programs import relabel_devices
 
 

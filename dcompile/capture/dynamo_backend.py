@@ -1,4 +1,4 @@
-"""The boundary of a captured graph: what is converted on the way in and out, and the wrappers around its compiled form.
+"""Dynamo's backend: what is converted at the boundary of a graph, and the wrappers around its compiled form.
 
 Sharded parameters enter in the gathered layout, DTensors as plain tensors.
 
@@ -13,6 +13,7 @@ Device meshes become constants of the graph.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ from dcompile.capture.adapters.fsdp_common import FallBackToStock
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.aliasing.output_views import view_without_gradients
 from dcompile.capture.aliasing.overlapping_inputs import as_traced, watched_inputs
+from dcompile.capture.captured_graph import CapturedGraph, CaptureMode
+from dcompile.capture.compiled_model import CompiledModel
+from dcompile.capture.graph_programs import GraphPrograms
 from dcompile.passes import GraphWrapper
 
 Compiled = Callable[..., Any]
@@ -35,6 +39,36 @@ COPIES_IN, COPIES_BACK = "input marked as negative, copied", "input marked as ne
 """Names of the receipt's counts: inputs copied in each call, and copies back in all calls so far."""
 
 Convert = Callable[[Any], Any]
+
+
+RUN = CaptureMode(GraphPrograms)
+"""Programs run in this process."""
+
+
+class Backend:
+    """Backend that Dynamo calls with each graph of one compiled model.
+
+    Dynamo never drops a backend, so this one has only a weak reference to the model.
+    """
+
+    def __init__(self, model: CompiledModel, mode: CaptureMode = RUN) -> None:
+        self._model = weakref.ref(model)
+        self._mode = mode
+        self.__name__ = "dcompile"
+
+    def __call__(self, gm: Any, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        """Compile a graph; see `pipeline.GRAPH_WRAPPERS` for what stands around the result."""
+        model = self._model()
+        assert model is not None, "a compiled model was collected while Dynamo compiled for it"
+        if self._mode.needs_data and model.services.needs_data and compat.dynamo.have_no_data(example_inputs):
+            return gm  # type: ignore[no-any-return]
+        captured, flat_inputs, lists = with_flat_inputs(gm, example_inputs)
+        inputs, plain = with_plain_tensors(captured, flat_inputs)
+        gm, inputs, border = with_plain_boundary(captured, inputs, model.adapter)
+        graph = CapturedGraph(model, inputs, self._mode)
+        compiled = graph.compile(gm, inputs)
+        around = Wrapping(graph, captured, example_inputs, flat_inputs, lists, plain, border)
+        return wrap(compiled, around, model.services.compiler.graph_passes().wrappers)
 
 
 @dataclass(frozen=True)
@@ -192,8 +226,8 @@ def with_plain_boundary(
 class Wrapping:
     """What the wrappers around one compiled graph know: the graph as captured, its inputs, and their conversions."""
 
-    graph: Any
-    """The `captured_graph.CapturedGraph`, after its compilation."""
+    graph: CapturedGraph
+    """The graph, after its compilation."""
     captured: Any
     """Dynamo's graph with flat inputs."""
     inputs: Sequence[Any]

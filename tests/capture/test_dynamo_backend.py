@@ -9,7 +9,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.checkpoint import checkpoint
 
 import dcompile
-from dcompile.capture.graph_boundary import _copy_graph
+from dcompile.capture.dynamo_backend import _copy_graph
 
 
 @pytest.fixture(autouse=True)

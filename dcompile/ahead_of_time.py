@@ -60,7 +60,7 @@ def export(
         )
         program = program.run_decompositions(decompositions(compiler, for_gpu=target is not None))
         exported = _Export(program, compiler, Path(folder), list(kwargs or {}), target)
-        with contextlib.nullcontext() if target is None else compat.gpu_capability.gpu_capability_as(target):
+        with contextlib.nullcontext() if target is None else compat.on_demand.gpu_capability_as(target):
             exported.write()
         _publish(Path(folder), Path(path))
 

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dcompile.compat.patches.saved_functions import globals_saved, unread_gradients_left_out
+from dcompile.compat.aot_bundle import globals_saved, unread_gradients_left_out
 from dcompile.compat.shapes import of_context
 from dcompile.compat.tracing_settings import tracing_settings
 

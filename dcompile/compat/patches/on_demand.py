@@ -1,11 +1,47 @@
-"""Patches of torch that no stage enters: modules that need them do, at the time that `undone` says."""
+"""Patches of torch that no stage enters: modules that need them do, at the time that `undone` says.
+
+Two small ones come first: `torch.compile(model, backend='dcompile')` does the same as `dcompile.compile`, and torch
+reports the compute capability of a GPU that is not in this machine.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import unittest.mock
+from collections.abc import Callable, Iterator
+from typing import Any
+
 from dcompile.compat import absent_ranks, aot_bundle, aot_trace, dispatch_watch, groups, guards, single_rank, zero
 from dcompile.compat.layer_calls.watched_tracing import watched_tracing
-from dcompile.compat.patches import compile_call, gpu_capability, saved_functions
 from dcompile.compat.patches.torch_patch import GRAPH_COMPILE, GUARDS, TRACERS, TorchPatch
+
+
+def intercept_compile(handle: Callable[[Any, Any], Any]) -> None:
+    """Pass every torch.compile call to `handle(context, fn)`. If it returns NotImplemented, torch proceeds as usual."""
+    from torch._dynamo.eval_frame import _TorchDynamoContext
+
+    original = _TorchDynamoContext.__call__
+    if hasattr(original, "_dcompile"):
+        return
+
+    @functools.wraps(original)
+    def __call__(self: Any, fn: Any) -> Any:
+        result = handle(self, fn)
+        return original(self, fn) if result is NotImplemented else result
+
+    __call__._dcompile = True  # type: ignore[attr-defined]
+    _TorchDynamoContext.__call__ = __call__  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def gpu_capability_as(capability: tuple[int, int]) -> Iterator[None]:
+    """Let torch report this compute capability for every GPU."""
+    import torch
+
+    with unittest.mock.patch.object(torch.cuda, "get_device_capability", lambda *_: capability):
+        yield
+
 
 ON_DEMAND: tuple[TorchPatch, ...] = (
     TorchPatch(
@@ -48,7 +84,7 @@ ON_DEMAND: tuple[TorchPatch, ...] = (
         undone="when the graph is compiled",
     ),
     TorchPatch(
-        saved_functions.unread_gradients_left_out,
+        aot_bundle.unread_gradients_left_out,
         ("torch._dynamo.guards.GuardsStatePickler.reducer_override",),
         "correctness",
         "saved guards on a tensor that had a gradient cannot be loaded",
@@ -56,7 +92,7 @@ ON_DEMAND: tuple[TorchPatch, ...] = (
         undone="when the function is compiled",
     ),
     TorchPatch(
-        saved_functions.globals_saved,
+        aot_bundle.globals_saved,
         ("torch._dynamo.convert_frame.GraphCaptureOutput.get_runtime_env",),
         "correctness",
         "saved code names modules by Dynamo's globals, which no other process has",
@@ -118,7 +154,7 @@ ON_DEMAND: tuple[TorchPatch, ...] = (
         undone="when the frame is compiled",
     ),
     TorchPatch(
-        compile_call.intercept_compile,
+        intercept_compile,
         ("torch._dynamo.eval_frame._TorchDynamoContext.__call__",),
         "takeover",
         "torch.compile(model, backend='dcompile') is an entry point, and must see whole modules",
@@ -139,7 +175,7 @@ ON_DEMAND: tuple[TorchPatch, ...] = (
         undone="never; it calls torch's own",
     ),
     TorchPatch(
-        gpu_capability.gpu_capability_as,
+        gpu_capability_as,
         ("torch.cuda.get_device_capability",),
         "takeover",
         "an export for a GPU that is not in this machine compiles for its compute capability",

@@ -112,7 +112,7 @@ class _Export:
         remove_tokens(gm, sum(spec.kind == InputKind.TOKEN for spec in specs))
         inputs, arguments = self._inputs(gm)
         if self.gpu is not None:
-            compat.fake_tensors.move_graph_to_gpu(gm)
+            compat.tensors.move_graph_to_gpu(gm)
         results, changed = self._results()
         tensors = {what: self._state(what) for kind, what in inputs if kind == "tensor"}
         call = {

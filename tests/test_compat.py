@@ -18,12 +18,12 @@ def test_settings_while_tracing_are_put_back():
     import torch._dynamo.config as config
 
     before = config.save_config()
-    with compat.tracing_settings.tracing_settings():
+    with compat.dynamo.tracing_settings():
         assert not config.optimize_ddp
         assert logging.Logger.warning in config.ignore_logging_functions
     assert config.save_config() == before
     for dynamic, by_default in ((True, False), (False, True)):
-        with compat.tracing_settings.tracing_settings(dynamic):
+        with compat.dynamo.tracing_settings(dynamic):
             assert config.assume_static_by_default == by_default
             assert config.automatic_dynamic_shapes or not dynamic
             assert config.fake_tensor_cache_enabled != dynamic
@@ -93,7 +93,7 @@ def test_a_frame_that_late_sizes_stop_is_compiled_without(message, again):
     def around(code, late):
         if code.co_name == "function":
             seen.append(late)
-        with compat.tracing_settings.tracing_settings(late_sizes=late):
+        with compat.dynamo.tracing_settings(late_sizes=late):
             asked.append(torch._dynamo.config.capture_dynamic_output_shape_ops)
             yield
 
@@ -223,7 +223,7 @@ def test_guards_are_timed_for_those_who_listen_alone(heard, monkeypatch):
     monkeypatch.setattr(guards, "profile_guard_manager", lambda *given: timed.append(own(*given)) or timed[-1])
     monkeypatch.setattr(guards.guards_log, "isEnabledFor", lambda _: heard)
     torch._dynamo.reset()
-    with compat.tracing_settings.tracing_settings():
+    with compat.dynamo.tracing_settings():
         torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2))
     assert bool(timed) == heard
 

@@ -245,9 +245,7 @@ class DynamoGraph(GraphPrograms):
         """Return the placeholders of sharded parameters, and record their names: forward and backward use the same."""
         if self.sync.sharded is None:
             return []
-        inputs = [
-            (node, compat.aot_descriptors.input_index(node)) for node in module.graph.find_nodes(op="placeholder")
-        ]
+        inputs = [(node, compat.aot_metadata.input_index(node)) for node in module.graph.find_nodes(op="placeholder")]
         found = {node: self.params[index] for node, index in inputs if index in self.params}
         self._sharded = {node.name: number for node, number in found.items()}
         if any(str(user.target).startswith("aten.as_strided.") for node in found for user in node.users):

@@ -68,7 +68,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         planner.adapter = sync.sharded
     before = len(compat.dynamo.graph_breaks())
     alone = _single_rank(entry.model, adapter)
-    with _as_it_was(module), compat.aot.backward_at_once(), alone, compat.replicate.hooks_resting(module):
+    with _as_it_was(module), compat.aot.backward_at_once(), alone, compat.composable.hooks_resting(module):
         entry(*args, **kwargs)
     notes = [note for graph in entry.model.graphs for note in graph.notes]
     return Report(
@@ -117,7 +117,9 @@ def _sync(module: Module | None, ddp: Any, config: Config) -> GradientSync | Non
     """Synchronization that compiling would take over."""
     stock = config.distributed == "stock"
     if ddp is not None:
-        return DdpSync(_PlannedDdp(ddp, stock, module=module if compat.replicate.has_made(ddp, module) else None))
+        return DdpSync(
+            _PlannedDdp(ddp, stock, module=module if compat.composable.replicate_made(ddp, module) else None)
+        )
     if module is None:
         return None
     if states := compat.fsdp2.states_in(module):
@@ -128,7 +130,7 @@ def _sync(module: Module | None, ddp: Any, config: Config) -> GradientSync | Non
 
 def _left_out(adapter: Any, module: Any) -> Iterator[str]:
     """Notes on parts of the model that the report does not show."""
-    if adapter is None and compat.replicate.state_of(module) is not None:
+    if adapter is None and compat.composable.replicate_state(module) is not None:
         yield "replicate() gets its DDP in the first forward: explain shows what it reduces after that"
     if adapter is not None and adapter.breaks_at_hooks and not adapter.eligible:
         yield (
@@ -152,7 +154,7 @@ def _module_of(model: Any) -> tuple[Module | None, DistributedDataParallel | Non
     root = unwrap_module(model)
     if isinstance(root, DistributedDataParallel):
         return unwrap_module(root.module), root
-    return root, compat.replicate.ddp_of(root)
+    return root, compat.composable.replicate_ddp(root)
 
 
 def _breaks(before: int) -> tuple[GraphBreak, ...]:

@@ -167,9 +167,7 @@ class _SimulatedGraph(DynamoGraph):
     results = 0
 
     def _find_shards(self, module: Any) -> list[Any]:
-        inputs = [
-            (node, compat.aot_descriptors.input_index(node)) for node in module.graph.find_nodes(op="placeholder")
-        ]
+        inputs = [(node, compat.aot_metadata.input_index(node)) for node in module.graph.find_nodes(op="placeholder")]
         found = {node: self.params[index] for node, index in inputs if index in self.params}
         self.placeholders = {node.name: number for node, number in found.items()}
         return list(found) if self._layout.kind == "fsdp" else []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.compat.collectives import (
+from dcompile.compat.groups import (
     reduce_op,
     start_all_reduce,
     start_all_to_all,

@@ -291,13 +291,13 @@ class Entry:
         """Does `ddp` wrap this entry's module itself? A part of its module is compiled as plain, with DDP's reducer."""
         if self.root is None:
             return False
-        return unwrap_module(ddp.module) is self.root or compat.composable.replicate_made(ddp, self.root)
+        return unwrap_module(ddp.module) is self.root or compat.composable.is_replicate(ddp, self.root)
 
     def _attach(self, ddp: Any) -> None:
         """Adopt a DDP module in whose forward this module runs for the first time."""
         self._ddp = weakref.ref(ddp)
         stock = self.model.settings.config.distributed == "stock"
-        replicated = self.root if compat.composable.replicate_made(ddp, self.root) else None
+        replicated = self.root if compat.composable.is_replicate(ddp, self.root) else None
         self.model.adopt(DdpSync(DdpAdapter(ddp, stock, module=replicated)))
         self._compiled = None
 

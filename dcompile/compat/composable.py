@@ -37,7 +37,7 @@ def replicate_ddp(module: Any) -> Any:
     return getattr(replicate_state(module), "_ddp", None)
 
 
-def replicate_made(ddp: Any, module: Any) -> bool:
+def is_replicate(ddp: Any, module: Any) -> bool:
     """Whether `replicate` has created this DDP for the module's parameters."""
     return replicate_ddp(module) is ddp
 

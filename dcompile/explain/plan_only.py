@@ -117,9 +117,7 @@ def _sync(module: Module | None, ddp: Any, config: Config) -> GradientSync | Non
     """Synchronization that compiling would take over."""
     stock = config.distributed == "stock"
     if ddp is not None:
-        return DdpSync(
-            _PlannedDdp(ddp, stock, module=module if compat.composable.replicate_made(ddp, module) else None)
-        )
+        return DdpSync(_PlannedDdp(ddp, stock, module=module if compat.composable.is_replicate(ddp, module) else None))
     if module is None:
         return None
     if states := compat.fsdp2.states_in(module):

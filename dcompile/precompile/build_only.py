@@ -20,7 +20,7 @@ from dcompile.errors import PrecompileError
 from dcompile.explain.receipt import Receipt, make_receipt
 from dcompile.ir.buffers import Bucket
 from dcompile.runtime.cache.disk import KernelCache
-from dcompile.runtime.communication.reduced_run import ReducedRun
+from dcompile.runtime.communication.ddp_buckets import ReducedRun
 from dcompile.runtime.coordination.heartbeat import SingleProcess
 
 

@@ -20,7 +20,7 @@ from dcompile.compat.groups import (
 from dcompile.errors import DcompileError
 from dcompile.ir.collective_kinds import CollectiveKind
 from dcompile.ir.functional_collectives import kind_of
-from dcompile.runtime.communication.gloo import start_gather
+from dcompile.runtime.communication.gather_scatter import start_gather
 from dcompile.runtime.communication.peer_memory.one_shot import OneShotLaunch
 from dcompile.runtime.communication.work import PendingCollective
 

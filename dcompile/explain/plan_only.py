@@ -95,7 +95,7 @@ def _single_rank(model: CompiledModel, adapter: PlainAdapter | None) -> contextl
         return contextlib.nullcontext()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return contextlib.nullcontext()
-    alone, own = compat.single_rank.SingleRankCollectives(), model.compiling
+    alone, own = compat.absent_ranks.SingleRankCollectives(), model.compiling
 
     @contextlib.contextmanager
     def compiling(code: Any, entry: Any, late_sizes: bool) -> Iterator[None]:
@@ -221,7 +221,7 @@ class _ExplainingCompiler(PlanningCompiler):
         assert adapter is not None, "only sharded parameters are gathered"
         shard = adapter.param_infos()[number].shard
         assert shard is not None, "parameters of FSDP are sharded"
-        return compat.single_rank.whole(adapter.units[shard.unit].data(), shard.offset, adapter.virtual(number))
+        return compat.absent_ranks.whole(adapter.units[shard.unit].data(), shard.offset, adapter.virtual(number))
 
 
 class _PlannedGraph(DynamoGraph):

@@ -22,7 +22,7 @@ from dcompile.compat.layer_calls.guard_match import (
     unguarded_tables,
     watched_guards,
 )
-from dcompile.compat.layer_calls.watched_tracing import CREATED, RENAMED, watched_tracing
+from dcompile.compat.patches.on_demand import CREATED, RENAMED, watched_tracing
 
 
 class NotRepeatable(Exception):

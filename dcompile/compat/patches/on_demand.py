@@ -1,7 +1,7 @@
 """Patches of torch that no stage enters: modules that need them do, at the time that `undone` says.
 
-Two small ones come first: `torch.compile(model, backend='dcompile')` does the same as `dcompile.compile`, and torch
-reports the compute capability of a GPU that is not in this machine.
+Three small ones come first: `torch.compile(model, backend='dcompile')` does the same as `dcompile.compile`, torch
+reports the compute capability of a GPU that is not in this machine, and nodes that a layer's call adds are logged.
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ import contextlib
 import functools
 import unittest.mock
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dcompile.compat import absent_ranks, aot_bundle, aot_trace, dispatch_watch, groups, guards, single_rank, zero
-from dcompile.compat.layer_calls.watched_tracing import watched_tracing
+from dcompile.compat import absent_ranks, aot_bundle, aot_trace, dispatch_watch, groups, guards, zero
 from dcompile.compat.patches.torch_patch import GRAPH_COMPILE, GUARDS, TRACERS, TorchPatch
+
+if TYPE_CHECKING:  # importing dcompile loads no torch
+    from torch.fx import Graph, Node
+
+CREATED, RENAMED = "created", "renamed"
+"""What happens to a node while a layer is traced."""
 
 
 def intercept_compile(handle: Callable[[Any, Any], Any]) -> None:
@@ -40,6 +45,36 @@ def gpu_capability_as(capability: tuple[int, int]) -> Iterator[None]:
     import torch
 
     with unittest.mock.patch.object(torch.cuda, "get_device_capability", lambda *_: capability):
+        yield
+
+
+@contextlib.contextmanager
+def watched_tracing(graph: Graph, log: list[tuple[str, Node, str]], assume: Callable[[], None]) -> Iterator[None]:
+    """Log nodes that are added to a graph and names that they get; `assume`: called for results that are constants."""
+    from torch._dynamo.variables import functions
+    from torch.fx import Node
+
+    create, rename, constant = graph.create_node, Node._rename, functions.invoke_and_store_as_constant
+
+    def creating(*args: Any, **keywords: Any) -> Node:
+        node = create(*args, **keywords)
+        log.append((CREATED, node, node.name))
+        return node
+
+    def renaming(node: Node, candidate: str) -> None:
+        if node.graph is graph:
+            log.append((RENAMED, node, candidate))
+        rename(node, candidate)
+
+    def invoking(*args: Any, **keywords: Any) -> Any:
+        assume()
+        return constant(*args, **keywords)
+
+    with (
+        unittest.mock.patch.object(functions, "invoke_and_store_as_constant", invoking),
+        unittest.mock.patch.object(graph, "create_node", creating),
+        unittest.mock.patch.object(Node, "_rename", renaming),
+    ):
         yield
 
 
@@ -109,7 +144,7 @@ ON_DEMAND: tuple[TorchPatch, ...] = (
         undone="when the graph is compiled",
     ),
     TorchPatch(
-        single_rank.SingleRankCollectives,
+        absent_ranks.SingleRankCollectives,
         ("torch.distributed.all_reduce", "torch.distributed.all_gather", "torch.distributed.broadcast"),
         "takeover",
         "a model that is explained alone finds nobody to answer its collectives",

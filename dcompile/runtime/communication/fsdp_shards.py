@@ -14,8 +14,7 @@ from dcompile.collectives.contract import Phase, ShardGroup
 from dcompile.ir.buffers import Bucket
 from dcompile.runtime.communication.converted_shards import ConvertedShards
 from dcompile.runtime.communication.gather_scatter import PackedUnits, in_order, start_gather
-from dcompile.runtime.communication.peer_memory.all_gather import CopyGathers, PendingCopyGather
-from dcompile.runtime.communication.peer_memory.shards import PeerShardGroup, PeerShards
+from dcompile.runtime.communication.peer_memory.shards import CopyGathers, PeerShardGroup, PeerShards, PendingCopyGather
 from dcompile.runtime.communication.shard_reduction import (
     PendingReduction,
     ShardReductions,

@@ -106,4 +106,4 @@ def _module_of(fn: Any) -> Module | None:
     return wrapped if isinstance(wrapped, Module) else None
 
 
-compat.compile_call.intercept_compile(handle_compile)
+compat.on_demand.intercept_compile(handle_compile)

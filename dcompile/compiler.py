@@ -42,8 +42,7 @@ from dcompile.runtime.cache.key import (
 from dcompile.runtime.cache.precompiled import reason_for_miss
 from dcompile.runtime.coordination.artifact_sharing import ArtifactSharing
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, SingleProcess, peers_of
-from dcompile.runtime.cuda_graphs.size_classes import SizeClasses
-from dcompile.runtime.cuda_graphs.trees import GraphTree, ReplayedExecutable
+from dcompile.runtime.cuda_graphs.trees import GraphTree, ReplayedExecutable, SizeClasses
 from dcompile.runtime.measure.region_times import RegionTimes
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 from dcompile.runtime.program.executable import HostProgram
@@ -220,7 +219,7 @@ class CachingCompiler:
             return program
         (device,) = devices
         if device not in self._trees:
-            from dcompile.runtime.cuda_graphs.recorder import CudaRecorder
+            from dcompile.runtime.cuda_graphs.recording import CudaRecorder
 
             self._trees[device] = GraphTree(CudaRecorder(torch.device(device)))
         bounds = self.config.size_bounds

@@ -306,7 +306,7 @@ class CapturedGraph:
         if self.sync.sharded is None:
             return []
         inputs = [
-            (node, compat.aot_descriptors.input_index(node)) for node in module.graph.find_nodes(op="placeholder")
+            (node, compat.aot_metadata.input_index(node)) for node in module.graph.find_nodes(op="placeholder")
         ]
         found = {node: self.params[index] for node, index in inputs if index in self.params}
         self.sharded = {node.name: number for node, number in found.items()}

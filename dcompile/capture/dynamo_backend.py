@@ -208,13 +208,13 @@ def with_plain_boundary(
             plain[position], make = parameters[position]
             convert[position] = _always(plain[position])
             _make(gm, node, placeholders[-1], make, plain[position])
-        elif compat.dtensor.is_dtensor(value):
-            make = compat.dtensor.wrapper(_fixed_dtensor(node, "takes"))
+        elif compat.tensors.is_dtensor(value):
+            make = compat.tensors.dtensor_like(_fixed_dtensor(node, "takes"))
             plain[position] = compat.aot.fake_input(_to_local(value))
             convert[position] = _to_local
             _make(gm, node, placeholders[-1], make, plain[position])
     for position, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
-        if compat.dtensor.is_mesh(value):
+        if compat.tensors.is_mesh(value):
             del plain[position]
             _hold(gm, node, f"mesh{position}", value)
     outputs = _take_outputs_apart(gm)
@@ -376,8 +376,8 @@ def _take_outputs_apart(gm: Any) -> dict[int, Convert]:
     results, found = list(output.args[0]), dict[int, Convert]()
     for position, node in enumerate(results):
         value: Any = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
-        if compat.dtensor.is_dtensor(value):
-            found[position] = compat.dtensor.wrapper(_fixed_dtensor(node, "returns"))
+        if compat.tensors.is_dtensor(value):
+            found[position] = compat.tensors.dtensor_like(_fixed_dtensor(node, "returns"))
             with gm.graph.inserting_before(output):
                 results[position] = gm.graph.call_method("to_local", (node,))
             results[position].meta["example_value"] = value.to_local()

@@ -108,9 +108,9 @@ class Entry:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._mode.needs_data and self.model.services.needs_data and compat.dynamo.is_traced_by_another():
             return self.target(*args, **kwargs)
-        state = compat.replicate.state_of(self.root)
+        state = compat.composable.replicate_state(self.root)
         if state is not None and not torch.compiler.is_compiling():
-            return compat.replicate.run_between_hooks(self.root, state, self._enter, args, kwargs)
+            return compat.composable.run_between_hooks(self.root, state, self._enter, args, kwargs)
         return self._enter(args, kwargs)
 
     def _enter(self, args: Any, kwargs: Any) -> Any:
@@ -292,13 +292,13 @@ class Entry:
         """Does `ddp` wrap this entry's module itself? A part of its module is compiled as plain, with DDP's reducer."""
         if self.root is None:
             return False
-        return unwrap_module(ddp.module) is self.root or compat.replicate.has_made(ddp, self.root)
+        return unwrap_module(ddp.module) is self.root or compat.composable.is_replicate(ddp, self.root)
 
     def _attach(self, ddp: Any) -> None:
         """Adopt a DDP module in whose forward this module runs for the first time."""
         self._ddp = weakref.ref(ddp)
         stock = self.model.settings.config.distributed == "stock"
-        replicated = self.root if compat.replicate.has_made(ddp, self.root) else None
+        replicated = self.root if compat.composable.is_replicate(ddp, self.root) else None
         self.model.adopt(DdpSync(DdpAdapter(ddp, stock, module=replicated)))
         self._compiled = None
 

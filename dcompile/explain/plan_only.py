@@ -69,7 +69,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         planner.adapter = sync.sharded
     before = len(compat.dynamo.graph_breaks())
     alone = _single_rank(entry.model, adapter)
-    with _as_it_was(module), compat.aot.backward_at_once(), alone, compat.replicate.hooks_resting(module):
+    with _as_it_was(module), compat.aot.backward_at_once(), alone, compat.composable.hooks_resting(module):
         entry(*args, **kwargs)
     notes = [note for graph in entry.model.graphs for note in graph.notes]
     return Report(
@@ -96,7 +96,7 @@ def _single_rank(model: CompiledModel, adapter: PlainAdapter | None) -> contextl
         return contextlib.nullcontext()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return contextlib.nullcontext()
-    alone, own = compat.single_rank.SingleRankCollectives(), model.compiling
+    alone, own = compat.absent_ranks.SingleRankCollectives(), model.compiling
 
     @contextlib.contextmanager
     def compiling(code: Any, entry: Any, late_sizes: bool) -> Iterator[None]:
@@ -118,7 +118,7 @@ def _sync(module: Module | None, ddp: Any, config: Config) -> GradientSync | Non
     """Synchronization that compiling would take over."""
     stock = config.distributed == "stock"
     if ddp is not None:
-        return DdpSync(_PlannedDdp(ddp, stock, module=module if compat.replicate.has_made(ddp, module) else None))
+        return DdpSync(_PlannedDdp(ddp, stock, module=module if compat.composable.is_replicate(ddp, module) else None))
     if module is None:
         return None
     if states := compat.fsdp2.states_in(module):
@@ -129,7 +129,7 @@ def _sync(module: Module | None, ddp: Any, config: Config) -> GradientSync | Non
 
 def _left_out(adapter: Any, module: Any) -> Iterator[str]:
     """Notes on parts of the model that the report does not show."""
-    if adapter is None and compat.replicate.state_of(module) is not None:
+    if adapter is None and compat.composable.replicate_state(module) is not None:
         yield "replicate() gets its DDP in the first forward: explain shows what it reduces after that"
     if adapter is not None and adapter.breaks_at_hooks and not adapter.eligible:
         yield (
@@ -153,7 +153,7 @@ def _module_of(model: Any) -> tuple[Module | None, DistributedDataParallel | Non
     root = unwrap_module(model)
     if isinstance(root, DistributedDataParallel):
         return unwrap_module(root.module), root
-    return root, compat.replicate.ddp_of(root)
+    return root, compat.composable.replicate_ddp(root)
 
 
 def _breaks(before: int) -> tuple[GraphBreak, ...]:
@@ -222,7 +222,7 @@ class _ExplainingCompiler(PlanningCompiler):
         assert adapter is not None, "only sharded parameters are gathered"
         shard = adapter.param_infos()[number].shard
         assert shard is not None, "parameters of FSDP are sharded"
-        return compat.single_rank.whole(adapter.units[shard.unit].data(), shard.offset, adapter.virtual(number))
+        return compat.absent_ranks.whole(adapter.units[shard.unit].data(), shard.offset, adapter.virtual(number))
 
 
 class _PlannedPrograms(GraphPrograms):

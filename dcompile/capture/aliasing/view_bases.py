@@ -21,7 +21,7 @@ def with_bases_as_traced(gm: Any, run: Boxed) -> Boxed:
     bases = tuple(
         (position, tuple(value.shape), value.stride())
         for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))
-        if compat.aot_descriptors.is_base_of_inputs(node) and compat.sizes.is_fixed(value := node.meta["val"])
+        if compat.aot_metadata.is_base_of_inputs(node) and compat.sizes.is_fixed(value := node.meta["val"])
     )
     if not bases:
         return run

@@ -38,7 +38,7 @@ def recompute_softmax(joint: GraphModule) -> PassReport:
     found = [node for node in calls if _is_wide(node)]
     if not found:
         return PassReport()
-    backward = compat.aot_descriptors.backward_nodes(joint)
+    backward = compat.aot_metadata.backward_nodes(joint)
     chosen = [node for node in found if node not in backward and _gains(node, backward)]
     for node in chosen:
         for again in (node, *_steps_before(node)):

@@ -77,7 +77,7 @@ def find_layers(traced: GraphModule, layers: RepeatedLayers) -> TracedLayers:
             where |= {node: (layer, (stretch, number)) for number, node in enumerate(row)}
     numbers = {p: (k, s) for k, layer in enumerate(layers.traced) for s, p in enumerate(layers.inputs[layer])}
     for node in traced.graph.find_nodes(op="placeholder"):
-        position = compat.aot_descriptors.input_index(node)
+        position = compat.aot_metadata.input_index(node)
         if position in numbers:
             layer, number = numbers[position]
             where[node] = (layer, ("input", number))
@@ -91,7 +91,7 @@ def find_layers(traced: GraphModule, layers: RepeatedLayers) -> TracedLayers:
             found.owners.setdefault(compat.tensors.storage_key(tensor), owner)
     output: Any = traced.graph.output_node()
     for place, description in enumerate(output.meta.get("desc", ())):
-        position = compat.aot_descriptors.primal_index(description)
+        position = compat.aot_metadata.primal_index(description)
         if position is not None:
             found.positions[position] = place
             gradient = output.args[0][place]

@@ -91,12 +91,12 @@ class _Copies:
         for node, (layer, place) in found.where.items():
             self.nodes[layers.traced[layer], place] = node
         for node in traced.graph.find_nodes(op="placeholder"):
-            position = compat.aot_descriptors.input_index(node)
+            position = compat.aot_metadata.input_index(node)
             for layer, row in enumerate(layers.inputs):
                 if position in row:
                     self.nodes[layer, ("input", row.index(position))] = node
-        for node in filter(compat.aot_descriptors.is_tangent, traced.graph.find_nodes(op="placeholder")):
-            position = compat.aot_descriptors.result_index(node)
+        for node in filter(compat.aot_metadata.is_tangent, traced.graph.find_nodes(op="placeholder")):
+            position = compat.aot_metadata.result_index(node)
             for layer, shown in enumerate(layers.shown):
                 for number, (_, its) in enumerate(shown):
                     if position == its:

@@ -20,7 +20,7 @@ Place = tuple[str, int]
 def result_outputs(traced: GraphModule) -> dict[int, int]:
     """Return position among the Dynamo graph's results -> position among the traced graph's outputs."""
     descriptions = traced.graph.output_node().meta.get("desc", ())
-    found = {compat.aot_descriptors.plain_result(description): place for place, description in enumerate(descriptions)}
+    found = {compat.aot_metadata.plain_result(description): place for place, description in enumerate(descriptions)}
     return {position: place for position, place in found.items() if position is not None}
 
 
@@ -42,8 +42,8 @@ def layer_tangents(traced: GraphModule, layers: RepeatedLayers) -> dict[Node, tu
     """Return the tangents of the traced layers' results: placeholder -> (traced layer, place)."""
     places = {p: (k, s) for k, layer in enumerate(layers.traced) for s, (_, p) in enumerate(layers.shown[layer])}
     found = dict[Node, tuple[int, Place]]()
-    for node in filter(compat.aot_descriptors.is_tangent, traced.graph.find_nodes(op="placeholder")):
-        position = compat.aot_descriptors.result_index(node)
+    for node in filter(compat.aot_metadata.is_tangent, traced.graph.find_nodes(op="placeholder")):
+        position = compat.aot_metadata.result_index(node)
         if position in places:
             layer, number = places[position]
             found[node] = (layer, ("tangent", number))
@@ -57,4 +57,4 @@ def layer_of_sum(node: Node, layer: int, tangents: Mapping[Node, int]) -> int:
         return min(layer, max(given) + 1)
     # the first layer's input may be returned, too; its gradient gets the tangent before any other summand
     others = [argument for argument in node.all_input_nodes if argument.op == "placeholder"]
-    return 0 if layer == 1 and any(map(compat.aot_descriptors.is_tangent, others)) else layer
+    return 0 if layer == 1 and any(map(compat.aot_metadata.is_tangent, others)) else layer

@@ -13,8 +13,7 @@ from dcompile.codegen.emit.cpp.compile import build
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
 from dcompile.ir.nodes import Loop, Program
-from dcompile.runtime.program.argument_table import Address
-from dcompile.runtime.program.cpu_launch import calls
+from dcompile.runtime.program.argument_table import Address, kernel_calls
 from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.harness import store
 
@@ -29,7 +28,7 @@ def test_kernels_run_in_order_over_what_is_known_and_what_is_given() -> None:
     kernel = kernel_of(loops.binary("add", 4))
     libraries = build([kernel], Config(), store()).libraries
     x, z, y = torch.arange(4.0), torch.full((4,), 2.0), torch.empty(4)
-    run = calls(libraries, 2, [(kernel.name, (0, Address(z.data_ptr()), 1)), (kernel.name, (1, 1, 1))])
+    run = kernel_calls(libraries, 2, [(kernel.name, (0, Address(z.data_ptr()), 1)), (kernel.name, (1, 1, 1))])
     assert kernel.arguments == ("x", "z", "y")
     for _ in range(2):
         y.fill_(7)
@@ -47,7 +46,7 @@ def test_what_fails_is_told_and_what_comes_behind_it_does_not_run() -> None:
     libraries = build([dividing, adding], Config(), store()).libraries
     x, z, y = torch.arange(4), torch.tensor([1, 2, 0, 3]), torch.empty(4, dtype=torch.int64)
     a, b = torch.ones(4), torch.zeros(4)
-    both = calls(libraries, 5, [(dividing.name, (0, 1, 2)), (adding.name, (3, 3, 4))])
+    both = kernel_calls(libraries, 5, [(dividing.name, (0, 1, 2)), (adding.name, (3, 3, 4))])
     given = [tensor.data_ptr() for tensor in (x, z, y, a, b)]
     assert both(*given) == 1 and b.tolist() == [0, 0, 0, 0]
     z[2] = 1
@@ -56,7 +55,7 @@ def test_what_fails_is_told_and_what_comes_behind_it_does_not_run() -> None:
 
 def test_what_is_no_number_or_one_too_many_is_an_error_and_nothing_runs() -> None:
     kernel = kernel_of(loops.binary("add", 4))
-    run = calls(build([kernel], Config(), store()).libraries, 3, [(kernel.name, range(3))])
+    run = kernel_calls(build([kernel], Config(), store()).libraries, 3, [(kernel.name, range(3))])
     x, y = torch.ones(4), torch.zeros(4)
     for given in ((x.data_ptr(), x.data_ptr()), (x.data_ptr(),) * 4, ("x", x.data_ptr(), y.data_ptr())):
         with pytest.raises(TypeError):
@@ -69,7 +68,7 @@ def test_a_table_lives_as_long_as_what_is_bound_to_it() -> None:
     kernel = kernel_of(loops.binary("add", 4))
     libraries = build([kernel], Config(), store()).libraries
     x, y = torch.ones(4), torch.zeros(4)
-    runs = [calls(libraries, 1, [(kernel.name, (Address(x.data_ptr()),) * 2 + (0,))]) for _ in range(100)]
+    runs = [kernel_calls(libraries, 1, [(kernel.name, (Address(x.data_ptr()),) * 2 + (0,))]) for _ in range(100)]
     gc.collect()
     rubbish = [bytes(64) for _ in range(1000)]
     for run in runs:
@@ -82,7 +81,7 @@ def test_other_threads_run_while_a_kernel_does() -> None:
     n = 1 << 24
     kernel = kernel_of(loops.unary("sin", n))
     x, y, count, ended = torch.rand(n), torch.empty(n), itertools.count(), threading.Event()
-    run = calls(build([kernel], Config(), store()).libraries, 2, [(kernel.name, range(2))])
+    run = kernel_calls(build([kernel], Config(), store()).libraries, 2, [(kernel.name, range(2))])
     seen = [0]
 
     def work() -> None:

@@ -1,4 +1,6 @@
-"""Gathers and reduce-scatters: the backend's own, and over Gloo a version with coalesced messages.
+"""Gathers and reduce-scatters: the backend's own, coalesced messages over Gloo, and parts of different sizes.
+
+Small units of a bucket are packed into one message, and unpacked after the collective.
 
 ProcessGroupGloo's reduce-scatter copies its input, all-reduces each whole tensor on every rank, and keeps a part.
 Sending each rank only its part halves the traffic on two ranks. Small tensors are packed into one message, which takes
@@ -6,6 +8,9 @@ a third of the time for a block's gradients (docs/lab/runtime.md, R10).
 
 Gloo's all-gather of several tensors in one call corrupts the heap where several are in flight. Two processes that only
 start three at a time die within some thousand rounds (torch 2.13.0, glibc 2.36). Its all-gather of one tensor is safe.
+
+ZeRO 1 and 2 give each rank a part of all parameters, end to end. Most of a bucket's elements belong to one or two
+ranks. Each rank that has a part gets one reduction to it. A tensor with equal parts uses an ordinary reduce-scatter.
 """
 
 from __future__ import annotations
@@ -13,18 +18,41 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup, ReduceOp
 
 from dcompile import compat
-from dcompile.runtime.communication.packing import PackedUnits
+from dcompile.ir.buffers import Bucket
 
 ALONE_BYTES = 1 << 20
 """Bytes from which a tensor is sent directly. Packing smaller ones costs less than sending them: copying 1 MiB takes as
 long as Gloo takes to start a collective, some 100 us.
 """
+
+
+def in_order(bucket: Bucket) -> list[int]:
+    """Places of a bucket's units in the order of a rank's reduced shards: packed units come last, contiguously."""
+    return sorted(range(len(bucket.units)), key=lambda place: (place in bucket.packed, place))
+
+
+class PackedUnits:
+    """Units in one message: `whole` holds, rank by rank, the rank's parts of all of them, end to end."""
+
+    def __init__(self, units: list[torch.Tensor], ranks: int) -> None:
+        self._rows = [unit.view(ranks, -1) for unit in units]
+        self.whole = units[0].new_empty(sum(unit.numel() for unit in units))
+
+    def pack(self) -> None:
+        """Copy the units into the message."""
+        torch.cat(self._rows, 1, out=self.whole.view(len(self._rows[0]), -1))
+
+    def unpack(self) -> None:
+        """Copy the units out of the message."""
+        widths = [rows.shape[1] for rows in self._rows]
+        torch.split_with_sizes_copy(self.whole.view(len(self._rows[0]), -1), widths, 1, out=self._rows)
 
 
 def start_scatter(
@@ -159,3 +187,41 @@ class GlooReduceScatter(PendingMessages):
             shard.add_(part)
         if self._average:
             shard.div_(self._ranks)
+
+
+class UnevenReduceScatter(PendingMessages):
+    """Reductions in flight, as one torch.distributed.Work.
+
+    `shards` receive this rank's part of each tensor of `full`. The flat tensors of `full` are overwritten. `parts`:
+    number of elements of each rank's part, in the order of ranks.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        shards: Sequence[torch.Tensor],
+        full: Sequence[torch.Tensor],
+        parts: Sequence[tuple[int, ...]],
+        op: Any,
+        limit_s: float | None,
+    ) -> None:
+        super().__init__()
+        rank = group.rank()
+        self._own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """This rank's shard, and the slice in which it is reduced."""
+        for shard, whole, sizes in zip(shards, full, parts, strict=True):
+            if len(set(sizes)) == 1:
+                self._works.append(start_scatter(group, [shard], [whole], op, limit_s))
+                continue
+            stops = list(accumulate(sizes))
+            for owner, (size, stop) in enumerate(zip(sizes, stops, strict=True)):
+                if size:
+                    piece = whole[stop - size : stop]
+                    self._works.append(compat.groups.start_reduce(group, piece, owner, op, limit_s))
+                    if owner == rank:
+                        self._own.append((shard, piece))
+
+    def _unpack(self) -> None:
+        for shard, piece in self._own:
+            shard.copy_(piece)
+        self._own = []

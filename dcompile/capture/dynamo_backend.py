@@ -28,9 +28,8 @@ from dcompile.capture.passes.repeated_layers.compare import LayersDiffer
 from dcompile.capture.passes.repeated_layers.find import RepeatedLayers, repeated_layers, shorten
 from dcompile.capture.passes.repeated_layers.replicate import check_inputs, unfold
 from dcompile.capture.services import figures_by_type
-from dcompile.capture.trace_cache.graph_trace import GraphTrace
+from dcompile.capture.trace_cache.graph_trace import GraphTrace, KeptTrace, TraceFacts
 from dcompile.capture.trace_cache.trace_key import trace_key
-from dcompile.capture.trace_cache.traced_graph import KeptTrace, TraceFacts
 from dcompile.compat.trace_symbols import SizeSymbols
 from dcompile.passes import GraphPass
 

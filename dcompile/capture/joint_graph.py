@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.capture.aliasing.memory import memory_of
+from dcompile.capture.aliasing.output_views import memory_of
 from dcompile.capture.graph_pass import DONATED
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import COMPUTED_IN_FORWARD
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.logit_steps import COMPUTED_IN_FORWARD
 from dcompile.capture.passes.joint.min_cut import minimum_cut
 from dcompile.capture.passes.joint.saved_values import is_view
 from dcompile.device_traits import traits_of

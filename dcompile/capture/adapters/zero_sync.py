@@ -17,13 +17,18 @@ import torch
 from dcompile import compat
 from dcompile.capture.adapters.eager_regions import EagerRegionMonitor
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
+from dcompile.capture.adapters.grad_field import MergedGradients, differs
 from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
-from dcompile.capture.adapters.merged_gradients import MergedGradients
 from dcompile.capture.adapters.sharded_sync import ShardedSync
-from dcompile.capture.adapters.unreduced_gradients import differs
-from dcompile.capture.adapters.zero import ZeroAdapter, ZeroReplicatedAdapter, ZeroStockAdapter, reasons_against
-from dcompile.capture.adapters.zero3 import Zero3Adapter, hidden
-from dcompile.capture.adapters.zero_partition import ZeroPartitionAdapter
+from dcompile.capture.adapters.zero import (
+    Zero3Adapter,
+    ZeroAdapter,
+    ZeroPartitionAdapter,
+    ZeroReplicatedAdapter,
+    ZeroStockAdapter,
+    hidden,
+    reasons_against,
+)
 from dcompile.capture.call_state import Invocation
 from dcompile.capture.services import GradientBuckets, ShardedParameters
 from dcompile.errors import DcompileError

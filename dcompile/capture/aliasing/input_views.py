@@ -1,16 +1,22 @@
-"""Return results that are views of an input as views of it: `x.mul_(2); return x[: len(x) // 2]`.
+"""Views of inputs: results that view an input, and the base that AOTAutograd passes in place of inputs that view it.
 
-AOTAutograd returns a view of the input itself. If the view has symbolic sizes, it takes the view's offset and strides
-from the graph's result. Of an input that the graph changes, traced graphs return a view of the new values. These start
-at offset 0, and their strides may differ from the input's. With any backend of torch 2.11 to 2.13, the rows of a slice
-then come from the front of the sliced tensor. A view with an offset from the start of a storage, which the graph reads
-as well, is a copy, which starts at 0, too. So the graph returns a separate view in that case.
+`x.mul_(2); return x[: len(x) // 2]`: AOTAutograd returns a view of the input itself. If the view has symbolic sizes, it
+takes the view's offset and strides from the graph's result. Of an input that the graph changes, traced graphs return a
+view of the new values. These start at offset 0, and their strides may differ from the input's. With any backend of
+torch 2.11 to 2.13, the rows of a slice then come from the front of the sliced tensor. A view with an offset from the
+start of a storage, which the graph reads as well, is a copy, which starts at 0, too. So the graph returns a separate
+view in that case.
+
+If an input changes, AOTAutograd passes a base tensor in place of several inputs that view it. Dynamo guards on shapes
+and strides of the inputs, but not of their base. `a.t_()` after a graph break may give the base other strides in
+another call. ATen's operators read a tensor's strides. Kernels of dcompile are compiled for the strides of the first
+call, and would write to wrong elements (under inductor it is an AssertionError). So the traced strides are restored.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -106,3 +112,26 @@ def _replay_views(gm: Any, start: Any, way: list[Any], before: Any) -> Any:
             looked.meta["val"] = view.target(*values, **keywords)
         node = looked
     return node
+
+
+Boxed = Callable[[list[Any]], list[Any]]
+
+
+def with_bases_as_traced(gm: Any, run: Boxed) -> Boxed:
+    """Return `run` with base tensors viewed with the shapes and strides that they had when `gm` was traced."""
+    bases = tuple(
+        (position, tuple(value.shape), value.stride())
+        for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+        if compat.aot_descriptors.is_base_of_inputs(node) and compat.sizes.is_fixed(value := node.meta["val"])
+    )
+    if not bases:
+        return run
+
+    def running(args: list[Any]) -> list[Any]:
+        for position, shape, strides in bases:
+            base = args[position]
+            if base.stride() != strides or base.shape != shape:
+                args[position] = base.as_strided(shape, strides)
+        return run(args)
+
+    return running

@@ -1,10 +1,15 @@
 """Results that look at an input which the graph changes lie where they lie in eager mode."""
 
+from __future__ import annotations
+
+import contextlib
+
 import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
 import dcompile
+from tests.fuzz.recordings import recorded
 
 
 def half(x):
@@ -103,3 +108,43 @@ def test_a_look_as_another_dtype_at_memory_that_is_changed_behind_another_input_
     whole = torch.arange(6.0).view(3, 2)
     with pytest.raises(BackendCompilerFailed, match="a result views an input as another dtype"):
         dcompile.compile(bits)(whole[:2], whole[1:])
+
+
+@pytest.fixture(autouse=True)
+def compilers() -> None:
+    """The compiler itself: kernels of ours are what counts on strides."""
+
+
+def turned(a: torch.Tensor, row: torch.Tensor, look: torch.Tensor) -> torch.Tensor:
+    """Dynamo runs `t_` by itself; what comes after it takes `row` and `look`, and so the tensor that both look at."""
+    a.t_()
+    most = look.amax(0) + row
+    look[:, 1] = most[0]
+    return most
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("replayed", [False, True])
+@pytest.mark.parametrize("shape", [(3, 3), (2, 3)], ids=str)
+def test_a_base_that_is_turned_between_calls(shape, replayed, learns):
+    def inputs():
+        a = torch.arange(float(shape[0] * shape[1])).view(shape).clone()  # no view itself
+        weight = torch.ones(shape[1], requires_grad=learns)
+        return weight, a, a[0], a.view_as(a)
+
+    def step(call, weight, a, row, look):
+        result = call(a, row, look) * weight
+        if learns:
+            result.sum().backward()
+        return result
+
+    with recorded() if replayed else contextlib.nullcontext():
+        options = {"triton.cudagraphs": replayed, "receipt": False}
+        compiled = dcompile.compile(turned, dynamic=False, options=options)
+        ours, stock = inputs(), inputs()
+        for _ in range(6):
+            torch.testing.assert_close(step(compiled, *ours), step(turned, *stock), rtol=0, atol=0)
+            for found, wanted in zip(ours, stock, strict=True):
+                assert torch.equal(found, wanted) and found.stride() == wanted.stride()
+    assert not replayed or dcompile.receipt(compiled).replays
+    torch.compiler.reset()

@@ -12,12 +12,13 @@ from torch.fx import Node
 
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
     Elements,
+    Read,
+    Reads,
     UnknownElements,
     axis,
     sizes_of,
     value_of,
 )
-from dcompile.capture.passes.dynamo.symbolic_elements.reads import Read, Reads
 from dcompile.ir.bounds import MIN_SYMBOL_VALUES
 from dcompile.ir.index import Index, Size, as_index, is_below, is_nonnegative, is_symbol, substitute, var
 from dcompile.ir.piecewise import Leaf, Test, TooManyCases, Tree, combine, variables

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.capture.aliasing.memory import memory_of
+from dcompile.capture.aliasing.output_views import memory_of
 from dcompile.capture.aliasing.storage_resizes import CHANGES
 from dcompile.device_traits import traits_of
 from dcompile.ir.gemm import ALIGNMENT

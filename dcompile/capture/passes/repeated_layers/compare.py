@@ -1,8 +1,13 @@
-"""Find the layers in a traced graph, and compare them: only equal ones may be copied."""
+"""Find the layers in a traced graph, and compare them: only equal ones may be copied.
+
+The graph may return values of layers, such as hidden states. The gradient of such a value has one summand more: the
+tangent, which the caller passes to the backward. These outputs and tangents come first. Fake values of the operations
+of copied layers follow, which share memory as in the layer that they are copied from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +15,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.passes.repeated_layers.copied_values import MemoryOwner, tensors_of
 from dcompile.capture.passes.repeated_layers.find import (
     TAG,
     TRACED_LAYERS,
@@ -19,13 +23,131 @@ from dcompile.capture.passes.repeated_layers.find import (
     operations,
     spell_arguments,
 )
-from dcompile.capture.passes.repeated_layers.shown_results import (
-    Place,
-    layer_of_sum,
-    layer_tangents,
-    result_outputs,
-    shown_places,
-)
+
+Place = tuple[str, int]
+"""Place in a layer: ("forward" | "backward" | "input" | "tangent", position there)."""
+
+
+def result_outputs(traced: GraphModule) -> dict[int, int]:
+    """Return position among the Dynamo graph's results -> position among the traced graph's outputs."""
+    descriptions = traced.graph.output_node().meta.get("desc", ())
+    found = {compat.aot_descriptors.plain_result(description): place for place, description in enumerate(descriptions)}
+    return {position: place for position, place in found.items() if position is not None}
+
+
+def shown_places(
+    traced: GraphModule,
+    shown: Sequence[tuple[int, int]],
+    results: Mapping[int, int],
+    where: Mapping[Node, tuple[int, Place]],
+    layer: int,
+) -> tuple[Place | None, ...]:
+    """Return the places of a traced layer's values that the graph returns; None for a value outside of the layer."""
+    outputs: Any = traced.graph.output_node().args[0]
+    nodes = [outputs[results[position]] if position in results else None for _, position in shown]
+    found = [where.get(node, (-1, None)) if isinstance(node, Node) else (-1, None) for node in nodes]
+    return tuple(place if there == layer else None for there, place in found)
+
+
+def layer_tangents(traced: GraphModule, layers: RepeatedLayers) -> dict[Node, tuple[int, Place]]:
+    """Return the tangents of the traced layers' results: placeholder -> (traced layer, place)."""
+    places = {p: (k, s) for k, layer in enumerate(layers.traced) for s, (_, p) in enumerate(layers.shown[layer])}
+    found = dict[Node, tuple[int, Place]]()
+    for node in filter(compat.aot_descriptors.is_tangent, traced.graph.find_nodes(op="placeholder")):
+        position = compat.aot_descriptors.result_index(node)
+        if position in places:
+            layer, number = places[position]
+            found[node] = (layer, ("tangent", number))
+    return found
+
+
+def layer_of_sum(node: Node, layer: int, tangents: Mapping[Node, int]) -> int:
+    """Return the layer of a backward node without a tag that follows a node of `layer`."""
+    given = [tangents[argument] for argument in node.all_input_nodes if argument in tangents]
+    if given:
+        return min(layer, max(given) + 1)
+    # the first layer's input may be returned, too; its gradient gets the tangent before any other summand
+    others = [argument for argument in node.all_input_nodes if argument.op == "placeholder"]
+    return 0 if layer == 1 and any(map(compat.aot_descriptors.is_tangent, others)) else layer
+
+
+@dataclass(frozen=True)
+class MemoryOwner:
+    """A value of a layer, which owns memory."""
+
+    layer: int
+    """Index among the traced layers."""
+    place: Place
+    number: int
+    """Position among several results of one operation."""
+    dtype: torch.dtype
+
+
+class CopiedValues:
+    """Fake values of copied nodes, which share memory with each other as those of the traced layer do."""
+
+    def __init__(
+        self,
+        owners: Mapping[int, MemoryOwner | None],
+        traced: Sequence[int],
+        nodes: Mapping[tuple[int, Place], Node],
+    ) -> None:
+        """`owners`: storages of the traced graph -> who owns them. `traced`: numbers of the layers that were traced.
+
+        `nodes`: (layer, place) -> node, of all layers, as far as they are made.
+        """
+        self.owners, self.traced, self.nodes = owners, traced, nodes
+        self.new: dict[tuple[int, Place, int], Any] = {}
+        """(layer, place, position among several results) -> its new memory."""
+        self.fills: dict[tuple[Place, int], bool] = {}
+        """(place, position among several results) -> whether such a value has all of its memory."""
+
+    def of(self, value: Any, layer: int, place: Place, like: int) -> Any:
+        """Return the value in `layer` that corresponds to the value at this place of the traced layer `like`."""
+        if isinstance(value, tuple | list):
+            items = [self._tensor(item, layer, place, like, number) for number, item in enumerate(value)]
+            return items if isinstance(value, list) else tuple(items)
+        return self._tensor(value, layer, place, like, 0)
+
+    def _tensor(self, tensor: Any, layer: int, place: Place, like: int, number: int) -> Any:
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        owner = self.owners[compat.tensors.storage_key(tensor)]
+        if owner is None:
+            return tensor
+        there = layer + owner.layer - like
+        if self.traced[owner.layer] == there:
+            return tensor  # it has the right memory already
+        if (there, owner.place, owner.number) == (layer, place, number):
+            return self._owner(tensor, layer, place, number)
+        return compat.tensors.fake_like(tensor, self._memory(there, owner.place, owner.number))
+
+    def _owner(self, tensor: Any, layer: int, place: Place, number: int) -> Any:
+        """Return a tensor in memory of its own. With symbolic sizes it takes a third of the time if it fills that."""
+        known = self.fills.get((place, number))
+        if known is not False:
+            made = compat.tensors.fake_like(tensor, None)
+            if known is None:
+                ours, theirs = made.untyped_storage().nbytes(), tensor.untyped_storage().nbytes()
+                known = self.fills[place, number] = str((tensor.storage_offset(), ours)) == str((0, theirs))
+            if known:
+                self.new[layer, place, number] = made.untyped_storage()
+                return made
+        memory = self.new[layer, place, number] = compat.tensors.fake_memory(tensor.untyped_storage().nbytes())
+        return compat.tensors.fake_like(tensor, memory)
+
+    def _memory(self, layer: int, place: Place, number: int) -> Any:
+        if (layer, place, number) in self.new:
+            return self.new[layer, place, number]
+        return list(tensors_of(self.nodes[layer, place].meta["val"]))[number].untyped_storage()
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the strided tensors of a value, which may be several results."""
+    for item in value if isinstance(value, tuple | list) else (value,):
+        if isinstance(item, torch.Tensor) and item.layout == torch.strided:
+            yield item
+
 
 STRETCHES = ("forward", "backward")
 

@@ -18,13 +18,14 @@ from torch.fx import GraphModule, Node
 from dcompile import compat
 from dcompile.capture.passes.repeated_layers.compare import (
     STRETCHES,
+    CopiedValues,
     LayersDiffer,
+    Place,
     TracedLayers,
     compare_layers,
     find_layers,
     layer_tag,
 )
-from dcompile.capture.passes.repeated_layers.copied_values import CopiedValues
 from dcompile.capture.passes.repeated_layers.find import (
     STAND_IN,
     TAG,
@@ -33,7 +34,6 @@ from dcompile.capture.passes.repeated_layers.find import (
     operations,
     replace_nodes,
 )
-from dcompile.capture.passes.repeated_layers.shown_results import Place
 
 TEMPLATE_LAYER = 2
 """Index of the traced layer that is copied."""

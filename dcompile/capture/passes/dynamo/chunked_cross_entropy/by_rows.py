@@ -14,8 +14,12 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import COMPUTED_IN_FORWARD
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.logit_steps import LogitStep, apply_steps, is_target_of
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.logit_steps import (
+    COMPUTED_IN_FORWARD,
+    LogitStep,
+    apply_steps,
+    is_target_of,
+)
 from dcompile.ir.nodes import PART
 from dcompile.matmul_ops import wide_addmm, wide_linear, wide_mm
 

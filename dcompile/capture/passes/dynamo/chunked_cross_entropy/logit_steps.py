@@ -1,10 +1,20 @@
-"""Elements of logits: steps such as temperatures and soft caps, their derivative, and whether one is the target's."""
+"""Elements of logits: steps such as temperatures and soft caps, their derivative, and whether one is the target's.
+
+Annotations of traced operations say what the forward of a loss saves.
+"""
 
 from __future__ import annotations
 
 from typing import TypeAlias
 
 import torch
+
+CHUNK_MARK = "dcompile_chunk"
+"""Key of the annotation on each operation of a loss in chunks of classes: AGAIN (recompute) or KEPT (save)."""
+AGAIN, KEPT = "again", "kept"
+COMPUTED_IN_FORWARD = "dcompile_ahead"
+"""Annotation (`compat.aot.annotate_nodes`) of values that a forward computes only for its backward."""
+
 
 LogitStep: TypeAlias = "tuple[str, float]"
 """("scale", factor), ("shift", addend), ("tanh", 0.0) or ("sigmoid", 0.0). A soft cap is scale, tanh and scale."""

@@ -16,9 +16,15 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import AGAIN, CHUNK_MARK, KEPT
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.by_rows import LossAndGradients, RowLossSettings
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.logit_steps import LogitStep, apply_steps, is_target_of
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.logit_steps import (
+    AGAIN,
+    CHUNK_MARK,
+    KEPT,
+    LogitStep,
+    apply_steps,
+    is_target_of,
+)
 from dcompile.ir.nodes import PART
 from dcompile.matmul_ops import wide_addmm, wide_linear, wide_mm
 from dcompile.passes import PassReport

@@ -9,17 +9,19 @@ from torch.fx import Graph, Node
 
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
+    DTYPES,
     Elements,
     Operation,
+    Read,
+    Reads,
     UnknownElements,
     is_of_torch,
     name_of,
+    position_in,
     shape_of,
     value_of,
 )
-from dcompile.capture.passes.dynamo.symbolic_elements.reads import DTYPES, Read, Reads
 from dcompile.capture.passes.dynamo.symbolic_elements.rules import AS_OTHER, LIKE, RULES
-from dcompile.capture.passes.dynamo.symbolic_elements.values import position_in
 from dcompile.ir.piecewise import TooManyCases
 
 

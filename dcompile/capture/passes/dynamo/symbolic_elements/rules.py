@@ -1,36 +1,278 @@
 """Rules for elements of operations' results, one for each operation, by the names of functions and methods.
 
 A rule raises UnknownElements if it does not cover a case. Shapes and dtypes of results are the traced ones.
+
+Element-wise operations come first: torch itself computes them on constants, and rules here compute them on indices.
+Elements of an indexed tensor follow; the index may have slices, integers, None and tensors of positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
+from torch.fx import Node
+from torch.fx.node import map_aggregate, map_arg
 
-from dcompile.capture.passes.dynamo.symbolic_elements.arithmetic import conversion, elementwise
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
     Elements,
     Operation,
     UnknownElements,
     axis,
-    name_of,
-    size_of,
-)
-from dcompile.capture.passes.dynamo.symbolic_elements.indexing import index_elements
-from dcompile.capture.passes.dynamo.symbolic_elements.values import (
     check_element,
     convert_element,
     dim_of,
+    equal,
+    in_range,
+    leaf_of,
+    name_of,
     number,
     position_in,
     same_dtype,
+    single,
+    size_of,
+    value_of,
     whole,
 )
-from dcompile.ir.index import Index, Ranges, Size, as_index, as_size, is_below, size_product, var
-from dcompile.ir.piecewise import Leaf, Test, Tree, combine
+from dcompile.ir.index import Index, Ranges, Size, as_index, as_size, is_below, is_nonnegative, size_product, var
+from dcompile.ir.piecewise import Leaf, Test, Tree, combine, negate_condition
+
+
+@dataclass(frozen=True)
+class _NodePlaceholder:
+    """Placeholder for a node among arguments."""
+
+    number: int
+
+
+def elementwise(operation: Operation) -> Elements:
+    nodes: list[Node] = []
+
+    def slot(node: Node) -> _NodePlaceholder:
+        nodes.append(node)
+        return _NodePlaceholder(len(nodes) - 1)
+
+    args, kwargs = map_arg((operation.node.args, operation.node.kwargs), slot)  # type: ignore[arg-type]
+    trees = [operation.broadcast(operation.known[n]) if n in operation.known else leaf_of(size_of(n)) for n in nodes]
+
+    def computed(*leaves: Leaf) -> Tree:
+        if any(isinstance(leaf, Index) for leaf in leaves):
+            return _of_indices(operation, args, kwargs, leaves)
+        return _of_constants(operation, args, kwargs, nodes, leaves)
+
+    return operation.made(combine(computed, trees, operation.ranges))
+
+
+def _of_constants(operation: Operation, args: Any, kwargs: Any, nodes: list[Node], leaves: Sequence[Any]) -> Leaf:
+    """Compute one element with the operation itself, on tensors of one element on the CPU."""
+
+    def real(argument: Any) -> Any:
+        if not isinstance(argument, _NodePlaceholder):
+            return argument
+        node, leaf = nodes[argument.number], leaves[argument.number]
+        return single(leaf, value_of(node).dtype, value_of(node).dim()) if node in operation.known else leaf
+
+    given, named = map_aggregate(args, real), map_aggregate(kwargs, real)
+    target: Any = operation.node.target
+    if operation.node.op == "call_method":
+        target, given = getattr(given[0], target), given[1:]
+    try:
+        result = target(*given, **named)
+    except (RuntimeError, TypeError, ValueError) as wrong:
+        raise UnknownElements from wrong
+    if not isinstance(result, torch.Tensor) or result.dtype != operation.dtype or result.numel() != 1:
+        raise UnknownElements
+    return result.item()
+
+
+def _of_indices(operation: Operation, args: Any, kwargs: Any, leaves: Sequence[Leaf]) -> Tree:
+    """Compute one element from operands that depend on positions. Raises UnknownElements."""
+    name = name_of(operation.node)
+    rule = _ON_INDICES.get(_OTHER_NAMES.get(name, name))
+    if rule is None:
+        raise UnknownElements
+    given = [leaves[argument.number] if isinstance(argument, _NodePlaceholder) else argument for argument in args]
+    named = {
+        key: leaves[value.number] if isinstance(value, _NodePlaceholder) else value for key, value in kwargs.items()
+    }
+    if operation.node.op == "call_method" and name_of(operation.node) == "where":
+        given[:2] = [given[1], given[0]]
+    try:
+        result = rule(*given, **named)
+    except TypeError as wrong:  # arguments that the rule does not know
+        raise UnknownElements from wrong
+    return in_range(result, operation.dtype, operation.ranges)
+
+
+def _at_least(one: Any, other: Any) -> Tree:
+    return Test(whole(one) - whole(other), True, False)
+
+
+def _below(one: Any, other: Any) -> Tree:
+    return Test(whole(one) - whole(other), False, True)
+
+
+def _larger(one: Any, other: Any) -> Tree:
+    return Test(whole(one) - whole(other), whole(one), whole(other))
+
+
+def _smaller(one: Any, other: Any) -> Tree:
+    return Test(whole(one) - whole(other), whole(other), whole(one))
+
+
+def _chosen(condition: Any, one: Any, other: Any) -> Tree:
+    if not isinstance(condition, bool):
+        raise UnknownElements
+    return _whole_or_float(one if condition else other)
+
+
+def _whole_or_float(value: Any) -> Tree:
+    if isinstance(value, bool | int | float | Index):
+        return value
+    raise UnknownElements
+
+
+_ON_INDICES: Mapping[str, Callable[..., Tree]] = {
+    "add": lambda one, other: whole(one) + whole(other),
+    "sub": lambda one, other: whole(one) - whole(other),
+    "rsub": lambda one, other: whole(other) - whole(one),
+    "mul": lambda one, other: whole(one) * whole(other),
+    "neg": lambda one: whole(one) * -1,
+    "abs": lambda one: Test(whole(one), whole(one), whole(one) * -1),
+    "minimum": _smaller,
+    "maximum": _larger,
+    "ge": _at_least,
+    "le": lambda one, other: _at_least(other, one),
+    "lt": _below,
+    "gt": lambda one, other: _below(other, one),
+    "eq": equal,
+    "ne": lambda one, other: equal(one, other, yes=False),
+    "where": _chosen,
+    "masked_fill": lambda one, mask, value: _chosen(mask, value, one),
+    "logical_not": lambda one: equal(one, 0),
+}
+"""Operation -> its element from those of the operands, which are indices and constants; its dtype must represent it."""
+_OTHER_NAMES = {
+    "greater_equal": "ge", "less_equal": "le", "less": "lt", "greater": "gt", "subtract": "sub", "multiply": "mul",
+    "negative": "neg",
+}  # fmt: skip
+
+
+def conversion(operation: Operation) -> Elements:
+    source, dtype, ranges = operation.first, operation.dtype, operation.ranges
+
+    def as_dtype(leaf: Leaf) -> Tree:
+        return convert_element(leaf, dtype, ranges, source.dtype)
+
+    if source.shape != operation.shape:
+        raise UnknownElements
+    return operation.made(combine(as_dtype, (source.tree,), ranges) if dtype != source.dtype else source.tree)
+
+
+def index_elements(operation: Operation) -> Elements:
+    source, index = same_dtype(operation), operation.node.args[1]
+    parts: list[Any] = list(index) if isinstance(index, tuple | list) else [index]
+    if name_of(operation.node) == "index":  # ATen's operator has None for a dimension that is taken whole
+        parts = [slice(None) if part is None else part for part in parts]
+    tensors = [part for part in parts if isinstance(value_of(part), torch.Tensor)]
+    if any(part not in operation.known for part in tensors):
+        raise UnknownElements
+    parts = _written_out(parts, len(source.shape))
+    places = _IndexedDimensions(operation, parts, [operation.known[part] for part in tensors])
+    positions = dict[int, Index]()
+    by_tensor = dict[int, Tree]()
+    for dim, part, place in places.dims():
+        if part in tensors:
+            by_tensor[dim] = places.broadcast(operation.known[part])
+        elif isinstance(part, slice):
+            positions[dim] = _slice_elements(part, source.shape[dim], place, operation.shape)
+        else:
+            positions[dim] = _from_the_start(size_of(part), source.shape[dim])
+
+    def element(*leaves: Leaf) -> Tree:
+        found = dict(positions)
+        for dim, leaf in zip(by_tensor, leaves, strict=True):
+            if axis(dim) in operation.reads.positions(source.tree):  # negative positions are relative to the end
+                found[dim] = _from_the_start(whole(leaf), source.shape[dim], operation.ranges)
+            else:
+                found[dim] = as_index(0)
+        return operation.at(source, found)
+
+    return operation.made(combine(element, [*by_tensor.values()], operation.ranges))
+
+
+def _written_out(parts: list[Any], dims: int) -> list[Any]:
+    """Return an index with a full slice for each dimension that it leaves out."""
+    used = sum(part is not None and part is not Ellipsis for part in parts)
+    if any(isinstance(part, bool) for part in parts) or used > dims:
+        raise UnknownElements
+    place = next((n for n, part in enumerate(parts) if part is Ellipsis), None)
+    if place is None:
+        return [*parts, *[slice(None)] * (dims - used)]
+    return [*parts[:place], *[slice(None)] * (dims - used), *parts[place + 1 :]]
+
+
+class _IndexedDimensions:
+    """Map from dimensions of an indexed tensor, and of its index tensors, to dimensions of the result."""
+
+    def __init__(self, operation: Operation, parts: list[Any], tensors: list[Elements]) -> None:
+        """`parts`: an index with an entry for each dimension. `tensors`: elements of the tensors in it.
+
+        Raises UnknownElements for index tensors of other dtypes than int32 and int64.
+        """
+        self.operation, self.parts = operation, parts
+        self.count = max((len(tensor.shape) for tensor in tensors), default=0)
+        if any(tensor.dtype not in _POSITIONS or (self.count and not tensor.shape) for tensor in tensors):
+            raise UnknownElements  # booleans are a mask; a tensor without dimensions acts as an integer
+        others = [part for part in parts if part is None or isinstance(part, slice) or _is_tensor(part)]
+        places = [n for n, part in enumerate(others) if _is_tensor(part)]
+        adjacent = places and places[-1] - places[0] == len(places) - 1
+        self.begin = sum(not _is_tensor(part) for part in others[: places[0]]) if adjacent else 0
+        """The first dimension of the result that comes from index tensors."""
+
+    def dims(self) -> Iterator[tuple[int, Any, int]]:
+        """Yield (dimension of the source, its index, dimension of the result); the last is valid for slices."""
+        dim = sliced = 0
+        for part in self.parts:
+            if part is not None:
+                yield dim, part, sliced + (self.count if sliced >= self.begin else 0)
+                dim += 1
+            sliced += part is None or isinstance(part, slice)
+
+    def broadcast(self, tensor: Elements) -> Tree:
+        """Return an index tensor's element at a position of the result."""
+        before = self.begin + self.count - len(tensor.shape)
+        return self.operation.at(tensor, {n: var(axis(before + n)) for n in range(len(tensor.shape))})
+
+
+_POSITIONS = (torch.int64, torch.int32)
+
+
+def _is_tensor(part: Any) -> bool:
+    return isinstance(value_of(part), torch.Tensor)
+
+
+def _slice_elements(part: slice, size: Size, place: int, shape: Sequence[Size]) -> Index:
+    step = 1 if part.step is None else part.step
+    if not isinstance(step, int) or step < 1:
+        raise UnknownElements
+    start = as_index(0) if part.start is None else _from_the_start(size_of(part.start), size)
+    return start + position_in(place, shape) * step
+
+
+def _from_the_start(position: Size, size: Size, ranges: Ranges | None = None) -> Index:
+    """Return a position relative to the start; a negative one is relative to the end.
+
+    Raises UnknownElements if the sign is unknown.
+    """
+    index = as_index(position)
+    for found, sign in ((index, 1), (index + size, -1)):
+        if is_nonnegative(found, ranges or {}) and (sign == 1 or is_nonnegative(negate_condition(index), ranges or {})):
+            return found
+    raise UnknownElements
+
 
 Rule: TypeAlias = Callable[[Operation], Elements]
 

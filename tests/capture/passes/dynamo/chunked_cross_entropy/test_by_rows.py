@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import dcompile
 from dcompile.capture.passes.dynamo.chunked_cross_entropy import match
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.by_rows import row_spans
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.choose import LossPlan
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import LossPlan
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import chunked_cross_entropy
 from tests.capture.passes.dynamo.chunked_cross_entropy.test_match import (
     Model,

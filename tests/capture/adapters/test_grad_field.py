@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dcompile.capture.adapters.merged_gradients import MergedGradients
+from dcompile.capture.adapters.grad_field import MergedGradients
 from dcompile.runtime.communication.reduced_run import ReducedRun
 
 

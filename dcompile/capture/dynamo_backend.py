@@ -14,8 +14,8 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.agreement.capture_digest import captured_calls
+from dcompile.capture.aliasing.input_memory import as_traced, watched_inputs
 from dcompile.capture.aliasing.output_views import results_without_gradients, view_without_gradients
-from dcompile.capture.aliasing.overlapping_inputs import as_traced, watched_inputs
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.graph_boundary import COPIED, COPIES_IN, with_flat_inputs, with_plain_boundary, with_plain_tensors
 from dcompile.capture.graph_pass import GraphRequest, run_passes
@@ -24,9 +24,8 @@ from dcompile.capture.joint_graph import PartitionResult, gradient_positions, pa
 from dcompile.capture.passes.dynamo.captured_nodes import multiplies
 from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
 from dcompile.capture.passes.joint.absent_gradients import can_be_absent, shapes_of, tangents
-from dcompile.capture.passes.repeated_layers.compare import LayersDiffer
 from dcompile.capture.passes.repeated_layers.find import RepeatedLayers, repeated_layers, shorten
-from dcompile.capture.passes.repeated_layers.replicate import check_inputs, unfold
+from dcompile.capture.passes.repeated_layers.replicate import LayersDiffer, check_inputs, unfold
 from dcompile.capture.services import figures_by_type
 from dcompile.capture.trace_cache.graph_trace import GraphTrace, KeptTrace, TraceFacts
 from dcompile.capture.trace_cache.trace_key import trace_key

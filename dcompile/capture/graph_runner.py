@@ -17,7 +17,7 @@ from dcompile.capture.absent_outputs import AbsentOutputs
 from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.agreement.capture_digest import CAPTURES, by_group, own_collectives, plan_of
-from dcompile.capture.aliasing.input_views import return_input_views, with_bases_as_traced
+from dcompile.capture.aliasing.input_memory import return_input_views, with_bases_as_traced
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.joint_graph import (
     PartitionResult,

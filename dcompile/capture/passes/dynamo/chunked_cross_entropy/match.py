@@ -20,7 +20,6 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.capture.passes.dynamo.captured_nodes import is_call, shape_of
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.by_rows import row_spans
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.head import (
     LOSS,
     NotChunked,
@@ -31,7 +30,7 @@ from dcompile.capture.passes.dynamo.chunked_cross_entropy.head import (
     logit_step,
     row_steps,
 )
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import chunked_cross_entropy, spans
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import chunked_cross_entropy, row_spans, spans
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs, is_checkpointed
 from dcompile.capture.passes.dynamo.symbolic_elements.elements import value_of
 from dcompile.compat.user_line import user_line

@@ -9,9 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dcompile
 from dcompile.capture.passes.dynamo.chunked_cross_entropy import match
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.by_rows import row_spans
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import LossPlan
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import chunked_cross_entropy
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import chunked_cross_entropy, row_spans
 from tests.capture.passes.dynamo.chunked_cross_entropy.test_match import (
     Model,
     V,

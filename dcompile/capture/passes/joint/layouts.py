@@ -1,8 +1,16 @@
-"""Change the layout of values inside a joint graph: strides follow from those that some nodes want to read.
+"""Change the layout of values inside a joint graph: channels-last for convolutions, contiguous rows for norms.
 
 Traced values have strides, and lowering follows them, so only strides change. A node that wants another layout reads a
 copy, and each value computed from a changed one gets the strides that eager would give it. Inputs and results of the
 graph keep their strides. At the graph boundary a copy is inserted, which lowering fuses with its producer.
+
+oneDNN's convolutions are 1.1 to 1.5 times as fast channels-last (docs/lab/constants.md, K17). So are cuDNN's in 16
+bits, which otherwise convert images and filters before and after each convolution.
+
+Rows stay contiguous between normalizations, where a permuted tensor would spread its layout. Eager gives the sum of a
+permuted and a contiguous tensor the strides of the first. In Whisper, the first tensor is the result of a convolution
+over time: with its strides, the features of one position are 1500 elements apart in all layers. Norms along features,
+and matmuls, then read columns. The permuted tensor is copied where it enters, which lowering fuses with its reader.
 
 Guarantees: the same values, inputs and outputs, strides included. The result depends only on the graph, so it is the
 same on every rank.
@@ -20,6 +28,7 @@ from torch.fx.node import map_arg
 
 from dcompile import compat
 from dcompile.capture.passes.joint.inserted_calls import ORIGIN, insert_call
+from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 
 aten = torch.ops.aten
@@ -253,3 +262,151 @@ def _insert(copy: _Copy, mode: Any) -> Node:
         )
     node.meta["val"] = wanted  # the same except for strides of dimensions of size 1
     return node
+
+
+IMAGES = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}
+"""Operation -> positions of its arguments that are images or their gradients."""
+FILTERS = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
+"""Operation -> position of its filters. cuDNN needs them channels-last, too; oneDNN has its own layouts for them."""
+TRANSPOSED = {aten.convolution.default: 6, aten.convolution_backward.default: 7}
+"""Operation -> position of the flag for transposed convolutions, which do not change."""
+STRIDES = {aten.convolution.default: 3, aten.convolution_backward.default: 4}
+"""Operation -> position of the convolution's strides."""
+MIN_STRIDED_CHANNELS = 8
+"""Minimum number of channels of channels-last 1 x 1 filters with strides above 1.
+
+Below it, oneDNN's gradient writes out of bounds (torch 2.13, AVX2, 3 to 5 channels)."""
+GATHERS = {aten.index.Tensor, aten._unsafe_index.Tensor}
+"""Operations that gather whole pixels of an image by position, as torch upsamples images."""
+
+
+def use_channels_last(gm: GraphModule) -> PassReport:
+    """Change strides and insert copies in `gm`, in place."""
+    if not any(_images(node) for node in gm.graph.nodes):
+        return PassReport()
+    return change_layouts(gm, _LAYOUTS)
+
+
+def _images(node: Node) -> list[Node]:
+    """Return the images and filters that a convolution reads, if it is faster channels-last; else nothing."""
+    target: Any = node.target
+    if node.op != "call_function" or target not in IMAGES or node.args[TRANSPOSED[target]]:
+        return []
+    found = [node.args[position] for position in (*IMAGES[target], FILTERS[target])]
+    images = [argument for argument in found if isinstance(argument, Node)]
+    values = [argument.meta["val"] for argument in images if "val" in argument.meta]
+    fit = bool(values) and all(isinstance(v, torch.Tensor) and v.dim() == 4 and _may_change(v) for v in values)
+    if not fit:
+        return []
+    return images[:-1] if traits_of(values[0].device.type).aten.converts_filters else images
+
+
+def _has_to_stay(node: Node) -> bool:
+    """Is a node a convolution that the CPU's library computes incorrectly channels-last?"""
+    target: Any = node.target
+    weight: Any = node.args[FILTERS[target]]
+    filters, steps = weight.meta.get("val"), node.args[STRIDES[target]]
+    if not isinstance(filters, torch.Tensor) or filters.dim() != 4:
+        return False
+    if not traits_of(filters.device.type).aten.miscomputes_strided_pixels:
+        return False
+    single = all(isinstance(size, int) and size == 1 for size in filters.shape[2:])
+    return single and max(steps) > 1 and filters.shape[1] < MIN_STRIDED_CHANNELS  # type: ignore[arg-type]
+
+
+def _may_change(value: torch.Tensor) -> bool:
+    """Is a value of fixed size, and of a dtype with faster channels-last convolutions on its device?"""
+    fixed = compat.sizes.is_fixed(value)
+    return fixed and str(value.dtype).removeprefix("torch.") in traits_of(value.device.type).aten.image_dtypes
+
+
+def _wanted(node: Node, plan: LayoutPlan) -> Wanted:
+    """Return the images and filters that a convolution is to read channels-last."""
+    del plan
+    return dict.fromkeys(_images(node), torch.channels_last)
+
+
+def _follows(node: Node, plan: LayoutPlan) -> bool | None:
+    if node.target in IMAGES:
+        return not _has_to_stay(node)
+    return _reads_pixels(node, plan) if node.target in GATHERS else None
+
+
+def _reads_pixels(gather: Node, plan: LayoutPlan) -> bool:
+    """Does a gather read whole pixels of a channels-last image, at positions of unchanged strides?"""
+    image, places, value = gather.args[0], gather.args[1], gather.meta.get("val")
+    inside: Any = plan.value(image) if isinstance(image, Node) else None
+    if not (isinstance(inside, torch.Tensor) and isinstance(value, torch.Tensor) and isinstance(places, (list, tuple))):
+        return False
+    whole = len(places) == inside.dim() == value.dim() == 4 and places[0] is None and places[1] is None
+    moved = any(place in plan.values for place in places if place is not None)
+    return whole and not moved and inside.is_contiguous(memory_format=torch.channels_last)
+
+
+_LAYOUTS = Layouts(_wanted, _follows, results=dict.fromkeys(GATHERS, torch.channels_last), joins=(aten.cat.default,))
+
+
+ALONG = {
+    aten.mean.dim: 1, aten.sum.dim_IntList: 1, aten.amax.default: 1, aten.var_mean.correction: 1,
+    aten._softmax.default: 1,
+}  # fmt: skip
+"""Reduction -> position of its dimensions."""
+MIN_ROW = 32
+"""Elements of a row from which its layout matters: a cache line of 16-bit elements and more."""
+
+
+def keep_rows_contiguous(gm: GraphModule) -> PassReport:
+    """Copy permuted operands of elementwise operations whose result is normalized along its last dimension, in place.
+
+    Guarantees: the same values, inputs and outputs, strides included. Values of symbolic sizes keep their layout.
+    """
+    permuted = [node for node in gm.graph.nodes if _is_permuted(node) and _is_elementwise(node)]
+    normalized = set[Node]()
+    for node in reversed(permuted):
+        if any(_is_along_rows(user) or user in normalized for user in node.users):
+            normalized.add(node)
+    if not normalized:
+        return PassReport()
+
+    def wanted(node: Node, plan: LayoutPlan) -> Wanted:
+        return _permuted_operands(node, plan) if node in normalized else {}
+
+    return change_layouts(gm, Layouts(wanted))
+
+
+def _is_permuted(node: Node) -> bool:
+    """Is a node's value a tensor whose memory is an order of dimensions that has another one last?"""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or not value.is_floating_point():
+        return False
+    return compat.sizes.is_fixed(value) and value.shape[-1] >= MIN_ROW and value.stride(-1) != 1
+
+
+def _is_elementwise(node: Node) -> bool:
+    target: Any = node.target
+    if node.op != "call_function" or not hasattr(target, "tags"):
+        return False
+    return torch.Tag.pointwise in target.tags or target is aten._to_copy.default
+
+
+def _is_along_rows(reader: Node) -> bool:
+    """Does a node reduce rows along the last dimension alone?"""
+    if reader.target is aten.native_layer_norm.default:
+        return len(reader.args[1]) == 1  # type: ignore[arg-type]
+    if reader.target not in ALONG or len(reader.args) <= ALONG[reader.target]:
+        return False
+    source, along = reader.args[0], reader.args[ALONG[reader.target]]
+    rank = source.meta["val"].dim() if isinstance(source, Node) else 0
+    dims = list(along) if isinstance(along, (list, tuple)) else [along]
+    return len(dims) == 1 and dims[0] in (-1, rank - 1)
+
+
+def _permuted_operands(node: Node, plan: LayoutPlan) -> Mapping[Node, torch.memory_format]:
+    shape = node.meta["val"].shape
+    values = {source: plan.value(source) for source in node.all_input_nodes}
+    spread = [
+        source
+        for source, value in values.items()
+        if isinstance(value, torch.Tensor) and value.shape == shape and not value.is_contiguous()
+    ]
+    return dict.fromkeys(spread, torch.contiguous_format)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.capture.aliasing.input_views import return_input_views
+from dcompile.capture.aliasing.input_memory import return_input_views
 from dcompile.capture.aliasing.output_views import results_without_gradients
 from dcompile.capture.captured_graph import Boxed, CapturedGraph, CaptureMode
 from dcompile.capture.compiled_model import CompiledModel, Settings

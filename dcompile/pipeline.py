@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dcompile import compat
+from dcompile.capture.aliasing.input_memory import resize_only_inputs
 from dcompile.capture.aliasing.output_views import (
     constant_results_to_separate,
     remove_dtype_views,
@@ -23,7 +24,6 @@ from dcompile.capture.aliasing.output_views import (
     saved_in_same_memory,
     saved_input_views,
 )
-from dcompile.capture.aliasing.storage_resizes import resize_only_inputs
 from dcompile.capture.dynamo_backend import (
     check_eager_regions,
     convert_distributed_tensors,
@@ -34,8 +34,8 @@ from dcompile.capture.dynamo_backend import (
     view_results_without_gradients,
     watch_replaced_parameters,
 )
+from dcompile.capture.passes.dynamo.attention_masks import recognize_causal_masks, skip_masked_attention
 from dcompile.capture.passes.dynamo.block_sizes import specialize_block_sizes
-from dcompile.capture.passes.dynamo.causal_mask import recognize_causal_masks
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import chunk_losses
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import recompute_loss_chunks
 from dcompile.capture.passes.dynamo.decode_attention import decompose_decode_attention
@@ -44,24 +44,21 @@ from dcompile.capture.passes.dynamo.grouped_query_attention import use_grouped_q
 from dcompile.capture.passes.dynamo.inline_regions import inline_checkpoints, inline_nested_regions
 from dcompile.capture.passes.dynamo.loss_gradient_in_forward import compute_loss_gradient_in_forward
 from dcompile.capture.passes.dynamo.recurrent_layers import keep_recurrent_layers_whole
-from dcompile.capture.passes.dynamo.skip_masked_attention import skip_masked_attention
 from dcompile.capture.passes.dynamo.unfold_by_slices import view_unfold_by_slices
 from dcompile.capture.passes.dynamo.upsampling import gather_upsampling_gradients
 from dcompile.capture.passes.joint.broadcast_addends import separate_broadcast_addends
-from dcompile.capture.passes.joint.channels_last import use_channels_last
-from dcompile.capture.passes.joint.compact_pool_indices import compact_pool_indices, drop_saved_pool_inputs
-from dcompile.capture.passes.joint.contiguous_rows import keep_rows_contiguous
-from dcompile.capture.passes.joint.narrow_gathers import narrow_gathers
-from dcompile.capture.passes.joint.pad_groups import pad_groups
-from dcompile.capture.passes.joint.pad_matmul import pad_matmuls
-from dcompile.capture.passes.joint.permutation_gradients import gather_permutation_gradients
-from dcompile.capture.passes.joint.recompute_softmax import recompute_softmax
-from dcompile.capture.passes.joint.remove_clones import remove_clones
+from dcompile.capture.passes.joint.gathers import gather_permutation_gradients, narrow_gathers
+from dcompile.capture.passes.joint.layouts import keep_rows_contiguous, use_channels_last
+from dcompile.capture.passes.joint.padding import pad_groups, pad_matmuls
 from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
 from dcompile.capture.passes.joint.saved_values import (
+    compact_pool_indices,
     copy_changed_inputs,
+    drop_saved_pool_inputs,
     recompute_misaligned_views,
+    recompute_softmax,
     recompute_views,
+    remove_clones,
     save_as_strided_views,
     save_random_values,
 )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from dcompile.capture.passes.dynamo import decode_attention
-from dcompile.capture.passes.joint import broadcast_addends, pad_groups, pad_matmul, recompute_softmax, saved_values
+from dcompile.capture.passes.joint import broadcast_addends, padding, saved_values
 from dcompile.codegen.emit.cpp import kernel
 from dcompile.compat.versions import torch_version
 from dcompile.device_traits import traits_of
@@ -87,7 +87,7 @@ def test_dynamo_pass(row: GraphPass, golden: Callable[[str], None], monkeypatch:
 
 @pytest.mark.parametrize("row", JOINT_PASSES, ids=lambda row: row.name)
 def test_joint_pass(row: GraphPass, golden: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (broadcast_addends, pad_matmul, pad_groups, recompute_softmax, saved_values):
+    for module in (broadcast_addends, padding, saved_values):
         monkeypatch.setattr(module, "traits_of", lambda _: traits_of("cuda"))
     check_graph_pass(row, JOINT_INPUTS[row.name], golden)
 

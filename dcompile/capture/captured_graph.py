@@ -17,8 +17,7 @@ import torch
 from dcompile import compat
 from dcompile.capture.adapters.gradient_sync import GradientSync
 from dcompile.capture.adapters.plain import PlainAdapter
-from dcompile.capture.agreement.capture_digest import CAPTURES, captured_calls
-from dcompile.capture.agreement.collective_plan import by_group, own_collectives, plan_of
+from dcompile.capture.agreement.capture_digest import CAPTURES, by_group, captured_calls, own_collectives, plan_of
 from dcompile.capture.aliasing.output_views import results_without_gradients
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.graph_pass import GraphRequest, run_passes
@@ -26,13 +25,11 @@ from dcompile.capture.joint_graph import gradient_positions, partition_joint, re
 from dcompile.capture.passes.dynamo.captured_nodes import multiplies
 from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
 from dcompile.capture.passes.joint.absent_gradients import can_be_absent, shapes_of, tangents
-from dcompile.capture.passes.repeated_layers.compare import LayersDiffer
 from dcompile.capture.passes.repeated_layers.find import RepeatedLayers, repeated_layers, shorten
-from dcompile.capture.passes.repeated_layers.replicate import check_inputs, unfold
+from dcompile.capture.passes.repeated_layers.replicate import LayersDiffer, check_inputs, unfold
 from dcompile.capture.services import Line, figures_by_type
-from dcompile.capture.trace_cache.graph_trace import GraphTrace
+from dcompile.capture.trace_cache.graph_trace import GraphTrace, KeptTrace, TraceFacts
 from dcompile.capture.trace_cache.trace_key import trace_key
-from dcompile.capture.trace_cache.traced_graph import KeptTrace, TraceFacts
 from dcompile.collectives.contract import Executable
 from dcompile.compat.trace_symbols import SizeSymbols
 from dcompile.device_traits import HOST, traits_of
@@ -305,9 +302,7 @@ class CapturedGraph:
         """Return the placeholders of sharded parameters, and record their names: forward and backward use the same."""
         if self.sync.sharded is None:
             return []
-        inputs = [
-            (node, compat.aot_metadata.input_index(node)) for node in module.graph.find_nodes(op="placeholder")
-        ]
+        inputs = [(node, compat.aot_metadata.input_index(node)) for node in module.graph.find_nodes(op="placeholder")]
         found = {node: self.params[index] for node, index in inputs if index in self.params}
         self.sharded = {node.name: number for node, number in found.items()}
         if any(str(user.target).startswith("aten.as_strided.") for node in found for user in node.users):

@@ -26,8 +26,8 @@ from dcompile import compat
 from dcompile.artifacts import dump
 from dcompile.capture.adapters.fsdp_common import FallBackToStock
 from dcompile.capture.adapters.plain import PlainAdapter
+from dcompile.capture.aliasing.input_memory import as_traced, watched_inputs
 from dcompile.capture.aliasing.output_views import view_without_gradients
-from dcompile.capture.aliasing.overlapping_inputs import as_traced, watched_inputs
 from dcompile.capture.captured_graph import CapturedGraph, CaptureMode
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.graph_programs import GraphPrograms

@@ -23,7 +23,7 @@ from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
 from dcompile.capture.adapters.plain import WATCHED
 from dcompile.capture.adapters.sharded_sync import ShardedSync
-from dcompile.capture.adapters.zero_sync import sync_for
+from dcompile.capture.adapters.zero import sync_for
 from dcompile.capture.callables import compiled_part, fresh_function, label_of, name_of, unwrap_module
 from dcompile.capture.captured_graph import CaptureMode
 from dcompile.capture.compiled_model import CompiledModel, Settings, settings_inside

@@ -14,8 +14,7 @@ from dcompile import compat
 from dcompile.capture import batched_backward
 from dcompile.capture.absent_outputs import AbsentOutputs
 from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
-from dcompile.capture.aliasing.input_views import return_input_views
-from dcompile.capture.aliasing.view_bases import with_bases_as_traced
+from dcompile.capture.aliasing.input_memory import return_input_views, with_bases_as_traced
 from dcompile.capture.captured_graph import Boxed, CapturedGraph
 from dcompile.capture.joint_graph import (
     donated_positions,

@@ -13,7 +13,7 @@ import torch
 
 from dcompile.capture import batched_backward
 from dcompile.capture.adapters.plain import PlainAdapter
-from dcompile.capture.aliasing import overlapping_inputs
+from dcompile.capture.aliasing import input_memory
 from dcompile.capture.call_state import Variant
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.collectives.contract import ProgramReport
@@ -158,7 +158,7 @@ def _why(fallback: str) -> str:
     known = {
         EAGER_CALLS: "correct, as slow as eager; a line above says why",
         batched_backward.COUNTED: "correct, as slow as eager; programs are for one gradient",
-        overlapping_inputs.COUNTED: "correct, as slow as eager; let the same tensors share memory in each call",
+        input_memory.COUNTED: "correct, as slow as eager; let the same tensors share memory in each call",
     }
     if fallback in known:
         return known[fallback]

@@ -1,15 +1,20 @@
-"""The sync token: where it travels, and that compiled programs never see it."""
+"""The sync token, which compiled programs never see, and the minimum cut: as networkx finds it."""
+
+from __future__ import annotations
 
 import copy
 import functools
+import math
+import random
 
+import networkx
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dcompile
-from dcompile.capture.joint_graph import TOKEN, add_sync_token, take_sync_token
+from dcompile.capture.joint_graph import TOKEN, add_sync_token, minimum_cut, take_sync_token
 
 
 def graph(inputs, outputs, mode):
@@ -145,3 +150,45 @@ def test_an_argument_that_is_changed_behind_its_use_has_eagers_gradients(is_leaf
         wanted = (weight,) if is_leaf else (weight, x)
         results.append((given, *torch.autograd.grad(call(given, weight).sum(), wanted)))
     torch.testing.assert_close([t.detach() for t in results[1]], [t.detach() for t in results[0]])
+
+
+def random_graph(seed: int) -> networkx.DiGraph:
+    """In the manner of the partitioner: nodes in halves, joined by what may be cut; other edges mostly cannot be."""
+    draw = random.Random(seed)
+    graph = networkx.DiGraph()
+    count = draw.randint(1, 30)
+    for n in range(count):
+        graph.add_edge(f"{n}_in", f"{n}_out", capacity=draw.choice([1, 2, 2, 3, 5, 8.0, math.inf]))
+        for later in range(n + 1, min(n + 6, count)):
+            if draw.random() < 0.4:
+                graph.add_edge(f"{n}_out", f"{later}_in", **({"capacity": math.inf} if draw.random() < 0.8 else {}))
+        if draw.random() < 0.3:
+            graph.add_edge("source", f"{n}_in", capacity=math.inf)
+        if draw.random() < 0.3:
+            graph.add_edge(f"{n}_out", "sink", capacity=draw.choice([math.inf, 4]))
+    graph.add_nodes_from(("source", "sink"))
+    return graph
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_same_cut_as_networkx(seed):
+    graph = random_graph(seed)
+    try:
+        value, (near, far) = networkx.minimum_cut(graph, "source", "sink")
+    except networkx.NetworkXUnbounded:
+        with pytest.raises(networkx.NetworkXUnbounded):
+            minimum_cut(graph, "source", "sink", networkx.minimum_cut)
+        return
+    found, (mine, theirs) = minimum_cut(graph, "source", "sink", lambda *_: pytest.fail("there is a finite cut"))
+    assert (found, mine, theirs) == (value, near, far)
+
+
+def test_both_kinds_of_graph_occur():
+    finite = 0
+    for seed in range(200):
+        try:
+            value, _ = networkx.minimum_cut(random_graph(seed), "source", "sink")
+        except networkx.NetworkXUnbounded:
+            continue
+        finite += value > 0
+    assert 20 < finite < 180

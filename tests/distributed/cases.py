@@ -21,7 +21,7 @@ from benchmarks.common import worst_of
 from dcompile import compat
 from dcompile.capture.find_models import find_model
 from dcompile.capture.passes.dynamo.chunked_cross_entropy import match
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.choose import LossPlan
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import LossPlan
 from dcompile.compat.layer_calls import frame as layer_frames
 from tests.distributed import models
 from tests.distributed.models import batch, loss_of

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as attention
 
 import dcompile
-from dcompile.capture.passes.dynamo import skip_masked_attention as skipping
+from dcompile.capture.passes.dynamo import attention_masks as skipping
 
 pytestmark = [
     pytest.mark.gpu,

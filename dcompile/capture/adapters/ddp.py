@@ -15,11 +15,9 @@ from typing import Any, Literal
 import torch
 
 from dcompile import compat
+from dcompile.capture.adapters.ddp_reducer import PriorReduction, ReductionLog, UsedParameterMap
+from dcompile.capture.adapters.grad_field import outside_parts, present_gradients
 from dcompile.capture.adapters.plain import PlainAdapter, known_number, new_subject
-from dcompile.capture.adapters.prior_reduction import PriorReduction
-from dcompile.capture.adapters.reduction_log import ReductionLog
-from dcompile.capture.adapters.unreduced_gradients import outside_parts, present_gradients
-from dcompile.capture.adapters.used_map import UsedParameterMap
 from dcompile.capture.agreement.parameter_use import counted_names, counted_reasons
 from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.errors import DcompileError

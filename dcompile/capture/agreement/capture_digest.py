@@ -4,17 +4,24 @@ The lines contain versions, settings, parameters in order, and each call of the 
 do not contain shapes of inputs or numbers in calls. These may differ between ranks (a ragged batch, a rank's own scale)
 without harm to the collectives. Names of the graph's inputs are missing, too, since they depend on graph breaks.
 Parameters have their names in the model instead, and other inputs are numbered in the order of use.
+
+The plan of a program's collectives has one line each, equal on every rank that runs the same program.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, Protocol
 
 import torch
 
+from dcompile import compat
 from dcompile.capture.services import Line
+from dcompile.collectives.contract import ParamInfo
 from dcompile.compat.user_line import user_line
+from dcompile.ir.buffers import Bucket
+from dcompile.ir.functional_collectives import NAMESPACE, is_wait
 from dcompile.toolchain import own_source, own_version
 
 CAPTURES = "captured graphs"
@@ -114,3 +121,36 @@ def _argument(value: Any, names: dict[Any, str]) -> str:
         items = [_argument(item, names) for item in value]
         return f"[{', '.join(items)}]" if {*items} != {"_"} else "_"  # sizes may come as a list or as one value
     return "_"
+
+
+def plan_of(buckets: Iterable[Bucket], params: Iterable[ParamInfo]) -> list[str]:
+    """Return the lines of a program's buckets, in the order of their collectives."""
+    infos = {info.number: info for info in params}
+    lines = []
+    for bucket in buckets:
+        names = ", ".join(f"{infos[n].fqn}[{prod(infos[n].shape)}]" for n, _ in bucket.places)
+        what = f"{bucket.dtype} as {bucket.wire}" if bucket.wire else bucket.dtype
+        exchange = f"{bucket.kind} {bucket.name} {what} {bucket.numel} elements of {bucket.group}"
+        lines.append(f"{exchange}: {names}")
+    return lines
+
+
+def own_collectives(gm: Any) -> Iterator[tuple[str, str]]:
+    """Yield (name of the process group, line) for each collective that is an operation of a graph.
+
+    Lines contain no sizes, since batches may differ between ranks.
+    """
+    for node in gm.graph.nodes:
+        op = str(node.target)
+        if node.op == "call_function" and op.startswith(NAMESPACE) and not is_wait(op):
+            texts = [arg for arg in node.args if isinstance(arg, str)]
+            if texts:  # otherwise its group is an object, which lowering reports
+                *how, group = texts
+                yield group, f"{' '.join((op.split('.')[1], *how))} over {compat.groups.size_of(group)} ranks"
+
+
+def by_group(own: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for group, line in own:
+        found.setdefault(group, []).append(line)
+    return found

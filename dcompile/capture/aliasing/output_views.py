@@ -13,8 +13,16 @@ from typing import Any
 
 import torch
 
-from dcompile.capture.aliasing.memory import memory_of
+from dcompile import compat
 from dcompile.results.result_steps import DtypeViews
+
+
+def memory_of(node: Any) -> int | None:
+    """Return a key of the storage of a node's value, equal for values that share memory; None if it has no storage."""
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    return compat.tensors.storage_key(value)
 
 
 def saved_in_same_memory(gm: Any, places: Sequence[int], count: int) -> dict[int, tuple[int, ...]]:

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from dcompile import compat
-from dcompile.capture.adapters.zero3 import layer_of
-from dcompile.capture.adapters.zero_partition import in_buckets
+from dcompile.capture.adapters.zero import in_buckets, layer_of
 from dcompile.compat.zero import FlatGroup
 
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dcompile
 from dcompile import compat
-from dcompile.capture.trace_cache.graph_record import graph_of, graph_record
+from dcompile.capture.trace_cache.graph_trace import graph_of, graph_record
 from dcompile.compat.trace_records import NotKeepable, RecordReader, node_numbers, op_of
 from dcompile.compat.trace_symbols import DATA_DEPENDENT, SizeSymbols
 

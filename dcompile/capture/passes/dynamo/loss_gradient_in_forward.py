@@ -19,9 +19,9 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.capture.passes.dynamo.captured_nodes import argument, changes, is_call, shape_of
-from dcompile.capture.passes.dynamo.chunked_cross_entropy.annotations import COMPUTED_IN_FORWARD
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.head import LOSS, given_to, nodes_between
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import differentiates
+from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import COMPUTED_IN_FORWARD
 from dcompile.device_traits import traits_of
 from dcompile.passes import PassReport
 

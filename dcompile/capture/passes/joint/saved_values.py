@@ -1,19 +1,29 @@
-"""Choose, beyond torch's own rules, which values a forward saves and which ones its backward recomputes."""
+"""Choose, beyond torch's own rules, which values a forward saves and which ones its backward recomputes.
+
+In order: values that must be saved, or must not. A float32 softmax of 16-bit scores, which is recomputed. Copies of
+values that nothing changes, each of which would be saved in addition to its source. Positions of maxima, and images,
+for the backward of pooling.
+
+Guarantees: the same values. The result depends only on the graph, so it is the same on every rank.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.fx import GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.aliasing.memory import memory_of
-from dcompile.capture.aliasing.storage_resizes import CHANGES
+from dcompile.capture.aliasing.input_memory import CHANGES
+from dcompile.capture.aliasing.output_views import memory_of
 from dcompile.device_traits import traits_of
 from dcompile.ir.gemm import ALIGNMENT
 from dcompile.passes import PassReport
+
+aten, prims = torch.ops.aten, torch.ops.prims
 
 VIEWS = frozenset(
     (
@@ -71,7 +81,7 @@ def save_as_strided_views(joint: Any) -> PassReport:
     """
     inputs = {memory_of(node) for node in joint.graph.find_nodes(op="placeholder")} - {None}
     count = 0
-    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+    for node in joint.graph.find_nodes(op="call_function", target=aten.as_strided.default):
         if memory_of(node) in inputs:
             compat.aot.never_recompute(node)
             count += 1
@@ -115,7 +125,7 @@ def _read_a_copy(joint: Any, old: Any, last: Any) -> Any:
     """Replace an input by a copy, except where the input is changed or returned."""
     value = old.meta["val"]
     with joint.graph.inserting_after(last):
-        copy = joint.graph.call_function(torch.ops.aten.clone.default, (old,))
+        copy = joint.graph.call_function(aten.clone.default, (old,))
     copy.meta |= {key: old.meta[key] for key in ("stack_trace", "nn_module_stack") if key in old.meta}
     with compat.aot.detect_fake_mode([value]):
         copy.meta["val"] = value.clone()
@@ -171,3 +181,249 @@ def _is_misaligned(node: Any) -> bool:
         return False
     offset = value.storage_offset() if compat.tensors.has_storage(value) else 0
     return isinstance(offset, int) and offset * value.itemsize % ALIGNMENT != 0
+
+
+MAX_ROW = 16384
+"""Elements of a row that a program holds in registers; it would read longer ones several times."""
+MIN_BYTES = 1 << 20
+"""Bytes of a softmax that is worth another one in the backward."""
+SMALL_SHARE = 4
+"""A float32 source with at most this part of the elements is no reason against it, such as a mask for all heads."""
+MAX_SOURCE_SHARE = 0.75
+"""Bytes of the sources, which are saved instead, relative to those of the softmax."""
+
+
+def recompute_softmax(joint: GraphModule) -> PassReport:
+    """Have the partitioner recompute each float32 softmax that has 16-bit sources and 16-bit readers, on GPUs.
+
+    Guarantees: the same operations on the same values, so the same gradients up to the order of a row's sum.
+    """
+    calls = joint.graph.find_nodes(op="call_function", target=aten._softmax.default)
+    found = [node for node in calls if _is_wide(node)]
+    if not found:
+        return PassReport()
+    backward = compat.aot_metadata.backward_nodes(joint)
+    chosen = [node for node in found if node not in backward and _gains(node, backward)]
+    for node in chosen:
+        for again in (node, *_steps_before(node)):
+            compat.aot.always_recompute(again)
+    return PassReport(len(chosen))
+
+
+def _steps_before(softmax: Node) -> list[Node]:
+    """Return the operations between a softmax and its sources, but those of which a checkpoint decides.
+
+    Left to itself, torch saves their float32 result if a mask has readers in several layers, of twice the bytes.
+    """
+    _, between = _walk(softmax.all_input_nodes, lambda node: node.all_input_nodes, _smallness(softmax))
+    return [node for node in between if "recompute" not in node.meta]
+
+
+def _is_wide(node: Node) -> bool:
+    """Is this a large softmax in float32 along short rows of fixed size, on a device of many threads?"""
+    value, dim = node.meta["val"], node.args[1]
+    if (
+        value.dtype != torch.float32
+        or not traits_of(value.device.type).many_threads
+        or not compat.sizes.is_fixed(value)
+    ):
+        return False
+    is_along_rows = value.dim() > 0 and dim in (-1, value.dim() - 1) and value.is_contiguous()
+    return is_along_rows and value.shape[-1] <= MAX_ROW and 4 * value.numel() >= MIN_BYTES
+
+
+def _gains(softmax: Node, backward: set[Node]) -> bool:
+    """Is a softmax read in 16 bits, in float32 only by its own gradient, and are its sources smaller?"""
+    if "recompute" in softmax.meta:  # of a checkpointed region
+        return False
+    readers, _ = _walk(softmax.users, lambda node: node.users, lambda node: _is_narrow(node) or node in backward)
+    gradients = [node for node in readers if node.target is aten._softmax_backward_data.default]
+    narrow = [node for node in readers if node not in backward and _is_narrow(node)]
+    if not gradients or not narrow or len(gradients) + len(narrow) != len(readers):
+        return False
+    is_small = _smallness(softmax)
+    sources, _ = _walk(softmax.all_input_nodes, lambda node: node.all_input_nodes, is_small)
+    return all(map(is_small, sources)) and sum(map(_bytes, sources)) <= MAX_SOURCE_SHARE * _bytes(softmax)
+
+
+def _smallness(softmax: Node) -> Callable[[Node], bool]:
+    """Return the test whether a value has few elements, or 16 bits each, compared with a softmax."""
+    elements = softmax.meta["val"].numel()
+
+    def is_small(node: Node) -> bool:
+        value = node.meta.get("val")
+        size = value.numel() if isinstance(value, torch.Tensor) else 0
+        return SMALL_SHARE * size <= elements or (_is_narrow(node) and size <= elements)
+
+    return is_small
+
+
+def _walk(
+    nodes: Iterable[Node], following: Callable[[Node], Iterable[Node]], is_end: Callable[[Node], bool]
+) -> tuple[list[Node], list[Node]]:
+    """Follow paths through elementwise operations; return (where they end, what they pass).
+
+    A path ends at an end, or at an operation of another kind.
+    """
+    left = list(nodes)
+    seen, ends, passed = set(left), [], []
+    while left:
+        node = left.pop()
+        if is_end(node) or not _is_elementwise(node):
+            ends.append(node)
+            continue
+        passed.append(node)
+        new = [one for one in following(node) if one not in seen]
+        seen.update(new)
+        left += new
+    return ends, passed
+
+
+def _is_elementwise(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    return str(node.target) in VIEWS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _is_narrow(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype.itemsize <= 2
+
+
+def _bytes(node: Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
+
+
+CLONES = {aten.clone.default, aten.detach.default, aten.alias.default}
+
+
+def remove_clones(joint: GraphModule) -> PassReport:
+    """Replace copies of unchanged values by their sources, in place."""
+    if any(_writes(node) for node in joint.graph.nodes):
+        return PassReport()
+    found = [node for node in joint.graph.nodes if node.op == "call_function" and node.target in CLONES]
+    dropped = [node for node in found if _is_its_source(node)]
+    for node in dropped:
+        node.replace_all_uses_with(node.args[0])
+        joint.graph.erase_node(node)
+    joint.recompile()
+    return PassReport(len(dropped))
+
+
+def _writes(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def _is_its_source(copy: Node) -> bool:
+    source = copy.args[0]
+    assert isinstance(source, Node)
+    if any(user.op == "output" for user in copy.users) or "recompute" in copy.meta:
+        return False
+    mine, its = copy.meta.get("val"), source.meta.get("val")
+    if not isinstance(mine, torch.Tensor) or not isinstance(its, torch.Tensor) or mine.stride() != its.stride():
+        return False
+    return _has_memory_of_its_own(source)
+
+
+def _has_memory_of_its_own(node: Node) -> bool:
+    """Is a value computed, and no view? Strides and offsets of views refer to memory that others share."""
+    return node.op == "call_function" and not getattr(node.target, "is_view", True)
+
+
+COMPACT_DTYPES = ((torch.uint8, 2**8), (torch.int16, 2**15))
+"""(dtype, number of positions in a window that it can represent)."""
+
+
+IMAGE_OF = {
+    aten.max_pool2d_with_indices_backward.default: 1, aten.max_pool3d_with_indices_backward.default: 1,
+    aten.adaptive_max_pool2d_backward.default: 1, aten.adaptive_max_pool3d_backward.default: 1,
+    aten.avg_pool2d_backward.default: 1, aten.avg_pool3d_backward.default: 1,
+    aten._adaptive_avg_pool2d_backward.default: 1, aten._adaptive_avg_pool3d_backward.default: 1,
+}  # fmt: skip
+"""Backward -> position of its argument whose values it does not read: the image."""
+
+
+def drop_saved_pool_inputs(joint: GraphModule) -> PassReport:
+    """Replace the image by uninitialized memory of its shape and strides in backwards of pooling.
+
+    Relies on: no later pass changes strides.
+    """
+    return _rewrite(joint, [node for node in joint.graph.nodes if node.target in IMAGE_OF], _take_room)
+
+
+def _rewrite(joint: GraphModule, nodes: Sequence[Node], rewrite: Callable[[Node, Any], bool]) -> PassReport:
+    """Rewrite each node where that is possible, in the graph's fake mode."""
+    mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in nodes]) if nodes else None
+    count = sum(rewrite(node, mode) for node in nodes) if mode is not None else 0
+    joint.recompile()
+    return PassReport(count)
+
+
+def _take_room(backward: Node, mode: Any) -> bool:
+    image = backward.args[IMAGE_OF[backward.target]]  # type: ignore[index]
+    assert isinstance(image, Node)
+    value = image.meta["val"]
+    layout = (list(value.shape), list(value.stride()))
+    if not compat.sizes.is_fixed(value):
+        return False
+    settings = {"dtype": value.dtype, "device": value.device}
+    with backward.graph.inserting_before(backward), mode:
+        room = backward.graph.call_function(aten.empty_strided.default, layout, settings)
+        room.meta["val"] = aten.empty_strided.default(*layout, **settings)
+    compat.aot.always_recompute(room)
+    backward.replace_input_with(image, room)
+    return True
+
+
+def compact_pool_indices(joint: GraphModule) -> PassReport:
+    """Save compact positions for backwards of max pooling in two dimensions."""
+    backward = aten.max_pool2d_with_indices_backward.default
+    return _rewrite(joint, joint.graph.find_nodes(op="call_function", target=backward), _shorten)
+
+
+def _shorten(backward: Node, mode: Any) -> bool:
+    """Compute one backward's positions from saved compact ones; return whether that was possible."""
+    image, positions = backward.args[1], backward.args[7]
+    assert isinstance(image, Node) and isinstance(positions, Node)
+    value = positions.meta["val"]
+    sizes = (*image.meta["val"].shape, *value.shape)
+    if positions.target is not operator.getitem or not all(isinstance(size, int) for size in sizes):
+        return False
+    (kernel, stride, padding, dilation), width = map(_pair, backward.args[2:6]), int(sizes[-1 - value.dim()])
+    stride = stride or kernel
+    reach = (kernel[0] - 1) * dilation[0] * width + (kernel[1] - 1) * dilation[1]
+    dtype = next((dtype for dtype, count in COMPACT_DTYPES if reach < count), None)
+    if dtype is None:
+        return False
+    graph = backward.graph
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> Node:
+        node = graph.call_function(target, args, kwargs)
+        given = torch.fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with mode:
+            node.meta["val"] = target(*given[0], **given[1])
+        return node
+
+    def window_starts() -> Node:
+        """Compute the position of each window's first element, which may be outside the image due to padding."""
+        settings = {"dtype": torch.int64, "device": value.device, "requires_grad": False}
+        above, beside = -padding[0] * width - padding[1], 0
+        rows = call(prims.iota.default, value.shape[-2], start=above, step=stride[0] * width, **settings)
+        columns = call(prims.iota.default, value.shape[-1], start=beside, step=stride[1], **settings)
+        return call(aten.add.Tensor, call(aten.unsqueeze.default, rows, 1), columns)
+
+    with graph.inserting_before(positions.next):
+        short = call(aten._to_copy.default, call(aten.sub.Tensor, positions, window_starts()), dtype=dtype)
+    with graph.inserting_before(backward):
+        again = call(aten.add.Tensor, short, window_starts())  # int64, no conversion: cheap enough for each use
+    compat.aot.always_recompute(again)
+    backward.replace_input_with(positions, again)
+    return True
+
+
+def _pair(given: Any) -> Sequence[int]:
+    """Expand a window's size as ATen does: one number is for both dimensions; an empty one stays empty."""
+    numbers = [int(number) for number in given] if isinstance(given, (tuple, list)) else [int(given)]
+    return numbers * 2 if len(numbers) == 1 else numbers

@@ -11,8 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dcompile.capture.passes.dynamo.resampling_windows import input_gradient
-from dcompile.capture.passes.dynamo.upsampling import gather_upsampling_gradients, interpolated
+from dcompile.capture.passes.dynamo.upsampling import gather_upsampling_gradients, input_gradient, interpolated
 
 MODES = {
     "linear": [(8,)], "bilinear": [(5, 3)], "trilinear": [(4, 1, 6)], "bicubic": [(5, 3), (1, 2)],

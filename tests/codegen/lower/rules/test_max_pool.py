@@ -9,7 +9,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dcompile
-from dcompile.capture.passes.joint.compact_pool_indices import compact_pool_indices
+from dcompile.capture.passes.joint.saved_values import compact_pool_indices
 from dcompile.codegen.lower.lower import lower
 from dcompile.ir.nodes import Extern
 from dcompile.ir.verify import verify

@@ -2,13 +2,20 @@
 
 `arange(n)[None] <= arange(n)[:, None]` has the element `i1 <= i0` for any n. The analysis covers operations that make
 constant tensors, compare them, combine them element by element, and move elements. It goes through bodies of
-higher-order operators, and sizes may be symbolic. Elements of inputs, or of another operation's result, are variables
-too (`reads.py`), if they are booleans or integers. Others are unknown. torch itself computes constants, one element for
+higher-order operators, and sizes may be symbolic. Others are unknown. torch itself computes constants, one element for
 all, so rounding and dtypes are torch's.
+
+Elements of inputs, or of another operation's result, are reads: variables, if they are booleans or integers. A padding
+mask, lengths and numbers of documents are inputs. Their values are unknown, but it is known where a mask reads them:
+`documents[b, q] == documents[b, k]` has two reads of one tensor. If the positions of a tensor's elements change, as in
+a view or an index, those of the reads in them change too.
+
+"Raises Unknown" stands for the exception UnknownElements.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +24,62 @@ import torch
 from torch.fx import Node
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.symbolic_elements.reads import Reads
-from dcompile.ir.index import Index, Ranges, Size, as_index, as_size, bounds, var
-from dcompile.ir.piecewise import Tree
+from dcompile.ir.index import Index, Ranges, Size, as_index, as_size, bounds, is_symbol, substitute, var
+from dcompile.ir.piecewise import Leaf, Test, Tree, combine, replace_variables, variables
+
+DTYPES = (torch.bool, torch.int64, torch.int32)
+"""Dtypes whose elements may be read: those of masks, lengths and numbers."""
+_PREFIX = "z_read"
+"""Start of a read's variable. By its first letter, an integer of unknown sign."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """An element of a node's tensor, at a position in each dimension."""
+
+    node: Node
+    positions: tuple[Index, ...]
+
+
+class Reads:
+    """All reads of one analysis, each with its variable. Equal reads share theirs."""
+
+    def __init__(self) -> None:
+        self._names: dict[Read, str] = {}
+        self._reads: dict[str, Read] = {}
+
+    def element(self, read: Read, dtype: torch.dtype) -> Tree:
+        """Return a read as an element: an index, or a test of one for a boolean tensor."""
+        index = var(self._name(read))
+        return Test(index - as_index(1), True, False) if dtype == torch.bool else index
+
+    def found(self, name: str) -> Read | None:
+        """Return the read that a variable stands for; None for other variables."""
+        return self._reads.get(name)
+
+    def positions(self, tree: Tree) -> frozenset[str]:
+        """Return the variables of positions that a tree depends on, directly or by reads; sizes are no positions."""
+        names = set[str]()
+        for name in variables(tree):
+            read = self._reads.get(name)
+            found = {name} if read is None else {n for index in read.positions for n in index.variables}
+            names |= {n for n in found if not is_symbol(n)}
+        return frozenset(names)
+
+    def replace(self, tree: Tree, values: Mapping[str, Index], ranges: Ranges) -> Tree:
+        """Replace variables of positions in a tree and in its reads; `ranges` are those of the new variables."""
+        moved = dict(values)
+        for name in sorted(variables(tree)):
+            read = self._reads.get(name)
+            if read is not None:
+                positions = tuple(substitute(index, values, ranges) for index in read.positions)
+                moved[name] = var(self._name(Read(read.node, positions)))
+        return replace_variables(tree, moved, ranges)
+
+    def _name(self, read: Read) -> str:
+        name = self._names.setdefault(read, f"{_PREFIX}{len(self._names)}")
+        self._reads[name] = read
+        return name
 
 
 class UnknownElements(Exception):
@@ -190,3 +250,84 @@ def fits(index: Index, dtype: torch.dtype, ranges: Ranges) -> bool:
     if dtype.is_floating_point:
         return max(-least, greatest) <= 2 / torch.finfo(dtype).eps  # each whole number up to here
     return torch.iinfo(dtype).min <= least and greatest <= torch.iinfo(dtype).max
+
+
+def number(value: Any) -> Leaf:
+    """Return a number of the graph as an element. Raises Unknown."""
+    if isinstance(value, bool | int | float):
+        return value
+    return leaf_of(size_of(value))
+
+
+def leaf_of(size: Size) -> Leaf:
+    """Return a size as an element."""
+    return size if isinstance(size, int) or size.constant is None else size.constant
+
+
+def position_in(dim: int, shape: Sequence[Size]) -> Index:
+    """Return the position in a dimension: its variable, or 0 for size 1."""
+    return as_index(0) if shape[dim] == 1 else var(axis(dim))
+
+
+def check_element(operation: Operation, tree: Tree) -> Elements:
+    """Return the result, if its dtype represents the element exactly. Raises Unknown."""
+    return operation.made(in_range(tree, operation.dtype, operation.ranges))
+
+
+def in_range(tree: Tree, dtype: torch.dtype, ranges: Ranges) -> Tree:
+    """Return the tree, if a dtype represents each of its indices exactly. Raises Unknown."""
+
+    def fitting(leaf: Leaf) -> Leaf:
+        if isinstance(leaf, Index):
+            if not fits(leaf, dtype, ranges):
+                raise UnknownElements
+            leaf = leaf if leaf.constant is None else leaf.constant
+        if isinstance(leaf, int) and not isinstance(leaf, bool) and dtype.is_floating_point:
+            return float(leaf)
+        return leaf
+
+    return combine(fitting, (tree,), ranges)
+
+
+def single(value: Any, dtype: torch.dtype, dims: int) -> torch.Tensor:
+    """Make a tensor of one element; it has no dimensions if `dims` is 0, since type promotion depends on that."""
+    return torch.tensor(value, dtype=dtype, device="cpu").reshape((1,) if dims else ())
+
+
+def convert_element(leaf: Leaf, dtype: torch.dtype, ranges: Ranges, before: torch.dtype | None = None) -> Tree:
+    """Convert an element of the dtype `before` to `dtype`, as torch does. Raises Unknown."""
+    if not isinstance(leaf, Index):
+        if isinstance(leaf, float) and not math.isfinite(leaf) and not dtype.is_floating_point and dtype != torch.bool:
+            raise UnknownElements  # the result depends on the processor
+        return single(leaf, before or dtype, 0).to(dtype).item()
+    return equal(leaf, 0, yes=False) if dtype == torch.bool else in_range(leaf, dtype, ranges)
+
+
+def whole(value: Any) -> Index:
+    """Return a whole number as an index. Raises Unknown for any other value."""
+    if isinstance(value, Index):
+        return value
+    if isinstance(value, bool | int) or (isinstance(value, float) and value.is_integer()):
+        return as_index(int(value))
+    raise UnknownElements
+
+
+def equal(one: Any, other: Any, yes: bool = True) -> Tree:
+    """Return `yes` where two numbers are equal, `not yes` elsewhere. Raises Unknown."""
+    difference = whole(one) - whole(other)
+    return Test(difference, Test(difference * -1, yes, not yes), not yes)
+
+
+def dim_of(dim: Any, dims: Sequence[Any]) -> int:
+    """Return a dimension relative to the first one. Raises Unknown."""
+    if not isinstance(dim, int) or not -len(dims) <= dim < len(dims):
+        raise UnknownElements
+    return dim % len(dims)
+
+
+def same_dtype(operation: Operation) -> Elements:
+    """Return the first operand's elements, if the result has its dtype. Raises Unknown."""
+    source = operation.first
+    if source.dtype != operation.dtype:
+        raise UnknownElements
+    return source

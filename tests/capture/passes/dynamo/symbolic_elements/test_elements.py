@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
+from dcompile.capture.passes.dynamo.attention_masks import recognize_causal_masks
 from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION
-from dcompile.capture.passes.dynamo.causal_mask import recognize_causal_masks
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.symbolic_elements.analysis import ElementsOf
 from dcompile.ir.index import evaluate

@@ -1,0 +1,628 @@
+"""Skip what attention masks forbid: causal masks, windows, prefixes, padding, documents; drop full masks.
+
+Libraries pass `scaled_dot_product_attention` a mask when they cannot tell whether one is needed. Hugging Face's models
+do so while being traced. A kernel with a mask as a tensor reads it, and computes the whole square of scores. Dynamo's
+graph shows how the mask is computed. If that is from comparisons of positions, `symbolic_elements` computes its
+elements as functions of positions, for any size. A predicate says which pairs of positions they allow.
+
+`is_causal` replaces a mask that is proved to be the lower triangle, and a kernel then computes half of the square.
+Before that, in-place changes of constant tensors that a graph makes itself are functionalized.
+`mask = full(...); mask.masked_fill_(hidden, 0)` is a common way to make masks. Later readers of the tensor get the
+result of the functional operation, as under AOTAutograd.
+
+Other masks come next, for example those that depend on an input (padding). On CPUs, attention then takes blocks of
+queries with the keys in their reach (`attention_ops.py`). On GPUs, FlexAttention's kernel gets the predicate
+(`flex_masks.py`). Both are chosen where the cost model says that they gain. Other masks stay tensors, and the receipt
+names their price.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from dcompile import attention_ops, compat, flex_masks
+from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION, CAUSAL, MASK, Changed, argument, shape_of
+from dcompile.capture.passes.dynamo.grouped_query_attention import erase_repeated, unrepeated
+from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
+from dcompile.capture.passes.dynamo.symbolic_elements.analysis import FROM_NUMBERS, RULES, ElementsOf
+from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
+    Elements,
+    Read,
+    Reads,
+    UnknownElements,
+    axis,
+    is_of_torch,
+    name_of,
+    size_of,
+    sizes_of,
+    value_of,
+)
+from dcompile.device_traits import traits_of
+from dcompile.ir.bounds import MIN_SYMBOL_VALUES
+from dcompile.ir.index import Index, Size, as_index, is_below, is_nonnegative, is_symbol, substitute, var
+from dcompile.ir.piecewise import Leaf, Test, TooManyCases, Tree, combine, leaves, negate_condition, variables
+from dcompile.ir.predicate import (
+    BATCH,
+    DOCUMENTS,
+    HEAD,
+    KEY,
+    QUERIES_AT_ONCE,
+    QUERY,
+    WINDOW,
+    Predicate,
+    allowed_pairs,
+    replace_variables,
+)
+from dcompile.machine_model import Figures, table_figures
+from dcompile.passes import GAIN, PassReport
+
+MAX_READS = 8
+"""Maximum number of reads of a predicate: a kernel loads each for every pair in a partial block."""
+
+
+class UnknownMask(Exception):
+    """A mask is no predicate that kernels know. The message says why."""
+
+
+@dataclass(frozen=True)
+class MaskPredicate:
+    """A predicate, with the tensors that it reads and the sizes in it."""
+
+    predicate: Predicate
+    reads: tuple[Node, ...]
+    sizes: tuple[str, ...]
+    """Variables of the sizes, as in shapes of the graph's tensors."""
+
+
+def is_allowed(leaf: Any, dtype: torch.dtype) -> bool:
+    """Does an element of a mask allow attention? Raises UnknownElements if it adds a bias to the score.
+
+    Minus infinity forbids it, and so does the least finite number of the dtype, which some libraries use. In a row with
+    an allowed element, the exponential of either is 0 with any finite score.
+    """
+    if isinstance(leaf, bool):
+        return leaf
+    if not isinstance(leaf, float) or leaf not in (0.0, -math.inf, torch.finfo(dtype).min):
+        raise UnknownElements
+    return leaf == 0.0
+
+
+def scores_shape(query: Any, key: Any) -> tuple[Size, ...]:
+    """Return (batch, heads, queries, keys) of an attention call; () if its sizes are unknown or others."""
+    by_query, by_key = sizes_of(query), sizes_of(key)
+    return (*by_query[:3], by_key[2]) if len(by_query) == len(by_key) == 4 else ()
+
+
+def broadcasts(shape: Sequence[Size], scores: Sequence[Size]) -> bool:
+    """Does a mask of this shape leave the shape of scores as it is?"""
+    pairs = zip(reversed(shape), reversed(scores), strict=False)
+    return len(shape) <= len(scores) and all(size in (1, whole) for size, whole in pairs)
+
+
+def predicate_of(mask: Elements | None, reads: Reads, scores: Sequence[Size]) -> MaskPredicate:
+    """Return the predicate of a mask over scores (batch, heads, queries, keys). Raises UnknownMask."""
+    if mask is None or mask.batches:
+        raise UnknownMask("its elements are not known from how it is made")
+    if not broadcasts(mask.shape, scores):
+        raise UnknownMask("its shape is not that of the scores")
+    try:
+        tree = combine(lambda leaf: is_allowed(leaf, mask.dtype), (mask.tree,), mask.ranges)
+    except UnknownElements:
+        raise UnknownMask("it adds other numbers than 0 and minus infinity to scores") from None
+    except TooManyCases:
+        raise UnknownMask("it has too many pieces") from None
+    found = _in_pairs(tree, mask, reads, scores)
+    if _has_least_number(mask) and not found.predicate.has_key_in_each_row(scores[2], scores[3]):
+        raise UnknownMask("it adds the least finite number, and a row may have no allowed key")
+    return found
+
+
+def _has_least_number(mask: Elements) -> bool:
+    """Does a mask forbid by the least finite number? Rows without an allowed element then average all values."""
+    if not mask.dtype.is_floating_point:
+        return False
+    least = torch.finfo(mask.dtype).min
+    return any(leaf == least for leaf in _leaves(mask.tree))
+
+
+def _leaves(tree: Tree) -> list[Leaf]:
+    return [*_leaves(tree.then), *_leaves(tree.otherwise)] if isinstance(tree, Test) else [tree]
+
+
+def _in_pairs(tree: Tree, mask: Elements, reads: Reads, scores: Sequence[Size]) -> MaskPredicate:
+    """Write a tree over a mask's positions as a predicate of pairs, with reads and sizes numbered in order."""
+    dims = len(mask.shape)
+    named = {axis(n): var((BATCH, HEAD, QUERY, KEY)[4 - dims + n]) for n in range(dims)}
+    ranges = dict(zip((BATCH, HEAD, QUERY, KEY), scores, strict=True))
+    names = _ordered_variables(tree)
+    used = [(name, read) for name in names if (read := reads.found(name)) is not None]
+    if len(used) > MAX_READS:
+        raise UnknownMask(f"it depends on {len(used)} elements of tensors")
+    positions = [tuple(substitute(index, named, {}) for index in read.positions) for _, read in used]
+    for (_, read), at in zip(used, positions, strict=True):
+        _check_read(read, at, ranges)
+    values = named | {name: var(f"z{number}") for number, (name, _) in enumerate(used)}
+    read_names = {name for name, _ in used}
+    symbols = [name for name in names if is_symbol(name) and name not in read_names]
+    symbols += [n for at in positions for index in at for n in sorted(index.variables) if is_symbol(n)]
+    sizes = {name: f"{_letter(name)}{number}" for number, name in enumerate(dict.fromkeys(symbols))}
+    values |= {name: var(short) for name, short in sizes.items()}
+    rewritten = tuple(tuple(substitute(index, values, {}) for index in at) for at in positions)
+    predicate = Predicate(replace_variables(tree, values), rewritten, tuple(sizes.values()))
+    return MaskPredicate(predicate, tuple(read.node for _, read in used), tuple(sizes))
+
+
+def _check_read(read: Read, positions: Sequence[Index], ranges: Mapping[str, Size]) -> None:
+    """Raise UnknownMask unless a read is of queries or of keys, and within its tensor for all pairs."""
+    names = {name for index in positions for name in index.variables}
+    if {QUERY, KEY} <= names or HEAD in names:
+        raise UnknownMask("it is a tensor that the model is given, or that an operation without a rule makes")
+    for index, size in zip(positions, sizes_of(read.node), strict=True):
+        if not is_nonnegative(index, ranges) or not is_below(index, size, ranges):
+            raise UnknownMask("it reads a tensor at positions that may be outside of it")
+
+
+def _ordered_variables(tree: Tree) -> list[str]:
+    """Variables of a tree, in the order of its tests."""
+    if isinstance(tree, Test):
+        parts = (sorted(tree.condition.variables), _ordered_variables(tree.then), _ordered_variables(tree.otherwise))
+        return [*dict.fromkeys(name for part in parts for name in part)]
+    return sorted(variables(tree))
+
+
+def _letter(name: str) -> str:
+    """Letter of a size's least value; sizes are never negative, though it may be unknown that a symbol is none."""
+    return name[0] if MIN_SYMBOL_VALUES[name[0]] is not None else "u"
+
+
+def size_dims(node: Node, sizes: Sequence[str]) -> dict[str, tuple[Node, int]]:
+    """Return for each size a dimension of an attention call's operands that has it. Raises UnknownMask."""
+    operands = [operand for operand in node.all_input_nodes if isinstance(value_of(operand), torch.Tensor)]
+    found: dict[str, tuple[Node, int]] = {}
+    for name in sizes:
+        dims = [(each, n) for each in operands for n, size in enumerate(sizes_of(each)) if as_index(size) == var(name)]
+        if not dims:
+            raise UnknownMask("it depends on a size that queries and keys do not have")
+        found[name] = dims[0]
+    return found
+
+
+_AS_NEW = {"masked_fill_": "masked_fill", "triu_": "triu", "tril_": "tril", "logical_not_": "logical_not"}
+"""In-place method -> its functional form, for methods whose result has the tensor's dtype."""
+_FILLS = {"fill_": torch.full_like, "zero_": torch.zeros_like}
+
+
+def change_constants_anew(nest: NestedGraphs, makes: Iterable[str]) -> int:
+    """Functionalize such changes in all graphs; return their number. `makes`: names of functions that make constants.
+
+    A tensor's changes stay if another view of its memory exists before the last one.
+    """
+    makers, count = frozenset(makes), 0
+    memory = _by_memory(nest)
+    for graph in nest.graphs:
+        for node in list(graph.graph.nodes):
+            if (
+                node.op == "call_function"
+                and getattr(node.target, "__name__", "") in makers
+                and "out" not in node.kwargs
+            ):
+                count += _rewritten(node, memory.get(_memory_of(node), []))
+    return count
+
+
+def _by_memory(nest: NestedGraphs) -> dict[Any, list[Node]]:
+    """Return memory -> nodes of all graphs whose values are stored there, in order."""
+    found: dict[Any, list[Node]] = {}
+    for node in nest.nodes():
+        if (key := _memory_of(node)) is not None:
+            found.setdefault(key, []).append(node)
+    return found
+
+
+def _memory_of(node: Node) -> Any:
+    value = value_of(node)
+    if not isinstance(value, torch.Tensor) or not compat.tensors.has_storage(value):
+        return None
+    return compat.tensors.storage_key(value)
+
+
+def _rewritten(made: Node, sharing: list[Node]) -> int:
+    """Functionalize the changes of one tensor; return their number."""
+    changes = [node for node in sharing if _is_change(node)]
+    if not changes or any(node.graph is not made.graph for node in changes):
+        return 0
+    order = {node: place for place, node in enumerate(made.graph.nodes)}
+    last = order[changes[-1]]
+    own = {made, *changes}
+    before = [node for node in sharing if node.graph is made.graph and order[node] < last and node not in own]
+    bodies = [user for node in own for user in node.users if compat.dynamo.holds_graphs(user.target)]
+    if before or any(node.args[0] not in own for node in changes) or any(order[call] < last for call in bodies):
+        return 0
+    for change in changes:
+        newest = [node for node in own if order[node] < order[change]]
+        for node in newest:
+            for user in list(node.users):
+                if user in order and order[user] > order[change]:
+                    user.replace_input_with(node, change)
+        _write_anew(change)
+    return len(changes)
+
+
+def _is_change(node: Node) -> bool:
+    return node.op == "call_method" and (node.target in _AS_NEW or node.target in _FILLS)
+
+
+def _write_anew(change: Node) -> None:
+    if change.target in _AS_NEW:
+        change.target = _AS_NEW[str(change.target)]
+        return
+    function: Any = _FILLS[str(change.target)]
+    change.op, change.target = "call_function", function
+
+
+INSTEAD = {
+    "causal": "the kernel's own causal masking takes its place",
+    "full": "it hides nothing, so they run without one",
+}
+"""Kind of a mask -> text for the receipt on the call without it."""
+
+
+def recognize_causal_masks(gm: GraphModule) -> PassReport:
+    """Rewrite attention calls with a causal or full mask in a Dynamo graph and all its subgraphs, in place.
+
+    Masks without other users are erased, with the nodes that only they need, and as operands of subgraphs.
+    """
+    nest = NestedGraphs(gm)
+    changed = change_constants_anew(nest, FROM_NUMBERS)
+    elements = ElementsOf(nest, Changed(nest))
+    done: dict[str, int] = {}
+    masks: dict[Node, None] = {}
+    for node in nest.nodes():
+        mask = mask_of(node)
+        verdict = None if mask is None else _verdict(elements(mask), node)
+        if mask is not None and verdict is not None:
+            _rewrite(node, causal=verdict == "causal")
+            masks[mask] = None
+            done[verdict] = done.get(verdict, 0) + 1
+    nest.erase_unused(masks, is_constant)
+    if done or changed:
+        nest.recompile()
+    notes = (f"{n} attention calls were given a {kind} mask as a tensor; {INSTEAD[kind]}" for kind, n in done.items())
+    return PassReport(sum(done.values()), tuple(GAIN + note for note in notes))
+
+
+def mask_of(node: Node) -> Node | None:
+    """Return the mask of an attention call, if it has one that is not trained."""
+    if node.op != "call_function" or node.target is not ATTENTION or argument(node, CAUSAL, "is_causal"):
+        return None
+    mask = argument(node, MASK, "attn_mask")
+    return mask if isinstance(value_of(mask), torch.Tensor) and not value_of(mask).requires_grad else None
+
+
+def _verdict(mask: Elements | None, node: Node) -> str | None:
+    """Return "causal", "full", or None for any other mask, or an unknown one."""
+    query, key = (shape_of(argument(node, place, name)) for place, name in ((0, "query"), (1, "key")))
+    if mask is None or min(len(query), len(key), len(mask.shape)) < 2:
+        return None
+    try:
+        scores = [*map(size_of, (*query[:-1], key[-2]))]
+        allowed = combine(lambda leaf: is_allowed(leaf, mask.dtype), (mask.tree,), mask.ranges)
+    except (UnknownElements, TooManyCases):
+        return None
+    if not broadcasts(mask.shape, scores):
+        return None
+    if allowed is True:
+        return "full"
+    queries, keys = (as_index(0) if mask.shape[dim] == 1 else var(axis(len(mask.shape) + dim)) for dim in (-2, -1))
+    return "causal" if list(mask.shape[-2:]) == scores[-2:] and _is_causal(allowed, queries - keys, mask) else None
+
+
+def _is_causal(allowed: Tree, ahead: Index, mask: Elements) -> bool:
+    """Are exactly the keys up to the query's position allowed? `ahead` is the query's position minus the key's."""
+    past = leaves(allowed, (ahead,), mask.ranges)
+    future = leaves(allowed, (negate_condition(ahead),), mask.ranges)
+    return all(leaf is True for leaf in past) and all(leaf is False for leaf in future)
+
+
+def is_constant(node: Node) -> bool:
+    """Does a node compute a tensor without side effects, by an operation that the analysis knows?"""
+    made = name_of(node) in RULES or name_of(node) in FROM_NUMBERS
+    return is_of_torch(node) and made and "out" not in node.kwargs
+
+
+def _rewrite(node: Node, causal: bool) -> None:
+    args, kwargs = list(node.args), dict(node.kwargs)
+    if len(args) > MASK:
+        args[MASK] = None
+    else:
+        kwargs["attn_mask"] = None
+    if len(args) > CAUSAL:
+        args[CAUSAL] = causal
+    else:
+        kwargs["is_causal"] = causal
+    node.args, node.kwargs = tuple(args), kwargs
+
+
+NOMINAL_LENGTH = 2048
+"""Queries and keys that a symbol counts as in costs: a plan must not depend on the batch that came first."""
+DOCUMENTS_PART = 0.5
+"""Assumed part of the pairs that documents allow, of those without them."""
+BACKWARD_FLOPS = 2.5
+"""FLOPs of the backward for one of the forward: five matmuls for two."""
+MAX_PART = 0.8
+"""Maximum time of attention in blocks, of that with a mask, for which it is chosen: the cost model is rough."""
+CALL_US = 100.0
+"""Time of one block on a CPU beside its scores: its part of the mask and ATen's call."""
+MIN_FLEX_GAIN_US = 200.0
+"""Minimum gain of a step on a GPU: TorchInductor takes seconds to compile the kernels."""
+MIN_FLEX_QUERIES = 128
+"""Minimum number of queries for FlexAttention's kernels for training; it has others for decoding."""
+FLEX_WIDTHS = range(16, 257, 8)
+"""Widths of heads that FlexAttention's kernels support."""
+MIN_NOTED_US = 10.0
+"""Minimum price of a mask that the receipt names."""
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+@dataclass(frozen=True)
+class _Costs:
+    """Seconds of a call of attention in one step."""
+
+    with_mask: float
+    in_blocks: float
+    mask_bytes: int
+
+
+@dataclass(frozen=True)
+class _MaskedCall:
+    """An attention call whose mask is a predicate."""
+
+    node: Node
+    mask: MaskPredicate
+    kind: str
+    costs: _Costs
+    times: int
+    """How often a step makes this call: once for each call of its body."""
+
+
+def skip_masked_attention(
+    gm: GraphModule, planned_for: str | None = None, figures: Callable[[str], Figures] = table_figures
+) -> PassReport:
+    """Rewrite attention calls with a mask that allows few pairs, in a Dynamo graph and all its subgraphs, in place.
+
+    `planned_for`: type of the device that the graph is planned for; nothing is rewritten if it is not the graph's own.
+    `figures`: type of a device -> its figures. Relies on: causal masks have been recognized. Rows without an allowed
+    key stay 0, as in eager mode.
+    """
+    nest = NestedGraphs(gm)
+    masked = [(node, mask) for node in nest.nodes() if (mask := mask_of(node)) is not None]
+    masked = [(node, mask) for node, mask in masked if planned_for in (None, value_of(mask).device.type)]
+    if not masked:
+        return PassReport()
+    elements = ElementsOf(nest, Changed(nest))
+    calls, left = list[_MaskedCall](), _LeftMasks()
+    for node, mask in masked:
+        kind = value_of(mask).device.type
+        times = max(len(nest.calls_of(nest.owner(node))), 1)
+        scores = scores_shape(argument(node, 0, "query"), argument(node, 1, "key"))
+        if not scores or scores[2] == 1:
+            continue  # one query: `decompose_decode_attention`
+        try:
+            found = predicate_of(elements(mask), elements.reads, scores)
+            costs = _costs(node, mask, found, scores, figures(kind))
+            if costs.in_blocks > MAX_PART * costs.with_mask:
+                continue
+            _check_kernel(node, kind, found, scores)
+        except UnknownMask as why:
+            left.add(str(why), _costs(node, mask, None, scores, figures(kind)), times)
+            continue
+        calls.append(_MaskedCall(node, found, traits_of(kind).masked_attention, costs, times))
+    flex = [call for call in calls if call.kind == "flex"]
+    if sum((call.costs.with_mask - call.costs.in_blocks) * call.times for call in flex) < MIN_FLEX_GAIN_US * 1e-6:
+        calls = [call for call in calls if call.kind != "flex"]
+    notes = _Rewriting(nest).rewrite(calls)
+    return PassReport(len(calls), (*notes, *left.notes()))
+
+
+def _given(node: Node) -> dict[str, Any]:
+    return dict(zip(_NAMES, node.args, strict=False)) | dict(node.kwargs)
+
+
+def _check_kernel(node: Node, kind: str, mask: MaskPredicate, scores: Sequence[Size]) -> None:
+    """Raise UnknownMask if no kernel computes this call under a predicate."""
+    given = _given(node)
+    size_dims(node, mask.sizes)
+    operands = [value_of(given[name]) for name in ("query", "key", "value")]
+    if any(map(compat.tensors.is_wrapper, operands)):
+        raise UnknownMask("queries and keys are distributed tensors")
+    if given.get("dropout_p", 0.0) != 0.0:
+        raise UnknownMask("attention has dropout")
+    if given.get("is_causal") or not isinstance(given.get("scale") or 1.0, float):
+        raise UnknownMask("its scale is not a number")
+    widths = [sizes_of(given[name])[3] for name in ("query", "key", "value")]
+    if len({*widths}) > 1 or not isinstance(widths[0], int):
+        raise UnknownMask("keys and values have heads of other widths")
+    way = traits_of(kind).masked_attention
+    if not way or (way == "blocks" and given.get("enable_gqa")):
+        raise UnknownMask("no kernel of this device skips what it forbids")
+    if way == "blocks" and any(not isinstance(size, int) for size in scores[2:]) and WINDOW not in mask.predicate.kinds:
+        raise UnknownMask("lengths are symbols, and it has no window")
+    if way == "flex":
+        _check_flex(operands, scores, kind)
+
+
+def _check_flex(operands: Sequence[torch.Tensor], scores: Sequence[Size], kind: str) -> None:
+    short = (torch.float16, torch.bfloat16)
+    casts = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) in short
+    if not casts and any(operand.dtype not in short for operand in operands):
+        raise UnknownMask("attention is not in 16 bits")
+    if operands[0].shape[3] not in FLEX_WIDTHS:
+        raise UnknownMask(f"its heads have {operands[0].shape[3]} elements")
+    if any(not isinstance(size, int) for size in scores):
+        raise UnknownMask("sizes are symbols")  # TorchInductor's kernels for these have failed a test on a GPU
+    if isinstance(scores[2], int) and scores[2] < MIN_FLEX_QUERIES:
+        raise UnknownMask(f"there are only {scores[2]} queries")
+
+
+# --- costs ------------------------------------------------------------------------------------------------------------
+
+
+def _costs(node: Node, mask: Node, found: MaskPredicate | None, scores: Sequence[Size], figures: Figures) -> _Costs:
+    """Return the costs of a call with its mask, and in blocks if its predicate is known."""
+    batch, heads, queries, keys = (
+        size if isinstance(size, int) else usual for size, usual in zip(scores, _USUAL, strict=True)
+    )
+    operands = [value_of(argument(node, place, name)) for place, name in enumerate(_NAMES[:3])]
+    trains = any(operand.requires_grad for operand in operands)
+    widths = [width if isinstance(width := operand.shape[3], int) else 64 for operand in operands[1:]]
+    flops = 2 * sum(widths) * (1 + BACKWARD_FLOPS * trains)
+    rate = figures.rate(str(operands[0].dtype).removeprefix("torch.")) * figures.attention
+    value = value_of(mask)
+    dims = (1,) * (4 - value.dim()) + tuple(value.shape)
+    numbers = [n if isinstance(n, int) else usual for n, usual in zip(dims, _USUAL, strict=True)]
+    nbytes = value.element_size() * numbers[0] * numbers[1] * numbers[2] * numbers[3]
+    read = nbytes * (1 + trains) / (figures.memory_gbs * 1e9)
+    whole = batch * heads * queries * keys * flops / rate + read
+    if found is None:
+        return _Costs(whole, whole, nbytes)
+    is_host = traits_of(figures.name).is_host
+    block = QUERIES_AT_ONCE if is_host else flex_masks.BLOCK
+    named = dict.fromkeys(found.predicate.sizes, NOMINAL_LENGTH)
+    pairs = allowed_pairs(found.predicate, queries, keys, block, named)
+    part = DOCUMENTS_PART if DOCUMENTS in found.predicate.kinds else 1.0
+    calls = -(-queries // block) * (batch if found.predicate.by_batch else 1) * (1 + trains) if is_host else 0
+    return _Costs(whole, batch * heads * pairs * part * flops / rate + calls * CALL_US * 1e-6, nbytes)
+
+
+_USUAL = (1, 1, NOMINAL_LENGTH, NOMINAL_LENGTH)
+"""What symbols of batch, heads, queries and keys count as."""
+
+
+class _LeftMasks:
+    """Attention calls that keep their mask as a tensor, with its price, by the reason."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[int, float, int]] = {}
+
+    def add(self, reason: str, costs: _Costs, times: int) -> None:
+        """Count a call."""
+        count, seconds, nbytes = self._found.get(reason, (0, 0.0, 0))
+        found = count + times, seconds + costs.with_mask * times, max(nbytes, costs.mask_bytes)
+        self._found[reason] = found
+
+    def notes(self) -> Iterable[str]:
+        """Yield a line for each reason whose calls take a noticeable time."""
+        for reason, (count, seconds, nbytes) in self._found.items():
+            if seconds * 1e6 >= MIN_NOTED_US:
+                yield (
+                    f"{count} attention calls keep their mask as a tensor of {nbytes / 2**20:.1f} MiB, since {reason}; "
+                    f"they compute all pairs, for {seconds * 1e6:.0f} us of a step by the cost model"
+                )
+
+
+# --- rewriting --------------------------------------------------------------------------------------------------------
+
+
+class _Rewriting:
+    """Replace attention calls by those under a predicate."""
+
+    def __init__(self, nest: NestedGraphs) -> None:
+        self._nest = nest
+        self._tables: dict[Any, tuple[Node, ...]] = {}
+        """Tables of blocks that calls in one graph share."""
+
+    def rewrite(self, calls: Sequence[_MaskedCall]) -> list[str]:
+        """Rewrite calls, and return lines for the receipt."""
+        counts: dict[tuple[str, str], int] = {}
+        masks, repeated = list[Node](), list[Node]()
+        for call in calls:
+            operands = [argument(call.node, place, name) for place, name in ((1, "key"), (2, "value"))]
+            mask = mask_of(call.node)
+            shared = unrepeated(call.node, self._nest) if call.kind == "flex" else None
+            self._replace(call, *(operands if shared is None else shared))
+            masks += [] if mask is None else [mask]
+            repeated += [] if shared is None else operands
+            name = ", ".join(call.mask.predicate.kinds) or "general"
+            counts[name, call.kind] = counts.get((name, call.kind), 0) + 1
+        if calls:
+            self._nest.erase_unused(masks, is_constant)
+            erase_repeated(repeated, self._nest)
+            self._nest.recompile()
+        return [
+            f"{GAIN}{n} attention calls skip what their mask ({name}) forbids: {_HOW[how]}"
+            for (name, how), n in counts.items()
+        ]
+
+    def _replace(self, call: _MaskedCall, key: Node, value: Node) -> None:
+        node = call.node
+        graph = node.graph
+        given = _given(node)
+        query, scale = given["query"], given.get("scale")
+        width = value_of(query).shape[3]
+        scale = width**-0.5 if scale is None else scale
+        reads = tuple(self._brought(read, node) for read in call.mask.reads)
+        dims = size_dims(node, call.mask.sizes)
+        text = str(call.mask.predicate)
+        with graph.inserting_before(node):
+            sizes = tuple(_size(graph, *place) for place in dims.values())
+            if call.kind == "flex":
+                tables = self._shared_tables(node, (query, key, reads, sizes, text))
+                made = graph.call_function(
+                    flex_masks.attend_in_blocks, (query, key, value, reads, sizes, tables, text, scale)
+                )
+            else:
+                made = graph.call_function(attention_ops.attend, (query, key, value, reads, sizes, text, scale))
+        made.meta.update(node.meta)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+
+    def _shared_tables(self, node: Node, arguments: Any) -> tuple[Node, ...]:
+        """Return the tables of blocks for a call: those of an earlier call with the same predicate, or new ones."""
+        query, key, reads, sizes, text = arguments
+        lengths = tuple(map(str, (*value_of(query).shape[:3], value_of(key).shape[2])))
+        shared = (node.graph, text, lengths, reads, tuple(size.args for size in sizes))
+        if shared not in self._tables:
+            values = torch.fx.map_arg(arguments, value_of)
+            with torch.no_grad(), getattr(value_of(query), "fake_mode", nullcontext()):
+                found = flex_masks.block_tables(*values)
+            made = node.graph.call_function(flex_masks.block_tables, arguments)
+            made.meta["example_value"] = found
+            self._tables[shared] = tuple(_item(made, number, value) for number, value in enumerate(found))
+        return self._tables[shared]
+
+    def _brought(self, read: Node, node: Node) -> Node:
+        """Return a read's tensor in the graph of an attention call; pass it into bodies."""
+        graph = self._nest.owner(node)
+        return read if read.graph is graph.graph else self._into(read, graph)
+
+    def _into(self, read: Node, body: GraphModule) -> Node:
+        calls = self._nest.calls_of(body)
+        operands = [read if call.graph.graph is read.graph else self._into(read, call.graph) for call in calls]
+        return self._nest.give(body, operands)
+
+
+_HOW = {
+    "blocks": "blocks of queries read the keys in their reach",
+    "flex": "FlexAttention's kernel computes them",
+}
+"""Kind of a call -> text for the receipt."""
+
+
+def _size(graph: torch.fx.Graph, tensor: Node, dim: int) -> Node:
+    made = graph.call_method("size", (tensor, dim))
+    made.meta["example_value"] = value_of(tensor).shape[dim]
+    return made
+
+
+def _item(tables: Node, number: int, value: torch.Tensor) -> Node:
+    made = tables.graph.call_function(operator.getitem, (tables, number))
+    made.meta["example_value"] = value
+    return made

@@ -43,7 +43,7 @@ class Variant:
     """Reasons against reducing gradients in programs, such as parameters used outside the compiled graphs."""
 
 
-class CapturedGraph(Protocol):
+class GraphView(Protocol):
     """Interface of a Dynamo graph with its programs (`captured_graph.CapturedGraph`), for layers below it."""
 
     number: int

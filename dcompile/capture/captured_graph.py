@@ -234,7 +234,7 @@ class CapturedGraph:
             carries_sync=self.adapter.carries_sync,
             fusible=compiler.fusible(),
             memory_budget=config.activation_memory_budget,
-            again_for_calls=config.recompute == "memory",
+            recompute_library_operands=config.recompute == "memory",
             **keywords,
         )
         if may_lack:

@@ -18,7 +18,7 @@ from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.gradient_sync import GradientSync
 from dcompile.capture.adapters.plain import WATCHED, PlainAdapter, new_subject
 from dcompile.capture.agreement.capture_digest import compare_captures
-from dcompile.capture.call_state import CapturedGraph, Invocation, Variant
+from dcompile.capture.call_state import GraphView, Invocation, Variant
 from dcompile.capture.passes.dynamo.grouped_experts import group_loop
 from dcompile.capture.passes.dynamo.sync_batch_norm import sync_batch_norm
 from dcompile.capture.services import Peers, Services, ShardedParameters
@@ -76,7 +76,7 @@ class CompiledModel:
         self.sync = GradientSync(self.adapter)
         self.sync.model = self
         self.peers: Peers = services.connect_peers(None)
-        self.graphs: list[CapturedGraph] = []
+        self.graphs: list[GraphView] = []
         self.variants: dict[tuple[int, ...], Variant] = {}
         self.newest: Variant | None = None
         self.eager_calls = 0
@@ -95,7 +95,7 @@ class CompiledModel:
         self._refusal: str | None = None
         self._reported: set[bool | None] = set()
         """Kinds of reported steps: training or not; None for the report that nothing was compiled."""
-        self._released: tuple[weakref.ref[CapturedGraph], ...] = ()
+        self._released: tuple[weakref.ref[GraphView], ...] = ()
         self._owes_report = False
 
     def adopt(self, sync: GradientSync) -> None:
@@ -229,14 +229,14 @@ class CompiledModel:
             return False
         return self.sync.compares_captures()
 
-    def compare_captures(self, graphs: Iterable[CapturedGraph]) -> None:
+    def compare_captures(self, graphs: Iterable[GraphView]) -> None:
         """Check that every rank has captured the same for these graphs: all ranks call this, and raise together."""
         graphs = list(graphs)
         compare_captures(self, [graph.captured for graph in graphs])
         for graph in graphs:
             graph.captured = []
 
-    def record_forward(self, graph: CapturedGraph) -> torch.Tensor | None:
+    def record_forward(self, graph: GraphView) -> torch.Tensor | None:
         """Record that a graph's forward runs in the current call; return the token for its backward.
 
         It is None if the adapter has no tokens.
@@ -334,7 +334,7 @@ class CompiledModel:
         """Return all reasons found so far against reducing gradients in the compiled graphs."""
         return [reason for variant in self.variants.values() for reason in variant.objections]
 
-    def before_backward(self, graph: CapturedGraph, sync: bool) -> None:
+    def before_backward(self, graph: GraphView, sync: bool) -> None:
         """Prepare, inside a backward, for a graph's backward program, before it is compiled and before it runs.
 
         `sync`: whether every rank runs this backward if it accumulates gradients. One rank may run others alone.
@@ -353,7 +353,7 @@ class CompiledModel:
         else:
             self.report()
 
-    def graphs_of_call(self, graph: CapturedGraph) -> list[CapturedGraph]:
+    def graphs_of_call(self, graph: GraphView) -> list[GraphView]:
         """Return the graphs of the call that a graph's backward belongs to: one in progress, or the newest."""
         running = [tuple(call.graphs) for stack in list(self.calls.values()) for call in reversed(stack)]
         known = [variant.graphs for variant in (self.newest, *reversed(self.variants.values())) if variant is not None]

@@ -251,7 +251,7 @@ def watch_replaced_parameters(compiled: Compiled, around: Wrapping) -> Compiled:
 def leave_gradients_absent(compiled: Compiled, around: Wrapping) -> Compiled:
     """Let the backward get None for absent gradients, if its program allows that."""
     facts, own = around.graph.facts, around.graph.results.own
-    if not facts.may_lack or not own:
+    if not facts.may_have_absent_grads or not own:
         return compiled
     position, shown, none = own[0], facts.shapes_kept, MappingProxyType[int, Any]({})
 

@@ -106,7 +106,9 @@ class GraphPrograms:
         if backward is None or self.adapter.carries_sync or self.adapter.communicators():
             return None
         backward = without_opaque_objects(backward)
-        likely = without(backward, unlikely(backward) if self.graph.facts.may_lack else (), self._exchanged)
+        likely = without(
+            backward, unlikely(backward) if self.graph.facts.may_have_absent_grads else (), self._exchanged
+        )
         return likely, self.request(likely, "backward", **self._reduces())
 
     def gathering(self, run: Executable) -> Boxed:
@@ -205,7 +207,7 @@ class GraphPrograms:
         self.graph.grads = tuple((opaque.result_place(place), number) for place, number in self.graph.grads)
         position = take_sync_token(gm)
         given = tangents(gm)
-        places = given if self.graph.facts.may_lack else ()
+        places = given if self.graph.facts.may_have_absent_grads else ()
         numbers = dict(self.graph.grads)
         self.graph.unsure = tuple(sorted({numbers[place] for place in unsure(gm, numbers)}))
         alone = position is None and not places and not self.adapter.synchronizes
@@ -269,7 +271,11 @@ class GraphPrograms:
         one of them is present later, a program that takes all gradients serves this and every such call.
         """
         state = self.state
-        if state is not None and state.buckets is not None and state.covers_all_params != self.adapter.every:
+        if (
+            state is not None
+            and state.buckets is not None
+            and state.covers_all_params != self.adapter.covers_all_params
+        ):
             # compiled before ranks decided, for a backward that did not reduce
             self.graph.executables.pop(WHOLE_BACKWARD, None)
             state = None
@@ -292,7 +298,7 @@ class GraphPrograms:
         executable = self.build(gm, "backward", **self._reduces())
         state = BackwardState(lacks)
         if self._has_buckets():
-            state = BackwardState(lacks, self.adapter.every, self.sync.make_buckets(executable.buckets))
+            state = BackwardState(lacks, self.adapter.covers_all_params, self.sync.make_buckets(executable.buckets))
         self.state = state
         self.model.compile_seconds += time.perf_counter() - began
         return state

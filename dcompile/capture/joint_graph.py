@@ -39,14 +39,16 @@ def partition_joint(
     carries_sync: bool,
     fusible: tuple[frozenset[Any], frozenset[Any]],
     memory_budget: float = 1.0,
-    again_for_calls: bool = False,
+    recompute_library_operands: bool = False,
     **keywords: Any,
 ) -> tuple[Any, Any]:
     """Cut a joint graph into forward and backward by torch's min-cut; add the token if the adapter needs it.
 
     `fusible`: the ops, in addition to torch's own list, that are fused into loops, and those of them that may be
     recomputed.
-    `memory_budget`: fraction of the usual saved bytes that may be saved. `again_for_calls`: whether the backward may
+    `memory_budget`: fraction of the usual saved bytes that may be saved.
+
+    `recompute_library_operands`: whether the backward may
     also recompute operands of library calls, which it must then write to memory.
     """
     ahead = return_marked(joint, num_fwd_outputs)
@@ -55,7 +57,7 @@ def partition_joint(
         joint_inputs,
         *fusible,
         memory_budget,
-        again_for_calls,
+        recompute_library_operands,
         minimum_cut,
         num_fwd_outputs=num_fwd_outputs + ahead,
         **keywords,

@@ -75,7 +75,7 @@ class BucketRule:
     """Dtype to which gradients are cast for the all-reduce, as a compression hook requests; "own" is their own dtype.
     They are then divided by the world size, as DDP's hooks do. If empty, they are multiplied by its inverse.
     """
-    every: bool = False
+    covers_all_params: bool = False
     """Whether every parameter has a place in each program, used or not, since ranks may use different ones."""
     unsure: tuple[int, ...] = ()
     """Parameters that a backward may lack a gradient of, since not every loss uses the results that they lead to. The

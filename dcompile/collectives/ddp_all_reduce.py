@@ -124,7 +124,7 @@ def insert_all_reduces(program: Program, params: tuple[ParamInfo, ...], rule: Bu
     gradients = _gradients(program, {param.number: param for param in params})
     if not gradients:
         return program
-    placed = params if rule.every else [gradient.param for gradient in gradients]
+    placed = params if rule.covers_all_params else [gradient.param for gradient in gradients]
     buckets, late = lay_out_all(placed, rule, {gradient.param.number: gradient.buffer for gradient in gradients})
     if late:
         program = products_last(program, [bucket.buffers for bucket in late])
@@ -146,7 +146,7 @@ def lay_out_all(
     """
     buckets = []
     for number, members in enumerate(assign_to_buckets(params, rule)):
-        marks = rule.every or any(param.number in rule.unsure for param in members)
+        marks = rule.covers_all_params or any(param.number in rule.unsure for param in members)
         known = [buffers.get(param.number) for param in members]
         buckets.append(lay_out(members, f"{bucket_traits(KIND).bucket_prefix}{number}", known, rule.wire, marks))
     late = behind_the_last(buckets, {param.number: param for param in params}, rule)
@@ -154,7 +154,7 @@ def lay_out_all(
 
 
 def all_idle(params: Sequence[ParamInfo], rule: BucketRule) -> tuple[Bucket, ...]:
-    """Buckets of a program without gradients of its own: those of every other program, under `BucketRule.every`."""
+    """Buckets of a program without gradients: those of any other, under `BucketRule.covers_all_params`."""
     return tuple(lay_out_all(params, rule, {})[0])
 
 

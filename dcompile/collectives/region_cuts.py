@@ -62,7 +62,7 @@ def _all_reduces(
     """(place at which it can start, parameters) of each of DDP's buckets."""
     if request.rule is None or not output:
         return []
-    params = request.params if request.rule.every else [infos[number] for number in output]
+    params = request.params if request.rule.covers_all_params else [infos[number] for number in output]
     buckets, _ = lay_out_all(params, request.rule, {number: f"grad{number}" for number in output})
     places = [max((ready[output[number]] for number in bucket.params), default=-1) for bucket in buckets]
     return [(at, bucket.params) for at, bucket in zip(accumulate(places, max), buckets, strict=True) if bucket.params]

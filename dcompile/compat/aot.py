@@ -88,7 +88,7 @@ def min_cut_partition(
     fusible: frozenset[Any],
     recomputable: frozenset[Any],
     memory_budget: float = 1.0,
-    again_for_calls: bool = False,
+    recompute_library_operands: bool = False,
     minimum_cut: Callable[..., Any] | None = None,
     **keywords: Any,
 ) -> tuple[Any, Any]:
@@ -97,7 +97,9 @@ def min_cut_partition(
     `fusible` and `recomputable` are overload packets that torch treats so besides its own. They are added through a
     function of its module, which is replaced during the cut. If torch has no such function, only its own list counts.
 
-    `memory_budget`: part of the bytes that would be saved; the rest is recomputed. `again_for_calls`: the backward may
+    `memory_budget`: part of the bytes that would be saved; the rest is recomputed.
+
+    `recompute_library_operands`: the backward may
     also recompute tensors that it then has to write for a library call. `minimum_cut` replaces networkx's function; it
     gets that function as an argument, for graphs that it cannot cut.
 
@@ -109,7 +111,7 @@ def min_cut_partition(
 
     # a budget that the user set for torch.compile applies if there is none of ours
     changes: dict[str, Any] = {"activation_memory_budget": memory_budget} if memory_budget < 1 else {}
-    if again_for_calls and hasattr(config, "ban_recompute_materialized_backward"):
+    if recompute_library_operands and hasattr(config, "ban_recompute_materialized_backward"):
         changes["ban_recompute_materialized_backward"] = False
     if hasattr(config, "recompute_views") and hasattr(partitioners, "get_default_op_list"):
         changes["recompute_views"] = True

@@ -11,7 +11,7 @@ import torch
 
 from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
 from dcompile.capture.adapters.plain import PlainAdapter, new_subject
-from dcompile.capture.call_state import CapturedGraph, Invocation, Variant
+from dcompile.capture.call_state import GraphView, Invocation, Variant
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.services import Services
 from dcompile.collectives.contract import BucketRule, Foreseen, ParamInfo, Request
@@ -113,7 +113,7 @@ class MadeUpSync(GradientSync):
     def begin_call(self, call: Invocation) -> None:
         self.asked.append("begin call")
 
-    def on_forward(self, call: Invocation, graph: CapturedGraph) -> None:
+    def on_forward(self, call: Invocation, graph: GraphView) -> None:
         self.asked.append(f"forward {graph.number}")
 
     def token(self, call: Invocation | None) -> torch.Tensor | None:
@@ -132,7 +132,7 @@ class MadeUpSync(GradientSync):
     def no_graph_ran(self, call: Invocation, result: Any) -> None:
         self.asked.append("no graph ran")
 
-    def before_backward(self, graph: CapturedGraph, sync: bool) -> bool:
+    def before_backward(self, graph: GraphView, sync: bool) -> bool:
         self.asked.append(f"before backward {graph.number}, sync {sync}")
         return self.settled
 

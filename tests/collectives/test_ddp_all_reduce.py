@@ -236,7 +236,7 @@ def test_parameters_without_gradient_are_left_out():
 
 def test_under_every_parameters_have_their_places_in_each_program():
     """Whichever of them it has gradients of: so ranks that run other graphs exchange the same buckets."""
-    rule = replace(EACH, every=True)
+    rule = replace(EACH, covers_all_params=True)
     params = tuple(param(i) for i in range(3))
     whole = insert_all_reduces(chain(3), params, rule)
     parted = replace(chain(3), outputs=(view("g0"), None, view("g2")))

@@ -99,7 +99,7 @@ class DdpAdapter(PlainAdapter):
         self.eager = not missing and compat.ddp.makes_parameters_anew(kept)
         if self.eager:
             self.state, self.reasons = "stock", (PARAMETERS_ANEW,)
-        self.every = self.uneven
+        self.covers_all_params = self.uneven
         """Whether each graph's program reduces all trainable parameters, also those that it does not use."""
         self._trainable = self._trainable_now(self.refs)
         """Parameters with a place in each program's buckets if `every`; as under DDP, frozen ones have none."""
@@ -154,7 +154,7 @@ class DdpAdapter(PlainAdapter):
 
     def exchanged(self, used: Collection[int]) -> tuple[ParamInfo, ...]:
         """Return the parameters with a place in the buckets of a program that computes gradients of `used`."""
-        wanted = self._trainable.union(used) if self.every else used
+        wanted = self._trainable.union(used) if self.covers_all_params else used
         found = tuple(info for info in self._infos if info.number in wanted)
         for info in found:
             if (parameter := self.refs[info.number]()) is not None:
@@ -166,7 +166,7 @@ class DdpAdapter(PlainAdapter):
 
         Parameters that are frozen later keep their places, as in the buckets of DDP's reducer.
         """
-        if self.state == "stock" or not self.every or len(self._trainable) == len(self.refs):
+        if self.state == "stock" or not self.covers_all_params or len(self._trainable) == len(self.refs):
             return False
         grown = self._trainable_now(self.refs.keys() - self._trainable)
         self._trainable |= grown
@@ -188,7 +188,7 @@ class DdpAdapter(PlainAdapter):
         if self.state == "stock":
             return None
         (first, second, *more), wire = self._rule
-        return BucketRule(first, second, tuple(more), wire, self.every)
+        return BucketRule(first, second, tuple(more), wire, self.covers_all_params)
 
     @property
     def uneven(self) -> bool:
@@ -256,7 +256,7 @@ class DdpAdapter(PlainAdapter):
         if ddp is not None:  # its reducer is gone with it
             compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
             compat.ddp.silence_reducer(ddp, self.check_prior_reduction, self.log.logged, self.used.tensor)
-        self.state, self.every = "taken", self.every and not several
+        self.state, self.covers_all_params = "taken", self.covers_all_params and not several
 
     def _used_behind(self) -> list[str]:
         """Return why DDP's reducer has begun with this backward: parameters used behind the module, as by a loss."""

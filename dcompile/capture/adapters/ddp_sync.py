@@ -23,7 +23,7 @@ from dcompile.capture.adapters.grad_field import MergedGradients, differs, is_co
 from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync, make_token
 from dcompile.capture.agreement.capture_digest import compare_surroundings, plan_of
 from dcompile.capture.agreement.parameter_use import outside_use, tensors_in
-from dcompile.capture.call_state import CapturedGraph, Invocation, Variant
+from dcompile.capture.call_state import GraphView, Invocation, Variant
 from dcompile.capture.services import GradientBuckets
 from dcompile.errors import DcompileError
 from dcompile.ir.buffers import Bucket
@@ -166,7 +166,7 @@ class DdpSync(GradientSync):
 
     # --- backward ---
 
-    def before_backward(self, graph: CapturedGraph, sync: bool) -> bool:
+    def before_backward(self, graph: GraphView, sync: bool) -> bool:
         """Decide who reduces gradients, and compare captures, in the first backward that every rank runs.
 
         `sync`: whether every rank runs this backward if it accumulates gradients. One rank may run others alone.
@@ -202,7 +202,7 @@ class DdpSync(GradientSync):
     def _asks_others(self) -> bool:
         return self.model.settings.config.distributed != "stock" and not self._adapter.may_be_alone
 
-    def _compare_before_reducing(self, graph: CapturedGraph) -> None:
+    def _compare_before_reducing(self, graph: GraphView) -> None:
         """Check, in the first backward that every rank runs, that all captured the same and agree on who reduces.
 
         Ranks that leave reduction to DDP would otherwise wait in different collectives than the others.
@@ -238,7 +238,7 @@ class DdpSync(GradientSync):
             merged.add(buckets.last_run(), results, graph.grads)
         return results
 
-    def reduces_in_program(self, graph: CapturedGraph) -> bool:
+    def reduces_in_program(self, graph: GraphView) -> bool:
         """Reduce in the program, unless gradients of its calls are reduced as they arrive."""
         return not self._arrivals.has(graph.number)
 
@@ -246,7 +246,7 @@ class DdpSync(GradientSync):
         """Return the buckets of all parameters if the call's gradients are reduced as they arrive."""
         return self._arrivals.layout(graphs) if self._adapter.eligible else ()
 
-    def _begin_sync(self, buckets: GradientBuckets, graph: CapturedGraph, absent: Collection[int]) -> bool:
+    def _begin_sync(self, buckets: GradientBuckets, graph: GraphView, absent: Collection[int]) -> bool:
         """Prepare a graph's backward that reduces gradients, and the check at the end of the whole backward.
 
         Returns whether the program reduces. It does not if a parameter has a hook, which must get this rank's gradient.
@@ -262,7 +262,7 @@ class DdpSync(GradientSync):
                 adapter.note_behind(hooked)
             compat.autograd.at_end_of_backward(lambda: self._end_sync(self._synced.pop(task)))
         synced = self._synced[task]
-        buckets.begin(adapter.unreduced if first and adapter.every else (), task, first, absent)
+        buckets.begin(adapter.unreduced if first and adapter.covers_all_params else (), task, first, absent)
         synced.buckets.append(buckets)
         if not adapter.uneven:
             # autograd runs AccumulateGrad also for parameters of which the backward returns None
@@ -321,7 +321,7 @@ class DdpSync(GradientSync):
         If dcompile reduces, gradients of `unsure` parameters may be absent: buckets contain which ranks have them.
         """
         adapter = self._adapter
-        if adapter.every or (adapter.uneven and not adapter.eligible):
+        if adapter.covers_all_params or (adapter.uneven and not adapter.eligible):
             return frozenset()
         return frozenset(place for place, number in grads if not adapter.eligible or number not in unsure)
 

@@ -15,7 +15,7 @@ import torch
 from dcompile.capture.adapters.eager_regions import EagerRegionMonitor
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
-from dcompile.capture.call_state import CapturedGraph, Invocation, Variant
+from dcompile.capture.call_state import GraphView, Invocation, Variant
 from dcompile.capture.services import GradientBuckets, Services, ShardedParameters
 from dcompile.collectives.contract import Executable, SharedBuckets
 from dcompile.ir.buffers import Bucket
@@ -36,7 +36,7 @@ def make_token(number: int) -> torch.Tensor:
 class BackwardCall:
     """Arguments of one run of a backward program."""
 
-    graph: CapturedGraph
+    graph: GraphView
     run: Executable
     buckets: GradientBuckets | None
     args: list[Any]
@@ -61,16 +61,16 @@ class SynchronizedModel(Protocol):
     shared_buckets: SharedBuckets
 
     @property
-    def graphs(self) -> Iterable[CapturedGraph]:
+    def graphs(self) -> Iterable[GraphView]:
         """All graphs captured so far."""
 
     def objections(self) -> list[str]:
         """Return reasons, found in calls so far, against reducing gradients in the compiled graphs."""
 
-    def compare_captures(self, graphs: Iterable[CapturedGraph]) -> None:
+    def compare_captures(self, graphs: Iterable[GraphView]) -> None:
         """Check that every rank has captured the same for these graphs: all ranks call this, and raise together."""
 
-    def graphs_of_call(self, graph: CapturedGraph) -> list[CapturedGraph]:
+    def graphs_of_call(self, graph: GraphView) -> list[GraphView]:
         """Return the graphs of the call that a graph's backward belongs to."""
 
     def agree_on(self, plan: list[str]) -> None:
@@ -118,7 +118,7 @@ class GradientSync:
     def begin_call(self, call: Invocation) -> None:
         """Record, as a call starts, whether its backward reduces gradients."""
 
-    def on_forward(self, call: Invocation, graph: CapturedGraph) -> None:
+    def on_forward(self, call: Invocation, graph: GraphView) -> None:
         """Record that a graph's forward runs in a call."""
 
     def lend_to(self, other: GradientSync) -> None:
@@ -143,7 +143,7 @@ class GradientSync:
         """May ranks have to compare a graph that is captured now?"""
         return torch.is_grad_enabled() and not any(v.training for v in self.model.variants.values())
 
-    def wrap_forward(self, graph: CapturedGraph, run: Executable, kind: str) -> Boxed:
+    def wrap_forward(self, graph: GraphView, run: Executable, kind: str) -> Boxed:
         """Return a forward or inference program that has its shard source. `kind`: "forward" or "inference".
 
         If the program has collectives that the model itself calls, ranks compare plans before each run.
@@ -175,7 +175,7 @@ class GradientSync:
 
     # --- backward ---
 
-    def before_backward(self, graph: CapturedGraph, sync: bool) -> bool:
+    def before_backward(self, graph: GraphView, sync: bool) -> bool:
         """Prepare for a graph's backward program; return whether it is decided who reduces gradients."""
         del graph, sync
         return True
@@ -194,7 +194,7 @@ class GradientSync:
         """Return the positions of gradients that must be tensors, zeros if need be, where autograd has none."""
         return frozenset(place for place, number in grads if number not in unsure)
 
-    def reduces_in_program(self, graph: CapturedGraph) -> bool:
+    def reduces_in_program(self, graph: GraphView) -> bool:
         """Does a backward program that is compiled now reduce gradients itself?"""
         del graph
         return True

@@ -65,7 +65,7 @@ class PlainAdapter:
     """Whether ranks compare a graph before its first program runs, rather than before a backward that reduces."""
     keeps_gathered = False
     """Whether parameters that eager code gathers stay gathered after the call."""
-    every = False
+    covers_all_params = False
     """Whether each graph's program reduces all trainable parameters, also those that it does not use."""
 
     def note(self, text: str) -> None:

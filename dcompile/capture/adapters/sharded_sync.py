@@ -11,7 +11,7 @@ from dcompile import compat
 from dcompile.capture.adapters.eager_regions import EagerRegionMonitor
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync, make_token
-from dcompile.capture.call_state import CapturedGraph, Invocation
+from dcompile.capture.call_state import GraphView, Invocation
 from dcompile.capture.services import ShardedParameters
 from dcompile.collectives.contract import Executable, Phase
 
@@ -65,7 +65,7 @@ class ShardedSync(GradientSync):
     def token(self, call: Invocation | None) -> torch.Tensor | None:
         return self._tokens[self if call is None else call.strategy] if self.adapter.carries_sync else None
 
-    def on_forward(self, call: Invocation, graph: CapturedGraph) -> None:
+    def on_forward(self, call: Invocation, graph: GraphView) -> None:
         """Record which units a graph has gradients of that earlier graphs of the call have, too.
 
         Backwards run in reverse order, so the first graph's backward reduces them. This depends only on the graphs of
@@ -80,7 +80,7 @@ class ShardedSync(GradientSync):
         graph.later |= units & call.units
         call.units |= units
 
-    def wrap_forward(self, graph: CapturedGraph, run: Executable, kind: str) -> Callable[[list[Any]], list[Any]]:
+    def wrap_forward(self, graph: GraphView, run: Executable, kind: str) -> Callable[[list[Any]], list[Any]]:
         """Return a program that gets its shard source in each call."""
         if not graph.gathers or not run.buckets:
             return super().wrap_forward(graph, run, kind)
@@ -131,7 +131,7 @@ class ShardedSync(GradientSync):
         found = (entry for entry in call.graph.grads if entry[0] not in call.gone)
         return [entry for entry in found if compat.autograd.is_result(self._adapter.virtual(entry[1]))]
 
-    def _units_of(self, graph: CapturedGraph) -> set[int]:
+    def _units_of(self, graph: GraphView) -> set[int]:
         """Return the units of sharded parameters for which a graph's backward computes gradients."""
         return self._adapter.units_of(number for _, number in graph.grads)
 

@@ -49,7 +49,7 @@ class TraceFacts:
     """Gradients: (position among the backward's outputs, position among the graph's inputs)."""
     results: int = 0
     """Number of the forward's outputs before the saved tensors."""
-    may_lack: bool = False
+    may_have_absent_grads: bool = False
     """Whether the backward may run without tangents of unused results."""
     shapes_kept: tuple[int, ...] = ()
     without_gradients: tuple[int, ...] = ()
@@ -111,7 +111,9 @@ def kept_trace(text: str, symbols: SizeSymbols) -> KeptTrace | str:
 def _facts(found: Mapping[str, Any]) -> TraceFacts:
     gradients = tuple((place, position) for place, position in found["gradients"])
     lists = {name: tuple(found[name]) for name in ("shapes_kept", "without_gradients", "notes")}
-    return TraceFacts(gradients, found["results"], found["may_lack"], fallbacks=found["fallbacks"], **lists)
+    return TraceFacts(
+        gradients, found["results"], found["may_have_absent_grads"], fallbacks=found["fallbacks"], **lists
+    )
 
 
 MAX_VARIANTS = 8

@@ -82,7 +82,7 @@ def has_effect(node: Node) -> bool:
     )
 
 
-AGAIN = (
+RECOMPUTABLE = (
     "embedding", "index_select",  # a row of a table that is there anyway is read as fast as a saved copy
     # pointwise operations and views
     "constant_pad_nd", "flip", "roll", "repeat", "tril", "slice_scatter", "select_scatter", "copy", "signbit",
@@ -95,7 +95,7 @@ AGAIN = (
 )  # fmt: skip
 """Loops that cost no more than reading their saved results."""
 
-ONCE = (
+FUSIBLE_ONLY = (
     "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm",
     "all", "amin", "argmin", "linalg_vector_norm", "logsumexp", "prod", "cat", "stack",
     "_unsafe_index", "_unsafe_index_put", "embedding_dense_backward", "index_put",
@@ -114,7 +114,7 @@ results are saved."""
 @lru_cache(maxsize=1)
 def fusible_ops() -> tuple[frozenset[Any], frozenset[Any]]:
     """Return (ops that become part of a loop, those of them that may be recomputed), as overload packets."""
-    again = frozenset(getattr(torch.ops.aten, name) for name in AGAIN if hasattr(torch.ops.aten, name))
-    once = frozenset(getattr(torch.ops.aten, name) for name in ONCE if hasattr(torch.ops.aten, name))
+    again = frozenset(getattr(torch.ops.aten, name) for name in RECOMPUTABLE if hasattr(torch.ops.aten, name))
+    once = frozenset(getattr(torch.ops.aten, name) for name in FUSIBLE_ONLY if hasattr(torch.ops.aten, name))
     again |= frozenset(random_ops.operators())  # maps a key and a position to a number
     return again | once, again

@@ -25,7 +25,7 @@ class MadeUpDdp:
     def __init__(self, *, sync: bool = True, uneven: bool = False, hooks: tuple[str, ...] = ()) -> None:
         self.sync, self.uneven, self.hooks = sync, uneven, list(hooks)
         self.state, self.reasons, self.group = "undecided", (), "group"
-        self.every = self.prepared = self.may_be_alone = self.is_static = False
+        self.covers_all_params = self.prepared = self.may_be_alone = self.is_static = False
         self.varies = uneven
         self.refs: dict[int, Any] = {}
         self.ddp = SimpleNamespace(static_graph=False, find_unused_parameters=uneven)
@@ -248,7 +248,7 @@ def test_ddps_own_reducer_waits_for_every_gradient():
     assert sync.awaited(GRADS, {7}) == {0, 1}
     adapter.state = "taken"
     assert sync.awaited(GRADS, {7}) == {1}, "ranks say together that there is none of parameter 7"
-    adapter.every = True
+    adapter.covers_all_params = True
     assert sync.awaited(GRADS, ()) == frozenset()
 
 

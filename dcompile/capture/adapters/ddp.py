@@ -258,6 +258,11 @@ class DdpAdapter(PlainAdapter):
             compat.ddp.silence_reducer(ddp, self.check_prior_reduction, self.log.logged, self.used.tensor)
         self.state, self.every = "taken", self.every and not several
 
+    def only_plan(self) -> None:
+        self.carries_sync = False
+        self.reasons = tuple(self.standing_objections())
+        self.state = "stock" if self.reasons else "taken"
+
     def _used_behind(self) -> list[str]:
         """Return why DDP's reducer has begun with this backward: parameters used behind the module, as by a loss."""
         task = compat.autograd.backward_task()

@@ -16,7 +16,7 @@ QUICK ?= tests/ir tests/collectives tests/test_pass_texts.py \
 	$(addprefix tests/codegen/lower/,test_lower.py test_loop_builder.py test_fusible_ops.py test_own_collectives.py symbolic) \
 	tests/codegen/emit/test_emitters.py tests/codegen/emit/cpp/test_decisions.py \
 	tests/capture/adapters tests/capture/test_joint_graph.py tests/capture/test_compiled_model.py \
-	tests/capture/test_graph_runner.py tests/test_layering.py tests/test_vocabulary.py
+	tests/capture/test_graph_programs.py tests/test_layering.py tests/test_vocabulary.py
 SECONDS ?= 600
 SEED ?= $(shell date +%s)
 # A file's tests stay in one worker: two-rank tests keep one pair of processes for all cases of a file. One worker more

@@ -35,7 +35,7 @@ def own_function() -> Callable[[Any, Any, Any], object]:
     from dcompile.codegen.emit.cpp import sgemm
     from dcompile.config import Config
     from dcompile.runtime.cache.disk import KernelCache
-    from dcompile.runtime.program.kernel_library import kernel
+    from dcompile.runtime.program.argument_table import kernel
 
     source = sgemm.source()
     built = cpp_compile.build([source], Config(), KernelCache.open(Config()))

@@ -27,8 +27,7 @@ from dcompile.driver import Pipeline
 from dcompile.ir.nodes import Loop, Program, Tile
 from dcompile.ir.parse import parse
 from dcompile.runtime.cache.disk import KernelCache
-from dcompile.runtime.measure.autotune import launch_calls, medians
-from dcompile.runtime.measure.skinny_contest import contest_calls, library_call, make_copies
+from dcompile.runtime.measure.autotune import contest_calls, launch_calls, library_call, make_copies, medians
 from dcompile.runtime.program import cuda_launch
 
 ROWS = (2, 4, 8, 16)

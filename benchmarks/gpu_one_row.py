@@ -33,8 +33,7 @@ from dcompile.ir.nodes import Loop, Program
 from dcompile.ir.parse import parse
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program import cuda_launch
-from dcompile.runtime.program.argument_table import Address
-from dcompile.runtime.program.kernel_library import library
+from dcompile.runtime.program.argument_table import Address, library
 
 SIZES = {
     "qkv": (1, 4096, 6144),

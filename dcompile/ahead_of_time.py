@@ -60,7 +60,7 @@ def export(
         )
         program = program.run_decompositions(decompositions(compiler, for_gpu=target is not None))
         exported = _Export(program, compiler, Path(folder), list(kwargs or {}), target)
-        with contextlib.nullcontext() if target is None else compat.gpu_capability.gpu_capability_as(target):
+        with contextlib.nullcontext() if target is None else compat.on_demand.gpu_capability_as(target):
             exported.write()
         _publish(Path(folder), Path(path))
 
@@ -112,7 +112,7 @@ class _Export:
         remove_tokens(gm, sum(spec.kind == InputKind.TOKEN for spec in specs))
         inputs, arguments = self._inputs(gm)
         if self.gpu is not None:
-            compat.fake_tensors.move_graph_to_gpu(gm)
+            compat.tensors.move_graph_to_gpu(gm)
         results, changed = self._results()
         tensors = {what: self._state(what) for kind, what in inputs if kind == "tensor"}
         call = {

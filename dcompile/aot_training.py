@@ -10,9 +10,8 @@ import torch
 from dcompile import compat
 from dcompile.capture.aliasing.input_memory import return_input_views
 from dcompile.capture.aliasing.output_views import results_without_gradients
+from dcompile.capture.captured_graph import Boxed, CapturedGraph, CaptureMode
 from dcompile.capture.compiled_model import CompiledModel, Settings
-from dcompile.capture.dynamo_backend import DynamoGraph
-from dcompile.capture.graph_runner import Boxed
 from dcompile.capture.joint_graph import donated_positions, saved_positions
 from dcompile.capture.opaque_objects import remove_opaque_objects
 from dcompile.capture.output_steps import OutputRequest, plan_outputs
@@ -31,41 +30,44 @@ from dcompile.runtime.program.aot_training import BackwardProgram, ForwardProgra
 def compile_training(gm: Any, example_inputs: Sequence[Any], config: Config, services: Services) -> AheadOfTimeTraining:
     """Compile forward and backward of a graph. Raises ExportError for what cannot be written."""
     model = CompiledModel(Settings(config), services)
-    return AheadOfTimeTraining(TrainingGraph(model, example_inputs).compile(gm, example_inputs))
+    return AheadOfTimeTraining(_compile(CapturedGraph(model, example_inputs, SAVED), gm, example_inputs))
 
 
-class TrainingGraph(DynamoGraph):
-    """A graph whose programs are written: they run with nothing but what AOTAutograd's record and files hold."""
+def _compile(graph: CapturedGraph, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a graph. The result has AOTAutograd's record of it (`compat.aot_bundle`)."""
+    own = [name for held in (gm.named_parameters(), gm.named_buffers()) for name, _ in held]
+    if own:
+        raise ExportError(f"dcompile: the graph holds tensors ({', '.join(own)}); pass them as arguments")
+    example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
+    graph.examine(gm, example_inputs)
+    with compat.aot_bundle.recording_programs():
+        compiled = graph.trace_anew(gm, example_inputs)
+    if results_without_gradients(gm, graph.results.learning):
+        raise ExportError("dcompile: the function returns a view made under torch.no_grad(); return a copy")
+    if not compat.aot_bundle.is_recorded(compiled):
+        raise ExportError("dcompile: this torch keeps no record of the graph, which saving it needs")
+    return compiled
 
-    needs_data = False
-    is_saved = True
 
-    def compile(self, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile the graph. The result has AOTAutograd's record of it (`compat.aot_bundle`)."""
-        own = [name for held in (gm.named_parameters(), gm.named_buffers()) for name, _ in held]
-        if own:
-            raise ExportError(f"dcompile: the graph holds tensors ({', '.join(own)}); pass them as arguments")
-        example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
-        self._examine(gm, example_inputs)
-        with compat.aot_bundle.recording_programs():
-            compiled = self._trace_graph(gm, example_inputs)
-        if results_without_gradients(gm, self._learning):
-            raise ExportError("dcompile: the function returns a view made under torch.no_grad(); return a copy")
-        if not compat.aot_bundle.is_recorded(compiled):
-            raise ExportError("dcompile: this torch keeps no record of the graph, which saving it needs")
-        return compiled
+class WrittenPrograms:
+    """Programs that are written: they run with nothing but what AOTAutograd's record and files hold."""
 
-    def _inference(self, gm: Any) -> Boxed:
+    def __init__(self, graph: CapturedGraph) -> None:
+        self._graph = graph
+
+    def inference(self, gm: Any) -> Boxed:
+        """Raise ExportError: there is nothing to train."""
         del gm
         raise ExportError("dcompile: no result of the function needs a gradient; compile it under torch.no_grad()")
 
-    def _forward(self, gm: Any) -> Boxed:
+    def forward(self, gm: Any) -> Boxed:
+        """Write the forward. Raises ExportError for what a file cannot hold."""
         if remove_opaque_objects(gm).inputs:
             raise ExportError("dcompile: DTensors cannot be saved; compile the function for local tensors")
         return_input_views(gm, compat.aot_metadata.looks_at_inputs())
-        results = self._cut.results
+        results = self._graph.facts.results
         views, constant = compat.aot_metadata.take_views(), compat.aot_metadata.constant_results()
-        rows = self.model.services.compiler.graph_passes().outputs
+        rows = self._graph.model.services.compiler.graph_passes().outputs
         steps = [
             (step.__name__, plan)
             for step, plan in plan_outputs(rows, gm, OutputRequest(results, views, constant), "forward")
@@ -76,17 +78,21 @@ class TrainingGraph(DynamoGraph):
         call = {"arguments": arguments, "steps": [(name, _listed(plan)) for name, plan in steps]}
         return ForwardProgram(self._write(gm, Request("forward", "forward", results=results), call))
 
-    def _backward(self, gm: Any) -> Boxed:
+    def backward(self, gm: Any) -> Boxed:
+        """Write the backward."""
         request = Request("backward", "backward", donated=donated_positions(gm), saved=saved_positions(gm))
         return BackwardProgram(self._write(gm, request, {"tangents": list(tangents(gm))}))
 
     def _write(self, gm: Any, request: Request, call: dict[str, Any]) -> bytes:
-        compiler = self.model.services.compiler
+        compiler = self._graph.model.services.compiler
         assert isinstance(compiler, CachingCompiler), "programs are written by the compiler itself"
         inputs = [("argument", number) for number in range(len(_inputs(gm)))]
         program = compile_writable(compiler, gm, request, device_of(gm))
         check_devices(program, {})
         return archive(program, {}, {"inputs": inputs, **call})
+
+
+SAVED = CaptureMode(WrittenPrograms, needs_data=False, is_saved=True)
 
 
 def _inputs(gm: Any) -> list[Any]:

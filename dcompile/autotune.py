@@ -26,7 +26,7 @@ from dcompile.errors import BuildError
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.gemm import Algorithm, Chosen, Geometry
 from dcompile.ir.nodes import Extern, Loop, Program, Tile
-from dcompile.runtime.measure import autotune, skinny_contest
+from dcompile.runtime.measure import autotune
 from dcompile.runtime.program import cuda_launch
 
 DESCRIPTORS = 90
@@ -158,7 +158,7 @@ def _skinny_choices(
     for kind, found in prepared.items():
         contest, launcher = found.contest(archives), archives[cuda_launch.LAUNCHER]
         try:
-            result[kind] = skinny_contest.fastest_skinny(contest, found.usual, launcher, device) or LIBRARY
+            result[kind] = autotune.fastest_skinny(contest, found.usual, launcher, device) or LIBRARY
         except torch.OutOfMemoryError:  # the model's own step may have room
             notes.append(f"max_autotune: the GPU has no room to measure {_skinny_shape(kind)}")
     torch.cuda.empty_cache()
@@ -185,14 +185,14 @@ class SkinnyCandidates:
         """All kernels."""
         return [*self.own.values(), *([] if self.rest is None else [self.rest])]
 
-    def contest(self, archives: Mapping[str, Path]) -> skinny_contest.SkinnyContest:
+    def contest(self, archives: Mapping[str, Path]) -> autotune.SkinnyContest:
         """Return what is measured, with compiled kernels."""
         matmuls = []
         for call in () if self.library is None else self.library.calls:
             left, right = call.views
             assert call.outs[0] is not None, "a product has a result"
-            matmuls.append(skinny_contest.LibraryMatmul(left, right, call.outs[0]))
-        return skinny_contest.SkinnyContest(
+            matmuls.append(autotune.LibraryMatmul(left, right, call.outs[0]))
+        return autotune.SkinnyContest(
             self._buffers,
             tuple(matmuls),
             () if self.rest is None else _candidate_launch(self.rest, archives),

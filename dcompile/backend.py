@@ -18,7 +18,7 @@ from dcompile.api import make_services
 from dcompile.artifacts import own_dump
 from dcompile.capture.compiled_callables import compile_function, compiled_call
 from dcompile.capture.compiled_model import CompiledModel, Settings
-from dcompile.capture.dynamo_backend import DynamoGraph
+from dcompile.capture.dynamo_backend import Backend
 from dcompile.capture.entry import compile_module
 from dcompile.config import Config
 
@@ -31,7 +31,7 @@ def dcompile_backend(
     """Compile one graph alone, as any TorchDynamo backend, for callers that bypass the interception."""
     config = own_dump(Config.make(mode, options))
     model = CompiledModel(Settings(config), make_services(config))
-    return DynamoGraph(model, example_inputs).compile(gm, example_inputs)
+    return Backend(model)(gm, example_inputs)
 
 
 def handle_compile(context: Any, fn: Any) -> Any:
@@ -106,4 +106,4 @@ def _module_of(fn: Any) -> Module | None:
     return wrapped if isinstance(wrapped, Module) else None
 
 
-compat.compile_call.intercept_compile(handle_compile)
+compat.on_demand.intercept_compile(handle_compile)

@@ -23,7 +23,7 @@ from dcompile.gc_pause import without_collecting
 from dcompile.log_setting import parse_log
 from dcompile.logs import doing, log
 from dcompile.passes import GraphPasses, select_rows
-from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, OUTPUT_STEPS
+from dcompile.pipeline import DYNAMO_PASSES, GRAPH_WRAPPERS, JOINT_PASSES, OUTPUT_STEPS
 from dcompile.runtime.cache import portable
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.cache.key import (
@@ -42,8 +42,7 @@ from dcompile.runtime.cache.key import (
 from dcompile.runtime.cache.precompiled import reason_for_miss
 from dcompile.runtime.coordination.artifact_sharing import ArtifactSharing
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, SingleProcess, peers_of
-from dcompile.runtime.cuda_graphs.size_classes import SizeClasses
-from dcompile.runtime.cuda_graphs.trees import GraphTree, ReplayedExecutable
+from dcompile.runtime.cuda_graphs.trees import GraphTree, ReplayedExecutable, SizeClasses
 from dcompile.runtime.measure.region_times import RegionTimes
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 from dcompile.runtime.program.executable import HostProgram
@@ -126,7 +125,7 @@ class CachingCompiler:
     def graph_passes(self) -> GraphPasses:
         """Rows of `pipeline.py` for FX graphs and results that options `skip` and `until` leave."""
         joint = select_rows(self.config, JOINT_PASSES, earlier=(DYNAMO_PASSES,))
-        return GraphPasses(select_rows(self.config, DYNAMO_PASSES), joint, OUTPUT_STEPS)
+        return GraphPasses(select_rows(self.config, DYNAMO_PASSES), joint, OUTPUT_STEPS, GRAPH_WRAPPERS)
 
     def expect_products(self) -> None:
         """Start building the GEMM kernel, if it will be needed and is not cached.
@@ -220,7 +219,7 @@ class CachingCompiler:
             return program
         (device,) = devices
         if device not in self._trees:
-            from dcompile.runtime.cuda_graphs.recorder import CudaRecorder
+            from dcompile.runtime.cuda_graphs.recording import CudaRecorder
 
             self._trees[device] = GraphTree(CudaRecorder(torch.device(device)))
         bounds = self.config.size_bounds

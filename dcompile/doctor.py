@@ -32,7 +32,6 @@ TRIAL = KernelSource("trial", 'extern "C" int trial() { return 42; }\n', argumen
 OTHERS = """other commands:
   python -m dcompile.calibrate    measure this machine for the cost model, once
   python -m dcompile.precompile   fill the cache for a training script before its job starts
-  python -m dcompile.simulate     estimate a training step on machines that are not there
 """
 
 

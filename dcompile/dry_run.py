@@ -1,4 +1,4 @@
-"""Plan graphs like a compilation, build nothing, and run them with torch's own operators, for explain and simulate."""
+"""Plan graphs like a compilation, build nothing, and run them with torch's own operators, for explain."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class DryRunExecutable:
         for position, number in self._gathers:
             values[position] = self._compiler.gathered(number)
         with torch.no_grad():
-            return list(compat.single_rank.run_alone(self.gm, values))
+            return list(compat.absent_ranks.run_alone(self.gm, values))
 
 
 class NoCommunication:

@@ -203,17 +203,6 @@ TABLE: Mapping[str, Figures] = {
 """Figures by kind of device. GEMM rates are 80 to 90 % of the data sheet's dense ones, as large GEMMs reach."""
 
 
-FABRICS: Mapping[str, Figures] = {
-    "h100-ib400": replace(TABLE["h100"], name="h100-ib400"),
-    "h200-ib400": replace(TABLE["h200"], name="h200-ib400"),
-    "a100-ib200": replace(TABLE["a100"], name="a100-ib200"),
-    # one adapter of 100 Gb/s for a node of eight GPUs, 80 % of it over TCP
-    "h100-eth100": replace(TABLE["h100"], name="h100-eth100", network=Link(1 << 20, 10.0 / 8, 80.0, 25.0)),
-    "h200-eth100": replace(TABLE["h200"], name="h200-eth100", network=Link(1 << 20, 10.0 / 8, 80.0, 25.0)),
-}
-"""Machines that `dcompile.simulate` compares: nodes of eight GPUs, and the network between them."""
-
-
 def table_figures(device: str) -> Figures:
     """Table entry of a device, named "cpu" or as its driver names it; that of the H100 for an unknown GPU."""
     name = device.lower()

@@ -93,12 +93,28 @@ class OutputStep:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphWrapper:
+    """A function around one compiled graph: `wrap(compiled, around)` returns `compiled` itself if it is not needed.
+
+    `around` is a `capture.dynamo_backend.Wrapping`.
+    """
+
+    wrap: Callable[[Callable[..., Any], Any], Callable[..., Any]]
+
+    @property
+    def name(self) -> str:
+        """Name in the printed list and in dumps."""
+        return self.wrap.__name__
+
+
+@dataclass(frozen=True, slots=True)
 class GraphPasses:
     """Rows that capture needs, as selected by the settings."""
 
     dynamo: Sequence[GraphPass]
     joint: Sequence[GraphPass]
     outputs: Sequence[OutputStep]
+    wrappers: Sequence[GraphWrapper]
 
 
 class Row(Protocol):

@@ -24,6 +24,16 @@ from dcompile.capture.aliasing.output_views import (
     saved_in_same_memory,
     saved_input_views,
 )
+from dcompile.capture.dynamo_backend import (
+    check_eager_regions,
+    convert_distributed_tensors,
+    convert_subclasses,
+    flatten_lists,
+    leave_gradients_absent,
+    run_new_overlaps_eagerly,
+    view_results_without_gradients,
+    watch_replaced_parameters,
+)
 from dcompile.capture.passes.dynamo.attention_masks import recognize_causal_masks, skip_masked_attention
 from dcompile.capture.passes.dynamo.block_sizes import specialize_block_sizes
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import chunk_losses
@@ -52,7 +62,7 @@ from dcompile.capture.passes.joint.saved_values import (
     save_as_strided_views,
     save_random_values,
 )
-from dcompile.passes import GraphPass, OutputStep, nothing, recomputes, with_own_kernels
+from dcompile.passes import GraphPass, GraphWrapper, OutputStep, nothing, recomputes, with_own_kernels
 from dcompile.results.result_steps import (
     detach_results,
     detach_saved_views,
@@ -155,6 +165,21 @@ OUTPUT_STEPS: tuple[OutputStep, ...] = (
     ),
     OutputStep(repeat_results, lambda gm, _: repeated_results(gm), stages=("inference",)),
 )
+
+GRAPH_WRAPPERS: tuple[GraphWrapper, ...] = (
+    GraphWrapper(watch_replaced_parameters),
+    GraphWrapper(leave_gradients_absent),
+    # the views have a graph's results as bases, not what a caller's tensors become below
+    GraphWrapper(view_results_without_gradients),
+    GraphWrapper(convert_distributed_tensors),
+    GraphWrapper(convert_subclasses),
+    # the captured graph takes arguments as Dynamo passes them, so all conversions are inside
+    GraphWrapper(run_new_overlaps_eagerly),
+    GraphWrapper(flatten_lists),
+    # last: it looks at the call, whatever runs inside
+    GraphWrapper(check_eager_regions),
+)
+"""What stands around each compiled graph, the innermost first."""
 """Steps on the results of a program, with the plan that each makes from a graph."""
 
 

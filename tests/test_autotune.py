@@ -18,7 +18,6 @@ from dcompile.errors import BuildError
 from dcompile.ir.nodes import Loop
 from dcompile.ir.verify import verify
 from dcompile.runtime.measure import autotune as measure_autotune
-from dcompile.runtime.measure import skinny_contest
 from tests.codegen.emit import products
 
 GPU = torch.device("cuda", 0)
@@ -125,7 +124,7 @@ def skinny_contests(monkeypatch):
         assert usual in contest.rivals and launcher == Path("gpu_launch") and device == GPU
         return None if len(contest.matmuls) == 2 else [*contest.rivals][-1]
 
-    monkeypatch.setattr(skinny_contest, "fastest_skinny", fastest)
+    monkeypatch.setattr(measure_autotune, "fastest_skinny", fastest)
     return seen
 
 

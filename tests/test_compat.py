@@ -11,19 +11,19 @@ import torch
 
 import dcompile
 from dcompile import compat
-from dcompile.compat.patches.tangent_strides import tangents_as_results
+from dcompile.compat.patches.aot_graphs import tangents_as_results
 
 
 def test_settings_while_tracing_are_put_back():
     import torch._dynamo.config as config
 
     before = config.save_config()
-    with compat.tracing_settings.tracing_settings():
+    with compat.dynamo.tracing_settings():
         assert not config.optimize_ddp
         assert logging.Logger.warning in config.ignore_logging_functions
     assert config.save_config() == before
     for dynamic, by_default in ((True, False), (False, True)):
-        with compat.tracing_settings.tracing_settings(dynamic):
+        with compat.dynamo.tracing_settings(dynamic):
             assert config.assume_static_by_default == by_default
             assert config.automatic_dynamic_shapes or not dynamic
             assert config.fake_tensor_cache_enabled != dynamic
@@ -93,7 +93,7 @@ def test_a_frame_that_late_sizes_stop_is_compiled_without(message, again):
     def around(code, late):
         if code.co_name == "function":
             seen.append(late)
-        with compat.tracing_settings.tracing_settings(late_sizes=late):
+        with compat.dynamo.tracing_settings(late_sizes=late):
             asked.append(torch._dynamo.config.capture_dynamic_output_shape_ops)
             yield
 
@@ -223,7 +223,7 @@ def test_guards_are_timed_for_those_who_listen_alone(heard, monkeypatch):
     monkeypatch.setattr(guards, "profile_guard_manager", lambda *given: timed.append(own(*given)) or timed[-1])
     monkeypatch.setattr(guards.guards_log, "isEnabledFor", lambda _: heard)
     torch._dynamo.reset()
-    with compat.tracing_settings.tracing_settings():
+    with compat.dynamo.tracing_settings():
         torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2))
     assert bool(timed) == heard
 
@@ -265,7 +265,7 @@ def windows(x, size=2):
 
 def test_views_of_symbolic_sizes_have_the_sizes_that_were_asked_for():
     x = symbolic(torch.ones(3, 6, 8))
-    with compat.symbolic_views.views_as_asked():
+    with compat.traced_sizes.views_as_asked():
         found = windows(x)
         again = found.transpose(2, 3).contiguous().view(-1, 4)
     assert found.shape[2] == 2 and isinstance(found.shape[2], int) and isinstance(found.shape[4], int)
@@ -284,7 +284,7 @@ def test_a_size_that_is_left_open_is_no_quotient_by_another_tensors_batch():
     x = symbolic(torch.ones(3, 6, 8))
     other = x.fake_mode.from_tensor(torch.ones(3), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC]))
     assert x.shape[0].node.expr != other.shape[0].node.expr
-    with compat.symbolic_views.views_as_asked():
+    with compat.traced_sizes.views_as_asked():
         found = x.view(other.shape[0], -1, 4)
         elsewhere = x.view(-1, other.shape[0])  # what is 3 here stands in no place of its own
     assert "//" not in str(found.shape[0]) and found.shape[1] == 12
@@ -293,7 +293,7 @@ def test_a_size_that_is_left_open_is_no_quotient_by_another_tensors_batch():
 
 
 def test_views_that_hold_other_numbers_of_elements_are_refused():
-    with compat.symbolic_views.views_as_asked():
+    with compat.traced_sizes.views_as_asked():
         with pytest.raises(RuntimeError, match="invalid for input"):
             symbolic(torch.ones(3, 6, 7)).view(3, 6, 8)
         with pytest.raises(RuntimeError, match="invalid for input"):
@@ -302,7 +302,7 @@ def test_views_that_hold_other_numbers_of_elements_are_refused():
 
 def test_views_of_what_does_not_lie_in_order_are_left_to_torch():
     x = torch.ones(3, 6, 8)
-    with compat.symbolic_views.views_as_asked():
+    with compat.traced_sizes.views_as_asked():
         flat, turned = symbolic(x), symbolic(x).transpose(0, 1)
         with pytest.raises((RuntimeError, ValueError)):
             turned.view(-1)
@@ -314,10 +314,10 @@ def test_views_are_asked_for_once_where_dynamo_calls_aotautograd():
     from torch._subclasses.fake_impls import op_implementations_dict as known
 
     theirs = dict(known)
-    with compat.symbolic_views.views_as_asked():
+    with compat.traced_sizes.views_as_asked():
         ours = dict(known)
         assert ours != theirs
-        with compat.symbolic_views.views_as_asked():
+        with compat.traced_sizes.views_as_asked():
             assert known == ours
         assert known == ours
     assert known == theirs
@@ -350,7 +350,7 @@ def test_what_an_index_reads_lies_while_traced_as_the_kernel_leaves_it(name):
     real, by_torch = indexed(name, lambda x: x), FakeTensorMode()
     with by_torch:
         indexed(name, by_torch.from_tensor)  # remembered by torch for all modes
-    with FakeTensorMode() as mode, compat.index_strides.strides_of_indices(), compat.index_strides.strides_of_indices():
+    with FakeTensorMode() as mode, compat.traced_sizes.strides_of_indices(), compat.traced_sizes.strides_of_indices():
         found = indexed(name, mode.from_tensor)
     assert (found.shape, found.stride()) == (real.shape, real.stride())
     with FakeTensorMode() as mode:
@@ -390,14 +390,14 @@ def test_common_subexpressions_are_searched_for_as_with_inductor(monkeypatch):
     for gm in (traced, symbolic_trace):
         pattern_matcher.compute_mutation_region_ids(gm.graph)
         expected = [node.meta.pop("mutation_region_id") for node in gm.graph.nodes]
-        compat.cse.number_regions(gm.graph)
+        compat.partitioner.number_regions(gm.graph)
         assert [node.meta["mutation_region_id"] for node in gm.graph.nodes] == expected and expected[-1] == 2
     wanted = own(traced.graph)
-    monkeypatch.delitem(sys.modules, compat.cse.HOME)
-    with compat.cse.regions_without_inductor():
+    monkeypatch.delitem(sys.modules, compat.partitioner.PATTERN_MATCHER)
+    with compat.partitioner.regions_without_inductor():
         found = partitioners.fx_graph_cse(traced.graph)
     assert str(found) == str(wanted) and len(found.nodes) < len(traced.graph.nodes)
-    assert compat.cse.HOME not in sys.modules and partitioners.fx_graph_cse is own
+    assert compat.partitioner.PATTERN_MATCHER not in sys.modules and partitioners.fx_graph_cse is own
 
 
 def test_whatever_a_torch_says_of_common_subexpressions_is_passed_on(monkeypatch):
@@ -408,8 +408,8 @@ def test_whatever_a_torch_says_of_common_subexpressions_is_passed_on(monkeypatch
     monkeypatch.setattr(partitioners, "fx_graph_cse", lambda graph, **how: seen.append((graph, how)))
     for loaded in (True, False):
         if not loaded:
-            monkeypatch.delitem(sys.modules, compat.cse.HOME, raising=False)
-        with compat.cse.regions_without_inductor():
+            monkeypatch.delitem(sys.modules, compat.partitioner.PATTERN_MATCHER, raising=False)
+        with compat.partitioner.regions_without_inductor():
             partitioners.fx_graph_cse("graph", extra_node_key=len)
     assert seen == [("graph", {"extra_node_key": len})] * 2
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import dcompile
+from dcompile.capture.captured_graph import CapturedGraph
 from dcompile.capture.compiled_model import CompiledModel
-from dcompile.capture.dynamo_backend import DynamoGraph
 from dcompile.capture.entry import Entry
 
 pytestmark = [
@@ -77,7 +77,7 @@ def alive(*kinds):
 @pytest.mark.parametrize("door", DOORS.values(), ids=DOORS)
 def test_a_model_goes_with_its_last_name_and_what_was_compiled_with_it(door, trains, no_collector):
     """The model at once, for its memory counts; what was compiled when Python next looks for cycles."""
-    before = {id(thing) for thing in alive(Entry, CompiledModel, DynamoGraph)}
+    before = {id(thing) for thing in alive(Entry, CompiledModel, CapturedGraph)}
     module = Net()
     gone = [weakref.ref(thing) for thing in (module, module.part, module.part.weight)]
     call = door(module)
@@ -88,7 +88,7 @@ def test_a_model_goes_with_its_last_name_and_what_was_compiled_with_it(door, tra
     del module, call, result
     assert [ref() for ref in gone] == [None] * 3
     gc.collect()
-    assert not [thing for thing in alive(Entry, CompiledModel, DynamoGraph) if id(thing) not in before]
+    assert not [thing for thing in alive(Entry, CompiledModel, CapturedGraph) if id(thing) not in before]
     functions = [thing for thing in alive(types.FunctionType) if "dcompile_entry_" in thing.__name__]
     assert not [function for function in functions if gc.get_referrers(function) == [functions]]
 

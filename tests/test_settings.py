@@ -5,8 +5,6 @@ import pytest
 from dcompile.compiler import CachingCompiler
 from dcompile.config import Config
 from dcompile.errors import OptionError
-from dcompile.simulate.__main__ import _fabrics
-from dcompile.simulate.models import configuration
 
 
 def made(**options):
@@ -27,8 +25,6 @@ UNKNOWN = {
         "channels: passes, overlap, kernels, memory",
     ),
     "log level": (lambda name: made(log=f"passes={name}"), "INF", "INFO", "levels: DEBUG, INFO, WARNING,"),
-    "fabric": (lambda name: _fabrics([name]), "h100-ib40", "h100-ib400", "fabrics: "),
-    "configuration": (lambda name: configuration(name, 8), "lama-7b", "llama-7b", "one of these: llama-7b,"),
 }
 
 

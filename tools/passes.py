@@ -24,7 +24,7 @@ and the difference that each pass makes. [one-program.md](one-program.md) shows 
 """
 
 
-LISTS = ("DYNAMO_PASSES", "JOINT_PASSES", "LOOP_PASSES", "NEST_PASSES", "OUTPUT_STEPS")
+LISTS = ("DYNAMO_PASSES", "JOINT_PASSES", "LOOP_PASSES", "NEST_PASSES", "OUTPUT_STEPS", "GRAPH_WRAPPERS")
 """The lists of the pipeline, in the order of the stages."""
 
 

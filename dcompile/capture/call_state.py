@@ -44,7 +44,7 @@ class Variant:
 
 
 class CapturedGraph(Protocol):
-    """Interface of a Dynamo graph with its programs (`graph_runner.GraphPrograms`)."""
+    """Interface of a Dynamo graph with its programs (`captured_graph.CapturedGraph`), for layers below it."""
 
     number: int
     training: bool

@@ -147,7 +147,7 @@ class CompiledModel:
         try:
             grouping = group_loop if self.settings.config.own_kernels else None
             classes = bool(self.settings.config.size_classes)
-            settings = compat.tracing_settings.tracing_settings(
+            settings = compat.dynamo.tracing_settings(
                 True if classes else self.settings.dynamic,
                 sync_batch_norm,
                 code is entry,

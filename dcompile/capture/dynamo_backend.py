@@ -1,342 +1,48 @@
-"""Dynamo's backend: rewrite a captured graph, let AOTAutograd trace it, and compile its programs."""
+"""Dynamo's backend: what is converted at the boundary of a graph, and the wrappers around its compiled form.
+
+Sharded parameters enter in the gathered layout, DTensors as plain tensors.
+
+Modules may compute with a function of the gathered tensor: shards of columns are concatenated, and tensor parallelism
+makes a DTensor. The graph then applies this function as its first step, and autograd differentiates it. AOTAutograd
+would split DTensors itself, but then it needs a DTensor for each gradient, while programs reduce gradients and return
+none. A DTensor made inside the graph leaves only plain operations when it is traced, including the collectives of its
+placements. For a DTensor that the graph returns, the graph returns the local tensor, and the caller makes the DTensor.
+Device meshes become constants of the graph.
+"""
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from dcompile import compat
-from dcompile.capture.agreement.capture_digest import captured_calls
+from dcompile.artifacts import dump
+from dcompile.capture.adapters.fsdp_common import FallBackToStock
+from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.aliasing.input_memory import as_traced, watched_inputs
-from dcompile.capture.aliasing.output_views import results_without_gradients, view_without_gradients
+from dcompile.capture.aliasing.output_views import view_without_gradients
+from dcompile.capture.captured_graph import CapturedGraph, CaptureMode
 from dcompile.capture.compiled_model import CompiledModel
-from dcompile.capture.graph_boundary import COPIED, COPIES_IN, with_flat_inputs, with_plain_boundary, with_plain_tensors
-from dcompile.capture.graph_pass import GraphRequest, run_passes
-from dcompile.capture.graph_runner import Boxed, GraphPrograms, mark_boxed
-from dcompile.capture.joint_graph import PartitionResult, gradient_positions, partition_joint, returned_views
-from dcompile.capture.passes.dynamo.captured_nodes import multiplies
-from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
-from dcompile.capture.passes.joint.absent_gradients import can_be_absent, shapes_of, tangents
-from dcompile.capture.passes.repeated_layers.find import RepeatedLayers, repeated_layers, shorten
-from dcompile.capture.passes.repeated_layers.replicate import LayersDiffer, check_inputs, unfold
-from dcompile.capture.services import figures_by_type
-from dcompile.capture.trace_cache.graph_trace import GraphTrace, KeptTrace, TraceFacts
-from dcompile.capture.trace_cache.trace_key import trace_key
-from dcompile.compat.trace_symbols import SizeSymbols
-from dcompile.passes import GraphPass
+from dcompile.capture.graph_programs import GraphPrograms
+from dcompile.passes import GraphWrapper
+
+Compiled = Callable[..., Any]
+COPIED = "an input that is marked as the negative of its memory is copied in, and back where it was changed"
+COPIES_IN, COPIES_BACK = "input marked as negative, copied", "input marked as negative, copied back"
+"""Names of the receipt's counts: inputs copied in each call, and copies back in all calls so far."""
+
+Convert = Callable[[Any], Any]
 
 
-class DynamoGraph(GraphPrograms):
-    """A Dynamo graph of a compiled model: its passes, trace and partition."""
-
-    planned_for: str | None = None
-    """Type of the device that programs are compiled for, if graphs are captured on another."""
-
-    needs_data = True
-    """Whether programs read memory, which fake tensors lack."""
-
-    is_saved = False
-    """Whether the compiled graph is saved in a file, with AOTAutograd's record of it."""
-
-    def compile(self, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """What Dynamo is to call in place of `gm`."""
-        example_inputs = compat.dynamo.take_full_numbers(gm, example_inputs)
-        self._examine(gm, example_inputs)
-        store = self.model.services.compiler.traces() if self.needs_data else None
-        trace = self.trace = GraphTrace(store, lambda symbols: self._trace_key(gm, example_inputs, symbols))
-        if trace.cached is not None:
-            compiled, seen = self._replay(gm, trace.cached, example_inputs), trace.cached.facts.without_gradients
-        else:
-            compiled = self._trace_graph(gm, example_inputs)
-            seen = results_without_gradients(gm, self._learning)
-            trace.keep(lambda facts: replace(facts, without_gradients=seen))
-        compiled = self._leaving_absent(self.sync.watch_parameters(compiled, self.params))
-        return compat.dynamo.no_dynamo(view_without_gradients(compiled, seen), "a compiled graph")
-
-    def _trace_key(self, gm: Any, example_inputs: Sequence[Any], symbols: SizeSymbols) -> str:
-        """What the graph's trace is called in the cache: by all that it follows from. Raises NotKeepable."""
-        infos = self.infos if self.sync.sharded is not None else ()
-        sharded = [(at, infos[number].shard) for at, number in sorted(self.params.items()) if infos]
-        facts = (
-            f"token {self.adapter.carries_sync} goes on {self._goes_on} on {self.planned_for} {self.device}",
-            f"figures {figures_by_type(torch.device(self.device).type)}",  # masks are skipped where they gain
-            f"sharded {[(at, shard is not None and shard.reshard) for at, shard in sharded]}",
-        )
-        return trace_key(gm, example_inputs, self.model.settings.config, facts, symbols)
-
-    def _trace_graph(self, gm: Any, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Rewrite a graph, have AOTAutograd trace it, and compile what comes of it."""
-        self._before = len(self.notes), Counter(self.fallbacks)
-        self._run_passes(self.model.services.compiler.graph_passes().dynamo, gm, "dynamo")
-        layers = repeated_layers(gm) if self.model.settings.config.layers_once else None
-        try:
-            return self._trace(gm, layers, example_inputs)
-        except LayersDiffer as reason:
-            self.notes.append(f"layers that repeat are traced each by itself: {reason}")
-            return self._trace(gm, None, example_inputs)
-
-    def _replay(self, gm: Any, cached: KeptTrace, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile what was traced of this graph before."""
-        facts = cached.facts
-        self.notes += facts.notes
-        self.fallbacks.update(facts.fallbacks)
-        self._may_lack, self._shapes_kept = facts.may_lack, facts.shapes_kept
-        callbacks = _ReplayCallbacks(self, cached, len(example_inputs))
-        compiled: Callable[..., Any] = compat.aot.aot_compile(
-            gm,
-            example_inputs=example_inputs,
-            forward=callbacks.forward,
-            backward=callbacks.backward,
-            inference=callbacks.inference,
-            partition=callbacks.partition,
-            decompositions={},
-            around=compat.aot_trace.replayed(
-                cached.metadata, None if cached.backward else cached.forward, example_inputs
-            ),
-        )
-        return compiled
-
-    def _facts(self) -> TraceFacts:
-        """What tracing has found out about the graph so far."""
-        notes, fallbacks = self._before
-        return TraceFacts(
-            self._cut.gradients,
-            self._cut.results,
-            self._may_lack,
-            self._shapes_kept,
-            notes=tuple(self.notes[notes:]),
-            fallbacks=dict(self.fallbacks - fallbacks),
-        )
-
-    def _examine(self, gm: Any, example_inputs: Sequence[Any]) -> None:
-        """Record facts of the captured graph before passes change it."""
-        is_part = not self.adapter.synchronizes and compat.ddp.reduces_any(example_inputs)
-        if is_part:
-            self.adapter.leave_to_others(
-                "this is a part of a DistributedDataParallel module, whose own reducer averages gradients; "
-                "compile the whole of it: dcompile.compile(ddp_module)"
-            )
-        if multiplies(gm):
-            self.model.services.compiler.expect_products()
-        if is_checkpointed(gm):
-            self.sync.save_memory("activations are checkpointed")
-        # DDP passes None to every result of its module that no loss uses, and so to a compiled part behind them
-        self._goes_on = self.number > 0 or compat.dynamo.goes_on(gm) or is_part
-        if self.model.compares_captures():
-            self.captured = captured_calls(self.model, gm, self.params)
-
-    def _run_passes(self, passes: Sequence[GraphPass], gm: Any, stage: str) -> None:
-        config, name = self.model.settings.config, f"graph{self.number}"
-        request = GraphRequest(config, name, self.planned_for, self._find_shards, figures_by_type)
-        report = run_passes(passes, gm, request, stage)
-        self.notes += report.notes
-        self.fallbacks.update(report.fallbacks)
-
-    def _trace(self, gm: Any, layers: RepeatedLayers | None, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        callbacks = _TracingCallbacks(self, gm, layers, len(example_inputs))
-        trains = torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in example_inputs)
-        compiled: Callable[..., Any] = compat.aot.aot_compile(
-            gm if layers is None else shorten(gm, layers),
-            example_inputs=example_inputs,
-            forward=callbacks.forward,
-            backward=callbacks.backward,
-            inference=callbacks.inference,
-            partition=callbacks.partition,
-            decompositions=self.model.services.compiler.decompositions(trains),
-            around=self._recording(),
-            is_saved=self.is_saved,
-        )
-        return compiled
-
-    def _recording(self) -> AbstractContextManager[None]:
-        """Around tracing: what is found out is noted, if it is going to be kept."""
-        return nullcontext() if self.trace is None or not self.trace.is_noted else self.trace.recording()
-
-    def partition(self, joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **keywords: Any) -> tuple[Any, Any]:
-        """Rewrite a joint graph and cut it into forward and backward."""
-        config, compiler = self.model.settings.config, self.model.services.compiler
-        self._take_cut(PartitionResult(gradient_positions(joint, num_fwd_outputs), num_fwd_outputs))
-        self._may_lack = can_be_absent(joint, alone=not self._goes_on)
-        self._run_passes(compiler.graph_passes().joint, joint, "joint")
-        forward, backward = partition_joint(
-            joint,
-            joint_inputs,
-            num_fwd_outputs=num_fwd_outputs,
-            carries_sync=self.adapter.carries_sync,
-            fusible=compiler.fusible(),
-            memory_budget=config.activation_memory_budget,
-            again_for_calls=config.recompute == "memory",
-            **keywords,
-        )
-        self._parted = backward
-        self._shapes_kept = shapes_of(backward, tangents(backward)) if self._may_lack else ()
-        self._note_graphs(forward, backward)
-        return forward, backward
-
-    def take_parts(self, cached: KeptTrace) -> tuple[Any, Any]:
-        """The same of a graph that was rewritten and cut in an earlier start."""
-        self._take_cut(PartitionResult(cached.facts.gradients, cached.facts.results))
-        self._find_shards(cached.forward)
-        self._parted = cached.backward
-        return cached.forward, cached.backward
-
-    def _take_cut(self, cut: PartitionResult) -> None:
-        self.training, self._cut = True, cut
-        self.grads = tuple((out, self.params[index]) for out, index in cut.gradients if index in self.params)
-
-    def _note_graphs(self, forward: Any, backward: Any) -> None:
-        if self.trace is not None:
-            self.trace.note_graphs(forward, backward, self._facts())
-
-    def compile_forward(self, module: Any, inputs: int) -> Boxed:
-        """The forward of a training graph, which has so many inputs."""
-        self.changed = compat.aot_metadata.changed_inputs(inputs)
-        if self._needs_parameters():
-            return mark_boxed(_never)
-        self._own_results, self._learning = compat.aot_metadata.own_results(), compat.aot_metadata.learning_results()
-        return mark_boxed(self._forward(module))
-
-    def compile_backward(self, module: Any) -> Boxed:
-        """The backward, compiled at its first call."""
-        compat.aot_metadata.no_donation()
-        runner, regions = self._backward(module), self.model.eager_regions
-        runner = mark_boxed(runner if regions is None else regions.undisturbed(runner))
-        return mark_boxed(compat.dynamo.no_dynamo(runner, "a compiled backward"))
-
-    def compile_inference(self, module: Any, inputs: int, rewritten: bool = False) -> Boxed:
-        """A graph that needs no gradient, which has so many inputs; `rewritten` if passes have run on it before."""
-        self._find_shards(module)
-        self.changed = compat.aot_metadata.changed_inputs(inputs)
-        if self._needs_parameters():
-            return mark_boxed(_never)
-        if not rewritten:
-            self._run_passes(self.model.services.compiler.graph_passes().joint, module, "inference")
-            self._note_graphs(module, None)
-        self._learning = compat.aot_metadata.learning_results()
-        return mark_boxed(self._inference(module))
-
-    def _needs_parameters(self) -> bool:
-        """Does the graph return a sharded parameter or write to it? Then it is refused.
-
-        Gathered parameters do not outlive a program, so such a graph needs FSDP's own parameters.
-        """
-        used = compat.aot_metadata.not_only_read() & self.params.keys()
-        if self.sync.sharded is None or not used:
-            return False
-        self._refuse_uses([self.params[position] for position in used])
-        if self.trace is not None:
-            self.trace.refuse("the graph is not run")
-        return True
-
-    def _refuse_uses(self, numbers: Iterable[int]) -> None:
-        names = ", ".join(sorted(self.adapter.param_infos()[number].fqn for number in numbers))
-        self.model.refuse(f"the model returns or changes a parameter in its forward: {names}")
-
-    def _find_shards(self, module: Any) -> list[Any]:
-        """Return the placeholders of sharded parameters, and record their names: forward and backward use the same."""
-        if self.sync.sharded is None:
-            return []
-        inputs = [
-            (node, compat.aot_descriptors.input_index(node)) for node in module.graph.find_nodes(op="placeholder")
-        ]
-        found = {node: self.params[index] for node, index in inputs if index in self.params}
-        self._sharded = {node.name: number for node, number in found.items()}
-        if any(str(user.target).startswith("aten.as_strided.") for node in found for user in node.users):
-            self.model.refuse("a parameter is looked at by as_strided, which counts from where its own memory begins")
-        results = self._cut.results if self.training else len(module.graph.output_node().args[0])
-        if returned := returned_views(module, found, results):
-            self._refuse_uses(found[node] for node in returned)
-        return list(found)
-
-    def _leaving_absent(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `compiled` so that its backward gets None for absent gradients, if its program allows that."""
-        if not self._may_lack or not self._own_results:
-            return compiled
-        position, shown, none = self._own_results[0], self._shapes_kept, MappingProxyType[int, Any]({})
-
-        def leaving(*args: Any) -> Any:
-            results = compiled(*args)
-            shapes = {index: results[index].shape for index in shown} if shown else none
-            compat.aot.leave_absent(results[position], shapes)
-            return results
-
-        return leaving
-
-
-@dataclass(frozen=True)
-class _TracingCallbacks:
-    """AOTAutograd's callbacks while it traces one graph, with or without most of its repeated `layers`.
-
-    torch 2.11 keeps some of these functions, so they must not refer to parameters.
-    """
-
-    graph: DynamoGraph
-    gm: Any
-    layers: RepeatedLayers | None
-    inputs: int
-    """Number of the graph's inputs."""
-
-    def partition(self, joint: Any, joint_inputs: Any, **keywords: Any) -> tuple[Any, Any]:
-        """Partition a joint graph."""
-        self._complete(joint)
-        return self.graph.partition(joint, joint_inputs, **keywords)
-
-    def forward(self, module: Any, _inputs: Any) -> Any:
-        """Compile a forward."""
-        self._check()
-        return self.graph.compile_forward(module, self.inputs)
-
-    def backward(self, module: Any, _inputs: Any) -> Any:
-        """Compile a backward."""
-        return self.graph.compile_backward(module)
-
-    def inference(self, module: Any, _inputs: Any) -> Any:
-        """Compile a graph that needs no gradients."""
-        self._check()
-        self._complete(module)
-        return self.graph.compile_inference(module, self.inputs)
-
-    def _complete(self, module: Any) -> None:
-        """Insert the layers that were left out of tracing."""
-        if self.layers is not None:
-            unfold(module, self.gm, self.layers)
-
-    def _check(self) -> None:
-        if self.layers is not None:
-            check_inputs(self.layers)
-
-
-@dataclass(frozen=True)
-class _ReplayCallbacks:
-    """What AOTAutograd calls back where it traces nothing, since the trace was kept."""
-
-    graph: DynamoGraph
-    cached: KeptTrace
-    inputs: int
-    """How many the graph has."""
-
-    def partition(self, _joint: Any, _joint_inputs: Any, **_: Any) -> tuple[Any, Any]:
-        """A partition function as AOTAutograd wants it."""
-        return self.graph.take_parts(self.cached)
-
-    def forward(self, module: Any, _inputs: Any) -> Any:
-        """The forward's compiler."""
-        return self.graph.compile_forward(module, self.inputs)
-
-    def backward(self, module: Any, _inputs: Any) -> Any:
-        """The backward's compiler."""
-        return self.graph.compile_backward(module)
-
-    def inference(self, module: Any, _inputs: Any) -> Any:
-        """The compiler of a graph that needs no gradients."""
-        return self.graph.compile_inference(module, self.inputs, rewritten=True)
+RUN = CaptureMode(GraphPrograms)
+"""Programs run in this process."""
 
 
 class Backend:
@@ -345,30 +51,358 @@ class Backend:
     Dynamo never drops a backend, so this one has only a weak reference to the model.
     """
 
-    def __init__(self, model: CompiledModel, graph: type[DynamoGraph] = DynamoGraph) -> None:
+    def __init__(self, model: CompiledModel, mode: CaptureMode = RUN) -> None:
         self._model = weakref.ref(model)
-        self._graph = graph
+        self._mode = mode
         self.__name__ = "dcompile"
 
     def __call__(self, gm: Any, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        """Compile a graph; see `pipeline.GRAPH_WRAPPERS` for what stands around the result."""
         model = self._model()
         assert model is not None, "a compiled model was collected while Dynamo compiled for it"
-        needs_data = self._graph.needs_data and model.services.needs_data
-        if needs_data and compat.dynamo.have_no_data(example_inputs):
+        if self._mode.needs_data and model.services.needs_data and compat.dynamo.have_no_data(example_inputs):
             return gm  # type: ignore[no-any-return]
-        captured, flat_inputs, flat = with_flat_inputs(gm, example_inputs)
-        inputs, relabelled = with_plain_tensors(captured, flat_inputs)
+        captured, flat_inputs, lists = with_flat_inputs(gm, example_inputs)
+        inputs, plain = with_plain_tensors(captured, flat_inputs)
         gm, inputs, border = with_plain_boundary(captured, inputs, model.adapter)
-        graph = self._graph(model, inputs)
-        if relabelled.copies:
-            graph.notes.append(COPIED)
-            graph.fallbacks[COPIES_IN] = len(relabelled.copies)
-        compiled = relabelled.around(border.around(graph.compile(gm, inputs), graph.fallbacks), graph.fallbacks)
-        watched = watched_inputs(captured, flat_inputs, graph.changed) if needs_data else None  # compares addresses
-        exchanges = model.adapter.synchronizes
-        compiled = flat.around(as_traced(compiled, captured, watched, graph.fallbacks, exchanges))
-        return compiled if model.eager_regions is None else model.eager_regions.around(compiled, example_inputs)
+        graph = CapturedGraph(model, inputs, self._mode)
+        compiled = graph.compile(gm, inputs)
+        around = Wrapping(graph, captured, example_inputs, flat_inputs, lists, plain, border)
+        return wrap(compiled, around, model.services.compiler.graph_passes().wrappers)
 
 
-def _never(args: list[Any]) -> list[Any]:
-    raise AssertionError("a graph ran that was refused when it was compiled")
+@dataclass(frozen=True)
+class GraphBoundary:
+    """Conversions from Dynamo's arguments and results to those of a compiled graph with plain inputs and outputs."""
+
+    kept: tuple[int, ...] = ()
+    """Positions of the inputs that remain."""
+    inputs: Mapping[int, Convert] | None = None
+    """Position of an input -> function to its replacement; None if the graph is unchanged."""
+    outputs: Mapping[int, Convert] | None = None
+    """Position of an output -> function from it to a DTensor."""
+    copies: tuple[int, ...] = ()
+    """Positions of inputs that are replaced by copies; a copy that the graph has changed is copied back."""
+
+    def around(self, compiled: Compiled, counted: Counter[str]) -> Compiled:
+        """Return `compiled` as Dynamo calls it. Copies back are counted."""
+        if self.inputs is None or self.outputs is None:
+            return compiled
+        steps = [(position, self.inputs.get(position)) for position in self.kept]
+        outputs, copies = self.outputs, [(self.kept.index(position), position) for position in self.copies]
+
+        def call(*args: Any) -> Any:
+            given = [args[n] if convert is None else convert(args[n]) for n, convert in steps]
+            results = compiled(*given)
+            for place, position in copies:
+                if given[place]._version:
+                    args[position].copy_(given[place])
+                    counted[COPIES_BACK] += 1
+            if not outputs:
+                return results
+            return [outputs[n](result) if n in outputs else result for n, result in enumerate(results)]
+
+        return compat.dynamo.no_dynamo(call, "a compiled graph")
+
+
+def with_flat_inputs(gm: Any, inputs: Sequence[Any]) -> tuple[Any, Sequence[Any], FlattenedLists]:
+    """Return a graph that takes each tensor of a list as an input, its inputs, and the conversion of arguments.
+
+    Compiled autograd passes a backward's saved tensors in one list, which is emptied when the graph starts.
+    """
+    lists = {position: len(value) for position, value in enumerate(inputs) if isinstance(value, list)}
+    if not lists:
+        return gm, inputs, FlattenedLists()
+    gm = _copy_graph(gm)
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if position in lists:
+            _unpack(gm, node, inputs[position])
+    gm.recompile()
+    return gm, _flatten_lists(inputs), FlattenedLists(tuple(lists))
+
+
+def _unpack(gm: Any, node: Any, values: Sequence[Any]) -> None:
+    """Replace the placeholder of a list by one for each of its elements."""
+    with gm.graph.inserting_before(node):
+        elements = [gm.graph.placeholder(f"{node.name}_{number}") for number in range(len(values))]
+    for element, value in zip(elements, values, strict=True):
+        element.meta["example_value"] = value
+    for user in list(node.users):
+        if user.target is operator.getitem and isinstance(user.args[1], int):
+            element = elements[user.args[1]]
+            element.meta.update(user.meta)
+            user.replace_all_uses_with(element)
+            gm.graph.erase_node(user)
+        else:
+            user.args = torch.fx.map_arg(user.args, lambda arg: elements if arg is node else arg)
+            user.kwargs = torch.fx.map_arg(user.kwargs, lambda arg: elements if arg is node else arg)
+    gm.graph.erase_node(node)
+
+
+def _flatten_lists(values: Iterable[Any]) -> list[Any]:
+    flat: list[Any] = []
+    for value in values:
+        flat.extend(value) if isinstance(value, list) else flat.append(value)
+    return flat
+
+
+@dataclass(frozen=True)
+class FlattenedLists:
+    """Conversion of lists in Dynamo's arguments to their elements."""
+
+    lists: tuple[int, ...] = ()
+    """Positions of the lists, which are emptied so that saved tensors are freed after their last use."""
+
+    def around(self, compiled: Compiled) -> Compiled:
+        """Return `compiled` as Dynamo calls it, with lists."""
+        if not self.lists:
+            return compiled
+
+        def call(*args: Any) -> Any:
+            flat = _flatten_lists(args)
+            for position in self.lists:
+                args[position].clear()
+            return compiled(*flat)
+
+        return compat.dynamo.no_dynamo(call, "a compiled graph")
+
+
+def with_plain_tensors(gm: Any, inputs: Sequence[Any]) -> tuple[Sequence[Any], GraphBoundary]:
+    """Return inputs as plain tensors, without subclasses that define no operators (an image's), and their conversion.
+
+    Dynamo has traced what these subclasses define for functions (`__torch_function__`). torch checks a custom
+    operator's first call, and the check raises on such subclasses. A tensor with the negative bit (`z.conj().imag`) is
+    replaced by a copy without it, since kernels read memory. Dynamo guards on the bit. A tensor that a collective still
+    receives, as tensor parallelism passes to a layer compiled by itself, is waited for: AOTAutograd would do that, but
+    leave out its gradient.
+    """
+    classes: dict[int, Convert] = {n: _plain for n, value in enumerate(inputs) if compat.tensors.is_relabelled(value)}
+    classes |= {n: compat.tensors.received for n, value in enumerate(inputs) if compat.tensors.is_received_later(value)}
+    marked = {n: _clear_marks for n, value in enumerate(inputs) if isinstance(value, torch.Tensor) and value.is_neg()}
+    found = classes | marked
+    if not found:
+        return inputs, GraphBoundary()
+    plain = list(inputs)
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if position in found:
+            plain[position] = _without_mark(node.meta["example_value"])
+    return plain, GraphBoundary(tuple(range(len(inputs))), found, {}, tuple(marked))
+
+
+def with_plain_boundary(
+    gm: Any, inputs: Sequence[Any], adapter: PlainAdapter
+) -> tuple[Any, Sequence[Any], GraphBoundary]:
+    """Return a graph with plain tensors in place of DTensors at its boundary, its inputs, and their conversion.
+
+    `gm` is returned as it is if all parameters are used in the gathered layout. Meshes become constants, since Dynamo
+    guards on them. Raises FallBackToStock if the size of a DTensor at the boundary is symbolic.
+    """
+    parameters = _parameters(inputs, adapter)
+    if not parameters:
+        return gm, inputs, GraphBoundary()
+    gm = _copy_graph(gm)
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    plain, convert = dict(enumerate(inputs)), dict[int, Convert]()
+    for position, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
+        if position in parameters:
+            plain[position], make = parameters[position]
+            convert[position] = _always(plain[position])
+            _make(gm, node, placeholders[-1], make, plain[position])
+        elif compat.tensors.is_dtensor(value):
+            make = compat.tensors.dtensor_like(_fixed_dtensor(node, "takes"))
+            plain[position] = compat.aot.fake_input(_to_local(value))
+            convert[position] = _to_local
+            _make(gm, node, placeholders[-1], make, plain[position])
+    for position, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
+        if compat.tensors.is_mesh(value):
+            del plain[position]
+            _hold(gm, node, f"mesh{position}", value)
+    outputs = _take_outputs_apart(gm)
+    gm.recompile()
+    return gm, list(plain.values()), GraphBoundary(tuple(plain), convert, outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapping:
+    """What the wrappers around one compiled graph know: the graph as captured, its inputs, and their conversions."""
+
+    graph: CapturedGraph
+    """The graph, after its compilation."""
+    captured: Any
+    """Dynamo's graph with flat inputs."""
+    inputs: Sequence[Any]
+    """Dynamo's inputs at capture."""
+    flat_inputs: Sequence[Any]
+    """The same without lists."""
+    lists: FlattenedLists
+    plain: GraphBoundary
+    """From tensors of subclasses and negative tensors to plain tensors."""
+    border: GraphBoundary
+    """From DTensors and sharded parameters to plain tensors."""
+
+
+def watch_replaced_parameters(compiled: Compiled, around: Wrapping) -> Compiled:
+    """Send gradients to the parameter objects that the module has now."""
+    graph = around.graph
+    watched: Compiled = graph.sync.watch_parameters(compiled, graph.params)
+    return watched
+
+
+def leave_gradients_absent(compiled: Compiled, around: Wrapping) -> Compiled:
+    """Let the backward get None for absent gradients, if its program allows that."""
+    facts, own = around.graph.facts, around.graph.results.own
+    if not facts.may_lack or not own:
+        return compiled
+    position, shown, none = own[0], facts.shapes_kept, MappingProxyType[int, Any]({})
+
+    def leaving(*args: Any) -> Any:
+        results = compiled(*args)
+        shapes = {index: results[index].shape for index in shown} if shown else none
+        compat.aot.leave_absent(results[position], shapes)
+        return results
+
+    return leaving
+
+
+def view_results_without_gradients(compiled: Compiled, around: Wrapping) -> Compiled:
+    """Make results that are views made under `torch.no_grad()` such views again, and keep Dynamo out of all above."""
+    seen = around.graph.facts.without_gradients
+    hidden: Compiled = compat.dynamo.no_dynamo(view_without_gradients(compiled, seen), "a compiled graph")
+    return hidden
+
+
+def convert_distributed_tensors(compiled: Compiled, around: Wrapping) -> Compiled:
+    """Take DTensors and sharded parameters apart, and make DTensors of results."""
+    return around.border.around(compiled, around.graph.fallbacks)
+
+
+def convert_subclasses(compiled: Compiled, around: Wrapping) -> Compiled:
+    """Pass plain tensors in place of subclasses without operators and of tensors with the negative bit."""
+    graph, copies = around.graph, around.plain.copies
+    if copies:
+        graph.notes.append(COPIED)
+        graph.fallbacks[COPIES_IN] = len(copies)
+    return around.plain.around(compiled, graph.fallbacks)
+
+
+def run_new_overlaps_eagerly(compiled: Compiled, around: Wrapping) -> Compiled:
+    """Run the captured graph itself where arguments share memory otherwise than at capture."""
+    graph = around.graph
+    if not graph.mode.needs_data:  # without memory there are no addresses to compare
+        return compiled
+    watched = watched_inputs(around.captured, around.flat_inputs, graph.changed)
+    return as_traced(compiled, around.captured, watched, graph.fallbacks, graph.adapter.synchronizes)
+
+
+def flatten_lists(compiled: Compiled, around: Wrapping) -> Compiled:
+    """Pass the elements of lists, which are emptied, so that saved tensors are freed after their last use."""
+    return around.lists.around(compiled)
+
+
+def check_eager_regions(compiled: Compiled, around: Wrapping) -> Compiled:
+    """Check what sharded parameters went through since the graph before: eager code between graphs may gather them."""
+    regions = around.graph.model.eager_regions
+    return compiled if regions is None else regions.around(compiled, around.inputs)
+
+
+def wrap(compiled: Compiled, around: Wrapping, rows: Sequence[GraphWrapper]) -> Compiled:
+    """Return a compiled graph as Dynamo calls it: in all wrappers that it needs, the first one innermost.
+
+    The names of these are dumped, the outermost first.
+    """
+    applied = list[str]()
+    for row in rows:
+        inner, compiled = compiled, row.wrap(compiled, around)
+        if compiled is not inner:
+            applied.append(row.name)
+    lines = [f"{number}. {name}" for number, name in enumerate([*reversed(applied), "the compiled graph"], 1)]
+    dump(around.graph.model.settings.config, f"graph{around.graph.number}/wrappers.txt", "\n".join(lines) + "\n")
+    return compiled
+
+
+def _parameters(inputs: Sequence[Any], adapter: PlainAdapter) -> dict[int, tuple[torch.nn.Parameter, Convert]]:
+    """Return position of an input -> (gathered parameter, function from it to the input), where they differ."""
+    found: dict[int, tuple[torch.nn.Parameter, Convert]] = {}
+    for position, value in enumerate(inputs):
+        number = adapter.number_of(value) if isinstance(value, torch.nn.Parameter) else None
+        if number is not None:
+            make = adapter.made_of(number)
+            if make is not None:
+                found[position] = adapter.virtual(number), make
+    return found
+
+
+def _copy_graph(gm: Any) -> Any:
+    """Copy a graph module, since Dynamo reads the arguments of its calls from its own graph.
+
+    Subgraphs of higher-order operators are shared.
+    """
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    copy = torch.fx.GraphModule(gm, graph)  # copies the attributes that the graph refers to, so it must be complete
+    copy.meta = gm.meta
+    return copy
+
+
+def _fixed_dtensor(node: Any, what: str) -> Any:
+    """Return a node's DTensor. Raises FallBackToStock if its size is symbolic."""
+    value = node.meta["example_value"]
+    if not compat.sizes.is_fixed(value):
+        raise FallBackToStock(f"the model {what} a DTensor of symbolic size")
+    return value
+
+
+def _make(gm: Any, node: Any, last: Any, make: Convert, given: torch.Tensor) -> None:
+    """Compute a placeholder's old value inside the graph, from its new one, `given`."""
+    with gm.graph.inserting_after(last):
+        made = gm.graph.call_function(make, (node,))
+    node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
+    made.meta["example_value"] = node.meta["example_value"]
+    node.meta["example_value"] = compat.aot.fake_input(given)
+
+
+def _hold(gm: Any, node: Any, name: str, value: Any) -> None:
+    """Make an input a constant of the graph."""
+    setattr(gm, name, value)
+    with gm.graph.inserting_before(node):
+        constant = gm.graph.create_node("get_attr", name)  # get_attr() warns of all but parameters and modules
+    node.replace_all_uses_with(constant)
+    gm.graph.erase_node(node)
+
+
+def _take_outputs_apart(gm: Any) -> dict[int, Convert]:
+    """Make the graph return local tensors; return position of an output -> function from it to the DTensor."""
+    output = gm.graph.output_node()
+    results, found = list(output.args[0]), dict[int, Convert]()
+    for position, node in enumerate(results):
+        value: Any = node.meta.get("example_value") if isinstance(node, torch.fx.Node) else None
+        if compat.tensors.is_dtensor(value):
+            found[position] = compat.tensors.dtensor_like(_fixed_dtensor(node, "returns"))
+            with gm.graph.inserting_before(output):
+                results[position] = gm.graph.call_method("to_local", (node,))
+            results[position].meta["example_value"] = value.to_local()
+    output.args = (tuple(results),)
+    return found
+
+
+def _always(value: Any) -> Convert:
+    return lambda _: value
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    return value.as_subclass(torch.Tensor)
+
+
+def _clear_marks(value: torch.Tensor) -> torch.Tensor:
+    return _plain(value).resolve_neg()
+
+
+def _without_mark(fake: torch.Tensor) -> Any:
+    if compat.tensors.is_received_later(fake):
+        return compat.tensors.as_if_received(fake)
+    return fake.detach().resolve_neg().requires_grad_(fake.requires_grad) if fake.is_neg() else fake
+
+
+def _to_local(value: Any) -> Any:
+    local = value.to_local()
+    return compat.tensors.received(local) if compat.tensors.is_received_later(local) else local

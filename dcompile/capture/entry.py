@@ -20,8 +20,9 @@ from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapte
 from dcompile.capture.adapters.plain import WATCHED
 from dcompile.capture.adapters.table import Wrapping, sync_for
 from dcompile.capture.callables import compiled_part, fresh_function, label_of, name_of, unwrap_module
+from dcompile.capture.captured_graph import CaptureMode
 from dcompile.capture.compiled_model import CompiledModel, Settings, settings_inside
-from dcompile.capture.dynamo_backend import Backend, DynamoGraph
+from dcompile.capture.dynamo_backend import RUN, Backend
 from dcompile.capture.entry_record import EntryRecord, EqualModules, dynamo_settings, equal_modules
 from dcompile.capture.services import Services
 from dcompile.errors import DcompileError, PlanMismatchError
@@ -43,7 +44,7 @@ class Entry:
         root: Module | None,
         settings: Settings,
         services: Services,
-        graph: type[DynamoGraph] = DynamoGraph,
+        mode: CaptureMode = RUN,
         *,
         in_place: bool = False,
         method: Callable[..., Any] | None = None,
@@ -56,7 +57,7 @@ class Entry:
         self._method, self._engine = method, engine
         self._held = compat.skip_frame_eval.CallTarget(target if root is None else root, weakly=in_place)
         self._is_module = root is not None
-        self._graph = graph
+        self._mode = mode
         self._hooks = None if root is None else compat.hooks.Hooks(root)
         self._checkpointed = None if root is None else compat.composable.CheckpointedLayers(root)
         self.model = CompiledModel(settings, services)
@@ -100,11 +101,11 @@ class Entry:
         return thing
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if self._graph.needs_data and self.model.services.needs_data and compat.dynamo.is_traced_by_another():
+        if self._mode.needs_data and self.model.services.needs_data and compat.dynamo.is_traced_by_another():
             return self.target(*args, **kwargs)
-        state = compat.replicate.state_of(self.root)
+        state = compat.composable.replicate_state(self.root)
         if state is not None and not torch.compiler.is_compiling():
-            return compat.replicate.run_between_hooks(self.root, state, self._enter, args, kwargs)
+            return compat.composable.run_between_hooks(self.root, state, self._enter, args, kwargs)
         return self._enter(args, kwargs)
 
     def _enter(self, args: Any, kwargs: Any) -> Any:
@@ -211,7 +212,7 @@ class Entry:
         root, settings, likeness = self.root, self.model.settings, self.model.adapter.likeness()
         recorded = settings.config.triton_cudagraphs  # a recording has the addresses of one module's parameters
         apart = self._method is not None or self._engine is not None or settings.guard_filter_fn is not None
-        planned = self._graph is not DynamoGraph or self.model.services.renew is None
+        planned = self._mode is not RUN or self.model.services.renew is None
         if root is None or likeness is None or apart or recorded or planned:
             return EqualModules(())
         in_ddp = compat.ddp.active_ddp() is not None
@@ -281,7 +282,7 @@ class Entry:
         """Does `ddp` wrap this entry's module itself? A part of its module is compiled as plain, with DDP's reducer."""
         if self.root is None:
             return False
-        return unwrap_module(ddp.module) is self.root or compat.replicate.has_made(ddp, self.root)
+        return unwrap_module(ddp.module) is self.root or compat.composable.is_replicate(ddp, self.root)
 
     def _attach(self, ddp: Any) -> None:
         """Adopt a DDP module in whose forward this module runs for the first time."""
@@ -368,7 +369,7 @@ class Entry:
     def _compile(self) -> Callable[..., Any]:
         """Make a new function for Dynamo, and a new backend: graphs of one model or adapter never serve another."""
         settings = self.model.settings
-        backend = Backend(self.model, self._graph)
+        backend = Backend(self.model, self._mode)
         context = compat.dynamo.optimize(
             backend,
             fullgraph=settings.fullgraph,

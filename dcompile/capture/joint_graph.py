@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -30,16 +29,6 @@ The forward determines that (no_sync), and forwards and backwards may interleave
 tensors. Compiled programs do not have it: the forward's caller inserts a constant, and the backward's caller removes
 it.
 """
-
-
-@dataclass(frozen=True)
-class PartitionResult:
-    """Facts about a joint graph from its partition."""
-
-    gradients: tuple[tuple[int, int], ...]
-    """(position among the backward's outputs, position among the graph's inputs)."""
-    results: int = 0
-    """Number of the forward's results; saved values follow them."""
 
 
 def partition_joint(
@@ -132,7 +121,7 @@ def gradient_positions(joint: Any, num_fwd_outputs: int) -> tuple[tuple[int, int
     pairs = zip(output.args[0][num_fwd_outputs:], output.meta["desc"][num_fwd_outputs:], strict=True)
     found = []
     for position, (node, description) in enumerate(pairs):
-        index = compat.aot_descriptors.primal_index(description)
+        index = compat.aot_metadata.primal_index(description)
         if node is not None and index is not None:
             found.append((position, index))
     return tuple(found)
@@ -154,7 +143,7 @@ def add_sync_token(forward: Any, backward: Any, num_fwd_outputs: int, fake_mode:
     token.meta["val"] = value
     insert_outputs(forward, num_fwd_outputs, [token])
     inputs = backward.graph.find_nodes(op="placeholder")
-    after = (isinstance(val := node.meta.get("val"), torch.Tensor) or compat.dtensor.is_opaque(val) for node in inputs)
+    after = (isinstance(val := node.meta.get("val"), torch.Tensor) or compat.tensors.is_opaque(val) for node in inputs)
     before = next(
         (node for node, is_after in zip(inputs, after, strict=True) if is_after), backward.graph.output_node()
     )
@@ -202,7 +191,7 @@ def donated_positions(backward: Any) -> tuple[int, ...]:
 def saved_positions(backward: Any) -> tuple[int, ...]:
     """Return the positions of the inputs that are tensors saved by the forward."""
     places = enumerate(backward.graph.find_nodes(op="placeholder"))
-    return tuple(n for n, node in places if memory_of(node) is not None and not compat.aot_descriptors.is_tangent(node))
+    return tuple(n for n, node in places if memory_of(node) is not None and not compat.aot_metadata.is_tangent(node))
 
 
 def take_sync_token(gm: Any) -> int | None:

@@ -72,7 +72,7 @@ def remove_opaque_objects(gm: Any) -> OpaqueObjects:
     found = {
         node: position
         for position, node in placeholders
-        if compat.dtensor.is_opaque(node.meta.get("val")) and all(user is output for user in node.users)
+        if compat.tensors.is_opaque(node.meta.get("val")) and all(user is output for user in node.users)
     }
     if not found:
         return OpaqueObjects()
@@ -93,7 +93,7 @@ def remove_opaque_objects(gm: Any) -> OpaqueObjects:
 
 def without_opaque_objects(gm: Any) -> Any:
     """Return a copy of a graph without opaque objects, or the graph itself if it has none."""
-    if not any(compat.dtensor.is_opaque(node.meta.get("val")) for node in gm.graph.find_nodes(op="placeholder")):
+    if not any(compat.tensors.is_opaque(node.meta.get("val")) for node in gm.graph.find_nodes(op="placeholder")):
         return gm
     graph = torch.fx.Graph()
     copied = graph.output(graph.graph_copy(gm.graph, {}))

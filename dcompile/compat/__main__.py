@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from dcompile.compat.patches.describe import describe
+from dcompile.compat.patches.registry import describe
 
 if __name__ == "__main__":
     sys.stdout.write("\n".join((*describe(), "")))

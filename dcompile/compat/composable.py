@@ -1,9 +1,11 @@
-"""torch.distributed._composable.checkpoint: layers that the backward recomputes, by two hooks of each module.
+"""torch.distributed._composable: `replicate`, a DDP that a module gets in its first forward, and `checkpoint`.
 
-TorchDynamo cannot trace these hooks. It compiles the code between them in pieces, but the recomputation runs eagerly,
-and so saves other tensors than the pieces did. In compiled calls, each region is therefore a call of
-`torch.utils.checkpoint.checkpoint` in the module's forward. The call becomes part of the graph, or runs eagerly as a
-whole.
+Both work by hooks of modules. `replicate`'s run around a compiled call, as in DDP's forward.
+
+`checkpoint` has two hooks for each module, of layers that the backward recomputes. TorchDynamo cannot trace these
+hooks. It compiles the code between them in pieces, but the recomputation runs eagerly, and so saves other tensors than
+the pieces did. In compiled calls, each region is therefore a call of `torch.utils.checkpoint.checkpoint` in the
+module's forward. The call becomes part of the graph, or runs eagerly as a whole.
 """
 
 from __future__ import annotations
@@ -19,7 +21,67 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 _HOME = "torch.distributed._composable.checkpoint_activation"
-_TABLES = ("_forward_pre_hooks", "_forward_hooks")
+_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks")
+
+
+def replicate_state(module: Any) -> Any:
+    """State that `replicate` of torch.distributed._composable keeps of a module, or None."""
+    composable = sys.modules.get("torch.distributed._composable.replicate")
+    if composable is None or not isinstance(module, composable.DDP):
+        return None
+    return composable.replicate.state(module)
+
+
+def replicate_ddp(module: Any) -> Any:
+    """DDP that `replicate` creates for a module's parameters in its first forward; None if there is none."""
+    return getattr(replicate_state(module), "_ddp", None)
+
+
+def is_replicate(ddp: Any, module: Any) -> bool:
+    """Whether `replicate` has created this DDP for the module's parameters."""
+    return replicate_ddp(module) is ddp
+
+
+def _skip_before(module: Any, args: Any, kwargs: Any) -> None:
+    """Replacement of a forward pre-hook: `replicate`'s has run already, and a checkpointed region needs none."""
+
+
+def _skip_after(module: Any, args: Any, output: Any) -> None:
+    """Replacement of a forward hook: `replicate`'s will run later."""
+
+
+@contextlib.contextmanager
+def hooks_resting(module: Any) -> Iterator[None]:
+    """Disable replicate's hooks while the module's forward is traced, since they would end the graph."""
+    state = replicate_state(module)
+    tables = () if state is None else ((module._forward_pre_hooks, _skip_before), (module._forward_hooks, _skip_after))
+    places = [
+        (table, key, hook, rest)
+        for table, rest in tables
+        for key, hook in table.items()
+        if getattr(hook, "__self__", None) is state
+    ]
+    for table, key, _, rest in places:
+        table[key] = rest
+    try:
+        yield
+    finally:
+        for table, key, hook, _ in places:
+            table[key] = hook
+
+
+def run_between_hooks(
+    module: Any, state: Any, forward: Callable[[Any, Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `forward(args, kwargs)` between replicate's hooks, as DDP's forward does."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    with hooks_resting(module):
+        try:
+            args, kwargs = state.forward_pre_hook(module, args, kwargs)
+            return state.forward_post_hook(module, args, forward(args, kwargs))
+        finally:
+            DistributedDataParallel._active_ddp_module = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +119,7 @@ class CheckpointedLayers:
         try:
             for region in self._found:
                 (before, first), (behind, last) = region.places
-                before[first], behind[last] = _before_block, _after_block
+                before[first], behind[last] = _skip_before, _skip_after
                 region.module.__dict__["forward"] = region.forward.__get__(region.module)
             yield
         finally:
@@ -72,8 +134,8 @@ class CheckpointedLayers:
 
 def _regions(root: Module) -> Iterator[_Region]:
     for module in root.modules():
-        places = [place for table in _TABLES for place in _hooks_in(getattr(module, table))]
-        if len(places) == len(_TABLES):
+        places = [place for table in _HOOK_TABLES for place in _hooks_in(getattr(module, table))]
+        if len(places) == len(_HOOK_TABLES):
             before, key = places[0]
             yield _Region(module, tuple(places), _region_of(module, _settings(before[key])))
 
@@ -110,11 +172,3 @@ def _region_of(module: Any, settings: dict[str, Any]) -> Callable[..., Any]:
         return checkpoint(run, *args, use_reentrant=False, **settings, **kwargs)
 
     return region
-
-
-def _before_block(module: Any, args: Any, kwargs: Any) -> None:
-    """Replacement of a forward pre-hook."""
-
-
-def _after_block(module: Any, args: Any, output: Any) -> None:
-    """Replacement of a forward hook."""

@@ -1,4 +1,4 @@
-"""Tensors: fake ones, storages, fast entry points of ATen, and what this build of torch does with dtypes."""
+"""Tensors: fake ones, storages, fast entry points of ATen, DTensors, and what this build of torch does with dtypes."""
 
 from __future__ import annotations
 
@@ -367,3 +367,73 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     import torch
 
     torch._foreach_copy_(targets, sources)
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether this is a DTensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def is_mesh(value: Any) -> bool:
+    """Whether this is a device mesh, which newer versions of Dynamo make an input of the graph."""
+    module = sys.modules.get("torch.distributed.device_mesh")
+    return module is not None and isinstance(value, module.DeviceMesh)
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether traced graphs pass this on without reading it: a mesh, a process group, or a fake object for one.
+
+    It compares classes only: `isinstance` of a mesh calls a function of torch's. In a step compiled as a whole, the
+    backward is compiled while it runs, and Dynamo would trace that function.
+    """
+    named = (
+        ("torch._library.fake_class_registry", "FakeScriptObject"),
+        ("torch.distributed.device_mesh", "DeviceMesh"),
+        ("torch.distributed", "ProcessGroup"),
+    )
+    opaque = [getattr(sys.modules.get(module), name, None) for module, name in named]
+    return any(kind is not None and kind in type(value).__mro__ for kind in opaque)
+
+
+def dtensor_like(example: Any) -> Callable[[Any], Any]:
+    """Function that makes a DTensor like `example` (size, placements) from this rank's part, also for autograd.
+
+    `example` may be one that Dynamo traces with: newer versions have a fake object for the mesh there.
+    """
+    mesh, placements = example.device_mesh, example.placements
+    mesh = getattr(mesh, "real_obj", mesh)
+    shape, stride = example.shape, example.stride()
+
+    def as_dtensor(local: Any) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    return as_dtensor
+
+
+def move_graph_to_gpu(gm: Any) -> None:
+    """Move a functional graph from the CPU to a GPU: devices among arguments, and the traced values of all nodes.
+
+    Values keep the strides that they were traced with on the CPU. A library call that returns others on the GPU is
+    copied at run time, as everywhere (`HostProgramServices.fit`).
+    """
+    import torch
+    from torch.fx.node import map_aggregate
+    from torch.utils import _pytree
+
+    gpu = torch.device("cuda")
+
+    def device(argument: Any) -> Any:
+        return gpu if isinstance(argument, torch.device) and argument.type == "cpu" else argument
+
+    def value(traced: Any) -> Any:
+        with traced.fake_mode:
+            return torch.empty_strided(traced.shape, traced.stride(), dtype=traced.dtype, device=gpu)
+
+    for node in gm.graph.nodes:
+        node.args, node.kwargs = map_aggregate(node.args, device), map_aggregate(node.kwargs, device)
+        if "val" in node.meta:
+            node.meta["val"] = _pytree.tree_map_only(torch.Tensor, value, node.meta["val"])
+    gm.recompile()

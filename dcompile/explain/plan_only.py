@@ -19,10 +19,11 @@ from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.adapters.table import Wrapping, sync_for
 from dcompile.capture.callables import original_function, unwrap_module
+from dcompile.capture.captured_graph import Boxed, CaptureMode
 from dcompile.capture.compiled_model import CompiledModel, Settings
-from dcompile.capture.dynamo_backend import DynamoGraph
 from dcompile.capture.entry import Entry
 from dcompile.capture.find_models import find_model
+from dcompile.capture.graph_programs import GraphPrograms
 from dcompile.codegen.lower.fx_nodes import origin_of
 from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
 from dcompile.collectives.contract import Request
@@ -54,7 +55,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     planner = _ExplainingCompiler(settings.config)
     guards: dict[str, None] = {}
     settings = replace(settings, fullgraph=False, guard_filter_fn=_record_guards(guards, settings.guard_filter_fn))
-    entry = Entry(target, None, settings, planner.services(), _PlannedGraph)
+    entry = Entry(target, None, settings, planner.services(), PLANNED)
     sync = None if module is None else sync_for(Wrapping(module, settings.config, ddp=ddp))
     adapter = None if sync is None else sync.adapter
     if adapter is not None:
@@ -65,7 +66,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
         planner.adapter = sync.sharded
     before = len(compat.dynamo.graph_breaks())
     alone = _single_rank(entry.model, adapter)
-    with _as_it_was(module), compat.aot.backward_at_once(), alone, compat.replicate.hooks_resting(module):
+    with _as_it_was(module), compat.aot.backward_at_once(), alone, compat.composable.hooks_resting(module):
         entry(*args, **kwargs)
     notes = [note for graph in entry.model.graphs for note in graph.notes]
     return Report(
@@ -92,7 +93,7 @@ def _single_rank(model: CompiledModel, adapter: PlainAdapter | None) -> contextl
         return contextlib.nullcontext()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return contextlib.nullcontext()
-    alone, own = compat.single_rank.SingleRankCollectives(), model.compiling
+    alone, own = compat.absent_ranks.SingleRankCollectives(), model.compiling
 
     @contextlib.contextmanager
     def compiling(code: Any, entry: Any, late_sizes: bool) -> Iterator[None]:
@@ -112,7 +113,7 @@ def _settings(model: Any) -> Settings:
 
 def _left_out(adapter: Any, module: Any) -> Iterator[str]:
     """Notes on parts of the model that the report does not show."""
-    if adapter is None and compat.replicate.state_of(module) is not None:
+    if adapter is None and compat.composable.replicate_state(module) is not None:
         yield "replicate() gets its DDP in the first forward: explain shows what it reduces after that"
     if adapter is not None and adapter.breaks_at_hooks and not adapter.eligible:
         yield (
@@ -136,7 +137,7 @@ def _module_of(model: Any) -> tuple[Module | None, DistributedDataParallel | Non
     root = unwrap_module(model)
     if isinstance(root, DistributedDataParallel):
         return unwrap_module(root.module), root
-    return root, compat.replicate.ddp_of(root)
+    return root, compat.composable.replicate_ddp(root)
 
 
 def _breaks(before: int) -> tuple[GraphBreak, ...]:
@@ -205,16 +206,20 @@ class _ExplainingCompiler(PlanningCompiler):
         assert adapter is not None, "only sharded parameters are gathered"
         shard = adapter.param_infos()[number].shard
         assert shard is not None, "parameters of FSDP are sharded"
-        return compat.single_rank.whole(adapter.units[shard.unit].data(), shard.offset, adapter.virtual(number))
+        return compat.absent_ranks.whole(adapter.units[shard.unit].data(), shard.offset, adapter.virtual(number))
 
 
-class _PlannedGraph(DynamoGraph):
-    """A graph whose backward is planned together with its forward, since no backward will run."""
+class _PlannedPrograms(GraphPrograms):
+    """Programs whose backward is planned together with the forward, since no backward will run."""
 
-    def _backward(self, gm: Any) -> Any:
-        runner = super()._backward(gm)
-        self._build_backward(gm)
+    def backward(self, gm: Any) -> Boxed:
+        """Plan the backward at once."""
+        runner = super().backward(gm)
+        self.build_backward(gm)
         return runner
+
+
+PLANNED = CaptureMode(_PlannedPrograms)
 
 
 # --- leaving things as they were --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from dcompile.errors import PrecompileError
 from dcompile.explain.receipt import Receipt, make_receipt
 from dcompile.ir.buffers import Bucket
 from dcompile.runtime.cache.disk import KernelCache
-from dcompile.runtime.communication.reduced_run import ReducedRun
+from dcompile.runtime.communication.ddp_buckets import ReducedRun
 from dcompile.runtime.coordination.heartbeat import SingleProcess
 
 
@@ -113,7 +113,7 @@ class ResultShapes:
 
     def results(self, args: list[Any]) -> list[Any]:
         """Return tensors without memory. Raises torch's error where a size depends on values."""
-        traced = [] if self._gm is None else list(compat.single_rank.run_alone(self._gm, args))
+        traced = [] if self._gm is None else list(compat.absent_ranks.run_alone(self._gm, args))
         return [_made(place, args, traced, n) for n, place in enumerate(self.places)]
 
 

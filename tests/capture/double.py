@@ -75,7 +75,9 @@ class InterpreterCompiler:
         return frozenset(), frozenset()
 
     def graph_passes(self) -> GraphPasses:
-        return GraphPasses(pipeline.DYNAMO_PASSES, pipeline.JOINT_PASSES, pipeline.OUTPUT_STEPS)
+        return GraphPasses(
+            pipeline.DYNAMO_PASSES, pipeline.JOINT_PASSES, pipeline.OUTPUT_STEPS, pipeline.GRAPH_WRAPPERS
+        )
 
     def expect_products(self) -> None:
         pass

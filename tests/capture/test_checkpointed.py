@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import dcompile
-from dcompile.capture.dynamo_backend import DynamoGraph
+from dcompile.capture.captured_graph import CapturedGraph
 from tests.models.checks import LOSS, assert_close, assert_same_state, compiled, twins
 from tests.models.zoo import CASES, llama
 from tests.subject import IS_DCOMPILE
@@ -94,7 +94,7 @@ WAYS = {
 def attentions(monkeypatch):
     """(mask, is_causal) of each attention of the joint graphs that are compiled."""
     found = []
-    original = DynamoGraph.partition
+    original = CapturedGraph.partition
 
     def partition(self, joint, *args, **keywords):
         names = {node: str(node.target) for node in joint.graph.nodes}
@@ -102,7 +102,7 @@ def attentions(monkeypatch):
         found.extend((node.kwargs.get("attn_mask"), node.args[4]) for node in calls)
         return original(self, joint, *args, **keywords)
 
-    monkeypatch.setattr(DynamoGraph, "partition", partition)
+    monkeypatch.setattr(CapturedGraph, "partition", partition)
     return found
 
 

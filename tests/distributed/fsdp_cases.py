@@ -35,8 +35,8 @@ import dcompile
 from dcompile.capture.find_models import find_model
 from dcompile.machine_model import table_figures
 from dcompile.runtime.communication.fsdp_shards import ShardCommunication
-from dcompile.runtime.communication.packing import in_order
-from dcompile.runtime.communication.peer_memory.cuda_ipc import CudaPeerMemoryAccess
+from dcompile.runtime.communication.gather_scatter import in_order
+from dcompile.runtime.communication.peer_memory.mapped_regions import CudaPeerMemoryAccess
 from dcompile.runtime.communication.work import PendingCollective
 from tests.distributed import cases, models
 from tests.distributed.cases import ATEN, chunks_of_rows, device, largest_difference
@@ -816,7 +816,7 @@ def recorded(accumulate: bool = False, **how: Any) -> dict[str, Any]:
 
     with (
         unittest.mock.patch("dcompile.compiler.gpus", lambda gm: {"cpu"}),
-        unittest.mock.patch("dcompile.runtime.cuda_graphs.recorder.CudaRecorder", RecordedOnce),
+        unittest.mock.patch("dcompile.runtime.cuda_graphs.recording.CudaRecorder", RecordedOnce),
     ):
         return same_as_stock(steps, options=ATEN | {"triton.cudagraphs": True}, **how) | {"left": len(left)}
 

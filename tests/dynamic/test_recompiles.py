@@ -72,9 +72,7 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.second(torch.tanh(self.norm(self.first(x)))), x.argmax(-1) % 4)
 
 
-@pytest.mark.skipif(
-    not compat.tracing_settings.keeps_static_graphs(), reason="this torch always asks the newest graph first"
-)
+@pytest.mark.skipif(not compat.dynamo.keeps_static_graphs(), reason="this torch always asks the newest graph first")
 def test_a_ragged_last_batch_never_demotes_the_usual_size():
     model, theirs = Net(), Net()
     theirs.load_state_dict(model.state_dict())

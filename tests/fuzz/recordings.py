@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 
 from dcompile import compat, compiler
-from dcompile.capture import graph_runner
-from dcompile.runtime.cuda_graphs import recorder
+from dcompile.capture import graph_programs
+from dcompile.runtime.cuda_graphs import recording
 from dcompile.runtime.program.arena import copy_elements
 
 
@@ -90,8 +90,8 @@ def _write_again(to: torch.Tensor, made: torch.Tensor) -> None:
 def recorded() -> Iterator[None]:
     """Programs on the CPU are recorded and replayed as those on a GPU are."""
     with (
-        mock.patch.object(recorder, "CudaRecorder", Repeats),
+        mock.patch.object(recording, "CudaRecorder", Repeats),
         mock.patch.object(compiler, "gpus", lambda gm: {"cpu"}),
-        mock.patch.object(graph_runner, "donated_positions", lambda gm: ()),
+        mock.patch.object(graph_programs, "donated_positions", lambda gm: ()),
     ):
         yield

@@ -185,9 +185,9 @@ def keep_receipts() -> None:
 
 def note_programs() -> None:
     """Record programs of functions and plain modules that a graph alone reaches: their steps print no receipt."""
-    from dcompile.capture.graph_runner import GraphPrograms
+    from dcompile.capture.graph_programs import GraphPrograms
 
-    build, noted = GraphPrograms._build, set[str]()
+    build, noted = GraphPrograms.build, set[str]()
 
     def _build(self: Any, *args: Any, **kwargs: Any) -> Any:
         program, test = build(self, *args, **kwargs), os.environ.get("PEERS_TEST", "")
@@ -196,7 +196,7 @@ def note_programs() -> None:
             write(kind="receipt", test=test, adapter="plain", eligible=True, graphs=1, reasons=[])
         return program
 
-    GraphPrograms._build = _build  # type: ignore[method-assign]
+    GraphPrograms.build = _build  # type: ignore[method-assign]
 
 
 def name_tests_in_workers() -> None:

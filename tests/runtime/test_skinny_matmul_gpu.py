@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import dcompile
-from dcompile.runtime.measure import skinny_contest
+from dcompile.runtime.measure import autotune
 from tests.codegen.emit.skinny import biased_gelu, gated, of_integers, plain, residual
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -93,12 +93,12 @@ def chain_of(x, weights):
 @pytest.mark.parametrize("name", ["residual", "gated"])
 def test_what_max_autotune_may_choose(name, place, monkeypatch):
     def fastest(contest, usual, launcher, device):
-        with skinny_contest.without_user_modes(device):  # a graph is being traced with fake tensors
-            calls = skinny_contest.contest_calls(contest, skinny_contest.make_copies(contest, device), launcher, 0)
+        with autotune.without_user_modes(device):  # a graph is being traced with fake tensors
+            calls = autotune.contest_calls(contest, autotune.make_copies(contest, device), launcher, 0)
         assert None in calls and usual in calls and len(calls) >= 8, "all candidates run"
         return None if place is None else [*contest.rivals][place]
 
-    monkeypatch.setattr(skinny_contest, "fastest_skinny", fastest)
+    monkeypatch.setattr(autotune, "fastest_skinny", fastest)
     function, shapes = CASES[name]
     args = [randn(4, WIDTH), *(randn(*shape) for shape in shapes)]
     call = compiled(function, max_autotune=True)

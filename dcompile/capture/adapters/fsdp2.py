@@ -32,14 +32,14 @@ class ShardedParameterUnit:
 
     def __init__(self, param: Any, number: int, group: str) -> None:
         self._param = weakref.ref(param)
-        self.name = compat.fsdp2_params.full_name(param, number)
+        self.name = compat.fsdp2.full_name(param, number)
         self.group = group
-        self.offloaded = compat.fsdp2_params.is_offloaded(param)
+        self.offloaded = compat.fsdp2.is_offloaded(param)
         self._arrival: Any = None
         """Event of a gradient's copy to CPU memory, if one is in flight."""
-        self.virtual = compat.fsdp2_params.virtual_parameter(param)
-        self.shown = compat.fsdp2_params.shown_parameter(param, self.virtual)
-        self.made = compat.fsdp2_params.made_of_gathered(param)
+        self.virtual = compat.fsdp2.virtual_parameter(param)
+        self.shown = compat.fsdp2.shown_parameter(param, self.virtual)
+        self.made = compat.fsdp2.made_of_gathered(param)
 
     @property
     def param(self) -> Any:
@@ -51,19 +51,19 @@ class ShardedParameterUnit:
         return self.virtual.dtype
 
     def data(self) -> torch.Tensor:
-        return compat.fsdp2_params.shard_data(self.param)
+        return compat.fsdp2.shard_data(self.param)
 
     def stored(self) -> torch.Tensor:
-        return compat.fsdp2_params.stored_shard(self.param)
+        return compat.fsdp2.stored_shard(self.param)
 
     def address(self) -> int:
-        return compat.fsdp2_params.shard_address(self.param)
+        return compat.fsdp2.shard_address(self.param)
 
     def commit(self, gradient: torch.Tensor) -> None:
-        self._arrival = compat.fsdp2_params.add_gradient(self.param, gradient)
+        self._arrival = compat.fsdp2.add_gradient(self.param, gradient)
 
     def take_back(self, gradient: torch.Tensor) -> None:
-        compat.fsdp2_params.keep_gradient(self.param, gradient[: self.virtual.numel()].view(self.virtual.shape))
+        compat.fsdp2.keep_gradient(self.param, gradient[: self.virtual.numel()].view(self.virtual.shape))
 
     def settle(self) -> None:
         if self._arrival is not None:
@@ -167,13 +167,13 @@ class Fsdp2Adapter(ShardedAdapter):
         super().__init__()
         self._parts = parts
         self._states = [weakref.ref(state) for state in states]
-        missing = compat.fsdp2_takeover.missing_names(states)
+        missing = compat.fsdp2.missing_names(states)
         reasons = [f"this torch lacks {', '.join(missing)}"] if missing else []
         if not missing:
             compat.fsdp2.initialize(states)
-            reasons = compat.fsdp2_takeover.objections(states)
-            self.eager = compat.fsdp2_takeover.runs_in_threads(states)
-            compat.fsdp2_params.keep_versions(states)
+            reasons = compat.fsdp2.objections(states)
+            self.eager = compat.fsdp2.runs_in_threads(states)
+            compat.fsdp2.keep_versions(states)
         self.reasons = tuple([*reasons, "option distributed='stock'"] if stock else reasons)
         self._units: list[ShardedParameterUnit] = []
         self._groups: list[FsdpParameterGroup] = []
@@ -223,7 +223,7 @@ class Fsdp2Adapter(ShardedAdapter):
             together=together,
             offset=0,
             numel=padded,
-            reduce_dtype=_name(compat.fsdp2_params.reduce_dtype(unit.param)),
+            reduce_dtype=_name(compat.fsdp2.reduce_dtype(unit.param)),
             reshard=bool(compat.fsdp2.reshards(group)),
         )
         shape, dtype, device = tuple(virtual.shape), _name(virtual.dtype), virtual.device.type
@@ -260,7 +260,7 @@ class Fsdp2Adapter(ShardedAdapter):
 
     def wants_stock(self) -> str:
         """Return what the user has asked for since that only FSDP's own hooks do; empty if nothing."""
-        return "; ".join(compat.fsdp2_takeover.asked_for([present(state) for state in self._states]))
+        return "; ".join(compat.fsdp2.asked_for([present(state) for state in self._states]))
 
     # --- calls ---
 
@@ -276,7 +276,7 @@ class Fsdp2Adapter(ShardedAdapter):
         return ""
 
     def owners(self) -> Iterable[torch.nn.Module]:
-        modules = (module for unit in self._units for module in compat.fsdp2_params.owners(unit.param))
+        modules = (module for unit in self._units for module in compat.fsdp2.owners(unit.param))
         return {id(module): module for module in modules}.values()
 
     def gathers_under_way(self) -> tuple[Any, ...]:
@@ -306,14 +306,14 @@ class Fsdp2Adapter(ShardedAdapter):
             units = {number: unit for number, unit in enumerate(self._units) if unit.group == entry.name}
             if gathered.keys() >= units.keys():
                 for number, unit in units.items():
-                    compat.fsdp2_params.lend_memory(unit.param, unit.virtual, gathered[number])
+                    compat.fsdp2.lend_memory(unit.param, unit.virtual, gathered[number])
                 compat.fsdp2.to_unsharded(entry.group)
                 self._visible.append(entry)
 
     def show_sharded(self) -> None:
         visible, self._visible = self._visible, []
         for group in (entry.group for entry in visible):
-            if any(map(compat.fsdp2_params.has_lent_memory, group.fsdp_params)):
+            if any(map(compat.fsdp2.has_lent_memory, group.fsdp_params)):
                 compat.fsdp2.to_sharded(group)
 
     def gradients_outside(self) -> dict[int, torch.Tensor]:
@@ -323,8 +323,8 @@ class Fsdp2Adapter(ShardedAdapter):
         return self.unit_gradients({number: gradient for number, gradient in found.items() if gradient is not None})
 
     def shown_by_another(self) -> bool:
-        shown = compat.fsdp2_params.visible_parameter(self._units[0].param) if self._units else None
-        return compat.fsdp2_params.is_stand_in(shown) and self.number_of(shown) is None
+        shown = compat.fsdp2.visible_parameter(self._units[0].param) if self._units else None
+        return compat.fsdp2.is_stand_in(shown) and self.number_of(shown) is None
 
     def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Do what FSDP's root does before its forward, except gathering; return arguments on the device."""
@@ -341,7 +341,7 @@ class Fsdp2Adapter(ShardedAdapter):
             if not entry.group.is_sharded:
                 compat.fsdp2.to_sharded(entry.group)  # the user gathered it by hand, or a direct call left it so
         self.show_sharded()
-        before = [compat.fsdp2_params.visible_parameter(unit.param) for unit in self._units]
+        before = [compat.fsdp2.visible_parameter(unit.param) for unit in self._units]
         inside = bool(before) and before[0] is self._units[0].shown
         places = [(present(table), key, hook) for table, key, hook in self._hooks]
         hooks = [table[key] for table, key, _ in places]
@@ -351,7 +351,7 @@ class Fsdp2Adapter(ShardedAdapter):
                 if unit.virtual.requires_grad != wanted:
                     unit.virtual.requires_grad_(wanted)
                     unit.shown.requires_grad_(wanted)
-                compat.fsdp2_params.show(unit.param, unit.shown)
+                compat.fsdp2.show(unit.param, unit.shown)
             for table, key, hook in places:
                 table[key] = hook
             yield
@@ -360,7 +360,7 @@ class Fsdp2Adapter(ShardedAdapter):
             raise
         finally:
             for unit, parameter in zip(self._units, before, strict=True):
-                compat.fsdp2_params.show(unit.param, parameter)
+                compat.fsdp2.show(unit.param, parameter)
             for (table, key, _), hook in zip(places, hooks, strict=True):
                 table[key] = hook
         if self._gathered and not inside:  # a call within a call of the same module

@@ -51,7 +51,7 @@ class AdapterRow:
 
 
 def _ddp(ddp: Any, wrapping: Wrapping) -> GradientSync:
-    replicated = wrapping.module if compat.replicate.has_made(ddp, wrapping.module) else None
+    replicated = wrapping.module if compat.composable.is_replicate(ddp, wrapping.module) else None
     return DdpSync(DdpAdapter(ddp, wrapping.stock, module=replicated))
 
 

@@ -46,7 +46,7 @@ def return_input_views(gm: Any, aliases: Mapping[int, int]) -> None:
         return
     placeholders, output = gm.graph.find_nodes(op="placeholder"), gm.graph.output_node()
     changes = _changes(gm, placeholders)
-    written = {copy.args[0]: copy.args[1] for copy in changes} | compat.aot_descriptors.returned_changes(gm)
+    written = {copy.args[0]: copy.args[1] for copy in changes} | compat.aot_metadata.returned_changes(gm)
     # after the write to its input, a view that is a library call would seem to read overwritten values
     before = changes[0] if changes else output
     results, left = list(output.args[0]), set[Any]()
@@ -56,7 +56,7 @@ def return_input_views(gm: Any, aliases: Mapping[int, int]) -> None:
         if way:
             results[place] = _replay_views(gm, start, way, before)
             left.update(way)
-        elif compat.aot_descriptors.is_base_of_inputs(start) and _changes_dtype(results[place]):
+        elif compat.aot_metadata.is_base_of_inputs(start) and _changes_dtype(results[place]):
             raise DcompileError(
                 "dcompile: a result views an input as another dtype, and the graph changes another input in the same "
                 "memory; view it outside of compiled code, or pass a copy"
@@ -134,7 +134,7 @@ def with_bases_as_traced(gm: Any, run: Boxed) -> Boxed:
     bases = tuple(
         (position, tuple(value.shape), value.stride())
         for position, node in enumerate(gm.graph.find_nodes(op="placeholder"))
-        if compat.aot_descriptors.is_base_of_inputs(node) and compat.sizes.is_fixed(value := node.meta["val"])
+        if compat.aot_metadata.is_base_of_inputs(node) and compat.sizes.is_fixed(value := node.meta["val"])
     )
     if not bases:
         return run

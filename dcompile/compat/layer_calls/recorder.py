@@ -17,11 +17,12 @@ from dcompile.compat.layer_calls.guard_match import (
     Values,
     Within,
     guard_type,
+    hook_keys,
     is_about_hook,
+    unguarded_tables,
     watched_guards,
 )
-from dcompile.compat.layer_calls.module_match import hook_keys, unguarded_tables
-from dcompile.compat.layer_calls.watched_tracing import CREATED, RENAMED, watched_tracing
+from dcompile.compat.patches.on_demand import CREATED, RENAMED, watched_tracing
 
 
 class NotRepeatable(Exception):

@@ -14,10 +14,9 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from dcompile.compat.layer_calls.call_key import CallArguments, is_plain_fake, realized, traits
-from dcompile.compat.layer_calls.guard_match import Renaming, Values, holds_for, install, told_as
-from dcompile.compat.layer_calls.module_match import ModulePairs
+from dcompile.compat.layer_calls.guard_match import ModulePairs, Renaming, Values, holds_for, install, told_as
 from dcompile.compat.layer_calls.recorder import CallRecord, TensorFacts, result_traits, stack_name
-from dcompile.compat.layer_calls.watched_tracing import CREATED
+from dcompile.compat.patches.on_demand import CREATED
 from dcompile.compat.tensors import fake_memory, fake_parameter, fake_tensor, real_tensors, storage_key
 
 

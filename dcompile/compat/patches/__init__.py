@@ -1,1 +1,1 @@
-"""Patches of torch, one module for each change."""
+"""Patches of torch, by what they change."""

@@ -1,11 +1,82 @@
-"""Patches of torch that no stage enters: modules that need them do, at the time that `undone` says."""
+"""Patches of torch that no stage enters: modules that need them do, at the time that `undone` says.
+
+Three small ones come first: `torch.compile(model, backend='dcompile')` does the same as `dcompile.compile`, torch
+reports the compute capability of a GPU that is not in this machine, and nodes that a layer's call adds are logged.
+"""
 
 from __future__ import annotations
 
-from dcompile.compat import absent_ranks, aot_bundle, aot_trace, dispatch_watch, groups, guards, single_rank, zero
-from dcompile.compat.layer_calls.watched_tracing import watched_tracing
-from dcompile.compat.patches import compile_call, gpu_capability, saved_functions
+import contextlib
+import functools
+import unittest.mock
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from dcompile.compat import absent_ranks, aot_bundle, aot_trace, dispatch_watch, groups, guards, zero
 from dcompile.compat.patches.torch_patch import GRAPH_COMPILE, GUARDS, TRACERS, TorchPatch
+
+if TYPE_CHECKING:  # importing dcompile loads no torch
+    from torch.fx import Graph, Node
+
+CREATED, RENAMED = "created", "renamed"
+"""What happens to a node while a layer is traced."""
+
+
+def intercept_compile(handle: Callable[[Any, Any], Any]) -> None:
+    """Pass every torch.compile call to `handle(context, fn)`. If it returns NotImplemented, torch proceeds as usual."""
+    from torch._dynamo.eval_frame import _TorchDynamoContext
+
+    original = _TorchDynamoContext.__call__
+    if hasattr(original, "_dcompile"):
+        return
+
+    @functools.wraps(original)
+    def __call__(self: Any, fn: Any) -> Any:
+        result = handle(self, fn)
+        return original(self, fn) if result is NotImplemented else result
+
+    __call__._dcompile = True  # type: ignore[attr-defined]
+    _TorchDynamoContext.__call__ = __call__  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def gpu_capability_as(capability: tuple[int, int]) -> Iterator[None]:
+    """Let torch report this compute capability for every GPU."""
+    import torch
+
+    with unittest.mock.patch.object(torch.cuda, "get_device_capability", lambda *_: capability):
+        yield
+
+
+@contextlib.contextmanager
+def watched_tracing(graph: Graph, log: list[tuple[str, Node, str]], assume: Callable[[], None]) -> Iterator[None]:
+    """Log nodes that are added to a graph and names that they get; `assume`: called for results that are constants."""
+    from torch._dynamo.variables import functions
+    from torch.fx import Node
+
+    create, rename, constant = graph.create_node, Node._rename, functions.invoke_and_store_as_constant
+
+    def creating(*args: Any, **keywords: Any) -> Node:
+        node = create(*args, **keywords)
+        log.append((CREATED, node, node.name))
+        return node
+
+    def renaming(node: Node, candidate: str) -> None:
+        if node.graph is graph:
+            log.append((RENAMED, node, candidate))
+        rename(node, candidate)
+
+    def invoking(*args: Any, **keywords: Any) -> Any:
+        assume()
+        return constant(*args, **keywords)
+
+    with (
+        unittest.mock.patch.object(functions, "invoke_and_store_as_constant", invoking),
+        unittest.mock.patch.object(graph, "create_node", creating),
+        unittest.mock.patch.object(Node, "_rename", renaming),
+    ):
+        yield
+
 
 ON_DEMAND: tuple[TorchPatch, ...] = (
     TorchPatch(
@@ -48,7 +119,7 @@ ON_DEMAND: tuple[TorchPatch, ...] = (
         undone="when the graph is compiled",
     ),
     TorchPatch(
-        saved_functions.unread_gradients_left_out,
+        aot_bundle.unread_gradients_left_out,
         ("torch._dynamo.guards.GuardsStatePickler.reducer_override",),
         "correctness",
         "saved guards on a tensor that had a gradient cannot be loaded",
@@ -56,7 +127,7 @@ ON_DEMAND: tuple[TorchPatch, ...] = (
         undone="when the function is compiled",
     ),
     TorchPatch(
-        saved_functions.globals_saved,
+        aot_bundle.globals_saved,
         ("torch._dynamo.convert_frame.GraphCaptureOutput.get_runtime_env",),
         "correctness",
         "saved code names modules by Dynamo's globals, which no other process has",
@@ -73,7 +144,7 @@ ON_DEMAND: tuple[TorchPatch, ...] = (
         undone="when the graph is compiled",
     ),
     TorchPatch(
-        single_rank.SingleRankCollectives,
+        absent_ranks.SingleRankCollectives,
         ("torch.distributed.all_reduce", "torch.distributed.all_gather", "torch.distributed.broadcast"),
         "takeover",
         "a model that is explained alone finds nobody to answer its collectives",
@@ -118,7 +189,7 @@ ON_DEMAND: tuple[TorchPatch, ...] = (
         undone="when the frame is compiled",
     ),
     TorchPatch(
-        compile_call.intercept_compile,
+        intercept_compile,
         ("torch._dynamo.eval_frame._TorchDynamoContext.__call__",),
         "takeover",
         "torch.compile(model, backend='dcompile') is an entry point, and must see whole modules",
@@ -139,7 +210,7 @@ ON_DEMAND: tuple[TorchPatch, ...] = (
         undone="never; it calls torch's own",
     ),
     TorchPatch(
-        gpu_capability.gpu_capability_as,
+        gpu_capability_as,
         ("torch.cuda.get_device_capability",),
         "takeover",
         "an export for a GPU that is not in this machine compiles for its compute capability",

@@ -1,46 +1,33 @@
 """Every patch of torch, and of what torch calls: what it changes, why, for which versions, and how it is undone.
 
 Patches with stages are entered by `patched` around that stage, in the order of this list. The others (`on_demand.py`)
-are entered, or made once, by the module that needs them.
+are entered, or made once, by the module that needs them. `describe` writes the list as text, with what applies to the
+installed torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 from collections.abc import Iterator
+from typing import Any
 
-from dcompile.compat import (
-    guards,
-    sizes,
-)
+from dcompile.compat import guards, sizes
 from dcompile.compat.patches import (
-    autograd_functions,
-    batch_norm_statistics,
+    aot_graphs,
     compiling_thread,
-    cse,
-    dynamo_metrics,
-    grouped_experts,
-    index_strides,
-    layer_drop,
+    dynamo_calls,
     lean_wrappers,
-    library_breaks,
-    mutated_input_order,
-    packed_sequences,
     partitioner,
     quick_reads,
     quiet_dumps,
     random_numbers,
-    repeated_layers,
-    scalar_writes,
-    strided_results,
-    symbolic_arithmetic,
-    symbolic_tangents,
-    symbolic_views,
-    tangent_strides,
-    traced_gathers,
+    traced_sizes,
 )
 from dcompile.compat.patches.on_demand import ON_DEMAND
 from dcompile.compat.patches.torch_patch import GUARDS, PatchRequest, Stage, TorchPatch, installed_version
+from dcompile.compat.versions import torch_version
 
 FRAME: tuple[Stage, ...] = ("frame",)
 GRAPH: tuple[Stage, ...] = ("graph",)
@@ -52,7 +39,7 @@ _PARTITIONERS = "torch._functorch.partitioners"
 PATCHES: tuple[TorchPatch, ...] = (
     # --- Dynamo compiles a frame ---
     TorchPatch(
-        dynamo_metrics.quiet_metrics,
+        quiet_dumps.quiet_metrics,
         ("torch._dynamo.utils._scrubbed_inductor_config_for_logging",),
         "correctness",
         "metrics of torch 2.11 fail to write functions among settings; those of inductor say nothing of our frames",
@@ -67,7 +54,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         first=(2, 12),
     ),
     TorchPatch(
-        autograd_functions.traced_sync_batch_norm,
+        dynamo_calls.traced_sync_batch_norm,
         ("torch._dynamo.variables.misc.AutogradFunctionVariable.call_apply",),
         "takeover",
         "SyncBatchNorm's collectives become steps of the program",
@@ -75,7 +62,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         lambda request: (request.sync_batch_norm,),
     ),
     TorchPatch(
-        autograd_functions.functions_told_of_absence_in_eager,
+        dynamo_calls.functions_told_of_absence_in_eager,
         (
             "torch._dynamo.variables.misc.AutogradFunctionContextVariable.var_getattr",
             "torch._dynamo.variables.misc.AutogradFunctionVariable.call_apply",
@@ -85,7 +72,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         FRAME,
     ),
     TorchPatch(
-        grouped_experts.experts_grouped,
+        dynamo_calls.experts_grouped,
         ("torch._dynamo.variables.functions.UserMethodVariable.call_function",),
         "takeover",
         "a loop over experts runs as often as experts are hit, which no graph can",
@@ -115,28 +102,28 @@ PATCHES: tuple[TorchPatch, ...] = (
         FRAME,
     ),
     TorchPatch(
-        scalar_writes.writes_to_scalars_kept,
+        dynamo_calls.writes_to_scalars_kept,
         ("torch._dynamo.output_graph.OutputGraph.remove_tensorify_specialized_graphargs",),
         "correctness",
         "in-place writes to float64 scalars are taken out of the graph with any backend",
         FRAME,
     ),
     TorchPatch(
-        strided_results.strided_results_written,
+        dynamo_calls.strided_results_written,
         ("torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function",),
         "takeover",
         "`out=` of a tile breaks the graph, and each frame around it is traced anew",
         FRAME,
     ),
     TorchPatch(
-        strided_results.absent_gradients_passed,
+        dynamo_calls.absent_gradients_passed,
         ("torch._dynamo._trace_wrapped_higher_order_op.autograd_function_backward_rewritten",),
         "correctness",
         "a custom Function whose results include None is an AttributeError in its backward",
         FRAME,
     ),
     TorchPatch(
-        packed_sequences.packed_sequences_apart,
+        dynamo_calls.packed_sequences_apart,
         ("torch._dynamo.trace_rules._disallowed_callable_ids",),
         "correctness",
         "tracing how a packed sequence is padded fails",
@@ -144,14 +131,14 @@ PATCHES: tuple[TorchPatch, ...] = (
         last=(2, 11),
     ),
     TorchPatch(
-        library_breaks.library_functions_whole,
+        dynamo_calls.library_functions_whole,
         ("torch._dynamo.variables.functions.SkipFunctionVariable.call_function",),
         "speed",
         "graph breaks around an optimizer's step make three frames of it; the warnings of a loss leave it to eager",
         FRAME,
     ),
     TorchPatch(
-        layer_drop.certain_branches_taken,
+        dynamo_calls.certain_branches_taken,
         ("torch._dynamo.symbolic_convert.InstructionTranslator.dispatch_table",),
         "speed",
         "LayerDrop with a probability of 0 breaks the graph before each layer",
@@ -159,7 +146,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         lambda request: (request.certain_branches,),
     ),
     TorchPatch(
-        traced_gathers.reordered_gathers_traced,
+        dynamo_calls.reordered_gathers_traced,
         ("torch._dynamo.trace_rules.get_torch_obj_rule_map",),
         "correctness",
         "Dynamo refuses to trace all_gather_tensor along another dimension than the first",
@@ -204,7 +191,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         FRAME,
     ),
     TorchPatch(
-        repeated_layers.repeated_layers_once,
+        dynamo_calls.repeated_layers_once,
         (
             "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.call_function",
             "torch._dynamo.side_effects.SideEffects.mutation",
@@ -224,21 +211,21 @@ PATCHES: tuple[TorchPatch, ...] = (
         BOTH,
     ),
     TorchPatch(
-        symbolic_arithmetic.remembered_arithmetic,
+        traced_sizes.remembered_arithmetic,
         ("torch.fx.experimental.sym_node.SymNode._mul",),
         "speed",
         "each fake tensor works out anew what its symbolic sizes come to, a quarter of the time that tracing takes",
         BOTH,
     ),
     TorchPatch(
-        symbolic_views.views_as_asked,
+        traced_sizes.views_as_asked,
         (_FAKE_OPS,),
         "speed",
         "views of symbolic sizes guard on each comparison, and come out as longer expressions",
         BOTH,
     ),
     TorchPatch(
-        index_strides.strides_of_indices,
+        traced_sizes.strides_of_indices,
         (_FAKE_OPS, "torch._subclasses.fake_tensor.FakeTensorMode._cache_key"),
         "correctness",
         "strides of x[i] follow the index in eager, and are traced without it",
@@ -246,7 +233,7 @@ PATCHES: tuple[TorchPatch, ...] = (
     ),
     # --- AOTAutograd traces a graph ---
     TorchPatch(
-        tangent_strides.tangents_as_results,
+        aot_graphs.tangents_as_results,
         ("torch._functorch._aot_autograd.schemas.MemoryFormatMeta.from_tensor",),
         "speed",
         "gradients that are stored as their results were copied to row-major order",
@@ -275,21 +262,21 @@ PATCHES: tuple[TorchPatch, ...] = (
         GRAPH,
     ),
     TorchPatch(
-        mutated_input_order.results_in_their_places,
+        aot_graphs.results_in_their_places,
         ("torch._functorch._aot_autograd.graph_capture.create_functionalized_fn",),
         "correctness",
         "a result that is a changed input comes out in another's place",
         GRAPH,
     ),
     TorchPatch(
-        batch_norm_statistics.unseen_statistics,
+        aot_graphs.unseen_statistics,
         ("torch._subclasses.functional_tensor.FunctionalTensorMode.__torch_dispatch__",),
         "correctness",
         "eager's batch norm changes its statistics unseen by autograd; traced, a second call refused the backward",
         GRAPH,
     ),
     TorchPatch(
-        symbolic_tangents.tangents_of_any_size,
+        aot_graphs.tangents_of_any_size,
         ("torch._functorch._aot_autograd.runtime_wrappers.AOTDispatchAutograd.process_runtime_tangent",),
         "correctness",
         "comparing DTensors' gradients makes numbers of symbolic sizes",
@@ -328,7 +315,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         PARTITION,
     ),
     TorchPatch(
-        cse.regions_without_inductor,
+        partitioner.regions_without_inductor,
         (f"{_PARTITIONERS}.fx_graph_cse",),
         "speed",
         "two helpers of a few lines import all of inductor",
@@ -361,3 +348,41 @@ def patched(stage: Stage, request: PatchRequest) -> Iterator[None]:
             if stage in patch.stages and patch.applies_to(version):
                 entered.enter_context(patch.apply(*patch.given(request)))
         yield
+
+
+def find_target(dotted: str) -> Any:
+    """Return the object of a dotted name. Raises ImportError or AttributeError if this torch lacks it."""
+    parts = dotted.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        return functools.reduce(getattr, parts[count:], found)
+    raise ModuleNotFoundError(f"No module named {parts[0]!r}", name=parts[0])
+
+
+def status_of(patch: TorchPatch) -> str:
+    """Whether a patch applies to the installed torch, and why not."""
+    major, minor = version = installed_version()
+    if not patch.applies_to(version):
+        return f"not needed by torch {major}.{minor}"
+    missing = []
+    for target in patch.targets:
+        try:
+            find_target(target)
+        except (ImportError, AttributeError):
+            missing.append(target)
+    return f"does nothing: there is no {', '.join(missing)}" if missing else "applies"
+
+
+def describe() -> Iterator[str]:
+    """Yield lines for each patch, with whether it applies to the installed torch."""
+    yield f"torch {torch_version()}: {len(PATCHES)} patches"
+    for patch in PATCHES:
+        yield ""
+        yield f"{patch.name}: {status_of(patch)}"
+        yield f"  replaces  {', '.join(patch.targets)}"
+        yield f"  reason    {patch.kind}: {patch.reason}"
+        yield f"  versions  torch {patch.versions}"
+        yield f"  undone    {patch.undone}"

@@ -13,13 +13,28 @@ from dcompile import compat
 from dcompile.collectives.contract import Phase, ShardGroup
 from dcompile.ir.buffers import Bucket
 from dcompile.runtime.communication.converted_shards import ConvertedShards
-from dcompile.runtime.communication.gloo import start_gather
-from dcompile.runtime.communication.in_flight import PendingGather, PendingReduction, coalescing, named_error
-from dcompile.runtime.communication.packing import PackedUnits, in_order
-from dcompile.runtime.communication.peer_memory.all_gather import CopyGathers
-from dcompile.runtime.communication.peer_memory.shards import PeerShardGroup, PeerShards
-from dcompile.runtime.communication.shard_reduction import ShardReductions
+from dcompile.runtime.communication.gather_scatter import PackedUnits, in_order, start_gather
+from dcompile.runtime.communication.peer_memory.shards import CopyGathers, PeerShardGroup, PeerShards, PendingCopyGather
+from dcompile.runtime.communication.shard_reduction import (
+    PendingReduction,
+    ShardReductions,
+    named_error,
+)
 from dcompile.runtime.communication.work import PendingCollective, count_replayed, label_of_model
+
+
+@dataclass(eq=False, slots=True)
+class PendingGather:
+    """A gather in flight."""
+
+    collective: PendingCollective | PendingCopyGather
+    shards: list[torch.Tensor]
+    """Tensors that the gather reads; they must live until it is done."""
+    parcel: PackedUnits | None
+    """Units that arrive as one message and are unpacked afterwards."""
+    group: Any
+    full: list[torch.Tensor]
+    """Tensors of the units that the gather fills."""
 
 
 @dataclass(eq=False)
@@ -132,7 +147,7 @@ class ShardCommunication:
         def start(limit_s: float | None) -> Any:
             return start_gather(group, full, shards, limit_s)
 
-        text = f"all-gather {bucket} ({sum(tensor.numel() for tensor in full)} elements{coalescing(found)})"
+        text = f"all-gather {bucket} ({sum(tensor.numel() for tensor in full)} elements{_coalescing(found)})"
         label = label_of_model(text, group, self.shards.numbers)
         with self._named("all-gather", found, group):
             collective = PendingCollective(group, full[0].device, label, start)
@@ -338,3 +353,7 @@ class RecordedShardCommunication(ShardCommunication):
         Valid after the call.
         """
         return [self._done[bucket.name] for bucket in self._scattered()]
+
+
+def _coalescing(bucket: Bucket) -> str:
+    return f", {len(bucket.packed)} together" if bucket.packed else ""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.compat.collectives import (
+from dcompile.compat.groups import (
     reduce_op,
     start_all_reduce,
     start_all_to_all,
@@ -20,7 +20,7 @@ from dcompile.compat.collectives import (
 from dcompile.errors import DcompileError
 from dcompile.ir.collective_kinds import CollectiveKind
 from dcompile.ir.functional_collectives import kind_of
-from dcompile.runtime.communication.gloo import start_gather
+from dcompile.runtime.communication.gather_scatter import start_gather
 from dcompile.runtime.communication.peer_memory.one_shot import OneShotLaunch
 from dcompile.runtime.communication.work import PendingCollective
 

@@ -30,8 +30,7 @@ from dcompile import compat
 from dcompile.errors import DcompileError, PlanMismatchError
 from dcompile.logs import flush_streams, report
 from dcompile.runtime.coordination.peer_status import BEAT_S, PeerStatus, RankProcess
-from dcompile.runtime.coordination.progress_events import ProgressEvents, stay_out_of_captures
-from dcompile.runtime.coordination.watchdog import CommunicatorAbort, Watchdog
+from dcompile.runtime.coordination.watchdog import CommunicatorAbort, ProgressEvents, Watchdog, stay_out_of_captures
 
 GOODBYE_S = 3.0
 """Seconds that a rank waits at its end to see that all others have ended, or know that the job was called off."""

@@ -1,7 +1,8 @@
 """Watchdog: a thread that notices GPU collectives that will never end, and unblocks the host.
 
 With Gloo the host waits for a collective and can check its peers meanwhile (`communication.work`). With NCCL a stream
-waits. The host blocks only where it reads a result back, in a CUDA call that nothing interrupts.
+waits. The host blocks only where it reads a result back, in a CUDA call that nothing interrupts. A CUDA event after
+each collective lets another thread see the first one that is not complete.
 
 So the coordinator's thread checks whether the GPU is stuck while a rank is gone, or is silent beyond the group's limit.
 If it is, or if the job was called off, communicators are aborted. The GPU then goes on with wrong values. The thread
@@ -16,8 +17,12 @@ import logging
 import os
 import threading
 import time
+from collections import deque
+from dataclasses import dataclass
 from math import inf
 from typing import Any
+
+import torch
 
 from dcompile import compat
 from dcompile.errors import PlanMismatchError
@@ -31,6 +36,10 @@ GRACE_S = 2.0
 """Seconds for the host to notice the end by itself, where it starts a collective or calls the model."""
 LAST_S = 10.0
 """Seconds for the host to leave its wait after the abort; then the process ends."""
+SWEEP_COUNT = 64
+"""Number of events above which those that have completed are removed."""
+_THREAD_LOCAL = 1
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL of the CUDA driver's API."""
 
 
 class Watchdog:
@@ -121,3 +130,56 @@ def _raise_in(thread: int | None, peers: PeerView) -> None:
 
     CalledOff.__name__ = CalledOff.__qualname__ = PlanMismatchError.__name__
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(CalledOff))
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressEvent:
+    """CUDA event after a collective, with the collective's number in its group and its label."""
+
+    number: int
+    label: str
+    event: Any
+    device: int
+
+
+class ProgressEvents:
+    """Progress events of one process group, in the order in which the GPU reaches them."""
+
+    def __init__(self) -> None:
+        self._marks: deque[ProgressEvent] = deque()
+        self._spare: dict[int, list[Any]] = {}
+        self._lock = threading.Lock()
+
+    def put(self, number: int, label: str) -> None:
+        """Record an event on the current stream, which now waits for this collective."""
+        device = torch.cuda.current_device()
+        with self._lock:
+            spare = self._spare.setdefault(device, [])
+            event: Any = spare.pop() if spare else torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
+            event.record()
+            self._marks.append(ProgressEvent(number, label, event, device))
+            if len(self._marks) > SWEEP_COUNT:
+                self._sweep()
+
+    def oldest(self) -> ProgressEvent | None:
+        """Event of the first collective that the GPU has not completed, or None."""
+        with self._lock:
+            self._sweep()
+            return self._marks[0] if self._marks else None
+
+    def _sweep(self) -> None:
+        while self._marks and self._marks[0].event.query():
+            mark = self._marks.popleft()
+            self._spare[mark.device].append(mark.event)
+
+
+def stay_out_of_captures() -> None:
+    """Allow this thread to query events while another thread captures a CUDA graph.
+
+    Otherwise that capture would fail.
+    """
+    if not torch.cuda.is_available():
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+        exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))

@@ -1,17 +1,20 @@
-"""One recorded run of a compiled program: the addresses of its inputs, its results, and its replay.
+"""One recorded run of a compiled program: the addresses of its inputs, its results, its replay, and its recorder.
 
 A recording replays kernels on the addresses that it was made with. So each input tensor is either `fixed` or has a
 slot. Fixed inputs are parameters and results of other recordings, whose address must stay the same. A slot is memory of
 the recording's own, which is filled before each replay.
 
 Results are stored in memory of the pool at addresses that never change. Each replay returns new tensors over this
-memory. The reference count of the storage shows whether the caller still holds one.
+memory. The reference count of the storage shows whether the caller still holds one. `ResultSorter` classifies the
+results of a recorded run: inputs, their slots, gradient buckets, or memory of the recording's own.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -19,6 +22,8 @@ import torch
 
 from dcompile import compat
 from dcompile.collectives.contract import AnySource, Executable
+from dcompile.compat.tensors import forget_blas_workspaces
+from dcompile.runtime.cuda_graphs.collectives import RecordedCall
 from dcompile.runtime.program.arena import copy_elements, over
 
 COPY_BYTES = 1 << 16
@@ -286,3 +291,135 @@ class Recording:
             results.append(result.of(args, buckets, given, results))  # each may be a view of earlier ones
         args.clear()
         return results
+
+
+class ResultSorter:
+    """Classify the results of a recorded run, and collect their memory.
+
+    `stay`: positions of the fixed inputs whose memory was not freed during the run. Freed memory may hold a result now.
+    """
+
+    def __init__(
+        self, stay: Sequence[int], args: Sequence[Any], slots: Sequence[CopiedInput], pool: int, call: RecordedCall
+    ) -> None:
+        self._pool = pool
+        self._buckets = {memory.flat.untyped_storage().data_ptr(): name for name, memory in call.memories.items()}
+        self._inputs = {args[i].untyped_storage().data_ptr(): i for i in reversed(stay)}
+        self._args = args
+        self._by_address: dict[int, ResultMemory] = {}
+        self._slots = {slot.tensor.untyped_storage().data_ptr(): slot for slot in slots}
+        self._virtual = {id(args[i]): i for i in stay if is_virtual(args[i])}
+        self._seen: dict[ResultMemory, None] = {}
+
+    @property
+    def memories(self) -> tuple[ResultMemory, ...]:
+        """Memory that the caller may come to hold."""
+        return tuple(self._seen)
+
+    def settle(self) -> None:
+        """Note reference counts, once nothing else holds the results of the recorded run."""
+        for memory in self._by_address.values():
+            memory.settle()
+
+    def result(self, value: Any, kept: ResultRetention | None, earlier: int | None) -> RecordedResult:
+        """Describe a result. `kept`: what is known of its users, if it has any; `earlier`: position of the same one."""
+        if not isinstance(value, torch.Tensor):
+            return RecordedResult("value", value)
+        if earlier is not None:
+            return RecordedResult("again", earlier)
+        storage = value.untyped_storage()
+        position = self._inputs.get(storage.data_ptr()) if storage.nbytes() else self._virtual.get(id(value))
+        if position is not None:
+            return _view_of_input(position, self._args[position], value)
+        slot = self._slots.get(storage.data_ptr()) if storage.nbytes() else None
+        if slot is not None and kept is not None:  # a saved one is read from the slot
+            return _view_of_input(slot.position, slot.tensor, value)
+        bucket = self._buckets.get(storage.data_ptr())
+        if bucket is not None:
+            return RecordedResult("bucket", bucket, 0, tuple(value.shape), value.stride(), int(value.storage_offset()))
+        # empty results have no address that they could share
+        address = storage.data_ptr() if storage.nbytes() else -1 - len(self._by_address)
+        memory = self._by_address.get(address)
+        if memory is None:
+            memory = self._by_address[address] = ResultMemory(storage, self._pool, pinned=slot is not None)
+        if kept is not None and storage.nbytes() <= COPY_BYTES:
+            return RecordedResult("copy", memory, memory.add(value))
+        self._seen[memory] = None
+        memory.kept = memory.kept or kept
+        return RecordedResult("memory", memory, memory.add(value), kept=kept)
+
+
+def position_in_results(results: Sequence[Any], number: int, users: int) -> int | None:
+    """Position of an earlier user result that is the same tensor, or None."""
+    earlier = range(number) if number < users else ()
+    return next((place for place in earlier if results[place] is results[number]), None)
+
+
+def _view_of_input(position: int, source: torch.Tensor, value: torch.Tensor) -> RecordedResult:
+    """Result that is a view of `source`: the input at this position, or the slot that holds its copy."""
+    offset = value.storage_offset() - source.storage_offset()
+    return RecordedResult("input", position, 0, tuple(value.shape), value.stride(), int(offset))
+
+
+def is_virtual(tensor: torch.Tensor) -> bool:
+    """Whether it represents a sharded parameter: full shape, without memory."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
+class CudaRecorder:
+    """Record on a stream of its own, with memory from pools of the caching allocator.
+
+    torch registers the default generator when a capture begins, so replays draw new random numbers.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pools: dict[int, Any] = {}
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def record(self, function: Callable[[], list[Any]], pool: int) -> tuple[Callable[[], None], list[Any]]:
+        """Record a function; see `GraphRecorder`. Other threads may use CUDA meanwhile (loaders, NCCL's watchdog).
+
+        Each recording has its own cuBLAS workspaces, as in torch's trees. Otherwise torch would keep them for the
+        stream, and with them the whole pool of a deleted graph (65 MiB a model on an H100). Newer versions free them
+        with any graph recorded on that stream (pytorch issue 193402), while other graphs still write there.
+        """
+        graph = torch.cuda.CUDAGraph()
+        handle = self._pools.setdefault(pool, torch.cuda.graph_pool_handle())
+        current = torch.cuda.current_stream(self.device)
+        forget_blas_workspaces()
+        try:
+            with (
+                without_garbage_collection(),  # first: a collection that is due may run until the capture begins
+                torch.cuda.graph(graph, pool=handle, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                results = function()
+        except RuntimeError:
+            torch.cuda.set_stream(current)  # after a capture that cannot end, torch leaves its stream current,
+            del self._pools[pool]  # its pool in use, so that nothing more could be recorded into it,
+            self._end_capture_of_random_numbers()
+            raise
+        finally:
+            forget_blas_workspaces()
+        return graph.replay, results
+
+    def _end_capture_of_random_numbers(self) -> None:
+        """Give the default generator a state that no capture uses: the old one refuses any draw outside of it."""
+        generator: Any = torch.cuda.default_generators[self.device.index or 0]
+        generator.graphsafe_set_state(generator.clone_state())
+
+    def can_read(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on this device."""
+        return tensor.device == self.device
+
+
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Collect no garbage meanwhile: an old model's objects may unmap memory of other ranks, which breaks a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

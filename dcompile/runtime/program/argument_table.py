@@ -1,17 +1,46 @@
-"""Call compiled functions as Python builtins that read their arguments from a table in memory.
+"""Load compiled libraries, and call their functions as Python builtins that read arguments from a table in memory.
 
 A call through ctypes prepares itself each time: 0.26 us instead of 0.10 (docs/lab/runtime.md, R2). So compiled files
 describe a function to Python as extension modules do, with a `PyMethodDef`. They declare the few functions of Python's
 stable interface themselves, as its headers may be missing. Such a function is bound to the address of its table.
+
+Several CPU kernels run in a single call. Their table holds the addresses that are known when the host program prepares
+itself. Other addresses, and sizes that only the call knows, are filled in at each call. Every compiled file has a
+`run_calls` that walks over the table (`codegen/emit/cpp/library/base.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any, Self
 
 from dcompile.errors import BuildError
+
+_RUN_CALLS = "calls_from_python"
+"""`PyMethodDef` of the function that reads the table."""
+
+
+@cache
+def library(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(
+            f"dcompile: cannot load compiled kernels from {path}: {error}; delete it to build it again"
+        ) from error
+
+
+def kernel(path: Path, name: str) -> Any:
+    """Find a function of a compiled library; it returns an integer."""
+    try:
+        function = getattr(library(path), name)
+    except AttributeError:
+        raise BuildError(f"dcompile: {path} has no kernel {name}; delete it to build it again") from None
+    function.restype = ctypes.c_long
+    return function
 
 
 class Address(int):
@@ -67,3 +96,22 @@ def address_of(function: Any) -> int:
     found = ctypes.cast(function, ctypes.c_void_p).value
     assert found is not None
     return found
+
+
+def kernel_calls(
+    libraries: Mapping[str, Path], count: int, kernels: Sequence[tuple[str, Sequence[Address | int]]]
+) -> Callable[..., Any]:
+    """Make a function that runs kernels, each given by its name and arguments.
+
+    It takes `count` addresses and sizes per call. The function returns the status of the first kernel that fails, and 0
+    if none does.
+    """
+    rows = [word for name, some in kernels for word in (_entry_point(libraries[name], name), len(some))]
+    arguments = [argument for _, some in kernels for argument in some]
+    table = ArgumentTable.laid_out([count, len(kernels)], [0] * count, rows, arguments)
+    return bound(library(libraries[kernels[0][0]]), _RUN_CALLS, table)
+
+
+def _entry_point(path: Path, name: str) -> int:
+    """Address of the kernel variant that takes pointers to its arguments."""
+    return address_of(kernel(path, f"{name}_at"))

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from dcompile.collectives.contract import AnySource
 from dcompile.runtime.measure.instrumentation import CallRecorder, ProgramProbe, instrument
 from dcompile.runtime.program import cuda_launch
+from dcompile.runtime.program.argument_table import kernel
 from dcompile.runtime.program.artifact import Loadable
 from dcompile.runtime.program.fast_aten import set_grad_enabled
-from dcompile.runtime.program.kernel_library import kernel
 from dcompile.runtime.program.workspace import Call, Workspace, Workspaces
 
 

@@ -1,15 +1,22 @@
-"""Workspaces: memory that the programs of one model use in turn, and the calls that are prepared for it."""
+"""Workspaces: memory that the programs of one model use in turn, and the calls that are prepared for it.
+
+A backward checks the layouts of saved tensors that it receives, and copies those that its kernels cannot read. Autograd
+passes an input of the forward in its present state. New memory (`p.data = p.data.t()`, `module.double()`) changes its
+strides or dtype without a change of its version counter. Hooks for saved tensors may return any layout (`save_on_cpu`
+with pinned memory). Eager's operators read each tensor's strides; compiled kernels expect one layout.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
 from dcompile.collectives.contract import AnySource, ProgramReport
+from dcompile.compat.guards import like_these
 from dcompile.compat.storage_holders import is_only_reference
 from dcompile.ir.gemm import Geometry
 from dcompile.runtime.program import cuda_launch, half_gemm, host_checks
@@ -24,11 +31,8 @@ from dcompile.runtime.program.arena import (
     over,
     seen_in,
 )
-from dcompile.runtime.program.argument_table import Address, ArgumentTable
-from dcompile.runtime.program.cpu_launch import calls
+from dcompile.runtime.program.argument_table import Address, ArgumentTable, kernel_calls, library
 from dcompile.runtime.program.cublaslt import GemmCall, GemmDescription
-from dcompile.runtime.program.kernel_library import library
-from dcompile.runtime.program.saved_tensors import Layout, SavedLayouts
 
 if TYPE_CHECKING:
     from dcompile.runtime.communication.model_collectives import ModelCollective
@@ -36,6 +40,10 @@ if TYPE_CHECKING:
 
 Call = Callable[[list[Any], AnySource | None, bool], list[Any]]
 
+Layout: TypeAlias = "tuple[torch.dtype, tuple[int, ...], tuple[int, ...], str, bool]"
+"""Layout of a tensor: dtype, shape, strides, device type, and whether the program writes to it."""
+
+RELAID = "a backward copied what a hook for saved tensors or a new `.data` has laid out otherwise than in the forward"
 SIZES_KEPT = 16
 """Number of sizes for which a dynamic program keeps prepared calls. Preparing one takes about as long as running it."""
 
@@ -257,14 +265,14 @@ class HostProgramServices:
 
     def kernel(self, name: str, count: int) -> Callable[..., Any]:
         """Compiled kernel that takes `count` addresses and sizes. It returns 0, or an error status."""
-        return calls(self.libraries, count, [(name, range(count))])
+        return kernel_calls(self.libraries, count, [(name, range(count))])
 
     def calls(self, count: int, kernels: list[tuple[str, tuple[int, ...]]]) -> Callable[..., Any]:
         """Sequence of compiled kernels, each given by its name and arguments.
 
         Arguments are known addresses, or positions among `count` values of a call.
         """
-        return calls(self.libraries, count, kernels)
+        return kernel_calls(self.libraries, count, kernels)
 
     def product(self, op: str, shape: tuple[Any, ...], algorithm: tuple[int, ...]) -> GemmCall:
         """GEMM of this geometry by a cuBLASLt algorithm, in place of ATen's `op`."""
@@ -339,3 +347,50 @@ class HostProgramServices:
         if status == 1:
             raise RuntimeError("ZeroDivisionError")
         raise IndexError(f"index {status >> 2} is out of bounds")
+
+
+class SavedLayouts:
+    """Layouts that one program expects."""
+
+    __slots__ = ("_layouts", "_notes", "check")
+
+    def __init__(self, layouts: tuple[Layout, ...], notes: list[str]) -> None:
+        self._layouts, self._notes = layouts, notes
+        self.check = self._have_layouts
+        """Quick check whether tensors have these layouts. If it fails, `fit` compares them in detail."""
+
+    def _have_layouts(self, *tensors: torch.Tensor) -> bool:
+        if not all(map(_has_layout, tensors, self._layouts)):
+            return False
+        self.check = like_these(tensors) or self._have_layouts
+        return True
+
+    def fit(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors, with copies of those that have other layouts."""
+        if self._have_layouts(*tensors):
+            return [*tensors]
+        if RELAID not in self._notes:
+            self._notes.append(RELAID)
+        return [
+            x if _has_layout(x, layout) else _relaid(x, layout)
+            for x, layout in zip(tensors, self._layouts, strict=True)
+        ]
+
+
+def _has_layout(x: torch.Tensor, layout: Layout) -> bool:
+    """Whether a tensor has a layout. Strides of empty tensors and of dimensions with one element are ignored."""
+    dtype, shape, strides, device, _ = layout
+    if x.dtype != dtype or x.shape != shape or x.device.type != device or x.layout != torch.strided:
+        return False
+    actual = x.stride()
+    if actual == strides or not x.numel():
+        return True
+    return all(size == 1 or a == b for size, a, b in zip(shape, actual, strides, strict=True))
+
+
+def _relaid(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    dtype, shape, strides, device, written = layout
+    if x.shape != shape or x.device.type != device or written:
+        what = f"{x.dtype} {tuple(x.shape)} on {x.device.type}, not {dtype} {shape} on {device}"
+        raise RuntimeError(f"dcompile: what a forward has saved is another tensor in the backward: {what}")
+    return torch.empty_strided(shape, strides, dtype=dtype, device=x.device).copy_(x)

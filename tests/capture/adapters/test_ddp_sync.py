@@ -14,7 +14,7 @@ from dcompile.capture.adapters.ddp_sync import ArrivingGradients, DdpSync
 from dcompile.capture.adapters.gradient_sync import BackwardCall
 from dcompile.capture.call_state import Invocation, Variant
 from dcompile.errors import DcompileError
-from dcompile.runtime.communication.reduced_run import ReducedRun
+from dcompile.runtime.communication.ddp_buckets import ReducedRun
 
 GRADS = ((0, 7), (1, 8))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dcompile.capture.adapters.grad_field import MergedGradients
-from dcompile.runtime.communication.reduced_run import ReducedRun
+from dcompile.runtime.communication.ddp_buckets import ReducedRun
 
 
 def program(merged, parameters, factor, used=None):

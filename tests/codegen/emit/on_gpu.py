@@ -19,7 +19,7 @@ from dcompile.ir.index import as_index, evaluate
 from dcompile.ir.interpret import GARBAGE
 from dcompile.ir.nodes import Program
 from dcompile.ir.symbols import specialise
-from dcompile.runtime.program import cuda_launch, kernel_library
+from dcompile.runtime.program import argument_table, cuda_launch
 from dcompile.runtime.program.argument_table import Address
 from tests.codegen.emit.harness import NONE, placed, read, store
 
@@ -64,7 +64,7 @@ def run(
             grid = evaluate(as_index(n.grid), numbers)
             if grid:
                 kernels.append((built[source.name], n.function, grid, [known[place] for place in n.arguments]))
-    launches = cuda_launch.launches(kernel_library.library(built[cuda_launch.LAUNCHER]), 0, len(names), kernels)
+    launches = cuda_launch.launches(argument_table.library(built[cuda_launch.LAUNCHER]), 0, len(names), kernels)
     launches(cuda_launch.stream_of(0), *(tensor.data_ptr() for tensor in there.values()))
     torch.cuda.synchronize()
     for name, flat in memory.items():

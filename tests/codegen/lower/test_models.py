@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from dcompile.compat.tracing_settings import tracing_settings
+from dcompile.compat.dynamo import tracing_settings
 from tests.codegen.lower.lowered import Seen, compile_with
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}

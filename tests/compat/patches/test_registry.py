@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcompile.compat.patches.describe import find_target, status_of
-from dcompile.compat.patches.registry import PATCHES, patched
+from dcompile.compat.patches.registry import PATCHES, find_target, patched, status_of
 from dcompile.compat.patches.torch_patch import FIRST, LAST, PatchRequest, installed_version
 
 ROOT = Path(__file__).parents[3] / "dcompile"

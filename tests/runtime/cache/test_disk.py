@@ -19,7 +19,7 @@ from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.runtime.cache import disk as cache_module
 from dcompile.runtime.cache.disk import KernelCache, cache_directory
-from dcompile.runtime.program.kernel_library import kernel
+from dcompile.runtime.program.argument_table import kernel
 from tests import nursery
 
 ROOT = Path(__file__).parents[3]
@@ -324,7 +324,7 @@ from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.runtime.cache.disk import KernelCache
-from dcompile.runtime.program.kernel_library import kernel
+from dcompile.runtime.program.argument_table import kernel
 if limit := int(sys.argv[2]):  # as `ulimit -f` before the process, which then could not be a fork
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 config = Config(cache_dir=sys.argv[1], compile_timeout_s=60)

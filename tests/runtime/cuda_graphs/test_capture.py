@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from dcompile.runtime.cuda_graphs import recorder
+from dcompile.runtime.cuda_graphs import recording
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, name, mock.Mock(name=name))
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **keywords: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "default_generators", (mock.Mock(name="generator"),))
-    monkeypatch.setattr(recorder, "forget_blas_workspaces", lambda: None)
+    monkeypatch.setattr(recording, "forget_blas_workspaces", lambda: None)
     return torch.cuda
 
 
@@ -36,13 +36,13 @@ def collected(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 def test_no_garbage_is_collected_in_a_capture(cuda: Any, collected: bool) -> None:
-    made = recorder.CudaRecorder(torch.device("cuda", 0))
+    made = recording.CudaRecorder(torch.device("cuda", 0))
     _, results = made.record(lambda: [gc.isenabled()], 0)
     assert results == [False] and gc.isenabled() == collected
 
 
 def test_random_numbers_are_drawn_after_a_capture_that_failed(cuda: Any, collected: bool) -> None:
-    made = recorder.CudaRecorder(torch.device("cuda", 0))
+    made = recording.CudaRecorder(torch.device("cuda", 0))
 
     def fails() -> list[Any]:
         raise RuntimeError("operation failed due to a previous error during capture")

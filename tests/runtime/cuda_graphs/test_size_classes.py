@@ -5,8 +5,7 @@ import random
 import pytest
 import torch
 
-from dcompile.runtime.cuda_graphs.size_classes import MAX_CLASSES, MIN_CALLS_TO_REPLACE, SizeClasses
-from dcompile.runtime.cuda_graphs.trees import OTHER_SIZES
+from dcompile.runtime.cuda_graphs.trees import MAX_CLASSES, MIN_CALLS_TO_REPLACE, OTHER_SIZES, SizeClasses
 from tests.runtime.recorder import Program, Worst
 
 

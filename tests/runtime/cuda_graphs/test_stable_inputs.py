@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.attention
 
-from dcompile.runtime.cuda_graphs import stable_inputs
-from dcompile.runtime.cuda_graphs.stable_inputs import COPY_US, MIN_COPIES_US, WATCHED_CALLS
+from dcompile.runtime.cuda_graphs import trees
+from dcompile.runtime.cuda_graphs.trees import COPY_US, MIN_COPIES_US, WATCHED_CALLS
 from tests.runtime.recorder import Program, Worst
 
 BYTES_A_US = 2_000
@@ -19,7 +19,7 @@ COUNT = int(MIN_COPIES_US * BYTES_A_US) // 4
 
 @pytest.fixture(autouse=True)
 def slow_copies(monkeypatch):
-    monkeypatch.setattr(stable_inputs, "BYTES_A_US", BYTES_A_US)
+    monkeypatch.setattr(trees, "BYTES_A_US", BYTES_A_US)
 
 
 def update(g, x, step):

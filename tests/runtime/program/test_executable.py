@@ -30,10 +30,9 @@ from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Extern, Program, View
 from dcompile.ir.parse import parse
 from dcompile.runtime.program import cuda_launch
-from dcompile.runtime.program.argument_table import Address
+from dcompile.runtime.program.argument_table import Address, kernel, library
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 from dcompile.runtime.program.executable import HostProgram
-from dcompile.runtime.program.kernel_library import kernel, library
 from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.harness import store
 from tests.ir.fuzz import random_program

@@ -52,7 +52,7 @@ def _is_unfold(node: Any) -> bool:
 
 def _changed_memory(node: Any) -> list[int | None]:
     """Return the memory that a node may change: that of its arguments, None where it is unknown."""
-    is_change = node.target in ASSIGNMENTS or compat.cse.changes(node)
+    is_change = node.target in ASSIGNMENTS or compat.partitioner.changes(node)
     return [_memory_of(given) for given in node.all_input_nodes] if is_change else []
 
 

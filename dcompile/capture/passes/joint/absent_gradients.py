@@ -25,7 +25,7 @@ def can_be_absent(joint: Any, alone: bool) -> bool:
     not run. The zeros in place of each gradient must follow from the graph. With symbolic sizes, they must follow from
     the result whose gradient it is.
     """
-    nodes = [node for node in joint.graph.find_nodes(op="placeholder") if compat.aot_descriptors.is_tangent(node)]
+    nodes = [node for node in joint.graph.find_nodes(op="placeholder") if compat.aot_metadata.is_tangent(node)]
     return len(nodes) > alone and all(map(_is_plain, nodes)) and compat.aot.takes_absent_tangents()
 
 
@@ -33,11 +33,11 @@ def _is_plain(node: Any) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return False
-    if compat.aot_descriptors.is_part_of_subclass(node):
+    if compat.aot_metadata.is_part_of_subclass(node):
         return False  # AOTAutograd splits a subclass into its tensors, which None lacks
     if compat.sizes.is_fixed(value):
         return True
-    return compat.aot_descriptors.result_index(node) is not None and compat.sizes.is_known_contiguous(value)
+    return compat.aot_metadata.result_index(node) is not None and compat.sizes.is_known_contiguous(value)
 
 
 def _order(value: torch.Tensor) -> tuple[int, ...] | None:
@@ -60,7 +60,7 @@ def shapes_of(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
     """Return positions of results whose shapes each call must save: those whose gradients have symbolic sizes."""
     inputs = backward.graph.find_nodes(op="placeholder")
     symbolic = (inputs[place] for place in places if not compat.sizes.is_fixed(inputs[place].meta["val"]))
-    found = (compat.aot_descriptors.result_index(node) for node in symbolic)
+    found = (compat.aot_metadata.result_index(node) for node in symbolic)
     return tuple(index for index in found if index is not None)
 
 
@@ -69,7 +69,7 @@ def tangents(backward: Any) -> tuple[int, ...]:
     inputs = backward.graph.find_nodes(op="placeholder")
     found = enumerate(inputs)
     return tuple(
-        n for n, node in found if compat.aot_descriptors.is_tangent(node) and isinstance(node.meta["val"], torch.Tensor)
+        n for n, node in found if compat.aot_metadata.is_tangent(node) and isinstance(node.meta["val"], torch.Tensor)
     )
 
 
@@ -134,9 +134,7 @@ def absent_results(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
     given: dict[Any, frozenset[bool]] = {}
     for node in backward.graph.nodes:
         if node in inputs:
-            given[node] = (
-                frozenset((inputs[node] in absent,)) if compat.aot_descriptors.is_tangent(node) else frozenset()
-            )
+            given[node] = frozenset((inputs[node] in absent,)) if compat.aot_metadata.is_tangent(node) else frozenset()
         elif isinstance(node.meta.get("val"), torch.SymInt):
             given[node] = frozenset()  # sizes of an absent gradient are those of a result
         elif node.op != "output":
@@ -154,7 +152,7 @@ def unsure(backward: Any, places: Iterable[int]) -> tuple[int, ...]:
     if not places:
         return ()
     for node in backward.graph.nodes:
-        if compat.aot_descriptors.is_tangent(node):
+        if compat.aot_metadata.is_tangent(node):
             given[node] = 1 << every.bit_length()
             every |= given[node]
         elif node.op != "output" and not isinstance(node.meta.get("val"), torch.SymInt):
@@ -168,7 +166,7 @@ def zeros_for(backward: Any, place: int) -> torch.Tensor:
     """Make the zeros that autograd would pass for an absent gradient, in the backward of that call."""
     node = backward.graph.find_nodes(op="placeholder")[place]
     value = node.meta["val"]
-    index = compat.aot_descriptors.result_index(node)
+    index = compat.aot_metadata.result_index(node)
     if compat.sizes.is_fixed(value) or index is None:
         return _zeros_like(value)
     return torch.zeros(compat.aot.absent_shapes()[index], dtype=value.dtype, device=value.device)

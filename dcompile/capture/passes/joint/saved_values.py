@@ -55,11 +55,11 @@ def copy_changed_inputs(joint: Any) -> PassReport:
     counter in a buffer (`self.n += 1; return x * self.n`) has gradients off by one step, with aot_eager and inductor.
     """
     changed = {node.args[0] for node in joint.graph.nodes if _changes(node)}
-    changed |= compat.aot_descriptors.changed_behind(joint)
+    changed |= compat.aot_metadata.changed_behind(joint)
     if not changed:
         return PassReport()
     placeholders = joint.graph.find_nodes(op="placeholder")
-    backward = compat.aot_descriptors.backward_nodes(joint)
+    backward = compat.aot_metadata.backward_nodes(joint)
     count = 0
     for old in placeholders:
         if old in changed and _is_read_in(old, backward):
@@ -202,7 +202,7 @@ def recompute_softmax(joint: GraphModule) -> PassReport:
     found = [node for node in calls if _is_wide(node)]
     if not found:
         return PassReport()
-    backward = compat.aot_descriptors.backward_nodes(joint)
+    backward = compat.aot_metadata.backward_nodes(joint)
     chosen = [node for node in found if node not in backward and _gains(node, backward)]
     for node in chosen:
         for again in (node, *_steps_before(node)):

@@ -41,7 +41,7 @@ Place = tuple[str, int]
 def result_outputs(traced: GraphModule) -> dict[int, int]:
     """Return position among the Dynamo graph's results -> position among the traced graph's outputs."""
     descriptions = traced.graph.output_node().meta.get("desc", ())
-    found = {compat.aot_descriptors.plain_result(description): place for place, description in enumerate(descriptions)}
+    found = {compat.aot_metadata.plain_result(description): place for place, description in enumerate(descriptions)}
     return {position: place for position, place in found.items() if position is not None}
 
 
@@ -63,8 +63,8 @@ def layer_tangents(traced: GraphModule, layers: RepeatedLayers) -> dict[Node, tu
     """Return the tangents of the traced layers' results: placeholder -> (traced layer, place)."""
     places = {p: (k, s) for k, layer in enumerate(layers.traced) for s, (_, p) in enumerate(layers.shown[layer])}
     found = dict[Node, tuple[int, Place]]()
-    for node in filter(compat.aot_descriptors.is_tangent, traced.graph.find_nodes(op="placeholder")):
-        position = compat.aot_descriptors.result_index(node)
+    for node in filter(compat.aot_metadata.is_tangent, traced.graph.find_nodes(op="placeholder")):
+        position = compat.aot_metadata.result_index(node)
         if position in places:
             layer, number = places[position]
             found[node] = (layer, ("tangent", number))
@@ -78,7 +78,7 @@ def layer_of_sum(node: Node, layer: int, tangents: Mapping[Node, int]) -> int:
         return min(layer, max(given) + 1)
     # the first layer's input may be returned, too; its gradient gets the tangent before any other summand
     others = [argument for argument in node.all_input_nodes if argument.op == "placeholder"]
-    return 0 if layer == 1 and any(map(compat.aot_descriptors.is_tangent, others)) else layer
+    return 0 if layer == 1 and any(map(compat.aot_metadata.is_tangent, others)) else layer
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def find_layers(traced: GraphModule, layers: RepeatedLayers) -> TracedLayers:
             where |= {node: (layer, (stretch, number)) for number, node in enumerate(row)}
     numbers = {p: (k, s) for k, layer in enumerate(layers.traced) for s, p in enumerate(layers.inputs[layer])}
     for node in traced.graph.find_nodes(op="placeholder"):
-        position = compat.aot_descriptors.input_index(node)
+        position = compat.aot_metadata.input_index(node)
         if position in numbers:
             layer, number = numbers[position]
             where[node] = (layer, ("input", number))
@@ -223,7 +223,7 @@ def find_layers(traced: GraphModule, layers: RepeatedLayers) -> TracedLayers:
             found.owners.setdefault(compat.tensors.storage_key(tensor), owner)
     output: Any = traced.graph.output_node()
     for place, description in enumerate(output.meta.get("desc", ())):
-        position = compat.aot_descriptors.primal_index(description)
+        position = compat.aot_metadata.primal_index(description)
         if position is not None:
             found.positions[position] = place
             gradient = output.args[0][place]
@@ -385,12 +385,12 @@ class _Copies:
         for node, (layer, place) in found.where.items():
             self.nodes[layers.traced[layer], place] = node
         for node in traced.graph.find_nodes(op="placeholder"):
-            position = compat.aot_descriptors.input_index(node)
+            position = compat.aot_metadata.input_index(node)
             for layer, row in enumerate(layers.inputs):
                 if position in row:
                     self.nodes[layer, ("input", row.index(position))] = node
-        for node in filter(compat.aot_descriptors.is_tangent, traced.graph.find_nodes(op="placeholder")):
-            position = compat.aot_descriptors.result_index(node)
+        for node in filter(compat.aot_metadata.is_tangent, traced.graph.find_nodes(op="placeholder")):
+            position = compat.aot_metadata.result_index(node)
             for layer, shown in enumerate(layers.shown):
                 for number, (_, its) in enumerate(shown):
                     if position == its:

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from dcompile import compat
 from dcompile.machine_model import MAX_ONE_SHOT_BYTES
-from dcompile.runtime.communication.peer_memory.cuda_ipc import PeerMemoryAccess, reach_of
-from dcompile.runtime.communication.peer_memory.mapped_regions import MappedRegions
+from dcompile.runtime.communication.peer_memory.mapped_regions import MappedRegions, PeerMemoryAccess, reach_of
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, peers_of
 from dcompile.runtime.program.cuda_launch import LaunchTable
 

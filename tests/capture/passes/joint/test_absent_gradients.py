@@ -245,7 +245,7 @@ def test_results_that_need_not_every_gradient_follow_from_the_graph():
     both = graph.call_function(torch.add, (alone, second))
     graph.output((alone, both, x, second))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    with mock.patch("dcompile.compat.aot_descriptors.is_tangent", lambda node: node.name in ("first", "second")):
+    with mock.patch("dcompile.compat.aot_metadata.is_tangent", lambda node: node.name in ("first", "second")):
         assert unsure(module, (0, 1, 2, 3)) == (0, 2, 3)
         assert unsure(module, (1,)) == ()
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dcompile
 from dcompile import compat
-from dcompile.capture import dynamo_backend as capture
+from dcompile.capture import captured_graph as capture
 from dcompile.capture.passes.repeated_layers.find import RepeatedLayers, repeated_layers
 from dcompile.capture.passes.repeated_layers.replicate import unfold
 

@@ -14,7 +14,7 @@ from dcompile.codegen.emit.target import KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.runtime.cache.disk import KernelCache
-from dcompile.runtime.program.kernel_library import kernel
+from dcompile.runtime.program.argument_table import kernel
 from dcompile.toolchain import cache_bytes, cpu_features, openmp_library
 from tests.codegen.emit import cpp_kernel, loops
 

@@ -443,7 +443,7 @@ def recompute_loss_chunks(joint: Any) -> PassReport:
     Tracing copies annotations from a forward operation to its operations in the backward.
     """
     count = 0
-    backward = compat.aot_descriptors.backward_nodes(joint)
+    backward = compat.aot_metadata.backward_nodes(joint)
     for node in joint.graph.nodes:
         if node in backward:
             continue

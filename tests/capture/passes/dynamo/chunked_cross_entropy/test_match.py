@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import cycle, pairwise
 from unittest import mock
 
@@ -14,13 +15,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dcompile
-from dcompile.capture.dynamo_backend import DynamoGraph
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import HeadShape, choose_plan
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import spans
 from dcompile.codegen.schedule.memory.memory_summary import summarize_memory
 from dcompile.codegen.schedule.memory.reorder_for_peak import peak_bytes
 from dcompile.driver import Pipeline
 from dcompile.errors import OptionError
+from dcompile.explain import plan_only
 from tools.collect_programs import relabel_devices
 
 B, S, H, V = 2, 6, 8, 70
@@ -631,7 +632,7 @@ def planned():
     torch._dynamo.reset()
     with (
         mock.patch.object(Pipeline, "plan", plan_for_gpu),
-        mock.patch.multiple(DynamoGraph, planned_for="cuda", needs_data=False),  # of tensors without memory
+        mock.patch.object(plan_only, "PLANNED", replace(plan_only.PLANNED, planned_for="cuda", needs_data=False)),
         mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):

@@ -15,10 +15,15 @@ from typing import Any, Literal
 import torch
 
 from dcompile import compat
-from dcompile.capture.adapters.ddp_reducer import PriorReduction, ReductionLog, UsedParameterMap
+from dcompile.capture.adapters.ddp_reducer import (
+    PriorReduction,
+    ReductionLog,
+    UsedParameterMap,
+    counted_names,
+    counted_reasons,
+)
 from dcompile.capture.adapters.grad_field import outside_parts, present_gradients
 from dcompile.capture.adapters.plain import PlainAdapter, known_number, new_subject
-from dcompile.capture.agreement.parameter_use import counted_names, counted_reasons
 from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.errors import DcompileError
 

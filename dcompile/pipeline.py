@@ -34,16 +34,18 @@ from dcompile.capture.dynamo_backend import (
     view_results_without_gradients,
     watch_replaced_parameters,
 )
-from dcompile.capture.passes.dynamo.attention_masks import recognize_causal_masks, skip_masked_attention
-from dcompile.capture.passes.dynamo.block_sizes import specialize_block_sizes
+from dcompile.capture.passes.dynamo.attention_masks import (
+    recognize_causal_masks,
+    skip_masked_attention,
+    specialize_block_sizes,
+)
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import chunk_losses
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import recompute_loss_chunks
 from dcompile.capture.passes.dynamo.decode_attention import decompose_decode_attention
-from dcompile.capture.passes.dynamo.grouped_experts import group_experts
 from dcompile.capture.passes.dynamo.grouped_query_attention import use_grouped_query_attention
 from dcompile.capture.passes.dynamo.inline_regions import inline_checkpoints, inline_nested_regions
 from dcompile.capture.passes.dynamo.loss_gradient_in_forward import compute_loss_gradient_in_forward
-from dcompile.capture.passes.dynamo.recurrent_layers import keep_recurrent_layers_whole
+from dcompile.capture.passes.dynamo.replaced_layers import group_experts, keep_recurrent_layers_whole
 from dcompile.capture.passes.dynamo.unfold_by_slices import view_unfold_by_slices
 from dcompile.capture.passes.dynamo.upsampling import gather_upsampling_gradients
 from dcompile.capture.passes.joint.broadcast_addends import separate_broadcast_addends

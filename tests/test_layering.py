@@ -70,7 +70,8 @@ SUB_LEVELS = {
         ("target", "float8", "kernel_name"), ("host",), ("cpp",), ("triton",), ("select_target", "build"),
     ),
     "dcompile.capture": (
-        ("graph_pass", "services"), ("trace_cache",), ("agreement", "aliasing", "call_state"), ("passes", "adapters"),
+        ("graph_pass", "services"), ("trace_cache",), ("capture_digest", "aliasing", "call_state"),
+        ("passes", "adapters"),
         ("batched_backward", "callables", "compiled_model", "joint_graph"),
         ("absent_outputs", "entry_record", "opaque_objects", "output_steps", "program_request"),
         ("captured_graph",),

@@ -17,19 +17,24 @@ import torch
 from dcompile import compat
 from dcompile.capture.adapters.gradient_sync import GradientSync
 from dcompile.capture.adapters.plain import PlainAdapter
-from dcompile.capture.agreement.capture_digest import CAPTURES, by_group, captured_calls, own_collectives, plan_of
 from dcompile.capture.aliasing.output_views import results_without_gradients
+from dcompile.capture.capture_digest import CAPTURES, by_group, captured_calls, own_collectives, plan_of
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.graph_pass import GraphRequest, run_passes
 from dcompile.capture.joint_graph import gradient_positions, partition_joint, returned_views
 from dcompile.capture.passes.dynamo.captured_nodes import multiplies
 from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
 from dcompile.capture.passes.joint.absent_gradients import can_be_absent, shapes_of, tangents
-from dcompile.capture.passes.repeated_layers.find import RepeatedLayers, repeated_layers, shorten
-from dcompile.capture.passes.repeated_layers.replicate import LayersDiffer, check_inputs, unfold
+from dcompile.capture.passes.repeated_layers import (
+    LayersDiffer,
+    RepeatedLayers,
+    check_inputs,
+    repeated_layers,
+    shorten,
+    unfold,
+)
 from dcompile.capture.services import Line, figures_by_type
-from dcompile.capture.trace_cache.graph_trace import GraphTrace, KeptTrace, TraceFacts
-from dcompile.capture.trace_cache.trace_key import trace_key
+from dcompile.capture.trace_cache import GraphTrace, KeptTrace, TraceFacts, trace_key
 from dcompile.collectives.contract import Executable
 from dcompile.compat.trace_symbols import SizeSymbols
 from dcompile.device_traits import HOST, traits_of

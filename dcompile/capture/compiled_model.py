@@ -17,10 +17,9 @@ from dcompile.capture.adapters.eager_regions import EagerRegionMonitor
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.gradient_sync import GradientSync
 from dcompile.capture.adapters.plain import WATCHED, PlainAdapter, new_subject
-from dcompile.capture.agreement.capture_digest import compare_captures
 from dcompile.capture.call_state import GraphView, Invocation, Variant
-from dcompile.capture.passes.dynamo.grouped_experts import group_loop
-from dcompile.capture.passes.dynamo.sync_batch_norm import sync_batch_norm
+from dcompile.capture.capture_digest import compare_captures
+from dcompile.capture.passes.dynamo.replaced_layers import group_loop, sync_batch_norm
 from dcompile.capture.services import Peers, Services, ShardedParameters
 from dcompile.collectives.contract import SharedBuckets
 from dcompile.config import Config

@@ -16,14 +16,9 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from dcompile import compat
-from dcompile.capture.adapters.ddp import DdpAdapter
-from dcompile.capture.adapters.ddp_sync import DdpSync
-from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
-from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
 from dcompile.capture.adapters.plain import WATCHED
-from dcompile.capture.adapters.sharded_sync import ShardedSync
-from dcompile.capture.adapters.zero import sync_for
+from dcompile.capture.adapters.table import Wrapping, sync_for
 from dcompile.capture.callables import compiled_part, fresh_function, label_of, name_of, unwrap_module
 from dcompile.capture.captured_graph import CaptureMode
 from dcompile.capture.compiled_model import CompiledModel, Settings, settings_inside
@@ -240,18 +235,13 @@ class Entry:
         known, root = self.model.sync.sharded, self.root
         if root is None or (known is not None and not known.eligible):
             return
-        config = self.model.settings.config
-        stock = config.distributed == "stock"
+        engine = self._engine.engine if self._engine is not None and self._engine.taken else None
+        if engine is not None and self.model.adapter.serves_wrapper:
+            return
         with torch.inference_mode(False):  # virtual parameters made in that mode would never get a gradient
-            if self._engine is not None and self._engine.taken:
-                if not self.model.adapter.serves_wrapper:
-                    self.model.adopt(sync_for(self._engine.engine, config.zero, stock))
-            elif states := compat.fsdp2.states_in(root):
-                # a replay keeps no partly gathered parameters, so with CUDA graphs backwards gather over all ranks
-                parts = not config.triton_cudagraphs
-                self.model.adopt(ShardedSync(Fsdp2Adapter(states, stock, parts=parts)))
-            elif instances := compat.fsdp1.instances_in(root):
-                self.model.adopt(ShardedSync(Fsdp1Adapter(root, instances, stock)))
+            sync = sync_for(Wrapping(root, self.model.settings.config, engine=engine))
+            if sync is not None:
+                self.model.adopt(sync)
 
     def _call_sharded(self, args: Any, kwargs: Any) -> Any:
         """Run a call with virtual parameters, or with FSDP's own hooks if that is not possible."""
@@ -296,10 +286,11 @@ class Entry:
 
     def _attach(self, ddp: Any) -> None:
         """Adopt a DDP module in whose forward this module runs for the first time."""
-        self._ddp = weakref.ref(ddp)
-        stock = self.model.settings.config.distributed == "stock"
-        replicated = self.root if compat.composable.is_replicate(ddp, self.root) else None
-        self.model.adopt(DdpSync(DdpAdapter(ddp, stock, module=replicated)))
+        self._ddp, root = weakref.ref(ddp), self.root
+        assert root is not None, "DDP wraps modules"
+        sync = sync_for(Wrapping(root, self.model.settings.config, ddp=ddp))
+        assert sync is not None, "DDP has a row"
+        self.model.adopt(sync)
         self._compiled = None
 
     def _leaves_to_eager(self, owner: Any) -> bool:

@@ -15,14 +15,9 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from dcompile import compat
-from dcompile.capture.adapters.ddp import DdpAdapter
-from dcompile.capture.adapters.ddp_sync import DdpSync
-from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
-from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
-from dcompile.capture.adapters.gradient_sync import GradientSync
 from dcompile.capture.adapters.plain import PlainAdapter
-from dcompile.capture.adapters.sharded_sync import ShardedSync
+from dcompile.capture.adapters.table import Wrapping, sync_for
 from dcompile.capture.callables import original_function, unwrap_module
 from dcompile.capture.captured_graph import Boxed, CaptureMode
 from dcompile.capture.compiled_model import CompiledModel, Settings
@@ -61,8 +56,10 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     guards: dict[str, None] = {}
     settings = replace(settings, fullgraph=False, guard_filter_fn=_record_guards(guards, settings.guard_filter_fn))
     entry = Entry(target, None, settings, planner.services(), PLANNED)
-    sync = _sync(module, ddp, settings.config)
+    sync = None if module is None else sync_for(Wrapping(module, settings.config, ddp=ddp))
     adapter = None if sync is None else sync.adapter
+    if adapter is not None:
+        adapter.only_plan()
     if sync is not None and adapter is not None and not adapter.eager:
         entry.model.adopt(sync)
         planner.parameters = {info.number: info.fqn for info in adapter.param_infos()}
@@ -112,19 +109,6 @@ def _settings(model: Any) -> Settings:
     settings = compiled.settings if compiled is not None else Settings(Config.make())
     quiet = replace(settings.config, dump="", trace_enabled=False, trace_graph_diagram=False, receipt=False)
     return replace(settings, config=quiet)
-
-
-def _sync(module: Module | None, ddp: Any, config: Config) -> GradientSync | None:
-    """Synchronization that compiling would take over."""
-    stock = config.distributed == "stock"
-    if ddp is not None:
-        return DdpSync(_PlannedDdp(ddp, stock, module=module if compat.composable.is_replicate(ddp, module) else None))
-    if module is None:
-        return None
-    if states := compat.fsdp2.states_in(module):
-        return ShardedSync(Fsdp2Adapter(states, stock, parts=not config.triton_cudagraphs))
-    instances = compat.fsdp1.instances_in(module)
-    return ShardedSync(Fsdp1Adapter(module, instances, stock)) if instances else None
 
 
 def _left_out(adapter: Any, module: Any) -> Iterator[str]:
@@ -236,17 +220,6 @@ class _PlannedPrograms(GraphPrograms):
 
 
 PLANNED = CaptureMode(_PlannedPrograms)
-
-
-class _PlannedDdp(DdpAdapter):
-    """DDP adapter that decides at once whether it could take over, without changing anything."""
-
-    carries_sync = False
-
-    def __init__(self, ddp: Any, stock: bool, module: Module | None = None) -> None:
-        super().__init__(ddp, stock, module=module)
-        self.reasons = tuple(self.standing_objections())
-        self.state = "stock" if self.reasons else "taken"
 
 
 # --- leaving things as they were --------------------------------------------------------------------------------------

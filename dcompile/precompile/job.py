@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dcompile.api import compile
-from dcompile.capture.agreement.parameter_use import tensors_in
+from dcompile.capture.adapters.ddp_reducer import tensors_in
 from dcompile.capture.callables import label_of, unwrap_module
 from dcompile.capture.find_models import find_model
 from dcompile.config import Config

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dcompile.capture.agreement.capture_digest import own_collectives
 from dcompile.capture.batched_backward import COUNTED, NOTE
+from dcompile.capture.capture_digest import own_collectives
 from dcompile.capture.captured_graph import CapturedGraph
 from dcompile.capture.dynamo_backend import RUN, Backend
 from dcompile.capture.graph_programs import NEGATIVE_GRADIENTS, WHOLE_BACKWARD, GraphPrograms

@@ -10,7 +10,7 @@ import torch
 
 import dcompile
 from dcompile import grouped_ops
-from dcompile.capture.passes.dynamo import grouped_experts
+from dcompile.capture.passes.dynamo import replaced_layers
 from tests.device import there
 from tests.models.decoders import EXPERTS, decoder
 from tests.subject import anew
@@ -158,7 +158,7 @@ def untraceable(monkeypatch) -> None:
             return operator(input.to(weight.dtype), weight, offs=offs)
 
         monkeypatch.setattr(moe, "_grouped_mm", grouped_mm)
-        monkeypatch.setattr(grouped_experts, "FALLBACK", UNTRACEABLE.replace("::", "."))
+        monkeypatch.setattr(replaced_layers, "FALLBACK", UNTRACEABLE.replace("::", "."))
         yield
 
 

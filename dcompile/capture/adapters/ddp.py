@@ -15,10 +15,15 @@ from typing import Any, Literal
 import torch
 
 from dcompile import compat
-from dcompile.capture.adapters.ddp_reducer import PriorReduction, ReductionLog, UsedParameterMap
+from dcompile.capture.adapters.ddp_reducer import (
+    PriorReduction,
+    ReductionLog,
+    UsedParameterMap,
+    counted_names,
+    counted_reasons,
+)
 from dcompile.capture.adapters.grad_field import outside_parts, present_gradients
 from dcompile.capture.adapters.plain import PlainAdapter, known_number, new_subject
-from dcompile.capture.agreement.parameter_use import counted_names, counted_reasons
 from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.errors import DcompileError
 
@@ -257,6 +262,11 @@ class DdpAdapter(PlainAdapter):
             compat.ddp.watch_reducer(ddp, self._wanted, self._was_prepared)
             compat.ddp.silence_reducer(ddp, self.check_prior_reduction, self.log.logged, self.used.tensor)
         self.state, self.covers_all_params = "taken", self.covers_all_params and not several
+
+    def only_plan(self) -> None:
+        self.carries_sync = False
+        self.reasons = tuple(self.standing_objections())
+        self.state = "stock" if self.reasons else "taken"
 
     def _used_behind(self) -> list[str]:
         """Return why DDP's reducer has begun with this backward: parameters used behind the module, as by a loss."""

@@ -19,11 +19,11 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.ddp_reducer import outside_use, tensors_in
 from dcompile.capture.adapters.grad_field import MergedGradients, differs, is_contiguous
 from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync, make_token
-from dcompile.capture.agreement.capture_digest import compare_surroundings, plan_of
-from dcompile.capture.agreement.parameter_use import outside_use, tensors_in
 from dcompile.capture.call_state import GraphView, Invocation, Variant
+from dcompile.capture.capture_digest import compare_surroundings, plan_of
 from dcompile.capture.services import GradientBuckets
 from dcompile.errors import DcompileError
 from dcompile.ir.buffers import Bucket

@@ -68,6 +68,9 @@ class PlainAdapter:
     covers_all_params = False
     """Whether each graph's program reduces all trainable parameters, also those that it does not use."""
 
+    def only_plan(self) -> None:
+        """Decide at once what could be taken over, and change nothing: programs are planned, and no backward runs."""
+
     def note(self, text: str) -> None:
         """Add a line to the receipt, once."""
         if text not in self.notes:

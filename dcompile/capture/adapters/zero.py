@@ -489,7 +489,7 @@ def in_buckets(
 OUTSIDE = "gradients from outside the compiled graphs are reduced at the end of the backward"
 
 
-def sync_for(engine: Any, zero: str, stock: bool) -> GradientSync:
+def zero_sync(engine: Any, zero: str, stock: bool) -> GradientSync:
     """Return the strategy of a DeepSpeed engine's model, by the options `zero` and `distributed`."""
     stage = compat.deepspeed.stage_of(engine)
     if reasons := reasons_against(engine, zero, stock):

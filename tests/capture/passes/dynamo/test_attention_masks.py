@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import dcompile
 from dcompile.capture.passes.dynamo import attention_masks as skipping
-from dcompile.capture.passes.dynamo.attention_masks import recognize_causal_masks, skip_masked_attention
+from dcompile.capture.passes.dynamo.attention_masks import (
+    BLOCK_MASK,
+    recognize_causal_masks,
+    skip_masked_attention,
+    specialize_block_sizes,
+)
 from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
+from dcompile.compat.flex import SIDES
+from tests.pass_inputs.graphs import sparse_attention
 from tests.traits import change_cpu
 
 OWN_MASKING = "attention calls were given a causal mask as a tensor; the kernel's own causal masking takes its place"
@@ -674,3 +682,28 @@ def test_distributed_tensors_stay_with_the_library():
     torch.compile(sliding_window, backend=backend)(*wrapped, None)
     assert [report.changes for report in reports] == [0]
     assert "since queries and keys are distributed tensors" in reports[0].notes[0]
+
+
+def test_sides_become_numbers_with_a_guard():
+    gm = sparse_attention(64)
+    (side,) = [node.meta["example_value"] for node in gm.graph.nodes if "example_value" in node.meta]
+    assert specialize_block_sizes(gm).changes == 1
+    (call,) = gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.flex_attention)
+    assert call.args[BLOCK_MASK][SIDES] == (64, 64)
+    assert len(side.node.shape_env.guards) == 1, "another side is another graph"
+    assert specialize_block_sizes(gm).changes == 0
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_other_sides_and_lengths_give_eagers_results():
+    def causal(b, h, q, k):
+        return q >= k
+
+    compiled = dcompile.compile(
+        lambda q, k, v, mask: flex_attention(q, k, v, block_mask=mask), dynamic=True, options={"receipt": False}
+    )
+    for length, side in ((256, 64), (384, 64), (256, 128)):
+        mask = create_block_mask(causal, None, None, length, length, device="cpu", BLOCK_SIZE=side)
+        q, k, v = (torch.randn(2, 2, length, 16) for _ in range(3))
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(q, k, v, mask), flex_attention(q, k, v, block_mask=mask))

@@ -3,7 +3,7 @@
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from dcompile.capture.agreement.capture_digest import calls_of
+from dcompile.capture.capture_digest import calls_of
 from dcompile.compat.user_line import user_line
 
 

@@ -1,4 +1,4 @@
-"""Trace a few of the layers that repeat (find.py); the graph is that of all of them (replicate.py)."""
+"""Trace a few of the layers that repeat; the graph is that of all of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import dcompile
 from dcompile import compat
 from dcompile.capture import captured_graph as capture
-from dcompile.capture.passes.repeated_layers.find import RepeatedLayers, repeated_layers
-from dcompile.capture.passes.repeated_layers.replicate import unfold
+from dcompile.capture.passes.repeated_layers import RepeatedLayers, repeated_layers, unfold
 
 
 class Block(nn.Module):

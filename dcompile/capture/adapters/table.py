@@ -1,0 +1,80 @@
+"""ADAPTERS: how models are distributed, a row for each way; the first row that detects its wrapper has the model.
+
+Compiling and planning alike choose by this table. A model that no row detects has the plain adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.nn import Module
+
+from dcompile import compat
+from dcompile.capture.adapters.ddp import DdpAdapter
+from dcompile.capture.adapters.ddp_sync import DdpSync
+from dcompile.capture.adapters.fsdp1 import Fsdp1Adapter
+from dcompile.capture.adapters.fsdp2 import Fsdp2Adapter
+from dcompile.capture.adapters.gradient_sync import GradientSync
+from dcompile.capture.adapters.sharded_sync import ShardedSync
+from dcompile.capture.adapters.zero import zero_sync
+from dcompile.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapping:
+    """A module with the wrappers that are known around it."""
+
+    module: Module
+    config: Config
+    ddp: Any = None
+    """The DDP module in whose forward it runs."""
+    engine: Any = None
+    """The DeepSpeed engine whose hooks on it are taken over."""
+
+    @property
+    def stock(self) -> bool:
+        """Whether the user leaves synchronization to the wrapper."""
+        return self.config.distributed == "stock"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRow:
+    """One way to distribute a model."""
+
+    name: str
+    detect: Callable[[Wrapping], Any]
+    """What the adapter is made for, such as the wrapper or its state; None if there is none."""
+    make: Callable[[Any, Wrapping], GradientSync]
+    """Function from what was detected to the strategy, with its adapter."""
+
+
+def _ddp(ddp: Any, wrapping: Wrapping) -> GradientSync:
+    replicated = wrapping.module if compat.composable.is_replicate(ddp, wrapping.module) else None
+    return DdpSync(DdpAdapter(ddp, wrapping.stock, module=replicated))
+
+
+def _fsdp2(states: Any, wrapping: Wrapping) -> GradientSync:
+    # a replay keeps no partly gathered parameters, so with CUDA graphs backwards gather over all ranks
+    return ShardedSync(Fsdp2Adapter(states, wrapping.stock, parts=not wrapping.config.triton_cudagraphs))
+
+
+def _fsdp1(instances: Any, wrapping: Wrapping) -> GradientSync:
+    return ShardedSync(Fsdp1Adapter(wrapping.module, instances, wrapping.stock))
+
+
+ADAPTERS = (
+    AdapterRow("zero", lambda at: at.engine, lambda engine, at: zero_sync(engine, at.config.zero, at.stock)),
+    AdapterRow("ddp", lambda at: at.ddp, _ddp),
+    AdapterRow("fsdp2", lambda at: compat.fsdp2.states_in(at.module) or None, _fsdp2),
+    AdapterRow("fsdp1", lambda at: compat.fsdp1.instances_in(at.module) or None, _fsdp1),
+)
+
+
+def sync_for(wrapping: Wrapping) -> GradientSync | None:
+    """Return the strategy of a module by the first row that detects a wrapper; None if none does."""
+    for row in ADAPTERS:
+        if (found := row.detect(wrapping)) is not None:
+            return row.make(found, wrapping)
+    return None

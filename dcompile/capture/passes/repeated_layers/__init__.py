@@ -1,1 +1,0 @@
-"""Trace a few of many equal layers, and replicate them for the others."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,8 @@ from dcompile.compat.sizes import guard_count
 from dcompile.compat.trace_state import precision_settings
 from dcompile.config import Config
 from dcompile.device_traits import HOST, traits_of
-from dcompile.kernel_backends.compile_region import Compiled, compile_region
+from dcompile.kernel_backends.compile_region import Compiled, Layout, RegionCall, compile_region, region_name
 from dcompile.kernel_backends.names import KernelBackend
-from dcompile.kernel_backends.region_call import Layout, RegionCall, region_name
 from dcompile.logs import log
 from dcompile.runtime.cache.key import NotCacheable, environment, graph_text
 from dcompile.runtime.measure.calibration import device_name
@@ -38,7 +38,6 @@ class RegionResult:
     calls: Mapping[int, RegionCall]
     refused: Mapping[str, int]
     """Reason -> number of regions."""
-    notes: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,20 +60,20 @@ class RegionCompiler:
         """Replace the graph's regions by calls of compiled code."""
         plan, regions = self._cut(gm, request)
         calls: dict[int, RegionCall] = {}
-        refused: dict[str, list[Region]] = {}
+        refused: Counter[str] = Counter()
         for region in regions:
             cost_us = self._cost_us(region, request)  # first: a compiler may change the graph that it gets
             found = self._made_of(region, request)
             if isinstance(found, str):
-                refused.setdefault(found, []).append(region)
+                refused[found] += 1
+                what = f"{request.name}: region {region.number}, {len(region.nodes)} operations, left: {found}"
+                log(self.config, "kernels", logging.INFO, what)
             else:
                 calls[region.number] = self._call(region, request, found, cost_us)
         text = f"{request.name}: {len(calls)} of {len(regions)} regions by {self.backend}"
         text += f", with {len(request.region_us)} measured times" if request.region_us else ""
         log(self.config, "kernels", logging.INFO, text)
-        notes = tuple(self._refusal_note(left, request, reason) for reason, left in refused.items())
-        counts = {reason: len(left) for reason, left in refused.items()}
-        return RegionResult(with_calls(plan, regions, calls), calls, counts, notes)
+        return RegionResult(with_calls(plan, regions, calls), calls, refused)
 
     def measure(self, gm: Any, request: Request, times: RegionTimes) -> tuple[tuple[str, float], ...]:
         """Return (key, microseconds of a call) of each region that can be measured, for `Request.region_us`.
@@ -154,12 +153,6 @@ class RegionCompiler:
         what = f"region {region.number} of {request.name}, {len(region.nodes)} operations, by {self.backend.name}"
         layouts = [_layout(node.meta["val"]) for node in region.outputs]
         return RegionCall(region.number, self.backend.name, made, layouts, what, cost_us)
-
-    def _refusal_note(self, left: Sequence[Region], request: Request, reason: str) -> str:
-        which = ", ".join(str(region.number) for region in left)
-        count = sum(len(region.nodes) for region in left)
-        where = f"{request.name}: {count} operations (region {which}) run on dcompile's own kernels"
-        return f"{where}: {self.backend.name} refuses them: {reason}"
 
 
 def _estimate_us(region: Region, request: Request) -> float:

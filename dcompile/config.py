@@ -47,7 +47,8 @@ class Config:
         "auto",
         "Compiler of the kernels between collectives. auto: dcompile; aten: ATen's kernels, for debugging "
         "communication; cudagraphs: ATen's, replayed as CUDA graphs; inductor, onnxruntime, openvino, tensorrt, tvm, "
-        "ipex, openxla: that compiler. Or a callable with the signature of torch's backends, `fn(gm, example_inputs)`.",
+        "ipex, openxla, or another backend that torch knows: that compiler. Or a callable with their signature, "
+        "`fn(gm, example_inputs)`.",
     )
     matmul: Literal["auto", "aten", "own"] = setting(
         "auto",

@@ -22,7 +22,7 @@ from dcompile.codegen.lower.lower import Lowered, lower
 from dcompile.codegen.lower.opaque_calls import called_name
 from dcompile.codegen.lower.symbolic.shapes import traced_sizes
 from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
-from dcompile.collectives.contract import ProgramReport, Request
+from dcompile.collectives.contract import REGION_LEFT, ProgramReport, Request
 from dcompile.collectives.fsdp_reduce_scatter import copied_bytes
 from dcompile.compat import torch_logs
 from dcompile.compute_regions import RegionCompiler, RegionResult
@@ -129,7 +129,6 @@ class Pipeline:
         report = _report(program, kernels)
         if regions is not None:
             report.fallbacks |= self._refused(regions)
-            report.notes += regions.notes
         if any(isinstance(step, Collective) for step in program.steps):
             foreseen = predict_schedule(program, request.figures, dict(request.groups))
             report.schedule, report.predicted_us, report.exposed_us = foreseen
@@ -152,7 +151,7 @@ class Pipeline:
     def _refused(self, regions: RegionResult) -> dict[str, int]:
         """Lines of the receipt for regions that run on dcompile's kernels instead."""
         name = "" if self.config.backend is None else self.config.backend.name
-        return {f"region left by {name}: {reason}": count for reason, count in regions.refused.items()}
+        return {f"{REGION_LEFT} {name}: {reason}": count for reason, count in regions.refused.items()}
 
     def emit(self, program: Program, request: Request, arch: int | None = None) -> Kernels:
         """Emit the kernels of a program. `arch`: compute capability of its GPU, if it is known."""

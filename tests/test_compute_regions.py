@@ -84,8 +84,16 @@ def test_refused_region_runs_on_own_kernels_and_is_named() -> None:
     reason = "NotImplementedError: no rule for aten.mm"
     (left,) = receipt.fallbacks
     assert left.startswith("region left by") and left.endswith(reason) and receipt.fallbacks[left] == 1
-    assert any("backward0" in note and "dcompile's own kernels" in note and reason in note for note in receipt.notes)
+    assert f"fallback: {left} x1: kernels of dcompile's own run it" in str(receipt).splitlines()
+    assert "1 of 2 regions by another compiler" in str(receipt)
     assert same or receipt.kernel_calls  # own kernels add in another order
+
+
+@pytest.mark.parametrize("name", ["eager", "aot_eager"])
+def test_any_backend_of_torchs_registry_is_found_by_name(name: str) -> None:
+    receipt, same = against_aten(name)
+    assert same and receipt.regions == 2 and not receipt.fallbacks
+    assert "all regions by another compiler" in str(receipt)
 
 
 def test_random_numbers_stay_outside() -> None:

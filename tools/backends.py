@@ -38,6 +38,7 @@ print(dcompile.receipt(model).regions)
 | `"aten"` | ATen, operation by operation: for debugging communication |
 | `"cudagraphs"` | ATen, replayed as CUDA graphs by dcompile's recorder |
 | a name below | that compiler, once it is installed |
+| another name in torch's registry (`torch._dynamo.list_backends(None)`), such as `"aot_eager"` | that backend |
 | a callable `fn(gm, example_inputs)` | whatever it returns: a function of tensors |
 
 ## What is handed over
@@ -61,17 +62,19 @@ another set of inputs, are estimated from their matrix products and from what th
 ## What is refused
 
 A compiler that cannot take a region raises an error, or its row below says so. That region runs on dcompile's own
-kernels. The receipt counts it as a `fallback:` and names it in a `note:`. A compiler that is not installed is an error
-at the call, with the line that installs it. One that returns another shape or dtype is an error at the first call.
+kernels. The receipt says how many of the regions the compiler made, and has a row for each reason:
+`fallback: region left by onnxruntime: training graph x2`. `log="kernels"` names the regions. A compiler that is not
+installed is an error at the call, with the line that installs it. One that returns another shape or dtype is an error
+at the first call.
 
 {table}
 
 {legend}
 
 Name and version enter the cache key and what ranks compare. Of a callable these are its module, qualified name, and the
-version of its package or a digest of its file. A lambda, a closure or an object has no such name, so nothing that it
-makes is cached, and the receipt says so. A program from the cache has its regions compiled anew, by the compiler's own
-cache if it has one.
+version of its package or a digest of its file. A lambda, a closure or an object has no such name, and a name in torch's
+registry no version unless an installed package declares it. Nothing that these make is cached, and the receipt says so.
+A program from the cache has its regions compiled anew, by the compiler's own cache if it has one.
 
 Programs with regions are recorded as CUDA graphs only with `inductor`. Parameters are inputs of regions, not constants:
 updates and `load_state_dict` count at the next call.

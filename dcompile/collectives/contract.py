@@ -133,6 +133,10 @@ collective, named like its bucket, is on its communicator. `exposed_us`: how lon
 """
 
 
+REGION_LEFT = "region left by"
+"""What `ProgramReport.fallbacks` calls a region that another compiler refused, before its name and the reason."""
+
+
 @dataclass(slots=True)
 class ProgramReport:
     """Results of compiling one graph: counts for the receipt."""

@@ -16,7 +16,7 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.aliasing import input_memory
 from dcompile.capture.call_state import Variant
 from dcompile.capture.compiled_model import CompiledModel
-from dcompile.collectives.contract import ProgramReport
+from dcompile.collectives.contract import REGION_LEFT, ProgramReport
 from dcompile.device_traits import traits_of
 from dcompile.errors import NotCompiledError
 from dcompile.explain.sources import source_of_frames
@@ -162,6 +162,8 @@ def _why(fallback: str) -> str:
     }
     if fallback in known:
         return known[fallback]
+    if fallback.startswith(REGION_LEFT):
+        return "kernels of dcompile's own run it"
     space, _, name = fallback.partition(".")
     if " " in fallback:
         return "correct, for the price of a copy" if "cop" in fallback else "correct; a note says why"
@@ -175,7 +177,9 @@ def _why(fallback: str) -> str:
 
 
 def _kernels_line(receipt: Receipt) -> str:
-    other = [f"{count_text(receipt.regions, 'region')} by another compiler"] if receipt.regions else []
+    left = sum(count for what, count in receipt.fallbacks.items() if what.startswith(REGION_LEFT))
+    made = f"{receipt.regions} of {count_text(receipt.regions + left, 'region')}" if left else "all regions"
+    other = [f"{made} by another compiler"] if receipt.regions or left else []
     parts = [
         *other,
         f"{count_text(receipt.kernels, 'kernel')} in {count_text(receipt.kernel_calls, 'call')}",

@@ -1,4 +1,7 @@
-"""Compilers that option `kernels` can name, the packages that they need, and names of callables. Imports no torch."""
+"""Compilers that option `kernels` can name: a table, any other backend in torch's registry, and callables.
+
+Importing this module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ class NamedBackend:
     """Row of the table: packages to install, and regions that the compiler accepts."""
 
     modules: tuple[str, ...]
-    """Modules that must be installed; the first one's distribution gives the version."""
+    """Modules that must be installed. The first one registers the compiler with torch, and has its version."""
     install: str
     """Command that installs it."""
     trains: bool = True
@@ -39,8 +42,6 @@ class NamedBackend:
     """Dtypes that it accepts; empty for all."""
     records: bool = False
     """Whether a CUDA graph may record its code."""
-    registers: str = ""
-    """Module whose import registers it in `torch._dynamo`'s table of backends."""
 
 
 _NUMERIC = ("float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
@@ -51,23 +52,19 @@ NAMED: Mapping[str, NamedBackend] = {
         ("onnxruntime", "onnxscript"), "pip install onnxruntime onnxscript", trains=False, dtypes=_NUMERIC
     ),
     "openvino": NamedBackend(("openvino",), "pip install openvino", trains=False, dtypes=_NUMERIC),
-    "tensorrt": NamedBackend(
-        ("torch_tensorrt",), "pip install torch-tensorrt", trains=False, registers="torch_tensorrt"
-    ),
+    "tensorrt": NamedBackend(("torch_tensorrt",), "pip install torch-tensorrt", trains=False),
     "tvm": NamedBackend(("tvm",), "pip install apache-tvm", trains=False),
-    "ipex": NamedBackend(
-        ("intel_extension_for_pytorch",),
-        "pip install intel-extension-for-pytorch",
-        registers="intel_extension_for_pytorch",
-    ),
-    "openxla": NamedBackend(("torch_xla",), "pip install torch_xla", registers="torch_xla"),
+    "ipex": NamedBackend(("intel_extension_for_pytorch",), "pip install intel-extension-for-pytorch"),
+    "openxla": NamedBackend(("torch_xla",), "pip install torch_xla"),
 }
-"""Compilers for regions, by their name in option `kernels`."""
+"""Compilers for regions of which more is known than their name in torch's registry."""
+ANY = NamedBackend((), "", symbolic=True, custom_ops=True)
+"""Row of all others: they are asked for every region, and may raise."""
 
 
 @dataclass(frozen=True)
 class KernelBackend:
-    """A requested compiler: a row of `NAMED`, or a callable with the signature of torch's backends.
+    """A requested compiler: a row of `NAMED`, a backend in torch's registry, or a callable with their signature.
 
     Its text, name and version, represents it in cache keys and in what ranks compare.
     """
@@ -76,7 +73,7 @@ class KernelBackend:
     version: str
     row: NamedBackend
     function: Callable[..., Any] | None = field(default=None, compare=False)
-    """`fn(gm, example_inputs)`; None for a named one."""
+    """`fn(gm, example_inputs)`; None for one that is found by its name."""
     is_stable: bool = True
     """Whether name and version identify it. Otherwise, nothing that it makes is cached."""
 
@@ -102,8 +99,7 @@ def find_backend(asked: Any) -> str | KernelBackend:
     if callable(asked):
         return _of_callable(asked)
     if asked not in NAMED:
-        names = (*OWN, REPLAYED, *NAMED, "a callable with torch's contract for backends, fn(gm, example_inputs)")
-        raise OptionError(f"dcompile: unknown value kernels={asked!r}{suggestion(str(asked), names, 'valid values')}")
+        return _of_registry(str(asked))
     row = NAMED[asked]
     missing = [module for module in row.modules if not _is_installed(module)]
     if missing:
@@ -111,6 +107,19 @@ def find_backend(asked: Any) -> str | KernelBackend:
             f"dcompile: kernels={asked!r} needs {', '.join(missing)}, which is not installed: {row.install}"
         )
     return KernelBackend(asked, _version_of(row.modules[0]), row)
+
+
+def _of_registry(name: str) -> KernelBackend:
+    """Find a backend in torch's registry. Only one that an installed package declares is known by its version."""
+    import torch
+
+    known = {*torch.compiler.list_backends(exclude_tags=())} - {"dcompile"}
+    if name not in known:
+        names = (*OWN, REPLAYED, *NAMED, "a callable with torch's contract for backends, fn(gm, example_inputs)")
+        raise OptionError(f"dcompile: unknown value kernels={name!r}{suggestion(name, names, 'valid values')}")
+    declared = [one.dist for one in entry_points(group="torch_dynamo_backends", name=name)]
+    found = declared[0].version if declared and declared[0] is not None else ""
+    return KernelBackend(name, found, ANY, is_stable=bool(found))
 
 
 def _is_installed(module: str) -> bool:
@@ -135,13 +144,12 @@ def _version_of(module: str) -> str:
 
 def _of_callable(function: Callable[..., Any]) -> KernelBackend:
     """Identify a callable by its module and qualified name, with the version of its package or a digest of its file."""
-    row = NamedBackend((), "", symbolic=True, custom_ops=True)
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if not (isinstance(module, str) and isinstance(name, str)):
-        return KernelBackend(f"{type(function).__module__}.{type(function).__qualname__}", "", row, function, False)
+        return KernelBackend(f"{type(function).__module__}.{type(function).__qualname__}", "", ANY, function, False)
     found = _version_of(module.partition(".")[0]) or _digest_of(function)
     is_stable = bool(found) and "<" not in name and module != "__main__" and _is_there(module, name, function)
-    return KernelBackend(f"{module}.{name}", found, row, function, is_stable)
+    return KernelBackend(f"{module}.{name}", found, ANY, function, is_stable)
 
 
 def _is_there(module: str, name: str, function: Any) -> bool:

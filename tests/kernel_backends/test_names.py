@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 
 import pytest
 
@@ -34,6 +36,17 @@ def test_installed_compiler_has_its_version_in_the_key(monkeypatch: pytest.Monke
     monkeypatch.setattr(names, "_version_of", lambda module: "0.0")
     assert Config.make(options={"kernels": "inductor"}).key() != config.key()
     assert Config.make().key() != config.key()
+
+
+def test_backend_of_torchs_registry_is_known_by_the_package_that_declares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = find_backend("aot_eager")
+    assert isinstance(backend, KernelBackend) and str(backend) == "aot_eager" and not backend.is_stable
+    declared = EntryPoint("aot_eager", "other:backend", "torch_dynamo_backends")
+    vars(declared)["dist"] = SimpleNamespace(version="1.2")
+    monkeypatch.setattr(names, "entry_points", lambda **which: [declared])
+    assert str(find_backend("aot_eager")) == "aot_eager 1.2" and find_backend("aot_eager").is_stable
+    with pytest.raises(OptionError, match="unknown value kernels='dcompile'"):
+        find_backend("dcompile")
 
 
 def test_environment_names_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from dcompile.codegen.lower.symbolic.shapes import is_symbolic, opaque_shape
 from dcompile.errors import DcompileError
 from dcompile.ir.buffers import OBJECT
 from dcompile.ir.nodes import CALL, REGION, Extern, View
-from dcompile.kernel_backends.region_call import RegionCall
+from dcompile.kernel_backends.compile_region import RegionCall
 
 PLACED = frozenset(
     (

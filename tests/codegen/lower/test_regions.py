@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile.codegen.lower.regions import Region, RegionPlan, can_compile_in_region, with_calls
-from dcompile.kernel_backends.region_call import RegionCall
+from dcompile.kernel_backends.compile_region import RegionCall
 
 
 def cut(function, *inputs, gathers=None, reductions=None) -> tuple[RegionPlan, list[Region]]:

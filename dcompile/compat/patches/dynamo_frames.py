@@ -1,7 +1,7 @@
-"""What Dynamo traces in place of some calls, so that they stay in the graph, or leave it where tracing them fails.
+"""What differs while Dynamo compiles a frame: calls that it traces otherwise, and the flag that says that it compiles.
 
-Calls of modules, autograd Functions, methods and library functions come first, then branches, and calls that torch 2.11
-cannot trace.
+Some calls stay in the graph, or leave it where tracing them fails: calls of modules, autograd Functions, methods and
+library functions come first, then branches, and calls that torch 2.11 cannot trace.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import dis
 import operator
 import sys
+import threading
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
@@ -372,3 +373,50 @@ def reordered_gathers_traced() -> Iterator[None]:
         yield
     finally:
         rules.pop(function, None)
+
+
+@contextlib.contextmanager
+def compiling_in_one_thread() -> Iterator[None]:
+    """Let other threads see that they compile nothing.
+
+    torch sets one flag for all threads. An optimizer that steps in another one then stacks its numbers as for a graph,
+    and fails. Until torch 2.13, fx's flag of a trace is one for all threads, too. While it is set, only threads that
+    seem to compile may call compiled code: so all of them do.
+    """
+    import torch
+
+    if not hasattr(torch.compiler, "_compile_session_context"):
+        yield
+        return
+    with unittest.mock.patch.object(torch.compiler, "_compile_session_context", _compiling_session):
+        yield
+
+
+@contextlib.contextmanager
+def _compiling_session() -> Iterator[None]:
+    import torch
+
+    known = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = _FlagOfThisThread(True)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = known
+
+
+class _FlagOfThisThread(int):
+    """A flag that is true in the thread that has made it, and elsewhere while fx traces for all threads."""
+
+    def __init__(self, _value: bool) -> None:
+        self._thread = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        from torch.fx import _symbolic_trace
+
+        return threading.get_ident() == self._thread or bool(getattr(_symbolic_trace, "_is_fx_tracing_flag", False))
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))

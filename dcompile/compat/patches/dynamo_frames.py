@@ -16,6 +16,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.patches.torch_patch import replaced
+
 if TYPE_CHECKING:  # importing dcompile loads no torch
     from dcompile.compat.layer_calls.frame import FrameCalls
 
@@ -232,9 +234,6 @@ def absent_gradients_passed() -> contextlib.AbstractContextManager[Any]:
     import importlib
 
     module = importlib.import_module("torch._dynamo._trace_wrapped_higher_order_op")
-    name = "autograd_function_backward_rewritten"
-    if not hasattr(module, name):
-        return contextlib.nullcontext()
 
     def rewritten(original: Any) -> Any:
         def new_backward(ctx: Any, *grads: Any) -> Any:
@@ -242,7 +241,7 @@ def absent_gradients_passed() -> contextlib.AbstractContextManager[Any]:
 
         return new_backward
 
-    return unittest.mock.patch.object(module, name, rewritten)
+    return replaced(module, "autograd_function_backward_rewritten", lambda _: rewritten)
 
 
 @contextlib.contextmanager
@@ -338,19 +337,17 @@ def writes_to_scalars_kept() -> contextlib.AbstractContextManager[Any]:
     """
     from torch._dynamo.output_graph import OutputGraph
 
-    name = "remove_tensorify_specialized_graphargs"
-    original = getattr(OutputGraph, name, None)
-    if original is None:
-        return contextlib.nullcontext()
+    def showing_inputs(original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def inputs_alone(self: Any) -> None:
+            others = [node for node in self.graph.nodes if node.op != "placeholder" and not node.users]
+            hidden = [(node, node.meta.pop("example_value")) for node in others if "example_value" in node.meta]
+            original(self)
+            for node, value in hidden:
+                node.meta["example_value"] = value
 
-    def inputs_alone(self: Any) -> None:
-        others = [node for node in self.graph.nodes if node.op != "placeholder" and not node.users]
-        hidden = [(node, node.meta.pop("example_value")) for node in others if "example_value" in node.meta]
-        original(self)
-        for node, value in hidden:
-            node.meta["example_value"] = value
+        return inputs_alone
 
-    return unittest.mock.patch.object(OutputGraph, name, inputs_alone)
+    return replaced(OutputGraph, "remove_tensorify_specialized_graphargs", showing_inputs)
 
 
 @contextlib.contextmanager

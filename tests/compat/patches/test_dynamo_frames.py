@@ -1,4 +1,4 @@
-"""Calls that Dynamo traces otherwise, results of autograd Functions, certain branches, and the flag that it compiles."""
+"""Calls that Dynamo traces otherwise, results of autograd Functions, certain branches, and its flag of compiling."""
 
 from __future__ import annotations
 

@@ -426,9 +426,8 @@ def _local_result(name: str, args: Any, kwargs: Any) -> Any:
         return [_local_result(name, (value, *args[1:]), kwargs) for value in args[0]]
     value, out = args[0], kwargs.get("out")
     kind = KINDS.get(name.removesuffix("_out"))
-    made = (
-        value if kind is None else _of_this_rank(kind, value, args)
-    )  # waits, and those in place, return what they are given
+    # waits, and those in place, return what they are given
+    made = value if kind is None else _of_this_rank(kind, value, args)
     return made if out is None else out.copy_(made)
 
 

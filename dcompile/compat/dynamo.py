@@ -114,10 +114,9 @@ def keeps_static_graphs() -> bool:
 
 
 def _transformers_logging() -> set[Any]:
-
     module = sys.modules.get("transformers.utils.logging")
     names = ("warning_once", "warning_advice", "info_once")
-    return {getattr(module, name) for name in names if hasattr(module, name)} if module else set()
+    return {getattr(module, name) for name in names if hasattr(module, name)}
 
 
 def optimize(

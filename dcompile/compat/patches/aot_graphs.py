@@ -25,28 +25,26 @@ import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.patches.torch_patch import replaced
+
 if TYPE_CHECKING:
     import torch
 
 
-@contextlib.contextmanager
-def results_in_their_places() -> Iterator[None]:
+def results_in_their_places() -> contextlib.AbstractContextManager[Any]:
     """Make AOTAutograd's graphs return computed results where mutated inputs come before results.
 
     The graph's caller still gets the input itself in the end.
     """
     from torch._functorch._aot_autograd import graph_capture
 
-    own: Callable[..., Any] | None = getattr(graph_capture, "create_functionalized_fn", None)
-    if own is None:
-        yield
-        return
+    def creating(own: Callable[..., Any]) -> Callable[..., Any]:
+        def create(*args: Any, meta: Any, **keywords: Any) -> Any:
+            return own(*args, meta=_without_inputs(meta) if meta.num_mutated_inp_runtime_indices else meta, **keywords)
 
-    def create(*args: Any, meta: Any, **keywords: Any) -> Any:
-        return own(*args, meta=_without_inputs(meta) if meta.num_mutated_inp_runtime_indices else meta, **keywords)
+        return create
 
-    with unittest.mock.patch.object(graph_capture, "create_functionalized_fn", create):
-        yield
+    return replaced(graph_capture, "create_functionalized_fn", creating)
 
 
 def _without_inputs(meta: Any) -> Any:

@@ -16,6 +16,8 @@ import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dcompile.compat.patches.torch_patch import replaced
+
 PATTERN_MATCHER = "torch._inductor.pattern_matcher"
 _CHANGING = re.compile(r"(?<!_)(_$|_[.]|(\b|_)(set|enter|exit|seed)(\b|_))(?!_)")
 """Names of functions that mutate something, where no schema says so: torch's own pattern."""
@@ -37,19 +39,13 @@ def minimum_cut_by(minimum_cut: Callable[..., Any] | None) -> contextlib.Abstrac
     return unittest.mock.patch.object(networkx, "minimum_cut", cut)  # type: ignore[no-any-return, unused-ignore]
 
 
-@contextlib.contextmanager
-def more_fusible_ops(fusible: frozenset[Any], recomputable: frozenset[Any]) -> Iterator[None]:
+def more_fusible_ops(fusible: frozenset[Any], recomputable: frozenset[Any]) -> contextlib.AbstractContextManager[Any]:
     """While graphs are partitioned, count these overload packets among those that loops hold, or compute again."""
     from torch._functorch import partitioners
 
-    own: Any = getattr(partitioners, "get_default_op_list", None)
-    if own is None:
-        yield
-        return
     parts = _views_of_parts()
 
-    def op_list() -> Any:
-        found = own()
+    def extended(found: Any) -> Any:
         return dataclasses.replace(
             found,
             fusible_ops=found.fusible_ops | fusible,
@@ -57,8 +53,7 @@ def more_fusible_ops(fusible: frozenset[Any], recomputable: frozenset[Any]) -> I
             view_ops=found.view_ops - parts,
         )
 
-    with unittest.mock.patch.object(partitioners, "get_default_op_list", op_list):
-        yield
+    return replaced(partitioners, "get_default_op_list", lambda own: lambda: extended(own()))
 
 
 def _views_of_parts() -> frozenset[Any]:
@@ -69,27 +64,23 @@ def _views_of_parts() -> frozenset[Any]:
     return frozenset((aten.slice, aten.select, aten.split, aten.as_strided))
 
 
-@contextlib.contextmanager
-def regions_without_inductor() -> Iterator[None]:
+def regions_without_inductor() -> contextlib.AbstractContextManager[Any]:
     """Number the regions between mutations here while graphs are partitioned, unless inductor is loaded anyway."""
     from torch._functorch import partitioners
 
-    own: Any = getattr(partitioners, "fx_graph_cse", None)
-    if own is None:
-        yield
-        return
-
-    def search(graph: Any, **how: Any) -> Any:  # 2.14 passes further criteria
-        if PATTERN_MATCHER in sys.modules:
-            return own(graph, **how)
-        try:
-            with _helpers_without_inductor():
+    def searching(own: Callable[..., Any]) -> Callable[..., Any]:
+        def search(graph: Any, **how: Any) -> Any:  # 2.14 passes further criteria
+            if PATTERN_MATCHER in sys.modules:
                 return own(graph, **how)
-        except ImportError:  # a torch that needs other helpers of that module
-            return own(graph, **how)
+            try:
+                with _helpers_without_inductor():
+                    return own(graph, **how)
+            except ImportError:  # a torch that needs other helpers of that module
+                return own(graph, **how)
 
-    with unittest.mock.patch.object(partitioners, "fx_graph_cse", search):
-        yield
+        return search
+
+    return replaced(partitioners, "fx_graph_cse", searching)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
 
+from dcompile.compat.patches.torch_patch import replaced
+
 
 @contextlib.contextmanager
 def quiet_metrics() -> Iterator[None]:
@@ -25,8 +27,7 @@ def quiet_metrics() -> Iterator[None]:
         names.append("_get_dynamo_config_for_logging")
     with contextlib.ExitStack() as stack:
         for name in names:
-            if hasattr(utils, name):
-                stack.enter_context(unittest.mock.patch.object(utils, name, lambda: None))
+            stack.enter_context(replaced(utils, name, lambda _: lambda: None))
         yield
 
 
@@ -52,15 +53,12 @@ def no_unread_graphs() -> Iterator[None]:
         return
     with contextlib.ExitStack() as changes:
         for name, nothing in (("_log_joint_graph", None), ("_log_fw_bw_graphs", (None, None))):
-            own = getattr(graph_compile, name, None)
-            if own is not None:
-                quiet = _only_for_the_cache(own, nothing)
-                changes.enter_context(unittest.mock.patch.object(graph_compile, name, quiet))
+            quiet = functools.partial(_only_for_the_cache, nothing=nothing)
+            changes.enter_context(replaced(graph_compile, name, quiet))
         yield
 
 
-@contextlib.contextmanager
-def no_unread_backwards() -> Iterator[None]:
+def no_unread_backwards() -> contextlib.AbstractContextManager[Any]:
     """Generate the backward's Python text lazily while graphs are partitioned.
 
     The forward's is lazy where Dynamo compiles. The backward is reordered in a module that generates the text at once,
@@ -71,27 +69,23 @@ def no_unread_backwards() -> Iterator[None]:
     from torch.fx import GraphModule
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
-    name = "reordering_to_mimic_autograd_engine"
-    own: Any = getattr(partitioners, name, None)
-    if own is None:
-        yield
-        return
     written, thread = GraphModule.recompile, get_ident()
 
     def later(module: Any) -> Any:
         return None if get_ident() == thread else written(module)
 
-    def reorder(gm: Any) -> Any:
-        with unittest.mock.patch.object(GraphModule, "recompile", later):
-            ordered = own(gm)
-            return gm if ordered is gm else _LazyGraphModule.from_graphmodule(ordered)
+    def reordering(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def reorder(gm: Any) -> Any:
+            with unittest.mock.patch.object(GraphModule, "recompile", later):
+                ordered = own(gm)
+                return gm if ordered is gm else _LazyGraphModule.from_graphmodule(ordered)
 
-    with unittest.mock.patch.object(partitioners, name, reorder):
-        yield
+        return reorder
+
+    return replaced(partitioners, "reordering_to_mimic_autograd_engine", reordering)
 
 
-@contextlib.contextmanager
-def no_unread_code() -> Iterator[None]:
+def no_unread_code() -> contextlib.AbstractContextManager[Any]:
     """Write no Python for the module in which Dynamo places a captured graph to insert checks of sizes.
 
     Nothing calls that module: another one is made for the compiler, whose text is written when somebody asks for it.
@@ -99,10 +93,6 @@ def no_unread_code() -> Iterator[None]:
     from torch._dynamo import output_graph
     from torch.fx import GraphModule
 
-    own = getattr(output_graph, "dynamo_timed", None)
-    if own is None:
-        yield
-        return
     written, thread = GraphModule.recompile, get_ident()
 
     def later(module: Any) -> Any:
@@ -114,12 +104,14 @@ def no_unread_code() -> Iterator[None]:
         with timed, unittest.mock.patch.object(GraphModule, "recompile", later):
             yield
 
-    def time(key: str, *given: Any, **keywords: Any) -> Any:
-        timed = own(key, *given, **keywords)
-        return inserting(timed) if key == "insert_deferred_runtime_asserts" else timed
+    def timing(own: Callable[..., Any]) -> Callable[..., Any]:
+        def time(key: str, *given: Any, **keywords: Any) -> Any:
+            timed = own(key, *given, **keywords)
+            return inserting(timed) if key == "insert_deferred_runtime_asserts" else timed
 
-    with unittest.mock.patch.object(output_graph, "dynamo_timed", time):
-        yield
+        return time
+
+    return replaced(output_graph, "dynamo_timed", timing)
 
 
 @contextlib.contextmanager

@@ -16,8 +16,7 @@ from typing import Any
 from dcompile.compat import guards, sizes
 from dcompile.compat.patches import (
     aot_graphs,
-    compiling_thread,
-    dynamo_calls,
+    dynamo_frames,
     lean_wrappers,
     partitioner,
     quick_reads,
@@ -46,7 +45,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         FRAME,
     ),
     TorchPatch(
-        compiling_thread.compiling_in_one_thread,
+        dynamo_frames.compiling_in_one_thread,
         ("torch.compiler._compile_session_context",),
         "correctness",
         "optimizers that step in other threads meanwhile take themselves for compiled, and fail",
@@ -54,7 +53,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         first=(2, 12),
     ),
     TorchPatch(
-        dynamo_calls.traced_sync_batch_norm,
+        dynamo_frames.traced_sync_batch_norm,
         ("torch._dynamo.variables.misc.AutogradFunctionVariable.call_apply",),
         "takeover",
         "SyncBatchNorm's collectives become steps of the program",
@@ -62,7 +61,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         lambda request: (request.sync_batch_norm,),
     ),
     TorchPatch(
-        dynamo_calls.functions_told_of_absence_in_eager,
+        dynamo_frames.functions_told_of_absence_in_eager,
         (
             "torch._dynamo.variables.misc.AutogradFunctionContextVariable.var_getattr",
             "torch._dynamo.variables.misc.AutogradFunctionVariable.call_apply",
@@ -72,7 +71,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         FRAME,
     ),
     TorchPatch(
-        dynamo_calls.experts_grouped,
+        dynamo_frames.experts_grouped,
         ("torch._dynamo.variables.functions.UserMethodVariable.call_function",),
         "takeover",
         "a loop over experts runs as often as experts are hit, which no graph can",
@@ -102,28 +101,28 @@ PATCHES: tuple[TorchPatch, ...] = (
         FRAME,
     ),
     TorchPatch(
-        dynamo_calls.writes_to_scalars_kept,
+        dynamo_frames.writes_to_scalars_kept,
         ("torch._dynamo.output_graph.OutputGraph.remove_tensorify_specialized_graphargs",),
         "correctness",
         "in-place writes to float64 scalars are taken out of the graph with any backend",
         FRAME,
     ),
     TorchPatch(
-        dynamo_calls.strided_results_written,
+        dynamo_frames.strided_results_written,
         ("torch._dynamo.variables.torch.TorchInGraphFunctionVariable.call_function",),
         "takeover",
         "`out=` of a tile breaks the graph, and each frame around it is traced anew",
         FRAME,
     ),
     TorchPatch(
-        dynamo_calls.absent_gradients_passed,
+        dynamo_frames.absent_gradients_passed,
         ("torch._dynamo._trace_wrapped_higher_order_op.autograd_function_backward_rewritten",),
         "correctness",
         "a custom Function whose results include None is an AttributeError in its backward",
         FRAME,
     ),
     TorchPatch(
-        dynamo_calls.packed_sequences_apart,
+        dynamo_frames.packed_sequences_apart,
         ("torch._dynamo.trace_rules._disallowed_callable_ids",),
         "correctness",
         "tracing how a packed sequence is padded fails",
@@ -131,14 +130,14 @@ PATCHES: tuple[TorchPatch, ...] = (
         last=(2, 11),
     ),
     TorchPatch(
-        dynamo_calls.library_functions_whole,
+        dynamo_frames.library_functions_whole,
         ("torch._dynamo.variables.functions.SkipFunctionVariable.call_function",),
         "speed",
         "graph breaks around an optimizer's step make three frames of it; the warnings of a loss leave it to eager",
         FRAME,
     ),
     TorchPatch(
-        dynamo_calls.certain_branches_taken,
+        dynamo_frames.certain_branches_taken,
         ("torch._dynamo.symbolic_convert.InstructionTranslator.dispatch_table",),
         "speed",
         "LayerDrop with a probability of 0 breaks the graph before each layer",
@@ -146,7 +145,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         lambda request: (request.certain_branches,),
     ),
     TorchPatch(
-        dynamo_calls.reordered_gathers_traced,
+        dynamo_frames.reordered_gathers_traced,
         ("torch._dynamo.trace_rules.get_torch_obj_rule_map",),
         "correctness",
         "Dynamo refuses to trace all_gather_tensor along another dimension than the first",
@@ -191,7 +190,7 @@ PATCHES: tuple[TorchPatch, ...] = (
         FRAME,
     ),
     TorchPatch(
-        dynamo_calls.repeated_layers_once,
+        dynamo_frames.repeated_layers_once,
         (
             "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.call_function",
             "torch._dynamo.side_effects.SideEffects.mutation",

@@ -1,9 +1,11 @@
-"""Description of a patch of torch."""
+"""Description of a patch of torch, and the plainest way to make one."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
+import unittest.mock
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -66,6 +68,12 @@ class TorchPatch:
         """Range of versions as text."""
         ends = [f"{major}.{minor}" for major, minor in dict.fromkeys((self.first, self.last))]
         return " to ".join(ends)
+
+
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> contextlib.AbstractContextManager[Any]:
+    """Replace an attribute by `make(original)` in a context. Without such an attribute, nothing changes."""
+    original = getattr(owner, name, None)
+    return contextlib.nullcontext() if original is None else unittest.mock.patch.object(owner, name, make(original))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.output_graph import OutputGraph
 
 from dcompile.compat.layer_calls.guard_match import NO_HOOKS, guard_type
-from dcompile.compat.patches.dynamo_calls import repeated_layers_once
+from dcompile.compat.patches.dynamo_frames import repeated_layers_once
 
 
 @dataclass

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dcompile.compat.patches.dynamo_calls import repeated_layers_once
+from dcompile.compat.patches.dynamo_frames import repeated_layers_once
 from dcompile.compat.patches.torch_patch import installed_version
 from tests.compat.layer_calls.capturing import captured, same_with_and_without
 

@@ -1,4 +1,4 @@
-"""What torch writes out while it compiles is left out where nobody reads it, and is there for those who do."""
+"""Texts and metrics that torch writes while it compiles: for readers alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reduced shards that become gradients: at once, or once it is known which ranks have one."""
+"""Gradients that wait for more, as autograd adds them, and reduced shards that become gradients, now or later."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from dcompile.errors import DcompileError
 from dcompile.runtime.communication import gradient_presence
-from dcompile.runtime.communication.fsdp_shards import Shards
-from dcompile.runtime.communication.shard_reduction import DeferredGradients
+from dcompile.runtime.communication.fsdp_shards import DeferredGradients, Shards
 
 
 def made(dtype=torch.float32, numbers=(0, 1)):

@@ -1,7 +1,7 @@
-"""What Dynamo traces in place of some calls, so that they stay in the graph, or leave it where tracing them fails.
+"""What differs while Dynamo compiles a frame: calls that it traces otherwise, and the flag that says that it compiles.
 
-Calls of modules, autograd Functions, methods and library functions come first, then branches, and calls that torch 2.11
-cannot trace.
+Some calls stay in the graph, or leave it where tracing them fails: calls of modules, autograd Functions, methods and
+library functions come first, then branches, and calls that torch 2.11 cannot trace.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import contextlib
 import dis
 import operator
 import sys
+import threading
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+
+from dcompile.compat.patches.torch_patch import replaced
 
 if TYPE_CHECKING:  # importing dcompile loads no torch
     from dcompile.compat.layer_calls.frame import FrameCalls
@@ -231,9 +234,6 @@ def absent_gradients_passed() -> contextlib.AbstractContextManager[Any]:
     import importlib
 
     module = importlib.import_module("torch._dynamo._trace_wrapped_higher_order_op")
-    name = "autograd_function_backward_rewritten"
-    if not hasattr(module, name):
-        return contextlib.nullcontext()
 
     def rewritten(original: Any) -> Any:
         def new_backward(ctx: Any, *grads: Any) -> Any:
@@ -241,7 +241,7 @@ def absent_gradients_passed() -> contextlib.AbstractContextManager[Any]:
 
         return new_backward
 
-    return unittest.mock.patch.object(module, name, rewritten)
+    return replaced(module, "autograd_function_backward_rewritten", lambda _: rewritten)
 
 
 @contextlib.contextmanager
@@ -337,19 +337,17 @@ def writes_to_scalars_kept() -> contextlib.AbstractContextManager[Any]:
     """
     from torch._dynamo.output_graph import OutputGraph
 
-    name = "remove_tensorify_specialized_graphargs"
-    original = getattr(OutputGraph, name, None)
-    if original is None:
-        return contextlib.nullcontext()
+    def showing_inputs(original: Callable[[Any], None]) -> Callable[[Any], None]:
+        def inputs_alone(self: Any) -> None:
+            others = [node for node in self.graph.nodes if node.op != "placeholder" and not node.users]
+            hidden = [(node, node.meta.pop("example_value")) for node in others if "example_value" in node.meta]
+            original(self)
+            for node, value in hidden:
+                node.meta["example_value"] = value
 
-    def inputs_alone(self: Any) -> None:
-        others = [node for node in self.graph.nodes if node.op != "placeholder" and not node.users]
-        hidden = [(node, node.meta.pop("example_value")) for node in others if "example_value" in node.meta]
-        original(self)
-        for node, value in hidden:
-            node.meta["example_value"] = value
+        return inputs_alone
 
-    return unittest.mock.patch.object(OutputGraph, name, inputs_alone)
+    return replaced(OutputGraph, "remove_tensorify_specialized_graphargs", showing_inputs)
 
 
 @contextlib.contextmanager
@@ -372,3 +370,50 @@ def reordered_gathers_traced() -> Iterator[None]:
         yield
     finally:
         rules.pop(function, None)
+
+
+@contextlib.contextmanager
+def compiling_in_one_thread() -> Iterator[None]:
+    """Let other threads see that they compile nothing.
+
+    torch sets one flag for all threads. An optimizer that steps in another one then stacks its numbers as for a graph,
+    and fails. Until torch 2.13, fx's flag of a trace is one for all threads, too. While it is set, only threads that
+    seem to compile may call compiled code: so all of them do.
+    """
+    import torch
+
+    if not hasattr(torch.compiler, "_compile_session_context"):
+        yield
+        return
+    with unittest.mock.patch.object(torch.compiler, "_compile_session_context", _compiling_session):
+        yield
+
+
+@contextlib.contextmanager
+def _compiling_session() -> Iterator[None]:
+    import torch
+
+    known = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = _FlagOfThisThread(True)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = known
+
+
+class _FlagOfThisThread(int):
+    """A flag that is true in the thread that has made it, and elsewhere while fx traces for all threads."""
+
+    def __init__(self, _value: bool) -> None:
+        self._thread = threading.get_ident()
+
+    def __bool__(self) -> bool:
+        from torch.fx import _symbolic_trace
+
+        return threading.get_ident() == self._thread or bool(getattr(_symbolic_trace, "_is_fx_tracing_flag", False))
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __hash__(self) -> int:
+        return hash(bool(self))

@@ -1,17 +1,19 @@
-"""An autograd Function that asks which of its results have no gradient is told the truth."""
+"""Calls that Dynamo traces otherwise, results of autograd Functions, certain branches, and its flag of compiling."""
 
 from __future__ import annotations
 
 import operator
+import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.callback import callback_handler
 from torch._dynamo.exc import Unsupported
 
 import dcompile
-from dcompile.compat.patches.dynamo_calls import certain_branches_taken
+from dcompile.compat.patches.dynamo_frames import certain_branches_taken
 
 pytestmark = [
     pytest.mark.usefixtures("compiled_anew"),
@@ -205,3 +207,28 @@ def test_eagers_random_numbers_are_drawn_where_they_are_asked_for():
         model(x)
         assert dcompile.receipt(call).graphs == graphs
         assert not options or torch.equal(found, torch.rand(()))
+
+
+def test_an_optimizer_steps_while_another_thread_compiles():
+    """With one flag for all threads, Adam stacked its step sizes as for a graph, and failed."""
+    parameter, seen = torch.nn.Parameter(torch.ones(2)), []
+
+    def elsewhere():
+        parameter.grad = torch.ones(2)
+        torch.optim.Adam([parameter], lr=0.5, foreach=True).step()
+        seen.append(torch.compiler.is_compiling() == True)  # noqa: E712
+
+    def compiling(_arguments):
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        seen.append(bool(torch.compiler.is_compiling()))
+
+    callback_handler.register_start_callback(compiling)
+    try:
+        assert torch.equal(dcompile.compile(lambda x: x + 1)(torch.ones(3)), torch.full((3,), 2.0))
+    finally:
+        callback_handler.remove_start_callback(compiling)
+    assert torch.allclose(parameter, torch.full((2,), 0.5))
+    assert seen == [False, hasattr(torch.compiler, "_compile_session_context")]
+    assert torch.compiler.is_compiling() is False

@@ -13,10 +13,8 @@ from typing import Any, TypeVar, overload
 from torch.nn import Module
 
 from dcompile import artifacts, compat, logs
-from dcompile.capture.compiled_callables import compile_function
 from dcompile.capture.compiled_model import CompiledModel, Settings
-from dcompile.capture.entry import compile_module
-from dcompile.capture.find_models import find_models
+from dcompile.capture.entry import compile_function, compile_module, find_models
 from dcompile.capture.services import Services
 from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.compiler import CachingCompiler

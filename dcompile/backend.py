@@ -16,10 +16,9 @@ from torch.nn import Module
 from dcompile import compat
 from dcompile.api import make_services
 from dcompile.artifacts import own_dump
-from dcompile.capture.compiled_callables import compile_function, compiled_call
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import Backend
-from dcompile.capture.entry import compile_module
+from dcompile.capture.entry import compile_function, compile_module, compiled_call
 from dcompile.config import Config
 
 _MODULE_CALLS = ("_wrapped_call_impl", "_call_impl")

@@ -20,8 +20,8 @@ import torch
 
 from dcompile import compat
 from dcompile.artifacts import own_dump
+from dcompile.capture.aliasing.output_views import OutputRequest, plan_outputs
 from dcompile.capture.graph_pass import GraphRequest, run_passes
-from dcompile.capture.output_steps import OutputRequest, plan_outputs
 from dcompile.codegen.emit.host.step_list import list_steps
 from dcompile.collectives.contract import Request
 from dcompile.compiler import CachingCompiler

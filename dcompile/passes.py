@@ -96,7 +96,7 @@ class OutputStep:
 class GraphWrapper:
     """A function around one compiled graph: `wrap(compiled, around)` returns `compiled` itself if it is not needed.
 
-    `around` is a `capture.dynamo_backend.Wrapping`.
+    `around` is a `capture.dynamo_backend.WrapperRequest`.
     """
 
     wrap: Callable[[Callable[..., Any], Any], Callable[..., Any]]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dcompile
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 from dcompile.collectives.contract import Request
 from dcompile.compute_regions import RegionCompiler
 from dcompile.config import Config

@@ -72,13 +72,11 @@ SUB_LEVELS = {
     "dcompile.capture": (
         ("graph_pass", "services"), ("trace_cache",), ("capture_digest", "aliasing", "call_state"),
         ("passes", "adapters"),
-        ("batched_backward", "callables", "compiled_model", "joint_graph"),
-        ("absent_outputs", "entry_record", "opaque_objects", "output_steps", "program_request"),
+        ("callables", "compiled_model", "joint_graph"),
         ("captured_graph",),
         ("graph_programs",),
         ("dynamo_backend",),
         ("entry",),
-        ("compiled_callables", "find_models"),
     ),
 }  # fmt: skip
 """Parts of some packages, lowest first."""

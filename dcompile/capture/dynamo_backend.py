@@ -67,7 +67,7 @@ class Backend:
         gm, inputs, border = with_plain_boundary(captured, inputs, model.adapter)
         graph = CapturedGraph(model, inputs, self._mode)
         compiled = graph.compile(gm, inputs)
-        around = Wrapping(graph, captured, example_inputs, flat_inputs, lists, plain, border)
+        around = WrapperRequest(graph, captured, example_inputs, flat_inputs, lists, plain, border)
         return wrap(compiled, around, model.services.compiler.graph_passes().wrappers)
 
 
@@ -223,7 +223,7 @@ def with_plain_boundary(
 
 
 @dataclass(frozen=True, slots=True)
-class Wrapping:
+class WrapperRequest:
     """What the wrappers around one compiled graph know: the graph as captured, its inputs, and their conversions."""
 
     graph: CapturedGraph
@@ -241,14 +241,14 @@ class Wrapping:
     """From DTensors and sharded parameters to plain tensors."""
 
 
-def watch_replaced_parameters(compiled: Compiled, around: Wrapping) -> Compiled:
+def watch_replaced_parameters(compiled: Compiled, around: WrapperRequest) -> Compiled:
     """Send gradients to the parameter objects that the module has now."""
     graph = around.graph
     watched: Compiled = graph.sync.watch_parameters(compiled, graph.params)
     return watched
 
 
-def leave_gradients_absent(compiled: Compiled, around: Wrapping) -> Compiled:
+def leave_gradients_absent(compiled: Compiled, around: WrapperRequest) -> Compiled:
     """Let the backward get None for absent gradients, if its program allows that."""
     facts, own = around.graph.facts, around.graph.results.own
     if not facts.may_have_absent_grads or not own:
@@ -264,19 +264,19 @@ def leave_gradients_absent(compiled: Compiled, around: Wrapping) -> Compiled:
     return leaving
 
 
-def view_results_without_gradients(compiled: Compiled, around: Wrapping) -> Compiled:
+def view_results_without_gradients(compiled: Compiled, around: WrapperRequest) -> Compiled:
     """Make results that are views made under `torch.no_grad()` such views again, and keep Dynamo out of all above."""
     seen = around.graph.facts.without_gradients
     hidden: Compiled = compat.dynamo.no_dynamo(view_without_gradients(compiled, seen), "a compiled graph")
     return hidden
 
 
-def convert_distributed_tensors(compiled: Compiled, around: Wrapping) -> Compiled:
+def convert_distributed_tensors(compiled: Compiled, around: WrapperRequest) -> Compiled:
     """Take DTensors and sharded parameters apart, and make DTensors of results."""
     return around.border.around(compiled, around.graph.fallbacks)
 
 
-def convert_subclasses(compiled: Compiled, around: Wrapping) -> Compiled:
+def convert_subclasses(compiled: Compiled, around: WrapperRequest) -> Compiled:
     """Pass plain tensors in place of subclasses without operators and of tensors with the negative bit."""
     graph, copies = around.graph, around.plain.copies
     if copies:
@@ -285,7 +285,7 @@ def convert_subclasses(compiled: Compiled, around: Wrapping) -> Compiled:
     return around.plain.around(compiled, graph.fallbacks)
 
 
-def run_new_overlaps_eagerly(compiled: Compiled, around: Wrapping) -> Compiled:
+def run_new_overlaps_eagerly(compiled: Compiled, around: WrapperRequest) -> Compiled:
     """Run the captured graph itself where arguments share memory otherwise than at capture."""
     graph = around.graph
     if not graph.mode.needs_data:  # without memory there are no addresses to compare
@@ -294,18 +294,18 @@ def run_new_overlaps_eagerly(compiled: Compiled, around: Wrapping) -> Compiled:
     return as_traced(compiled, around.captured, watched, graph.fallbacks, graph.adapter.synchronizes)
 
 
-def flatten_lists(compiled: Compiled, around: Wrapping) -> Compiled:
+def flatten_lists(compiled: Compiled, around: WrapperRequest) -> Compiled:
     """Pass the elements of lists, which are emptied, so that saved tensors are freed after their last use."""
     return around.lists.around(compiled)
 
 
-def check_eager_regions(compiled: Compiled, around: Wrapping) -> Compiled:
+def check_eager_regions(compiled: Compiled, around: WrapperRequest) -> Compiled:
     """Check what sharded parameters went through since the graph before: eager code between graphs may gather them."""
     regions = around.graph.model.eager_regions
     return compiled if regions is None else regions.around(compiled, around.inputs)
 
 
-def wrap(compiled: Compiled, around: Wrapping, rows: Sequence[GraphWrapper]) -> Compiled:
+def wrap(compiled: Compiled, around: WrapperRequest, rows: Sequence[GraphWrapper]) -> Compiled:
     """Return a compiled graph as Dynamo calls it: in all wrappers that it needs, the first one innermost.
 
     The names of these are dumped, the outermost first.

@@ -1,4 +1,4 @@
-"""Entries: compiled callables and their state; compile a module in place, and find its state again."""
+"""Entries: compiled callables and their state; compile a module in place, a method or a function, and find it again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,13 +19,91 @@ from dcompile import compat
 from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
 from dcompile.capture.adapters.plain import WATCHED
 from dcompile.capture.adapters.table import Wrapping, sync_for
-from dcompile.capture.callables import compiled_part, fresh_function, label_of, name_of, unwrap_module
+from dcompile.capture.callables import (
+    compiled_part,
+    fresh_function,
+    label_of,
+    name_of,
+    original_function,
+    twin_of,
+    unwrap_module,
+    with_owner,
+)
 from dcompile.capture.captured_graph import CaptureMode
 from dcompile.capture.compiled_model import CompiledModel, Settings, settings_inside
 from dcompile.capture.dynamo_backend import RUN, Backend
-from dcompile.capture.entry_record import EntryRecord, EqualModules, dynamo_settings, equal_modules
 from dcompile.capture.services import Services
 from dcompile.errors import DcompileError, PlanMismatchError
+
+
+@dataclass(eq=False)
+class EntryRecord:
+    """Objects of an entry that Dynamo keeps in tables that outlive the entry."""
+
+    codes: list[types.CodeType] = field(default_factory=list)
+    finalizers: list[Any] = field(default_factory=list)
+    backends: list[Any] = field(default_factory=list)
+
+    def forget(self, model: CompiledModel) -> None:
+        """Remove the compiled code of an entry that was collected, with all that the code keeps alive."""
+        for finalizer in self.finalizers:
+            finalizer.detach()
+        self.forget_code()
+        for backend in self.backends:
+            compat.dynamo.forget_backend(backend)
+        model.release()
+
+    def forget_code(self) -> None:
+        """Remove what is compiled so far, since another adapter serves the model: equal modules must not run it."""
+        for code in self.codes:
+            compat.skip_frame_eval.forget_code(code)
+        self.codes.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class EqualModules:
+    """Modules inside one module that are of one class, compiled with equal settings, and synchronized alike.
+
+    Each runs whole frames of the others, if all guards hold for it: N equal layers are compiled once.
+    """
+
+    of: tuple[Any, ...]
+    """What is equal."""
+    frames: list[weakref.ref[compat.skip_frame_eval.Frames]] = field(default_factory=list)
+    """The compiled code of each module, in order of first calls."""
+
+    def leave(self, own: compat.skip_frame_eval.Frames) -> None:
+        """Take a module out, whose code is going to be for another adapter."""
+        self.frames[:] = [reference for reference in self.frames if reference() not in (own, None)]
+
+    def others(self, own: compat.skip_frame_eval.Frames) -> Iterator[compat.skip_frame_eval.Frames]:
+        """Yield the compiled code of all modules but one."""
+        for reference in self.frames:
+            frames = reference()
+            if frames is not None and frames is not own:
+                yield frames
+
+
+_EQUAL: weakref.WeakKeyDictionary[Module, list[EqualModules]] = weakref.WeakKeyDictionary()
+"""Outermost module in whose call compiled modules ran -> those that are equal: separate models share nothing."""
+
+
+def equal_modules(module: Module, own: compat.skip_frame_eval.Frames, of: tuple[Any, ...]) -> EqualModules:
+    """Return the modules that are equal to one, inside the outermost module whose call runs now; add it to them."""
+    known = _EQUAL.setdefault(compat.hooks.outermost_caller(module), [])
+    found = next((each for each in known if each.of == of), None)
+    if found is None:
+        known.append(found := EqualModules(of))
+    found.frames.append(weakref.ref(own))
+    return found
+
+
+@contextlib.contextmanager
+def dynamo_settings(model: CompiledModel, code: Any, own: Any, spec: Any, late_sizes: bool) -> Iterator[None]:
+    """Set up Dynamo's work on a frame. `spec`: the shapes of the outermost frame, whose code is `own`."""
+    with model.compiling(code, own, late_sizes), compat.shapes.in_entry(spec if code is own else None):
+        yield
+
 
 _NEWEST: weakref.WeakKeyDictionary[Module, weakref.ref[Entry]] = weakref.WeakKeyDictionary()
 """Module -> its newest entry. Both references are weak, since an entry may keep its module alive."""
@@ -457,3 +535,73 @@ def newest_entry(module: Module) -> Entry | None:
     """Return the entry that was installed last for a module, if it is still there."""
     found = _NEWEST.get(module)
     return found() if found is not None else None
+
+
+def compile_method(module: Module, name: str, settings: Settings, services: Services) -> Callable[..., Any]:
+    """Return a compiled replacement for a method that does a part of `module`'s forward; the caller installs it.
+
+    DDP and FSDP around the module, or inside it, are taken over as for its forward. The replacement has a weak
+    reference to the module.
+    """
+    bound: Any = getattr(module, name)
+    entry = Entry(bound, module, settings, services, in_place=True, method=bound.__func__)
+    owner: Callable[[], Any] = weakref.ref(module)
+    apart = compat.dynamo.no_dynamo(entry.__call__, "a module whose parameters dcompile keeps in step")
+
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        return apart(*args, **kwargs) if entry.has_taken_over else bound.__func__(owner(), *args, **kwargs)
+
+    return functools.update_wrapper(entry.entrance(traced), bound, updated=())
+
+
+def compiled_call(module: Module, settings: Settings, services: Services) -> Callable[..., Any]:
+    """Return the callable that torch.compile calls for `module`; of a DDP module, compile the wrapped one in place."""
+    if isinstance(module, DistributedDataParallel):
+        compile_module(module, settings, services)
+
+        eager: Callable[..., Any] = module._call_impl
+
+        def call_ddp(*args: Any, **kwargs: Any) -> Any:
+            return eager(*args, **kwargs)
+
+        return call_ddp
+    return module_call(module, settings, services)
+
+
+def compile_function(function: Callable[..., Any], settings: Settings, services: Services) -> Any:
+    """Return a compiled replacement for a function; the function itself does not change."""
+    function = original_function(function)
+    inner = Entry(function, None, settings, services).entrance(function)
+    # another object than the one that `__func__` calls: a reference cycle would live until garbage collection
+    call: Any = twin_of(inner)
+    # torch.compile and torch._dynamo.disable find the function itself through these two
+    call._torchdynamo_orig_callable = function
+    call._torchdynamo_wrapper_id = id(call)
+    if isinstance(function, types.MethodType):
+        # a learning rate scheduler calls an optimizer's `step.__func__`, also of a compiled one put in its place
+        call.__self__, call.__func__ = function.__self__, with_owner(inner)
+    compiled: Callable[..., Any] = call
+    return compiled
+
+
+def find_model(thing: Any) -> CompiledModel | None:
+    """Return the state of a result of compile or torch.compile, of the module inside it, or of a wrapper (DDP, Fabric).
+
+    A wrapper is a module with exactly one compiled part. None if there is no such state.
+    """
+    models = find_models(thing)
+    return models[0] if len(models) == 1 else None
+
+
+def find_models(thing: Any) -> list[CompiledModel]:
+    """Return the states of all parts of a module that are compiled by themselves, such as its layers.
+
+    One state if the module is compiled as a whole, or for another callable. Empty if nothing was compiled.
+    """
+    if not isinstance(thing, Module):
+        entry = getattr(thing, "_dcompile_entry", None)
+        return [] if entry is None else [entry.model_run]
+    root = compiled_part(thing)
+    entry = newest_entry(root)
+    parts = [entry] if entry is not None else [newest_entry(part) for part in root.modules()]
+    return [*dict.fromkeys(part.model_run for part in parts if part is not None)]

@@ -1,30 +1,29 @@
-"""The programs of one captured graph, and the code that runs around them in forward and backward."""
+"""The programs of one captured graph, and the code that runs around them in forward and backward.
+
+Around a program stand the conversions that its graph needs: device meshes and process groups, which pass through
+unread, are taken out; absent gradients become None or zeros; batches of gradients run operator by operator.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from dcompile import compat
-from dcompile.capture import batched_backward
-from dcompile.capture.absent_outputs import AbsentOutputs
 from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
 from dcompile.capture.aliasing.input_memory import return_input_views, with_bases_as_traced
+from dcompile.capture.aliasing.output_views import OutputRequest, plan_outputs
 from dcompile.capture.captured_graph import Boxed, CapturedGraph
-from dcompile.capture.joint_graph import (
-    donated_positions,
-    insert_outputs,
-    saved_positions,
-    take_sync_token,
-)
-from dcompile.capture.opaque_objects import remove_opaque_objects, without_opaque_objects
-from dcompile.capture.output_steps import OutputRequest, plan_outputs
+from dcompile.capture.compiled_model import CompiledModel
+from dcompile.capture.joint_graph import donated_positions, insert_outputs, saved_positions, take_sync_token
 from dcompile.capture.passes.joint.absent_gradients import (
+    absent_results,
     fixed_size_tangents,
     take_out,
     tangents,
@@ -32,17 +31,23 @@ from dcompile.capture.passes.joint.absent_gradients import (
     unsure,
     without,
     zeros_for,
+    zeros_of,
 )
-from dcompile.capture.program_request import describe_machine, describe_shards
 from dcompile.capture.services import GradientBuckets
-from dcompile.collectives.contract import Executable, Foreseen, Request
+from dcompile.collectives.contract import Executable, Foreseen, ParamInfo, Request
 from dcompile.device_traits import traits_of
+from dcompile.errors import DcompileError
+from dcompile.machine_model import GroupSize
 from dcompile.passes import OutputStep
 from dcompile.results.unshare_gradients import UnshareGradients
 
 NEGATIVE_GRADIENTS = "gradient marked as negative, copied"
 """Name of the receipt's count over all backwards of gradients with the negative bit: `y.backward(torch._neg_view(x))`.
 """
+BATCHED_GRADIENTS = "backward of batched gradients"
+BATCHED_NOTE = (
+    "a backward of batched gradients (is_grads_batched, vectorize) ran operator by operator, without our kernels"
+)
 WHOLE_BACKWARD = "whole_backward"
 """Name of the backward program that takes every gradient, if the first one lacks some."""
 
@@ -255,9 +260,9 @@ class GraphPrograms:
 
     def _batched(self, gm: Any, args: list[Any]) -> list[Any]:
         """Run a backward of batched gradients; these are for the caller only, and none is reduced."""
-        self.graph.notes += [] if batched_backward.NOTE in self.graph.notes else [batched_backward.NOTE]
-        self.graph.fallbacks[batched_backward.COUNTED] += 1
-        return batched_backward.run_batched(gm, args, bool(self.graph.sharded))
+        self.graph.notes += [] if BATCHED_NOTE in self.graph.notes else [BATCHED_NOTE]
+        self.graph.fallbacks[BATCHED_GRADIENTS] += 1
+        return run_batched(gm, args, bool(self.graph.sharded))
 
     @property
     def _exchanged(self) -> frozenset[int]:
@@ -338,3 +343,217 @@ class GraphPrograms:
         assert state is not None, "a backward runs after it was compiled"
         buckets = state.whole_buckets if kind == WHOLE_BACKWARD and state.whole_buckets is not None else state.buckets
         return strategy.run_backward(BackwardCall(self.graph, self.graph.executables[kind], buckets, args, sync, gone))
+
+
+def describe_machine(
+    model: CompiledModel, gm: Any, device: torch.device, found: Mapping[str, Any], copied: Set[str]
+) -> dict[str, Any]:
+    """Return the parts of a request for the cost model: the machine, and all groups of the graph's collectives.
+
+    `found`: the adapter's groups, by name. `copied`: those whose gathers are copies from other ranks' memory.
+    """
+    replicas = model.adapter.replicas()
+    own = {
+        name: group
+        for named, name in compat.groups.named_groups(gm).items()
+        if (group := compat.groups.group_by_name(named)) is not None
+    }
+    lanes: dict[int, str] = {}
+    for name, group in (*found.items(), *own.items()):
+        lanes.setdefault(id(group), name)
+    config = model.settings.config
+    return {
+        "figures": model.services.figures(device, next(iter(found.values()), None)),
+        "groups": tuple(
+            (name, GroupSize(dist.get_world_size(group), lanes[id(group)], replicas.get(name, 1), name in copied))
+            for name, group in ({**found, **own}).items()
+        ),
+        "early_bytes": None if config.overlap_mb < 0 else config.overlap_mb << 20,
+    }
+
+
+def describe_shards(
+    infos: Sequence[ParamInfo], gm: Any, kind: str, sharded: Mapping[str, int], grads: Sequence[tuple[int, int]]
+) -> dict[str, Any]:
+    """Return the parts of a request about sharded parameters: gathers, gradients, parameters.
+
+    `infos`: all parameters, as they were when the graph was captured. `sharded`: name of a placeholder -> number of its
+    parameter. `grads`: (output, parameter) of a backward's gradients.
+    """
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    held = [(position, sharded[name]) for position, name in enumerate(names) if name in sharded]
+    # parameters that the forward keeps gathered are saved for the backward
+    gathers = tuple(entry for entry in held if kind != "backward" or _reshards(infos[entry[1]]))
+    grads = tuple(grads) if kind == "backward" else ()
+    used = sorted({number for _, number in (*gathers, *grads)})
+    params = tuple(infos[number] for number in used)
+    return {"gathers": gathers, "grads": grads, "params": params}
+
+
+def _reshards(info: ParamInfo) -> bool:
+    return info.shard is not None and info.shard.reshard
+
+
+class AbsentOutputs:
+    """Which results of one backward are absent, for each set of absent gradients.
+
+    `grads`: (position among the results, parameter) of gradients that ranks reduce. `unsure`: parameters whose
+    gradients may be absent. `numbers`: positions of the forward's inputs that are numbers, which are no leaves.
+    """
+
+    def __init__(
+        self,
+        gm: Any,
+        sync: GradientSync,
+        grads: tuple[tuple[int, int], ...],
+        unsure: tuple[int, ...],
+        numbers: tuple[int, ...],
+    ) -> None:
+        self._gm, self._sync, self._grads, self._unsure, self._numbers = gm, sync, grads, unsure, numbers
+        self._reduced = frozenset(place for place, _ in grads)
+        self._follows: dict[frozenset[int], tuple[int, ...]] = {}
+        """Absent gradients -> positions of results that depend on them alone."""
+
+    def of(self, absent: frozenset[int]) -> tuple[Sequence[int], Sequence[int]]:
+        """Return (positions of results that become None, positions of results that become zeros) for absent gradients.
+
+        Gradients that DDP's own reducer waits for are in neither.
+        """
+        if absent not in self._follows:
+            self._follows[absent] = absent_results(self._gm, absent)
+        follows = self._follows[absent]
+        hooked = compat.aot.hooked_leaves() if follows else frozenset[int]()
+        if not hooked and not self._grads:
+            return follows, ()
+        expected, gone, zeros = self._sync.awaited(self._grads, self._unsure), list[int](), list[int]()
+        for place in follows:
+            # eager calls no hook for an absent gradient; in a compiled graph the edge exists, and the hook gets None
+            stays = hooked and place - sum(number < place for number in self._numbers) in hooked
+            if stays and place not in self._reduced:  # gradients that ranks reduce are zeros already
+                zeros.append(place)
+            elif not stays and place not in expected:
+                gone.append(place)
+        return gone, zeros
+
+    def fill(self, results: list[Any], gone: Collection[int], zeros: Collection[int]) -> None:
+        """Put None and zeros in the places that `of` has found."""
+        for place in zeros:
+            known = results[place] is not None
+            results[place] = torch.zeros_like(results[place]) if known else zeros_of(self._gm, place)
+        for place in gone:
+            results[place] = None
+
+    def without_any(self, absent: frozenset[int]) -> list[Any]:
+        """Return the results of a backward whose gradients are all absent."""
+        _, zeros = self.of(absent)
+        results: list[Any] = [None] * len(self._gm.graph.output_node().args[0])
+        self.fill(results, (), zeros)
+        return results
+
+
+def run_batched(backward: Any, args: list[Any], sharded: bool) -> list[Any]:
+    """Compute a backward's results with ATen for `autograd.grad(..., is_grads_batched=True)` and vectorized jacobians.
+
+    Autograd then passes tensors of torch.func's `vmap`, which represent a batch and have no memory that a kernel could
+    read. `args` is emptied, as by a program. Raises DcompileError if parameters are `sharded`.
+    """
+    if sharded:
+        raise DcompileError(
+            "dcompile: gradients of a batch (is_grads_batched=True, vectorize=True) through a model whose parameters "
+            "FSDP shards; take the gradients one by one, or call the model before it is compiled"
+        )
+    given, places = list(args), tangents(backward)
+    args.clear()
+    for place in places:
+        if given[place] is None:
+            given[place] = zeros_for(backward, place)
+    return list(torch.fx.Interpreter(backward).run(*given))
+
+
+@dataclass(frozen=True)
+class OpaqueObjects:
+    """Device meshes and process groups that were removed from a graph's inputs and results.
+
+    AOTAutograd splits a DTensor into its local tensor and its mesh, which passes through the graphs unread: it is an
+    input, and a result for each result or gradient that becomes a DTensor.
+    """
+
+    inputs: tuple[int, ...] = ()
+    """Positions of the inputs, ascending."""
+    results: tuple[tuple[int, int], ...] = ()
+    """(position of a result, index into `inputs` of its object), ascending."""
+
+    def around(self, run: Boxed) -> Boxed:
+        """Return `run` with these objects among its arguments and results."""
+        if not self.inputs:
+            return run
+        inputs, places = self.inputs[::-1], tuple((at, len(self.inputs) - 1 - place) for at, place in self.results)
+
+        def running(args: list[Any]) -> list[Any]:
+            objects = [args.pop(position) for position in inputs]
+            results = run(args)
+            for at, place in places:
+                results.insert(at, objects[place])
+            return results
+
+        return running
+
+    def input_place(self, position: int) -> int:
+        """Return the position of the whole graph's input among the remaining ones."""
+        return position - sum(removed < position for removed in self.inputs)
+
+    def result_place(self, position: int) -> int:
+        """Return the position of the whole graph's result among the remaining ones."""
+        return position - sum(removed < position for removed, _ in self.results)
+
+    def result_places(self, positions: Collection[int]) -> tuple[int, ...]:
+        """Return the positions of several results among the remaining ones, without removed ones."""
+        removed = {at for at, _ in self.results}
+        return tuple(self.result_place(position) for position in positions if position not in removed)
+
+    def views(self, aliases: Mapping[int, int]) -> dict[int, int]:
+        """Return position of a result -> of the input that it is a view of, both among the remaining ones."""
+        removed = {at for at, _ in self.results}
+        found = ((at, of) for at, of in aliases.items() if at not in removed)
+        return {self.result_place(at): self.input_place(of) for at, of in found}
+
+
+def remove_opaque_objects(gm: Any) -> OpaqueObjects:
+    """Remove opaque inputs that the graph only returns, and remove them from its results.
+
+    An object that an operation of the graph takes stays; lowering reports it as unsupported.
+    """
+    output = gm.graph.output_node()
+    placeholders = enumerate(gm.graph.find_nodes(op="placeholder"))
+    found = {
+        node: position
+        for position, node in placeholders
+        if compat.tensors.is_opaque(node.meta.get("val")) and all(user is output for user in node.users)
+    }
+    if not found:
+        return OpaqueObjects()
+    places = {node: place for place, node in enumerate(found)}
+    results = list(output.args[0])
+    returned = [
+        (at, places[node]) for at, node in enumerate(results) if isinstance(node, torch.fx.Node) and node in found
+    ]
+    removed = {at for at, _ in returned}
+    output.args = (tuple(node for at, node in enumerate(results) if at not in removed),)
+    if "desc" in output.meta:
+        output.meta["desc"] = [desc for at, desc in enumerate(output.meta["desc"]) if at not in removed]
+    for node in found:
+        gm.graph.erase_node(node)
+    gm.recompile()
+    return OpaqueObjects(tuple(found.values()), tuple(returned))
+
+
+def without_opaque_objects(gm: Any) -> Any:
+    """Return a copy of a graph without opaque objects, or the graph itself if it has none."""
+    if not any(compat.tensors.is_opaque(node.meta.get("val")) for node in gm.graph.find_nodes(op="placeholder")):
+        return gm
+    graph = torch.fx.Graph()
+    copied = graph.output(graph.graph_copy(gm.graph, {}))
+    copied.meta = dict(gm.graph.output_node().meta)
+    copy = torch.fx.GraphModule(gm, graph)
+    remove_opaque_objects(copy)
+    return copy

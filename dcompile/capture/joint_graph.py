@@ -47,7 +47,8 @@ def partition_joint(
     `fusible`: the ops, in addition to torch's own list, that are fused into loops, and those of them that may be
     recomputed.
     `memory_budget`: fraction of the usual saved bytes that may be saved.
-    `recompute_library_operands`: whether the backward may also recompute operands of library calls, which it must then write to memory.
+    `recompute_library_operands`: whether the backward may also recompute operands of library calls, which it must then
+    write to memory.
     """
     ahead = return_marked(joint, num_fwd_outputs)
     forward, backward = compat.aot.min_cut_partition(

@@ -98,8 +98,8 @@ def min_cut_partition(
     function of its module, which is replaced during the cut. If torch has no such function, only its own list counts.
 
     `memory_budget`: part of the bytes that would be saved; the rest is recomputed.
-    `recompute_library_operands`: the backward may also recompute tensors that it then has to write for a library call. `minimum_cut` replaces networkx's function; it
-    gets that function as an argument, for graphs that it cannot cut.
+    `recompute_library_operands`: the backward may also recompute tensors that it then has to write for a library call.
+    `minimum_cut` replaces networkx's function; it gets that function as an argument, for graphs that it cannot cut.
 
     Views of whole tensors are never saved, but their bases are. With both as candidates, torch may save a matmul's
     result and also the view of what was computed from it. The latter alone would suffice for a ReLU between two linear

@@ -21,8 +21,7 @@ from dcompile.capture.adapters.table import Wrapping, sync_for
 from dcompile.capture.callables import original_function, unwrap_module
 from dcompile.capture.captured_graph import Boxed, CaptureMode
 from dcompile.capture.compiled_model import CompiledModel, Settings
-from dcompile.capture.entry import Entry
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import Entry, find_model
 from dcompile.capture.graph_programs import GraphPrograms
 from dcompile.codegen.lower.fx_nodes import origin_of
 from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule

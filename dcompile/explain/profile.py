@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from dcompile import compat
 from dcompile.capture.compiled_model import CompiledModel
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 from dcompile.errors import NotCompiledError
 from dcompile.explain.arrival_skew import latest_arrivals
 from dcompile.explain.measured_steps import steps_of

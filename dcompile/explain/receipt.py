@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dcompile.capture import batched_backward
+from dcompile.capture import graph_programs
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.aliasing import input_memory
 from dcompile.capture.call_state import Variant
@@ -157,7 +157,7 @@ def _why(fallback: str) -> str:
     """Why something runs without a kernel of dcompile's, and whether it matters."""
     known = {
         EAGER_CALLS: "correct, as slow as eager; a line above says why",
-        batched_backward.COUNTED: "correct, as slow as eager; programs are for one gradient",
+        graph_programs.BATCHED_GRADIENTS: "correct, as slow as eager; programs are for one gradient",
         input_memory.COUNTED: "correct, as slow as eager; let the same tensors share memory in each call",
     }
     if fallback in known:

@@ -15,8 +15,8 @@ from torch.nn import Module
 import dcompile
 from dcompile import artifacts, logs
 from dcompile.api import make_services
-from dcompile.capture.compiled_callables import compile_method
 from dcompile.capture.compiled_model import Settings
+from dcompile.capture.entry import compile_method
 from dcompile.compat.dynamo import no_dynamo
 from dcompile.config import Config
 from dcompile.errors import OptionError

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dcompile.api import compile
 from dcompile.capture.adapters.ddp_reducer import tensors_in
 from dcompile.capture.callables import label_of, unwrap_module
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 from dcompile.config import Config
 from dcompile.errors import OptionError, PrecompileError
 from dcompile.passes import GAIN

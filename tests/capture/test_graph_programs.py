@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,15 +10,30 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch._library.fake_class_registry import FakeScriptObject
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dcompile.capture.batched_backward import COUNTED, NOTE
+import dcompile
 from dcompile.capture.capture_digest import own_collectives
 from dcompile.capture.captured_graph import CapturedGraph
 from dcompile.capture.dynamo_backend import RUN, Backend
-from dcompile.capture.graph_programs import NEGATIVE_GRADIENTS, WHOLE_BACKWARD, GraphPrograms
-from dcompile.capture.program_request import describe_machine
+from dcompile.capture.graph_programs import (
+    BATCHED_GRADIENTS,
+    BATCHED_NOTE,
+    NEGATIVE_GRADIENTS,
+    WHOLE_BACKWARD,
+    GraphPrograms,
+    OpaqueObjects,
+    describe_machine,
+    remove_opaque_objects,
+    without_opaque_objects,
+)
 from dcompile.collectives.contract import BucketRule, ParamInfo, Shard
+from dcompile.errors import DcompileError
 from dcompile.ir.buffers import Bucket
 from dcompile.machine_model import CPU, GroupSize
 from tests.capture.made_up import MadeUp, MadeUpAdapter, made_up
@@ -88,7 +104,7 @@ def test_gradients_that_are_marked_as_negative_or_a_batch_are_counted():
     (found,) = torch.autograd.grad(y, w, torch.eye(4), is_grads_batched=True)
     torch.testing.assert_close(found, torch.diag(exact))
     (graph,) = made.model.graphs
-    assert graph.fallbacks == {NEGATIVE_GRADIENTS: 1, COUNTED: 1} and graph.notes == [NOTE]
+    assert graph.fallbacks == {NEGATIVE_GRADIENTS: 1, BATCHED_GRADIENTS: 1} and graph.notes == [BATCHED_NOTE]
 
 
 def two(x: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -264,3 +280,170 @@ def test_a_graph_with_an_input_on_a_gpu_is_that_gpus():
     assert CapturedGraph(model, [X, 3], RUN).device == torch.device("cpu")
     assert CapturedGraph(model, [X, meta], RUN).device == torch.device("meta")
     assert [graph.number for graph in model.graphs] == [0, 1]
+
+
+@pytest.fixture(autouse=True)
+def compilers(monkeypatch):
+    """Kernels of ours run here, as they read memory that a batch does not have."""
+    monkeypatch.setenv("DCOMPILE_RECEIPT", "0")
+    torch._dynamo.reset()
+
+
+class Network(nn.Module):
+    """Two results, a view among what is saved, and dropout, whose mask all gradients share."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+        self.p = p
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = nn.functional.dropout(nn.functional.gelu(self.norm(self.first(x))), self.p)
+        return self.second(hidden), hidden.t().exp()
+
+
+def batched(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    result = model(x)[0]
+    units = torch.eye(result.numel()).view(-1, *result.shape)
+    wanted = [x, *model.first.parameters(), *model.second.parameters()]
+    return [*torch.autograd.grad(result, wanted, units, is_grads_batched=True)]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_batched_gradients_are_eagers(trained, dynamic):
+    torch.manual_seed(0)
+    eager = Network()
+    model = dcompile.compile(copy.deepcopy(eager), dynamic=dynamic)
+    x = torch.randn(4, 6, requires_grad=True)
+    if trained:  # the program is there already
+        for network in (eager, model):
+            network(x)[0].sum().backward()
+    torch.testing.assert_close(batched(model, x), batched(eager, x))
+    for network in (eager, model):  # and goes on to serve
+        network.zero_grad()
+        network(x)[0].square().sum().backward()
+    torch.testing.assert_close([*model.parameters()], [*eager.parameters()])
+    for own, stock in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, stock.grad)
+    receipt = dcompile.receipt(model)
+    assert any("batched gradients" in note for note in receipt.notes)
+    assert receipt.fallbacks["backward of batched gradients"] == 1
+    batched(model, x)
+    assert dcompile.receipt(model).fallbacks["backward of batched gradients"] == 2
+
+
+def test_a_batch_is_what_its_gradients_are_one_by_one():
+    """Dropout's mask is computed again from its key in each of them."""
+    torch.manual_seed(0)
+    model, x = dcompile.compile(Network(0.5)), torch.randn(4, 6, requires_grad=True)
+    result = model(x)[0]
+    units = torch.eye(result.numel()).view(-1, *result.shape)
+    single = [torch.autograd.grad(result, x, unit, retain_graph=True)[0] for unit in units]
+    (together,) = torch.autograd.grad(result, x, units, is_grads_batched=True)
+    torch.testing.assert_close(together, torch.stack(single))
+
+
+def test_jacobians_by_vmap():
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model, x = dcompile.compile(copy.deepcopy(eager)), torch.randn(4, 6)
+    model(x).sum().backward()
+    jacobian = torch.autograd.functional.jacobian
+    torch.testing.assert_close(jacobian(model, x, vectorize=True), jacobian(eager, x))
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_ddp_reduces_none_of_them(one_rank):
+    torch.manual_seed(0)
+    eager = Network()
+    model = dcompile.compile(DistributedDataParallel(copy.deepcopy(eager)))
+    x = torch.randn(4, 6, requires_grad=True)
+    units = torch.eye(12).view(12, 4, 3)
+    for _ in range(2):
+        own, stock = (torch.autograd.grad(network(x)[0], x, units, is_grads_batched=True) for network in (model, eager))
+        torch.testing.assert_close(own, stock)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model(x)[0].sum().backward()
+        model.zero_grad()
+
+
+def test_with_sharded_parameters_the_error_says_what_to_do(one_rank):
+    torch.manual_seed(0)
+    model = dcompile.compile(fully_shard(Network(), mesh=init_device_mesh("cpu", (1,))))  # not on a GPU that is there
+    x = torch.randn(4, 6, requires_grad=True)
+    model(x)[0].sum().backward()
+    with pytest.raises(DcompileError, match="one by one"):
+        torch.autograd.grad(model(x)[0], x, torch.eye(12).view(12, 4, 3), is_grads_batched=True)
+
+
+def traced(*, taken=False):
+    """a, mesh, b, group -> a + b, mesh, None, a, mesh; with `taken`, an operation is given the group."""
+    graph = torch.fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in ("a", "mesh", "b", "group")}
+    for name, node in nodes.items():
+        opaque = name in ("mesh", "group")
+        node.meta["val"] = FakeScriptObject(object(), name, None) if opaque else torch.empty(2)
+    total = graph.call_function(torch.ops.aten.add.Tensor, (nodes["a"], nodes["b"]))
+    total.meta["val"] = torch.empty(2)
+    if taken:
+        graph.call_function(print, (nodes["group"],))
+    graph.output((total, nodes["mesh"], None, nodes["a"], nodes["mesh"]))
+    return torch.fx.GraphModule(torch.nn.Module(), graph)
+
+
+def test_a_graph_is_left_with_tensors_alone():
+    gm = traced()
+    removed = remove_opaque_objects(gm)
+    assert removed == OpaqueObjects((1, 3), ((1, 0), (4, 0)))
+    assert [node.name for node in gm.graph.find_nodes(op="placeholder")] == ["a", "b"]
+    total, nothing, a = gm.graph.output_node().args[0]
+    assert (total.op, nothing, a.name) == ("call_function", None, "a")
+    gm.graph.lint()
+
+
+def test_the_caller_sees_them_where_they_were():
+    gm = traced()
+    removed, given = remove_opaque_objects(gm), []
+
+    def program(args):
+        given.extend(args)
+        args.clear()
+        return list(gm(*given))
+
+    a, b, mesh, group = torch.ones(2), torch.full((2,), 3.0), object(), object()
+    args = [a, mesh, b, group]
+    results = removed.around(program)(args)
+    assert not args and given[0] is a and given[1] is b and len(given) == 2
+    assert results[0].tolist() == [4, 4]
+    assert results[1] is mesh and results[2] is None and results[3] is a and results[4] is mesh
+
+
+def test_positions_are_those_of_what_is_left():
+    removed = remove_opaque_objects(traced())
+    assert [removed.input_place(position) for position in (0, 2)] == [0, 1]
+    assert removed.result_places([0, 1, 2, 3, 4]) == (0, 1, 2)
+    assert removed.views({3: 0, 4: 1}) == {2: 0}, "a result that is an object is no view"
+
+
+def test_what_an_operation_takes_stays():
+    gm = traced(taken=True)
+    assert remove_opaque_objects(gm).inputs == (1,)
+    assert [node.name for node in gm.graph.find_nodes(op="placeholder")] == ["a", "b", "group"]
+
+
+def test_a_copy_is_made_only_of_graphs_that_have_some():
+    gm = traced()
+    copy = without_opaque_objects(gm)
+    assert len(gm.graph.find_nodes(op="placeholder")) == 4 and len(copy.graph.find_nodes(op="placeholder")) == 2
+    assert without_opaque_objects(copy) is copy
+
+
+def test_a_program_of_tensors_alone_is_called_as_it_is():
+    assert OpaqueObjects().around(len) is len

@@ -7,7 +7,7 @@ import torch
 
 import dcompile
 from dcompile import compat
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 
 NAME = compat.shapes.argument()
 KNOWN = pytest.mark.skipif(NAME is None, reason="this torch has no specs of shapes")

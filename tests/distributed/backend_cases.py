@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dcompile
 from dcompile import compute_regions
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 from dcompile.errors import PlanMismatchError
 from tests.distributed.harness import Ranks
 from tests.kernel_backends.fakes import eager, installed

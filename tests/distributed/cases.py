@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import dcompile
 from benchmarks.common import worst_of
 from dcompile import compat
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 from dcompile.capture.passes.dynamo.chunked_cross_entropy import match
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import LossPlan
 from dcompile.compat.layer_calls import frame as layer_frames

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dcompile
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 from dcompile.machine_model import table_figures
 from dcompile.runtime.communication.fsdp_shards import ShardCommunication
 from dcompile.runtime.communication.gather_scatter import in_order

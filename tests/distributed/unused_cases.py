@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dcompile
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 from dcompile.runtime.communication import ddp_buckets
 from dcompile.runtime.communication.work import PendingCollective
 from tests.distributed.cases import ATEN, average, by_hand, gradients, inputs, make, wrap

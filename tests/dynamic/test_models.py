@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import dcompile
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 from tests.models.zoo import gpt2, llama
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import dcompile
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
 

@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 import dcompile
 from dcompile import compat
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 
 
 @pytest.fixture(autouse=True)

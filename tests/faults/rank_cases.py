@@ -22,7 +22,7 @@ import dcompile
 from benchmarks.common import worst_of
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 from dcompile.driver import Pipeline
 from dcompile.errors import DcompileError
 from dcompile.runtime.coordination import heartbeat, wait_policy

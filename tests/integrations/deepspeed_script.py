@@ -188,7 +188,7 @@ def weights_of(engine: Any) -> dict[str, torch.Tensor]:
 
 def receipt_of(engine: Any) -> dict[str, Any]:
     import dcompile
-    from dcompile.capture.find_models import find_model
+    from dcompile.capture.entry import find_model
 
     found = dataclasses.asdict(dcompile.receipt(engine))
     model = find_model(engine.module)

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import dcompile
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 
 LAYERS = 1
 TOKENS = 6

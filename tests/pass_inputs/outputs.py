@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dcompile.capture.output_steps import OutputRequest
+from dcompile.capture.aliasing.output_views import OutputRequest
 from tests.pass_inputs.graphs import traced
 
 

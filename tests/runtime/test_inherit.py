@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import dcompile
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 from dcompile.runtime.program.arena import like
 from dcompile.runtime.program.workspace import HostProgramServices
 

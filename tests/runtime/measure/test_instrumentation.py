@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import dcompile
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 from dcompile.runtime.measure.instrumentation import CallRecorder, ProgramProbe, instrument
 
 SOURCE = '''"""2 kernel calls, 1 library calls, arena of 0 bytes."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dcompile
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 from dcompile.collectives.contract import ProgramReport
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
 from dcompile.runtime.program.executable import HostProgram

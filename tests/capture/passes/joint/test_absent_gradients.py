@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dcompile
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 from dcompile.capture.passes.joint.absent_gradients import unsure
 from dcompile.compiler import CachingCompiler
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import dcompile
-from dcompile.capture.find_models import find_model
+from dcompile.capture.entry import find_model
 from dcompile.codegen.schedule.fusion.accumulate_matmuls import accumulate_matmuls
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.ir.buffers import Buffer

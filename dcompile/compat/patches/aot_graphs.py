@@ -25,7 +25,7 @@ import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from dcompile.compat.patches.torch_patch import replaced
+from dcompile.compat.patches.torch_patch import replaced_attribute
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ def results_in_their_places() -> contextlib.AbstractContextManager[Any]:
 
         return create
 
-    return replaced(graph_capture, "create_functionalized_fn", creating)
+    return replaced_attribute(graph_capture, "create_functionalized_fn", creating)
 
 
 def _without_inputs(meta: Any) -> Any:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from dcompile.compat.patches.torch_patch import replaced
+from dcompile.compat.patches.torch_patch import replaced_attribute
 
 if TYPE_CHECKING:  # importing dcompile loads no torch
     from dcompile.compat.layer_calls.frame import FrameCalls
@@ -150,7 +150,7 @@ def library_functions_whole() -> Iterator[None]:
 
     They let AOTAutograd see that nothing in the step needs gradients, which it now finds by itself. With them, a step
     is three frames, two of which search for the optimizer's tensors in guards. Functions of fused optimizers, which are
-    hidden from Dynamo, are replaced.
+    hidden from Dynamo, are replaced_attribute.
 
     `linear_cross_entropy` warns that torch.compile keeps its gradients, or that it has no chunks for these arguments,
     and its warnings break the graph. Here neither is so: `chunked_cross_entropy` computes such losses.
@@ -241,7 +241,7 @@ def absent_gradients_passed() -> contextlib.AbstractContextManager[Any]:
 
         return new_backward
 
-    return replaced(module, "autograd_function_backward_rewritten", lambda _: rewritten)
+    return replaced_attribute(module, "autograd_function_backward_rewritten", lambda _: rewritten)
 
 
 @contextlib.contextmanager
@@ -347,7 +347,7 @@ def writes_to_scalars_kept() -> contextlib.AbstractContextManager[Any]:
 
         return inputs_alone
 
-    return replaced(OutputGraph, "remove_tensorify_specialized_graphargs", showing_inputs)
+    return replaced_attribute(OutputGraph, "remove_tensorify_specialized_graphargs", showing_inputs)
 
 
 @contextlib.contextmanager

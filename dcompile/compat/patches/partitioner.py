@@ -16,7 +16,7 @@ import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dcompile.compat.patches.torch_patch import replaced
+from dcompile.compat.patches.torch_patch import replaced_attribute
 
 PATTERN_MATCHER = "torch._inductor.pattern_matcher"
 _CHANGING = re.compile(r"(?<!_)(_$|_[.]|(\b|_)(set|enter|exit|seed)(\b|_))(?!_)")
@@ -53,7 +53,7 @@ def more_fusible_ops(fusible: frozenset[Any], recomputable: frozenset[Any]) -> c
             view_ops=found.view_ops - parts,
         )
 
-    return replaced(partitioners, "get_default_op_list", lambda own: lambda: extended(own()))
+    return replaced_attribute(partitioners, "get_default_op_list", lambda own: lambda: extended(own()))
 
 
 def _views_of_parts() -> frozenset[Any]:
@@ -80,7 +80,7 @@ def regions_without_inductor() -> contextlib.AbstractContextManager[Any]:
 
         return search
 
-    return replaced(partitioners, "fx_graph_cse", searching)
+    return replaced_attribute(partitioners, "fx_graph_cse", searching)
 
 
 @contextlib.contextmanager

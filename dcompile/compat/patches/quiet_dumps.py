@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any
 
-from dcompile.compat.patches.torch_patch import replaced
+from dcompile.compat.patches.torch_patch import replaced_attribute
 
 
 @contextlib.contextmanager
@@ -27,7 +27,7 @@ def quiet_metrics() -> Iterator[None]:
         names.append("_get_dynamo_config_for_logging")
     with contextlib.ExitStack() as stack:
         for name in names:
-            stack.enter_context(replaced(utils, name, lambda _: lambda: None))
+            stack.enter_context(replaced_attribute(utils, name, lambda _: lambda: None))
         yield
 
 
@@ -54,7 +54,7 @@ def no_unread_graphs() -> Iterator[None]:
     with contextlib.ExitStack() as changes:
         for name, nothing in (("_log_joint_graph", None), ("_log_fw_bw_graphs", (None, None))):
             quiet = functools.partial(_only_for_the_cache, nothing=nothing)
-            changes.enter_context(replaced(graph_compile, name, quiet))
+            changes.enter_context(replaced_attribute(graph_compile, name, quiet))
         yield
 
 
@@ -82,7 +82,7 @@ def no_unread_backwards() -> contextlib.AbstractContextManager[Any]:
 
         return reorder
 
-    return replaced(partitioners, "reordering_to_mimic_autograd_engine", reordering)
+    return replaced_attribute(partitioners, "reordering_to_mimic_autograd_engine", reordering)
 
 
 def no_unread_code() -> contextlib.AbstractContextManager[Any]:
@@ -111,7 +111,7 @@ def no_unread_code() -> contextlib.AbstractContextManager[Any]:
 
         return time
 
-    return replaced(output_graph, "dynamo_timed", timing)
+    return replaced_attribute(output_graph, "dynamo_timed", timing)
 
 
 @contextlib.contextmanager

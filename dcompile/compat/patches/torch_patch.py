@@ -43,7 +43,7 @@ class TorchPatch:
 
     apply: Callable[..., Any]
     targets: tuple[str, ...]
-    """Dotted names of the replaced objects."""
+    """Dotted names of the replaced_attribute objects."""
     kind: Literal["correctness", "speed", "takeover"]
     """takeover: dcompile's behavior replaces torch's."""
     reason: str
@@ -70,7 +70,7 @@ class TorchPatch:
         return " to ".join(ends)
 
 
-def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> contextlib.AbstractContextManager[Any]:
+def replaced_attribute(owner: Any, name: str, make: Callable[[Any], Any]) -> contextlib.AbstractContextManager[Any]:
     """Replace an attribute by `make(original)` in a context. Without such an attribute, nothing changes."""
     original = getattr(owner, name, None)
     return contextlib.nullcontext() if original is None else unittest.mock.patch.object(owner, name, make(original))

@@ -19,6 +19,10 @@ FOREIGN = ("torch", "sympy", "networkx", "transformers", "deepspeed")
 STATE = {"DistributedDataParallel._active_ddp_module"}
 """What torch itself sets and resets in the same way."""
 
+HELPER = "replaced_attribute"
+"""The function of `torch_patch.py` that makes plain patches: whoever calls it makes one."""
+PATCHING = ("unittest.mock.patch", HELPER)
+
 
 def base_of(target: ast.expr) -> str:
     """The name that attributes and subscripts begin with; "" if it is no name."""
@@ -42,7 +46,7 @@ def patching_functions(source: str) -> Iterator[tuple[str, str]]:
             continue
         for node in ast.walk(owner):
             called = node.func if isinstance(node, ast.Call) else None
-            if called and base_of(called) == "unittest" and ast.unparse(called).startswith("unittest.mock.patch"):
+            if called and ast.unparse(called).startswith(PATCHING) and owner.name != HELPER:
                 yield owner.name, ast.unparse(node)
             for target in node.targets if isinstance(node, ast.Assign) else ():
                 if (
@@ -83,6 +87,7 @@ def test_a_patch_without_a_row_is_found() -> None:
     source = "import torch.nn.functional as F\ndef f():\n    F.linear = None\n    x = F.relu\n    x.y = 3"
     assert list(patching_functions(source)) == [("f", "F.linear")]
     assert len(list(patching_functions("def f():\n    with unittest.mock.patch.object(torch, 'x', 1): pass"))) == 1
+    assert len(list(patching_functions("def f():\n    return replaced_attribute(torch, 'x', lambda own: 1)"))) == 1
 
 
 def test_rows_are_whole() -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dcompile import compat
 from dcompile.capture.adapters.fsdp_common import FallBackToStock, ShardedAdapter
 from dcompile.capture.adapters.plain import WATCHED
-from dcompile.capture.adapters.table import Wrapping, sync_for
+from dcompile.capture.adapters.table import WrappedModule, sync_for
 from dcompile.capture.callables import (
     compiled_part,
     fresh_function,
@@ -317,7 +317,7 @@ class Entry:
         if engine is not None and self.model.adapter.serves_wrapper:
             return
         with torch.inference_mode(False):  # virtual parameters made in that mode would never get a gradient
-            sync = sync_for(Wrapping(root, self.model.settings.config, engine=engine))
+            sync = sync_for(WrappedModule(root, self.model.settings.config, engine=engine))
             if sync is not None:
                 self.model.adopt(sync)
 
@@ -366,7 +366,7 @@ class Entry:
         """Adopt a DDP module in whose forward this module runs for the first time."""
         self._ddp, root = weakref.ref(ddp), self.root
         assert root is not None, "DDP wraps modules"
-        sync = sync_for(Wrapping(root, self.model.settings.config, ddp=ddp))
+        sync = sync_for(WrappedModule(root, self.model.settings.config, ddp=ddp))
         assert sync is not None, "DDP has a row"
         self.model.adopt(sync)
         self._compiled = None

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dcompile import compat
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.plain import PlainAdapter
-from dcompile.capture.adapters.table import Wrapping, sync_for
+from dcompile.capture.adapters.table import WrappedModule, sync_for
 from dcompile.capture.callables import original_function, unwrap_module
 from dcompile.capture.captured_graph import Boxed, CaptureMode
 from dcompile.capture.compiled_model import CompiledModel, Settings
@@ -55,7 +55,7 @@ def explain(model: Any, /, *args: Any, **kwargs: Any) -> Report:
     guards: dict[str, None] = {}
     settings = replace(settings, fullgraph=False, guard_filter_fn=_record_guards(guards, settings.guard_filter_fn))
     entry = Entry(target, None, settings, planner.services(), PLANNED)
-    sync = None if module is None else sync_for(Wrapping(module, settings.config, ddp=ddp))
+    sync = None if module is None else sync_for(WrappedModule(module, settings.config, ddp=ddp))
     adapter = None if sync is None else sync.adapter
     if adapter is not None:
         adapter.only_plan()

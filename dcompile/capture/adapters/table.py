@@ -23,7 +23,7 @@ from dcompile.config import Config
 
 
 @dataclass(frozen=True, slots=True)
-class Wrapping:
+class WrappedModule:
     """A module with the wrappers that are known around it."""
 
     module: Module
@@ -44,24 +44,24 @@ class AdapterRow:
     """One way to distribute a model."""
 
     name: str
-    detect: Callable[[Wrapping], Any]
+    detect: Callable[[WrappedModule], Any]
     """What the adapter is made for, such as the wrapper or its state; None if there is none."""
-    make: Callable[[Any, Wrapping], GradientSync]
+    make: Callable[[Any, WrappedModule], GradientSync]
     """Function from what was detected to the strategy, with its adapter."""
 
 
-def _ddp(ddp: Any, wrapping: Wrapping) -> GradientSync:
-    replicated = wrapping.module if compat.composable.is_replicate(ddp, wrapping.module) else None
-    return DdpSync(DdpAdapter(ddp, wrapping.stock, module=replicated))
+def _ddp(ddp: Any, wrapped: WrappedModule) -> GradientSync:
+    replicated = wrapped.module if compat.composable.is_replicate(ddp, wrapped.module) else None
+    return DdpSync(DdpAdapter(ddp, wrapped.stock, module=replicated))
 
 
-def _fsdp2(states: Any, wrapping: Wrapping) -> GradientSync:
+def _fsdp2(states: Any, wrapped: WrappedModule) -> GradientSync:
     # a replay keeps no partly gathered parameters, so with CUDA graphs backwards gather over all ranks
-    return ShardedSync(Fsdp2Adapter(states, wrapping.stock, parts=not wrapping.config.triton_cudagraphs))
+    return ShardedSync(Fsdp2Adapter(states, wrapped.stock, parts=not wrapped.config.triton_cudagraphs))
 
 
-def _fsdp1(instances: Any, wrapping: Wrapping) -> GradientSync:
-    return ShardedSync(Fsdp1Adapter(wrapping.module, instances, wrapping.stock))
+def _fsdp1(instances: Any, wrapped: WrappedModule) -> GradientSync:
+    return ShardedSync(Fsdp1Adapter(wrapped.module, instances, wrapped.stock))
 
 
 ADAPTERS = (
@@ -72,9 +72,9 @@ ADAPTERS = (
 )
 
 
-def sync_for(wrapping: Wrapping) -> GradientSync | None:
+def sync_for(wrapped: WrappedModule) -> GradientSync | None:
     """Return the strategy of a module by the first row that detects a wrapper; None if none does."""
     for row in ADAPTERS:
-        if (found := row.detect(wrapping)) is not None:
-            return row.make(found, wrapping)
+        if (found := row.detect(wrapped)) is not None:
+            return row.make(found, wrapped)
     return None

@@ -160,7 +160,7 @@ def _timed(call: Callable[[], object]) -> float:
 def _watch(log: list[str], clock: dict[str, float]) -> None:
     """Collect dcompile's log; time AOTAutograd, which calls dcompile's compiler for the forward, and that compiler."""
     from dcompile import compat
-    from dcompile.compiler import CachingCompiler
+    from dcompile.compiler.caching import CachingCompiler
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

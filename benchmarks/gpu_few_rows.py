@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from benchmarks.common import environment, finish, geomean, gpu_time, table
-from dcompile.autotune import SkinnyCandidates
+from dcompile.compiler.autotune import SkinnyCandidates
+from dcompile.compiler.driver import Pipeline
 from dcompile.config import Config
-from dcompile.driver import Pipeline
 from dcompile.ir.nodes import Loop, Program, Tile
 from dcompile.ir.parse import parse
 from dcompile.runtime.cache.disk import KernelCache

@@ -27,8 +27,8 @@ from dcompile.codegen.emit.triton import kernel as triton_kernel
 from dcompile.codegen.emit.triton.horizontal_fusion import start_next_first
 from dcompile.codegen.nest.row_matmul import RowTile
 from dcompile.codegen.nest.tile_plan import power_of_two
+from dcompile.compiler.driver import Pipeline
 from dcompile.config import Config
-from dcompile.driver import Pipeline
 from dcompile.ir.nodes import Loop, Program
 from dcompile.ir.parse import parse
 from dcompile.runtime.cache.disk import KernelCache

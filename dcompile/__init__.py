@@ -11,7 +11,7 @@ from dcompile.compat.versions import check_torch as _check_torch
 from dcompile.config import Config
 
 if TYPE_CHECKING:
-    from dcompile.ahead_of_time import export
+    from dcompile.aot.export import export
     from dcompile.api import compile, is_compiled, list_mode_options, list_options, receipt
     from dcompile.errors import (
         BuildError,
@@ -101,7 +101,7 @@ def __getattr__(name: str) -> Any:
     if name in ("explain", "precompile"):
         return importlib.import_module(f"dcompile.{name}")  # a package that can be called
     if name == "export":
-        return importlib.import_module("dcompile.ahead_of_time").export
+        return importlib.import_module("dcompile.aot.export").export
     if name == "load":  # without the compiler
         return importlib.import_module("dcompile.runtime.program.exported").load
     if name == "__version__":

@@ -12,12 +12,12 @@ from typing import Any, TypeVar, overload
 
 from torch.nn import Module
 
-from dcompile import artifacts, compat, logs
+from dcompile import compat, logs
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.entry import compile_function, compile_module, find_models
 from dcompile.capture.services import Services
 from dcompile.collectives.contract import BucketRule, ParamInfo
-from dcompile.compiler import CachingCompiler
+from dcompile.compiler.caching import CachingCompiler
 from dcompile.config import MODES, Config, option_names
 from dcompile.explain.receipt import Receipt, make_receipt, nothing_compiled
 from dcompile.ir.buffers import Bucket
@@ -107,7 +107,7 @@ def compile(
             instead = f"model = dcompile.compile({target.__name__}(...))"
             raise TypeError(f"dcompile: {target.__name__} is a class; compile a module of it: {instead}")
         limits = compat.shapes.with_attached(target, settings.limits)
-        own = replace(settings, config=artifacts.own_dump(settings.config), limits=limits)
+        own = replace(settings, config=logs.own_dump(settings.config), limits=limits)
         if isinstance(target, Module):
             compile_module(target, own, make_services(own.config))
             return target
@@ -174,7 +174,7 @@ def print_receipt(model: CompiledModel) -> None:
     runs_eagerly = not model.graphs and not model.adapter.eager and not model.inside
     made = None if runs_eagerly else make_receipt(model)
     text, details = (nothing_compiled(model), "") if made is None else (str(made), made.details())
-    artifacts.dump(model.settings.config, "receipt.txt", "".join(f"{line}\n" for line in (text, details) if line))
+    logs.dump(model.settings.config, "receipt.txt", "".join(f"{line}\n" for line in (text, details) if line))
     if model.settings.config.receipt and logs.rank() == 0:
         for line in [f"{model.name}: {text}" if model.name else text] if made is None else _new_lines(model, made):
             logs.report(logging.INFO, line)

@@ -15,11 +15,11 @@ from torch.nn import Module
 
 from dcompile import compat
 from dcompile.api import make_services
-from dcompile.artifacts import own_dump
 from dcompile.capture.compiled_model import CompiledModel, Settings
 from dcompile.capture.dynamo_backend import Backend
 from dcompile.capture.entry import compile_function, compile_module, compiled_call
 from dcompile.config import Config
+from dcompile.logs import own_dump
 
 _MODULE_CALLS = ("_wrapped_call_impl", "_call_impl")
 
@@ -73,7 +73,7 @@ def _ahead_of_time(context: Any, fn: Any, config: Config) -> Callable[..., Any]:
 
         Raises ExportError for programs that cannot be written, and Dynamo's errors for code that it cannot capture.
         """
-        from dcompile.aot_function import AheadOfTimeBackend  # late: few programs are compiled so
+        from dcompile.aot.aot_compile import AheadOfTimeBackend  # late: few programs are compiled so
 
         called = fn() if isinstance(fn, weakref.WeakMethod) else fn
         if called is None:

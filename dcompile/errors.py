@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class DcompileError(RuntimeError):
     """Base of all errors that dcompile raises on purpose, except bad options."""
@@ -47,3 +50,14 @@ class VerifyError(DcompileError):
 
 class ParseError(DcompileError, ValueError):
     """Text is not a program; the message shows line and column, what was found there, and what was expected."""
+
+
+def suggestion(name: str, valid: Iterable[str], title: str = "") -> str:
+    """End of a message about an unknown name: `, did you mean 'dump'?`, or, if nothing is near, `title` and all names.
+
+    Without a title, it is empty if nothing is near.
+    """
+    known = [*valid]
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f", did you mean {near[0]!r}?"
+    return f"; {title}: {', '.join(known)}" if title else ""

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from dcompile.config import Config
-from dcompile.errors import OptionError
-from dcompile.settings import suggestion
+from dcompile.errors import OptionError, suggestion
 
 GAIN = "for speed: "
 """How a note begins that only says what a pass has gained: it is in the receipt's data, and is not printed."""

@@ -14,9 +14,8 @@ import torch
 
 import dcompile
 from dcompile.compat.versions import check_torch
-from dcompile.config import Config
+from dcompile.config import REASON_OF, Config
 from dcompile.errors import NotCompiledError, UnsupportedTorchError
-from dcompile.inductor_options import REASON_OF
 
 TORCH_ARGUMENTS = inspect.signature(torch.compile).parameters
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from dcompile.config import CHANNELS
 from dcompile.explain.receipt import Receipt
-from dcompile.log_setting import CHANNELS
 from tests.job import ROOT, run
 from tests.nursery import python
 from tools import backends, passes, settings

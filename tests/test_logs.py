@@ -1,5 +1,7 @@
 """Every logger is used, levels and handlers are the user's, and reporting never breaks what is reported on."""
 
+from __future__ import annotations
+
 import ast
 import contextlib
 import errno
@@ -15,6 +17,7 @@ import sys
 import termios
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -26,10 +29,9 @@ from tqdm import tqdm
 
 import dcompile
 from dcompile import logs
-from dcompile.config import Config
-from dcompile.driver import RANDOM
+from dcompile.compiler.driver import RANDOM
+from dcompile.config import CHANNELS, Config, LogSetting, parse_log
 from dcompile.errors import OptionError
-from dcompile.log_setting import CHANNELS, LogSetting, parse_log
 from dcompile.runtime.communication import work
 from dcompile.runtime.coordination import heartbeat
 from tests.subject import ROOT
@@ -612,3 +614,40 @@ def test_a_line_does_not_end_up_in_a_progress_bar(monkeypatch):
         shown = terminal.getvalue()
     before, _, after = shown.partition("dcompile: 1 graph\n")
     assert before.endswith("\r") and "1/3" in after, "the bar is cleared before the line, and drawn again below it"
+
+
+def test_a_dump_that_cannot_be_written_is_reported_once(tmp_path, monkeypatch):
+    told = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", told)
+    (tmp_path / "file").write_text("")
+    config = Config(dump=str(tmp_path / "file"))
+    for _ in range(2):
+        logs.dump(config, "receipt.txt", "text")
+    assert told.getvalue().count("cannot write") == 1
+    logs.dump(Config(dump=str(tmp_path / "folder")), "receipt.txt", "\udc80")  # of a path that is no UTF-8
+    assert (tmp_path / "folder/rank0/receipt.txt").read_text() == "\\udc80"
+
+
+@pytest.mark.parametrize("value", [True, "here"])
+def test_rank_0_says_once_where_a_dump_is(value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = []
+    monkeypatch.setattr(logs, "report", lambda level, text: told.append(text))
+    monkeypatch.setattr(logs, "_DUMPS", Counter())
+    config = Config.make(options={"dump": value})
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("RANK", "1")
+        logs.own_dump(config)
+    logs._DUMPS.clear()
+    own, second = logs.own_dump(config), logs.own_dump(config)
+    assert told == [f"programs and kernels are dumped to {tmp_path / own.dump}"]
+    assert own.dump == ("dcompile_dump" if value is True else value) and second.dump == f"{own.dump}/model2"
+    assert logs.own_dump(Config.make()).dump == ""
+
+
+def test_a_pass_that_changed_nothing_leaves_no_file(tmp_path):
+    config = Config(dump=str(tmp_path))
+    logs.dump_change(config, "forward0/01_idle", "a\n", "a\n")
+    logs.dump_change(config, "forward0/02_fuse", "a\n", "b\n")
+    written = {path.name: path.read_text() for path in (tmp_path / "rank0/forward0").iterdir()}
+    assert written.keys() == {"02_fuse.txt", "02_fuse.diff"} and "-a\n+b" in written["02_fuse.diff"]

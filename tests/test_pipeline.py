@@ -11,9 +11,9 @@ import torch
 
 import dcompile
 from dcompile.collectives.contract import Request
-from dcompile.compiler import CachingCompiler
+from dcompile.compiler.caching import CachingCompiler
+from dcompile.compiler.driver import Pipeline
 from dcompile.config import Config
-from dcompile.driver import Pipeline
 from dcompile.ir.diagram import COLOURS
 from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, loop_passes, nest_passes
 from dcompile.runtime.program.executable import HostProgram

@@ -6,8 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from dcompile.config import MODES, describe
-from dcompile.inductor_options import REASON_OF
+from dcompile.config import MODES, REASON_OF, describe
 
 INTRODUCTION = """# Settings
 

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.artifacts import dump
 from dcompile.capture.adapters.fsdp_common import FallBackToStock
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.aliasing.input_memory import as_traced, watched_inputs
@@ -31,6 +30,7 @@ from dcompile.capture.aliasing.output_views import view_without_gradients
 from dcompile.capture.captured_graph import CapturedGraph, CaptureMode
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.graph_programs import GraphPrograms
+from dcompile.logs import dump
 from dcompile.passes import GraphWrapper
 
 Compiled = Callable[..., Any]

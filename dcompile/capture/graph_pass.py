@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dcompile.artifacts import dump_change
 from dcompile.config import Config
-from dcompile.logs import log
+from dcompile.logs import dump_change, log
 from dcompile.machine_model import Figures, table_figures
 from dcompile.passes import GraphPass, PassReport
 

@@ -26,9 +26,9 @@ from dcompile.capture.graph_programs import GraphPrograms
 from dcompile.codegen.lower.fx_nodes import origin_of
 from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
 from dcompile.collectives.contract import Request
+from dcompile.compiler.driver import ProgramPlan
+from dcompile.compiler.dry_run import PlanningCompiler
 from dcompile.config import Config
-from dcompile.driver import ProgramPlan
-from dcompile.dry_run import PlanningCompiler
 from dcompile.errors import NotCompiledError
 from dcompile.explain.profile import newest_timeline
 from dcompile.explain.program_stages import ProgramStages

@@ -6,13 +6,12 @@ import functools
 import itertools
 from collections.abc import Mapping
 
-from dcompile.artifacts import difference
 from dcompile.collectives.contract import Request
-from dcompile.driver import Pipeline, ProgramPlan
-from dcompile.errors import OptionError
+from dcompile.compiler.driver import Pipeline, ProgramPlan
+from dcompile.errors import OptionError, suggestion
 from dcompile.ir.nodes import Program
 from dcompile.ir.text import show
-from dcompile.settings import suggestion
+from dcompile.logs import difference
 
 
 class ProgramStages:

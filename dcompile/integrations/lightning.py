@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch.nn import Module
 
 import dcompile
-from dcompile import artifacts, logs
+from dcompile import logs
 from dcompile.api import make_services
 from dcompile.capture.compiled_model import Settings
 from dcompile.capture.entry import compile_method
@@ -121,7 +121,7 @@ def compile(
 
 def _settings(mode: str | None, fullgraph: bool, dynamic: bool | None, options: dict[str, Any] | None) -> Settings:
     given = {**(options or {}), **({"mode": mode} if mode is not None else {})}
-    return Settings(artifacts.own_dump(Config.make(None, given)), fullgraph, dynamic)
+    return Settings(logs.own_dump(Config.make(None, given)), fullgraph, dynamic)
 
 
 def _compile_steps(module: Any, settings: Settings) -> _CompiledSteps:

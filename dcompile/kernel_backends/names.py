@@ -15,8 +15,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, packages_dist
 from pathlib import Path
 from typing import Any
 
-from dcompile.errors import OptionError
-from dcompile.settings import suggestion
+from dcompile.errors import OptionError, suggestion
 
 OWN = ("auto", "aten")
 """Values of option `kernels` that name no other compiler."""

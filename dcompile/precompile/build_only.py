@@ -13,9 +13,9 @@ from dcompile import compat
 from dcompile.api import ordinary_services
 from dcompile.capture.services import Services
 from dcompile.collectives.contract import Executable, Foreseen, ProgramReport, Request, ShardGroup, ShardUnit
-from dcompile.compiler import CachingCompiler
+from dcompile.compiler.caching import CachingCompiler
+from dcompile.compiler.dry_run import NoCommunication
 from dcompile.config import Config
-from dcompile.dry_run import NoCommunication
 from dcompile.errors import PrecompileError
 from dcompile.explain.receipt import Receipt, make_receipt
 from dcompile.ir.buffers import Bucket

@@ -102,6 +102,6 @@ def install() -> None:
     import sys
     import types
 
-    module = types.ModuleType("dcompile.compiler")
+    module = types.ModuleType("dcompile.compiler.caching")
     module.CachingCompiler = InterpreterCompiler
-    sys.modules["dcompile.compiler"] = module
+    sys.modules["dcompile.compiler.caching"] = module

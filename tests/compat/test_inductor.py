@@ -8,10 +8,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention as flex
 
 import dcompile
-from dcompile import compat, flex_loop, flex_masks
+from dcompile import compat
 from dcompile.codegen.lower.lower import lower
 from dcompile.codegen.lower.opaque_calls import FlexCall, flex_calls
 from dcompile.compat import inductor
+from dcompile.operators import flex_masks, flex_ops
 
 pytestmark = [
     pytest.mark.usefixtures("compiled_anew"),
@@ -75,7 +76,7 @@ def test_without_a_kernel_a_loop_runs_on_cpus_and_the_receipt_says_so():
 
 
 def test_without_a_loop_eager_forms_run_and_the_receipt_says_so(monkeypatch):
-    monkeypatch.setattr(flex_loop, "loop_of", lambda *_: "tests")
+    monkeypatch.setattr(flex_ops, "loop_of", lambda *_: "tests")
     mask = windowed(64)
     call = dcompile.compile(lambda x: flex.flex_attention(x, x, x, block_mask=mask) + 1, options={"receipt": False})
     x = torch.randn(1, 2, 64, 16)

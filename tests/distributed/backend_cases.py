@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dcompile
-from dcompile import compute_regions
 from dcompile.capture.entry import find_model
+from dcompile.compiler import compute_regions
 from dcompile.errors import PlanMismatchError
 from tests.distributed.harness import Ranks
 from tests.kernel_backends.fakes import eager, installed

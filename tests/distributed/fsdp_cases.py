@@ -815,7 +815,7 @@ def recorded(accumulate: bool = False, **how: Any) -> dict[str, Any]:
                 optimizer.zero_grad()
 
     with (
-        unittest.mock.patch("dcompile.compiler.gpus", lambda gm: {"cpu"}),
+        unittest.mock.patch("dcompile.compiler.caching.gpus", lambda gm: {"cpu"}),
         unittest.mock.patch("dcompile.runtime.cuda_graphs.recording.CudaRecorder", RecordedOnce),
     ):
         return same_as_stock(steps, options=ATEN | {"triton.cudagraphs": True}, **how) | {"left": len(left)}

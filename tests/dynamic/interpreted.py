@@ -15,12 +15,12 @@ from unittest import mock
 import numpy as np
 import torch
 
-from dcompile import driver
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.triton.kernel import ALIGNED
 from dcompile.codegen.emit.triton.ops import POINTERS
-from dcompile.compiler import CachingCompiler
+from dcompile.compiler import driver
+from dcompile.compiler.caching import CachingCompiler
 from dcompile.runtime.program import cuda_launch, workspace
 from dcompile.runtime.program.arena import like
 from dcompile.runtime.program.argument_table import Address

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dcompile import driver
 from dcompile.codegen.emit.host import program
-from dcompile.driver import ProgramPlan
+from dcompile.compiler import driver
+from dcompile.compiler.driver import ProgramPlan
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
 

@@ -23,7 +23,7 @@ from benchmarks.common import worst_of
 from dcompile import compat
 from dcompile.capture.adapters.ddp import DdpAdapter
 from dcompile.capture.entry import find_model
-from dcompile.driver import Pipeline
+from dcompile.compiler.driver import Pipeline
 from dcompile.errors import DcompileError
 from dcompile.runtime.coordination import heartbeat, wait_policy
 from dcompile.runtime.coordination.artifact_sharing import ArtifactSharing

@@ -9,8 +9,9 @@ from unittest import mock
 
 import torch
 
-from dcompile import compat, compiler
+from dcompile import compat
 from dcompile.capture import graph_programs
+from dcompile.compiler.caching import caching
 from dcompile.runtime.cuda_graphs import recording
 from dcompile.runtime.program.arena import copy_elements
 
@@ -91,7 +92,7 @@ def recorded() -> Iterator[None]:
     """Programs on the CPU are recorded and replayed as those on a GPU are."""
     with (
         mock.patch.object(recording, "CudaRecorder", Repeats),
-        mock.patch.object(compiler, "gpus", lambda gm: {"cpu"}),
+        mock.patch.object(caching, "gpus", lambda gm: {"cpu"}),
         mock.patch.object(graph_programs, "donated_positions", lambda gm: ()),
     ):
         yield

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from dcompile.codegen.emit.host import program as host_program
-from dcompile.compiler import CachingCompiler
+from dcompile.compiler.caching import CachingCompiler
+from dcompile.compiler.driver import PendingGraph, Pipeline, ProgramPlan, _report
 from dcompile.config import Config
-from dcompile.driver import PendingGraph, Pipeline, ProgramPlan, _report
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.interpret import GARBAGE, interpret
 from dcompile.ir.nodes import Arg, Extern, Loop, Program, Verbatim, View

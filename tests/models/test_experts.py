@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import dcompile
-from dcompile import grouped_ops
 from dcompile.capture.passes.dynamo import replaced_layers
+from dcompile.operators import grouped_ops
 from tests.device import there
 from tests.models.decoders import EXPERTS, decoder
 from tests.subject import anew

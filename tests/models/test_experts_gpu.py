@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dcompile
-from dcompile import grouped_ops
+from dcompile.operators import grouped_ops
 from tests.models.test_experts import MODELS, SAMPLE
 from tests.subject import anew
 

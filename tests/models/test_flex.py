@@ -147,7 +147,7 @@ def test_a_score_function_alone_may_learn():
 
 
 def test_a_captured_tensor_that_was_computed_has_its_gradient_in_eager_math_too(monkeypatch):
-    monkeypatch.setattr(dcompile.flex_loop, "loop_of", lambda *_: "tests")
+    monkeypatch.setattr(dcompile.operators.flex_ops, "loop_of", lambda *_: "tests")
     test_a_score_function_alone_may_learn()
 
 
@@ -178,7 +178,7 @@ def test_a_warm_start_is_from_the_caches(tmp_path):
 def test_a_kernel_that_is_not_there_is_named_and_its_logarithms_are_natural(monkeypatch, backend, by_loop):
     """Of FlashAttention's kernel TorchDynamo expects natural logarithms, of all others those of base 2."""
     if not by_loop:
-        monkeypatch.setattr(dcompile.flex_loop, "loop_of", lambda *_: "tests")
+        monkeypatch.setattr(dcompile.operators.flex_ops, "loop_of", lambda *_: "tests")
     mask = masks("window", 140)
 
     def function(q, k, v, options):

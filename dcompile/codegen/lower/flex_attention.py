@@ -29,12 +29,12 @@ from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.symbolic.shapes import variables_of
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous
 from dcompile.codegen.nest.loop_nest import renumber
-from dcompile.flex_functions import has_scatter, summands
 from dcompile.ir.attention import FLEX, FLEX_BACKWARD, MAX_WIDTH, MIN_BLOCK
 from dcompile.ir.gemm import ALIGNMENT, TENSOR_CORE_DTYPES
 from dcompile.ir.index import as_index, as_size, exact_quotient, is_below
 from dcompile.ir.nodes import Apply, Load, Loop, Program, Ref, Value, View
 from dcompile.ir.pair_function import GRADIENT, PLACES, SCORE, PairFunction
+from dcompile.operators.flex_ops import has_scatter, summands
 
 Lower = Callable[..., Any]
 _, _BACKWARD = compat.inductor.FLEX

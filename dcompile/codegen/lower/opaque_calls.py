@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from dcompile import compat, flex_loop
+from dcompile import compat
 from dcompile.ir.nodes import CALL, Arg, View
+from dcompile.operators import flex_ops
 
 _NUMBER = re.compile(r"(_\d+)?_function$")
 """End of a function's name: the number of its node, and what `function_name` adds."""
@@ -123,7 +124,7 @@ class FlexCall:
         return ""
 
     def _loop(self, node: Node, fixed: Mapping[Node, Any]) -> Callable[..., Any] | str:
-        found = flex_loop.loop_of(node, fixed)
+        found = flex_ops.loop_of(node, fixed)
         if isinstance(found, str):
             return f"no loop for {found}"
         chosen = ", ".join(compat.flex.chosen_options(self._options))

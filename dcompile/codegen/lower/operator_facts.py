@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from dcompile import compat, random_ops
+from dcompile import compat
+from dcompile.operators import random_ops
 
 
 def op_text(target: Any) -> str:

@@ -10,11 +10,14 @@ from typing import Any, NoReturn
 
 import torch
 
-# define operators that host programs call
-from dcompile import attention_ops, grouped_ops, matmul_ops, random_ops, rnn_ops  # noqa: F401
 from dcompile.compat.tensors import assert_on_device
 from dcompile.errors import DcompileError
 from dcompile.ir.index import element_span
+
+# define operators that host programs call
+from dcompile.operators import (
+    attention_ops,  # noqa: F401
+)
 
 
 def check_bounds(positions: torch.Tensor, low: int, high: int) -> torch.Tensor:

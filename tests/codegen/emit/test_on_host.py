@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile import driver
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.lower.decompositions.table import table
-from dcompile.compiler import CachingCompiler
+from dcompile.compiler import driver
+from dcompile.compiler.caching import CachingCompiler
 from dcompile.config import Config
 
 CASES: dict[str, tuple[Any, str]] = {

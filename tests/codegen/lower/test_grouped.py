@@ -7,11 +7,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile import driver
 from dcompile.codegen.emit.host import program
 from dcompile.collectives.contract import Request
+from dcompile.compiler import driver
 from dcompile.config import Config
-from dcompile.grouped_ops import grouped_mm
+from dcompile.operators.grouped_ops import grouped_mm
 
 GROUPS, WIDTH, RESULT, ROWS = 4, 32, 16, 64
 

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from dcompile import attention_ops, compat, flex_masks
+from dcompile import compat
 from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION, CAUSAL, MASK, Changed, argument, shape_of
 from dcompile.capture.passes.dynamo.grouped_query_attention import erase_repeated, unrepeated
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
@@ -66,6 +66,7 @@ from dcompile.ir.predicate import (
     replace_variables,
 )
 from dcompile.machine_model import Figures, table_figures
+from dcompile.operators import attention_ops, flex_masks
 from dcompile.passes import GAIN, PassReport
 
 MAX_READS = 8

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from dcompile import compat, rnn_ops
+from dcompile import compat
 from dcompile.device_traits import traits_of
-from dcompile.grouped_ops import ALIGNMENT_BYTES, autocast_grouped_mm, grouped_mm
+from dcompile.operators import rnn_ops
+from dcompile.operators.grouped_ops import ALIGNMENT_BYTES, autocast_grouped_mm, grouped_mm
 from dcompile.passes import GAIN, PassReport
 
 

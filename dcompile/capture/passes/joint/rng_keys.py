@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dcompile import random_ops
+from dcompile.operators import random_ops
 from dcompile.passes import PassReport
 
 

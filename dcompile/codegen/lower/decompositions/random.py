@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from dcompile import random_ops
 from dcompile.codegen.lower.decompositions import aten as decompositions_aten
 from dcompile.device_traits import HOST, traits_of
+from dcompile.operators import random_ops
 
 ours = torch.ops.dcompile_random
 aten = torch.ops.aten

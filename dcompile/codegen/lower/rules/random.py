@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from dcompile import random_ops
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant, make_lazy
 from dcompile.codegen.lower.loop_builder import Body, Coords
@@ -20,6 +19,7 @@ from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.symbolic.strides import contiguous
 from dcompile.ir.index import ZERO, flatten
 from dcompile.ir.nodes import Ref
+from dcompile.operators import random_ops
 
 Build = Callable[[Body, Callable[[int], Ref]], Ref]
 """From the words of an element's Philox block (by number) to its value."""

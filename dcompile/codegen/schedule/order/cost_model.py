@@ -213,7 +213,7 @@ _VIEWS = frozenset(
 )  # fmt: skip
 
 _FLOAT32_RESULT = ("mm_float32", "addmm_float32")
-"""Matmuls of 16-bit factors (`dcompile/matmul_ops.py`)."""
+"""Matmuls of 16-bit factors (`dcompile/operators/matmul_ops.py`)."""
 
 _Shapes = list[tuple[int, ...]]
 _Count = Callable[[Extern, _Shapes, Mapping[str, Buffer], int], int]

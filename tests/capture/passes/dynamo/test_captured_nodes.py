@@ -8,9 +8,9 @@ import torch
 from dcompile.capture.passes.dynamo.captured_nodes import multiplies
 from dcompile.codegen.emit.cpp import compile as cpp_compile
 from dcompile.codegen.emit.cpp import sgemm
-from dcompile.compiler import CachingCompiler
+from dcompile.compiler.caching import CachingCompiler
+from dcompile.compiler.driver import Pipeline
 from dcompile.config import Config
-from dcompile.driver import Pipeline
 
 x = torch.ones(4, 4)
 

@@ -8,7 +8,7 @@ import torch
 import dcompile
 from dcompile.capture.entry import find_model
 from dcompile.capture.passes.joint.absent_gradients import unsure
-from dcompile.compiler import CachingCompiler
+from dcompile.compiler.caching import CachingCompiler
 
 
 class Two(torch.nn.Module):

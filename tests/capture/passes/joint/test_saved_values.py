@@ -16,8 +16,8 @@ import dcompile
 from dcompile.capture.passes.joint import broadcast_addends, saved_values
 from dcompile.capture.passes.joint import saved_values as module
 from dcompile.capture.passes.joint.saved_values import IMAGE_OF, compact_pool_indices, remove_clones
+from dcompile.compiler.driver import Pipeline
 from dcompile.device_traits import traits_of
-from dcompile.driver import Pipeline
 from dcompile.ir.nodes import Loop
 
 

@@ -7,13 +7,13 @@ import re
 
 import pytest
 
-from dcompile.autotune import tiles
 from dcompile.codegen.emit.host import program
 from dcompile.codegen.emit.target import Kernels
 from dcompile.codegen.emit.triton import compile as triton_compile
 from dcompile.codegen.emit.triton import matmul_epilogue, worker
 from dcompile.codegen.schedule.fusion import matmul_epilogue as fusion_matmul_epilogue
 from dcompile.codegen.schedule.memory.plan import plan_memory
+from dcompile.compiler.autotune import tiles
 from dcompile.ir.nodes import Loop
 from dcompile.ir.verify import verify
 from dcompile.toolchain import triton_version

@@ -24,7 +24,7 @@ import torch
 
 from dcompile import compat
 from dcompile.ir.nodes import PART
-from dcompile.matmul_ops import wide_addmm, wide_linear, wide_mm
+from dcompile.operators.matmul_ops import wide_addmm, wide_linear, wide_mm
 from dcompile.passes import PassReport
 
 CHUNK_MARK = "dcompile_chunk"

@@ -6,6 +6,6 @@ import pytest
 @pytest.fixture
 def real(monkeypatch):
     """The compiler that builds kernels."""
-    from dcompile.compiler import CachingCompiler
+    from dcompile.compiler.caching import CachingCompiler
 
     monkeypatch.setattr("dcompile.api.CachingCompiler", CachingCompiler)

@@ -19,7 +19,7 @@ from dcompile.capture.passes.dynamo.chunked_cross_entropy.match import HeadShape
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import spans
 from dcompile.codegen.schedule.memory.memory_summary import summarize_memory
 from dcompile.codegen.schedule.memory.reorder_for_peak import peak_bytes
-from dcompile.driver import Pipeline
+from dcompile.compiler.driver import Pipeline
 from dcompile.errors import OptionError
 from dcompile.explain import plan_only
 from tools.collect_programs import relabel_devices

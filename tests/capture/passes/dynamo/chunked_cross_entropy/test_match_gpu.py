@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import dcompile
-from dcompile import matmul_ops  # noqa: F401  defines the operators
+from dcompile.operators import matmul_ops  # noqa: F401  defines the operators
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 ROWS, WIDTH, CLASSES = 2048, 256, 32_000

@@ -1,0 +1,1 @@
+"""Operators of torch that dcompile defines: attention, matmuls, grouped matmuls, random numbers, RNNs."""

@@ -150,7 +150,7 @@ def library_functions_whole() -> Iterator[None]:
 
     They let AOTAutograd see that nothing in the step needs gradients, which it now finds by itself. With them, a step
     is three frames, two of which search for the optimizer's tensors in guards. Functions of fused optimizers, which are
-    hidden from Dynamo, are replaced_attribute.
+    hidden from Dynamo, are replaced.
 
     `linear_cross_entropy` warns that torch.compile keeps its gradients, or that it has no chunks for these arguments,
     and its warnings break the graph. Here neither is so: `chunked_cross_entropy` computes such losses.

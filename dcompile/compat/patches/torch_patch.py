@@ -43,7 +43,7 @@ class TorchPatch:
 
     apply: Callable[..., Any]
     targets: tuple[str, ...]
-    """Dotted names of the replaced_attribute objects."""
+    """Dotted names of the replaced objects."""
     kind: Literal["correctness", "speed", "takeover"]
     """takeover: dcompile's behavior replaces torch's."""
     reason: str

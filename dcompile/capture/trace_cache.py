@@ -74,7 +74,7 @@ _ELSEWHERE = frozenset(
     )
 )  # fmt: skip
 """Settings that do not affect a trace, such as output directories."""
-_MARKS = ("custom", "recompute", "ac_graph_id")
+_KEY_MARKS = ("custom", "recompute", "ac_graph_id")
 """Keys of node metadata that tracing reads."""
 
 
@@ -126,7 +126,7 @@ class _GraphText:
         yield f"{name} begins"
         for node in gm.graph.nodes:
             args, kwargs = _text(node.args, numbers), _text(node.kwargs, numbers)
-            marks = [f"{mark}={_text(node.meta[mark], numbers)}" for mark in _MARKS if mark in node.meta]
+            marks = [f"{mark}={_text(node.meta[mark], numbers)}" for mark in _KEY_MARKS if mark in node.meta]
             value = "" if node.op == "output" else result_text(node.meta.get("example_value"), self._symbols)
             yield " ".join((node.op, self._target(node), args, kwargs, value, *marks))
             if node.op == "get_attr":
@@ -338,6 +338,8 @@ class GraphTrace:
         self._graphs, self._symbols = None, SizeSymbols(None)  # which hold what tracing has made
 
 
+# --- graphs as JSON ---------------------------------------------------------------------------------------------------
+
 _OPS = ("placeholder", "get_attr", "call_function", "output")
 _VALUES = ("val", "desc", "custom", DONATED, "partitioner_tag", "saved_tensor_with_no_vc_check")
 """Keys of node metadata that later stages read, and whose content is a value."""
@@ -395,7 +397,7 @@ def graph_of(
             raise NotKeepable(f"a node cannot be called {name} again")
         _set_arguments(node, reader.value(args), {} if kwargs == _NO_KWARGS else reader.value(kwargs))
         reader.nodes.append(node)
-        node.meta.update(_notes(notes, reader))
+        node.meta.update(_node_notes(notes, reader))
     root = torch.nn.Module()
     for name, constant in record["constants"].items():
         if "graph" in constant:
@@ -453,7 +455,7 @@ def _returned(args: Mapping[str, Any], results: int | None) -> Iterator[int]:
     return node_numbers(outputs[:results])
 
 
-def _notes(notes: Mapping[str, Record], reader: RecordReader) -> dict[str, Any]:
+def _node_notes(notes: Mapping[str, Record], reader: RecordReader) -> dict[str, Any]:
     found = {key: reader.value(notes[key]) for key in _VALUES if key in notes}
     for key in _STACKS:
         if key in notes:

@@ -212,13 +212,13 @@ def _shown_values(
     """Return the values of each layer that the graph returns."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(layers.count)]
     place = {node: (number - layers.begin) % layers.length for number, node in enumerate(body)}
-    for position, result in enumerate(_results(gm)):
+    for position, result in enumerate(_graph_results(gm)):
         if isinstance(result, Node) and 0 <= layer.get(result, -1) < layers.count:
             found[layer[result]].append((place[result], position))
     return tuple(map(tuple, found))
 
 
-def _results(gm: GraphModule) -> Sequence[Any]:
+def _graph_results(gm: GraphModule) -> Sequence[Any]:
     results: Any = gm.graph.output_node().args[0]
     return results if isinstance(results, tuple | list) else (results,)
 
@@ -352,6 +352,8 @@ def shorten(gm: GraphModule, layers: RepeatedLayers) -> GraphModule:
     return short
 
 
+# --- values that the graph returns ------------------------------------------------------------------------------------
+
 Place = tuple[str, int]
 """Place in a layer: ("forward" | "backward" | "input" | "tangent", position there)."""
 
@@ -397,6 +399,9 @@ def layer_of_sum(node: Node, layer: int, tangents: Mapping[Node, int]) -> int:
     # the first layer's input may be returned, too; its gradient gets the tangent before any other summand
     others = [argument for argument in node.all_input_nodes if argument.op == "placeholder"]
     return 0 if layer == 1 and any(map(compat.aot_metadata.is_tangent, others)) else layer
+
+
+# --- memory of copies -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -476,6 +481,8 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
         if isinstance(item, torch.Tensor) and item.layout == torch.strided:
             yield item
 
+
+# --- comparing --------------------------------------------------------------------------------------------------------
 
 STRETCHES = ("forward", "backward")
 
@@ -584,7 +591,7 @@ def compare_layers(found: TracedLayers) -> None:
         if len(rows[1]) != len(rows[2]):
             raise LayersDiffer(f"{stretch}s of {len(rows[1])} and {len(rows[2])} operations")
         for one, other in zip(rows[1], rows[2], strict=True):
-            if _text(one, 1, found) != _text(other, 2, found):
+            if _operation_text(one, 1, found) != _operation_text(other, 2, found):
                 raise LayersDiffer(f"{one.name} and {other.name} differ")
             if _changes_something(one):
                 raise LayersDiffer(f"{one.name} changes one of its arguments")
@@ -611,7 +618,7 @@ def _check_users(node: Node, layer: int, found: TracedLayers) -> None:
             raise LayersDiffer(f"{user.name} looks into a layer, at {node.name}")
 
 
-def _text(node: Node, layer: int, found: TracedLayers) -> str:
+def _operation_text(node: Node, layer: int, found: TracedLayers) -> str:
     """Return a text of all properties of an operation that must be equal in two layers."""
     tag, value = layer_tag(node), node.meta.get("val")
     memory = [_memory(tensor, layer, found) for tensor in tensors_of(value)]
@@ -646,6 +653,8 @@ def _changes_something(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
 
+
+# --- inserting --------------------------------------------------------------------------------------------------------
 
 TEMPLATE_LAYER = 2
 """Index of the traced layer that is copied."""

@@ -200,6 +200,8 @@ def size_dims(node: Node, sizes: Sequence[str]) -> dict[str, tuple[Node, int]]:
     return found
 
 
+# --- constants that change --------------------------------------------------------------------------------------------
+
 _AS_NEW = {"masked_fill_": "masked_fill", "triu_": "triu", "tril_": "tril", "logical_not_": "logical_not"}
 """In-place method -> its functional form, for methods whose result has the tensor's dtype."""
 _FILLS = {"fill_": torch.full_like, "zero_": torch.zeros_like}
@@ -219,7 +221,7 @@ def change_constants_anew(nest: NestedGraphs, makes: Iterable[str]) -> int:
                 and getattr(node.target, "__name__", "") in makers
                 and "out" not in node.kwargs
             ):
-                count += _rewritten(node, memory.get(_memory_of(node), []))
+                count += _functionalized(node, memory.get(_memory_of(node), []))
     return count
 
 
@@ -239,7 +241,7 @@ def _memory_of(node: Node) -> Any:
     return compat.tensors.storage_key(value)
 
 
-def _rewritten(made: Node, sharing: list[Node]) -> int:
+def _functionalized(made: Node, sharing: list[Node]) -> int:
     """Functionalize the changes of one tensor; return their number."""
     changes = [node for node in sharing if _is_change(node)]
     if not changes or any(node.graph is not made.graph for node in changes):
@@ -273,6 +275,8 @@ def _write_anew(change: Node) -> None:
     change.op, change.target = "call_function", function
 
 
+# --- causal masks -----------------------------------------------------------------------------------------------------
+
 INSTEAD = {
     "causal": "the kernel's own causal masking takes its place",
     "full": "it hides nothing, so they run without one",
@@ -294,7 +298,7 @@ def recognize_causal_masks(gm: GraphModule) -> PassReport:
         mask = mask_of(node)
         verdict = None if mask is None else _verdict(elements(mask), node)
         if mask is not None and verdict is not None:
-            _rewrite(node, causal=verdict == "causal")
+            _use_flag(node, causal=verdict == "causal")
             masks[mask] = None
             done[verdict] = done.get(verdict, 0) + 1
     nest.erase_unused(masks, is_constant)
@@ -343,7 +347,7 @@ def is_constant(node: Node) -> bool:
     return is_of_torch(node) and made and "out" not in node.kwargs
 
 
-def _rewrite(node: Node, causal: bool) -> None:
+def _use_flag(node: Node, causal: bool) -> None:
     args, kwargs = list(node.args), dict(node.kwargs)
     if len(args) > MASK:
         args[MASK] = None
@@ -355,6 +359,8 @@ def _rewrite(node: Node, causal: bool) -> None:
         kwargs["is_causal"] = causal
     node.args, node.kwargs = tuple(args), kwargs
 
+
+# --- other masks ------------------------------------------------------------------------------------------------------
 
 NOMINAL_LENGTH = 2048
 """Queries and keys that a symbol counts as in costs: a plan must not depend on the batch that came first."""
@@ -374,7 +380,7 @@ FLEX_WIDTHS = range(16, 257, 8)
 """Widths of heads that FlexAttention's kernels support."""
 MIN_NOTED_US = 10.0
 """Minimum price of a mask that the receipt names."""
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 @dataclass(frozen=True)
@@ -437,13 +443,13 @@ def skip_masked_attention(
     return PassReport(len(calls), (*notes, *left.notes()))
 
 
-def _given(node: Node) -> dict[str, Any]:
-    return dict(zip(_NAMES, node.args, strict=False)) | dict(node.kwargs)
+def _attention_arguments(node: Node) -> dict[str, Any]:
+    return dict(zip(_ATTENTION_ARGUMENTS, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _check_kernel(node: Node, kind: str, mask: MaskPredicate, scores: Sequence[Size]) -> None:
     """Raise UnknownMask if no kernel computes this call under a predicate."""
-    given = _given(node)
+    given = _attention_arguments(node)
     size_dims(node, mask.sizes)
     operands = [value_of(given[name]) for name in ("query", "key", "value")]
     if any(map(compat.tensors.is_wrapper, operands)):
@@ -485,7 +491,7 @@ def _costs(node: Node, mask: Node, found: MaskPredicate | None, scores: Sequence
     batch, heads, queries, keys = (
         size if isinstance(size, int) else usual for size, usual in zip(scores, _USUAL, strict=True)
     )
-    operands = [value_of(argument(node, place, name)) for place, name in enumerate(_NAMES[:3])]
+    operands = [value_of(argument(node, place, name)) for place, name in enumerate(_ATTENTION_ARGUMENTS[:3])]
     trains = any(operand.requires_grad for operand in operands)
     widths = [width if isinstance(width := operand.shape[3], int) else 64 for operand in operands[1:]]
     flops = 2 * sum(widths) * (1 + BACKWARD_FLOPS * trains)
@@ -569,7 +575,7 @@ class _Rewriting:
     def _replace(self, call: _MaskedCall, key: Node, value: Node) -> None:
         node = call.node
         graph = node.graph
-        given = _given(node)
+        given = _attention_arguments(node)
         query, scale = given["query"], given.get("scale")
         width = value_of(query).shape[3]
         scale = width**-0.5 if scale is None else scale
@@ -577,7 +583,7 @@ class _Rewriting:
         dims = size_dims(node, call.mask.sizes)
         text = str(call.mask.predicate)
         with graph.inserting_before(node):
-            sizes = tuple(_size(graph, *place) for place in dims.values())
+            sizes = tuple(_size_node(graph, *place) for place in dims.values())
             if call.kind == "flex":
                 tables = self._shared_tables(node, (query, key, reads, sizes, text))
                 made = graph.call_function(
@@ -600,7 +606,7 @@ class _Rewriting:
                 found = flex_masks.block_tables(*values)
             made = node.graph.call_function(flex_masks.block_tables, arguments)
             made.meta["example_value"] = found
-            self._tables[shared] = tuple(_item(made, number, value) for number, value in enumerate(found))
+            self._tables[shared] = tuple(_table_item(made, number, value) for number, value in enumerate(found))
         return self._tables[shared]
 
     def _brought(self, read: Node, node: Node) -> Node:
@@ -621,17 +627,19 @@ _HOW = {
 """Kind of a call -> text for the receipt."""
 
 
-def _size(graph: torch.fx.Graph, tensor: Node, dim: int) -> Node:
+def _size_node(graph: torch.fx.Graph, tensor: Node, dim: int) -> Node:
     made = graph.call_method("size", (tensor, dim))
     made.meta["example_value"] = value_of(tensor).shape[dim]
     return made
 
 
-def _item(tables: Node, number: int, value: torch.Tensor) -> Node:
+def _table_item(tables: Node, number: int, value: torch.Tensor) -> Node:
     made = tables.graph.call_function(operator.getitem, (tables, number))
     made.meta["example_value"] = value
     return made
 
+
+# --- block masks ------------------------------------------------------------------------------------------------------
 
 BLOCK_MASK = 4
 """Position of the block mask among FlexAttention's arguments."""
@@ -649,13 +657,13 @@ def specialize_block_sizes(gm: GraphModule) -> PassReport:
             before: Any = node.args[BLOCK_MASK] if len(node.args) > BLOCK_MASK else ()
             if not compat.flex.is_known_mask(before):
                 continue
-            sides = [_number(item) for item in before[compat.flex.SIDES]]
+            sides = [_as_number(item) for item in before[compat.flex.SIDES]]
             count += sides != [*before[compat.flex.SIDES]]
             node.update_arg(BLOCK_MASK, (*before[: compat.flex.SIDES.start], *sides, before[-1]))
     return PassReport(count)
 
 
-def _number(item: Any) -> Any:
+def _as_number(item: Any) -> Any:
     """Return the value of a node that is a size, and everything else as it is."""
     value = value_of(item) if isinstance(item, Node) else None
     return int(value) if isinstance(value, torch.SymInt) else item

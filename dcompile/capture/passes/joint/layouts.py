@@ -76,7 +76,7 @@ def change_layouts(gm: GraphModule, layouts: Layouts) -> PassReport:
     for copy in plan.copies:
         key = (copy.source, copy.value.stride())
         if key not in made:
-            made[key] = _insert(copy, mode)
+            made[key] = _insert_copy(copy, mode)
         copy.user.replace_input_with(copy.source, made[key])
     gm.recompile()
     return PassReport(len(plan.values))
@@ -243,7 +243,7 @@ def _strides(value: Any) -> Any:
     return [_strides(item) for item in value] if isinstance(value, (tuple, list)) else None
 
 
-def _insert(copy: _Copy, mode: Any) -> Node:
+def _insert_copy(copy: _Copy, mode: Any) -> Node:
     """Insert a copy just before its first user.
 
     A dense layout is an order of dimensions, so the copy is contiguous in that order.
@@ -263,6 +263,8 @@ def _insert(copy: _Copy, mode: Any) -> Node:
     node.meta["val"] = wanted  # the same except for strides of dimensions of size 1
     return node
 
+
+# --- channels-last ----------------------------------------------------------------------------------------------------
 
 IMAGES = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}
 """Operation -> positions of its arguments that are images or their gradients."""
@@ -346,7 +348,9 @@ def _reads_pixels(gather: Node, plan: LayoutPlan) -> bool:
 _LAYOUTS = Layouts(_wanted, _follows, results=dict.fromkeys(GATHERS, torch.channels_last), joins=(aten.cat.default,))
 
 
-ALONG = {
+# --- contiguous rows --------------------------------------------------------------------------------------------------
+
+REDUCED_DIMS = {
     aten.mean.dim: 1, aten.sum.dim_IntList: 1, aten.amax.default: 1, aten.var_mean.correction: 1,
     aten._softmax.default: 1,
 }  # fmt: skip
@@ -393,9 +397,9 @@ def _is_along_rows(reader: Node) -> bool:
     """Does a node reduce rows along the last dimension alone?"""
     if reader.target is aten.native_layer_norm.default:
         return len(reader.args[1]) == 1  # type: ignore[arg-type]
-    if reader.target not in ALONG or len(reader.args) <= ALONG[reader.target]:
+    if reader.target not in REDUCED_DIMS or len(reader.args) <= REDUCED_DIMS[reader.target]:
         return False
-    source, along = reader.args[0], reader.args[ALONG[reader.target]]
+    source, along = reader.args[0], reader.args[REDUCED_DIMS[reader.target]]
     rank = source.meta["val"].dim() if isinstance(source, Node) else 0
     dims = list(along) if isinstance(along, (list, tuple)) else [along]
     return len(dims) == 1 and dims[0] in (-1, rank - 1)

@@ -54,7 +54,7 @@ def copy_changed_inputs(joint: Any) -> PassReport:
     torch's partitioners save such an input itself, so the backward reads the changed values. In torch 2.11 to 2.13, a
     counter in a buffer (`self.n += 1; return x * self.n`) has gradients off by one step, with aot_eager and inductor.
     """
-    changed = {node.args[0] for node in joint.graph.nodes if _changes(node)}
+    changed = {node.args[0] for node in joint.graph.nodes if _changes_input(node)}
     changed |= compat.aot_metadata.changed_behind(joint)
     if not changed:
         return PassReport()
@@ -68,7 +68,7 @@ def copy_changed_inputs(joint: Any) -> PassReport:
     return PassReport(count)
 
 
-def _changes(node: Any) -> bool:
+def _changes_input(node: Any) -> bool:
     """Does a node change an input, or free it?"""
     return str(node.target) == CHANGES or compat.storage_offsets.resizes(node.target)
 
@@ -117,7 +117,7 @@ def _is_read_in(node: Any, backward: set[Any]) -> bool:
 
 def _only_copy(old: Any) -> Any | None:
     """Return the copy through which all other nodes read an input, or None; AOTAutograd makes one for some inputs."""
-    readers = [user for user in old.users if user.op == "call_function" and not _changes(user)]
+    readers = [user for user in old.users if user.op == "call_function" and not _changes_input(user)]
     return readers[0] if [str(reader.target) for reader in readers] == ["aten.clone.default"] else None
 
 
@@ -131,7 +131,7 @@ def _read_a_copy(joint: Any, old: Any, last: Any) -> Any:
         copy.meta["val"] = value.clone()
 
     def reads(user: Any) -> bool:
-        return user is not copy and user.op != "output" and not _changes(user)
+        return user is not copy and user.op != "output" and not _changes_input(user)
 
     old.replace_all_uses_with(copy, delete_user_cb=reads)
     return copy
@@ -183,9 +183,11 @@ def _is_misaligned(node: Any) -> bool:
     return isinstance(offset, int) and offset * value.itemsize % ALIGNMENT != 0
 
 
-MAX_ROW = 16384
+# --- softmax ----------------------------------------------------------------------------------------------------------
+
+MAX_SOFTMAX_ROW = 16384
 """Elements of a row that a program holds in registers; it would read longer ones several times."""
-MIN_BYTES = 1 << 20
+MIN_SOFTMAX_BYTES = 1 << 20
 """Bytes of a softmax that is worth another one in the backward."""
 SMALL_SHARE = 4
 """A float32 source with at most this part of the elements is no reason against it, such as a mask for all heads."""
@@ -203,7 +205,7 @@ def recompute_softmax(joint: GraphModule) -> PassReport:
     if not found:
         return PassReport()
     backward = compat.aot_metadata.backward_nodes(joint)
-    chosen = [node for node in found if node not in backward and _gains(node, backward)]
+    chosen = [node for node in found if node not in backward and _is_worth_recomputing(node, backward)]
     for node in chosen:
         for again in (node, *_steps_before(node)):
             compat.aot.always_recompute(again)
@@ -229,10 +231,10 @@ def _is_wide(node: Node) -> bool:
     ):
         return False
     is_along_rows = value.dim() > 0 and dim in (-1, value.dim() - 1) and value.is_contiguous()
-    return is_along_rows and value.shape[-1] <= MAX_ROW and 4 * value.numel() >= MIN_BYTES
+    return is_along_rows and value.shape[-1] <= MAX_SOFTMAX_ROW and 4 * value.numel() >= MIN_SOFTMAX_BYTES
 
 
-def _gains(softmax: Node, backward: set[Node]) -> bool:
+def _is_worth_recomputing(softmax: Node, backward: set[Node]) -> bool:
     """Is a softmax read in 16 bits, in float32 only by its own gradient, and are its sources smaller?"""
     if "recompute" in softmax.meta:  # of a checkpointed region
         return False
@@ -243,7 +245,7 @@ def _gains(softmax: Node, backward: set[Node]) -> bool:
         return False
     is_small = _smallness(softmax)
     sources, _ = _walk(softmax.all_input_nodes, lambda node: node.all_input_nodes, is_small)
-    return all(map(is_small, sources)) and sum(map(_bytes, sources)) <= MAX_SOURCE_SHARE * _bytes(softmax)
+    return all(map(is_small, sources)) and sum(map(_nbytes, sources)) <= MAX_SOURCE_SHARE * _nbytes(softmax)
 
 
 def _smallness(softmax: Node) -> Callable[[Node], bool]:
@@ -290,10 +292,12 @@ def _is_narrow(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype.itemsize <= 2
 
 
-def _bytes(node: Node) -> int:
+def _nbytes(node: Node) -> int:
     value = node.meta.get("val")
     return value.numel() * value.dtype.itemsize if isinstance(value, torch.Tensor) else 0
 
+
+# --- clones -----------------------------------------------------------------------------------------------------------
 
 CLONES = {aten.clone.default, aten.detach.default, aten.alias.default}
 
@@ -332,6 +336,8 @@ def _has_memory_of_its_own(node: Node) -> bool:
     return node.op == "call_function" and not getattr(node.target, "is_view", True)
 
 
+# --- pooling ----------------------------------------------------------------------------------------------------------
+
 COMPACT_DTYPES = ((torch.uint8, 2**8), (torch.int16, 2**15))
 """(dtype, number of positions in a window that it can represent)."""
 
@@ -350,10 +356,10 @@ def drop_saved_pool_inputs(joint: GraphModule) -> PassReport:
 
     Relies on: no later pass changes strides.
     """
-    return _rewrite(joint, [node for node in joint.graph.nodes if node.target in IMAGE_OF], _take_room)
+    return _rewrite_pooling(joint, [node for node in joint.graph.nodes if node.target in IMAGE_OF], _drop_image)
 
 
-def _rewrite(joint: GraphModule, nodes: Sequence[Node], rewrite: Callable[[Node, Any], bool]) -> PassReport:
+def _rewrite_pooling(joint: GraphModule, nodes: Sequence[Node], rewrite: Callable[[Node, Any], bool]) -> PassReport:
     """Rewrite each node where that is possible, in the graph's fake mode."""
     mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in nodes]) if nodes else None
     count = sum(rewrite(node, mode) for node in nodes) if mode is not None else 0
@@ -361,7 +367,7 @@ def _rewrite(joint: GraphModule, nodes: Sequence[Node], rewrite: Callable[[Node,
     return PassReport(count)
 
 
-def _take_room(backward: Node, mode: Any) -> bool:
+def _drop_image(backward: Node, mode: Any) -> bool:
     image = backward.args[IMAGE_OF[backward.target]]  # type: ignore[index]
     assert isinstance(image, Node)
     value = image.meta["val"]
@@ -380,10 +386,10 @@ def _take_room(backward: Node, mode: Any) -> bool:
 def compact_pool_indices(joint: GraphModule) -> PassReport:
     """Save compact positions for backwards of max pooling in two dimensions."""
     backward = aten.max_pool2d_with_indices_backward.default
-    return _rewrite(joint, joint.graph.find_nodes(op="call_function", target=backward), _shorten)
+    return _rewrite_pooling(joint, joint.graph.find_nodes(op="call_function", target=backward), _save_window_places)
 
 
-def _shorten(backward: Node, mode: Any) -> bool:
+def _save_window_places(backward: Node, mode: Any) -> bool:
     """Compute one backward's positions from saved compact ones; return whether that was possible."""
     image, positions = backward.args[1], backward.args[7]
     assert isinstance(image, Node) and isinstance(positions, Node)
@@ -391,7 +397,7 @@ def _shorten(backward: Node, mode: Any) -> bool:
     sizes = (*image.meta["val"].shape, *value.shape)
     if positions.target is not operator.getitem or not all(isinstance(size, int) for size in sizes):
         return False
-    (kernel, stride, padding, dilation), width = map(_pair, backward.args[2:6]), int(sizes[-1 - value.dim()])
+    (kernel, stride, padding, dilation), width = map(_both_dims, backward.args[2:6]), int(sizes[-1 - value.dim()])
     stride = stride or kernel
     reach = (kernel[0] - 1) * dilation[0] * width + (kernel[1] - 1) * dilation[1]
     dtype = next((dtype for dtype, count in COMPACT_DTYPES if reach < count), None)
@@ -423,7 +429,7 @@ def _shorten(backward: Node, mode: Any) -> bool:
     return True
 
 
-def _pair(given: Any) -> Sequence[int]:
+def _both_dims(given: Any) -> Sequence[int]:
     """Expand a window's size as ATen does: one number is for both dimensions; an empty one stays empty."""
     numbers = [int(number) for number in given] if isinstance(given, (tuple, list)) else [int(given)]
     return numbers * 2 if len(numbers) == 1 else numbers

@@ -120,7 +120,7 @@ def gradients(function, args, mask):
 def as_on_a_gpu():
     """Have the passes choose as for tensors on a GPU."""
     on_gpu = {"traits_of": lambda _: traits_of("cuda")}
-    with mock.patch.multiple(module, MIN_BYTES=0, **on_gpu), mock.patch.multiple(broadcast_addends, **on_gpu):
+    with mock.patch.multiple(module, MIN_SOFTMAX_BYTES=0, **on_gpu), mock.patch.multiple(broadcast_addends, **on_gpu):
         yield
 
 

@@ -25,13 +25,12 @@ CONVERSIONS = frozenset((
 """Operations that loops support on 8-bit floats."""
 
 
-FLOAT64_BY_ATEN = frozenset(
-    f"{namespace}.{name}.default"
-    for namespace in ("aten", "prims")
-    for name in ("tan", "asin", "acos", "atan", "sinh", "cosh", "atanh", "log2", "log10")
-)
-"""Functions of float64 for which CPU loops would call libm, one element at a time. ATen's vector code takes 0.28 to
-0.67 of that time (docs/lab/constants.md, K13)."""
+_RARE = (
+    "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "atanh", "log2", "log10", "erfc", "lgamma", "hypot",
+)  # fmt: skip
+FLOAT64_BY_ATEN = frozenset(f"{namespace}.{name}.default" for namespace in ("aten", "prims") for name in _RARE)
+"""Functions of float64 for which CPU loops would call libm, one element at a time. ATen's vector code takes 0.2 to
+0.75 of that time (docs/lab/constants.md, K13)."""
 
 
 def fits_a_loop(target: Any, value: Any, args: list[Any], device: str) -> bool:

@@ -308,6 +308,12 @@ class Config:
         "ZeRO's collectives of a DeepSpeed engine, stages 0 to 3. graph: part of the compiled graph where possible; "
         "off: left to DeepSpeed.",
     )
+    promote: bool = setting(
+        True,
+        "Compile an FSDP2 root as one program where its blocks were compiled each by itself and alike, so that gathers "
+        "of one block run beside the block before. Off: each block is a program.",
+        in_key=False,  # the graphs differ
+    )
     layers_once: bool = setting(
         True,
         "Trace a few of several equal layers, and copy the result for the others. Off: trace each layer.",

@@ -153,10 +153,15 @@ class Entry:
         """Compiled code that calls may enter directly, in models that synchronize nothing around a call."""
         self._equal: EqualModules | None = None
         """Equal modules, from the first call with an adapter on."""
+        self.parts = 0
+        """Number of parts whose user compiled each by itself, and in whose place this whole is compiled."""
+        self._apart_because = ""
+        """Why the module is compiled by itself although its FSDP2 root could be, with it; empty if that is unknown."""
         self._made = EntryRecord()
         weakref.finalize(self, self._made.forget, self.model).atexit = False
         if root is not None:
             _NEWEST[root] = weakref.ref(self)
+            compat.on_demand.notice_sharding(promote_root)
 
     @property
     def root(self) -> Module | None:
@@ -197,10 +202,15 @@ class Entry:
         elif inside_ddp and self.model.is_outdated():
             self._compiled = None
         if self._compiled is None:
+            if self._is_part_of_whole():
+                return self.target(*args, **kwargs)
             root = self.root
             if root is not None and _belongs_to(root, self):
                 self._held.weaken()
             self._take_over_shards()
+            if self.parts and not self.has_taken_over:
+                return self._take_apart("; ".join(self.model.adapter.reasons), args, kwargs)
+            self._note_promotion()
             self._compiled = self._compile()
         if self.model.adapter.eager:
             return self._call_eager(args, kwargs)
@@ -321,6 +331,82 @@ class Entry:
             if sync is not None:
                 self.model.adopt(sync)
 
+    def _is_part_of_whole(self) -> bool:
+        """Is the FSDP2 root in whose forward this module runs compiled as one program, from its next call on?
+
+        That is so if the blocks were compiled after the root was sharded (see `promote_root`). In this call the root's
+        forward has begun already, and runs eagerly with FSDP's own hooks.
+        """
+        root, services = self.root, self.model.services
+        apart = self._apart_because or self._method is not None or self.parts or services.renew is None
+        if root is None or apart or not self.model.settings.config.promote:
+            return False
+        whole = compat.fsdp2.outermost_in_forward(root)
+        if whole is None or whole is root:
+            return False
+        entry = newest_entry(whole)
+        if entry is None:
+            entry = self.promote(whole)
+        return entry is not None and entry.parts > 0 and (entry._compiled is None or entry.has_taken_over)
+
+    def promote(self, whole: Module) -> Entry | None:
+        """Compile an FSDP2 root in place of its parts, of which this is one; return its entry.
+
+        None, with a reason for the receipt, if not all that are like a compiled part are compiled alike.
+        """
+        entries = {module: newest_entry(module) for module in whole.modules() if module is not whole}
+        parts = [entry for entry in entries.values() if entry is not None and not entry.parts]
+        kinds = {name_of(module) for module, entry in entries.items() if entry is not None}
+        objection, renew = "", self.model.services.renew
+        if not all(part._is_alike(self) for part in parts):
+            objection = "they are compiled with different settings"
+        elif any(entry is None and name_of(module) in kinds for module, entry in entries.items()):
+            objection = "some of the same class are not compiled"
+        elif vars(whole).get("_compiled_call_impl") is not None:
+            objection = "the root is compiled by another backend"
+        if objection or renew is None:
+            for part in parts:
+                part._apart_because = objection or "programs are only planned"
+            return None
+        for module, inner in entries.items():
+            if inner is not None and inner.parts:  # a root until another was sharded around it
+                vars(module).pop("_compiled_call_impl", None)
+        settings = replace(settings_inside(self.model.settings), fullgraph=False)
+        compile_module(whole, settings, renew())
+        entry = newest_entry(whole)
+        assert entry is not None, "a module that was compiled has an entry"
+        entry.parts = len(parts)
+        return entry
+
+    def _is_alike(self, other: Entry) -> bool:
+        """Was this module compiled with the arguments of another one, apart from the folder of its dump?"""
+        mine, its = (
+            replace(entry.model.settings, config=replace(entry.model.settings.config, dump=""))
+            for entry in (self, other)
+        )
+        return mine == its and self._method is None
+
+    def _note_promotion(self) -> None:
+        """Say in the receipt that a whole stands for its parts, or why a part stands for itself."""
+        adapter = self.model.adapter
+        if self.parts:
+            adapter.note(
+                f"{self.parts} parts that were compiled each by itself run in one program, so that their gathers "
+                "overlap; option promote=False leaves them apart"
+            )
+        elif self._apart_because:
+            adapter.note(f"blocks of one FSDP2 root are programs of their own: {self._apart_because}")
+
+    def _take_apart(self, reason: str, args: Any, kwargs: Any) -> Any:
+        """Run a call, and all later ones, with each part compiled by itself: the whole cannot be one program."""
+        root = self.root
+        assert root is not None, "an FSDP2 root is a module"
+        for module in root.modules():
+            if (part := newest_entry(module)) is not None and part is not self:
+                part._apart_because = reason
+        vars(root).pop("_compiled_call_impl", None)
+        return root(*args, **kwargs)
+
     def _call_sharded(self, args: Any, kwargs: Any) -> Any:
         """Run a call with virtual parameters, or with FSDP's own hooks if that is not possible."""
         adapter = self.model.sync.sharded
@@ -347,6 +433,8 @@ class Entry:
     def _call_given_back(self, adapter: ShardedAdapter, reason: str, args: Any, kwargs: Any) -> Any:
         """Fall back to FSDP's own hooks, in this call and all later ones."""
         self.model.give_back(adapter, reason)
+        if self.parts:
+            return self._take_apart(reason, args, kwargs)
         self._compiled = self._compile()
         return self(*args, **kwargs)
 
@@ -529,6 +617,20 @@ def compile_module(module: Module, settings: Settings, services: Services) -> No
     # Module.__call__ prefers this attribute; copies and pickles of the module leave it out. __setattr__ is avoided:
     # that of a traced TorchScript module sets attributes of another object, which is never called.
     vars(root)["_compiled_call_impl"] = module_call(root, settings, services, in_place=True)
+
+
+def promote_root(whole: Module) -> None:
+    """Compile a module that FSDP2 shards as one program if modules inside were compiled each by itself.
+
+    Trainers compile each block, then shard the blocks and the model around them. As programs of their own, blocks start
+    no gather for the next one; the whole is one program that schedules all gathers.
+    """
+    if newest_entry(whole) is not None:
+        return
+    inner = (newest_entry(module) for module in whole.modules())
+    part = next((entry for entry in inner if entry is not None and not entry.parts), None)
+    if part is not None and part.model.settings.config.promote and part.model.settings.config.distributed != "stock":
+        part.promote(whole)
 
 
 def newest_entry(module: Module) -> Entry | None:

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dcompile
-from dcompile.capture.entry import find_model
+from dcompile.capture.entry import find_model, find_models
 from dcompile.machine_model import table_figures
 from dcompile.runtime.communication.fsdp_shards import ShardCommunication
 from dcompile.runtime.communication.gather_scatter import in_order
@@ -659,7 +659,8 @@ def blocks_compiled_each() -> dict[str, Any]:
         model[5].up.weight.requires_grad_(False)
         for block in model[1:]:
             if compiles:
-                block.compile(backend="dcompile", fullgraph=True, options={"kernels": "aten"})
+                options = {"kernels": "aten", "promote": False}
+                block.compile(backend="dcompile", fullgraph=True, options=options)
             fully_shard(block)
         fully_shard(model).train()
         model[6].set_reshard_after_forward(False)
@@ -683,6 +684,53 @@ def blocks_compiled_each() -> dict[str, Any]:
         "graphs": graphs,
         "equal": len({id(find_model(block)) for block in ours[1:5]}),
         "receipt": dcompile.receipt(ours[3]),
+    }
+
+
+class Stack(nn.Sequential):
+    """Modules of which some may be left out at the end."""
+
+    count = 7
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in list(self)[: self.count]:
+            x = module(x)
+        return x
+
+
+def blocks_promoted() -> dict[str, Any]:
+    """The same, promoted: the root is one program until a block's own hook ends that; one block is checkpointed."""
+    made: list[Stack] = []
+    for compiles in (False, True):
+        torch.manual_seed(3)
+        model = Stack(nn.Linear(12, 12), *(Block() for _ in range(6)))
+        for number, block in enumerate(model[1:], 1):
+            if number == 4:
+                checkpoint_by_hooks(block)
+            if compiles:
+                block.compile(backend="dcompile", fullgraph=True, options={"kernels": "aten"})
+            fully_shard(block)
+        fully_shard(model).train()
+        made.append(model)
+    results: list[list[torch.Tensor]] = [[], []]
+    receipts = []
+    for step in range(6):
+        for model, found in zip(made, results, strict=True):
+            x = inputs(models.Mlp(), step)["x"]
+            if step == 4:
+                model[2].set_all_reduce_hook(lambda gradient: None)
+            model.set_requires_gradient_sync(step != 1)
+            model.count = 6 if step == 3 else 7
+            with torch.no_grad():
+                found.append(model(x))
+            model(x).square().mean().backward()
+        receipts.append(str(dcompile.receipt(made[1])) if step else "")
+    stock, ours = made
+    return {
+        "grad": largest_difference(gradients(stock), gradients(ours)),
+        "result": largest_difference(dict(enumerate(results[0])), dict(enumerate(results[1]))),
+        "receipts": receipts,
+        "apart": sum(any(len(part.graphs) for part in find_models(block)) for block in ours[1:]),
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import unittest.mock
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,23 @@ def intercept_compile(handle: Callable[[Any, Any], Any]) -> None:
 
     __call__._dcompile = True  # type: ignore[attr-defined]
     _TorchDynamoContext.__call__ = __call__  # type: ignore[method-assign]
+
+
+def notice_sharding(sharded: Callable[[Any], None]) -> None:
+    """Call `sharded` with each module that `fully_shard` shards from now on, if FSDP2 is loaded."""
+    state = getattr(sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state"), "FSDPState", None)
+    original = getattr(state, "init", None)
+    if state is None or original is None or hasattr(original, "_dcompile"):
+        return
+
+    @functools.wraps(original)
+    def init(self: Any, modules: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, modules, *args, **kwargs)
+        if len(modules) == 1:
+            sharded(modules[0])
+
+    init._dcompile = True  # type: ignore[attr-defined]
+    state.init = init
 
 
 @contextlib.contextmanager
@@ -187,6 +205,13 @@ ON_DEMAND: tuple[TorchPatch, ...] = (
         "correctness",
         "ZeRO 3's own linear has no gradients where it is traced",
         undone="when the frame is compiled",
+    ),
+    TorchPatch(
+        notice_sharding,
+        ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState.init",),
+        "takeover",
+        "a root whose blocks are compiled each by itself becomes one program before its first call",
+        undone="never; it calls torch's own",
     ),
     TorchPatch(
         intercept_compile,

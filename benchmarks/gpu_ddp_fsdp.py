@@ -13,10 +13,11 @@ memory.
 
 All peers of a line are in one job and are timed in turn, round after round, by CUDA events; the slowest rank counts.
 FSDP2 is fully_shard on each block and on the root. torch.compile compiles each block, as its users do, dcompile the
-model. Memory is a peer's addition to the job's: parameters, optimizer, and the peak of a step. Kernels are from
-torch.profiler. Communication is NCCL's kernels, and copies between and inside GPUs. It is exposed while no other kernel
-runs, and the GPU is idle while no kernel runs at all. Tokens a second and MFU are those of one GPU (the formula is in
-`benchmarks.utilization`). --profile prints each peer's kernel time by kinds instead of timing rounds.
+model, or each block as well in lines with `blocks`. Memory is a peer's addition to the job's: parameters, optimizer,
+and the peak of a step. Kernels are from torch.profiler. Communication is NCCL's kernels, and copies between and inside
+GPUs. It is exposed while no other kernel runs, and the GPU is idle while no kernel runs at all. Tokens a second and MFU
+are those of one GPU (the formula is in `benchmarks.utilization`). --profile prints each peer's kernel time by kinds
+instead of timing rounds.
 """
 
 from __future__ import annotations
@@ -58,6 +59,9 @@ class Line:
     """Targets: dcompile's step over the base's, exposed part of its step, its peak memory over the base's."""
     exposed: float | None = None
     memory: float | None = None
+    whole: float | None = None
+    """Target: the step of dcompile by blocks over that of the whole model; the other targets are then those of blocks.
+    """
     precision: str = "bf16"
     """bfloat16 parameters ("bf16"), or float32 ones with FSDP2's mixed precision ("mixed") or autocast ("amp")."""
     checkpointed: bool = False
@@ -72,6 +76,7 @@ class Line:
 BASE = "torch.compile"
 BOTH = (BASE, "dcompile")
 RECORDED = (*BOTH, "dcompile reduce-overhead")
+BLOCKS = ("eager", BASE, "dcompile by blocks", "dcompile")
 TINY = SHAPES["tiny"]
 LINES = {
     "160M-ddp": Line(SHAPES["160M"], "ddp", ratio=0.6),
@@ -93,18 +98,38 @@ LINES = {
     "1B-ddp-amp": Line(SHAPES["1B"], "ddp", precision="amp", peers=BOTH),
     "160M-fsdp2-accumulate": Line(SHAPES["160M"], "fsdp2", precision="mixed", batches=4, peers=BOTH),
     "160M-ddp-accumulate": Line(SHAPES["160M"], "ddp", precision="amp", batches=4, peers=BOTH),
+    "160M-fsdp2-blocks": Line(
+        SHAPES["160M"],
+        "fsdp2",
+        0.2,
+        0.03,
+        1.0,
+        1.03,
+        "mixed",
+        peers=(*BLOCKS, "dcompile by blocks reduce-overhead", "dcompile reduce-overhead"),
+    ),
+    "1B-fsdp2-blocks": Line(SHAPES["1B"], "fsdp2", 0.9, 0.03, 1.0, 1.03, "mixed", peers=BLOCKS),
+    "1B-fsdp2-blocks-checkpointed": Line(
+        SHAPES["1B"], "fsdp2", 0.9, 0.03, 1.0, 1.03, "mixed", checkpointed=True, peers=BLOCKS
+    ),
+    "8B-fsdp2-blocks-checkpointed": Line(
+        SHAPES["8B"], "fsdp2", 0.9, 0.03, 1.0, 1.03, "mixed", checkpointed=True, momentum=False, peers=BLOCKS
+    ),
     "tiny-ddp": Line(TINY, "ddp"),
     "tiny-fsdp2": Line(TINY, "fsdp2"),
     "tiny-fsdp2-mixed": Line(TINY, "fsdp2", precision="mixed", checkpointed=True, batches=2),
+    "tiny-fsdp2-blocks": Line(TINY, "fsdp2", whole=1.03, precision="mixed", peers=BLOCKS),
     "tiny-ddp-amp": Line(TINY, "ddp", precision="amp", batches=2),
 }
 """Name -> line. The tiny ones test the benchmark itself, also on CPU."""
 PEERS = (
     "eager", BASE, "torch.compile reduce-overhead", "dcompile", "dcompile memory", "dcompile reduce-overhead",
     "dcompile collective", "dcompile collective reduce-overhead", "dcompile tuned", "dcompile tuned reduce-overhead",
+    "dcompile by blocks", "dcompile by blocks reduce-overhead",
     "torch.compile + optimizer", "dcompile + optimizer", "dcompile reduce-overhead + optimizer",
 )  # fmt: skip
 """`memory` is dcompile's option recompute, `collective` its option gathers, `tuned` its option max_autotune.
+`by blocks` compiles each block, as torch.compile's peers do.
 
 Peers with `+ optimizer` compile AdamW's step, too. For torch.compile it has many small operations (`foreach`), since
 torch.compile cannot compile the fused one."""
@@ -126,7 +151,7 @@ def spread(
     if kind == "ddp":
         ids = [device] if device.type == "cuda" else None
         return compiled(DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=bucket_cap_mb))
-    by_block = name.startswith("torch.compile")
+    by_block = name.startswith("torch.compile") or "by blocks" in name
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
     layers = model.model.layers
     for number, layer in enumerate(layers):
@@ -409,7 +434,9 @@ def _result(lines: dict[str, Any], arguments: argparse.Namespace, ranks: int) ->
 def verdicts(label: str, line: dict[str, Any]) -> list[str]:
     """Compare the best of dcompile's modes with the line's targets."""
     base, line_ = line.get(BASE, {}), LINES[label]
-    ours = {name: found for name, found in line.items() if name.startswith("dcompile") and "ms" in found}
+    measured = {name: found for name, found in line.items() if name.startswith("dcompile") and "ms" in found}
+    wholes = [found["ms"] for name, found in measured.items() if "by blocks" not in name]
+    ours = {n: found for n, found in measured.items() if line_.whole is None or "by blocks" in n}
     if not ours or "ms" not in base:
         return [f"{label}: cannot be judged, a peer is missing"]
     name = min(ours, key=lambda n: ours[n]["ms"])
@@ -423,6 +450,8 @@ def verdicts(label: str, line: dict[str, Any]) -> list[str]:
             )
 
     judge("step over torch.compile's", best["ms"] / base["ms"], line_.ratio)
+    if wholes:
+        judge("step over the whole model's", best["ms"] / min(wholes), line_.whole)
     if "exposed_ms" in best:
         judge("exposed part of the step", best["exposed_ms"] / best["profiled_ms"], line_.exposed)
         memory = "reserved_mib" if best.get("replays") else "peak_mib"

@@ -33,6 +33,17 @@ def test_lines_run_on_two_ranks(tmp_path, forks):
     assert ddp["collectives_in_graphs"] == 1 and any("all_reduce" in said for said in ddp["profile"])
 
 
+@pytest.mark.timeout(280)
+def test_blocks_are_one_program_as_the_whole_is(tmp_path, forks):
+    out, name = tmp_path / "out.json", "tiny-fsdp2-blocks"
+    arguments = [gpu_ddp_fsdp.MODULE, "--only", name, "--peers", "dcompile by blocks,dcompile", "--device", "cpu"]
+    arguments += ["--quiet", "--rounds", "1", "--steps", "1", "--out", str(out)]
+    assert not run_job("tests.small_llama", arguments, 2, 240, {"OMP_NUM_THREADS": "1"})
+    blocks, whole = json.loads(out.read_text())["lines"][name].values()
+    assert blocks["took_over"] and blocks["collectives_in_graphs"] == whole["collectives_in_graphs"] > 0
+    assert blocks["losses"] == whole["losses"]
+
+
 def test_lines_name_their_own_peers_unless_asked():
     assert parse([]).peers == [] and parse(["--peers", "eager"]).peers == ["eager"]
     assert gpu_ddp_fsdp.LINES["160M-fsdp2-mixed"].peers == (BASE, "dcompile", "dcompile reduce-overhead")

@@ -371,6 +371,7 @@ class Entry:
         for module, inner in entries.items():
             if inner is not None and inner.parts:  # a root until another was sharded around it
                 vars(module).pop("_compiled_call_impl", None)
+        compat.fsdp2.let_wrappers_be_traced(entries)
         settings = replace(settings_inside(self.model.settings), fullgraph=False)
         compile_module(whole, settings, renew())
         entry = newest_entry(whole)
@@ -625,7 +626,7 @@ def promote_root(whole: Module) -> None:
     Trainers compile each block, then shard the blocks and the model around them. As programs of their own, blocks start
     no gather for the next one; the whole is one program that schedules all gathers.
     """
-    if newest_entry(whole) is not None:
+    if newest_entry(compiled_part(whole)) is not None:
         return
     inner = (newest_entry(module) for module in whole.modules())
     part = next((entry for entry in inner if entry is not None and not entry.parts), None)

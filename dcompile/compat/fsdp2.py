@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.dispatch_watch import STANDS_IN
+from dcompile.compat.dynamo import is_optimized_module
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,19 @@ def outermost_in_forward(module: torch.nn.Module) -> torch.nn.Module | None:
     state = state_of(module)
     root = None if state is None else getattr(state._state_ctx, "iter_forward_root", None)
     return None if root is None else next(iter(root._modules), None)
+
+
+def let_wrappers_be_traced(modules: Iterable[torch.nn.Module]) -> None:
+    """Let Dynamo trace through torch.compile's modules among these that `fully_shard` has sharded.
+
+    Dynamo knows their class, but not the one that `fully_shard` derives from it, whose call it skips.
+    """
+    import torch
+
+    for module in modules:
+        kind, call = type(module), torch.nn.Module.__call__
+        if is_optimized_module(module) and state_of(module) is not None and kind.__call__ is not call:
+            module.__class__ = type(kind.__name__, (kind,), {"__call__": call})
 
 
 def initialize(states: list[Any]) -> None:

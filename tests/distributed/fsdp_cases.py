@@ -687,6 +687,16 @@ def blocks_compiled_each() -> dict[str, Any]:
     }
 
 
+def plain_names(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Names of parameters without those of torch.compile's modules."""
+    return {name.replace("_orig_mod.", ""): value for name, value in found.items()}
+
+
+def blocks_promoted_in_wrappers() -> dict[str, Any]:
+    """The same with torch.compile's module in each block's place."""
+    return blocks_promoted("torch.compile")
+
+
 class Stack(nn.Sequential):
     """Modules of which some may be left out at the end."""
 
@@ -698,7 +708,7 @@ class Stack(nn.Sequential):
         return x
 
 
-def blocks_promoted() -> dict[str, Any]:
+def blocks_promoted(how: str = "compile") -> dict[str, Any]:
     """The same, promoted: the root is one program until a block's own hook ends that; one block is checkpointed."""
     made: list[Stack] = []
     for compiles in (False, True):
@@ -707,9 +717,11 @@ def blocks_promoted() -> dict[str, Any]:
         for number, block in enumerate(model[1:], 1):
             if number == 4:
                 checkpoint_by_hooks(block)
-            if compiles:
+            if compiles and how == "compile":
                 block.compile(backend="dcompile", fullgraph=True, options={"kernels": "aten"})
-            fully_shard(block)
+            elif compiles:
+                model[number] = torch.compile(block, backend="dcompile", fullgraph=True, options={"kernels": "aten"})
+            fully_shard(model[number])
         fully_shard(model).train()
         made.append(model)
     results: list[list[torch.Tensor]] = [[], []]
@@ -727,7 +739,7 @@ def blocks_promoted() -> dict[str, Any]:
         receipts.append(str(dcompile.receipt(made[1])) if step else "")
     stock, ours = made
     return {
-        "grad": largest_difference(gradients(stock), gradients(ours)),
+        "grad": largest_difference(gradients(stock), plain_names(gradients(ours))),
         "result": largest_difference(dict(enumerate(results[0])), dict(enumerate(results[1]))),
         "receipts": receipts,
         "apart": sum(any(len(part.graphs) for part in find_models(block)) for block in ours[1:]),

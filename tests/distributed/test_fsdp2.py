@@ -255,8 +255,9 @@ def test_equal_blocks_run_the_programs_of_one(ranks):
         assert found["receipt"].eligible and found["receipt"].collectives > 0
 
 
-def test_blocks_compiled_each_become_one_program_of_their_root_while_that_holds(ranks):
-    for found in values(ranks, "blocks_promoted"):
+@pytest.mark.parametrize("case", ["blocks_promoted", "blocks_promoted_in_wrappers"])
+def test_blocks_compiled_each_become_one_program_of_their_root_while_that_holds(ranks, case):
+    for found in values(ranks, case):
         assert (found["grad"], found["result"]) == (0, 0)
         for receipt in found["receipts"][1:4]:
             assert receipt.startswith("Stack: 1 graph, no graph break") and "6 parts that were compiled each" in receipt

@@ -44,8 +44,7 @@ SUB_LEVELS = {
     ),
     "dcompile.compiler": (("autotune", "compute_regions"), ("driver",), ("caching",), ("dry_run",)),
     "dcompile.capture": (
-        ("graph_pass", "services"), ("trace_cache",), ("capture_digest", "aliasing", "call_state"),
-        ("passes", "adapters"),
+        ("services",), ("capture_digest", "aliasing"), ("passes",), ("warm_start",), ("call_state",), ("adapters",),
         ("callables", "compiled_model", "joint_graph"),
         ("captured_graph",),
         ("graph_programs",),
@@ -287,7 +286,7 @@ def test_no_emitter_inherits_from_another() -> None:
     assert len(inherited_emitters({"dcompile.codegen.emit.cpp.printer": (chain, False)})) == 1
 
 
-KNOW_DEVICES = ("dcompile.capture.adapters.", "dcompile.capture.services")
+KNOW_DEVICES = ("dcompile.capture.adapters.", "dcompile.capture.services", "dcompile.capture.warm_start.")
 """Modules of the packages below that may compare types of devices: they are about memory and machines, not code."""
 
 

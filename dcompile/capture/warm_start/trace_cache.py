@@ -272,9 +272,8 @@ def graph_of(
             root.add_module(name, graph_of(constant["graph"], symbols))
         else:
             root.register_buffer(name, constant_of(constant), persistent=False)
-    made: GraphModule = lazy_graph_module(root, graph)
-    # AOTAutograd copies a backward before it is compiled, with all that it holds; fx makes a class for each module
-    type(made).__deepcopy__ = lambda module, _: _copied(module)  # type: ignore[assignment, method-assign, unused-ignore]
+    # AOTAutograd copies a backward before it is compiled, and torch's deep copy includes all that it holds
+    made: GraphModule = lazy_graph_module(root, graph, _copied)
     return made
 
 

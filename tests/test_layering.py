@@ -293,7 +293,12 @@ def private_overrides(found: Mapping[str, tuple[str, bool]]) -> list[str]:
     for module, (source, is_package) in found.items():
         inside = {node.name: node for node in nodes_of(source) if isinstance(node, ast.ClassDef)}
         classes |= {f"{module}.{name}": node for name, node in inside.items()}
-        known = {dotted.rpartition(".")[2]: dotted for _, dotted in imports(nodes_of(source), module, is_package)}
+        nodes = nodes_of(source)
+        aliases = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+        known = {
+            alias.asname or dotted.rpartition(".")[2]: dotted
+            for alias, (_, dotted) in zip(aliases, imports(nodes, module, is_package), strict=True)
+        }
         names[module] = {**known, **{name: f"{module}.{name}" for name in inside}}
     wrong = []
     for dotted, node in classes.items():
@@ -345,6 +350,7 @@ def test_no_private_method_is_overridden_in_another_file() -> None:
         "from dcompile.api import Base\nclass Mine(Base):\n  def _hook(self): pass",
         "from dcompile import api\nclass Mine(api.Base):\n  _hook = print",
         "from dcompile.api import Base\nclass Between(Base): pass\nclass Mine(Between):\n  async def _hook(self): pass",
+        "from dcompile.api import Base as Other\nclass Mine(Other):\n  def _hook(self): pass",
         "from dcompile.api import Base\nclass Mine(Base[int]):\n  _hook = lambda self: 1",
     ],
 )

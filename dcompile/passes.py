@@ -54,8 +54,8 @@ def nothing(request: Any) -> tuple[Any, ...]:
 class GraphPass:
     """A rewrite of an FX graph, in place: `run(gm, *given(request))`.
 
-    `request` is a `capture.graph_pass.GraphRequest`. `stages`: the graphs that it rewrites. "dynamo" is the graph that
-    TorchDynamo captured, "joint" forward and backward in one, "inference" a forward alone.
+    `request` is a `capture.passes.run_passes.GraphRequest`. `stages`: the graphs that it rewrites. "dynamo" is the
+    graph that TorchDynamo captured, "joint" forward and backward in one, "inference" a forward alone.
     """
 
     run: Callable[..., PassReport]

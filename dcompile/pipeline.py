@@ -1,9 +1,9 @@
 """Every pass of every stage, in order: the table of contents of the compiler.
 
 A row is a pass, its arguments from the request, its condition, and its effect on the order of sums. `driver.py` runs
-the loop passes, `capture/graph_pass.py` those over FX graphs. `codegen/emit/cpp/kernel.py` runs those over the nest of
-a kernel. `DCOMPILE_DUMP` writes the graph or program after each pass, `DCOMPILE_SKIP` skips some, and `DCOMPILE_UNTIL`
-stops after one.
+the loop passes, `capture/passes/run_passes.py` those over FX graphs. `codegen/emit/cpp/kernel.py` runs those over the
+nest of a kernel. `DCOMPILE_DUMP` writes the graph or program after each pass, `DCOMPILE_SKIP` skips some, and
+`DCOMPILE_UNTIL` stops after one.
 """
 
 from __future__ import annotations

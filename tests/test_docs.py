@@ -24,13 +24,14 @@ from tools import backends, passes, settings
 DOCS = ROOT / "docs"
 LOGGERS = [f"dcompile.{channel}" for channel in CHANNELS]
 GENERATED = {DOCS / f"guide/{name}.md" for name in ("settings", "backends")}
-GENERATED |= {DOCS / f"internals/{name}.md" for name in ("passes", "one-program")}
+GENERATED |= {DOCS / f"internals/{name}.md" for name in ("passes", "one-program", "path")}
 GENERATED |= {DOCS / "lab" / name for name in ("figures.md", "peer-suites.md", "public-scripts.md")}
 FRONT = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
 PAGES = [*FRONT, *sorted(DOCS.rglob("*.md"))]
 WRITTEN = [page for page in PAGES if page not in GENERATED]
 MAX_PAGE_LINES = 200
 MAX_PATH_LINES = 150
+MAX_PATH_FILES = 55
 MAX_SENTENCE_WORDS = 35
 PINNED_TORCH = re.search(r"^torch==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -69,6 +70,20 @@ def test_one_program_is_current(tmp_path: Path, update_golden: bool) -> None:
         check_generated(page, text, update_golden)
     else:
         assert headings(text) == headings(page.read_text())
+
+
+@pytest.mark.timeout(200)
+def test_path_of_one_call_is_current(tmp_path: Path, update_golden: bool) -> None:
+    """A training step enters these files in this order. Other versions of torch reach the same stages."""
+    status, text = run([python(), "-m", "tools.call_path"], tmp_path)
+    assert status == 0, text
+    page = DOCS / "internals/path.md"
+    if torch.__version__.split("+")[0] == PINNED_TORCH:
+        check_generated(page, text, update_golden)
+    else:
+        assert set(headings(text)) == set(headings(page.read_text()))
+    files = re.findall(r"^\d+\. `(dcompile/[\w/]+\.py)`", text, re.MULTILINE)
+    assert len(set(files)) == len(files) <= MAX_PATH_FILES
 
 
 def headings(text: str) -> list[str]:

@@ -44,8 +44,7 @@ SUB_LEVELS = {
     ),
     "dcompile.compiler": (("autotune", "compute_regions"), ("driver",), ("caching",), ("dry_run",)),
     "dcompile.capture": (
-        ("graph_pass", "services"), ("trace_cache",), ("capture_digest", "aliasing", "call_state"),
-        ("passes", "adapters"),
+        ("services",), ("capture_digest", "aliasing"), ("passes",), ("warm_start",), ("call_state",), ("adapters",),
         ("callables", "compiled_model", "joint_graph"),
         ("captured_graph",),
         ("graph_programs",),
@@ -287,7 +286,102 @@ def test_no_emitter_inherits_from_another() -> None:
     assert len(inherited_emitters({"dcompile.codegen.emit.cpp.printer": (chain, False)})) == 1
 
 
-KNOW_DEVICES = ("dcompile.capture.adapters.", "dcompile.capture.services")
+def private_overrides(found: Mapping[str, tuple[str, bool]]) -> list[str]:
+    """Private methods (one underscore) that a class overrides of a class in another file: a hook has a public name."""
+    classes: dict[str, ast.ClassDef] = {}
+    names: dict[str, dict[str, str]] = {}
+    for module, (source, is_package) in found.items():
+        inside = {node.name: node for node in nodes_of(source) if isinstance(node, ast.ClassDef)}
+        classes |= {f"{module}.{name}": node for name, node in inside.items()}
+        nodes = nodes_of(source)
+        aliases = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+        known = {
+            alias.asname or dotted.rpartition(".")[2]: dotted
+            for alias, (_, dotted) in zip(aliases, imports(nodes, module, is_package), strict=True)
+        }
+        names[module] = {**known, **{name: f"{module}.{name}" for name in inside}}
+    wrong = []
+    for dotted, node in classes.items():
+        mine = _private_methods(node)
+        for base in _bases(dotted, classes, names):
+            hit = mine & _private_methods(classes[base])
+            if hit and base.rpartition(".")[0] != dotted.rpartition(".")[0]:
+                wrong.append(f"{dotted} overrides {sorted(hit)} of {base}: make a public hook, or give a function")
+    return wrong
+
+
+def _bases(dotted: str, classes: Mapping[str, ast.ClassDef], names: Mapping[str, Mapping[str, str]]) -> set[str]:
+    """Classes of dcompile from which a class inherits, at any depth."""
+    reached: set[str] = set()
+    waiting = [dotted]
+    while waiting:
+        one = waiting.pop()
+        known = names[one.rpartition(".")[0]]
+        for base in classes[one].bases:
+            head, _, rest = path_of(base.value if isinstance(base, ast.Subscript) else base).partition(".")
+            named = ".".join(filter(None, (known.get(head, head), rest)))
+            if named in classes and named not in reached:
+                reached.add(named)
+                waiting.append(named)
+    return reached
+
+
+def _private_methods(node: ast.ClassDef) -> set[str]:
+    """Methods of a class with one underscore, also those that are assigned."""
+    found = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
+    found |= {
+        target.id
+        for item in node.body
+        if isinstance(item, ast.Assign) and isinstance(item.value, ast.Name | ast.Attribute | ast.Lambda)
+        for target in item.targets
+        if isinstance(target, ast.Name)
+    }
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def test_no_private_method_is_overridden_in_another_file() -> None:
+    found = {name: (path.read_text(), path.stem == "__init__") for path, name in modules()}
+    assert private_overrides(found) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from dcompile.api import Base\nclass Mine(Base):\n  def _hook(self): pass",
+        "from dcompile import api\nclass Mine(api.Base):\n  _hook = print",
+        "from dcompile.api import Base\nclass Between(Base): pass\nclass Mine(Between):\n  async def _hook(self): pass",
+        "from dcompile.api import Base as Other\nclass Mine(Other):\n  def _hook(self): pass",
+        "from dcompile.api import Base\nclass Mine(Base[int]):\n  _hook = lambda self: 1",
+    ],
+)
+def test_finds_an_overridden_private_method(source: str) -> None:
+    base = "class Base:\n  def _hook(self): pass\n  def hook(self): pass\n  def __len__(self): pass"
+    assert len(private_overrides({"dcompile.api": (base, False), "dcompile.doctor": (source, False)})) == 1
+
+
+def test_accepts_an_override_of_a_public_method_and_one_in_the_same_file() -> None:
+    base = "class Base:\n  def _hook(self): pass\n  def hook(self): pass\nclass Near(Base):\n  def _hook(self): pass"
+    source = "from dcompile.api import Base\nclass Mine(Base):\n  def hook(self): pass\n  def _other(self): pass"
+    assert not private_overrides({"dcompile.api": (base, False), "dcompile.doctor": (source, False)})
+
+
+def replaced_methods(source: str, module: str) -> list[str]:
+    """Assignments to methods of an object or a class, by which mypy is silenced."""
+    return [
+        f"{module}:{line} assigns to a method: give the class a field or a hook, or make a subclass"
+        for line, text in enumerate(source.splitlines(), 1)
+        if "method-assign" in text.partition("# type: ignore")[2]
+    ]
+
+
+def test_no_method_is_assigned() -> None:
+    wrong = [w for path, name in modules() for w in replaced_methods(path.read_text(), name)]
+    assert not wrong, "\n".join(wrong)
+    assert replaced_methods("model.compiling = own  # type: ignore[assignment, method-assign]", "dcompile.api")
+    assert not replaced_methods("found = made()  # type: ignore[assignment]", "dcompile.api")
+
+
+KNOW_DEVICES = ("dcompile.capture.adapters.", "dcompile.capture.services", "dcompile.capture.warm_start.")
 """Modules of the packages below that may compare types of devices: they are about memory and machines, not code."""
 
 

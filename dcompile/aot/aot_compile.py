@@ -21,10 +21,10 @@ from dcompile.capture.aliasing.input_memory import return_input_views
 from dcompile.capture.aliasing.output_views import OutputRequest, plan_outputs, results_without_gradients
 from dcompile.capture.captured_graph import Boxed, CapturedGraph, CaptureMode
 from dcompile.capture.compiled_model import CompiledModel, Settings
-from dcompile.capture.graph_pass import GraphRequest, run_passes
 from dcompile.capture.graph_programs import remove_opaque_objects
 from dcompile.capture.joint_graph import donated_positions, saved_positions
 from dcompile.capture.passes.joint.absent_gradients import tangents
+from dcompile.capture.passes.run_passes import GraphRequest, run_passes
 from dcompile.capture.services import Services
 from dcompile.collectives.contract import Request
 from dcompile.compiler.caching import CachingCompiler

@@ -20,7 +20,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.aliasing.output_views import OutputRequest, plan_outputs
-from dcompile.capture.graph_pass import GraphRequest, run_passes
+from dcompile.capture.passes.run_passes import GraphRequest, run_passes
 from dcompile.codegen.emit.host.step_list import list_steps
 from dcompile.collectives.contract import Request
 from dcompile.compiler.caching import CachingCompiler

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from dcompile.capture.services import Line
-from dcompile.capture.trace_cache import GraphTrace
+from dcompile.capture.warm_start.trace_cache import GraphTrace
 from dcompile.collectives.contract import Executable
 
 

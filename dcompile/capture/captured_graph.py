@@ -20,7 +20,6 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.aliasing.output_views import results_without_gradients
 from dcompile.capture.capture_digest import CAPTURES, by_group, captured_calls, own_collectives, plan_of
 from dcompile.capture.compiled_model import CompiledModel
-from dcompile.capture.graph_pass import GraphRequest, run_passes
 from dcompile.capture.joint_graph import gradient_positions, partition_joint, returned_views
 from dcompile.capture.passes.dynamo.captured_nodes import multiplies
 from dcompile.capture.passes.dynamo.higher_order_bodies import is_checkpointed
@@ -33,10 +32,12 @@ from dcompile.capture.passes.repeated_layers import (
     shorten,
     unfold,
 )
+from dcompile.capture.passes.run_passes import GraphRequest, run_passes
 from dcompile.capture.services import Line, figures_by_type
-from dcompile.capture.trace_cache import GraphTrace, KeptTrace, TraceFacts, trace_key
+from dcompile.capture.warm_start.size_symbols import SizeSymbols
+from dcompile.capture.warm_start.trace_cache import GraphTrace, KeptTrace, TraceFacts
+from dcompile.capture.warm_start.trace_key import trace_key
 from dcompile.collectives.contract import Executable
-from dcompile.compat.trace_symbols import SizeSymbols
 from dcompile.device_traits import HOST, traits_of
 from dcompile.passes import GraphPass
 

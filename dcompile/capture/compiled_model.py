@@ -91,6 +91,8 @@ class CompiledModel:
         self.inside: list[CompiledModel] = []
         """Modules inside that DDP or FSDP synchronizes and a call has reached: each is compiled by itself."""
         self.shared_buckets = SharedBuckets()
+        self.while_capturing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        """Context around Dynamo's work on each frame."""
         self._refusal: str | None = None
         self._reported: set[bool | None] = set()
         """Kinds of reported steps: training or not; None for the report that nothing was compiled."""
@@ -159,7 +161,7 @@ class CompiledModel:
             resting = contextlib.nullcontext() if self.eager_regions is None else self.eager_regions.resting()
             busy, one = self.peers.busy("capturing"), self._guard_on_module_identity(code is entry)
             told = doing(self.settings.config, f"tracing {self.name}")
-            with resting, told, busy, settings, one, without_collecting():
+            with self.while_capturing(), resting, told, busy, settings, one, without_collecting():
                 yield
         finally:
             self.compile_seconds += time.perf_counter() - began

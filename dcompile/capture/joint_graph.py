@@ -17,9 +17,9 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.aliasing.output_views import memory_of
-from dcompile.capture.graph_pass import DONATED
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import COMPUTED_IN_FORWARD
 from dcompile.capture.passes.joint.saved_values import is_view
+from dcompile.capture.passes.run_passes import DONATED
 from dcompile.device_traits import traits_of
 
 TOKEN = "dcompile_sync"

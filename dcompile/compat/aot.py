@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -214,15 +215,37 @@ def annotate_nodes(marks: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def lazy_graph_module(root: Any, graph: Any) -> Any:
-    """A graph module that writes its Python code when that is first asked for: a tenth of making a graph anew."""
+def lazy_graph_module(root: Any, graph: Any, copy: Callable[[Any], Any] | None = None) -> Any:
+    """A graph module that writes its Python code when that is first asked for: a tenth of making a graph anew.
+
+    `copy` makes its deep copies, if given.
+    """
+    kind = _lazy_graph_type() if copy is None else _copied_graph_type(copy)
+    return kind(root, graph)
+
+
+@functools.cache
+def _lazy_graph_type() -> Any:
     import torch
 
     try:
         from torch.fx._lazy_graph_module import _LazyGraphModule
     except ImportError:
-        return torch.fx.GraphModule(root, graph)
-    return _LazyGraphModule(root, graph)
+        return torch.fx.GraphModule
+    return _LazyGraphModule
+
+
+@functools.cache
+def _copied_graph_type(copy: Callable[[Any], Any]) -> Any:
+    lazy: Any = _lazy_graph_type()
+
+    class CopiedGraphModule(lazy):  # type: ignore[misc, unused-ignore]
+        """A graph module with another way to copy it deeply."""
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            return copy(self)
+
+    return CopiedGraphModule
 
 
 def detect_fake_mode(values: Any) -> Any:

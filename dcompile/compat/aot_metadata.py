@@ -6,6 +6,8 @@ and say which input, result, gradient or change each is.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -214,3 +216,30 @@ def result_index(tangent: Any) -> int | None:
 
     result = getattr(tangent.meta.get("desc"), "output", None)
     return result.idx if isinstance(result, PlainAOTOutput) else None
+
+
+@functools.cache
+def description_types() -> Mapping[str, Any]:
+    """Name -> dataclass or enumeration of AOTAutograd's graph descriptions."""
+    from torch._functorch._aot_autograd import descriptors, schemas
+
+    kinds = {
+        name: kind
+        for name, kind in vars(descriptors).items()
+        if isinstance(kind, type) and issubclass(kind, (descriptors.AOTInput, descriptors.AOTOutput))
+    }
+    names = ("ViewAndMutationMeta", "InputAliasInfo", "OutputAliasInfo", "PlainTensorMeta", "MemoryFormatMeta")
+    kinds |= {name: getattr(schemas, name) for name in (*names, "OutputType", "MutationType") if hasattr(schemas, name)}
+    return kinds
+
+
+@functools.cache
+def result_types() -> Mapping[str, type]:
+    """Name -> type that AOTAutograd records for results."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    found: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+    found += (int, float, bool, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
+    return {kind.__name__: kind for kind in found}

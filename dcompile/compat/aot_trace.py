@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import unittest.mock
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-
-    from dcompile.compat.trace_records import Record
-    from dcompile.compat.trace_symbols import SizeSymbols
 
 _COLLECTS = "run_functionalized_fw_and_collect_metadata"
 """torch's function that finds a graph's mutations and aliases."""
@@ -29,14 +26,14 @@ _TRACERS = {"aot_dispatch_autograd_graph": True, "aot_dispatch_base_graph": Fals
 class TracedMetadata:
     """AOTAutograd's metadata of a traced graph."""
 
-    record: Record = None
+    record: Any = None
     objection: str = "AOTAutograd has traced it in a way that is not known"
     """Why there is no record; empty if there is one."""
 
 
 @contextlib.contextmanager
-def recording_metadata(found: TracedMetadata, symbols: SizeSymbols) -> Iterator[None]:
-    """Record in `found` AOTAutograd's metadata of the first graph that it traces."""
+def recording_metadata(found: TracedMetadata, record_of: Callable[[Any], Any]) -> Iterator[None]:
+    """Record in `found` AOTAutograd's metadata of the first graph that it traces. `record_of` makes the record."""
     from torch._functorch._aot_autograd import graph_compile
 
     wrappers: list[Any] = []
@@ -58,7 +55,7 @@ def recording_metadata(found: TracedMetadata, symbols: SizeSymbols) -> Iterator[
             results = own(*args, **kwargs)
             if not traced:
                 traced = True
-                _record(found, wrappers, kwargs.get("fw_metadata"), results, symbols)
+                _record(found, wrappers, kwargs.get("fw_metadata"), results, record_of)
             return results
 
         return trace
@@ -71,9 +68,11 @@ def recording_metadata(found: TracedMetadata, symbols: SizeSymbols) -> Iterator[
         yield
 
 
-def _record(found: TracedMetadata, wrappers: list[Any], metadata: Any, results: Any, symbols: SizeSymbols) -> None:
+def _record(
+    found: TracedMetadata, wrappers: list[Any], metadata: Any, results: Any, record_of: Callable[[Any], Any]
+) -> None:
     """Make the record, or set the reason why there is none."""
-    from dcompile.compat.trace_records import NotKeepable, RecordWriter
+    from dcompile.compat.process_state import NotKeepable
 
     try:
         if any(getattr(wrapper, "needs_post_compile", True) for wrapper in wrappers):
@@ -82,18 +81,9 @@ def _record(found: TracedMetadata, wrappers: list[Any], metadata: Any, results: 
             raise NotKeepable("AOTAutograd takes tensors apart for it")
         if metadata.tokens:
             raise NotKeepable("it has operators whose effects are kept in order")
-        writer = RecordWriter(symbols)
-        found.record = {"metadata": writer.value(metadata)} | writer.tables()
-        found.objection = ""
+        found.record, found.objection = record_of(metadata), ""
     except NotKeepable as reason:
         found.record, found.objection = None, str(reason)
-
-
-def metadata_of(record: Mapping[str, Any], symbols: SizeSymbols) -> Any:
-    """Rebuild AOTAutograd's metadata object. Raises NotKeepable."""
-    from dcompile.compat.trace_records import RecordReader
-
-    return RecordReader(record, symbols).value(record["metadata"])
 
 
 @contextlib.contextmanager
@@ -139,7 +129,6 @@ def replayed(metadata: Any, inference: torch.fx.GraphModule | None, inputs: Sequ
 def _plain_fakes(inputs: Sequence[Any]) -> list[Any]:
     """Make fake tensors of plain parameters, which AOTAutograd finds as long as they are held."""
     from dcompile.compat.tensors import fake_parameter
-    from dcompile.compat.trace_symbols import has_static_sizes
 
     mode = tracing_mode()
     return [fake_parameter(mode, value) for value in inputs if has_static_sizes(value)]
@@ -173,3 +162,21 @@ def tracing_mode() -> Any:
 
     context = TracingContext.try_get()
     return None if context is None else context.fake_mode
+
+
+def symbolic_context(value: torch.Tensor) -> Any:
+    """Return which sizes of an input Dynamo has made symbolic; None for tensors that are no inputs."""
+    from torch._guards import TracingContext
+
+    tracing = TracingContext.try_get()
+    contexts: Any = {} if tracing is None else tracing.tensor_to_context
+    return contexts.get(value)
+
+
+def has_static_sizes(value: Any) -> bool:
+    """Whether a value is a tensor that Dynamo has made an input of the captured graph, with numbers as sizes."""
+    import torch
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    known = symbolic_context(value) if isinstance(value, torch.Tensor) else None
+    return known is not None and all(size is DimDynamic.STATIC for size in known.dynamic_sizes)

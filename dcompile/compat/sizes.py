@@ -294,3 +294,24 @@ def is_known_contiguous(tensor: Any) -> bool:
             return False
         step = step * size
     return True
+
+
+_OPERATIONS = (
+    "Max Min Mod PythonMod FloorDiv CleanDiv ModularIndexing Where CeilToInt FloorToInt TruncToInt RoundToInt CeilDiv "
+    "LShift RShift PowByNatural FloatPow FloatTrueDiv IntTrueDiv TruncToFloat RoundDecimal ToFloat Identity"
+)
+
+
+def size_operations() -> dict[str, Any]:
+    """Name -> torch's own operation on symbolic sizes."""
+    from torch.utils._sympy import functions
+
+    return {name: getattr(functions, name) for name in _OPERATIONS.split() if hasattr(functions, name)}
+
+
+def size_settings() -> str:
+    """Return torch's settings for symbolic sizes as text."""
+    import torch.fx.experimental._config as config
+
+    values: dict[str, Any] = config.get_config_copy()  # type: ignore[attr-defined, unused-ignore]
+    return " ".join(f"{name}={value!r}" for name, value in sorted(values.items()))

@@ -264,6 +264,43 @@ def fake_copy(mode: Any, prototype: torch.Tensor, device: Any) -> Any:
     return FakeTensor(mode, prototype, device)
 
 
+def fake_tensor_type() -> type:
+    """Type of fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return FakeTensor
+
+
+def plain_tensor_types() -> tuple[type, ...]:
+    """Types of tensors without dispatch of their own."""
+    import torch
+
+    return torch.Tensor, torch.nn.Parameter, fake_tensor_type()
+
+
+def viewed_tensor(value: torch.Tensor) -> tuple[torch.Tensor, Any] | None:
+    """The tensor of which autograd knows this one as a view, and in which mode the view was made; None for others."""
+    import torch
+
+    if not value._is_view() or value.is_inference():
+        return None
+    return value._base, torch._C._autograd._get_creation_meta(value)  # type: ignore[return-value, arg-type, unused-ignore]
+
+
+def is_overload(value: Any) -> bool:
+    """Whether a value is an operator with an overload's name, such as `aten.add.Tensor`."""
+    import torch
+
+    return isinstance(value, torch._ops.OpOverload)
+
+
+def is_operator(value: Any) -> bool:
+    """The same, also for an operator without an overload's name."""
+    import torch
+
+    return isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+
+
 def fake_parameter(mode: Any, value: Any) -> Any:
     """A mode's own fake tensor of a plain parameter, as it is found later; None for other values.
 

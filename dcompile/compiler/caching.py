@@ -99,7 +99,7 @@ class CachingCompiler:
         """Coordinator of a process group's ranks, which share graphs from now on."""
         peers = peers_of(group)
         self._peers = SingleProcess() if peers is None else peers
-        shares = isinstance(peers, PeerCoordinator) and self.config.share_artifacts and not self._compiles_anew()
+        shares = isinstance(peers, PeerCoordinator) and self.config.share_artifacts and not self.ignores_cache()
         self._sharing = ArtifactSharing(peers, self.config.compile_timeout_s) if peers is not None and shares else None
         return self._peers
 
@@ -147,7 +147,7 @@ class CachingCompiler:
     def traces(self) -> portable.RecordedTraces | None:
         """Where traces of AOTAutograd are kept; None where somebody wants to see one being made."""
         shown = torch_logs.is_artifact_enabled(*torch_logs.TRACE_ARTIFACTS)
-        if shown or not self.config.trace_cache or self._compiles_anew():
+        if shown or not self.config.trace_cache or self.ignores_cache():
             return None
         return portable.RecordedTraces(KernelCache.open(self.config))
 
@@ -175,7 +175,7 @@ class CachingCompiler:
         regions = self._region_compiler()
         if regions is None or request.region_us or not communicates(gm, request):
             return request
-        keeps = regions.backend.is_stable and not self._compiles_anew()
+        keeps = regions.backend.is_stable and not self.ignores_cache()
         kept = portable.RecordedTraces(KernelCache.open(self.config)) if keeps else None
         times = RegionTimes(kept, self._peers, self.measures_regions)
         with without_collecting():
@@ -240,7 +240,7 @@ class CachingCompiler:
         except NotCacheable as reason:
             return None, str(reason)
 
-    def _compiles_anew(self) -> bool:
+    def ignores_cache(self) -> bool:
         """Whether to ignore the cache: for users who inspect or verify compilation; tests would fill it."""
         shows_code = torch_logs.is_artifact_enabled(*torch_logs.CODE_ARTIFACTS)
         return self.config.verify or bool(self.config.dump) or shows_code or self._shows_plan()
@@ -267,7 +267,7 @@ class CachingCompiler:
 
     def _found(self, cache: KernelCache, key: str | None, gm: Any, request: Request) -> HostProgram | None:
         """Find a graph that was compiled before, here or by another rank just now."""
-        if key is None or self._compiles_anew():
+        if key is None or self.ignores_cache():
             return None
         found = self._load(cache, key, gm, request)
         if self._sharing is None:
@@ -346,7 +346,7 @@ class CachingCompiler:
             lowered = guard_count(gm)
             flex = self._build_flex(begun.plan.lowered.constants)
             guards += guard_count(gm) - lowered  # those are made again where the program is loaded
-            if begun.waits and foreseen is not None and not self._compiles_anew():
+            if begun.waits and foreseen is not None and not self.ignores_cache():
                 self._begin(cache, foreseen())
             made, built = pipeline.finish(begun, gm, request, cache)
         guards += 0 if regions is None else regions.guards - known
@@ -354,14 +354,14 @@ class CachingCompiler:
             key, objection = None, "compiling it looked at a symbolic size, on which Dynamo then guards"
         executable = HostProgram(request.name, made, self._workspaces)
         _report_flex(flex, executable.report)  # not in the entry: another process compiles these calls itself
-        if key is not None and not self._compiles_anew():
+        if key is not None and not self.ignores_cache():
             source = without_groups(without_numbers(made.graph.source, device_numbers(gm)), group_names(gm))
             cache.put_graph(key, replace(made.graph, source=source))
             self._record(cache, key, made.graph, made.libraries)
         elif key is None:
             executable.report.graphs_uncacheable = 1
             executable.report.notes.append(f"a graph ({request.kind}) is compiled at each start: {objection}")
-        if self.config.precompiled and key is not None and not self._compiles_anew():
+        if self.config.precompiled and key is not None and not self.ignores_cache():
             why = reason_for_miss(self.config)
             executable.report.notes.append(f"a graph ({request.kind}) was not precompiled: {why}")
         if request.name in self._reasons:

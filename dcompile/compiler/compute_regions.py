@@ -18,8 +18,8 @@ from dcompile.codegen.lower.regions import Region, RegionPlan, can_compile_in_re
 from dcompile.codegen.schedule.order.cost_model import fused_seconds
 from dcompile.collectives.contract import Request
 from dcompile.collectives.region_cuts import region_cuts
+from dcompile.compat.process_state import precision_settings
 from dcompile.compat.sizes import guard_count
-from dcompile.compat.trace_state import precision_settings
 from dcompile.config import Config
 from dcompile.device_traits import HOST, traits_of
 from dcompile.kernel_backends.compile_region import Compiled, Layout, RegionCall, compile_region, region_name

@@ -92,14 +92,8 @@ def _single_rank(model: CompiledModel, adapter: PlainAdapter | None) -> contextl
         return contextlib.nullcontext()
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return contextlib.nullcontext()
-    alone, own = compat.absent_ranks.SingleRankCollectives(), model.compiling
-
-    @contextlib.contextmanager
-    def compiling(code: Any, entry: Any, late_sizes: bool) -> Iterator[None]:
-        with alone.resting(), own(code, entry, late_sizes):
-            yield
-
-    model.compiling = compiling  # type: ignore[method-assign]
+    alone = compat.absent_ranks.SingleRankCollectives()
+    model.while_capturing = alone.resting
     return alone.active()
 
 

@@ -76,7 +76,7 @@ class PrecompilingCompiler(CachingCompiler):
         self._note(gm, request, program.report)
         return program if shapes is None else UnrunProgram(shapes, program)
 
-    def _compiles_anew(self) -> bool:
+    def ignores_cache(self) -> bool:
         """Always False: the programs are made for the cache."""
         return False
 

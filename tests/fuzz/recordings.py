@@ -11,7 +11,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture import graph_programs
-from dcompile.compiler.caching import caching
+from dcompile.compiler import caching
 from dcompile.runtime.cuda_graphs import recording
 from dcompile.runtime.program.arena import copy_elements
 

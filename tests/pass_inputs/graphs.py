@@ -19,8 +19,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from dcompile.capture.graph_pass import GraphRequest
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import chunked_cross_entropy
+from dcompile.capture.passes.run_passes import GraphRequest
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.config import Config
 

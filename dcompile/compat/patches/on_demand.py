@@ -27,7 +27,8 @@ def intercept_compile(handle: Callable[[Any, Any], Any]) -> None:
     """Pass every torch.compile call to `handle(context, fn)`. If it returns NotImplemented, torch proceeds as usual."""
     from torch._dynamo.eval_frame import _TorchDynamoContext
 
-    original = _TorchDynamoContext.__call__
+    context: Any = _TorchDynamoContext
+    original = context.__call__
     if hasattr(original, "_dcompile"):
         return
 
@@ -37,7 +38,7 @@ def intercept_compile(handle: Callable[[Any, Any], Any]) -> None:
         return original(self, fn) if result is NotImplemented else result
 
     __call__._dcompile = True  # type: ignore[attr-defined]
-    _TorchDynamoContext.__call__ = __call__  # type: ignore[method-assign]
+    context.__call__ = __call__
 
 
 def notice_sharding(sharded: Callable[[Any], None]) -> None:

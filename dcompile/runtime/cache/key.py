@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.collectives.contract import Request
-from dcompile.compat.trace_state import precision_settings
+from dcompile.compat.process_state import precision_settings
 from dcompile.config import Config
 from dcompile.ir.nodes import PART
 from dcompile.toolchain import (

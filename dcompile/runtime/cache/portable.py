@@ -56,7 +56,7 @@ class RecordedTraces:
         self._cache = cache
 
     def find_trace(self, key: str) -> str | None:
-        """See `KernelCache`."""
+        """Find a trace, and record it for `torch.compiler.save_cache_artifacts()`."""
         text = self._cache.find_trace(key)
         if text is not None:
             self._record(key)

@@ -30,7 +30,7 @@ class CollectiveCalls:
         """Name of one of the model's own collectives -> the object that starts it and waits for it."""
 
     def start(self, step: Collective) -> None:
-        """Start one."""
+        """Print the start of a collective: dcompile's, through `buckets`, or one that the model itself calls."""
         if step.call is not None:
             self._start_own(step, step.call)
         else:

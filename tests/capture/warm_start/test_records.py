@@ -5,7 +5,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from dcompile.compat.trace_records import FakeTensors
+from dcompile.capture.warm_start.records import FakeTensors
 
 
 def test_tensors_at_the_boundary_share_memory_as_recorded():

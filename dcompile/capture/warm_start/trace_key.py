@@ -1,30 +1,53 @@
-"""Describe the state that a trace depends on apart from its graph and inputs: settings, and called code, as text.
+"""The key of a trace: the SHA-256 of a text of everything that AOTAutograd and its passes read.
 
-Functions return text, or raise NotKeepable for state that text cannot identify.
+The text holds versions, settings of dcompile and torch, and the adapter's additions to a trace. It holds the inputs
+(shapes, strides, dtypes, devices, gradients, shared memory). A symbolic size is an expression of numbered symbols, of
+which the text holds ranges and guards, and no values. It holds the captured graph with its subgraphs, constants and
+function names. A graph may call only functions of torch and dcompile: other code is not part of the text, so such a
+graph has no key. The text leaves out names of modules and inputs, and source lines. Messages and comments may name
+those of the model that was traced first.
+
+Functions return text, or raise NotKeepable for what text cannot identify.
 """
 
 from __future__ import annotations
 
 import builtins
-import functools
+import dataclasses
+import enum
 import hashlib
-import inspect
 import math
 import operator
 import sys
 import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.fx import GraphModule, Node
 
-from dcompile.compat.attention import chosen_flash_attention
-from dcompile.compat.tensors import real_tensors
-from dcompile.compat.trace_records import NotKeepable, op_name
-from dcompile.compat.trace_symbols import SizeSymbols, is_symbolic
+from dcompile.capture.warm_start.records import op_name
+from dcompile.capture.warm_start.size_symbols import SizeSymbols, is_symbolic
+from dcompile.compat import groups
+from dcompile.compat.dynamo import holds_graphs
+from dcompile.compat.process_state import NotKeepable, code_roots, global_state
+from dcompile.compat.tensors import is_operator, plain_tensor_types, real_tensors, storage_key, viewed_tensor
+from dcompile.config import Config
+from dcompile.toolchain import own_source, own_version
 
+FORMAT = 2
+"""Version of the entries' format. It is part of each key."""
+_ELSEWHERE = frozenset(
+    (
+        "receipt", "progress", "log", "dump", "trace_enabled", "trace_graph_diagram", "verify", "cache_dir",
+        "cache_size_gib", "share_artifacts", "compile_timeout_s", "precompiled",
+    )
+)  # fmt: skip
+"""Settings that do not affect a trace, such as output directories."""
+_KEY_MARKS = ("custom", "recompute", "ac_graph_id")
+"""Keys of node metadata that tracing reads."""
 _TRACED_BODIES = frozenset(
     (
         "tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "autograd_function_apply", "invoke_subgraph",
@@ -32,132 +55,111 @@ _TRACED_BODIES = frozenset(
     )
 )  # fmt: skip
 """Higher-order operators of torch that only call subgraphs of the captured graph."""
-_BACKENDS = frozenset(("CPU", "CUDA", "MPS", "XPU", "HIP", "MTIA", "HPU", "Meta", "MkldnnCPU", "QuantizedCPU"))
-"""Dispatch keys of kernels, which do not change a trace. `Meta` functions, which compute shapes, are torch's own."""
 LARGEST_HELD = 1 << 16
 """Maximum bytes of a constant tensor whose values are part of a key."""
-_VMAP = (
-    "addr", "huber_loss_backward", "mse_loss_backward", "nll_loss2d_backward", "nll_loss2d_forward",
-    "nll_loss_backward", "nll_loss_forward", "smooth_l1_loss_backward",
-)  # fmt: skip
-_TORCHS = frozenset(
-    (
-        "aten/to_dense/FuncTorchDynamicLayerFrontMode",
-        "aten/to_dense/PythonTLSSnapshot",
-        *(f"aten/{op}/FuncTorchBatched" for op in _VMAP),
-    )
-)
-"""Further registrations by torch itself: of torch 2.15, and of `torch.vmap` after its first use."""
-_PRECISION = (
-    "fp32_precision",
-    *(f"cuda.matmul.{name}" for name in ("fp32_precision", "allow_fp16_accumulation")),
-    *(
-        f"cuda.matmul.allow_{dtype}_reduced_precision_reduction{of}"
-        for dtype in ("fp16", "bf16")
-        for of in ("", "_split_k")
-    ),
-    *(f"{library}.fp32_precision" for library in ("cudnn", "cudnn.conv", "cudnn.rnn")),
-    *(f"{library}.fp32_precision" for library in ("mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")),
-)
-"""Names below `torch.backends`."""
 _PLAIN_MODULES = (builtins, operator, math)
 
 
-def global_state() -> Iterator[str]:
-    """Yield the settings of this process and thread that tracing reads. Raises NotKeepable."""
-    yield f"grad {torch.is_grad_enabled()} inference {torch.is_inference_mode_enabled()}"
-    for kind in sorted(map(str, torch._C._autocast_supported_devices())):
-        if torch.is_autocast_enabled(kind):
-            yield f"autocast {kind} {torch.get_autocast_dtype(kind)} {torch.is_autocast_cache_enabled()}"
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    fills = getattr(torch.utils.deterministic, "fill_uninitialized_memory", None)
-    yield f"deterministic {deterministic} {torch.is_deterministic_algorithms_warn_only_enabled()} {fills}"
-    yield f"defaults {torch.get_default_dtype()} {torch.get_default_device()}"
-    yield from _library_switches()
-    yield precision_settings()
-    yield f"functorch {_functorch_settings()}"
-    yield from _registrations()
-    _check_modes()
+def trace_key(
+    gm: GraphModule, inputs: Sequence[Any], config: Config, facts: Sequence[str], symbols: SizeSymbols
+) -> str:
+    """Return a trace's cache key. `facts`: lines that an adapter adds. It numbers `symbols`. Raises NotKeepable."""
+    if config.backend is not None and config.backend.cache_objection:
+        raise NotKeepable(config.backend.cache_objection)
+    check_apart(inputs, symbols)
+    graph = _GraphText(symbols)
+    given = (graph.input(value) for value in inputs)
+    lines = (*_environment(config), *global_state(), *facts, *given, *graph.lines(gm, "graph"), *symbols.facts())
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _library_switches() -> Iterator[str]:
-    """Yield ATen's enabled kernels: a trace contains the chosen attention and batch norm."""
-    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
-    names = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
-    yield "attention " + " ".join(str(getattr(cuda, name)()) for name in names if hasattr(cuda, name))
-    yield f"flash attention {chosen_flash_attention()}"
-    yield f"cudnn {cudnn.enabled} {cudnn.benchmark} {cudnn.deterministic} mkldnn {mkldnn.enabled}"
+def _environment(config: Config) -> Iterator[str]:
+    yield f"trace {FORMAT}"
+    yield f"dcompile {own_version()} {own_source()}"
+    yield f"torch {torch.__version__} {torch.version.git_version} python {sys.version_info[:3]} {sys.platform}"
+    for option in dataclasses.fields(config):
+        if option.metadata and option.name not in _ELSEWHERE:
+            yield f"{option.name}={getattr(config, option.name)}"
 
 
-def precision_settings() -> str:
-    """Return the settings of `torch.backends` for the precision of library calls, as text.
+class _GraphText:
+    """Text of a captured graph, its inputs and its subgraphs."""
 
-    Old names, such as `allow_tf32` and `torch.get_float32_matmul_precision()`, are left out: torch refuses to read them
-    once a new name is set, and what they set shows under the new ones.
-    """
-    return " ".join(f"{name}={_setting(name)}" for name in _PRECISION)
+    def __init__(self, symbols: SizeSymbols) -> None:
+        self._symbols = symbols
+        self._storages: dict[int, int] = {}
 
+    def input(self, value: Any) -> str:
+        """Return the line of an input."""
+        if isinstance(value, torch.Tensor):
+            return f"input {tensor_text(value, self._storages, self._symbols)}{device_text(value.device)}"
+        if type(value) in (int, float, bool, str):
+            return f"input {value!r}"
+        if isinstance(value, torch.SymInt):
+            return f"input {self._symbols.text(value)}"
+        if isinstance(value, torch.SymFloat | torch.SymBool):
+            raise NotKeepable(f"an input is a symbolic {'float' if isinstance(value, torch.SymFloat) else 'bool'}")
+        raise NotKeepable(f"an input is a {type(value).__name__}")
 
-def _setting(name: str) -> str:
-    """Return a setting's value as text; one that torch refuses to read, or does not have, is told apart from values."""
-    try:
-        return repr(operator.attrgetter(name)(torch.backends))
-    except Exception as error:  # a key can do without a value, and a compiler must
-        return type(error).__name__
+    def lines(self, gm: GraphModule, name: str) -> Iterator[str]:
+        """Yield a line for each node, with numbers instead of names."""
+        check_captured(gm)
+        numbers = {node: number for number, node in enumerate(gm.graph.nodes)}
+        yield f"{name} begins"
+        for node in gm.graph.nodes:
+            args, kwargs = _text(node.args, numbers), _text(node.kwargs, numbers)
+            marks = [f"{mark}={_text(node.meta[mark], numbers)}" for mark in _KEY_MARKS if mark in node.meta]
+            value = "" if node.op == "output" else result_text(node.meta.get("example_value"), self._symbols)
+            yield " ".join((node.op, self._target(node), args, kwargs, value, *marks))
+            if node.op == "get_attr":
+                yield from self._held(operator.attrgetter(str(node.target))(gm), f"{name}.{numbers[node]}")
+        yield f"{name} ends"
 
+    def _target(self, node: Node) -> str:
+        if node.op == "call_function":
+            return callable_text(node.target)
+        if node.op == "call_method":
+            return f".{node.target}"
+        if node.op == "call_module":
+            raise NotKeepable("it calls a module, whose code is not in the graph")
+        return static_mark(node)
 
-def _functorch_settings() -> str:
-    """Return the settings of AOTAutograd and the partitioner as text."""
-    import torch._functorch.config as config
-
-    values: dict[str, Any] = config.get_config_copy()  # type: ignore[attr-defined, unused-ignore]
-    for name, value in values.items():
-        if value is not None and not isinstance(value, bool | int | float | str | list | tuple | dict):
-            raise NotKeepable(f"torch._functorch.config.{name} is a {type(value).__name__}")
-        if isinstance(value, list | tuple | dict) and any(map(callable, value)):
-            raise NotKeepable(f"torch._functorch.config.{name} holds functions")
-    return " ".join(f"{name}={value!r}" for name, value in sorted(values.items()))
-
-
-def _registrations() -> Iterator[str]:
-    """Yield implementations and decompositions that Python code has registered for torch's own operators."""
-    import torch.library
-
-    aten = sorted(name for name in torch.library._impls if name.startswith("aten/"))
-    for name in aten:
-        if name.rpartition("/")[2] not in _BACKENDS and name not in _TORCHS:
-            raise NotKeepable(f"an operator of torch's has an implementation of its own here, {name}")
-    yield f"aten {','.join(name for name in aten if name not in _TORCHS)}"
-    tables = getattr(sys.modules.get("torch._decomp"), "global_decomposition_table", {})
-    for op, function in tables.get("post_autograd", {}).items():
-        if not is_of_torch(function):
-            raise NotKeepable(f"an operator of torch's has a decomposition of its own here, {op}")
-
-
-def _check_modes() -> None:
-    """Refuse active modes, which may change traced operations."""
-    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-        raise NotKeepable("a mode that looks at operations is on")
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        raise NotKeepable("hooks for saved tensors are on")
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise NotKeepable("a transform of torch.func is on")
+    def _held(self, value: Any, name: str) -> Iterator[str]:
+        """Yield lines for an attribute: a subgraph, or a small tensor whose values tracing may read."""
+        if isinstance(value, GraphModule):
+            yield from self.lines(value, name)
+            return
+        if not isinstance(value, torch.Tensor):
+            raise NotKeepable(f"it holds a {type(value).__name__}")
+        yield f"{name} {tensor_text(value, self._storages, self._symbols)} {numbers_digest(value)}"
 
 
-@functools.cache
-def _roots() -> tuple[str, ...]:
-    """Return folders of code that versions and dcompile's digest identify."""
-    return tuple(f"{folder}/" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+def _text(value: Any, numbers: dict[Node, int]) -> str:
+    """Return an argument's text. Raises NotKeepable for values without a distinguishing text."""
+    if isinstance(value, Node):
+        return f"%{numbers[value]}"
+    if value is None or value is Ellipsis or type(value) in (bool, int, float, complex):
+        return repr(value)
+    if isinstance(value, str):
+        group = groups.group_by_name(value) if dist.is_initialized() else None
+        return repr(value) if group is None else f"{value!r} of {group.size()} ranks"
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format | torch.device):
+        return f"{type(value).__name__} {value}"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{_text(k, numbers)}:{_text(v, numbers)}' for k, v in value.items())}}}"
+    if isinstance(value, list | tuple):
+        opening = "[" if isinstance(value, list) else "("
+        return f"{opening}{','.join(_text(item, numbers) for item in value)},"
+    if isinstance(value, slice):
+        return f"slice{_text((value.start, value.stop, value.step), numbers)}"
+    if isinstance(value, enum.Enum) and type(value).__module__.startswith("torch"):
+        return f"{type(value).__name__}.{value.name}"
+    if callable(value):
+        return callable_text(value)
+    raise NotKeepable(f"it holds a {type(value).__name__}")
 
 
-def is_of_torch(function: Any) -> bool:
-    """Whether a function's code belongs to torch, dcompile or Python."""
-    function = inspect.unwrap(function)
-    module = getattr(function, "__module__", None) or ""
-    if not module.startswith(("torch", "dcompile", "_operator", "operator", "math", "builtins")):
-        return False
-    code = getattr(function, "__code__", None)
-    return code is None or code.co_filename.startswith(_roots())
+# --- texts of called code and of tensors ------------------------------------------------------------------------------
 
 
 def callable_text(target: Any, within: tuple[Any, ...] = ()) -> str:
@@ -165,9 +167,9 @@ def callable_text(target: Any, within: tuple[Any, ...] = ()) -> str:
 
     `within`: functions whose closures hold it. One that holds itself, as decorators make them, is entered once.
     """
-    if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+    if is_operator(target):
         return op_name(target)
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if holds_graphs(target):
         called = str(target.name())  # type: ignore[no-untyped-call, unused-ignore]
         if called not in _TRACED_BODIES:
             raise NotKeepable(f"it has {called}, an operator on functions")
@@ -217,20 +219,12 @@ def _is_plain_function(target: Any) -> bool:
     module = target.__module__ or ""
     if not module.startswith(("torch.", "dcompile.")) and module != "torch":
         return False
-    return target.__code__.co_filename.startswith(_roots())
+    return target.__code__.co_filename.startswith(code_roots())
 
 
 def _is_plain_class(target: Any) -> bool:
     module = getattr(target, "__module__", None) or ""
     return isinstance(target, type) and (module == "torch" or module.startswith("torch."))
-
-
-@functools.cache
-def _plain_types() -> tuple[type, ...]:
-    """Types of tensors without dispatch of their own."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return torch.Tensor, torch.nn.Parameter, FakeTensor
 
 
 def tensor_text(
@@ -241,11 +235,11 @@ def tensor_text(
     Sizes are those of the fake tensor that will be traced. `whole_of`: the fake tensor of a view of this one. Raises
     NotKeepable for tensor subclasses with their own dispatch.
     """
-    if type(value) not in _plain_types():
+    if type(value) not in plain_tensor_types():
         raise NotKeepable(f"an input is a {type(value).__name__}")
     if value.layout is not torch.strided or value.is_quantized:
         raise NotKeepable(f"an input is {value.layout}")
-    number = storages.setdefault(value.untyped_storage()._cdata, len(storages))
+    number = storages.setdefault(storage_key(value), len(storages))
     known: Any = symbols.fake_of(value) if whole_of is None else whole_of._base
     if known is None:
         raise NotKeepable("a view of memory that the captured graph does not know")
@@ -253,9 +247,9 @@ def tensor_text(
     kind = "parameter" if isinstance(value, torch.nn.Parameter) else "tensor"
     lies = f"{_layout_text(known, whole_of, symbols)} of {number}"
     base = ""
-    if value._is_view() and not value.is_inference():
-        of, made = tensor_text(value._base, storages, symbols, known), torch._C._autograd._get_creation_meta(value)  # type: ignore[arg-type, unused-ignore]
-        base = f" view of {of} {made}"
+    if (view := viewed_tensor(value)) is not None:
+        of, made = view
+        base = f" view of {tensor_text(of, storages, symbols, known)} {made}"
     return f"{kind} {value.dtype} {value.device} {lies} {marks}{base}"
 
 
@@ -278,9 +272,9 @@ def _sizes_text(value: torch.Tensor, symbols: SizeSymbols) -> str:
 
 def check_apart(inputs: Sequence[Any], symbols: SizeSymbols) -> None:
     """Refuse inputs of symbolic sizes that share memory with others: whether they overlap depends on the sizes."""
-    tensors = [value for value in inputs if type(value) in _plain_types() and value.layout is torch.strided]
-    counts = Counter(value.untyped_storage()._cdata for value in tensors)
-    shared = (value for value in tensors if counts[value.untyped_storage()._cdata] > 1)
+    tensors = [value for value in inputs if type(value) in plain_tensor_types() and value.layout is torch.strided]
+    counts = Counter(storage_key(value) for value in tensors)
+    shared = (value for value in tensors if counts[storage_key(value)] > 1)
     if any(is_symbolic(symbols.fake_of(value)) for value in shared):
         raise NotKeepable("inputs of symbolic sizes share memory")
 

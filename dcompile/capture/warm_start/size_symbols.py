@@ -19,6 +19,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from dcompile.compat.aot_trace import has_static_sizes, symbolic_context
+from dcompile.compat.process_state import NotKeepable
+from dcompile.compat.sizes import size_operations, size_settings
+from dcompile.compat.tensors import fake_tensor_type
+
 Record: TypeAlias = Any
 """JSON data: None, numbers, texts, and lists. A dictionary with one entry names a kind of value."""
 
@@ -26,26 +31,16 @@ DATA_DEPENDENT = "a size depends on data, or has no value while tracing (unbacke
 _KINDS = {"int": int, "float": float, "bool": bool}
 """Name in records -> Python type of a symbolic number."""
 _SYMPY_OPERATIONS = "Add Mul Pow And Or Not Eq Ne Lt Le Gt Ge"
-_TORCH_OPERATIONS = (
-    "Max Min Mod PythonMod FloorDiv CleanDiv ModularIndexing Where CeilToInt FloorToInt TruncToInt RoundToInt CeilDiv "
-    "LShift RShift PowByNatural FloatPow FloatTrueDiv IntTrueDiv TruncToFloat RoundDecimal ToFloat Identity"
-)
 _UNORDERED = frozenset(("Add", "Mul", "And", "Or", "Max", "Min"))
 """Operations whose arguments sympy sorts by names of symbols."""
-
-
-class NotKeepable(Exception):
-    """Raised for a value of a traced or captured graph that has no record. The message names it."""
 
 
 @functools.cache
 def _operations() -> Mapping[str, Any]:
     """Name -> sympy's or torch's operation."""
     import sympy  # type: ignore[import-untyped, unused-ignore]
-    from torch.utils._sympy import functions
 
-    found = {name: getattr(sympy, name) for name in _SYMPY_OPERATIONS.split()}
-    return found | {name: getattr(functions, name) for name in _TORCH_OPERATIONS.split() if hasattr(functions, name)}
+    return {name: getattr(sympy, name) for name in _SYMPY_OPERATIONS.split()} | size_operations()
 
 
 @functools.cache
@@ -112,10 +107,8 @@ class SizeSymbols:
 
         AOTAutograd makes it anew, with the symbols that Dynamo has given to the input's sizes.
         """
-        from torch._subclasses.fake_tensor import FakeTensor
-
-        known = _context_of(value)
-        if known is None or isinstance(value, FakeTensor) or self.fake_mode is None:
+        known = symbolic_context(value)
+        if known is None or isinstance(value, fake_tensor_type()) or self.fake_mode is None:
             return value
         if isinstance(value, torch.nn.Parameter) and has_static_sizes(value):
             return value
@@ -138,7 +131,7 @@ class SizeSymbols:
         env = self._environment
         if env.deferred_runtime_asserts:
             raise NotKeepable(DATA_DEPENDENT)
-        yield f"sizes {env.settings} {_settings()}"
+        yield f"sizes {env.settings} {size_settings()}"
         for guard in env.guards:
             yield f"guard {json.dumps(self._guard(guard, self._new_number))}"
         for symbol, number in self._numbers.items():
@@ -235,32 +228,7 @@ class SizeSymbols:
         return contextlib.nullcontext() if env is None else env.suppress_guards()
 
 
-def _context_of(value: torch.Tensor) -> Any:
-    """Return which sizes of an input Dynamo has made symbolic; None for tensors that are no inputs."""
-    from torch._guards import TracingContext
-
-    tracing = TracingContext.try_get()
-    contexts: Any = {} if tracing is None else tracing.tensor_to_context
-    return contexts.get(value)
-
-
-def has_static_sizes(value: Any) -> bool:
-    """Whether a value is a tensor that Dynamo has made an input of the captured graph, with numbers as sizes."""
-    from torch.fx.experimental.symbolic_shapes import DimDynamic
-
-    known = _context_of(value) if isinstance(value, torch.Tensor) else None
-    return known is not None and all(size is DimDynamic.STATIC for size in known.dynamic_sizes)
-
-
 def is_symbolic(value: torch.Tensor) -> bool:
     """Whether a tensor has a size, a stride, an offset or a storage of symbolic size."""
     numbers = (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
     return not all(type(number) is int for number in numbers)
-
-
-def _settings() -> str:
-    """Return torch's settings for symbolic sizes as text."""
-    import torch.fx.experimental._config as config
-
-    values: dict[str, Any] = config.get_config_copy()  # type: ignore[attr-defined, unused-ignore]
-    return " ".join(f"{name}={value!r}" for name, value in sorted(values.items()))

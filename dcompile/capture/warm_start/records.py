@@ -23,11 +23,21 @@ from typing import Any
 
 import torch
 
+from dcompile.capture.warm_start.size_symbols import Record as Record
+from dcompile.capture.warm_start.size_symbols import SizeSymbols
+from dcompile.compat.aot_metadata import description_types, result_types
 from dcompile.compat.inductor import FLEX, is_flex
-from dcompile.compat.tensors import fake_copy, fake_memory, fake_tensor, meta_tensor, real_tensors
-from dcompile.compat.trace_symbols import NotKeepable as NotKeepable
-from dcompile.compat.trace_symbols import Record as Record
-from dcompile.compat.trace_symbols import SizeSymbols
+from dcompile.compat.process_state import NotKeepable
+from dcompile.compat.tensors import (
+    fake_copy,
+    fake_memory,
+    fake_tensor,
+    fake_tensor_type,
+    is_overload,
+    meta_tensor,
+    real_tensors,
+    storage_key,
+)
 from dcompile.ir.index import element_span
 
 OWN_OPS = "dcompile"
@@ -60,32 +70,6 @@ def is_known_op(name: str) -> bool:
     """Whether an operator, such as `aten.add.Tensor`, is torch's or dcompile's: versions identify these."""
     namespace = name.partition(".")[0]
     return namespace in OP_NAMESPACES or namespace.startswith(OWN_OPS)
-
-
-@functools.cache
-def _described() -> Mapping[str, Any]:
-    """Name -> dataclass or enumeration of AOTAutograd's graph descriptions."""
-    from torch._functorch._aot_autograd import descriptors, schemas
-
-    kinds = {
-        name: kind
-        for name, kind in vars(descriptors).items()
-        if isinstance(kind, type) and issubclass(kind, (descriptors.AOTInput, descriptors.AOTOutput))
-    }
-    names = ("ViewAndMutationMeta", "InputAliasInfo", "OutputAliasInfo", "PlainTensorMeta", "MemoryFormatMeta")
-    kinds |= {name: getattr(schemas, name) for name in (*names, "OutputType", "MutationType") if hasattr(schemas, name)}
-    return kinds
-
-
-@functools.cache
-def _types() -> Mapping[str, type]:
-    """Name -> type that AOTAutograd records for results."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
-    found: tuple[type, ...] = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
-    found += (int, float, bool, type(None), torch.SymInt, torch.SymFloat, torch.SymBool)
-    return {kind.__name__: kind for kind in found}
 
 
 def _named(kind: type, names: str) -> dict[Any, str]:
@@ -178,15 +162,15 @@ class RecordWriter:
             return {"device": str(value)}
         if isinstance(value, complex):
             return {"complex": [value.real, value.imag]}
-        if isinstance(value, torch._ops.OpOverload):
+        if is_overload(value):
             return {"op": op_name(value)}
-        if isinstance(value, type) and _types().get(value.__name__) is value:
+        if isinstance(value, type) and result_types().get(value.__name__) is value:
             return {"type": value.__name__}
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return {"symbolic": self._symbolic.setdefault(json.dumps(self._symbols.record(value)), len(self._symbolic))}
         if type(value).__name__ == "ViewMetaSequence":
             raise NotKeepable("a result is a view that is made anew")
-        if _described().get(type(value).__name__) is type(value):
+        if description_types().get(type(value).__name__) is type(value):
             return self._description(value)
         raise NotKeepable(f"it holds a {type(value).__name__}")
 
@@ -199,13 +183,11 @@ class RecordWriter:
 
     def _tensor(self, value: torch.Tensor) -> int:
         """Return the number of a fake tensor's record, which includes its storage."""
-        from torch._subclasses.fake_tensor import FakeTensor
-
-        if type(value) is not FakeTensor:
+        if type(value) is not fake_tensor_type():
             raise NotKeepable(f"it holds a {type(value).__name__}")
         if value.layout is not torch.strided or value.is_conj() or value.is_neg():
             raise NotKeepable("it holds a tensor that is not plain: sparse, or marked as a conjugate or a negative")
-        storage = self._storages.setdefault(value.untyped_storage()._cdata, len(self._storages))
+        storage = self._storages.setdefault(storage_key(value), len(self._storages))
         if storage == len(self._sizes):
             self._sizes.append(self._size(value.untyped_storage().nbytes()))
         shape, strides = (tuple(map(self._size, numbers)) for numbers in (value.shape, value.stride()))
@@ -265,7 +247,7 @@ class RecordReader:
     def description(self, held: list[Any]) -> Any:
         """Return a dataclass of AOTAutograd."""
         name, fields = held
-        return _described()[name](**{name: self.value(item) for name, item in fields.items()})
+        return description_types()[name](**{name: self.value(item) for name, item in fields.items()})
 
     def tensor(self, number: int) -> Any:
         """Return a fake tensor, the same one for equal numbers."""
@@ -302,8 +284,8 @@ _READERS: Mapping[str, Callable[[RecordReader, Any], Any]] = {
     "layout": lambda _, held: _by_name("layout", held),
     "format": lambda _, held: _by_name("format", held),
     "op": lambda _, held: op_of(held),
-    "type": lambda _, held: _types()[held],
-    "enum": lambda _, held: _described()[held[0]][held[1]],
+    "type": lambda _, held: result_types()[held],
+    "enum": lambda _, held: description_types()[held[0]][held[1]],
     "description": RecordReader.description,
 }
 
@@ -341,7 +323,7 @@ def _op_of(name: str) -> Any:
 
 def target_name(target: Any) -> str:
     """Return the name of a call node's target. Raises NotKeepable."""
-    if isinstance(target, torch._ops.OpOverload):
+    if is_overload(target):
         return op_name(target)
     if is_flex(target):
         return f"flex.{target}"
@@ -379,6 +361,17 @@ def constant_of(record: Mapping[str, Any]) -> torch.Tensor:
         if not numbers:
             return torch.empty(record["shape"], dtype=dtype, device="cpu")
         return torch.tensor(list(numbers), dtype=torch.uint8, device="cpu").view(dtype).reshape(record["shape"])
+
+
+def value_record(value: Any, symbols: SizeSymbols) -> Record:
+    """Return the record of a value that belongs to no graph, with its tables. Raises NotKeepable."""
+    writer = RecordWriter(symbols)
+    return {"value": writer.value(value)} | writer.tables()
+
+
+def value_of(record: Mapping[str, Any], symbols: SizeSymbols) -> Any:
+    """Return the value of a record of `value_record`. Raises NotKeepable."""
+    return RecordReader(record, symbols).value(record["value"])
 
 
 class FakeTensors:

@@ -6,7 +6,8 @@ import pytest
 import sympy
 from torch.utils._sympy import functions
 
-from dcompile.compat.trace_symbols import NotKeepable, expression_of, expression_record
+from dcompile.capture.warm_start.size_symbols import expression_of, expression_record
+from dcompile.compat.process_state import NotKeepable
 
 A, B = (sympy.Symbol(name, positive=True, integer=True) for name in ("s27", "s9"))
 EXPRESSIONS = (

@@ -26,16 +26,9 @@ from dcompile.codegen.lower.operator_facts import (
 from dcompile.codegen.lower.symbolic.shapes import is_symbolic, opaque_shape
 from dcompile.errors import DcompileError
 from dcompile.ir.buffers import OBJECT
+from dcompile.ir.gemm import MATMUL_OPS
 from dcompile.ir.nodes import CALL, REGION, Extern, View
 from dcompile.kernel_backends.compile_region import RegionCall
-
-PLACED = frozenset(
-    (
-        *(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm")),
-        *(f"dcompile_matmul.{name}.default" for name in ("mm_float32", "addmm_float32")),
-    )
-)
-"""Calls that write into a buffer of the program (mode `out`)."""
 
 LIBRARY = frozenset(
     f"aten.{name}"
@@ -100,7 +93,7 @@ def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[st
     """Lower the node to a library call with its result in memory."""
     target, value = node.target, node.meta.get("val")
     op, packet = op_text(target), op_text(target).rpartition(".")[0]
-    if op in PLACED and isinstance(value, torch.Tensor) and low.has(opaque_shape(value)[0]):
+    if op in MATMUL_OPS and isinstance(value, torch.Tensor) and low.has(opaque_shape(value)[0]):
         return _placed(low, op, value, args, kwargs)
     if is_in_place(target):
         return _in_place(low, node, args, kwargs)

@@ -139,7 +139,6 @@ def _table() -> dict[str, Pointwise]:
         "aten.atan.default": Pointwise(scalar_ops.atan, 1, heavy=True),
         "aten.fmax.default": Pointwise(scalar_ops.ignoring_nan("max"), 2, ops=3),
         "aten.fmin.default": Pointwise(scalar_ops.ignoring_nan("min"), 2, ops=3),
-        "aten.floor_divide.default": Pointwise(scalar_ops.floor_divide, 2, heavy=True, exact="divisor"),
         "aten.sign.default": Pointwise(scalar_ops.sign, 1),
         "aten.atan2.default": Pointwise(scalar_ops.simple("atan2"), 2, heavy=True),
         "aten.square.default": Pointwise(lambda body, x: body.apply("mul", x, x), 1),
@@ -256,4 +255,7 @@ RULES: dict[str, Rule] = {name: Rule(rule) for name, rule in _table().items()} |
     "aten.masked_fill.Scalar": Rule(_masked_fill),
     "aten.masked_fill.Tensor": Rule(_masked_fill),
     "aten.hardtanh.default": Rule(_hardtanh),
+    "aten.floor_divide.default": Rule(
+        Pointwise(scalar_ops.floor_divide, 2, heavy=True, exact="divisor"), decomposed=True
+    ),
 }

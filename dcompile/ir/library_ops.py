@@ -150,9 +150,9 @@ LIBRARY_OPS: Mapping[str, _Count | None] = {
         # linear algebra
         "cholesky", "cholesky_inverse", "cholesky_solve", "geqrf", "ormqr", "lu_unpack", "triangular_solve",
         "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "linalg_cholesky_ex",
-        "linalg_eig", "linalg_householder_product", "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq",
-        "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_matrix_exp", "linalg_pinv", "linalg_qr",
-        "linalg_solve_triangular",
+        "linalg_eig", "linalg_householder_product", "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve",
+        "linalg_lstsq", "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_matrix_exp", "linalg_pinv",
+        "linalg_qr", "linalg_solve_triangular",
         # checks on numbers of the host program
         "_assert_scalar", "sym_constrain_range", "sym_constrain_range_for_size",
         # Fourier transforms

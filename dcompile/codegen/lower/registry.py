@@ -35,8 +35,8 @@ from dcompile.ir.gemm import MATMUL_OPS
 from dcompile.ir.library_ops import LIBRARY_OPS
 
 MODULES = (
-    avg_pool, concat, creation, embedding_backward, index_put, indexing, max_pool, padding, pointwise, random, reductions,
-    scans, scatter, small_matmul, softmax_norms, special, views,
+    avg_pool, concat, creation, embedding_backward, index_put, indexing, max_pool, padding, pointwise, random,
+    reductions, scans, scatter, small_matmul, softmax_norms, special, views,
 )  # fmt: skip
 RULES: dict[str, Rule] = {name: rule for module in MODULES for name, rule in module.RULES.items()}
 PRODUCTS = small_matmul.RULES

@@ -169,7 +169,6 @@ def _table() -> dict[str, Pointwise]:
         "aten.lerp.Tensor": Pointwise(scalar_ops.lerp, 3, ops=4, exact="weight"),
         "aten.clone.default": Pointwise(scalar_ops.same, 1, ops=0),
         "aten._to_copy.default": Pointwise(scalar_ops.same, 1, "common", ops=0),
-        "aten.lift_fresh_copy.default": Pointwise(scalar_ops.same, 1, ops=0),
         "prims.convert_element_type.default": Pointwise(scalar_ops.same, 1, "common", ops=0),
         "aten.copy.default": Pointwise(lambda _, __, source, *rest: source, 2, ops=0),
     }

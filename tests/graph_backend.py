@@ -12,7 +12,7 @@ from dcompile import compat
 from dcompile.capture.joint_graph import partition_joint
 from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
 from dcompile.capture.passes.joint.saved_values import copy_changed_inputs, save_random_values
-from dcompile.codegen.lower import operator_facts
+from dcompile.codegen.lower import registry
 from dcompile.codegen.lower.decompositions.table import table
 
 
@@ -25,7 +25,7 @@ def cut_by(budget: float = 1.0, keys: bool = True) -> Callable[..., Any]:
     def cut(joint: Any, inputs: Any, **given: Any) -> Any:
         for rewrite in (assign_rng_keys, copy_changed_inputs, save_random_values):
             rewrite(joint)
-        table_ = operator_facts.fusible_ops()
+        table_ = registry.fusible_ops()
         return partition_joint(joint, inputs, carries_sync=False, fusible=table_, memory_budget=budget, **given)
 
     def backend(gm: Any, inputs: Any) -> Any:

@@ -20,7 +20,7 @@ for name in (
     "dcompile.api",
     "dcompile.backend",
     "dcompile.codegen.lower.decompositions.table",
-    "dcompile.codegen.lower.operator_facts",
+    "dcompile.codegen.lower.registry",
     "dcompile.compiler.caching",
     "dcompile.explain.report_data",
     "dcompile.compiler.driver",
@@ -50,7 +50,7 @@ dcompile = importlib.import_module("dcompile")
 pipeline, toolchain = map(importlib.import_module, ("dcompile.pipeline", "dcompile.toolchain"))
 pipeline.loop_passes(), pipeline.nest_passes()  # import their modules
 toolchain.own_source(), toolchain.own_version(), toolchain.cpu_features()
-importlib.import_module("dcompile.codegen.lower.operator_facts").fusible_ops()
+importlib.import_module("dcompile.codegen.lower.registry").fusible_ops()
 for fallback_random in (False, True):
     importlib.import_module("dcompile.codegen.lower.decompositions.table").table(fallback_random=fallback_random)
 

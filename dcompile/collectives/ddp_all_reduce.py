@@ -15,6 +15,7 @@ from dcompile.collectives.contract import BucketRule, ParamInfo
 from dcompile.device_traits import traits_of
 from dcompile.ir.buffers import IN_BUCKET, ITEMSIZE, Bucket, Buffer
 from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
+from dcompile.ir.gemm import MATMUL_OPS, matmul_of
 from dcompile.ir.index import Index, as_index, contiguous_strides
 from dcompile.ir.nodes import SCALED, Collective, Extern, Loop, Program, Step, View, Wait
 
@@ -375,10 +376,10 @@ def _is_scaled(bucket: Bucket) -> bool:
 
 def _is_product(step: Step) -> bool:
     """Whether it is a plain matmul whose left operand has an element, for `_scale_matmul`: symbolic sizes may be 0."""
-    if not isinstance(step, Extern) or step.op != "aten.mm.default" or step.mode != "out" or step.kwargs:
+    call = matmul_of(step)
+    if call is None or call.op.batched or call.op.wide or call.added is not None:
         return False
-    left = step.args[0]
-    return isinstance(left, View) and all(isinstance(size, int) and size > 0 for size in left.shape)
+    return all(isinstance(size, int) and size > 0 for size in call.left.shape)
 
 
 def _scale_matmul(step: Step) -> Extern:
@@ -387,4 +388,4 @@ def _scale_matmul(step: Step) -> Extern:
     left = step.args[0]
     assert isinstance(left, View)
     nothing = replace(left, shape=(1, 1), strides=(1, 1))
-    return replace(step, op="aten.addmm.default", args=(nothing, *step.args), kwargs=SCALED)
+    return replace(step, op=MATMUL_OPS[step.op].adding, args=(nothing, *step.args), kwargs=SCALED)

@@ -119,9 +119,9 @@ class CachingCompiler:
         """Fusible ops for the partitioner; empty if ATen runs everything."""
         if not self.config.own_kernels:
             return frozenset(), frozenset()
-        from dcompile.codegen.lower import operator_facts
+        from dcompile.codegen.lower import registry
 
-        return operator_facts.fusible_ops()
+        return registry.fusible_ops()
 
     def graph_passes(self) -> GraphPasses:
         """Rows of `pipeline.py` for FX graphs and results that options `skip` and `until` leave."""

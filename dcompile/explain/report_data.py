@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dcompile.codegen.schedule.memory.memory_summary import holder_lines, summarize_memory
-from dcompile.codegen.schedule.order.cost_model import extern_flops, loop_operations
+from dcompile.codegen.schedule.order.cost_model import loop_operations
 from dcompile.collectives.contract import Predicted
 from dcompile.collectives.contract import ProgramReport as Counts
 from dcompile.explain.collective_table import CollectiveRow, exchange_lines, exchanges_of, seconds_of_steps
@@ -19,6 +19,7 @@ from dcompile.explain.sources import SourceLine
 from dcompile.explain.timeline import Timeline
 from dcompile.explain.timeline_bars import duration
 from dcompile.ir.diagram import buffer_bytes, bytes_text, count_text
+from dcompile.ir.library_ops import extern_flops
 from dcompile.ir.nodes import Extern, Loop, Program
 
 

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from dcompile.ir.buffers import ITEMSIZE, Buffer
+from dcompile.ir.gemm import matmul_of
 from dcompile.ir.index import Index, Size, var
 from dcompile.ir.nodes import (
     Apply,
     Const,
-    Extern,
     IndexOf,
     Load,
     Loop,
@@ -22,7 +22,6 @@ from dcompile.ir.nodes import (
     Store,
     Value,
     View,
-    views_of,
 )
 
 
@@ -194,14 +193,11 @@ def takes_over(step: Step, old: Buffer, new: Buffer) -> bool:
         case Loop():
             # C++ kernels accumulate column reductions in the same sweep over the rows
             return can_overwrite(step, old.name, new.name, combining=new.device == "cpu")
-        case Extern(op, (View() as added, *factors), _, (_,), "out") if op in ADDING_PRODUCTS:
-            lies_so = (added.buffer, added.shape, added.strides, added.offset) == (old.name, new.shape, new.strides, 0)
-            return lies_so and all(view.buffer != old.name for factor in factors for view in views_of(factor))
         case _:
-            return False
-
-
-ADDING_PRODUCTS = ("aten.addmm.default", "aten.baddbmm.default", "dcompile_matmul.addmm_float32.default")
+            call = matmul_of(step)
+            if call is None or old.name in (call.left.buffer, call.right.buffer):
+                return False
+            return call.added == View(old.name, new.shape, new.strides)
 
 
 def _load(loop: Loop, ref: Ref) -> Load:

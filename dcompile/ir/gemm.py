@@ -1,4 +1,4 @@
-"""GEMMs as BLAS describes them, and cuBLASLt's algorithms for them."""
+"""Library calls that are matmuls, and GEMMs as BLAS describes them, with cuBLASLt's algorithms for them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,56 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from dcompile.ir.buffers import ITEMSIZE
-from dcompile.ir.nodes import View
+from dcompile.ir.nodes import SCALED, Arg, Extern, Step, View
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulOp:
+    """An operator that is a matmul, by the names of the same one without and with an addend."""
+
+    alone: str
+    adding: str
+    batched: bool = False
+    wide: bool = False
+    """Factors of 16 bits have a result of float32 (`dcompile/operators/matmul_ops.py`)."""
+
+
+MATMULS = (
+    MatmulOp("aten.mm.default", "aten.addmm.default"),
+    MatmulOp("aten.bmm.default", "aten.baddbmm.default", batched=True),
+    MatmulOp("dcompile_matmul.mm_float32.default", "dcompile_matmul.addmm_float32.default", wide=True),
+)
+MATMUL_OPS: Mapping[str, MatmulOp] = {name: op for op in MATMULS for name in (op.alone, op.adding)}
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulCall:
+    """A library call that writes beta * added + alpha * left @ right to a place in the program."""
+
+    op: MatmulOp
+    left: View
+    right: View
+    added: View | None
+    kwargs: tuple[tuple[str, Arg], ...]
+    """Values of alpha and beta other than 1."""
+    out: str
+
+    @property
+    def is_product(self) -> bool:
+        """Whether nothing is added; the result may be scaled as it is written (`collectives/ddp_all_reduce.py`)."""
+        return self.kwargs == (() if self.added is None else SCALED)
+
+
+def matmul_of(step: Step) -> MatmulCall | None:
+    """Return a step as a matmul; None for others, and for calls whose results the library allocates."""
+    match step:
+        case Extern(name, (*added, View() as left, View() as right), kwargs, (str(out),), "out") if name in MATMUL_OPS:
+            start = added[0] if added else None
+            assert start is None or isinstance(start, View), "a matrix or vector is added"
+            how = tuple((key, value) for key, value in kwargs if value != 1)
+            return MatmulCall(MATMUL_OPS[name], left, right, start, how, out)
+        case _:
+            return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,13 @@ from dcompile.ir.ops import OPS
 
 
 def compiled(folder: str) -> dict[str, Any]:
-    """A function of the new scalar op, compiled with the new pass in the list."""
+    """A function of the new ops, compiled with the new pass in the list."""
     x = torch.linspace(0.1, 9, 64)
-    function = lambda x: torch.special.bessel_j0(x) + 1  # noqa: E731
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        waves = torch.special.bessel_j0(x) + torch.special.spherical_bessel_j0(x)
+        return waves + torch.special.chebyshev_polynomial_t(x / 9, 3) + torch.cdist(x.view(8, 8), x.view(8, 8)).view(64)
+
     call = dcompile.compile(function, options={"dump": folder, "receipt": False, "cache_dir": f"{folder}/cache"})
     with torch.no_grad():
         difference = (call(x) - function(x)).abs().max().item()

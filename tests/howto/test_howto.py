@@ -25,6 +25,7 @@ from dcompile.ir.nodes import Apply, Load, Loop, Program, Store, View
 from dcompile.ir.ops import OPS
 
 ROOT = Path(__file__).parents[2]
+HOWTO_OP = ROOT / "docs/howto/op.md"
 
 
 class PackageCopy:
@@ -52,8 +53,23 @@ class PackageCopy:
         self.touched.add(path)
 
 
-def add_op(copy: PackageCopy) -> None:
-    """docs/howto/op.md: the Bessel function of the first kind and order 0, which ATen computes otherwise."""
+def add_rule(copy: PackageCopy) -> None:
+    """docs/howto/op.md: a loop, by a row that the page shows."""
+    (row,) = re.findall(r'^"aten.special_cheb.*?^\),\n', HOWTO_OP.read_text(), re.M | re.S)
+    copy.insert("codegen/lower/rules/pointwise.py", '"aten.gcd.default": Pointwise', row)
+
+
+def add_decomposition(copy: PackageCopy) -> None:
+    (row,) = re.findall(r"^aten.special_spherical.*\n", HOWTO_OP.read_text(), re.M)
+    copy.insert("codegen/lower/decompositions/aten.py", "aten.bmm.default: bmm,", row)
+
+
+def add_library_op(copy: PackageCopy) -> None:
+    copy.insert("ir/library_ops.py", '"_grouped_mm", "addbmm"', '"_cdist_forward", ')
+
+
+def add_scalar_op(copy: PackageCopy) -> None:
+    """The Bessel function of the first kind and order 0, which ATen computes otherwise."""
     meaning = "lambda x: np.cos(np.multiply.outer(x, np.sin(np.linspace(0, np.pi, 999)))).mean(-1)"
     row = f'        Op("bessel_j0", 1, "same", _FLOAT, {meaning}, 40),\n'
     copy.insert("ir/ops.py", '        Op("asin", 1,', row)
@@ -114,18 +130,19 @@ def test_op_pass_and_collective_by_their_howtos(tmp_path: Path) -> None:
     copy = PackageCopy(tmp_path)
     take_collective_out(copy)
     touched = []
-    for follow in (add_op, add_pass, lambda copy: (add_collective_row(copy), add_collective_code(copy))):
+    ops = (add_rule, add_decomposition, add_library_op, add_scalar_op)
+    for follow in (*ops, add_pass, lambda copy: (add_collective_row(copy), add_collective_code(copy))):
         copy.touched.clear()
         follow(copy)
         touched.append(len(copy.touched))
-    assert touched == [4, 2, 2]
+    assert touched == [1, 1, 1, 4, 2, 2]
     command = (sys.executable, str(Path(__file__).with_name("probe.py")), str(tmp_path / "dump"))
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "DCOMPILE_LOG": ""}
     made = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
     assert made.returncode == 0, made.stderr
     found = json.loads(made.stdout)
     assert found["difference"] < 1e-6 and found["spelled"] == [True, True]
-    assert (found["kernels"], found["fallbacks"]) == (1, {})
+    assert (found["kernels"], found["fallbacks"]) == (1, {}), "one loop that reads a library call's result"
     assert "sort_buffers" in found["passes"]
     assert found["steps"][-2:] == ["Collective", "Wait"] and "Extern" not in found["steps"]
 

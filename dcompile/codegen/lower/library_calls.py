@@ -26,64 +26,10 @@ from dcompile.codegen.lower.operator_facts import (
 from dcompile.codegen.lower.symbolic.shapes import is_symbolic, opaque_shape
 from dcompile.errors import DcompileError
 from dcompile.ir.buffers import OBJECT
+from dcompile.ir.gemm import MATMUL_OPS
+from dcompile.ir.library_ops import LIBRARY_OPS, packet_of
 from dcompile.ir.nodes import CALL, REGION, Extern, View
 from dcompile.kernel_backends.compile_region import RegionCall
-
-PLACED = frozenset(
-    (
-        *(f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm")),
-        *(f"dcompile_matmul.{name}.default" for name in ("mm_float32", "addmm_float32")),
-    )
-)
-"""Calls that write into a buffer of the program (mode `out`)."""
-
-LIBRARY = frozenset(
-    f"aten.{name}"
-    for name in (
-        # convolution, attention, matmuls
-        "convolution", "convolution_backward", "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_cudnn_attention_backward", "_scaled_mm", "_grouped_mm", "_int_mm", "addbmm", "_trilinear",
-        # pooling over overlapping windows, with indices
-        "max_pool2d_with_indices", "max_pool2d_with_indices_backward", "max_pool3d_with_indices",
-        "max_pool3d_with_indices_backward",
-        # sorting, searching, counting: sizes or indices of results depend on data
-        "sort", "topk", "kthvalue", "median", "nanmedian", "mode", "searchsorted", "bucketize", "unique_dim",
-        "_unique2", "unique_consecutive", "nonzero", "nonzero_static", "masked_select", "histc", "histogram",
-        "bincount", "_histogramdd_from_bin_tensors", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts",
-        "repeat_interleave",
-        # joining more tensors than a chain of selects pays for (rules/concat.py)
-        "cat", "stack",
-        # uninitialized memory, with gaps or overlapping elements
-        "empty_strided", "new_empty_strided",
-        # indices that depend on a count: a scan over the whole tensor, on one thread
-        "masked_scatter", "masked_scatter_backward",
-        # random generators, as eager draws from them
-        "bernoulli", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "normal",
-        "normal_functional", "uniform", "exponential", "geometric", "log_normal", "cauchy", "random", "multinomial",
-        "poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "rrelu_with_noise",
-        "rrelu_with_noise_functional",
-        # linear algebra
-        "cholesky", "cholesky_inverse", "cholesky_solve", "geqrf", "ormqr", "lu_unpack", "triangular_solve",
-        "_linalg_det", "_linalg_eigh", "_linalg_slogdet", "_linalg_solve_ex", "_linalg_svd", "linalg_cholesky_ex",
-        "linalg_eig",
-        "linalg_householder_product", "linalg_inv_ex", "linalg_ldl_factor_ex", "linalg_ldl_solve", "linalg_lstsq",
-        "linalg_lu", "linalg_lu_factor_ex", "linalg_lu_solve", "linalg_matrix_exp", "linalg_pinv", "linalg_qr",
-        "linalg_solve_triangular",
-        # checks on numbers of the host program
-        "_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size",
-        # Fourier transforms
-        "_fft_c2c", "_fft_c2r", "_fft_r2c",
-        # checks that raise
-        "_assert_async", "_linalg_check_errors",
-    )
-) | {
-    "dcompile_attention.forward", "dcompile_attention.backward", "dcompile_grouped.mm", "dcompile_grouped.outer",
-    "dcompile_grouped.ends", "dcompile_matmul.mm_float32", "dcompile_matmul.addmm_float32",
-}  # fmt: skip
-"""Packets left to the library on purpose: no loop is wanted for them, and none counts as a fallback."""
 
 WITH_EFFECTS = "higher_order.with_effects"
 """with_effects(token, op, *args): keeps calls that may raise in order; the op inside decides about fallbacks."""
@@ -99,16 +45,16 @@ class Unsupported(DcompileError):
 def call_library(low: Lowering, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Lower the node to a library call with its result in memory."""
     target, value = node.target, node.meta.get("val")
-    op, packet = op_text(target), op_text(target).rpartition(".")[0]
-    if op in PLACED and isinstance(value, torch.Tensor) and low.has(opaque_shape(value)[0]):
+    op, packet = op_text(target), packet_of(op_text(target))
+    if op in MATMUL_OPS and isinstance(value, torch.Tensor) and low.has(opaque_shape(value)[0]):
         return _placed(low, op, value, args, kwargs)
     if is_in_place(target):
         return _in_place(low, node, args, kwargs)
     if op == WITH_EFFECTS:
-        packet = op_text(args[1]).rpartition(".")[0]
+        packet = packet_of(op_text(args[1]))
     if op in compat.storage_offsets.FROM_STORAGE:
         args = [_in_its_storage(low, node, args[0]), *args[1:]]
-    fallback = packet not in LIBRARY and op.partition(".")[0] != "_c10d_functional"
+    fallback = packet not in LIBRARY_OPS and op.partition(".")[0] != "_c10d_functional"
     aliasing = returns_alias(target)
     if aliasing and _is_returned_look(low, node, args):
         if (look := _strided_look(low, op, value, args)) is not None:

@@ -22,10 +22,18 @@ called."""
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule: `lower(lowering, fake_value, *args, **kwargs)`, and how the op takes its arguments."""
+    """What dcompile does with an ATen op: the row of the op, under its name, in the table of a module in `rules/`.
+
+    `lower(lowering, fake_value, *args, **kwargs)` makes loops of it; `kind` says how it takes its arguments.
+    """
 
     lower: Callable[..., Result]
     kind: Kind = "loop"
+    recompute: bool = True
+    """Whether a loop costs no more than reading its saved results, so that the backward may compute them again. Others
+    read much more than they write, or change the shape: inputs are fused into them, and their results are saved."""
+    decomposed: bool = False
+    """Whether torch's decomposition, if there is one, comes first: the rule is for what it leaves, or other graphs."""
 
 
 def opmath(dtype: str) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch._dynamo.backends.common import aot_autograd
 
 from dcompile import compat
-from dcompile.codegen.lower import operator_facts
+from dcompile.codegen.lower import registry
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.codegen.lower.lower import lower
 from dcompile.ir.interpret import execute
@@ -140,7 +140,7 @@ def compile_with(seen: Seen, function: Any) -> Any:
         call._boxed_call = True
         return call
 
-    fusible_, again = operator_facts.fusible_ops()
+    fusible_, again = registry.fusible_ops()
     partition = functools.partial(compat.aot.min_cut_partition, fusible=fusible_, recomputable=again)
     backend = aot_autograd(
         fw_compiler=compiler,

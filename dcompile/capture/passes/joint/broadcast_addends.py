@@ -23,7 +23,7 @@ from dcompile.passes import PassReport
 aten = torch.ops.aten
 Insert: TypeAlias = Callable[..., Node]
 
-PRODUCTS = {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}
+PRODUCTS = {aten.addmm: aten.mm, aten.baddbmm: aten.bmm}
 """Matmul with an addend -> the same without one."""
 WIDENED_VIEWS = VIEWS - COPIES - {"aten.as_strided.default"}
 """Views that are the same of a wider tensor."""
@@ -45,7 +45,7 @@ def separate_broadcast_addends(gm: GraphModule) -> PassReport:
     sum is further from the exact one than eager's only if the tensor cancels most of it.
     Relies on: loops that keep values of float32 in registers, so wider values take no memory.
     """
-    calls = [node for target in PRODUCTS for node in gm.graph.find_nodes(op="call_function", target=target)]
+    calls = [node for target in PRODUCTS for node in gm.graph.find_nodes(op="call_function", target=target.default)]
     found = [node for node in calls if _copies_addend(node) and _is_read_by_loops(node)]
     mode = compat.aot.detect_fake_mode([node.meta["val"] for node in found]) if found else None
     if mode is None:
@@ -70,7 +70,7 @@ def _copies_addend(node: Node) -> bool:
     sizes = (1,) * (value.dim() - added.dim()) + tuple(added.shape)
     known_one = compat.sizes.is_known_one
     repeats = [known_one(size) and not known_one(wanted) for size, wanted in zip(sizes, value.shape, strict=True)]
-    is_bias = node.target is aten.addmm.default and beta == 1 and repeats == [True, False]
+    is_bias = beta == 1 and repeats == [True, False]
     return any(repeats) and not is_bias
 
 
@@ -111,7 +111,7 @@ def _insert_sum(insert: Insert, node: Node) -> Node:
     beta, alpha = _factors(node)
     target: Any = node.target
     if alpha == 1:
-        product = insert(PRODUCTS[target], tuple(operands), node, before=node)
+        product = insert(PRODUCTS[target.overloadpacket].default, tuple(operands), node, before=node)
     else:
         product = insert(target, node.args, node, before=node, kwargs={"beta": 0, "alpha": alpha})
     if addend.meta["val"].dtype.itemsize < 4:

@@ -26,13 +26,11 @@ from torch.fx import Graph, GraphModule, Node
 from dcompile import compat
 from dcompile.capture.passes.joint.inserted_calls import insert_call
 from dcompile.device_traits import traits_of
+from dcompile.ir.gemm import MATMUL_OPS
 from dcompile.passes import PassReport
 
 aten = torch.ops.aten
-wide = torch.ops.dcompile_matmul
 
-MATMULS = (aten.mm.default, aten.addmm.default, wide.mm_float32.default, wide.addmm_float32.default)
-"""Matmuls whose last two arguments are the operands. One before them is added."""
 DTYPES = (torch.bfloat16, torch.float16)
 PAD_MULTIPLE = 8
 """16-bit elements in 16 bytes."""
@@ -63,7 +61,8 @@ def _padded_sizes(node: Node, earlier: Mapping[Node, _Sizes]) -> _Sizes | None:
 
     `earlier`: those of the matmuls before it that are padded.
     """
-    if node.op != "call_function" or node.target not in MATMULS or node.kwargs:
+    op = MATMUL_OPS.get(str(node.target))
+    if op is None or op.batched or node.kwargs:
         return None
     *added, first, second = node.args
     values = [operand.meta["val"] for operand in (first, second) if isinstance(operand, Node) and "val" in operand.meta]

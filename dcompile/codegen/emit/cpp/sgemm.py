@@ -17,10 +17,9 @@ from dataclasses import dataclass
 
 from dcompile.codegen.emit.target import KernelSource, LibraryReplacement
 from dcompile.ir.buffers import Buffer
+from dcompile.ir.gemm import matmul_of
 from dcompile.ir.index import Size
 from dcompile.ir.nodes import Extern, Program, View
-
-ATEN_MATMULS = ("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.baddbmm.default")
 
 
 def replace_matmuls(program: Program) -> dict[int, LibraryReplacement]:
@@ -32,25 +31,23 @@ def replace_matmuls(program: Program) -> dict[int, LibraryReplacement]:
 
 def replace_matmul(step: Extern, table: Mapping[str, Buffer]) -> LibraryReplacement | None:
     """Return the replacement of `step`; None for other dtypes, vectors, and strided results."""
-    if step.op not in ATEN_MATMULS or step.mode != "out" or step.outs[0] is None:
+    call = matmul_of(step)
+    if call is None or call.op.wide or call.kwargs:
         return None
-    if any(value != 1 for name, value in step.kwargs if name in ("alpha", "beta")):
+    target = table[call.out]
+    views = (call.left, call.right, View(target.name, target.shape, target.strides), *filter(None, (call.added,)))
+    if not all(_is_float_matrix(table[view.buffer]) for view in views):
         return None
-    target = table[step.outs[0]]
-    out = View(target.name, target.shape, target.strides)
-    *added, left, right = step.views
-    if not all(_is_float_matrix(table[view.buffer]) for view in (*added, left, right, out)):
-        return None
-    a, b, c, *start = (_Matrix.of(view, len(out.shape)) for view in (left, right, out, *added))
+    a, b, c, *start = (_Matrix.of(view, len(target.shape)) for view in views)
     if c.column != 1:  # a column-major result: the GEMM of the transposed matrices
         a, b, c, start = b.transposed(), a.transposed(), c.transposed(), [matrix.transposed() for matrix in start]
     if any(matrix.column != 1 for matrix in (c, *start)) or any(size == 1 for size in (c.rows, c.columns, a.columns)):
         return None
     plus = start[0] if start else _Matrix(None, 0, 0, 0, 0, 0)
-    batch = out.shape[0] if len(out.shape) == 3 else 1
+    batch = target.shape[0] if call.op.batched else 1
     sizes = (batch, c.rows, c.columns, a.columns, a.batch, a.row, a.column, b.batch, b.row, b.column, c.batch, c.row)
-    assert a.view is not None and b.view is not None, "only what is added may be missing"
-    return LibraryReplacement(source(), (a.view, b.view, out, plus.view), (*sizes, plus.batch, plus.row))
+    assert a.view is not None and b.view is not None and c.view is not None, "only what is added may be missing"
+    return LibraryReplacement(source(), (a.view, b.view, c.view, plus.view), (*sizes, plus.batch, plus.row))
 
 
 def _is_float_matrix(buffer: Buffer) -> bool:

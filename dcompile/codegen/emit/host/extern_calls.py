@@ -18,7 +18,7 @@ from dcompile.codegen.emit.host.allocate import HostBuffers
 from dcompile.codegen.emit.host.batch_launches import LaunchBatch
 from dcompile.codegen.emit.host.expressions import HostExpressions
 from dcompile.ir.buffers import Buffer
-from dcompile.ir.gemm import TENSOR_CORE_DTYPES, Chosen, Geometry, gemm_layout
+from dcompile.ir.gemm import TENSOR_CORE_DTYPES, Chosen, Geometry, gemm_layout, matmul_of
 from dcompile.ir.index import Size, as_index, var
 from dcompile.ir.nodes import SCALE, SCALED, Extern, Program, View
 
@@ -55,11 +55,12 @@ class ExternCalls:
         shape = geometry(step, self.table) if self.chosen else None
         if shape is None or shape not in self.chosen:
             return False
-        factors, (out,) = factors_of(step), step.outs
-        assert factors is not None and out is not None, "what has a geometry multiplies two, and is written somewhere"
-        self.buffers.ensure(out)
-        whole = View(out, self.table[out].shape, self.table[out].strides)
-        given = [self.text.view(view) for view in (*factors, whole)] + ([SCALE.text] if step.kwargs == SCALED else [])
+        call = matmul_of(step)
+        assert call is not None, "it has a geometry"
+        self.buffers.ensure(call.out)
+        whole = View(call.out, self.table[call.out].shape, self.table[call.out].strides)
+        given = [self.text.view(view) for view in (call.left, call.right, whole)]
+        given += [SCALE.text] if call.kwargs == SCALED else []
         product = self.text.once(f"run.product({step.op!r}, {astuple(shape)}, {self.chosen[shape]})", "op")
         self.lines += [f"# {', '.join(step.origin)}"] if step.origin else []
         self.lines.append(f"{product}({', '.join(given)})")
@@ -234,11 +235,10 @@ MIN_FLOP_SHARE = 0.02
 
 def geometry(step: Extern, table: Mapping[str, Buffer]) -> Geometry | None:
     """Return the geometry of a GPU matmul that the library supports: static sizes, rows or columns contiguous."""
-    factors = factors_of(step)
-    if step.mode != "out" or factors is None or step.outs[0] is None:
+    call = matmul_of(step)
+    if call is None or call.op.batched or call.op.wide or not call.is_product:
         return None
-    left, right = factors
-    out = table[step.outs[0]]
+    left, right, out = call.left, call.right, table[call.out]
     whole = View(out.name, out.shape, out.strides)
     if out.dtype not in TENSOR_CORE_DTYPES or not out.device.startswith("cuda"):
         return None
@@ -248,17 +248,6 @@ def geometry(step: Extern, table: Mapping[str, Buffer]) -> Geometry | None:
     (rows, inner), columns = left.shape, right.shape[1]
     assert isinstance(rows, int) and isinstance(inner, int) and isinstance(columns, int), "seen by gemm_layout"
     return Geometry(out.dtype, columns, rows, inner, a[0], b[0], a[1], b[1], c[1])
-
-
-def factors_of(step: Extern) -> tuple[View, View] | None:
-    """Return the factors of a plain matmul, or of one scaled as it is written (`collectives/ddp_all_reduce.py`)."""
-    match step:
-        case Extern("aten.mm.default", (View() as left, View() as right), ()):
-            return left, right
-        case Extern("aten.addmm.default", (View(), View() as left, View() as right)) if step.kwargs == SCALED:
-            return left, right
-        case _:
-            return None
 
 
 def measurable_geometries(program: Program) -> dict[Geometry, int]:
@@ -276,4 +265,4 @@ def read_by_chosen(program: Program, chosen: Chosen) -> set[str]:
         return set()
     table = program.table
     found = (step for step in program.steps if isinstance(step, Extern) and geometry(step, table) in chosen)
-    return {view.buffer for step in found for view in factors_of(step) or ()}
+    return {view.buffer for step in found for view in step.views[-2:]}

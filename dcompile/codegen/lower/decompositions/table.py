@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
+from dcompile.codegen.lower import registry
 from dcompile.codegen.lower.decompositions import aten as decompositions_aten
 from dcompile.codegen.lower.decompositions import embedding_bag, grid_sample, group_norm, random, symbolic_scalars
 from dcompile.device_traits import traits_of
@@ -34,26 +35,11 @@ _ALSO = (
 )  # fmt: skip
 """Ops decomposed in addition to torch's core set: into pointwise operations and reductions."""
 
-_WHOLE = (
-    # ops with a lowering rule: fewer nodes, and one loop instead of several
-    "silu", "silu_backward", "gelu_backward", "sigmoid_backward", "tanh_backward", "threshold_backward",
-    "leaky_relu", "addcmul", "addcdiv", "lerp", "rsub", "masked_fill", "stack", "select_scatter",
-    "_softmax_backward_data", "_log_softmax_backward_data", "logsumexp", "var_mean", "std",
-    "clamp_min", "clamp_max", "tril", "triu", "roll", "flip", "zeros_like", "ones_like", "new_zeros",
-    "new_ones", "new_full", "new_empty", "arange", "split", "unbind", "transpose", "t", "squeeze", "detach", "square",
-    "all", "_unsafe_view", "_unsafe_index", "fill", "unfold", "isfinite", "reflection_pad1d", "reflection_pad2d",
-    "reflection_pad3d",
-    # the library's own kernels
-    "baddbmm", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
-    "native_dropout", "embedding_dense_backward", "scaled_dot_product_attention", "linear", "matmul",
-)  # fmt: skip
-
 
 @lru_cache(maxsize=1)
 def _table() -> dict[Any, Any]:
-    whole = {getattr(torch.ops.aten, name) for name in _WHOLE if hasattr(torch.ops.aten, name)}
-    names = [name for name in _ALSO if hasattr(torch.ops.aten, name)]
-    found = compat.aot.decompositions([getattr(torch.ops.aten, name) for name in names])
+    also = [getattr(torch.ops.aten, name) for name in _ALSO if hasattr(torch.ops.aten, name)]
+    found, whole = compat.aot.decompositions(also), registry.whole_ops() - {*also}
     own = {
         torch.ops.aten.native_dropout.default: native_dropout,
         torch.ops.aten.convolution.default: convolution,

@@ -196,8 +196,8 @@ def _average_backward(rank: int) -> Callable[..., Any]:
 
 
 RULES: dict[str, Rule] = {
-    "aten.avg_pool2d.default": Rule(_average(2)),
-    "aten.avg_pool3d.default": Rule(_average(3)),
-    "aten.avg_pool2d_backward.default": Rule(_average_backward(2)),
-    "aten.avg_pool3d_backward.default": Rule(_average_backward(3)),
+    "aten.avg_pool2d.default": Rule(_average(2), recompute=False),
+    "aten.avg_pool3d.default": Rule(_average(3), recompute=False),
+    "aten.avg_pool2d_backward.default": Rule(_average_backward(2), recompute=False),
+    "aten.avg_pool3d_backward.default": Rule(_average_backward(3), recompute=False),
 }

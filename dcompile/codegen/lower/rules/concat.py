@@ -262,8 +262,8 @@ def _copy_of(view: str) -> str | None:
 
 
 RULES: dict[str, Rule] = {
-    "aten.cat.default": Rule(_cat),
-    "aten.stack.default": Rule(_stack),
+    "aten.cat.default": Rule(_cat, recompute=False),
+    "aten.stack.default": Rule(_stack, recompute=False),
     "aten.constant_pad_nd.default": Rule(_pad),
     "aten.slice_scatter.default": Rule(_slice_scatter),
     "aten.select_scatter.default": Rule(_select_scatter),
@@ -272,5 +272,5 @@ RULES: dict[str, Rule] = {
     "aten.tril.default": Rule(_triangle(True)),
     "aten.triu.default": Rule(_triangle(False)),
     **{name: Rule(_copying(rule.lower)) for name, rule in COPIES.items()},
-    **{copy: Rule(_copying(rule.lower)) for name, rule in VIEWS.items() if (copy := _copy_of(name)) is not None},
+    **{copy: Rule(_copying(rule.lower), decomposed=True) for name, rule in VIEWS.items() if (copy := _copy_of(name))},
 }

@@ -90,14 +90,17 @@ def _iota(_: Lowering, value: torch.Tensor, /, length: Size, *, start: Size, ste
     return replace(arithmetic(value, start, step), ops=0)  # a number of its coordinate: part of the reader's address
 
 
-_EMPTY = ("empty.memory_format", "empty_like.default", "new_empty.default", "empty_permuted.default")
+_EMPTY = ("empty.memory_format", "new_empty.default", "empty_permuted.default")
 
 RULES: dict[str, Rule] = {
     # uninitialized memory may hold anything: zero is free while it is an expression
     **{f"aten.{name}": Rule(_zeros) for name in _EMPTY},
+    "aten.empty_like.default": Rule(_zeros, decomposed=True),
     **{f"aten.{name}.default": Rule(_strided) for name in ("empty_strided", "new_empty_strided")},
-    **{f"aten.{name}.default": Rule(_zeros) for name in ("zeros", "zeros_like", "new_zeros", "_efficientzerotensor")},
-    **{f"aten.{name}.default": Rule(_ones) for name in ("ones", "ones_like", "new_ones")},
+    **{f"aten.{name}.default": Rule(_zeros) for name in ("zeros_like", "new_zeros", "_efficientzerotensor")},
+    **{f"aten.{name}.default": Rule(_ones) for name in ("ones_like", "new_ones")},
+    "aten.zeros.default": Rule(_zeros, decomposed=True),
+    "aten.ones.default": Rule(_ones, decomposed=True),
     "aten.full.default": Rule(_full),
     "aten.full_like.default": Rule(_full),
     "aten.fill.Scalar": Rule(_full),

@@ -153,4 +153,4 @@ def _rounded(total: LazyTensor, dtype: str) -> LazyTensor:
     )
 
 
-RULES: dict[str, Rule] = {"aten.embedding_dense_backward.default": Rule(_embedding_backward)}
+RULES: dict[str, Rule] = {"aten.embedding_dense_backward.default": Rule(_embedding_backward, recompute=False)}

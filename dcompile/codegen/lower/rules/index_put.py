@@ -107,6 +107,6 @@ def _put_where(x: LazyTensor, indices: Sequence[LazyTensor | None], values: Lazy
 
 
 RULES: dict[str, Rule] = {
-    "aten.index_put.default": Rule(_index_put),
-    "aten._unsafe_index_put.default": Rule(_index_put),
+    "aten.index_put.default": Rule(_index_put, recompute=False),
+    "aten._unsafe_index_put.default": Rule(_index_put, recompute=False, decomposed=True),
 }

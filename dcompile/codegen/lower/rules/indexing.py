@@ -244,5 +244,5 @@ RULES: dict[str, Rule] = {
     "aten.gather.default": Rule(_gather),
     "aten.index_select.default": Rule(_index_select),
     "aten.index.Tensor": Rule(_index),
-    "aten._unsafe_index.Tensor": Rule(_unsafe_index),
+    "aten._unsafe_index.Tensor": Rule(_unsafe_index, recompute=False),
 }

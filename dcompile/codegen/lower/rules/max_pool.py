@@ -354,7 +354,7 @@ def _adaptive_average_backward(rank: int) -> Callable[..., Any]:
 
 
 def _for_ranks(name: str, rule: Callable[[int], Callable[..., Any]]) -> dict[str, Rule]:
-    return {f"aten.{name.format(rank)}.default": Rule(rule(rank)) for rank in (2, 3)}
+    return {f"aten.{name.format(rank)}.default": Rule(rule(rank), recompute=False) for rank in (2, 3)}
 
 
 RULES: dict[str, Rule] = {

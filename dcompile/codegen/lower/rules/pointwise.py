@@ -139,7 +139,6 @@ def _table() -> dict[str, Pointwise]:
         "aten.atan.default": Pointwise(scalar_ops.atan, 1, heavy=True),
         "aten.fmax.default": Pointwise(scalar_ops.ignoring_nan("max"), 2, ops=3),
         "aten.fmin.default": Pointwise(scalar_ops.ignoring_nan("min"), 2, ops=3),
-        "aten.floor_divide.default": Pointwise(scalar_ops.floor_divide, 2, heavy=True, exact="divisor"),
         "aten.sign.default": Pointwise(scalar_ops.sign, 1),
         "aten.atan2.default": Pointwise(scalar_ops.simple("atan2"), 2, heavy=True),
         "aten.square.default": Pointwise(lambda body, x: body.apply("mul", x, x), 1),
@@ -170,7 +169,6 @@ def _table() -> dict[str, Pointwise]:
         "aten.lerp.Tensor": Pointwise(scalar_ops.lerp, 3, ops=4, exact="weight"),
         "aten.clone.default": Pointwise(scalar_ops.same, 1, ops=0),
         "aten._to_copy.default": Pointwise(scalar_ops.same, 1, "common", ops=0),
-        "aten.lift_fresh_copy.default": Pointwise(scalar_ops.same, 1, ops=0),
         "prims.convert_element_type.default": Pointwise(scalar_ops.same, 1, "common", ops=0),
         "aten.copy.default": Pointwise(lambda _, __, source, *rest: source, 2, ops=0),
     }
@@ -256,4 +254,7 @@ RULES: dict[str, Rule] = {name: Rule(rule) for name, rule in _table().items()} |
     "aten.masked_fill.Scalar": Rule(_masked_fill),
     "aten.masked_fill.Tensor": Rule(_masked_fill),
     "aten.hardtanh.default": Rule(_hardtanh),
+    "aten.floor_divide.default": Rule(
+        Pointwise(scalar_ops.floor_divide, 2, heavy=True, exact="divisor"), decomposed=True
+    ),
 }

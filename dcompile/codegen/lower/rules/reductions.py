@@ -221,7 +221,7 @@ def _norm(
 
 
 def _overloads(name: str, rule: Callable[..., Any], *overloads: str) -> dict[str, Rule]:
-    return {f"aten.{name}.{overload}": Rule(rule) for overload in overloads}
+    return {f"aten.{name}.{overload}": Rule(rule, recompute=False, decomposed=name == "sum") for overload in overloads}
 
 
 RULES: dict[str, Rule] = {

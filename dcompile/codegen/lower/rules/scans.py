@@ -91,9 +91,9 @@ def _extreme(op: str) -> Callable[..., tuple[LazyTensor, ...]]:
 
 
 RULES: dict[str, Rule] = {
-    "aten.cumsum.default": Rule(_lower_cumulative("sum")),
-    "aten.cumprod.default": Rule(_lower_cumulative("prod")),
-    "aten.logcumsumexp.default": Rule(_lower_cumulative("logsumexp")),
-    "aten.cummax.default": Rule(_extreme("max")),
-    "aten.cummin.default": Rule(_extreme("min")),
+    "aten.cumsum.default": Rule(_lower_cumulative("sum"), recompute=False),
+    "aten.cumprod.default": Rule(_lower_cumulative("prod"), recompute=False),
+    "aten.logcumsumexp.default": Rule(_lower_cumulative("logsumexp"), recompute=False),
+    "aten.cummax.default": Rule(_extreme("max"), recompute=False),
+    "aten.cummin.default": Rule(_extreme("min"), recompute=False),
 }

@@ -336,13 +336,13 @@ def _index_reduce(
 
 
 RULES: dict[str, Rule] = {
-    "aten.scatter.value": Rule(_one_a_line(_replace, scatter)),
-    "aten.scatter.src": Rule(_one_a_line(_replace, scatter)),
-    "aten.scatter_add.default": Rule(_one_a_line(add_value, scatter_add)),
-    "aten.scatter.reduce": Rule(scatter),
-    "aten.scatter.value_reduce": Rule(scatter),
-    "aten.scatter_reduce.two": Rule(_scatter_reduce),
-    "aten.index_reduce.default": Rule(_index_reduce),
+    "aten.scatter.value": Rule(_one_a_line(_replace, scatter), recompute=False),
+    "aten.scatter.src": Rule(_one_a_line(_replace, scatter), recompute=False),
+    "aten.scatter_add.default": Rule(_one_a_line(add_value, scatter_add), recompute=False),
+    "aten.scatter.reduce": Rule(scatter, recompute=False),
+    "aten.scatter.value_reduce": Rule(scatter, recompute=False),
+    "aten.scatter_reduce.two": Rule(_scatter_reduce, recompute=False),
+    "aten.index_reduce.default": Rule(_index_reduce, recompute=False),
 }
 
 

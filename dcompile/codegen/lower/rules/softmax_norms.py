@@ -112,9 +112,9 @@ def _layer_norm(
 
 
 RULES: dict[str, Rule] = {
-    "aten._softmax.default": Rule(_softmax),
-    "aten._log_softmax.default": Rule(_log_softmax),
-    "aten._softmax_backward_data.default": Rule(_softmax_backward),
-    "aten._log_softmax_backward_data.default": Rule(_log_softmax_backward),
-    "aten.native_layer_norm.default": Rule(_layer_norm),
+    "aten._softmax.default": Rule(_softmax, recompute=False),
+    "aten._log_softmax.default": Rule(_log_softmax, recompute=False),
+    "aten._softmax_backward_data.default": Rule(_softmax_backward, recompute=False),
+    "aten._log_softmax_backward_data.default": Rule(_log_softmax_backward, recompute=False),
+    "aten.native_layer_norm.default": Rule(_layer_norm, recompute=False),
 }

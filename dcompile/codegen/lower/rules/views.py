@@ -272,12 +272,13 @@ def _turned_back(shift: Size, size: Size) -> Size:
     return as_size(whole * size - shift)
 
 
-_VIEWS = ("view.default", "_unsafe_view.default", "_reshape_alias.default", "unsqueeze.default", "squeeze.default",
+_VIEWS = ("view.default", "_unsafe_view.default", "unsqueeze.default", "squeeze.default",
           "squeeze.dim", "squeeze.dims")  # fmt: skip
 _SAME = ("alias.default", "detach.default", "lift_fresh.default", "lift.default", "positive.default")
 
 RULES: dict[str, Rule] = {
     **{f"aten.{name}": Rule(_view, "view") for name in _VIEWS},
+    "aten._reshape_alias.default": Rule(_view, "view", decomposed=True),
     "aten.reshape.default": Rule(_reshape, "view"),
     **{f"aten.{name}": Rule(_same, "view") for name in _SAME},
     "aten.permute.default": Rule(_permute, "view"),

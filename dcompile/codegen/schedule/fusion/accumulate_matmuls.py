@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dcompile.ir.buffers import Buffer
+from dcompile.ir.gemm import MATMUL_OPS, matmul_of
 from dcompile.ir.nodes import Apply, Extern, Load, Loop, Program, Step, View
 
-ADDING = {"aten.mm.default": "aten.addmm.default", "aten.bmm.default": "aten.baddbmm.default"}
 DTYPES = ("float32", "float64")  # narrower ones round after each addition, and an accumulating matmul does not
 
 
@@ -116,11 +116,11 @@ def _addends(loop: Loop, table: Mapping[str, Buffer]) -> list[str] | None:
 
 
 def _is_product(program: Program, position: int) -> bool:
-    step = program.steps[position]
-    return isinstance(step, Extern) and step.op in ADDING and step.mode == "out" and not step.kwargs
+    call = matmul_of(program.steps[position])
+    return call is not None and call.added is None and not call.op.wide
 
 
 def _added_matmul(step: Step, start: Buffer, into: Buffer) -> Extern:
     assert isinstance(step, Extern)
     whole = View(start.name, start.shape, start.strides)
-    return replace(step, op=ADDING[step.op], args=(whole, *step.args), outs=(into.name,))
+    return replace(step, op=MATMUL_OPS[step.op].adding, args=(whole, *step.args), outs=(into.name,))

@@ -17,7 +17,7 @@ from dcompile.device_traits import MAX_INT32_ELEMENTS, traits_of
 from dcompile.ir.analysis import is_row_store, runtime_refs, sizes
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.canonical_names import buffers_in, rename_buffers
-from dcompile.ir.gemm import TENSOR_CORE_DTYPES, gemm_layout
+from dcompile.ir.gemm import TENSOR_CORE_DTYPES, gemm_layout, matmul_of
 from dcompile.ir.index import ZERO, Index, substitute, var
 from dcompile.ir.nodes import (
     Extern,
@@ -118,29 +118,27 @@ def epilogues(program: Program) -> list[EpilogueCandidate]:
 
 def _result(step: Step, table: Mapping[str, Buffer]) -> Buffer | None:
     """Return the result buffer of a matmul that dcompile's kernel can compute; None for other steps."""
-    match step:
-        case Extern("aten.mm.default", (View() as left, View() as right), (), (str(out),), "out"):
-            pass
-        case Extern("aten.addmm.default", (View() as added, View() as left, View() as right), (), (str(out),), "out"):
-            known = isinstance(added.offset, int) and added.strides and isinstance(added.strides[-1], int)
-            whole = added.shape[-1:] == right.shape[1:] and not any(added.strides[:-1])
-            if not known or not whole or table[added.buffer].dtype != table[out].dtype:
-                return None
-        case _:
+    call = matmul_of(step)
+    if call is None or call.op.batched or call.op.wide or call.kwargs:
+        return None
+    buffer = table[call.out]
+    if (added := call.added) is not None:
+        known = isinstance(added.offset, int) and added.strides and isinstance(added.strides[-1], int)
+        whole = added.shape[-1:] == call.right.shape[1:] and not any(added.strides[:-1])
+        if not known or not whole or table[added.buffer].dtype != buffer.dtype:
             return None
-    buffer = table[out]
-    result = View(out, buffer.shape, buffer.strides)
+    result = View(call.out, buffer.shape, buffer.strides)
     if (
         buffer.dtype not in TENSOR_CORE_DTYPES
         or not traits_of(buffer.device).has_matmul_epilogues
         or buffer.extent != _elements(result)
     ):
         return None
-    if any(table[view.buffer].dtype != buffer.dtype for view in (left, right)):
+    if any(table[view.buffer].dtype != buffer.dtype for view in (call.left, call.right)):
         return None
     fits = all(
         gemm_layout(view, buffer.dtype) is not None and _reach(view) < MAX_INT32_ELEMENTS
-        for view in (left, right, result)
+        for view in (call.left, call.right, result)
     )
     return buffer if fits and gemm_layout(result, buffer.dtype) == (False, buffer.shape[1]) else None
 

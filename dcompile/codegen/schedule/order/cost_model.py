@@ -7,7 +7,7 @@ sizes or concurrent work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import prod
 
 from dcompile.codegen.nest.contraction import multiplies_few_rows
@@ -15,13 +15,13 @@ from dcompile.codegen.schedule.order.simulate import is_copied_gather
 from dcompile.device_traits import loop_traits, main_device, traits_of
 from dcompile.ir import functional_collectives
 from dcompile.ir.analysis import operands, row_values, sizes
-from dcompile.ir.attention import FLEX_BACKWARD
 from dcompile.ir.buffers import ITEMSIZE, Bucket, Buffer
 from dcompile.ir.collective_kinds import COLLECTIVES
+from dcompile.ir.gemm import MATMUL_OPS
 from dcompile.ir.index import Index, Size, typical
+from dcompile.ir.library_ops import extern_flops, packet_of
 from dcompile.ir.nodes import Apply, Collective, Const, Extern, IndexOf, Load, Loop, Program, Step, View, Wait
 from dcompile.ir.ops import OPS
-from dcompile.ir.predicate import QUERIES_AT_ONCE, allowed_pairs, parse_predicate
 from dcompile.machine_model import Figures, GroupSize, collective_seconds, copying_seconds
 
 
@@ -154,7 +154,8 @@ def extern_seconds(step: Extern, table: Mapping[str, Buffer], figures: Figures, 
     flops = extern_flops(step, table, tile=tile)
     if not flops:
         return moved / (figures.memory_gbs * 1e9) + figures.library_us * 1e-6
-    factors = views[-2:] if _name(step) in _FLOAT32_RESULT else views
+    matmul = MATMUL_OPS.get(step.op)
+    factors = views[-2:] if matmul is not None and matmul.wide else views
     dtype = next((table[view.buffer].dtype for view in factors if view.buffer in table), "float32")
     rate = figures.rate(dtype) * (figures.attention if "attention" in step.op else 1.0)
     return max(flops / rate, moved / (figures.memory_gbs * 1e9)) + figures.library_us * 1e-6
@@ -175,20 +176,6 @@ def fused_seconds(program: Program, figures: Figures) -> float:
     return heavy + moved / (figures.memory_gbs * 1e9) + figures.library_us * 1e-6
 
 
-def extern_flops(step: Extern, table: Mapping[str, Buffer], *, tile: int = 1) -> int:
-    """Floating point operations of a library call; 0 where only its bytes are known.
-
-    `tile`: products work on whole tiles of this many rows and columns.
-    """
-    count = _FLOPS.get(_name(step))
-    shapes = [_shape(view) for view in step.views]
-    return count(step, shapes, table, tile) if count is not None else 0
-
-
-def _shape(view: View) -> tuple[int, ...]:
-    return tuple(map(typical, view.shape))
-
-
 def _view_bytes(view: View, table: Mapping[str, Buffer]) -> int:
     """Return the bytes that a view reaches: dimensions of stride 0 repeat the same elements."""
     pairs = zip(view.shape, view.strides, strict=True)
@@ -198,11 +185,7 @@ def _view_bytes(view: View, table: Mapping[str, Buffer]) -> int:
 
 def _is_view(step: Extern) -> bool:
     """Does the call only return a view of its argument? Such results have no memory of their own to fill."""
-    return _name(step) in _VIEWS
-
-
-def _name(step: Extern) -> str:
-    return step.op.removeprefix("aten.").removeprefix("dcompile_matmul.").partition(".")[0]
+    return packet_of(step.op).removeprefix("aten.") in _VIEWS
 
 
 _VIEWS = frozenset(
@@ -211,98 +194,6 @@ _VIEWS = frozenset(
         "unsqueeze", "detach", "alias", "as_strided", "split", "split_with_sizes", "unbind", "diagonal",
     )
 )  # fmt: skip
-
-_FLOAT32_RESULT = ("mm_float32", "addmm_float32")
-"""Matmuls of 16-bit factors (`dcompile/operators/matmul_ops.py`)."""
-
-_Shapes = list[tuple[int, ...]]
-_Count = Callable[[Extern, _Shapes, Mapping[str, Buffer], int], int]
-
-
-def _tiles(size: int, tile: int) -> int:
-    return -(-size // tile) * tile
-
-
-def _product(rows: int, inner: int, columns: int, tile: int) -> int:
-    return 2 * _tiles(rows, tile) * inner * _tiles(columns, tile)
-
-
-def _mm(_step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], tile: int) -> int:
-    """Count the FLOPs of multiplying the last two tensors; a bias or an initial value comes before them."""
-    left, right = [shape for shape in shapes if len(shape) in (2, 3)][-2:]
-    batch = left[0] if len(left) == 3 else 1
-    return batch * _product(left[-2], left[-1], right[-1], tile)
-
-
-def _attention(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _tile: int) -> int:
-    """Count two matmuls of queries by keys; five in the backward, whose first tensor is the result's gradient."""
-    kind = _name(step).removeprefix("_scaled_dot_product_")
-    backward = kind.endswith("_backward")
-    query, key, value = shapes[1:4] if backward else shapes[:3]
-    *batch, length, width = query
-    place = _CAUSAL[kind]
-    causal = dict(step.kwargs).get("is_causal", step.args[place] if place < len(step.args) else False)
-    pairs = prod(batch) * length * key[-2] // (2 if causal and length > 1 else 1)
-    return pairs * (2 * (3 * width + 2 * value[-1]) if backward else 2 * (width + value[-1]))
-
-
-_CAUSAL: Mapping[str, int] = {
-    "flash_attention": 4,
-    "flash_attention_backward": 11,
-    "flash_attention_for_cpu": 4,
-    "flash_attention_for_cpu_backward": 7,
-    "efficient_attention": 6,
-    "efficient_attention_backward": 11,
-    "cudnn_attention": 6,
-    "cudnn_attention_backward": 14,
-}
-"""Position of the argument `is_causal` of each attention operator."""
-
-
-def _attention_in_blocks(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _tile: int) -> int:
-    """Count the matmuls of attention under a predicate, for blocks of queries with the keys in their reach."""
-    backward = ".backward." in step.op
-    query, key, value = shapes[3:6] if backward else shapes[:3]
-    text, sizes = next((arg, step.args[n - 1]) for n, arg in enumerate(step.args) if isinstance(arg, str))
-    predicate = parse_predicate(text)
-    given = sizes if isinstance(sizes, tuple) else ()
-    numbers = [typical(size) for size in given if isinstance(size, (int, Index))]
-    named: dict[str, int] = dict(zip(predicate.sizes, numbers, strict=True))
-    pairs = prod(query[:2]) * allowed_pairs(predicate, query[2], key[2], QUERIES_AT_ONCE, named)
-    return pairs * (2 * (3 * query[3] + 2 * value[3]) if backward else 2 * (query[3] + value[3]))
-
-
-def _flex_attention(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _tile: int) -> int:
-    """Count the matmuls of FlexAttention. How many blocks its tables name is known at run time only: half, say."""
-    query, _, value = shapes[:3]
-    pairs = prod(query[:3]) * value[2] // 2
-    return pairs * (2 * (4 * query[3] + 3 * value[3]) if step.op == FLEX_BACKWARD else 2 * (query[3] + value[3]))
-
-
-def _convolution(step: Extern, shapes: _Shapes, table: Mapping[str, Buffer], _tile: int) -> int:
-    """Count the FLOPs of a convolution: each element of the result is a sum over one output channel's filter."""
-    weight = shapes[1]
-    out = next((table[name] for name in step.outs if name is not None), None)
-    if out is None:
-        return 0
-    return 2 * prod(map(typical, out.shape)) * prod(weight[1:])
-
-
-def _convolution_backward(step: Extern, shapes: _Shapes, _table: Mapping[str, Buffer], _tile: int) -> int:
-    """Count the forward's FLOPs once for each requested gradient, of input and of weight."""
-    gradient, _, weight = shapes[:3]
-    wanted = sum(out is not None for out in step.outs[:2])
-    return wanted * 2 * prod(gradient) * prod(weight[1:])
-
-
-_FLOPS: Mapping[str, _Count] = {
-    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm", "_int_mm", "_scaled_mm", *_FLOAT32_RESULT), _mm),
-    **{f"_scaled_dot_product_{kind}": _attention for kind in _CAUSAL},
-    "dcompile_attention": _attention_in_blocks,
-    "dcompile_flex_attention": _flex_attention,
-    "convolution": _convolution,
-    "convolution_backward": _convolution_backward,
-}
 
 
 # --- collectives ------------------------------------------------------------------------------------------------------

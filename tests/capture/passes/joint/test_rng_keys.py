@@ -6,7 +6,7 @@ from torch._functorch.aot_autograd import aot_function, make_boxed_func
 
 from dcompile.capture.joint_graph import partition_joint
 from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
-from dcompile.codegen.lower import operator_facts
+from dcompile.codegen.lower import registry
 from dcompile.codegen.lower.decompositions.table import table
 
 
@@ -26,7 +26,7 @@ def partitioned(function, *args, keys=True):
 
     def cut(joint, *args, **keywords):
         assign_rng_keys(joint)
-        return partition_joint(joint, *args, carries_sync=False, fusible=operator_facts.fusible_ops(), **keywords)
+        return partition_joint(joint, *args, carries_sync=False, fusible=registry.fusible_ops(), **keywords)
 
     run = aot_function(function, keep, keep, partition_fn=cut, decompositions=table(fallback_random=not keys))
     run(*args).backward()

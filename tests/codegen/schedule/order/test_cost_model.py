@@ -3,7 +3,6 @@ import pytest
 from dcompile.codegen.schedule.order.cost_model import (
     collective_bytes,
     durations,
-    extern_flops,
     extern_seconds,
     loop_bytes,
     loop_operations,
@@ -12,6 +11,7 @@ from dcompile.codegen.schedule.order.cost_model import (
 from dcompile.codegen.schedule.order.simulate import timeline
 from dcompile.ir.buffers import Bucket, Buffer
 from dcompile.ir.index import contiguous_strides, var
+from dcompile.ir.library_ops import extern_flops
 from dcompile.ir.nodes import Apply, Collective, Extern, IndexOf, Load, Loop, Program, Reduce, Store, View, Wait
 from dcompile.machine_model import TABLE, GroupSize
 

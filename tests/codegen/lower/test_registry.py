@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch._functorch.partitioners import get_default_op_list
 
-from dcompile.codegen.lower import operator_facts
+from dcompile.codegen.lower import registry
 from dcompile.codegen.lower.registry import RULES
 from dcompile.ir.nodes import Extern, Loop, Reduce, View
 from tests.codegen.lower.lowered import Seen, compile_with
@@ -13,7 +13,7 @@ from tests.codegen.lower.lowered import Seen, compile_with
 
 def test_every_op_that_becomes_a_loop_is_known_to_the_partitioner() -> None:
     """A new rule is in torch's list or in ours; what is in ours has a rule."""
-    known, again = operator_facts.fusible_ops()
+    known, again = registry.fusible_ops()
     torch_knows = get_default_op_list().fusible_ops
     packets = {}
     for name, rule in RULES.items():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dcompile import pipeline
+from tools import price_list
 
 INTRODUCTION = """# Passes
 
@@ -21,6 +22,9 @@ A list runs from top to bottom. The reason for a place in the list stands in its
 `DCOMPILE_SKIP=name` leaves a pass out, `DCOMPILE_UNTIL=name` stops after it, and `DCOMPILE_DUMP=dir` writes the program
 and the difference that each pass makes. [one-program.md](one-program.md) shows these texts for one model.
 [../howto/pass.md](../howto/pass.md) says how to add one.
+
+The price: how many of the planned models of tests and benchmarks a pass changes, on a CPU and on a GPU, and the share
+of a step's time that it saves on a CPU, by case. `python -m tools.price_list` measures both.
 """
 
 
@@ -84,10 +88,15 @@ def first_line(function: Callable[..., Any]) -> str:
 
 def page() -> str:
     """Return the whole page: a table for each list."""
-    comments = reasons()
+    comments, prices = reasons(), price_list.read()
     lines = [INTRODUCTION]
     for title, rows in pass_lists():
-        lines += [f"## `{title}`", "", "| | pass | what it does | facts | why here |", "|---|---|---|---|---|"]
+        lines += [
+            f"## `{title}`",
+            "",
+            "| | pass | what it does | facts | price | why here |",
+            "|---|---|---|---|---|---|",
+        ]
         for number, row in enumerate(rows):
             function = _function_of(row)
             assert function is not None, "a row without a function is no pass"
@@ -96,7 +105,8 @@ def page() -> str:
             where = f"{called.__module__.replace('.', '/')}.py"
             reason = comments.get(title, [""] * len(rows))[number]
             what = f"{first_line(called)} (`{where}`)"
-            lines.append(f"| {number + 1} | `{name}` | {what} | {', '.join(flags(row))} | {reason} |")
+            facts, price = ", ".join(flags(row)), price_list.describe(name, prices)
+            lines.append(f"| {number + 1} | `{name}` | {what} | {facts} | {price} | {reason} |")
         lines.append("")
     lines += [
         "`reorders_sums`: results may differ in the order of a sum; every other pass is held to bitwise equality, but",

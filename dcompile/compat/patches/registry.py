@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dcompile.compat import guards, sizes
@@ -375,8 +375,8 @@ def status_of(patch: TorchPatch) -> str:
     return f"does nothing: there is no {', '.join(missing)}" if missing else "applies"
 
 
-def describe() -> Iterator[str]:
-    """Yield lines for each patch, with whether it applies to the installed torch."""
+def describe(prices: Mapping[str, str]) -> Iterator[str]:
+    """Yield lines for each patch, with whether it applies to the installed torch. `prices`: what each one gains."""
     yield f"torch {torch_version()}: {len(PATCHES)} patches"
     for patch in PATCHES:
         yield ""
@@ -385,3 +385,5 @@ def describe() -> Iterator[str]:
         yield f"  reason    {patch.kind}: {patch.reason}"
         yield f"  versions  torch {patch.versions}"
         yield f"  undone    {patch.undone}"
+        if patch.name in prices:
+            yield f"  gains     {prices[patch.name]}"

@@ -23,8 +23,7 @@ from typing import Any
 
 import torch
 
-from dcompile.capture.warm_start.size_symbols import Record as Record
-from dcompile.capture.warm_start.size_symbols import SizeSymbols
+from dcompile.capture.warm_start.size_symbols import Record, SizeSymbols
 from dcompile.compat.aot_metadata import description_types, result_types
 from dcompile.compat.inductor import FLEX, is_flex
 from dcompile.compat.process_state import NotKeepable

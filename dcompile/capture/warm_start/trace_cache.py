@@ -25,7 +25,6 @@ from torch.fx.node import map_arg
 
 from dcompile.capture.passes.run_passes import DONATED
 from dcompile.capture.warm_start.records import (
-    Record,
     RecordReader,
     RecordWriter,
     constant_of,
@@ -36,7 +35,7 @@ from dcompile.capture.warm_start.records import (
     value_of,
     value_record,
 )
-from dcompile.capture.warm_start.size_symbols import DATA_DEPENDENT, SizeSymbols
+from dcompile.capture.warm_start.size_symbols import DATA_DEPENDENT, Record, SizeSymbols
 from dcompile.collectives.contract import TraceStore
 from dcompile.compat import aot_trace
 from dcompile.compat.aot import lazy_graph_module

@@ -97,7 +97,8 @@ def _pad(
 
 _reflection_pad, _replication_pad = partial(_pad, way=_MIRRORED), partial(_pad, way=_REPEATED)
 
+RANKS = (1, 2, 3)
 RULES: dict[str, Rule] = {
-    **{f"aten.reflection_pad{n}d.default": Rule(_reflection_pad, recompute=False) for n in (1, 2, 3)},
-    **{f"aten.replication_pad{n}d.default": Rule(_replication_pad, "loop", False, decomposed=True) for n in (1, 2, 3)},
+    **{f"aten.reflection_pad{n}d.default": Rule(_reflection_pad, recompute=False) for n in RANKS},
+    **{f"aten.replication_pad{n}d.default": Rule(_replication_pad, recompute=False, decomposed=True) for n in RANKS},
 }

@@ -25,6 +25,7 @@ and the difference that each pass makes. [one-program.md](one-program.md) shows 
 
 The price: how many of the planned models of tests and benchmarks a pass changes, on a CPU and on a GPU, and the share
 of a step's time that it saves on a CPU, by case. `python -m tools.price_list` measures both.
+Number of models that were planned: {planned}.
 """
 
 
@@ -89,7 +90,8 @@ def first_line(function: Callable[..., Any]) -> str:
 def page() -> str:
     """Return the whole page: a table for each list."""
     comments, prices = reasons(), price_list.read()
-    lines = [INTRODUCTION]
+    planned = price_list.describe(price_list.ALL, prices)
+    lines = [INTRODUCTION.format(planned=planned)]
     for title, rows in pass_lists():
         lines += [
             f"## `{title}`",

@@ -2,12 +2,12 @@
 
     python -m tools.price_list count [--only PATTERN] [--devices cpu] plan models, and count the changes of each pass
     python -m tools.price_list gain PASS,PASS CASE [CASE ...]         time steps on this CPU with and without passes
-    python -m tools.price_list patches                                time planning with and without each speed patch
+    python -m tools.price_list patches                                time the work that patches leave out of planning
 
 Results are kept in docs/internals/prices.json; docs/internals/passes.md and `python -m dcompile.compat` show them.
 Models are planned once as they are, and once as a GPU would plan them, with devices of the graph replaced. Nothing is
 built. Times are the medians of steps in turns, each with and without the pass; a gain is the share of the time without
-it that a pass saves.
+it that a pass saves. Processor time is measured, on one thread.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import fnmatch
 import functools
 import json
 import logging
+import os
 import re
 import signal
 import statistics
@@ -46,8 +47,10 @@ PAIRS = 5
 """Steps with and without a pass, in turns."""
 SECONDS_OF_PART = 0.2
 """Time of the steps between two turns."""
-PLANNED = ("gpt2", "resnet")
+PLANNED = ("llama", "bert")
 """Models whose planning is timed for patches."""
+LEAVE_OUT = ("no_unread_names", "no_unread_counters", "no_unread_graphs", "no_unread_latencies")
+"""Patches in whose place a function of torch would run: its time is what they save."""
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -225,6 +228,7 @@ def _give_up(*_: Any) -> None:
 
 def count(only: str, devices: Sequence[str], seconds: float) -> None:
     """Plan models until the time is over, and write the hits of each pass."""
+    os.environ["DCOMPILE_LOG"] = "passes"
     import dcompile
 
     torch._logging.set_logs(all=logging.ERROR)
@@ -349,30 +353,53 @@ def _seconds(step: Callable[[], object], repeats: int) -> float:
 
 
 def patches() -> None:
-    """Time the planning of models with and without each speed patch, and write the share of the time that it saves."""
-    from dcompile.compat.patches import registry
-
-    everything = registry.PATCHES
-    tried = [p for p in everything if p.kind == "speed" and p.stages and registry.status_of(p) == "applies"]
-    rows = [everything, *(tuple(other for other in everything if other is not patch) for patch in tried)]
-    for model in PLANNED:
-        ratios = alternate([functools.partial(_plan_once, model, left) for left in rows])
-        prices = read()
-        for patch, (ratio, spread) in zip(tried, ratios, strict=True):
-            print(f"{patch.name} {model}: {ratio:+.1%} {spread}", flush=True)
-            prices.setdefault(patch.name, {}).setdefault("gain", {})[f"planning {model}"] = round(ratio, 3)
-        write(prices)
-
-
-def _plan_once(model: str, rows: Sequence[Any]) -> None:
-    import dcompile
+    """Plan models without the patches that leave work out, and write that work's share of the time."""
     from dcompile.compat.patches import registry
     from tools.program_cases import cases as known
 
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with mock.patch.object(registry, "PATCHES", rows):
-        known()[f"models/{model}/train"](dcompile.explain)
+    tried = [p for p in registry.PATCHES if p.name in LEAVE_OUT and registry.status_of(p) == "applies"]
+    left = tuple(patch for patch in registry.PATCHES if patch not in tried)
+    models = known()
+    models["models/mlp/train"](_explain)  # imports count for none
+    for model in PLANNED:
+        spent = dict.fromkeys((patch.name for patch in tried), 0.0)
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(mock.patch.object(registry, "PATCHES", left))
+            for patch in tried:
+                entered.enter_context(_timed(patch, spent))
+            total = _seconds(lambda name=model: models[f"models/{name}/train"](_explain), 1)
+        prices = read()
+        for name, seconds in spent.items():
+            print(f"{name} {model}: {seconds / total:+.1%} of {total:.2f} s", flush=True)
+            prices.setdefault(name, {}).setdefault("gain", {})[f"planning {model}"] = round(seconds / total, 3)
+        write(prices)
+
+
+def _explain(*args: Any, **keywords: Any) -> Any:
+    import dcompile
+
+    return dcompile.explain(*args, **keywords)
+
+
+def _timed(patch: Any, spent: dict[str, float]) -> Any:
+    """Return a context in which the time of the function that a patch replaces is added to `spent`."""
+    from dcompile.compat.patches.registry import find_target
+
+    owner, _, name = patch.targets[0].rpartition(".")
+    holder = find_target(owner)
+    found = vars(holder)[name]
+    function = getattr(found, "__func__", found)
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        began = time.process_time()
+        try:
+            return function(*args, **keywords)
+        finally:
+            spent[patch.name] += time.process_time() - began
+
+    return mock.patch.object(holder, name, call if function is found else type(found)(call))
 
 
 def main(given: Sequence[str] | None = None) -> int:

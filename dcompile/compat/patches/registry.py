@@ -375,8 +375,8 @@ def status_of(patch: TorchPatch) -> str:
     return f"does nothing: there is no {', '.join(missing)}" if missing else "applies"
 
 
-def describe(prices: Mapping[str, str]) -> Iterator[str]:
-    """Yield lines for each patch, with whether it applies to the installed torch. `prices`: what each one gains."""
+def describe(gains: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """Yield lines for each patch, with whether it applies to the installed torch. `gains`: share of time, by case."""
     yield f"torch {torch_version()}: {len(PATCHES)} patches"
     for patch in PATCHES:
         yield ""
@@ -385,5 +385,5 @@ def describe(prices: Mapping[str, str]) -> Iterator[str]:
         yield f"  reason    {patch.kind}: {patch.reason}"
         yield f"  versions  torch {patch.versions}"
         yield f"  undone    {patch.undone}"
-        if patch.name in prices:
-            yield f"  gains     {prices[patch.name]}"
+        if found := gains.get(patch.name):
+            yield "  gains     " + ", ".join(f"{case}: {gain:.1%}" for case, gain in found.items())

@@ -26,11 +26,8 @@ from torch.fx import Graph, GraphModule, Node
 from dcompile import compat
 from dcompile.capture.passes.joint.inserted_calls import insert_call
 from dcompile.device_traits import traits_of
-<<<<<<< HEAD
 from dcompile.ir.gemm import MATMUL_OPS
-=======
 from dcompile.operators import matmul_ops  # noqa: F401  defines the operators
->>>>>>> b-w4
 from dcompile.passes import PassReport
 
 aten = torch.ops.aten

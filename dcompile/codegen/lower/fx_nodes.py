@@ -19,7 +19,9 @@ from torch.fx import Graph, Node
 from dcompile.codegen.lower.symbolic.shapes import estimate
 from dcompile.compat.user_line import user_line
 
-_FRAME_NAMES = frozenset(("L", "self", "target", "__self__", "_modules", "module", ""))
+_FRAME_NAMES = frozenset(
+    ("L", "self", "target", "__self__", "_modules", "module", "_orig_mod", "_compiled_call_impl", "")
+)
 """Prefixes that Dynamo adds to a module's path."""
 
 
@@ -39,9 +41,8 @@ def _module_path(path: str) -> str:
     """Turn Dynamo's `L['self'].model.layers[0].mlp` into `model.layers.0.mlp`."""
     path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
     path = re.sub(r"\(.*?\)", "", path)
-    path = re.sub(
-        r"\bforward\.__closure__\.\d+\.cell_contents\b", "", path
-    )  # of the wrapper installed by FSDP1's adapter
+    # wrappers of FSDP1's adapter and of compiled modules inside
+    path = re.sub(r"\b(?:\w+\._torchdynamo_inline|forward)\.__closure__\.\d+\.cell_contents\b", "", path)
     parts = [part for part in path.split(".") if part not in _FRAME_NAMES]
     return ".".join(parts)
 

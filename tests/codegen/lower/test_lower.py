@@ -135,7 +135,8 @@ def test_origin_names_module_op_and_line() -> None:
 
 def test_modules_that_are_compiled_inside_keep_the_users_names() -> None:
     """torch 2.11 names them by the entry's wrapper, which it traces through."""
-    node = make_fx(lambda a: a * 2)(torch.ones(2)).graph.find_nodes(op="call_function")[0]
+    gm = make_fx(lambda a: a * 2)(torch.ones(2))
+    node = next(node for node in gm.graph.nodes if node.op == "call_function")
     inner = "_compiled_call_impl._torchdynamo_inline.__closure__[2].cell_contents()"
     for path in (f"L['target'].model.layers[3].{inner}.mlp", "L['self'].model.layers[3]._orig_mod.mlp"):
         node.meta = {"nn_module_stack": {"mlp": (path, torch.nn.Module)}}

@@ -149,3 +149,21 @@ def test_a_copy_of_a_graph_has_the_bodies_of_its_operators():
     torch.compile(function, backend=backend, fullgraph=True)(x)
     own, first, apart = found[0]
     assert apart and torch.equal(own, first) and torch.equal(own, function(x))
+
+
+def test_a_dump_lists_what_stands_around_a_compiled_graph(tmp_path):
+    """Only what the graph needs, the outermost first: a copy of the negative input, and a check of the changed one."""
+
+    def function(x, y):
+        return y.add_(x.sin())
+
+    call = dcompile.compile(function, options={"dump": str(tmp_path), "receipt": False})
+    negative = torch.randn(3, dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+    y = torch.ones(3)
+    torch.testing.assert_close(call(negative, y.clone()), y + negative.sin())
+    (listed,) = tmp_path.glob("rank0/graph0/wrappers.txt")
+    assert listed.read_text().splitlines() == [
+        "1. run_new_overlaps_eagerly", "2. convert_subclasses", "3. view_results_without_gradients",
+        "4. the compiled graph",
+    ]  # fmt: skip

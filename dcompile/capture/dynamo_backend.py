@@ -288,7 +288,9 @@ def convert_subclasses(compiled: Compiled, around: WrapperRequest) -> Compiled:
 def run_new_overlaps_eagerly(compiled: Compiled, around: WrapperRequest) -> Compiled:
     """Run the captured graph itself where arguments share memory otherwise than at capture."""
     graph = around.graph
-    if not graph.mode.needs_data:  # without memory there are no addresses to compare
+    if not (
+        graph.mode.needs_data and graph.model.services.needs_data
+    ):  # without memory there are no addresses to compare
         return compiled
     watched = watched_inputs(around.captured, around.flat_inputs, graph.changed)
     return as_traced(compiled, around.captured, watched, graph.fallbacks, graph.adapter.synchronizes)

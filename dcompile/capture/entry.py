@@ -155,6 +155,8 @@ class Entry:
         """Equal modules, from the first call with an adapter on."""
         self.parts = 0
         """Number of parts whose user compiled each by itself, and in whose place this whole is compiled."""
+        self._whole: Callable[[], Entry | None] = compat.groups.weak(None)
+        """Weak reference to the entry of the FSDP2 root that is compiled in place of this part and others."""
         self._apart_because = ""
         """Why the module is compiled by itself although its FSDP2 root could be, with it; empty if that is unknown."""
         self._made = EntryRecord()
@@ -309,6 +311,9 @@ class Entry:
     @property
     def model_run(self) -> CompiledModel:
         """The state of the model whose programs calls run: its own, or that of an equal module."""
+        whole = self._whole()
+        if whole is not None and not self.model.graphs and whole.model.graphs:
+            return whole.model
         ways = () if self.model.graphs else self._frames.ways
         owner = ways[0].owner() if ways else None
         return self.model if owner is None else owner
@@ -337,17 +342,24 @@ class Entry:
         That is so if the blocks were compiled after the root was sharded (see `promote_root`). In this call the root's
         forward has begun already, and runs eagerly with FSDP's own hooks.
         """
-        root, services = self.root, self.model.services
-        apart = self._apart_because or self._method is not None or self.parts or services.renew is None
-        if root is None or apart or not self.model.settings.config.promote:
+        root = self.root
+        if root is None or self._apart_because or not self.may_be_promoted:
             return False
-        whole = compat.fsdp2.outermost_in_forward(root)
-        if whole is None or whole is root:
+        entry, whole = self._whole(), compat.fsdp2.outermost_in_forward(root)
+        if whole is None and compat.autograd.backward_task() < 0:
+            return False  # otherwise a checkpoint recomputes this module's part of that eager forward
+        if whole is root:
             return False
-        entry = newest_entry(whole)
-        if entry is None:
-            entry = self.promote(whole)
+        if entry is None and whole is not None:
+            entry = newest_entry(compiled_part(whole)) or self.promote(whole)
         return entry is not None and entry.parts > 0 and (entry._compiled is None or entry.has_taken_over)
+
+    @property
+    def may_be_promoted(self) -> bool:
+        """Whether the settings let a module be compiled as a part of its FSDP2 root."""
+        config = self.model.settings.config
+        runs = self.model.services.renew is not None and self._method is None and not self.parts
+        return runs and config.promote and config.distributed != "stock"
 
     def promote(self, whole: Module) -> Entry | None:
         """Compile an FSDP2 root in place of its parts, of which this is one; return its entry.
@@ -358,12 +370,12 @@ class Entry:
         parts = [entry for entry in entries.values() if entry is not None and not entry.parts]
         kinds = {name_of(module) for module, entry in entries.items() if entry is not None}
         objection, renew = "", self.model.services.renew
-        if not all(part._is_alike(self) for part in parts):
+        if compiled_part(whole) is not whole or vars(whole).get("_compiled_call_impl") is not None:
+            objection = "the root is compiled by itself"
+        elif not all(part._is_alike(self) for part in parts):
             objection = "they are compiled with different settings"
         elif any(entry is None and name_of(module) in kinds for module, entry in entries.items()):
             objection = "some of the same class are not compiled"
-        elif vars(whole).get("_compiled_call_impl") is not None:
-            objection = "the root is compiled by another backend"
         if objection or renew is None:
             for part in parts:
                 part._apart_because = objection or "programs are only planned"
@@ -377,6 +389,8 @@ class Entry:
         entry = newest_entry(whole)
         assert entry is not None, "a module that was compiled has an entry"
         entry.parts = len(parts)
+        for part in parts:
+            part._whole = weakref.ref(entry)
         return entry
 
     def _is_alike(self, other: Entry) -> bool:
@@ -394,6 +408,9 @@ class Entry:
             adapter.note(
                 f"{self.parts} parts that were compiled each by itself run in one program, so that their gathers "
                 "overlap; option promote=False leaves them apart"
+            )
+            adapter.way_to_differ = (
+                "Code around blocks that is meant to differ by rank needs options={'promote': False}."
             )
         elif self._apart_because:
             adapter.note(f"blocks of one FSDP2 root are programs of their own: {self._apart_because}")
@@ -552,10 +569,12 @@ class Entry:
         if self._equal is not None:
             self._equal.leave(self._frames)
             self._equal = None
-        known = weakref.ref(self._frames)  # Dynamo never drops its callback
+        known, parts = weakref.ref(self._frames), self.parts  # Dynamo never drops its callback
         spec = compat.shapes.for_entry(settings.limits, self.target)
 
         def compiled_frame(code: Any, guarded: Any) -> None:
+            if parts and code is own and guarded is None and model.eager_regions is not None:
+                model.eager_regions.refuse("the code around them breaks the graph")
             model.compiled(code, own, guarded is not None)
             frames = known()
             if guarded is not None and frames is not None:
@@ -630,7 +649,7 @@ def promote_root(whole: Module) -> None:
         return
     inner = (newest_entry(module) for module in whole.modules())
     part = next((entry for entry in inner if entry is not None and not entry.parts), None)
-    if part is not None and part.model.settings.config.promote and part.model.settings.config.distributed != "stock":
+    if part is not None and part.may_be_promoted:
         part.promote(whole)
 
 

@@ -8,6 +8,7 @@ hooks support.
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -553,10 +554,22 @@ def _is_threaded(group: Any) -> bool:
 def objections(states: list[Any]) -> list[str]:
     """Features in use by these modules that only FSDP's own hooks support. The modules are initialized."""
     found = dict.fromkeys(asked_for(states))
+    if _are_pipelined(states):
+        found["torch.distributed.pipelining reduces gradients itself, after the last microbatch"] = None
     for state in states:
         for group in groups_of(state):
             found |= dict.fromkeys(_objections(group))
     return list(found)
+
+
+def _are_pipelined(states: list[Any]) -> bool:
+    """Are modules of these states a stage of a pipeline? It calls FSDP's functions by hand when its backwards end."""
+    base = getattr(sys.modules.get("torch.distributed.pipelining.stage"), "_PipelineStageBase", None)
+    if base is None:
+        return False
+    inside = {id(module) for state in states for module in state._modules}
+    stages = (thing.submod for thing in gc.get_objects() if issubclass(type(thing), base))
+    return any(id(module) in inside for stage in stages for module in stage.modules())
 
 
 def asked_for(states: list[Any]) -> list[str]:

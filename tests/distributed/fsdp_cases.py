@@ -746,6 +746,79 @@ def blocks_promoted(how: str = "compile") -> dict[str, Any]:
     }
 
 
+class Root(nn.Module):
+    """Blocks, with code around them that users do not compile."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layers, self.head, self.how = nn.ModuleList(Block() for _ in range(3)), nn.Linear(12, 12), how
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "breaks":
+            self.seen.append(x.mean().item())
+        for layer in self.layers:
+            recomputed = self.how == "compiled late, recomputed"
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
+        return self.head(x)
+
+
+def blocks_in(how: str) -> dict[str, Any]:
+    """Blocks that are compiled each, in a root that is special in some way: training steps as with stock FSDP2."""
+    made = []
+    for compiles in (False, True):
+        torch.manual_seed(5)
+        model = Root(how)
+        late = how.startswith("compiled late")
+        for layer in model.layers:
+            if compiles and not late:
+                layer.compile(backend="dcompile", fullgraph=True, options={"kernels": "aten"})
+            fully_shard(layer)
+        call = torch.compile(model, backend="eager") if compiles and how == "compiled by another" else model
+        fully_shard(call)
+        for layer in model.layers:
+            if compiles and late:
+                layer.compile(backend="dcompile", fullgraph=True, options={"kernels": "aten"})
+        made.append((model, call))
+    results: list[list[torch.Tensor]] = [[], []]
+    for step in range(4):
+        for (_, call), found in zip(made, results, strict=True):
+            found.append(call(inputs(models.Mlp(), step)["x"]))
+            found[-1].square().mean().backward()
+    (stock, _), (ours, _) = made
+    return {
+        "grad": largest_difference(gradients(stock), gradients(ours)),
+        "result": largest_difference(dict(enumerate(results[0])), dict(enumerate(results[1]))),
+        "receipt": str(dcompile.receipt(ours.layers[0])),
+        "seen": (len(stock.seen), len(ours.seen)),
+    }
+
+
+def pipelined_stage(options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A stage of a pipeline on each rank, sharded over that rank alone."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank = dist.get_rank()
+    mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "shards"))
+    made: list[dict[str, torch.Tensor]] = []
+    for compiles in (False, True):
+        torch.manual_seed(rank)
+        model = Stack(*(Block() for _ in range(2)))
+        for block in model:
+            if compiles:
+                block.compile(backend="dcompile", options={"kernels": "aten", **(options or {})})
+            fully_shard(block, mesh=mesh["shards"])
+        fully_shard(model, mesh=mesh["shards"])
+        stage = PipelineStage(model, rank, 2, torch.device("cpu"), group=mesh.get_group("pipeline"))
+        schedule = Schedule1F1B(stage, 2, loss_fn=nn.functional.mse_loss)
+        torch.manual_seed(9)
+        x, y = torch.randn(4, 12), torch.randn(4, 12)
+        schedule.step(x) if rank == 0 else schedule.step(target=y)
+        made.append(gradients(model))
+    stock, ours = made
+    return {"grad": largest_difference(stock, ours), "count": len(stock), "receipt": str(dcompile.receipt(model[0]))}
+
+
 class ReturnsWeight(models.Two):
     """Hands out a look at a parameter."""
 

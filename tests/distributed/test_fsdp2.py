@@ -267,6 +267,28 @@ def test_blocks_compiled_each_become_one_program_of_their_root_while_that_holds(
 
 
 @pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("plain", "3 parts that were compiled each by itself run in one program"),
+        ("breaks", "programs of their own: the code around them breaks the graph"),
+        ("compiled by another", "programs of their own: the root is compiled by itself"),
+        ("compiled late, recomputed", "3 parts that were compiled each by itself run in one program"),
+    ],
+)
+def test_blocks_compiled_each_train_as_with_stock_whatever_their_root_does(ranks, how, said):
+    for found in values(ranks, "blocks_in", how=how):
+        assert (found["grad"], found["result"]) == (0, 0)
+        assert said in found["receipt"] and found["seen"][0] == found["seen"][1]
+
+
+@pytest.mark.parametrize("options", [{}, {"promote": False}])
+def test_a_stage_of_a_pipeline_is_left_to_fsdp_with_the_reason(ranks, options):
+    for found in values(ranks, "pipelined_stage", options=options):
+        assert found["grad"] == 0 and found["count"] == 8
+        assert "not eligible: torch.distributed.pipelining reduces gradients itself" in found["receipt"]
+
+
+@pytest.mark.parametrize(
     ("how", "reason"),
     [
         ({"name": "two", "options": STOCK}, "option distributed='stock'"),

@@ -54,7 +54,7 @@ class DcompileRevision:
         if source is not None and self.root.parent != source.resolve():
             raise ImportError(f"dcompile was imported from {self.root.parent}, not from {source}")
         dcompile.explain(torch.neg, torch.ones(2))  # loads the modules for a plan
-        self.pipeline = _find("Pipeline", "dcompile.pipeline", "dcompile.compiler.driver")
+        self.pipeline = _find("Pipeline", "dcompile.pipeline", "dcompile.compiler.driver", "dcompile.driver")
         self.emit_host = _find("emit", "dcompile.codegen.emit.host.program", "dcompile.codegen.emit.host")
         self.cpp_text = _find("text_of", "dcompile.codegen.emit.cpp.compile", "dcompile.codegen.emit.build")
         self.graphs = _classes_with("needs_data")

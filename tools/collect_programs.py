@@ -57,7 +57,13 @@ class DcompileRevision:
         self.pipeline = _find("Pipeline", "dcompile.pipeline", "dcompile.compiler.driver", "dcompile.driver")
         self.emit_host = _find("emit", "dcompile.codegen.emit.host.program", "dcompile.codegen.emit.host")
         self.cpp_text = _find("text_of", "dcompile.codegen.emit.cpp.compile", "dcompile.codegen.emit.build")
-        self.graphs = _classes_with("needs_data")
+
+    def planning_without_data(self) -> list[Any]:
+        """Return patches under which `explain` plans graphs of tensors without memory, too."""
+        plan_only = importlib.import_module("dcompile.explain.plan_only")
+        if hasattr(plan_only, "PLANNED"):
+            return [mock.patch.object(plan_only, "PLANNED", dataclasses.replace(plan_only.PLANNED, needs_data=False))]
+        return [mock.patch.object(graph, "needs_data", False) for graph in _classes_with("needs_data")]  # older
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -125,8 +131,8 @@ class ProgramCollector:
 
         with contextlib.ExitStack() as patches:
             patches.enter_context(mock.patch.object(self.revision.pipeline, "plan", plan))
-            for graph in self.revision.graphs:  # also plan graphs of tensors without memory
-                patches.enter_context(mock.patch.object(graph, "needs_data", False))
+            for patch in self.revision.planning_without_data():
+                patches.enter_context(patch)
             yield
 
     def _plan_and_write(self, pipeline: Any, gm: Any, request: Any, device: str, *measures: Any) -> Any:

@@ -345,13 +345,13 @@ class Entry:
         root = self.root
         if root is None or self._apart_because or not self.may_be_promoted:
             return False
-        entry, whole = self._whole(), compat.fsdp2.outermost_in_forward(root)
-        if whole is None and compat.autograd.backward_task() < 0:
-            return False  # otherwise a checkpoint recomputes this module's part of that eager forward
-        if whole is root:
-            return False
-        if entry is None and whole is not None:
-            entry = newest_entry(compiled_part(whole)) or self.promote(whole)
+        whole, entry = compat.fsdp2.outermost_in_forward(root), self._whole()
+        if whole is None:  # a checkpoint may recompute this module's part of that eager forward
+            entry = entry if compat.autograd.backward_task() >= 0 else None
+        elif whole is root:
+            entry = None
+        else:
+            entry = entry or newest_entry(compiled_part(whole)) or self.promote(whole)
         return entry is not None and entry.parts > 0 and (entry._compiled is None or entry.has_taken_over)
 
     @property
@@ -370,15 +370,16 @@ class Entry:
         parts = [entry for entry in entries.values() if entry is not None and not entry.parts]
         kinds = {name_of(module) for module, entry in entries.items() if entry is not None}
         objection, renew = "", self.model.services.renew
+        assert renew is not None, "programs that only plan leave the root alone"
         if compiled_part(whole) is not whole or vars(whole).get("_compiled_call_impl") is not None:
             objection = "the root is compiled by itself"
         elif not all(part._is_alike(self) for part in parts):
             objection = "they are compiled with different settings"
         elif any(entry is None and name_of(module) in kinds for module, entry in entries.items()):
             objection = "some of the same class are not compiled"
-        if objection or renew is None:
+        if objection:
             for part in parts:
-                part._apart_because = objection or "programs are only planned"
+                part._apart_because = objection
             return None
         for module, inner in entries.items():
             if inner is not None and inner.parts:  # a root until another was sharded around it

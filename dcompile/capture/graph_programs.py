@@ -244,7 +244,7 @@ class GraphPrograms:
                 args[place] = zeros_for(gm, place)
             take_out(args, lacks)
             gone, zeros = outputs.of(absent) if absent else ((), ())
-            results = apart.of(memory, self._run_backward(kind, args, sync, gone, strategy))
+            results = apart.of(memory, self._run_backward(kind, state, args, sync, gone, strategy))
             if alone:  # later calls skip the tests above, whose results do not change any more
                 settled = apart.around(memory, self.graph.executables[kind])
             outputs.fill(results, gone, zeros)
@@ -336,11 +336,9 @@ class GraphPrograms:
         return bool(self.graph.grads) and reduces and self.adapter.bucket_rule() is not None
 
     def _run_backward(
-        self, kind: str, args: list[Any], sync: int, gone: Collection[int], strategy: GradientSync
+        self, kind: str, state: BackwardState, args: list[Any], sync: int, gone: Collection[int], strategy: GradientSync
     ) -> list[Any]:
         """Run a backward program. `gone`: positions of results that are None in this call."""
-        state = self.state
-        assert state is not None, "a backward runs after it was compiled"
         buckets = state.whole_buckets if kind == WHOLE_BACKWARD and state.whole_buckets is not None else state.buckets
         return strategy.run_backward(BackwardCall(self.graph, self.graph.executables[kind], buckets, args, sync, gone))
 

@@ -6,7 +6,7 @@ DDP's division by the number of ranks is folded into the GEMMs that write gradie
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TypeAlias
@@ -17,6 +17,7 @@ from dcompile.ir.buffers import IN_BUCKET, ITEMSIZE, Bucket, Buffer
 from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
 from dcompile.ir.gemm import MATMUL_OPS, matmul_of
 from dcompile.ir.index import Index, as_index, contiguous_strides
+from dcompile.ir.library_ops import COPY_EACH
 from dcompile.ir.nodes import SCALED, Collective, Extern, Loop, Program, Step, View, Wait
 
 ALIGN_BYTES = 64
@@ -302,11 +303,8 @@ def _steps(program: Program, gradients: list[_BucketGradient], buckets: list[Buc
     """Steps, with copies into buckets after their source, starts after the last gradient, and waits at the end."""
     written = {name: position for position, step in enumerate(program.steps) for name in step.writes}
     ready = {g.buffer: written.get(g.view.buffer, -1) for g in gradients}  # -1: an input of the program
-    copies: dict[int, list[Step]] = {}
-    for gradient in gradients:
-        if gradient.copied:
-            copy = copy_into(gradient.buffer, gradient.view, gradient.param, "its bucket")
-            copies.setdefault(ready[gradient.buffer], []).append(copy)
+    copied = [gradient for gradient in gradients if gradient.copied]
+    copies = copies_by_place([(g.buffer, g.view, g.param) for g in copied], ready, program.table, buckets, "its bucket")
     # A communicator runs collectives in the order in which they are started, and every rank must start them in the same
     # order. So bucket i+1 never starts before bucket i, even if its gradients are ready first.
     starts: dict[int, list[Step]] = {}
@@ -322,20 +320,67 @@ def _steps(program: Program, gradients: list[_BucketGradient], buckets: list[Buc
     return (*steps, *waits)
 
 
-def copy_into(buffer: str, view: View, param: ParamInfo, where: str) -> Extern:
-    """Copy a gradient to its place with a concatenation of one tensor: the plain copy that has an out= overload.
+JOINED_BYTES = 32 << 20
+"""Bytes of gradients that one call copies at most. They live until all of them are there, and with more of them, a call
+costs little beside its copies. Nine copies of a layer of 160M take 140 us of an H200 and 156 of its host, one call 25
+and 14.
+"""
 
-    It also converts, if the place has another dtype.
+
+def copies_by_place(
+    copied: Sequence[tuple[str, View, ParamInfo]],
+    ready: Mapping[str, int],
+    table: Mapping[str, Buffer],
+    buckets: Iterable[Bucket],
+    where: str,
+) -> dict[int, list[Step]]:
+    """Step -> copies to run after it, of gradients (buffer of the copy, gradient, parameter) into memory of buckets.
+
+    Copies of one bucket between the same dtypes are joined to one call, up to `JOINED_BYTES`.
     """
-    if not view.shape:
-        view = replace(view, shape=(1,), strides=(1,))  # a scalar cannot be concatenated
+    bucket_of = {buffer: bucket for bucket in buckets for buffer in bucket.buffers}
+    kinds: dict[tuple[str, str], list[tuple[str, View, ParamInfo]]] = {}
+    for entry in sorted(copied, key=lambda entry: ready[entry[0]]):
+        kinds.setdefault((bucket_of[entry[0]].name, table[entry[1].buffer].dtype), []).append(entry)
+    found: dict[int, list[Step]] = {}
+    for entries in kinds.values():
+        for part in _parts(entries, table):
+            step = _copy(part, where)
+            found.setdefault(max(ready[buffer] for buffer, *_ in part), []).append(step)
+    return found
+
+
+def _parts(
+    entries: Iterable[tuple[str, View, ParamInfo]], table: Mapping[str, Buffer]
+) -> Iterator[list[tuple[str, View, ParamInfo]]]:
+    """Split entries into lists of at most `JOINED_BYTES`, or of one entry."""
+    part: list[tuple[str, View, ParamInfo]] = []
+    total = 0
+    for entry in entries:
+        nbytes = table[entry[1].buffer].typical_bytes
+        if part and total + nbytes > JOINED_BYTES:
+            yield part
+            part, total = [], 0
+        part.append(entry)
+        total += nbytes
+    if part:
+        yield part
+
+
+def _copy(entries: Sequence[tuple[str, View, ParamInfo]], where: str) -> Extern:
+    """Copy gradients to their places, and convert them if these have another dtype.
+
+    One is copied by a concatenation of one tensor: the plain copy that has an out= overload.
+    """
+    name, more = entries[0][2].fqn, len(entries) - 1
+    flat = (replace(view, shape=(1,), strides=(1,)) if not view.shape else view for _, view, _ in entries)
     return Extern(
-        op="aten.cat.default",
-        args=((view,),),
+        op=COPY_EACH if more else "aten.cat.default",
+        args=(tuple(flat),),
         kwargs=(),
-        outs=(buffer,),
+        outs=tuple(buffer for buffer, *_ in entries),
         mode="out",
-        origin=(f"gradient of {param.fqn}, into {where}",),
+        origin=(f"gradient{'s' if more else ''} of {name}{f' and {more} more' if more else ''}, into {where}",),
     )
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from dcompile.collectives.contract import ParamInfo
-from dcompile.collectives.ddp_all_reduce import can_place, copy_into, products_last
+from dcompile.collectives.ddp_all_reduce import can_place, copies_by_place, products_last
 from dcompile.collectives.fsdp_units import APART_BYTES, holder_of_unit, shard_of, unit_buckets
 from dcompile.ir.buffers import IN_BUCKET, ITEMSIZE, WITHIN, Bucket, Buffer
 from dcompile.ir.index import contiguous_strides
+from dcompile.ir.library_ops import COPY_EACH
 from dcompile.ir.nodes import Collective, Extern, Program, Step, View, Wait
 
 
@@ -146,10 +147,8 @@ def _steps(
 
     The oldest of `most` reductions is waited for before another one starts.
     """
-    after: dict[int, list[Step]] = {}
-    for g in gradients:
-        if g.copied:
-            after.setdefault(ready[g.buffer], []).append(copy_into(g.buffer, g.view, g.param, "its unit"))
+    copied = [(g.buffer, g.view, g.param) for g in gradients if g.copied]
+    after = copies_by_place(copied, ready, program.table, [bucket for _, bucket in buckets], "its unit")
     flying: list[Wait] = []
     for at, bucket in buckets:
         if len(flying) == most:
@@ -169,5 +168,5 @@ def copied_bytes(program: Program) -> int:
         for buffer in program.buffers
         if (buffer.storage or "").startswith((WITHIN, IN_BUCKET))
     }
-    copies = (step for step in program.steps if getattr(step, "op", "") == "aten.cat.default")
+    copies = (step for step in program.steps if getattr(step, "op", "") in ("aten.cat.default", COPY_EACH))
     return sum(within.get(name, 0) for step in copies for name in step.writes)

@@ -457,19 +457,27 @@ def add_gradient(param: Any, shard: torch.Tensor) -> Any:
     If the gradient is copied to CPU memory, and nothing reads it during the backward, the copy is asynchronous. The
     result is then an event to wait for before the backward ends, otherwise None.
     """
-    shard = shard.to(param.orig_dtype)
+    if shard.dtype != param.orig_dtype:
+        shard = shard.to(param.orig_dtype)
     new = shard.as_strided(param.sharded_size, param.contiguous_sharded_stride, shard.storage_offset())
     sharded, arrival = param.sharded_param, None
     hooks = (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values()
     if param.offload_to_cpu and new.device.type != "cpu":
         new, arrival = _to_cpu(new, param.pin_memory and sharded.grad is None and not hooks)
     if sharded.grad is None:
-        sharded.grad = param.to_sharded_dtensor(new)
+        sharded.grad = _sharded_dtensor(param, new)
     else:
         sharded.grad._local_tensor += new
     for hook in hooks:
         hook(sharded)
     return arrival
+
+
+def _sharded_dtensor(param: Any, local: torch.Tensor) -> Any:
+    """Make `param.to_sharded_dtensor(local)` without DTensor's __init__, whose wrappers take 12 of its 20 us."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.__new__(DTensor, local, param._sharding_spec, requires_grad=False)
 
 
 def keep_gradient(param: Any, gathered: torch.Tensor) -> None:

@@ -15,6 +15,9 @@ from dcompile.ir.index import Index, typical
 from dcompile.ir.nodes import Extern
 from dcompile.ir.predicate import QUERIES_AT_ONCE, allowed_pairs, parse_predicate
 
+COPY_EACH = "dcompile.copy_each"
+"""Copy each view of the first argument to the output of the same place, and convert it."""
+
 
 def packet_of(op: str) -> str:
     """Return the name of an op without its overload: `aten.mm` of `aten.mm.default`."""

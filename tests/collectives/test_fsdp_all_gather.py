@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dcompile.codegen.schedule.memory.plan import plan_memory
+from dcompile.collectives import ddp_all_reduce
 from dcompile.collectives.contract import ParamInfo, Shard
 from dcompile.collectives.fsdp_all_gather import insert_all_gathers
 from dcompile.collectives.fsdp_reduce_scatter import copied_bytes, insert_reduce_scatters
@@ -13,6 +14,7 @@ from dcompile.errors import VerifyError
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.interpret import interpret
+from dcompile.ir.library_ops import COPY_EACH
 from dcompile.ir.nodes import Apply, Collective, Extern, Load, Loop, Program, Store, View, Wait
 from dcompile.ir.verify import verify
 
@@ -132,6 +134,22 @@ def test_gradients_of_another_dtype_are_converted_on_the_way():
     program = plan_memory(insert_reduce_scatters(backward(1), (param(0, reduce_dtype="float64"),)))
     verify(program)
     assert words(program) == "g0 grad0 +scatter0 -scatter0" and copied_bytes(program) == 4 * 8
+
+
+def test_small_gradients_of_a_unit_are_converted_by_one_call_once_all_are_there():
+    params = (param(0, reduce_dtype="float64"), param(1, reduce_dtype="float64"), param(2, 1, reduce_dtype="float64"))
+    program = plan_memory(insert_reduce_scatters(backward(3), params))
+    verify(program)
+    assert words(program) == "g2 grad2 +scatter0 g1 g0 grad0,grad1 -scatter0 +scatter1 -scatter1"
+    assert [s.op for s in program.steps if isinstance(s, Extern)] == ["aten.cat.default", COPY_EACH]
+    assert copied_bytes(program) == 3 * 4 * 8
+
+
+def test_large_gradients_are_converted_one_by_one_so_that_they_are_freed_early(monkeypatch):
+    monkeypatch.setattr(ddp_all_reduce, "JOINED_BYTES", 4 * 4)
+    params = tuple(param(number, reduce_dtype="float64") for number in range(2))
+    program = insert_reduce_scatters(backward(), params)
+    assert words(program) == "g1 grad1 g0 grad0 +scatter0 -scatter0"
 
 
 def test_values_of_a_unit_of_several_gradients():

@@ -26,6 +26,9 @@ class Group:
         self.store, self.rank, self.world, self.seconds = store, rank, world, 1800.0
         self.group_name = f"group {next(_NUMBERS)}"  # a line counts the groups of a name in its process
 
+    def size(self) -> int:
+        return self.world
+
 
 class Ranks:
     """Lines of several ranks to one another; a rank without one never comes."""

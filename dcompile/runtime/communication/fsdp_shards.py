@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dcompile import compat
-from dcompile.collectives.contract import Phase, ShardGroup, ShardUnit
+from dcompile.collectives.contract import GradientReduction, Phase, ShardGroup, ShardUnit
 from dcompile.compat.autograd import backward_task
 from dcompile.errors import DcompileError
 from dcompile.ir.buffers import Bucket
@@ -56,6 +56,7 @@ class PendingReduction:
     """All shards of this rank, end to end."""
     shards: dict[int, torch.Tensor]
     collective: PendingCollective
+    rule: GradientReduction
     absent: frozenset[int] = frozenset()
     """Units that this rank has no gradient of."""
     scattered: bool = False
@@ -228,7 +229,7 @@ class Shards:
             self.unreduced.add_to(number, tensor)
             if rule.divide_before not in (None, 1):
                 tensor.div_(rule.divide_before)
-        world = dist.get_world_size(process_group)
+        world = process_group.size()
         parts = [self.units[number].parts for number in full]
         sizes = self.shard_sizes({number: tensor.numel() for number, tensor in full.items()}, process_group)
         flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
@@ -250,7 +251,7 @@ class Shards:
             text = f"{name} ({sum(t.numel() for t in full.values())} elements{together})"
             label = label_of_model(text, process_group, self.numbers)
             collective = PendingCollective(process_group, first.device, label, start)
-        return PendingReduction(name, group, flat, shards, collective, lacking)
+        return PendingReduction(name, group, flat, shards, collective, rule, lacking)
 
     def shard_sizes(self, numels: Mapping[int, int], group: Any) -> list[int]:
         """Elements of this rank's shard of each unit."""
@@ -277,7 +278,7 @@ class Shards:
         with named_error(f"the {pending.name}", shards, self.units, group.scatter_group()):
             pending.collective.wait()
         pending.scattered = True
-        replicas, rule = group.replica_group(), group.reduction(flat.dtype)
+        replicas = group.replica_group()
         if replicas is None:
             return
         pending.complete = group.wants() == "all"
@@ -292,7 +293,7 @@ class Shards:
 
         def start(limit_s: float | None) -> Any:
             options = dist.AllreduceOptions()
-            options.reduceOp = rule.reduce
+            options.reduceOp = pending.rule.reduce
             compat.groups.limit(options, limit_s)
             return replicas.allreduce([flat], options)
 
@@ -311,7 +312,7 @@ class Shards:
             replicas = pending.group.replica_group()
             with named_error(f"the {pending.name} among replicas", pending.shards, self.units, replicas):
                 pending.replicating.wait()
-        divisor = pending.group.reduction(pending.flat.dtype).divide_after
+        divisor = pending.rule.divide_after
         if divisor not in (None, 1):
             pending.flat.div_(divisor)
         return True

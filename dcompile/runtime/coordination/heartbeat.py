@@ -334,10 +334,12 @@ def _read_status(store: Any, rank: int) -> PeerStatus | None:
 
 def peers_of(group: Any) -> PeerCoordinator | None:
     """Coordinator of a process group; None for a single rank or a fake group."""
-    if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+    if group is None:
         return None
     found = _LINES.get(group)
     if found is None:
+        if group.size() == 1 or dist.get_backend(group) == "fake":
+            return None
         if not _GENERATIONS:
             compat.groups.on_destroy(_end)
             atexit.register(end_at_exit)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
+from dcompile.compat.tensors import raw_stream
 from dcompile.errors import PlanMismatchError
 from dcompile.logs import flush_streams, report
 from dcompile.runtime.coordination.peer_status import PeerView
@@ -148,6 +149,8 @@ class ProgressEvents:
     def __init__(self) -> None:
         self._marks: deque[ProgressEvent] = deque()
         self._spare: dict[int, list[Any]] = {}
+        self._streams: dict[tuple[int, int], Any] = {}
+        """Streams by device and handle: torch takes 50 us to make the current one, in a program that has few calls."""
         self._lock = threading.Lock()
 
     def put(self, number: int, label: str) -> None:
@@ -156,10 +159,16 @@ class ProgressEvents:
         with self._lock:
             spare = self._spare.setdefault(device, [])
             event: Any = spare.pop() if spare else torch.cuda.Event()  # type: ignore[no-untyped-call, unused-ignore]
-            event.record()
+            event.record(self._current_stream(device))
             self._marks.append(ProgressEvent(number, label, event, device))
             if len(self._marks) > SWEEP_COUNT:
                 self._sweep()
+
+    def _current_stream(self, device: int) -> Any:
+        key = device, raw_stream(device)
+        if key not in self._streams:
+            self._streams[key] = torch.cuda.current_stream(device)
+        return self._streams[key]
 
     def oldest(self) -> ProgressEvent | None:
         """Event of the first collective that the GPU has not completed, or None."""

@@ -10,9 +10,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from dcompile.compat.tensors import assert_on_device
+from dcompile.compat.tensors import assert_on_device, copy_all
 from dcompile.errors import DcompileError
 from dcompile.ir.index import element_span
+from dcompile.ir.library_ops import COPY_EACH
 
 # define operators that host programs call
 from dcompile.operators import (
@@ -94,6 +95,7 @@ _OWN: Mapping[str, Callable[..., Any]] = {
     "dcompile.call": call,
     "dcompile.region": region,
     "dcompile.check_number": check_number,
+    COPY_EACH: copy_all,
     "dcompile.lay_out": lay_out,
     "dcompile.set_data": set_data,
 }

@@ -29,7 +29,8 @@ class Gpu:
             def __init__(self):
                 gpu.made += 1
 
-            def record(self):
+            def record(self, stream):
+                assert stream == "the stream of 7"
                 gpu.recorded += 1
                 self.number = gpu.recorded
 
@@ -44,6 +45,8 @@ def gpu(monkeypatch):
     found = Gpu()
     monkeypatch.setattr(watchdog.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(watchdog.torch.cuda, "Event", found.event())
+    monkeypatch.setattr(watchdog, "raw_stream", lambda device: 7)
+    monkeypatch.setattr(watchdog.torch.cuda, "current_stream", lambda device: "the stream of 7")
     return found
 
 

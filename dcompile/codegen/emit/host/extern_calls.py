@@ -20,6 +20,7 @@ from dcompile.codegen.emit.host.expressions import HostExpressions
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES, Chosen, Geometry, gemm_layout, matmul_of
 from dcompile.ir.index import Size, as_index, var
+from dcompile.ir.library_ops import COPY_EACH
 from dcompile.ir.nodes import SCALE, SCALED, Extern, Program, View
 
 
@@ -75,13 +76,13 @@ class ExternCalls:
         arguments += [f"{name}={self.text.argument(arg, written)}" for name, arg in step.kwargs]
         if step.origin:
             self.lines.append(f"# {', '.join(step.origin)}")
+        if step.op == COPY_EACH:
+            copy = self.text.once(f"run.function({step.op!r})", "op")
+            self.lines.append(f"{copy}([{', '.join(self._placed(step))}], {arguments[0]})")
+            return
         if step.mode == "out":
             op, names = out_overload(step.op)
-            for result, keyword_ in zip(step.outs, names, strict=True):
-                assert result is not None, f"{step.op} drops a result that it is to write"
-                self.buffers.ensure(result)
-                whole = View(result, self.table[result].shape, self.table[result].strides)
-                arguments.append(f"{keyword_}={self.text.view(whole)}")
+            arguments += [f"{name}={view}" for name, view in zip(names, self._placed(step), strict=True)]
             called = function(op)
             if op in NARROWED and all(self._is_narrow(name) for name in step.outs if name is not None):
                 called = f"run.narrow_product({op!r}, {called})"
@@ -93,6 +94,15 @@ class ExternCalls:
             self.lines.append(call)
         else:
             self._take_results(step, call)
+
+    def _placed(self, step: Extern) -> list[str]:
+        """Return the memory of each result that the compiler has placed."""
+        views = list[str]()
+        for result in step.outs:
+            assert result is not None, f"{step.op} drops a result that it is to write"
+            self.buffers.ensure(result)
+            views.append(self.text.view(View(result, self.table[result].shape, self.table[result].strides)))
+        return views
 
     def _take_results(self, step: Extern, call: str) -> None:
         """Name the results of a call, and check that they are as traced."""

@@ -122,7 +122,7 @@ def refill(kept: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def borrowed(value: Any) -> Any:
-    """The same memory without owning it: a replay's pieces write it again. CPU memory has no pool, and is held."""
+    """The same memory without owning it: it is in the recorder's pool, or an input's."""
     if not isinstance(value, torch.Tensor) or not value.untyped_storage().nbytes():
         return value
     storage = value.untyped_storage()
@@ -214,6 +214,11 @@ class PiecewiseRecording:
                     step()
         return made
 
+    def _lent(self, value: Any) -> Any:
+        """What a replay passes for a value that has the same address in each. No pool holds memory of the CPU."""
+        on_host = isinstance(value, torch.Tensor) and value.device.type == "cpu" and self._device >= 0
+        return value if on_host else borrowed(value)
+
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         here = self._device < 0 or self._device == torch.cuda.current_device()
         return contextlib.nullcontext() if here else torch.cuda.device(self._device)
@@ -254,7 +259,7 @@ class PiecewiseRecording:
         """Run what is not recorded, and note how to do so in a replay."""
         parts = self.program.parts
         part, last = parts[number], number == len(parts) - 1
-        takes = tuple(self._bound[name] for name in part.takes) if number else tuple(map(borrowed, given))
+        takes = tuple(self._bound[name] for name in part.takes) if number else tuple(map(self._lent, given))
         stays = {*map(storage_of, takes)} - {0}
         same = {id(value) for value in takes if not storage_of(value)}
         function = self._function(number)
@@ -294,4 +299,4 @@ class PiecewiseRecording:
             elif isinstance(step, Between) and name != SCALE.text:
                 self._bound[name] = Varying(name)
             else:
-                self._bound[name] = borrowed(value)
+                self._bound[name] = self._lent(value)

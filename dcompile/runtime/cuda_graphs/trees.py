@@ -342,7 +342,16 @@ class ReplayedExecutable:
         made.settle()
         layouts_fit = compat.guards.like_these([args[place] for place in fixed]) if self._saved and fixed else None
         recording = Recording(
-            run.replay, fixed, addresses, slots, kept, made.memories, pool, frozenset(alive), layouts_fit, run.collectives
+            run.replay,
+            fixed,
+            addresses,
+            slots,
+            kept,
+            made.memories,
+            pool,
+            frozenset(alive),
+            layouts_fit,
+            run.collectives,
         )
         if not run.failed:
             recordings.append(recording)

@@ -35,9 +35,11 @@ class Arena:
     def borrowed(self) -> Arena:
         """Arena at the same address that does not own the memory, and waits for no stream: for replays, in order."""
         arena, storage = copy.copy(self), self._memory.untyped_storage()
+        arena._follows = False
+        if not storage.nbytes():
+            return arena
         outside = storage_at(storage.data_ptr(), storage.nbytes(), self._memory.device)
         arena._memory = torch.empty(0, dtype=torch.uint8, device=self._memory.device).set_(outside)
-        arena._follows = False
         return arena
 
     def follow(self, raw_stream: int, device: int) -> None:

@@ -33,7 +33,9 @@ def unrecordable_steps(program: Program) -> dict[int, str]:
     on_host = {buffer.name for buffer in program.buffers if buffer.device == "cpu" and buffer.is_tensor}
     numbers = {buffer.name for buffer in program.buffers if buffer.dtype == NUMBER}
     late = valued_symbols(program)
-    sized = {buffer.name for buffer in program.buffers if not late.isdisjoint(_symbols((*buffer.shape, *buffer.strides)))}
+    sized = {
+        buffer.name for buffer in program.buffers if not late.isdisjoint(_symbols((*buffer.shape, *buffer.strides)))
+    }
     told = set[str]()
     found: dict[int, str] = {}
     for position, step in enumerate(program.steps):

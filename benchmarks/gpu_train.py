@@ -8,7 +8,7 @@ their names compile AdamW's step, too. For torch.compile it has many small opera
 cannot compile the fused one. These peers, and max-autotune, run only with --peers. All peers are built first, then
 timed in turn, round after round, by CUDA events. Memory, kernels and idle time are those of one step of each peer.
 Memory is the allocator's peak beyond parameters and optimizer. Kernels are counted by torch.profiler, and idle is the
-time in which none runs.
+time in which none runs. `160M-waiting` is the model 160M with one step in its middle that no CUDA graph can record.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Shape:
     rows: int
     length: int
     vocabulary: int = 32000
+    waits: bool = False
+    """Whether a step in the middle waits for the device, so that no CUDA graph can record it."""
 
 
 SHAPES = {
@@ -54,6 +56,7 @@ SHAPES = {
     "8B": Shape(32, 4096, 32, 8, 14336, rows=1, length=4096, vocabulary=128256),
     "3B": Shape(28, 3072, 24, 8, 8192, rows=2, length=4096, vocabulary=128256),
     "160M": Shape(12, 768, 12, 12, 3072, rows=4, length=1024),
+    "160M-waiting": Shape(12, 768, 12, 12, 3072, rows=4, length=1024, waits=True),
     "tiny": Shape(2, 64, 4, 2, 128, rows=2, length=64, vocabulary=256),
 }
 """Name -> shape. `tiny` tests the benchmark itself."""
@@ -111,7 +114,30 @@ def make(shape: Shape, device: Any = "cuda", dtype: torch.dtype = torch.bfloat16
         use_cache=False,
     )
     with torch.device(device):
-        return LlamaForCausalLM(config).to(dtype).train()
+        model = LlamaForCausalLM(config).to(dtype).train()
+    if shape.waits:
+        middle = model.model.layers[shape.layers // 2]
+        middle.input_layernorm = torch.nn.Sequential(Wait(), middle.input_layernorm)
+    return model
+
+
+@torch.library.custom_op("dcompile_benchmarks::wait", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def wait(x: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor, once the host has waited for it, as operators do that exchange tokens among experts."""
+    if x.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    return x.clone()
+
+
+wait.register_fake(torch.empty_like)
+wait.register_autograd(lambda ctx, gradient: wait(gradient))
+
+
+class Wait(torch.nn.Module):
+    """A step that waits for the device, in the forward and in the backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return wait(x)
 
 
 class Training:

@@ -41,6 +41,10 @@ class PrecompileError(DcompileError):
     """A job cannot be compiled where its ranks are not; the message says what of it needs them, or needs values."""
 
 
+class NotInPartsError(DcompileError):
+    """A call that is recorded in pieces has to run as a whole; it does, and the receipt says why."""
+
+
 class VerifyError(DcompileError):
     """A program breaks a rule of `ir.verify`: always a bug of dcompile.
 

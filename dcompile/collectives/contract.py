@@ -133,6 +133,8 @@ collective, named like its bucket, is on its communicator. `exposed_us`: how lon
 """
 
 
+APART, TOGETHER = "#: not recorded: ", "#: recorded again"
+"""Lines of a host program around steps that no CUDA graph can record; the first ends with the reason."""
 REGION_LEFT = "region left by"
 """What `ProgramReport.fallbacks` calls a region that another compiler refused, before its name and the reason."""
 
@@ -165,6 +167,8 @@ class ProgramReport:
     """CUDA graphs that were recorded of it."""
     replays: int = 0
     """Calls that were replays of one of them."""
+    pieces: int = 0
+    """CUDA graphs that a replay launches: one, or several with steps between them that cannot be recorded."""
     notes: list[str] = field(default_factory=list)
     """Lines for the receipt: declined optimizations, with reasons."""
     schedule: list[Predicted] = field(default_factory=list)

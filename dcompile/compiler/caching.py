@@ -203,12 +203,10 @@ class CachingCompiler:
         why = None
         if len(devices) != 1:
             why = f"it uses {len(devices)} GPUs" if devices else "it does not run on a GPU"
-        elif program.late_sizes:
+        elif program.late_sizes and not program.marked:
             why = f"{program.late_sizes} of its sizes depend on values"
-        elif reads_values(gm):
+        elif reads_values(gm) and not program.marked:
             why = "it reads values of tensors on the CPU, to check them"
-        elif program.on_host:
-            why = f"it computes on the CPU, too ({program.on_host}), which a replay would not repeat"
         elif storage_offsets.gives_data(gm):
             why = "it gives a tensor other memory (.data = ...), which a replay would not repeat"
         elif program.report.regions and self.config.backend is not None and not self.config.backend.row.records:

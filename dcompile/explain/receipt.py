@@ -63,6 +63,8 @@ class Receipt:
     recordings: int = 0
     """CUDA graphs that were recorded, and number of calls that were replays."""
     replays: int = 0
+    pieces: int = 0
+    """CUDA graphs that replays of a step launch. A note names what runs between the pieces of a program."""
     regions: int = 0
     """Calls per step of regions that another compiler has compiled."""
     bytes_copied: int = 0
@@ -260,6 +262,7 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         traces_cached=sum(trace.cached is not None for trace in traces),
         recordings=sum(report.recordings for report in every),
         replays=sum(report.replays for report in every),
+        pieces=sum(report.pieces for report in reports),
         regions=sum(report.regions for report in reports),
         bytes_copied=sum(report.bytes_copied for report in reports)
         + sum(bucket.numel * ITEMSIZE[bucket.dtype] for bucket in arriving),

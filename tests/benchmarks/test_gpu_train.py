@@ -1,6 +1,7 @@
 """The GPU training benchmark: what its peers compile, on a small model and the CPU."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,20 @@ def test_a_peer_compiles_its_optimizer_if_it_says_so(name, monkeypatch):
     assert peer.losses == pytest.approx(eager.losses, rel=1e-5) and len({*peer.losses}) == 4
     assert bool(peer.optimizer.defaults["fused"]) is name.startswith("dcompile"), "torch.compile cannot"
     assert (peer.update == peer.optimizer.step) is (name == "dcompile")
+
+
+def test_a_model_that_waits_in_its_middle_computes_the_same():
+    shape = gpu_train.SHAPES["tiny"]
+    plain, waiting = (gpu_train.make(replace(shape, waits=waits), "cpu", torch.float32) for waits in (False, True))
+    tokens = torch.randint(0, shape.vocabulary, (2, 16), generator=torch.Generator().manual_seed(0))
+    losses = [model(input_ids=tokens, labels=tokens).loss for model in (plain, waiting)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses)
+    for one, other in zip(plain.parameters(), waiting.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert sum(isinstance(module, gpu_train.Wait) for module in waiting.modules()) == 1
+    assert replace(gpu_train.SHAPES["160M-waiting"], waits=False) == gpu_train.SHAPES["160M"]
 
 
 def test_peers_are_the_same_unless_others_are_asked_for():

@@ -14,6 +14,7 @@ from dcompile.capture import graph_programs
 from dcompile.compiler import caching
 from dcompile.runtime.cuda_graphs import recording
 from dcompile.runtime.program.arena import copy_elements
+from dcompile.runtime.program.executable import HostParts
 
 
 class Repeats:
@@ -34,7 +35,9 @@ class Repeats:
             for memory, bytes_before in before:
                 memory.copy_(bytes_before)
             torch.set_rng_state(state)
-        self._kept += (x.detach() for x in results if isinstance(x, torch.Tensor))
+        theirs = {memory.data_ptr() for memory, _ in before}
+        mine = (x for x in results if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in theirs)
+        self._kept += (x.detach() for x in mine)
         own = [_look(x) for x in results]
 
         def replay() -> None:
@@ -87,6 +90,18 @@ def _write_again(to: torch.Tensor, made: torch.Tensor) -> None:
         memory.copy_(source)
 
 
+def _keeping(prepare: Any) -> Any:
+    """`HostParts.prepare` whose arenas are kept, as a pool's memory is."""
+    arenas: list[Any] = []
+
+    def keep(parts: Any, device: int, sizes: tuple[int, ...]) -> Any:
+        functions, arena = prepare(parts, device, sizes)
+        arenas.append(arena)
+        return functions, arena
+
+    return keep
+
+
 @contextlib.contextmanager
 def recorded() -> Iterator[None]:
     """Programs on the CPU are recorded and replayed as those on a GPU are."""
@@ -94,5 +109,6 @@ def recorded() -> Iterator[None]:
         mock.patch.object(recording, "CudaRecorder", Repeats),
         mock.patch.object(caching, "gpus", lambda gm: {"cpu"}),
         mock.patch.object(graph_programs, "donated_positions", lambda gm: ()),
+        mock.patch.object(HostParts, "prepare", _keeping(HostParts.prepare)),
     ):
         yield

@@ -55,6 +55,7 @@ class Program:
         self.report, self.buckets, self.source = ProgramReport(), (), ""
         self.name, self.on_gpu = "program", False
         self.mutated, self.released = mutated, 0
+        self.in_parts = None
         self.replayed = ReplayedExecutable(self, recorder.tree, **more)
 
     def __call__(self, args, *, buckets=None, sync=False):
@@ -65,6 +66,9 @@ class Program:
 
     def release(self):
         self.released += 1
+
+    def set_apart(self, error):
+        return ""
 
     def measure(self, recorder):
         self.measured = recorder

@@ -25,12 +25,15 @@ from dcompile.collectives.contract import AnySource, Executable
 from dcompile.compat.tensors import forget_blas_workspaces
 from dcompile.runtime.cuda_graphs.collectives import RecordedCall
 from dcompile.runtime.program.arena import copy_elements, over
+from dcompile.runtime.program.pieces import Part
 
 COPY_BYTES = 1 << 16
 """Size in bytes up to which results are returned as copies: losses and metrics, which callers keep over many steps."""
 
-RecordedProgram: TypeAlias = tuple[Callable[[], None], list[Any], dict[Any, list[str]]]
-"""How to replay a program, its results, and labels of its collectives by process group."""
+Replay: TypeAlias = Callable[[Mapping[str, Any]], Sequence[Any]]
+"""Repeats a recorded call with this memory of gradient buckets. Returns the results of the call's last part, if it is
+not recorded.
+"""
 
 
 class GraphRecorder(Protocol):
@@ -46,6 +49,18 @@ class GraphRecorder(Protocol):
         """Whether recorded kernels may read the tensor."""
 
 
+class InParts(Protocol):
+    """A program in parts, which are recorded or run as they are; see `runtime.program.executable.HostParts`."""
+
+    parts: tuple[Part, ...]
+
+    def begin(self, args: list[Any]) -> tuple[int, tuple[int, ...]]:
+        """Complete the arguments. Return the device, -1 for the CPU, and the sizes."""
+
+    def prepare(self, device: int, sizes: tuple[int, ...]) -> tuple[list[Callable[..., list[Any]]], Any]:
+        """Prepare a call. Return a function for each part, and the owner of the memory that they address."""
+
+
 class Recordable(Executable, Protocol):
     """A program that can be recorded."""
 
@@ -56,6 +71,13 @@ class Recordable(Executable, Protocol):
 
     def once(self, args: list[Any], buckets: AnySource | None = None, sync: bool = False) -> list[Any]:
         """Run with temporaries that are freed after the call."""
+
+    @property
+    def in_parts(self) -> InParts | None:
+        """The program in parts; None if it is recorded as a whole."""
+
+    def set_apart(self, error: BaseException) -> str:
+        """Leave the call at which a recording failed out of later ones. Return its name; "" if it is unknown."""
 
     def release(self) -> None:
         """Free temporaries that earlier calls have left."""
@@ -215,12 +237,12 @@ class RecordedResult:
 
     Its kind is one of these. `value`: not a tensor. `input`, `bucket`: a view of it. `memory`, `copy`: in memory of the
     recording, returned itself or as a copy. `again`: the same tensor as an earlier result, because views and version
-    counters depend on its identity.
+    counters depend on its identity. `new`: what the replay has returned at this position.
     """
 
-    kind: Literal["value", "input", "bucket", "memory", "copy", "again"]
+    kind: Literal["value", "input", "bucket", "memory", "copy", "again", "new"]
     source: Any
-    """The value; the input's position; the bucket's name; the `ResultMemory`; or the earlier result's position."""
+    """The value; the input's position; the bucket's name; the `ResultMemory`; or the position of a result."""
     template: int = 0
     shape: tuple[int, ...] = ()
     strides: tuple[int, ...] = ()
@@ -228,9 +250,16 @@ class RecordedResult:
     """For a view of an input or bucket: offset in elements from the beginning of that tensor."""
     kept: ResultRetention | None = None
 
-    def of(self, args: Sequence[Any], buckets: Mapping[str, Any], given: Given, earlier: list[Any]) -> Any:
-        """Tensor or value for the caller, after `earlier` results; `given` as in `ResultMemory.hand_out`."""
+    def of(
+        self, args: Sequence[Any], buckets: Mapping[str, Any], given: Given, earlier: list[Any], new: Sequence[Any]
+    ) -> Any:
+        """Tensor or value for the caller, after `earlier` results; `given` as in `ResultMemory.hand_out`.
+
+        `new`: what the replay has returned.
+        """
         match self.kind:
+            case "new":
+                return new[self.source]
             case "again":
                 return earlier[self.source]
             case "value":
@@ -256,7 +285,7 @@ class Recording:
     `tolerates`: memory that was alive when it was made. It may overwrite any other memory of its pool.
     """
 
-    replay: Callable[[], None]
+    replay: Replay
     fixed: list[int]
     addresses: list[int]
     """Addresses of all inputs; only those of the fixed ones are compared."""
@@ -278,17 +307,21 @@ class Recording:
             return False
         return self.layouts_fit is None or self.layouts_fit(*[args[place] for place in self.fixed])
 
-    def run(self, args: list[Any], buckets: Mapping[str, Any]) -> list[Any]:
-        """Replay with these inputs and this memory of gradient buckets; `args` is emptied."""
-        for slot in self.slots:
-            slot.fill(args)
-        self.replay()
+    def run(self, args: list[Any], buckets: Mapping[str, Any], ran: Sequence[Any] | None = None) -> list[Any]:
+        """Replay with these inputs and this memory of gradient buckets; `args` is emptied.
+
+        `ran`: new results of this call, if it ran while it was recorded.
+        """
+        if ran is None:
+            for slot in self.slots:
+                slot.fill(args)
+            ran = self.replay(buckets)
         for slot in self.slots:
             slot.copy_back(args)
         given: Given = {}
         results: list[Any] = []
         for result in self.results:
-            results.append(result.of(args, buckets, given, results))  # each may be a view of earlier ones
+            results.append(result.of(args, buckets, given, results, ran))  # each may be a view of earlier ones
         args.clear()
         return results
 
@@ -297,12 +330,19 @@ class ResultSorter:
     """Classify the results of a recorded run, and collect their memory.
 
     `stay`: positions of the fixed inputs whose memory was not freed during the run. Freed memory may hold a result now.
+    `pinned`: addresses of memory of the recording's own that is filled from outside, apart from slots.
     """
 
     def __init__(
-        self, stay: Sequence[int], args: Sequence[Any], slots: Sequence[CopiedInput], pool: int, call: RecordedCall
+        self,
+        stay: Sequence[int],
+        args: Sequence[Any],
+        slots: Sequence[CopiedInput],
+        pool: int,
+        call: RecordedCall,
+        pinned: frozenset[int] = frozenset(),
     ) -> None:
-        self._pool = pool
+        self._pool, self._pinned = pool, pinned
         self._buckets = {memory.flat.untyped_storage().data_ptr(): name for name, memory in call.memories.items()}
         self._inputs = {args[i].untyped_storage().data_ptr(): i for i in reversed(stay)}
         self._args = args
@@ -341,7 +381,9 @@ class ResultSorter:
         address = storage.data_ptr() if storage.nbytes() else -1 - len(self._by_address)
         memory = self._by_address.get(address)
         if memory is None:
-            memory = self._by_address[address] = ResultMemory(storage, self._pool, pinned=slot is not None)
+            memory = self._by_address[address] = ResultMemory(
+                storage, self._pool, pinned=slot is not None or address in self._pinned
+            )
         if kept is not None and storage.nbytes() <= COPY_BYTES:
             return RecordedResult("copy", memory, memory.add(value))
         self._seen[memory] = None

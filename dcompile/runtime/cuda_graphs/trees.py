@@ -31,20 +31,23 @@ import bisect
 import weakref
 from collections import Counter
 from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dcompile import compat
 from dcompile.collectives.contract import AnySource
-from dcompile.runtime.communication.model_collectives import recording_collectives
+from dcompile.errors import NotInPartsError
 from dcompile.runtime.communication.work import count_replayed
 from dcompile.runtime.cuda_graphs.collectives import RecordedCall, call_of
+from dcompile.runtime.cuda_graphs.pieces import PiecewiseRecording, RecordedRun, record_whole
 from dcompile.runtime.cuda_graphs.recording import (
     CopiedInput,
     GraphRecorder,
+    InParts,
     Recordable,
-    RecordedProgram,
+    RecordedResult,
     Recording,
     ResultMemory,
     ResultRetention,
@@ -53,6 +56,7 @@ from dcompile.runtime.cuda_graphs.recording import (
     position_in_results,
 )
 from dcompile.runtime.program.arena import like
+from dcompile.runtime.program.pieces import MIN_LAUNCHES
 
 MAX_RECORDINGS = 8
 """Most recordings of one program. Each shape has a program of its own. More recordings mean a caller who keeps every
@@ -72,10 +76,25 @@ MIN_COPIES_US = 20.0
 """Time of copies per call, in microseconds, from which removing them justifies one more recording (some tenths of a
 second).
 """
+MAX_REASONS = 4
+"""Reasons that the receipt lists for what is not recorded."""
+CAPTURED = "some calls were captured by the caller's CUDA graph, and recorded none of dcompile's"
 MAX_CLASSES = 8
 """Maximum number of classes with graphs in one program under `auto`, which has no largest class."""
 MIN_CALLS_TO_REPLACE = 8
 """Calls of a size before it replaces the recorded size of its class, if that one is not called meanwhile."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Recorded:
+    """A recording to serve this call. `ran`: the call's new results, if it ran while it was recorded.
+
+    `fails`: whether it serves this call only.
+    """
+
+    recording: Recording
+    ran: Sequence[Any] | None = None
+    fails: bool = False
 
 
 class GraphTree:
@@ -199,6 +218,9 @@ class ReplayedExecutable:
         """Run the program, as a replay where one fits; `args` is emptied."""
         if self._measured or self._objection is not None:
             return self._program(args, buckets=buckets, sync=sync)
+        if self.on_gpu and torch.cuda.is_current_stream_capturing():
+            self._note(CAPTURED)
+            return self._program(args, buckets=buckets, sync=sync)
         apart = any(compat.storage_offsets.is_part(args[place]) for place in self._whole)
         call = AROUND if apart else call_of(self.buckets, buckets, sync)
         if isinstance(call, str):
@@ -245,12 +267,15 @@ class ReplayedExecutable:
         self._measured = recorder is not None
         self._program.measure(recorder)
 
-    def _replay(self, recording: Recording, args: list[Any], call: RecordedCall) -> list[Any]:
-        results = recording.run(args, call.memories)
+    def _replay(self, made: Recorded, args: list[Any], call: RecordedCall) -> list[Any]:
+        recording = made.recording
+        results = recording.run(args, call.memories, made.ran)
         for group, labels in recording.collectives.items():
             count_replayed(group, labels)
         call.happened(results)
         self._tree.note_replay(recording)
+        if made.fails:
+            self._tree.drop(recording)
         self.report.replays += 1
         return results
 
@@ -264,26 +289,26 @@ class ReplayedExecutable:
 
     # --- recording ---
 
-    def _settled(self, recording: Recording, args: list[Any], key: tuple[Any, ...], call: RecordedCall) -> Recording:
+    def _settled(self, recording: Recording, args: list[Any], key: tuple[Any, ...], call: RecordedCall) -> Recorded:
         """Return a recording to replay: one without copies of inputs, once these are known to be stable."""
         settling = self._settling[key]
         # ranks would decide differently, but recordings with collectives must be made by all of them
         if call.communicates or recording.collectives:
-            return recording
+            return Recorded(recording)
         if not settling.observe(args, recording.slots):
-            return recording
+            return Recorded(recording)
         made = self._record(args, self._recordings[key], settling, call)
-        if made is None:
-            return recording
+        if made is None or made.fails:
+            return made or Recorded(recording)
         for old in self._recordings[key]:
-            if old is not made:
+            if old is not made.recording:
                 self._tree.drop(old)
-        self._recordings[key][:] = [made]  # other states are recorded again, without copies
+        self._recordings[key][:] = [made.recording]  # other states are recorded again, without copies
         return made
 
     def _record(
         self, args: list[Any], recordings: list[Recording], settling: StableInputDetector, call: RecordedCall
-    ) -> Recording | None:
+    ) -> Recorded | None:
         """Record this call. Return None if it must run without a graph."""
         pool = self._pool_for(args, len(recordings))
         if pool is None:
@@ -294,55 +319,96 @@ class ReplayedExecutable:
         fixed = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor) and (i in staying or _stays(a, taken))]
         slots = self._slots(args, frozenset(fixed))
         addresses = [a.data_ptr() if isinstance(a, torch.Tensor) else 0 for a in args]
-        recorded = self._record_program([self._recorded_args(args, slots, taken, pool)], call, pool)
-        if recorded is None:
+        run = self._record_program([self._recorded_args(args, slots, taken, pool)], call, pool)
+        if run is None:
             return None
-        replay, results, collectives = recorded
+        results = run.results
         gone = {memory.address for memory in alive if not memory.owned and memory.pool == pool}
         made = ResultSorter(
-            [i for i in fixed if args[i].untyped_storage().data_ptr() not in gone], args, slots, pool, call
+            [i for i in fixed if args[i].untyped_storage().data_ptr() not in gone], args, slots, pool, call, run.pinned
         )
         kept = tuple(
-            made.result(
+            RecordedResult("new", number)
+            if number in run.new
+            else made.result(
                 value,
                 self._kept if number < self._results else None,
                 position_in_results(results, number, self._results),
             )
             for number, value in enumerate(results)
         )
-        del results, recorded  # the recording must be the only holder
+        ran = [value if number in run.new else None for number, value in enumerate(results)] if run.ran else None
+        run.results = results = []  # the recording must be the only holder
         made.settle()
         layouts_fit = compat.guards.like_these([args[place] for place in fixed]) if self._saved and fixed else None
         recording = Recording(
-            replay, fixed, addresses, slots, kept, made.memories, pool, frozenset(alive), layouts_fit, collectives
+            run.replay,
+            fixed,
+            addresses,
+            slots,
+            kept,
+            made.memories,
+            pool,
+            frozenset(alive),
+            layouts_fit,
+            run.collectives,
         )
-        recordings.append(recording)
-        self._program.release()
-        self.report.recordings += 1
-        return recording
+        if not run.failed:
+            recordings.append(recording)
+            self._program.release()
+            self.report.recordings += 1
+            self._note_pieces(run)
+        return Recorded(recording, ran, run.failed)
 
-    def _record_program(self, inside: list[list[Any]], call: RecordedCall, pool: int) -> RecordedProgram | None:
+    def _record_program(self, inside: list[list[Any]], call: RecordedCall, pool: int) -> RecordedRun | None:
         """Record the program with the arguments in `inside`, which are popped: only the recording may hold them.
 
         If that fails, return None, with the reason in the receipt.
         """
+        program, recorder, parts = self._program, self._tree.recorder, self._program.in_parts
         try:
-            with recording_collectives() as started:
-                replay, results = self._tree.recorder.record(
-                    lambda: call.run(lambda source, sync: self._program.once(inside.pop(), source, sync)), pool
+            if parts is None:
+                run = record_whole(
+                    recorder, pool, lambda: call.run(lambda source, sync: program.once(inside.pop(), source, sync))
                 )
-        except RuntimeError as error:
-            self._decline(str(error).strip().splitlines()[0])
+            else:
+                pieces = PiecewiseRecording(parts, recorder, pool, call.memories, self._explain)
+                run = pieces.finished(call.run(lambda source, sync: pieces.run(inside.pop(), source, sync)))
+        except NotInPartsError as error:
+            self._explain(error)
             return None
-        collectives = {group: [label for other, label in started if other is group] for group, _ in started}
-        if call.communicates or collectives:
+        except RuntimeError as error:
+            if parts is not None:
+                raise  # of a step between pieces: the user's
+            self._explain(error)
+            return None
+        if call.communicates or run.collectives:
             self._tree.end_with_process_groups()
-        return replay, results, collectives
+        return run
+
+    def _note_pieces(self, run: RecordedRun) -> None:
+        """Report the number of CUDA graphs, and what runs between them."""
+        self.report.pieces, parts = run.pieces, self._program.in_parts
+        if parts is not None:
+            graphs = "1 CUDA graph" if run.pieces == 1 else f"{run.pieces} CUDA graphs"
+            self._note(f"runs as {graphs}; between or around: {_between(parts)}")
+
+    def _explain(self, error: RuntimeError) -> None:
+        """Note why a recording failed. Where one call is to blame, later recordings leave it out."""
+        reason, name = str(error).strip().splitlines()[0], self._program.set_apart(error)
+        if name:
+            self._note(f"{name} cannot be recorded: {reason}")
+        else:
+            self._decline(reason)
 
     def _pool_for(self, args: list[Any], recorded: int) -> int | None:
         """Return the pool to record a call in; None, with the reason in the receipt, if it must run without a graph."""
+        parts = self._program.in_parts
+        if parts is not None and not any(part.recorded for part in parts.parts):
+            self._decline(f"no {MIN_LAUNCHES} launches follow each other without {_between(parts)}")
+            return None
         strangers = [a for a in args if isinstance(a, torch.Tensor) and not self._tree.recorder.can_read(a)]
-        if strangers:
+        if strangers and (parts is None or strangers[0].device.type != "cpu"):  # no piece works on the CPU
             self._decline(f"it takes a tensor on {strangers[0].device}")
             return None
         if recorded >= MAX_RECORDINGS:
@@ -390,6 +456,13 @@ class ReplayedExecutable:
             ):
                 args[position] = _placeholder(args[position])
         return inside
+
+
+def _between(parts: InParts) -> str:
+    """What is not recorded, and why."""
+    reasons = [*dict.fromkeys(reason for part in parts.parts for reason in part.reasons)]
+    more = len(reasons) - MAX_REASONS
+    return ", ".join(reasons[:MAX_REASONS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _key(args: Sequence[Any]) -> tuple[Any, ...]:

@@ -31,6 +31,7 @@ POLL_S = 2e-4
 _STARTS: Mapping[str, PlannedKind] = {bucket_traits(kind).start: kind for kind in get_args(PlannedKind)}
 _WAITS = frozenset(bucket_traits(kind).wait for kind in _STARTS.values())
 """Methods of sources that host programs call -> kinds, and those that wait."""
+METHODS = frozenset((*_STARTS, *_WAITS))
 _MEMORY = re.compile(r"(?:_p)?_bucket_(\w+)")
 
 
@@ -93,7 +94,7 @@ def instrument(source: str) -> tuple[str, tuple[InstrumentedStatement, ...]]:
     The text uses the global name `_probe` (see `ProgramProbe`).
     """
     lines = source.split("\n")
-    call = _call_of(ast.parse(source))
+    call = call_of(ast.parse(source))
     before: dict[int, list[str]] = {}
     after: dict[int, list[str]] = {}
     statements: list[InstrumentedStatement] = []
@@ -103,8 +104,8 @@ def instrument(source: str) -> tuple[str, tuple[InstrumentedStatement, ...]]:
         if _is_clear(node):
             after[last] = ["_call = _probe.call(buckets)", "_now, _ran = _probe.now, _call.spans.append"]
             after[last].append("buckets = _probe.buckets(buckets, _call)")
-        elif _works(node):
-            found = _own_collective(node, _statement(node, lines), started)
+        elif works(node):
+            found = own_collective(node, parse_statement(node, lines), started)
             started |= {found.starts} - {""}
             after[last] = [_stamp(len(statements), found, node)]
             before[node.lineno] = ["_begin = _now()"]
@@ -119,7 +120,7 @@ def instrument(source: str) -> tuple[str, tuple[InstrumentedStatement, ...]]:
     return "\n".join(text), tuple(statements)
 
 
-def _call_of(module: ast.Module) -> ast.FunctionDef:
+def call_of(module: ast.Module) -> ast.FunctionDef:
     """The inner function `call` of `make`."""
     found = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and node.name == "call"]
     assert len(found) == 1, f"a host program has {len(found)} functions named call"
@@ -136,7 +137,7 @@ def _value_of(node: ast.stmt) -> Any:
     return value.value if isinstance(value, ast.NamedExpr) else value
 
 
-def _works(node: ast.stmt) -> bool:
+def works(node: ast.stmt) -> bool:
     """Whether a statement computes: it calls an object that `make` prepared, and keeps, drops or tests the result."""
     value = _value_of(node)
     if not isinstance(node, ast.Expr | ast.Assign | ast.If) or not isinstance(value, ast.Call):
@@ -144,7 +145,7 @@ def _works(node: ast.stmt) -> bool:
     return _WORK.fullmatch(ast.unparse(value.func)) is not None
 
 
-def _statement(node: ast.stmt, lines: list[str]) -> InstrumentedStatement:
+def parse_statement(node: ast.stmt, lines: list[str]) -> InstrumentedStatement:
     """Parse a statement. The comment before it gives its origin."""
     value: Any = _value_of(node)
     callee, _, method = ast.unparse(value.func).partition(".")
@@ -169,7 +170,7 @@ def _statement(node: ast.stmt, lines: list[str]) -> InstrumentedStatement:
     return InstrumentedStatement(name, origin, buckets)
 
 
-def _own_collective(node: Any, found: InstrumentedStatement, started: set[str]) -> InstrumentedStatement:
+def own_collective(node: Any, found: InstrumentedStatement, started: set[str]) -> InstrumentedStatement:
     """Add the collective of the model that a library call starts or waits for, if any."""
     if found.starts or found.waits:
         return found

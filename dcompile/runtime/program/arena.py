@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 
 from dcompile.compat.storage_holders import KeptTensor
+from dcompile.compat.tensors import storage_at
 from dcompile.ir.index import element_span
 from dcompile.runtime.program.fast_aten import empty_cpu
 
@@ -28,6 +30,17 @@ class Arena:
         self._start = -self._memory.data_ptr() % ALIGNMENT
         self.address = self._memory.data_ptr() + self._start
         self._stream: torch.cuda.Stream | None = None
+        self._follows = True
+
+    def borrowed(self) -> Arena:
+        """Arena at the same address that does not own the memory, and waits for no stream: for replays, in order."""
+        arena, storage = copy.copy(self), self._memory.untyped_storage()
+        arena._follows = False
+        if not storage.nbytes():
+            return arena
+        outside = storage_at(storage.data_ptr(), storage.nbytes(), self._memory.device)
+        arena._memory = torch.empty(0, dtype=torch.uint8, device=self._memory.device).set_(outside)
+        return arena
 
     def follow(self, raw_stream: int, device: int) -> None:
         """Note that the next call works on this stream, the device's current one.
@@ -35,7 +48,7 @@ class Arena:
         It waits for work of the last call's stream. The allocator keeps freed memory until both streams are done with
         it.
         """
-        if self._stream is not None and self._stream.cuda_stream == raw_stream:
+        if not self._follows or (self._stream is not None and self._stream.cuda_stream == raw_stream):
             return
         stream = torch.cuda.current_stream(device)
         if self._stream is not None and not torch.cuda.is_current_stream_capturing():

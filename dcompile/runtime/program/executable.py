@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import linecache
 import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from dcompile.collectives.contract import AnySource
+from dcompile.collectives.contract import APART, AnySource
 from dcompile.runtime.measure.instrumentation import CallRecorder, ProgramProbe, instrument
 from dcompile.runtime.program import cuda_launch
+from dcompile.runtime.program.arena import Arena
 from dcompile.runtime.program.argument_table import kernel
 from dcompile.runtime.program.artifact import Loadable
 from dcompile.runtime.program.fast_aten import set_grad_enabled
+from dcompile.runtime.program.pieces import Part, called, host_statements, parts_text, split_statements
 from dcompile.runtime.program.workspace import Call, Workspace, Workspaces
+
+MAX_LEARNED = 8
+"""Library calls that may fail in recordings before the program runs without CUDA graphs. Each costs one recording."""
 
 
 class HostProgram:
@@ -44,8 +51,10 @@ class HostProgram:
         self.name = name
         text = _load(graph.source, name)
         self._sizes: Callable[[list[Any]], tuple[int, ...]] | None = text.get("sizes")
-        self.on_host: str = text.get("on_host", "")
-        """Operations that a program for a GPU computes on the CPU; empty if none."""
+        self.marked = APART in graph.source
+        """Whether the compiler has found steps that cannot be recorded."""
+        self._learned: frozenset[str] = frozenset()
+        """Library calls that have failed in a recording, by their names in the text."""
         self.make: Callable[..., Call] = text["make"]
         self._quiet: bool = text.get("quiet", False)
         """Whether the program ignores grad mode. Reading and setting the mode takes 3 us where the caches
@@ -65,6 +74,9 @@ class HostProgram:
             with torch.no_grad():
                 return self(args, buckets=buckets, sync=sync)
         device = self._device(args) if self.on_gpu else -1
+        if device >= 0 and torch.cuda.is_current_stream_capturing():
+            # the caller's own CUDA graph, which may outlive an arena that is shared with other calls
+            return self.once(args, buckets, sync)
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self(args, buckets=buckets, sync=sync)
@@ -134,6 +146,23 @@ class HostProgram:
         with torch.no_grad():
             return workspace.call(self, sizes)(args, buckets, sync)
 
+    @functools.cached_property
+    def in_parts(self) -> HostParts | None:
+        """The program in parts, if some steps cannot be recorded."""
+        if not self.marked and not self._learned:
+            return None
+        return HostParts(self, split_statements(host_statements(self.source, self._learned)), self._constants)
+
+    def set_apart(self, error: BaseException) -> str:
+        """Leave the library call at which a recording failed out of later ones; return its name, or "" if unknown."""
+        callee = "" if isinstance(error, torch.OutOfMemoryError) else failed_call(error)
+        if not callee or callee in self._learned or len(self._learned) >= MAX_LEARNED:
+            return ""
+        self._learned |= {callee}
+        self.__dict__.pop("in_parts", None)
+        found = re.search(rf"^    {callee} = .*?(?:torch\.ops\.|')([\w.]+)", self.source, re.MULTILINE)
+        return found[1].removesuffix(".default") if found else callee
+
     def release(self) -> None:
         """Free the arenas of earlier calls; a later call allocates anew."""
         self._workspaces.release()
@@ -147,6 +176,44 @@ class HostProgram:
             source, statements = instrument(self.source)
             probe = ProgramProbe(self.name, statements, recorder)
             self.make = _load(source, f"{self.name} measured", _probe=probe)["make"]
+
+
+class HostParts:
+    """A host program whose call is a list of functions; see `pieces`. It is prepared for one recording at a time."""
+
+    def __init__(self, program: HostProgram, parts: tuple[Part, ...], constants: list[Any]) -> None:
+        self.parts, self.source = parts, parts_text(program.source, parts)
+        text = _load(self.source, f"{program.name} in parts")
+        self.make: Callable[..., Any] = text["make"]
+        self.libraries, self.report, self.needs = program.libraries, program.report, program.needs
+        self._sizes: Callable[[list[Any]], tuple[int, ...]] | None = text.get("sizes")
+        self._constants, self._on_gpu = constants, program.on_gpu
+
+    def begin(self, args: list[Any]) -> tuple[int, tuple[int, ...]]:
+        """Complete the arguments. Return the device (-1: the CPU) and the sizes, for which a call is prepared."""
+        args.extend(self._constants)
+        return cuda_launch.device_of(args) if self._on_gpu else -1, () if self._sizes is None else self._sizes(args)
+
+    def prepare(self, device: int, sizes: tuple[int, ...]) -> tuple[list[Call], Arena]:
+        """Prepare a call. Return its functions, and the owner of the arena that they address."""
+        workspace, arena = Workspace(device), Arena(self.needs(*sizes), "cpu" if device < 0 else f"cuda:{device}")
+        workspace.arena = arena.borrowed()
+        functions: Any = workspace.call(self, sizes)
+        return functions, arena
+
+
+def failed_call(error: BaseException | None) -> str:
+    """Name, in a host program's text, of the library call that raised first; empty if none did.
+
+    A capture that has failed raises once more as it ends.
+    """
+    callee = ""
+    while error is not None:
+        places = ((frame.f_code.co_filename, at) for frame, at in traceback.walk_tb(error.__traceback__))
+        place = next((place for place in places if place[0].startswith("<dcompile ")), None)
+        callee = (place is not None and called(linecache.getline(*place))) or callee
+        error = error.__context__
+    return callee
 
 
 def name_kernel(error: Exception, source: str) -> None:

@@ -18,6 +18,7 @@ import torch
 from dcompile.collectives.contract import AnySource, ProgramReport
 from dcompile.compat.guards import like_these
 from dcompile.compat.storage_holders import is_only_reference
+from dcompile.errors import NotInPartsError
 from dcompile.ir.gemm import Geometry
 from dcompile.runtime.program import cuda_launch, half_gemm, host_checks
 from dcompile.runtime.program.arena import (
@@ -224,6 +225,11 @@ class HostProgramServices:
             for place, copy in copies.items()
         }
         return [seen_in(moved, result) for result in results]
+
+    @staticmethod
+    def refuse(reason: str) -> None:
+        """Refuse to run in parts."""
+        raise NotInPartsError(reason)
 
     def saved(self, *layouts: Layout) -> SavedLayouts:
         """Layouts that the program expects of its saved tensors."""

@@ -20,7 +20,9 @@ from dcompile.codegen.emit.host.buffer_uses import all_views, last_uses
 from dcompile.codegen.emit.host.collective_calls import CollectiveCalls
 from dcompile.codegen.emit.host.expressions import HostExpressions
 from dcompile.codegen.emit.host.extern_calls import ExternCalls, read_by_chosen
+from dcompile.codegen.emit.host.unrecordable import unrecordable_steps
 from dcompile.codegen.emit.target import Kernels, KernelSource, LibraryReplacement
+from dcompile.collectives.contract import APART, TOGETHER
 from dcompile.ir.gemm import Chosen
 from dcompile.ir.index import Index, Size, as_index
 from dcompile.ir.nodes import (
@@ -109,7 +111,6 @@ class HostProgramWriter:
         prepared = [f"    {name} = {expression}" for expression, name in self.text.prepared.items()]
         body = [f"        {line}" for line in self.lines]
         said = ["quiet = True"] if self._is_quiet() else []
-        said += [f"on_host = {found!r}"] if (found := self._on_host()) else []
         lines = [head, "", *_IMPORTS, *said, "", ""]
         lines += self._sizes()
         lines += [f"def make({', '.join(('run', *map(self.text.name, self.sources)))}):"]
@@ -121,18 +122,6 @@ class HostProgramWriter:
         steps = enumerate(self.program.steps)
         kernels = all(isinstance(step, Loop) or place in self.products for place, step in steps)
         return kernels and not any("as_strided(" in line for line in self.lines)
-
-    def _on_host(self) -> str:
-        """Return the CPU computation of a GPU program, if any: a CUDA graph's replay would skip it.
-
-        Loops that read nothing are constants, the same at each call.
-        """
-        if not any(buffer.device != "cpu" for buffer in self.program.buffers):
-            return ""
-        tensors = {b.name for b in self.program.buffers if b.device == "cpu" and b.is_tensor}
-        steps = (step for step in self.program.steps if not isinstance(step, Loop) or step.reads)
-        found = next((step for step in steps if not tensors.isdisjoint(step.writes)), None)
-        return "" if found is None else ", ".join(getattr(found, "origin", ())) or "a step of it"
 
     def _sizes(self) -> list[str]:
         """Return functions that read the sizes from the arguments and compute the arena's size."""
@@ -163,12 +152,14 @@ class HostProgramWriter:
                 self.lines.append(f"{self.text.memory(bucket.name)} = buckets.acquire({bucket.name!r})")
         if any(bucket.scaled for bucket in self.program.buckets):
             self.lines.append(f"{SCALE.text} = buckets.scale(sync)")
-        calls = iter(self.calls)
+        calls, apart, reason = iter(self.calls), unrecordable_steps(self.program), ""
         dying: dict[int, list[str]] = {}
         for name, position in self.last.items():
             dying.setdefault(position, []).append(name)
         for position, step in enumerate(self.program.steps):
             product = self.products.get(position)
+            if apart.get(position, "") != reason:
+                reason = self._begin_section(apart.get(position, ""))
             if not isinstance(step, Loop) and not (product and product.kernel.launches):
                 self.batch.launch()
             if position in self.products:
@@ -184,8 +175,16 @@ class HostProgramWriter:
             else:
                 self.batch.drop(dying.get(position, []))
         self.batch.launch()
+        if reason:
+            self._begin_section("")
         outputs = ", ".join(self.text.output(output) for output in self.program.outputs)
         self.lines.append(f"return [{outputs}]")
+
+    def _begin_section(self, reason: str) -> str:
+        """Mark the beginning of steps that cannot be recorded for this reason; empty: of others."""
+        self.batch.launch()
+        self.lines.append(f"{APART}{reason}" if reason else TOGETHER)
+        return reason
 
     def _inputs(self) -> None:
         names = [self.text.name(name) for name in self.program.inputs]

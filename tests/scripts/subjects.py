@@ -75,6 +75,30 @@ def sentences(count: int, seed: int = 0) -> list[str]:
     return [" ".join(draw.choices(words, weights, k=draw.randint(20, 60))) for _ in range(count)]
 
 
+TORCHTITAN = ("-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_debugmodel", "--training.steps=6")
+CPU_AS_DEVICE = """
+import collections
+import types
+from torch.cpu import *
+
+current_device = lambda: 0
+get_device_name = lambda device=None: "cpu"
+get_device_properties = lambda device=None: types.SimpleNamespace(total_memory=1 << 34)
+memory_stats = lambda device=None: collections.defaultdict(int)
+empty_cache = reset_peak_memory_stats = lambda device=None: None
+"""
+"""torch.cpu with what torchtitan asks of a GPU's memory."""
+
+
+def torchtitan_data(work: Path, gpu: bool) -> None:
+    """Its test data, where the checkout lacks them, and a device module for CPUs."""
+    data = work / "tests/assets/c4_test/data.json"
+    if not data.exists():
+        data.parent.mkdir(parents=True, exist_ok=True)
+        data.write_text("\n".join(json.dumps({"text": text}) for text in sentences(400)))
+    (work / "cpu_as_device.py").write_text(CPU_AS_DEVICE)
+
+
 STANDINS = {
     "wandb.py": "",
     "rustbpe.py": "",
@@ -544,11 +568,27 @@ SUBJECTS: tuple[Subject, ...] = (
     Subject(
         name="torchtitan llama3 debugmodel",
         code="torchtitan",
-        marker="torchtitan/train.py",
-        script=("-m", "torchtitan.train", "--module", "llama3", "--config", "llama3_debugmodel", "--training.steps=6"),
-        cpu=("--training.num_tokens_per_microbatch_per_dp_rank=256", "--training.max_context_length=128"),
+        marker="torchtitan/components/data/loader.py",
+        script=TORCHTITAN,
+        cpu=None,  # its attention is FlexAttention, which has no backward on CPUs
         gpu=(),
         compiled=("--compile.enable", "--compile.backend={backend}"),
+        distributed=True,
+        precision="bfloat16",
+    ),
+    Subject(
+        name="torchtitan llama3 debugmodel with SDPA",  # its default until 2026-06-09
+        code="torchtitan",
+        marker="torchtitan/hf_datasets/text_datasets.py",
+        script=TORCHTITAN,
+        cpu=("--training.local_batch_size=2", "--training.seq_len=128"),
+        gpu=(),
+        compiled=("--compile.enable", "--compile.backend={backend}"),
+        cpu_edits=(
+            ("torchtitan/tools/utils.py", '_get_available_device_type() or "cuda"', '"cpu"'),
+            ("torchtitan/tools/utils.py", "_get_device_module(device_type)", '__import__("cpu_as_device")'),
+        ),
+        prepare=torchtitan_data,
         distributed=True,
         precision="bfloat16",
     ),

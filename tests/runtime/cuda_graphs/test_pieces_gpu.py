@@ -23,7 +23,7 @@ pytestmark = [
 def pair(*operators: Any, **more: Any) -> tuple[Any, Any, Any]:
     torch._dynamo.reset()
     eager, ours = Waiting(*operators, **more).cuda(), Waiting(*operators, **more).cuda()
-    return eager, ours, dcompile.compile(ours, mode="reduce-overhead", options={"receipt": False})
+    return eager, ours, dcompile.compile(ours, options={"triton.cudagraphs": True, "receipt": False})
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -101,7 +101,7 @@ class Embedding(nn.Module):
 def test_a_copy_to_the_cpu() -> None:
     torch._dynamo.reset()
     eager, ours = Copying().cuda(), Copying().cuda()
-    compiled, kept = dcompile.compile(ours, mode="reduce-overhead", options={"receipt": False}), []
+    compiled, kept = dcompile.compile(ours, options={"triton.cudagraphs": True, "receipt": False}), []
     for step in range(8):
         for call in (eager, compiled):
             out, logged = call(batch(step, "cuda"))
@@ -120,7 +120,7 @@ def test_a_copy_to_the_cpu() -> None:
 def test_an_embedding_on_the_cpu() -> None:
     torch._dynamo.reset()
     eager, ours = Embedding(), Embedding()
-    compiled = dcompile.compile(ours, mode="reduce-overhead", options={"receipt": False})
+    compiled = dcompile.compile(ours, options={"triton.cudagraphs": True, "receipt": False})
     for step in range(8):
         tokens = torch.randint(0, 50, (16,), generator=torch.Generator().manual_seed(step))
         for call in (eager, compiled):
@@ -165,7 +165,7 @@ def test_an_all_to_all_with_sizes_from_the_host(tmp_path: Path) -> None:
     )
     try:
         eager, ours = Exchanging().cuda(), Exchanging().cuda()
-        compiled = dcompile.compile(ours, mode="reduce-overhead", options={"receipt": False})
+        compiled = dcompile.compile(ours, options={"triton.cudagraphs": True, "receipt": False})
         train(eager, ours, compiled, 8, "cuda")
         receipt = dcompile.receipt(compiled)
         assert receipt.pieces == 3 and receipt.replays >= 12, receipt.details() + str(receipt)
@@ -178,7 +178,7 @@ def test_an_all_to_all_with_sizes_from_the_host(tmp_path: Path) -> None:
 def test_a_step_in_the_callers_own_graph(mode: str) -> None:
     torch._dynamo.reset()
     eager, ours = Waiting().cuda(), Waiting().cuda()
-    compiled = dcompile.compile(ours, mode=mode, options={"receipt": False})
+    compiled = dcompile.compile(ours, options={"triton.cudagraphs": mode == "reduce-overhead", "receipt": False})
     x = batch(0, "cuda")
     side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
     side.wait_stream(torch.cuda.current_stream())

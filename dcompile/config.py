@@ -214,6 +214,7 @@ _REASONS: Mapping[str, str] = {
         bucket_reduce_scatters_fx_bucket_size_determinator dedup_reduce_scatters estimate_op_runtime inter_node_bw
         intra_node_bw reorder_for_compute_comm_overlap_passes reorder_prefetch_limit
     """,
+    "selective checkpoints choose among the operators of the traced graph": "wrap_inductor_compiled_regions",
     "launching is the host program's": "use_fast_triton_launcher use_launch_metadata_schema use_static_cuda_launcher",
 }
 

@@ -49,6 +49,7 @@ from dcompile.capture.passes.dynamo.replaced_layers import group_experts, keep_r
 from dcompile.capture.passes.dynamo.unfold_by_slices import view_unfold_by_slices
 from dcompile.capture.passes.dynamo.upsampling import gather_upsampling_gradients
 from dcompile.capture.passes.joint.broadcast_addends import separate_broadcast_addends
+from dcompile.capture.passes.joint.complex_pairs import pair_complex_numbers
 from dcompile.capture.passes.joint.gathers import gather_permutation_gradients, narrow_gathers
 from dcompile.capture.passes.joint.layouts import keep_rows_contiguous, use_channels_last
 from dcompile.capture.passes.joint.padding import pad_groups, pad_matmuls
@@ -116,6 +117,7 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     GraphPass(copy_changed_inputs, stages=("joint",), required=True),
     GraphPass(save_as_strided_views, stages=("joint",), required=True),
     GraphPass(remove_clones, stages=("joint",), when=with_own_kernels),
+    GraphPass(pair_complex_numbers, stages=BOTH, when=with_own_kernels),
     # before padding, which leaves matmuls that add a broadcast matrix as they are
     GraphPass(separate_broadcast_addends, stages=BOTH, when=with_own_kernels),
     GraphPass(gather_permutation_gradients, stages=("joint",), when=with_own_kernels),

@@ -139,6 +139,8 @@ LIBRARY_OPS: Mapping[str, _Count | None] = {
         "_unique2", "unique_consecutive", "nonzero", "nonzero_static", "masked_select", "histc", "histogram",
         "bincount", "_histogramdd_from_bin_tensors", "_histogramdd_bin_edges", "_histogramdd_from_bin_cts",
         "repeat_interleave",
+        # an input's complex numbers as pairs: loops have no complex dtype
+        "view_as_real", "view_as_real_copy",
         # joining more tensors than a chain of selects pays for (rules/concat.py)
         "cat", "stack",
         # uninitialized memory, with gaps or overlapping elements

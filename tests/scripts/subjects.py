@@ -588,7 +588,11 @@ SUBJECTS: tuple[Subject, ...] = (
             ("torchtitan/tools/utils.py", '_get_available_device_type() or "cuda"', '"cpu"'),
             ("torchtitan/tools/utils.py", "_get_device_module(device_type)", '__import__("cpu_as_device")'),
             # Gloo has no sum with a factor, which the division needs
-            ("torchtitan/distributed/fsdp.py", "divide_factor(1.0)", "divide_factor(1.0), module.set_force_sum_reduction_for_comms(True)"),
+            (
+                "torchtitan/distributed/fsdp.py",
+                "divide_factor(1.0)",
+                "divide_factor(1.0), module.set_force_sum_reduction_for_comms(True)",
+            ),
         ),
         prepare=torchtitan_data,
         distributed=True,

@@ -127,8 +127,8 @@ def borrowed(value: Any) -> Any:
         return value
     storage = value.untyped_storage()
     outside = compat.tensors.storage_at(storage.data_ptr(), storage.nbytes(), value.device)
-    empty = torch.empty(0, dtype=value.dtype, device=value.device)
-    return empty.set_(outside, value.storage_offset(), value.shape, value.stride())
+    lent = torch.empty(0, dtype=value.dtype, device=value.device)
+    return lent.set_(outside, value.storage_offset(), value.shape, value.stride())
 
 
 def storage_of(value: Any) -> int:
@@ -280,11 +280,10 @@ class PiecewiseRecording:
         return made
 
     def _stable(self, value: torch.Tensor) -> torch.Tensor:
-        """Tensor at a step's result, which replays fill. It is held, unless it lies in memory of the caller's buckets."""
-        if storage_of(value) in self._buckets:
-            return borrowed(value)
-        self._kept.append(value.detach())
-        return self._kept[-1]
+        """Tensor at a step's result, which replays fill. It is held, unless a bucket of the caller holds it."""
+        kept: torch.Tensor = borrowed(value) if storage_of(value) in self._buckets else value.detach()
+        self._kept.append(kept)
+        return kept
 
     def _bind(self, number: int, made: list[Any]) -> None:
         """Note what a replay passes for the results of a part."""

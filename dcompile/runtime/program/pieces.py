@@ -45,7 +45,7 @@ class HostStatement:
     """Name of the collective that it starts, and of the one that it waits for."""
     waits: str = ""
     synchronizes: bool = False
-    """Whether the collective is dcompile's own, whose source belongs to one call, so that only a graph may repeat it."""
+    """Whether the collective is dcompile's own. Its source belongs to one call, so that only a graph may repeat it."""
     certain: bool = True
     """Whether it writes its names in each call."""
     returns: bool = False

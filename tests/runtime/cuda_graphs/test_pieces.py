@@ -113,8 +113,7 @@ def test_a_program_without_a_piece_worth_a_graph_says_so() -> None:
         torch.testing.assert_close(compiled(batch(step)), (batch(step).sin() * 2).cos())
     note = dcompile.receipt(compiled).notes[-1]
     assert note == (
-        "runs without a CUDA graph: no 4 launches follow each other without "
-        "dcompile_tests.wait failed in a recording"
+        "runs without a CUDA graph: no 4 launches follow each other without dcompile_tests.wait failed in a recording"
     )
 
 

@@ -10,10 +10,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcompile.runtime.program.pieces import (
+from dcompile.runtime.program.graph_partition import (
     MIN_LAUNCHES,
+    HostPart,
     HostStatement,
-    Part,
     host_statements,
     parts_text,
     split_statements,
@@ -43,15 +43,15 @@ def program(body: str) -> str:
     return HEAD + "\n".join([*lines, "", "    return call", ""])
 
 
-def split(body: str, learned: tuple[str, ...] = ()) -> tuple[Part, ...]:
+def split(body: str, learned: tuple[str, ...] = ()) -> tuple[HostPart, ...]:
     return split_statements(host_statements(program(body), learned))
 
 
-def shown(parts: tuple[Part, ...]) -> list[tuple[bool, tuple[str, ...], tuple[str, ...]]]:
+def shown(parts: tuple[HostPart, ...]) -> list[tuple[bool, tuple[str, ...], tuple[str, ...]]]:
     return [(part.recorded, part.takes, part.gives) for part in parts]
 
 
-def text_of(part: Part) -> str:
+def text_of(part: HostPart) -> str:
     return "\n".join(line.strip() for statement in part.statements for line in statement.lines)
 
 

@@ -201,7 +201,7 @@ _REASONS: Mapping[str, str] = {
         cpp.max_horizontal_fusion_size cpp.min_chunk_size cpp.no_redundant_loops cpp.simdlen cpp.threads
         cpp.weight_prepack cpp_cache_precompile_headers cpp_wrapper
     """,
-    "a program is recorded as one CUDA graph, or not at all": """
+    "a program is recorded as one CUDA graph, or in pieces around steps that cannot be recorded": """
         graph_partition triton.cudagraph_dynamic_shape_warn_limit triton.cudagraph_skip_dynamic_graphs
         triton.cudagraph_support_input_mutation triton.cudagraph_trees_history_recording
         triton.cudagraph_trees_objgraph triton.cudagraph_unexpected_rerecord_limit triton.force_cudagraph_sync
@@ -457,7 +457,7 @@ class Config:
         "Order operations for few CUDA graphs.",
         in_key=False,
         option="triton.reorder_for_reducing_graph_partitions",
-        idle="a program is one CUDA graph or none",
+        idle="steps between the CUDA graphs of a program stay in its order",
     )
     use_pre_grad_passes: bool = setting(
         True,

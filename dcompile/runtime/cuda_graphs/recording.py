@@ -25,7 +25,7 @@ from dcompile.collectives.contract import AnySource, Executable
 from dcompile.compat.tensors import forget_blas_workspaces
 from dcompile.runtime.cuda_graphs.collectives import RecordedCall
 from dcompile.runtime.program.arena import copy_elements, over
-from dcompile.runtime.program.pieces import Part
+from dcompile.runtime.program.graph_partition import HostPart
 
 COPY_BYTES = 1 << 16
 """Size in bytes up to which results are returned as copies: losses and metrics, which callers keep over many steps."""
@@ -52,7 +52,7 @@ class GraphRecorder(Protocol):
 class InParts(Protocol):
     """A program in parts, which are recorded or run as they are; see `runtime.program.executable.HostParts`."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[HostPart, ...]
 
     def begin(self, args: list[Any]) -> tuple[int, tuple[int, ...]]:
         """Complete the arguments. Return the device, -1 for the CPU, and the sizes."""

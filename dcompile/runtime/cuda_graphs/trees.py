@@ -41,7 +41,7 @@ from dcompile.collectives.contract import AnySource
 from dcompile.errors import NotInPartsError
 from dcompile.runtime.communication.work import count_replayed
 from dcompile.runtime.cuda_graphs.collectives import RecordedCall, call_of
-from dcompile.runtime.cuda_graphs.pieces import PiecewiseRecording, RecordedRun, record_whole
+from dcompile.runtime.cuda_graphs.partitioned import PiecewiseRecording, RecordedRun, record_whole
 from dcompile.runtime.cuda_graphs.recording import (
     CopiedInput,
     GraphRecorder,
@@ -56,7 +56,7 @@ from dcompile.runtime.cuda_graphs.recording import (
     position_in_results,
 )
 from dcompile.runtime.program.arena import like
-from dcompile.runtime.program.pieces import MIN_LAUNCHES
+from dcompile.runtime.program.graph_partition import MIN_LAUNCHES
 
 MAX_RECORDINGS = 8
 """Most recordings of one program. Each shape has a program of its own. More recordings mean a caller who keeps every
@@ -391,7 +391,7 @@ class ReplayedExecutable:
         self.report.pieces, parts = run.pieces, self._program.in_parts
         if parts is not None:
             graphs = "1 CUDA graph" if run.pieces == 1 else f"{run.pieces} CUDA graphs"
-            self._note(f"runs as {graphs}; between or around: {_between(parts)}")
+            self._note(f"runs as {graphs}; between or around: {_reasons_of(parts)}")
 
     def _explain(self, error: RuntimeError) -> None:
         """Note why a recording failed. Where one call is to blame, later recordings leave it out."""
@@ -405,7 +405,7 @@ class ReplayedExecutable:
         """Return the pool to record a call in; None, with the reason in the receipt, if it must run without a graph."""
         parts = self._program.in_parts
         if parts is not None and not any(part.recorded for part in parts.parts):
-            self._decline(f"no {MIN_LAUNCHES} launches follow each other without {_between(parts)}")
+            self._decline(f"no {MIN_LAUNCHES} launches follow each other without {_reasons_of(parts)}")
             return None
         strangers = [a for a in args if isinstance(a, torch.Tensor) and not self._tree.recorder.can_read(a)]
         if strangers and (parts is None or strangers[0].device.type != "cpu"):  # no piece works on the CPU
@@ -458,7 +458,7 @@ class ReplayedExecutable:
         return inside
 
 
-def _between(parts: InParts) -> str:
+def _reasons_of(parts: InParts) -> str:
     """What is not recorded, and why."""
     reasons = [*dict.fromkeys(reason for part in parts.parts for reason in part.reasons)]
     more = len(reasons) - MAX_REASONS

@@ -21,7 +21,7 @@ from dcompile.runtime.program.arena import Arena
 from dcompile.runtime.program.argument_table import kernel
 from dcompile.runtime.program.artifact import Loadable
 from dcompile.runtime.program.fast_aten import set_grad_enabled
-from dcompile.runtime.program.pieces import Part, called, host_statements, parts_text, split_statements
+from dcompile.runtime.program.graph_partition import HostPart, called, host_statements, parts_text, split_statements
 from dcompile.runtime.program.workspace import Call, Workspace, Workspaces
 
 MAX_LEARNED = 8
@@ -179,9 +179,9 @@ class HostProgram:
 
 
 class HostParts:
-    """A host program whose call is a list of functions; see `pieces`. It is prepared for one recording at a time."""
+    """A host program whose call is a list of functions; see `graph_partition`. Each recording prepares it."""
 
-    def __init__(self, program: HostProgram, parts: tuple[Part, ...], constants: list[Any]) -> None:
+    def __init__(self, program: HostProgram, parts: tuple[HostPart, ...], constants: list[Any]) -> None:
         self.parts, self.source = parts, parts_text(program.source, parts)
         text = _load(self.source, f"{program.name} in parts")
         self.make: Callable[..., Any] = text["make"]

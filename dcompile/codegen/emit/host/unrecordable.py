@@ -1,8 +1,8 @@
 """Find the steps of a GPU program that a CUDA graph cannot record, and why.
 
 The host program marks them in its text. A recording is split there: pieces before and after them are recorded, and the
-marked statements run as they are (`runtime/program/pieces.py`). Calls that fail in a recording without being marked
-here are learned then.
+marked statements run as they are (`runtime/program/graph_partition.py`). Calls that fail in a recording without being
+marked here are learned then.
 """
 
 from __future__ import annotations

@@ -32,11 +32,14 @@ CASES: dict[str, tuple[Any, list[str]]] = {
     "a copy to the CPU": (lambda x: x.exp().cpu(), ["aten._to_copy works on the CPU"]),
     "a size that depends on values": (
         lambda x: (torch.ops.aten.nonzero(x).sum(), x.exp()),
-        ["aten.nonzero waits for the size of its result", "aten.sum has sizes that depend on values"],
+        ["aten.nonzero waits for the size of its result", "aten.sum.dim_IntList has sizes that depend on values"],
     ),
     "a number that depends on values": (
         lambda x: x * x.sum().item(),
-        ["aten._local_scalar_dense waits for a value of the device", "aten.mul.Tensor reads a number that depends on values"],
+        [
+            "aten._local_scalar_dense waits for a value of the device",
+            "aten.mul.Tensor reads a number that depends on values",
+        ],
     ),
     "a tagged operator": (
         lambda x: waiting.tagged(x.exp()).exp(),
@@ -78,5 +81,9 @@ def test_a_program_for_the_cpu_marks_nothing() -> None:
 def test_launches_before_a_mark_are_not_batched_with_later_ones() -> None:
     """A batch is one call, which is recorded or not."""
     text = text_of(*graph_of(lambda x: (waiting.tagged(x.exp()) + x.sin()).exp()))
-    calls = [line.strip().split("(")[0] for line in text.split("def call")[1].splitlines() if "_launch" in line or "= _op" in line]
+    calls = [
+        line.strip().split("(")[0]
+        for line in text.split("def call")[1].splitlines()
+        if "_launch" in line or "= _op" in line
+    ]
     assert [call.startswith("_launch") for call in calls] == [True, False, True]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ast
 import re
+from itertools import pairwise
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcompile.runtime.program.pieces import (
+from dcompile.runtime.program.graph_partition import (
     MIN_LAUNCHES,
+    HostPart,
     HostStatement,
-    Part,
     host_statements,
     parts_text,
     split_statements,
@@ -42,18 +43,20 @@ def program(body: str) -> str:
     return HEAD + "\n".join([*lines, "", "    return call", ""])
 
 
-def split(body: str, learned: tuple[str, ...] = ()) -> tuple[Part, ...]:
+def split(body: str, learned: tuple[str, ...] = ()) -> tuple[HostPart, ...]:
     return split_statements(host_statements(program(body), learned))
 
 
-def shown(parts: tuple[Part, ...]) -> list[tuple[bool, tuple[str, ...], tuple[str, ...]]]:
+def shown(parts: tuple[HostPart, ...]) -> list[tuple[bool, tuple[str, ...], tuple[str, ...]]]:
     return [(part.recorded, part.takes, part.gives) for part in parts]
 
 
-def text_of(part: Part) -> str:
+def text_of(part: HostPart) -> str:
     return "\n".join(line.strip() for statement in part.statements for line in statement.lines)
 
 
+START = "x, = args\n_p_x = x.data_ptr()"
+CUT = "#: not recorded: a\n_op1(x)\n#: recorded again"
 WORK = "_launch2(stream, _p_x)\n_launch2(stream, _p_x)"
 """Four launches: worth a graph."""
 
@@ -74,7 +77,8 @@ def test_a_marked_call_lies_between_two_pieces() -> None:
 
 
 def test_a_call_that_failed_takes_the_checks_of_its_result_along() -> None:
-    body = f"x, = args\n_p_x = x.data_ptr()\n{WORK}\ny = _op1(x)\nif y.stride() != (1,):\n    y = run.fit(y, (1,))\n{WORK}\nreturn [x]"
+    fit = "if y.stride() != (1,):\n    y = run.fit(y, (1,))"
+    body = f"{START}\n{WORK}\ny = _op1(x)\n{fit}\n{WORK}\nreturn [x]"
     assert len(split(body)) == 1
     before, between, after = split(body, ("_op1",))
     assert between.reasons == ("lib.waits failed in a recording",) and "run.fit" in text_of(between)
@@ -83,7 +87,7 @@ def test_a_call_that_failed_takes_the_checks_of_its_result_along() -> None:
 
 def test_a_name_that_a_part_may_write_comes_from_before() -> None:
     """Whether it is read in that part, or in a later one."""
-    cut, maybe = "#: not recorded: a\n_op1(x)\n#: recorded again\n", "if x % 2:\n    y = 7\n"
+    cut, maybe = f"{CUT}\n", "if x % 2:\n    y = 7\n"
     start = f"x, y, = args\n_p_x = x.data_ptr()\n{WORK}\n{cut}{WORK}\n{maybe}"
     assert shown(split(f"{start}_op0(y)\nreturn [x]"))[2] == (True, ("x", "y"), ())
     assert shown(split(f"{start}{cut}{WORK}\nreturn [y]"))[2] == (True, ("x", "y"), ("y",))
@@ -92,7 +96,7 @@ def test_a_name_that_a_part_may_write_comes_from_before() -> None:
 def test_addresses_are_looked_up_where_they_are_used() -> None:
     """One that was looked up outside of a piece would be a number that varies."""
     parts = split(
-        f"x, = args\n_p_x = x.data_ptr()\n{WORK}\n#: not recorded: here\ny = _op1(x)\n_p_y = y.data_ptr()\n_launch2(stream, _p_y)\n"
+        f"{START}\n{WORK}\n#: not recorded: a\ny = _op1(x)\n_p_y = y.data_ptr()\n_launch2(stream, _p_y)\n"
         f"#: recorded again\n{WORK.replace('_p_x', '_p_y')}\n_launch2(stream, _p_x)\nreturn [y.shape[0]]"
     )
     before, _, after, last = parts
@@ -105,23 +109,22 @@ def test_addresses_are_looked_up_where_they_are_used() -> None:
 
 def test_pieces_of_few_launches_run_as_they_are() -> None:
     few = "_launch2(stream, _p_x)\ny = _op0(x)"  # three
-    parts = split(
-        f"x, = args\n_p_x = x.data_ptr()\n{few}\n#: not recorded: a\n_op1(x)\n#: recorded again\n{few}\nreturn [y]"
-    )
+    parts = split(f"{START}\n{few}\n{CUT}\n{few}\nreturn [y]")
     assert MIN_LAUNCHES == 4 and [part.recorded for part in parts] == [False] and parts[0].reasons == ("a",)
 
 
 def test_new_results_are_returned_by_a_part_that_runs_as_it_is() -> None:
     """A copy to the CPU may be under way: the host must not read it."""
-    body = f"x, = args\n_p_x = x.data_ptr()\n{WORK}\n#: not recorded: a\ny = _op1(x)\n#: recorded again\n{WORK}\nreturn [%s]"
+    cut = CUT.replace("_op1", "y = _op1")
+    body = f"{START}\n{WORK}\n{cut}\n{WORK}\nreturn [%s]"
     assert [part.recorded for part in split(body % "x")] == [True, False, True]
     assert [part.recorded for part in split(body % "x, y")] == [True, False, True, False]
 
 
 def test_a_wait_moves_before_the_cut() -> None:
     body = (
-        f"x, = args\n_p_x = x.data_ptr()\nargs.clear()\n_collective3([x], [], 'sum', '0')\n{WORK}\n"
-        f"#: not recorded: a\n_op1(x)\n#: recorded again\n_collective3.wait()\n{WORK}\nreturn [x]"
+        f"{START}\nargs.clear()\n_collective3([x], [], 'sum', '0')\n{WORK}\n"
+        f"{CUT}\n_collective3.wait()\n{WORK}\nreturn [x]"
     )
     before, _, after = split(body)
     assert text_of(before).endswith("_collective3.wait()") and ".wait()" not in text_of(after)
@@ -130,8 +133,8 @@ def test_a_wait_moves_before_the_cut() -> None:
 def test_a_collective_of_a_bucket_is_always_recorded() -> None:
     """Its source belongs to one call; only a graph may repeat it."""
     body = (
-        "x, = args\n_bucket_b = buckets.acquire('b')\nargs.clear()\n#: not recorded: a\n_op1(x)\n#: recorded again\n"
-        f"if sync:\n    buckets.start('b', _bucket_b)\n_op0(x)\n#: not recorded: a\n_op1(x)\n#: recorded again\n"
+        f"x, = args\n_bucket_b = buckets.acquire('b')\nargs.clear()\n{CUT}\n"
+        f"if sync:\n    buckets.start('b', _bucket_b)\n_op0(x)\n{CUT}\n"
         "if sync:\n    buckets.wait('b', _bucket_b)\nreturn [x]"
     )
     first, piece, last = split(body)
@@ -147,16 +150,15 @@ def test_a_regions_list_of_arguments_is_filled_where_it_is_emptied() -> None:
 
 
 def test_the_text_of_parts_drops_only_what_a_part_has() -> None:
-    body = f"x, = args\n_p_x = x.data_ptr()\n{WORK}\n#: not recorded: a\n_op1(x)\n#: recorded again\ny = 1\n{WORK.replace('_p_x', 'y')}\ndel x, y\nreturn []"
+    body = f"{START}\n{WORK}\n{CUT}\ny = 1\n{WORK.replace('_p_x', 'y')}\ndel x, y\nreturn []"
     text = parts_text(program(body), split(body))
     assert "del y" in text and "del x" not in text and "return [part0, part1, part2]" in text
     ast.parse(text)
 
 
 def test_a_call_that_would_be_repeated_on_copies_refuses() -> None:
-    source = program(
-        "x, = args\n_p_x = x.data_ptr()\nif (_p_x) & 15:\n    return run.realigned(call, args, (), buckets, sync)\nargs.clear()\nreturn [x]"
-    )
+    again = "if (_p_x) & 15:\n    return run.realigned(call, args, (), buckets, sync)"
+    source = program(f"{START}\n{again}\nargs.clear()\nreturn [x]")
     assert "run.refuse('an input is not aligned to 16 bytes')" in parts_text(
         source, split_statements(host_statements(source))
     )
@@ -168,14 +170,13 @@ def test_a_call_that_would_be_repeated_on_copies_refuses() -> None:
 @st.composite
 def bodies(draw: Any) -> str:
     """A straight-line program over numbers: calls of `f`, some of them marked or failed, starts, waits and `del`."""
-    lines, alive, count, flying = ["a, b, = args", "args.clear()"], ["a", "b"], 0, list[str]()
-    for _ in range(draw(st.integers(1, 24))):
+    lines, alive, flying = ["a, b, = args", "args.clear()"], ["a", "b"], list[str]()
+    for count in range(draw(st.integers(1, 24))):
         kind = draw(
             st.sampled_from(("call", "call", "call", "launch", "apart", "failed", "maybe", "drop", "start", "wait"))
         )
         one, other = draw(st.sampled_from(alive)), draw(st.sampled_from(alive))
         name = f"v{count}"
-        count += 1
         if kind == "drop" and len(alive) > 1:
             alive.remove(one)
             lines.append(f"del {one}")
@@ -253,7 +254,7 @@ def test_each_statement_is_in_one_part_and_in_order(body: str) -> None:
     assert kept(s for part in parts for s in part.statements) == kept(statements)
     waits = [s.lines for s in statements if s.waits]
     assert sorted(s.lines for part in parts for s in part.statements if s.waits) == sorted(waits)
-    for one, other in zip(parts, parts[1:], strict=False):
+    for one, other in pairwise(parts):
         assert one.recorded != other.recorded
     for part in parts:
         assert not part.recorded or not any(s.apart for s in part.statements)

@@ -62,7 +62,7 @@ class BucketOf:
 
 
 @dataclass(eq=False, slots=True)
-class Between:
+class UnrecordedPart:
     """What runs between two pieces: its function, how it gets its arguments, and where its results belong."""
 
     function: Callable[..., list[Any]]
@@ -127,8 +127,8 @@ def borrowed(value: Any) -> Any:
         return value
     storage = value.untyped_storage()
     outside = compat.tensors.storage_at(storage.data_ptr(), storage.nbytes(), value.device)
-    empty = torch.empty(0, dtype=value.dtype, device=value.device)
-    return empty.set_(outside, value.storage_offset(), value.shape, value.stride())
+    lent = torch.empty(0, dtype=value.dtype, device=value.device)
+    return lent.set_(outside, value.storage_offset(), value.shape, value.stride())
 
 
 def storage_of(value: Any) -> int:
@@ -159,7 +159,7 @@ class PiecewiseRecording:
     explain: Callable[[RuntimeError], None]
     """Takes note of a piece that could not be captured."""
     failed: bool = False
-    steps: list[Callable[[], None] | Between] = field(default_factory=list)
+    steps: list[Callable[[], None] | UnrecordedPart] = field(default_factory=list)
     new: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -194,11 +194,11 @@ class PiecewiseRecording:
 
     def finished(self, results: list[Any]) -> RecordedRun:
         """Return the recording of the call that has run."""
-        if not isinstance(self.steps[0], Between):
+        if not isinstance(self.steps[0], UnrecordedPart):
             self._owner = None  # the arena is in the pool, where later recordings may reuse it
         self._source = None
         pinned = frozenset(map(storage_of, self._kept))
-        pieces = sum(not isinstance(step, Between) for step in self.steps)
+        pieces = sum(not isinstance(step, UnrecordedPart) for step in self.steps)
         collectives = _by_group(self._started)
         return RecordedRun(self.replay, results, collectives, True, self.new, pinned, self.failed, pieces)
 
@@ -208,7 +208,7 @@ class PiecewiseRecording:
         made: Sequence[Any] = ()
         with torch.no_grad(), self._on_device():
             for step in self.steps:
-                if isinstance(step, Between):
+                if isinstance(step, UnrecordedPart):
                     made = step.run(values, memories)
                 else:
                     step()
@@ -229,7 +229,7 @@ class PiecewiseRecording:
         part = self.program.parts[number]
         varies = any(isinstance(self._bound.get(name), Varying) for name in part.takes)
         if not part.recorded or varies or self.failed:
-            return self._between(number, given)
+            return self._run_unrecorded(number, given)
         again = [*map(borrowed, given)]
         inside = [given]
         del given
@@ -244,7 +244,7 @@ class PiecewiseRecording:
                 raise NotInPartsError(str(error)) from error
             self.explain(error)
             self.failed = True
-            return self._between(number, again)
+            return self._run_unrecorded(number, again)
         self._started += started
         self.steps.append(replay)
         replay()
@@ -255,7 +255,7 @@ class PiecewiseRecording:
             self._functions, self._owner = self.program.prepare(self._device, self._sizes)
         return self._functions[number]
 
-    def _between(self, number: int, given: list[Any]) -> list[Any]:
+    def _run_unrecorded(self, number: int, given: list[Any]) -> list[Any]:
         """Run what is not recorded, and note how to do so in a replay."""
         parts = self.program.parts
         part, last = parts[number], number == len(parts) - 1
@@ -276,27 +276,26 @@ class PiecewiseRecording:
             )
         scale = getattr(self._source, "scale", None)
         factor = scale(self._sync) if scale is not None and self.memories else 1.0
-        self.steps.append(Between(function, takes, gives, self._sync, factor))
+        self.steps.append(UnrecordedPart(function, takes, gives, self._sync, factor))
         return made
 
     def _stable(self, value: torch.Tensor) -> torch.Tensor:
-        """Tensor at a step's result, which replays fill. It is held, unless it lies in memory of the caller's buckets."""
-        if storage_of(value) in self._buckets:
-            return borrowed(value)
-        self._kept.append(value.detach())
-        return self._kept[-1]
+        """Tensor at a step's result, which replays fill. It is held, unless a bucket of the caller holds it."""
+        kept: torch.Tensor = borrowed(value) if storage_of(value) in self._buckets else value.detach()
+        self._kept.append(kept)
+        return kept
 
     def _bind(self, number: int, made: list[Any]) -> None:
         """Note what a replay passes for the results of a part."""
         step, part = self.steps[-1], self.program.parts[number]
-        kept = dict(step.gives) if isinstance(step, Between) else {}
+        kept = dict(step.gives) if isinstance(step, UnrecordedPart) else {}
         for name, value in zip(part.gives, made, strict=True):
             bucket = next((bucket for bucket, memory in self.memories.items() if memory is value), None)
             if bucket is not None:
                 self._bound[name] = BucketOf(bucket)
             elif kept.get(name) is not None:
                 self._bound[name] = kept[name]
-            elif isinstance(step, Between) and name != SCALE.text:
+            elif isinstance(step, UnrecordedPart) and name != SCALE.text:
                 self._bound[name] = Varying(name)
             else:
                 self._bound[name] = self._lent(value)

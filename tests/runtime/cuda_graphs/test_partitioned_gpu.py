@@ -56,9 +56,7 @@ def test_a_tagged_operator_is_left_out_from_the_first_recording_on() -> None:
 def test_random_numbers_are_eagers_in_each_piece() -> None:
     torch._dynamo.reset()
     eager, ours = (Waiting(waiting.wait, dropout=0.5).cuda() for _ in range(2))
-    compiled = dcompile.compile(
-        ours, options={"receipt": False, "triton.cudagraphs": True, "fallback_random": True}
-    )
+    compiled = dcompile.compile(ours, options={"receipt": False, "triton.cudagraphs": True, "fallback_random": True})
     for step in range(7):
         results = []
         for call in (eager, compiled):

@@ -12,7 +12,7 @@ import torch
 import dcompile
 from dcompile.collectives.contract import ProgramReport
 from dcompile.runtime.cuda_graphs import trees
-from dcompile.runtime.cuda_graphs.pieces import refill
+from dcompile.runtime.cuda_graphs.partitioned import refill
 from tests.fuzz import recordings
 from tests.runtime.cuda_graphs import waiting
 from tests.runtime.cuda_graphs.waiting import Waiting, batch, train
@@ -113,8 +113,7 @@ def test_a_program_without_a_piece_worth_a_graph_says_so() -> None:
         torch.testing.assert_close(compiled(batch(step)), (batch(step).sin() * 2).cos())
     note = dcompile.receipt(compiled).notes[-1]
     assert note == (
-        "runs without a CUDA graph: no 4 launches follow each other without "
-        "dcompile_tests.wait failed in a recording"
+        "runs without a CUDA graph: no 4 launches follow each other without dcompile_tests.wait failed in a recording"
     )
 
 

@@ -45,7 +45,7 @@ class HostStatement:
     """Name of the collective that it starts, and of the one that it waits for."""
     waits: str = ""
     synchronizes: bool = False
-    """Whether the collective is dcompile's own, whose source belongs to one call, so that only a graph may repeat it."""
+    """Whether the collective is dcompile's own. Its source belongs to one call, so that only a graph may repeat it."""
     certain: bool = True
     """Whether it writes its names in each call."""
     returns: bool = False
@@ -61,7 +61,7 @@ class HostStatement:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class HostPart:
     """Consecutive statements: a piece to be recorded, or what runs as it is, for these reasons."""
 
     statements: tuple[HostStatement, ...]
@@ -178,7 +178,7 @@ def _joined(statements: Iterator[HostStatement]) -> Iterator[HostStatement]:
 # --- splitting --------------------------------------------------------------------------------------------------------
 
 
-def split_statements(statements: Sequence[HostStatement]) -> tuple[Part, ...]:
+def split_statements(statements: Sequence[HostStatement]) -> tuple[HostPart, ...]:
     """Split statements into pieces to be recorded and what runs between them, in their order.
 
     Each statement is in one part. Only waits for collectives move: to the end of the part that started them. A piece
@@ -190,18 +190,18 @@ def split_statements(statements: Sequence[HostStatement]) -> tuple[Part, ...]:
         # new results go to the caller as they are: a copy on the CPU may be under way
         return bool(statement.apart) or (statement.returns and not outside.isdisjoint(statement.reads))
 
-    runs = [Part(tuple(run), not apart) for apart, run in groupby(statements, runs_as_it_is)]
+    runs = [HostPart(tuple(run), not apart) for apart, run in groupby(statements, runs_as_it_is)]
     if len(runs) > 1:
         runs = [replace(part, recorded=part.recorded and part.worth) for part in _awaited(runs)]
-    parts: list[Part] = []
+    parts: list[HostPart] = []
     for recorded, alike in groupby(runs, lambda part: part.recorded):
         inside = tuple(statement for part in alike for statement in part.statements)
         reasons = tuple(dict.fromkeys(statement.apart for statement in inside if statement.apart))
-        parts.append(Part(inside, recorded, reasons))
+        parts.append(HostPart(inside, recorded, reasons))
     return _connected(parts)
 
 
-def _awaited(parts: list[Part]) -> list[Part]:
+def _awaited(parts: list[HostPart]) -> list[HostPart]:
     """Move waits to the end of the parts that started their collectives."""
     started: dict[str, int] = {}
     bodies: list[list[HostStatement]] = [[] for _ in parts]
@@ -214,18 +214,17 @@ def _awaited(parts: list[Part]) -> list[Part]:
     return [replace(part, statements=tuple(body)) for part, body in zip(parts, bodies, strict=True)]
 
 
-def _connected(parts: list[Part]) -> tuple[Part, ...]:
+def _connected(parts: list[HostPart]) -> tuple[HostPart, ...]:
     """Find what each part takes of earlier ones, and gives to later ones; a part drops only what it has."""
     addresses = {name: s for part in parts for s in part.statements if s.address for name in s.writes}
     parts = [_with_addresses(part, addresses) for part in parts]
-    reads = [_read_first(part.statements) for part in parts]
+    needs = [_read_first(part.statements) | _unsure(part.statements) for part in parts]
     defined: set[str] = set()
-    found: list[Part] = []
+    found: list[HostPart] = []
     for number, part in enumerate(parts):
-        later = frozenset[str]().union(*reads[number + 1 :])
+        later = frozenset[str]().union(*needs[number + 1 :])
         written = frozenset[str]().union(*(statement.writes for statement in part.statements))
-        unsure = _unsure(part.statements) & later
-        takes = (reads[number] | unsure) & defined
+        takes = needs[number] & defined
         gives = written & later
         has = written | takes
         body = (statement.without(statement.drops - has) for statement in part.statements)
@@ -235,7 +234,7 @@ def _connected(parts: list[Part]) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def _with_addresses(part: Part, addresses: Mapping[str, HostStatement]) -> Part:
+def _with_addresses(part: HostPart, addresses: Mapping[str, HostStatement]) -> HostPart:
     """Look up the addresses that a part uses, and that an earlier one has looked up."""
     used = sorted(_read_first(part.statements) & addresses.keys())
     return replace(part, statements=(*(addresses[name] for name in used), *part.statements)) if used else part
@@ -260,7 +259,7 @@ def _unsure(statements: Sequence[HostStatement]) -> frozenset[str]:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def parts_text(source: str, parts: Sequence[Part]) -> str:
+def parts_text(source: str, parts: Sequence[HostPart]) -> str:
     """Text of a host program whose `make` returns a list of functions, one for each part."""
     lines = source.split("\n")
     start = next(number for number, line in enumerate(lines) if line.startswith("    def call("))

@@ -15,9 +15,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION, argument
+from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION, argument, value_of
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
-from dcompile.capture.passes.dynamo.symbolic_elements.elements import value_of
 from dcompile.device_traits import traits_of
 from dcompile.passes import GAIN, PassReport
 

@@ -16,9 +16,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION, MASK, argument, changes, is_call
+from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION, MASK, argument, changes, is_call, sizes_of
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
-from dcompile.capture.passes.dynamo.symbolic_elements.elements import sizes_of
 from dcompile.device_traits import traits_of
 from dcompile.ir.index import Size
 from dcompile.passes import GAIN, PassReport

@@ -19,6 +19,7 @@ from dcompile.capture.passes.dynamo.attention_masks import (
 )
 from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
+from dcompile.codegen.lower.elements import ElementTracer
 from dcompile.compat.flex import SIDES
 from tests.pass_inputs.graphs import sparse_attention
 from tests.traits import change_cpu
@@ -38,7 +39,7 @@ def rewritten(function, *args, dynamic=False):
     seen = []
 
     def backend(gm, _inputs):
-        notes = [*recognize_causal_masks(gm).notes]
+        notes = [*recognize_causal_masks(gm, ElementTracer).notes]
         gm.graph.lint()
         calls = [node for node in gm.graph.nodes if node.target is ATTENTION]
         seen.append(
@@ -308,7 +309,7 @@ def test_elements_of_long_masks_are_not_computed():
     notes = []
 
     def backend(gm, _inputs):
-        notes.append([*recognize_causal_masks(gm).notes])
+        notes.append([*recognize_causal_masks(gm, ElementTracer).notes])
         return lambda *given: (given[0],)
 
     torch._dynamo.reset()
@@ -442,8 +443,8 @@ def after_skipping(function, *args, dynamic=False):
     seen = []
 
     def backend(gm, _inputs):
-        recognize_causal_masks(gm)
-        report = skip_masked_attention(gm)
+        recognize_causal_masks(gm, ElementTracer)
+        report = skip_masked_attention(gm, ElementTracer)
         nest = NestedGraphs(gm)
         for graph in nest.graphs:
             graph.graph.lint()
@@ -674,7 +675,7 @@ def test_distributed_tensors_stay_with_the_library():
     reports = []
 
     def backend(gm, _inputs):
-        reports.append(skip_masked_attention(gm))
+        reports.append(skip_masked_attention(gm, ElementTracer))
         return gm.forward
 
     torch._dynamo.reset()

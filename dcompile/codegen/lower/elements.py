@@ -41,6 +41,7 @@ class ElementTracer:
         self._trees: dict[str, Tree] = {}
         self._decompositions = table()
         self._low = _OnlyExpressions("elements")
+        self._low.positions_in_loops = True
 
     def tracing(self) -> AbstractContextManager[Any]:
         """Context in which operators are traced; they raise UnknownElements."""
@@ -73,18 +74,19 @@ class ElementTracer:
                 return self._decompositions[op](*args, **kwargs)
         value = op(*args, **kwargs)
         try:
-            given, named = self._argument(args), {name: self._argument(arg) for name, arg in kwargs.items()}
-            given = in_order(op, given, named)
+            named = {name: self._argument(arg) for name, arg in kwargs.items()}
+            given = in_order(op, self._argument(args), named)
             if str(op) == "aten.cumsum.default":
-                self.bind(value, self._running_sum(value, given[0], given[1]))
+                self.bind(value, self._running_sum(value, *given))
                 return value
-            if not fits_a_loop(op, value, given, HOST):
-                raise UnknownElements
-            result = rule.lower(self._low, value, *given, **named)
+            result = NotImplemented
+            if fits_a_loop(op, value, given, HOST):
+                result = rule.lower(self._low, value, *given, **named)
             if result is NotImplemented:
                 raise UnknownElements
-            several = isinstance(value, (tuple, list))
-            for item, lazy in zip(value, result, strict=True) if several else ((value, result),):
+            for item, lazy in (
+                zip(value, result, strict=True) if isinstance(result, list | tuple) else [(value, result)]
+            ):
                 self.bind(item, self._elements(lazy))
         except Inexpressible:
             raise UnknownElements from None
@@ -153,10 +155,6 @@ class ElementTracer:
 
 class _OnlyExpressions(Lowering):
     """A lowering without memory."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.positions_in_loops = True
 
     def buffer(self, *_: Any, **__: Any) -> View:
         """Raise UnknownElements: a rule stores a tensor, or calls the library."""

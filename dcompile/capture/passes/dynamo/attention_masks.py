@@ -333,8 +333,10 @@ def _verdict(mask: Elements | None, scores: tuple[Size, ...]) -> str | None:
     except UnknownMask:
         return None
     assert mask is not None, "an unknown mask has raised"
-    if allowed is True or mask.shape[-2:] != scores[-2:]:
-        return "full" if allowed is True else None
+    if allowed is True:
+        return "full"
+    if mask.shape[-2:] != scores[-2:]:
+        return None
     queries, keys = positions_of(mask.shape)[-2:]
     return "causal" if _is_causal(allowed, queries - keys, mask) else None
 
@@ -411,9 +413,9 @@ def skip_masked_attention(
 ) -> PassReport:
     """Rewrite attention calls with a mask that allows few pairs, in a Dynamo graph and all its subgraphs, in place.
 
-    `tracer`: makes what computes elements. `planned_for`: type of the device that the graph is planned for; nothing is rewritten if it is not the graph's own.
-    `figures`: type of a device -> its figures. Relies on: causal masks have been recognized. Rows without an allowed
-    key stay 0, as in eager mode.
+    `tracer`: makes what computes elements. `planned_for`: type of the device that the graph is planned for; nothing is
+    rewritten if it is not the graph's own. `figures`: type of a device -> its figures. Relies on: causal masks have
+    been recognized. Rows without an allowed key stay 0, as in eager mode.
     """
     nest = NestedGraphs(gm)
     masked = [(node, mask) for node in nest.nodes() if (mask := mask_of(node)) is not None]

@@ -117,7 +117,7 @@ def _once(node: Any, heads: Size, nest: NestedGraphs) -> Source | None:
         if not isinstance(inner, Node):
             return None
         merged = inner
-    source = _is_interleaved(merged) if is_call(merged, *_REPEATS) else _expanded_heads(merged)
+    source = _is_interleaved(merged) if is_call(merged, *_REPEATS) else expanded_heads(merged)
     if source is None or _repeated_heads(source, heads) != sizes_of(node) or _is_changed(node, source):
         return None
     return source
@@ -161,9 +161,9 @@ def _is_changed(node: Node, source: Node) -> bool:
         node = node.all_input_nodes[0]
 
 
-def _expanded_heads(node: Node) -> Node | None:
+def expanded_heads(node: Any) -> Node | None:
     """Return the tensor (batch, heads, length, width) that a node expands to (batch, heads, copies, length, width)."""
-    if not is_call(node, "expand") or len(sizes_of(node)) != 5:
+    if not isinstance(node, Node) or not is_call(node, "expand") or len(sizes_of(node)) != 5:
         return None
     batch, heads, _, length, width = sizes_of(node)
     apart = node.args[0]

@@ -82,6 +82,14 @@ if TYPE_CHECKING:
 
 BOTH = ("joint", "inference")
 
+
+def element_tracer() -> Any:
+    """Return what computes the elements of attention masks: lowering's rules, which load with the first such pass."""
+    from dcompile.codegen.lower.elements import ElementTracer
+
+    return ElementTracer()
+
+
 DYNAMO_PASSES: tuple[GraphPass, ...] = (
     # first: other passes treat inlined regions as part of the graph
     GraphPass(inline_nested_regions, required=True),
@@ -91,10 +99,14 @@ DYNAMO_PASSES: tuple[GraphPass, ...] = (
     # torch writes zeros into the gaps between windows that are changed in place
     GraphPass(view_unfold_by_slices, required=True),
     GraphPass(gather_upsampling_gradients, lambda request: (request.planned_for,), when=with_own_kernels),
-    GraphPass(recognize_causal_masks, when=with_own_kernels),
+    GraphPass(recognize_causal_masks, lambda _: (element_tracer,), when=with_own_kernels),
     GraphPass(decompose_decode_attention, when=with_own_kernels),
     # after causal masks, for which kernels have a flag, and single queries, whose keys are read once
-    GraphPass(skip_masked_attention, lambda request: (request.planned_for, request.figures), when=with_own_kernels),
+    GraphPass(
+        skip_masked_attention,
+        lambda request: (element_tracer, request.planned_for, request.figures),
+        when=with_own_kernels,
+    ),
     # after masks: attention with a mask is left unchanged
     GraphPass(use_grouped_query_attention, lambda request: (request.planned_for,), when=with_own_kernels),
     GraphPass(

@@ -149,3 +149,28 @@ def random_states(device: torch.device) -> Callable[[], None]:
             module.set_rng_state(states[1], device)
 
     return put_back
+
+
+def computing(compute: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> contextlib.AbstractContextManager[Any]:
+    """Operators of ATen inside are computed by `compute(operator, args, kwargs)`; it runs outside of this mode."""
+    return _computing_class()(compute)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _computing_class() -> Any:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Computing(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+        """Mode with a function for all operators."""
+
+        def __init__(self, compute: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+            super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+            self._compute = compute
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            if str(func).startswith(_METADATA):
+                return func(*args, **(kwargs or {}))
+            return self._compute(func, args, kwargs or {})
+
+    return Computing

@@ -525,6 +525,14 @@ def is_optimized_module(thing: Any) -> bool:
     return isinstance(thing, OptimizedModule)
 
 
+def leave_vmap(levels: int) -> None:
+    """End levels of `torch.vmap` that were entered by nodes of a captured graph."""
+    from torch._C import _functorch
+
+    for _ in range(levels):
+        _functorch._vmap_decrement_nesting()
+
+
 def holds_graphs(target: Any) -> bool:
     """Whether a node's target is an operator on graphs (a checkpointed region, a condition)."""
     from torch._ops import HigherOrderOperator

@@ -19,13 +19,13 @@ from dcompile.codegen.emit.select_target import architecture, emit_all, why_no_k
 from dcompile.codegen.emit.target import Built, Kernels, KernelSource
 from dcompile.codegen.lower.lower import Lowered, lower
 from dcompile.codegen.lower.opaque_calls import called_name
-from dcompile.codegen.lower.symbolic.shapes import traced_sizes
 from dcompile.codegen.schedule.memory.memory_summary import memory_headline, memory_lines
 from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
 from dcompile.codegen.schedule.order.overlap_summary import overlap_lines
 from dcompile.collectives.contract import REGION_LEFT, ProgramReport, Request
 from dcompile.collectives.fsdp_reduce_scatter import copied_bytes
 from dcompile.compat import torch_logs
+from dcompile.compat.size_expressions import traced_sizes
 from dcompile.compiler.autotune import Tuner
 from dcompile.compiler.compute_regions import RegionCompiler, RegionResult
 from dcompile.config import Config

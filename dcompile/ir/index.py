@@ -66,6 +66,7 @@ __all__ = [
     "bounds",
     "collect",
     "contiguous_strides",
+    "divides_only_symbols",
     "element_span",
     "evaluate",
     "evaluate_on",
@@ -200,6 +201,14 @@ def extreme(kind: str, left: Size, right: Size) -> Index:
         return b if kind == "max" else a
     a, b = sorted((a, b), key=str)
     return Index((((Extreme("max" if kind == "max" else "min", a, b),), 1),))
+
+
+def divides_only_symbols(index: Index) -> bool:
+    """Whether no loop variable is divided, only sizes."""
+    if index.is_affine:
+        return True
+    atoms = (atom for monomial, _ in index.terms for atom in monomial if isinstance(atom, Div | Mod))
+    return all(map(is_symbol, (name for atom in atoms for name in atom.base.variables)))
 
 
 # --- substitution -----------------------------------------------------------------------------------------------------

@@ -121,9 +121,17 @@ def replace_variables(tree: Tree, values: Mapping[str, Index], ranges: Ranges) -
 
 def variables(tree: Tree) -> frozenset[str]:
     """Names of all variables that the tree's tests and leaves depend on."""
+    return frozenset(name for index in indices_of(tree) for name in index.variables)
+
+
+def indices_of(tree: Tree) -> Iterator[Index]:
+    """Indices in the tree's tests, in order, and in its leaves."""
     if isinstance(tree, Test):
-        return tree.condition.variables | variables(tree.then) | variables(tree.otherwise)
-    return tree.variables if isinstance(tree, Index) else frozenset()
+        yield tree.condition
+        yield from indices_of(tree.then)
+        yield from indices_of(tree.otherwise)
+    elif isinstance(tree, Index):
+        yield tree
 
 
 def leaves(tree: Tree, facts: Facts, ranges: Ranges) -> Iterator[Leaf]:

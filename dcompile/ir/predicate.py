@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from dcompile.ir.cursor import TextCursor
-from dcompile.ir.index import Index, Size, as_index, evaluate, is_nonnegative, substitute, var
+from dcompile.ir.index import Index, Size, as_index, evaluate, is_nonnegative, var
 from dcompile.ir.index_text import parse_index
-from dcompile.ir.piecewise import Test, Tree, leaves, variables
+from dcompile.ir.piecewise import Test, Tree, indices_of, leaves, replace_variables, variables
 
 BATCH, HEAD, QUERY, KEY = "bhqk"
 PREFIX, CAUSAL, WINDOW, PADDING, DOCUMENTS = "prefix", "causal", "window", "padding", "documents"
@@ -53,7 +53,7 @@ class Predicate:
     def _reach(self, distance: Index) -> Size | None:
         """Return the least distance, of those in the tests, from which on the predicate is proved to be False."""
         found: list[Index] = []
-        for condition in conditions(self.tree):
+        for condition in indices_of(self.tree):
             for factor in (1, -1):
                 rest = condition - (var(QUERY) - var(KEY)) * factor
                 if not rest.variables & {BATCH, HEAD, QUERY, KEY} and not any(map(_is_read, rest.variables)):
@@ -82,7 +82,7 @@ class Predicate:
         return tuple(kind for kind in (PREFIX, CAUSAL, WINDOW, PADDING, DOCUMENTS) if kind in found)
 
     def _read_kinds(self) -> Iterator[str]:
-        for condition in conditions(self.tree):
+        for condition in indices_of(self.tree):
             places = [self._places(name) for name in condition.variables if _is_read(name)]
             if len(places) > 1:
                 yield DOCUMENTS
@@ -110,7 +110,7 @@ class Predicate:
         further = as_index(keys) - queries
         if not is_nonnegative(further, {}):
             return False
-        trees = (replace_variables(self.tree, {KEY: var(QUERY) + offset}) for offset in (0, further))
+        trees = (replace_variables(self.tree, {KEY: var(QUERY) + offset}, {}) for offset in (0, further))
         return any(all(leaf is True for leaf in leaves(tree, (), {QUERY: queries})) for tree in trees)
 
 
@@ -124,28 +124,12 @@ def allowed_pairs(predicate: Predicate, queries: int, keys: int, block: int, siz
     return pairs
 
 
-def conditions(tree: Tree) -> Iterator[Index]:
-    """Yield the conditions of a tree's tests."""
-    if isinstance(tree, Test):
-        yield tree.condition
-        yield from conditions(tree.then)
-        yield from conditions(tree.otherwise)
-
-
 def _is_read(name: str) -> bool:
     return name[0] == "z"
 
 
 def _number(size: Size, sizes: Mapping[str, int]) -> int:
     return size if isinstance(size, int) else evaluate(size, sizes)
-
-
-def replace_variables(tree: Tree, values: Mapping[str, Index]) -> Tree:
-    """Substitute values for variables in the conditions of a tree."""
-    if isinstance(tree, Test):
-        condition = substitute(tree.condition, values, {})
-        return Test(condition, replace_variables(tree.then, values), replace_variables(tree.otherwise, values))
-    return tree
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from torch.fx import Node
 
 from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant, from_view, has_layout, remap_view
 from dcompile.codegen.lower.loop_builder import Body, Coords
-from dcompile.codegen.lower.symbolic.shapes import Real, follows, opaque_shape, variables_of
-from dcompile.codegen.lower.symbolic.shapes import shape_of as shape_of
-from dcompile.codegen.lower.symbolic.shapes import strides_of as strides_of
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous, is_dense, is_distinct, ranges_of, variables
+from dcompile.compat.size_expressions import Real, follows, opaque_shape, variables_of
+from dcompile.compat.size_expressions import shape_of as shape_of
+from dcompile.compat.size_expressions import strides_of as strides_of
 from dcompile.device_traits import HOST, DeviceTraits, traits_of
 from dcompile.ir.buffers import NUMBER, Buffer
 from dcompile.ir.float8 import OPAQUE

@@ -26,9 +26,9 @@ from dcompile.codegen.lower.decompositions.table import table
 from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant, from_view, make_lazy
 from dcompile.codegen.lower.library_calls import GraphAttribute, buffer_name
 from dcompile.codegen.lower.rules.pointwise import to_dtype
-from dcompile.codegen.lower.symbolic.shapes import variables_of
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous
 from dcompile.codegen.nest.loop_nest import renumber
+from dcompile.compat.size_expressions import variables_of
 from dcompile.ir.attention import FLEX, FLEX_BACKWARD, MAX_WIDTH, MIN_BLOCK
 from dcompile.ir.gemm import ALIGNMENT, TENSOR_CORE_DTYPES
 from dcompile.ir.index import as_index, as_size, exact_quotient, is_below

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, Node
 
-from dcompile.codegen.lower.symbolic.shapes import estimate
+from dcompile.compat.size_expressions import estimate
 from dcompile.compat.user_line import user_line
 
 _FRAME_NAMES = frozenset(

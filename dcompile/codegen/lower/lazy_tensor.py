@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from dcompile.codegen.lower.loop_builder import Body, Coords
-from dcompile.codegen.lower.symbolic.shapes import Inexpressible
 from dcompile.codegen.lower.symbolic.strides import (
     Shape,
     affine_strides,
@@ -15,6 +14,7 @@ from dcompile.codegen.lower.symbolic.strides import (
     same_layout,
     variables,
 )
+from dcompile.compat.size_expressions import Inexpressible
 from dcompile.ir.index import ZERO, Size, as_index, flatten, is_below, is_nonnegative, modulo, size_product, typical
 from dcompile.ir.nodes import Apply, Const, IndexOf, Ref, View
 from dcompile.ir.ops import OPS

@@ -23,7 +23,7 @@ from dcompile.codegen.lower.operator_facts import (
     returns_alias,
     written_names,
 )
-from dcompile.codegen.lower.symbolic.shapes import is_symbolic, opaque_shape
+from dcompile.compat.size_expressions import is_symbolic, opaque_shape
 from dcompile.errors import DcompileError
 from dcompile.ir.buffers import OBJECT
 from dcompile.ir.gemm import MATMUL_OPS

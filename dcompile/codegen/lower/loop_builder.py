@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from dcompile.codegen.lower.symbolic.shapes import FLOAT_OPS, Real
 from dcompile.codegen.lower.symbolic.strides import lower_bound, simplify
+from dcompile.compat.size_expressions import FLOAT_OPS, Real
 from dcompile.ir.float8 import FLOAT8, OPAQUE, from_bytes, to_bytes
 from dcompile.ir.index import Index, Size, as_index, is_nonnegative, size_product, substitute, upper_bound, var
 from dcompile.ir.nodes import Apply, Const, IndexOf, Load, Reduce, Ref, Scan, Store, Value

@@ -18,14 +18,15 @@ from dcompile.codegen.lower.flex_attention import lower_flex_attention
 from dcompile.codegen.lower.fx_nodes import Kind, Uses, find_uses, origin_of
 from dcompile.codegen.lower.lazy_tensor import MAX_LOADS, MAX_OPS, LazyTensor, constant, from_view
 from dcompile.codegen.lower.library_calls import GraphAttribute, Unsupported, call_library, call_region, is_region
+from dcompile.codegen.lower.operator_facts import in_order
 from dcompile.codegen.lower.own_collectives import lower_collective
 from dcompile.codegen.lower.registry import PRODUCTS, RULES
 from dcompile.codegen.lower.rules.input_mutation import OVERWRITES, overwrite_input, put_in_place, with_shared_data
 from dcompile.codegen.lower.rules.slice_scatter_chains import find_assembled, read_from
 from dcompile.codegen.lower.symbolic.constants import numbers_of
 from dcompile.codegen.lower.symbolic.ints import scalar
-from dcompile.codegen.lower.symbolic.shapes import Inexpressible, Real, is_symbolic, opaque_shape, size_of, variables_of
 from dcompile.codegen.lower.symbolic.strides import same_layout
+from dcompile.compat.size_expressions import Inexpressible, Real, is_symbolic, opaque_shape, size_of, variables_of
 from dcompile.ir.index import Index, Size, as_index, as_size, typical, var
 from dcompile.ir.nodes import PART, Program, View
 from dcompile.ir.ops import DTYPES
@@ -227,7 +228,7 @@ class _Walk:
             return args[0][args[1]]
         if is_region(node):
             return call_region(self.low, node, args)
-        args = _in_order(node.target, args, kwargs)
+        args = in_order(node.target, args, kwargs)
         value: Any = node.meta.get("val")
         if value is None and node.users:  # such as calls that restore a generator's state
             raise Unsupported(f"dcompile: tracing did not say what {node.target} returns")
@@ -370,17 +371,6 @@ def _looks_behind_a_slice(node: Node) -> bool:
     of: Any = node.args[0]
     offset = of.meta["val"].storage_offset()
     return not isinstance(offset, int) or offset > 0
-
-
-def _in_order(target: Any, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """Return `args` followed by positional arguments given by keyword, which are removed from `kwargs`."""
-    schema = getattr(target, "_schema", None)
-    if schema is None or not kwargs:
-        return args
-    places = [argument for argument in schema.arguments if not argument.kwarg_only]
-    last = max((n for n, argument in enumerate(places) if argument.name in kwargs), default=-1)
-    missing = places[len(args) : last + 1]
-    return args + [kwargs.pop(argument.name, argument.default_value) for argument in missing]
 
 
 def _replaced(item: Any, old: LazyTensor, new: LazyTensor) -> Any:

@@ -20,6 +20,17 @@ def op_text(target: Any) -> str:
     return f"{module.lstrip('_')}.{getattr(target, '__name__', target)}"
 
 
+def in_order(target: Any, args: list[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return `args` followed by positional arguments given by keyword, which are removed from `kwargs`."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or not kwargs:
+        return args
+    places = [argument for argument in schema.arguments if not argument.kwarg_only]
+    last = max((n for n, argument in enumerate(places) if argument.name in kwargs), default=-1)
+    missing = places[len(args) : last + 1]
+    return args + [kwargs.pop(argument.name, argument.default_value) for argument in missing]
+
+
 def is_in_place(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
     return schema is not None and (bool(schema.is_mutable) or compat.storage_offsets.resizes(target))

@@ -17,8 +17,8 @@ from torch.fx import Node
 
 from dcompile.codegen.lower.context import Lowering, dtype_name
 from dcompile.codegen.lower.lazy_tensor import LazyTensor, from_view
-from dcompile.codegen.lower.symbolic.shapes import opaque_shape
 from dcompile.codegen.lower.symbolic.strides import contiguous
+from dcompile.compat.size_expressions import opaque_shape
 from dcompile.ir.collective_kinds import COLLECTIVES
 from dcompile.ir.functional_collectives import is_wait, kind_of
 from dcompile.ir.index import Index

@@ -22,6 +22,7 @@ call is given.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,26 +34,32 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION, CAUSAL, MASK, Changed, argument, shape_of
-from dcompile.capture.passes.dynamo.grouped_query_attention import erase_repeated, unrepeated
-from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
-from dcompile.capture.passes.dynamo.symbolic_elements.analysis import FROM_NUMBERS, RULES, ElementsOf
-from dcompile.capture.passes.dynamo.symbolic_elements.elements import (
-    Elements,
-    Read,
-    Reads,
-    UnknownElements,
-    axis,
-    is_of_torch,
-    name_of,
-    size_of,
+from dcompile.capture.passes.dynamo.captured_nodes import (
+    ATTENTION,
+    CAUSAL,
+    MASK,
+    Changed,
+    argument,
     sizes_of,
     value_of,
 )
+from dcompile.capture.passes.dynamo.grouped_query_attention import erase_repeated, unrepeated
+from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
+from dcompile.capture.passes.dynamo.mask_elements import ElementsOf, ElementTracer
 from dcompile.device_traits import traits_of
 from dcompile.ir.bounds import MIN_SYMBOL_VALUES
+from dcompile.ir.elements import Elements, Read, Reads, UnknownElements, axis, positions_of
 from dcompile.ir.index import Index, Size, as_index, is_below, is_nonnegative, is_symbol, substitute, var
-from dcompile.ir.piecewise import Leaf, Test, TooManyCases, Tree, combine, leaves, negate_condition, variables
+from dcompile.ir.ops import DTYPES
+from dcompile.ir.piecewise import (
+    TooManyCases,
+    Tree,
+    combine,
+    indices_of,
+    leaves,
+    negate_condition,
+    replace_variables,
+)
 from dcompile.ir.predicate import (
     BATCH,
     DOCUMENTS,
@@ -63,7 +70,6 @@ from dcompile.ir.predicate import (
     WINDOW,
     Predicate,
     allowed_pairs,
-    replace_variables,
 )
 from dcompile.machine_model import Figures, table_figures
 from dcompile.operators import attention_ops, flex_masks
@@ -87,7 +93,7 @@ class MaskPredicate:
     """Variables of the sizes, as in shapes of the graph's tensors."""
 
 
-def is_allowed(leaf: Any, dtype: torch.dtype) -> bool:
+def is_allowed(leaf: Any, dtype: str) -> bool:
     """Does an element of a mask allow attention? Raises UnknownElements if it adds a bias to the score.
 
     Minus infinity forbids it, and so does the least finite number of the dtype, which some libraries use. In a row with
@@ -95,9 +101,13 @@ def is_allowed(leaf: Any, dtype: torch.dtype) -> bool:
     """
     if isinstance(leaf, bool):
         return leaf
-    if not isinstance(leaf, float) or leaf not in (0.0, -math.inf, torch.finfo(dtype).min):
+    if not isinstance(leaf, float) or leaf not in (0.0, -math.inf, _least(dtype)):
         raise UnknownElements
     return leaf == 0.0
+
+
+def _least(dtype: str) -> float:
+    return torch.finfo(getattr(torch, dtype)).min
 
 
 def scores_shape(query: Any, key: Any) -> tuple[Size, ...]:
@@ -112,18 +122,24 @@ def broadcasts(shape: Sequence[Size], scores: Sequence[Size]) -> bool:
     return len(shape) <= len(scores) and all(size in (1, whole) for size, whole in pairs)
 
 
-def predicate_of(mask: Elements | None, reads: Reads, scores: Sequence[Size]) -> MaskPredicate:
-    """Return the predicate of a mask over scores (batch, heads, queries, keys). Raises UnknownMask."""
-    if mask is None or mask.batches:
+def _allowed(mask: Elements | None, scores: Sequence[Size]) -> Tree:
+    """Return where a mask allows attention, over its own positions. Raises UnknownMask."""
+    if mask is None:
         raise UnknownMask("its elements are not known from how it is made")
     if not broadcasts(mask.shape, scores):
         raise UnknownMask("its shape is not that of the scores")
     try:
-        tree = combine(lambda leaf: is_allowed(leaf, mask.dtype), (mask.tree,), mask.ranges)
+        return combine(lambda leaf: is_allowed(leaf, mask.dtype), (mask.tree,), mask.ranges)
     except UnknownElements:
         raise UnknownMask("it adds other numbers than 0 and minus infinity to scores") from None
     except TooManyCases:
         raise UnknownMask("it has too many pieces") from None
+
+
+def predicate_of(mask: Elements | None, reads: Reads, scores: Sequence[Size]) -> MaskPredicate:
+    """Return the predicate of a mask over scores (batch, heads, queries, keys). Raises UnknownMask."""
+    tree = _allowed(mask, scores)
+    assert mask is not None, "an unknown mask has raised"
     found = _in_pairs(tree, mask, reads, scores)
     if _has_least_number(mask) and not found.predicate.has_key_in_each_row(scores[2], scores[3]):
         raise UnknownMask("it adds the least finite number, and a row may have no allowed key")
@@ -132,14 +148,7 @@ def predicate_of(mask: Elements | None, reads: Reads, scores: Sequence[Size]) ->
 
 def _has_least_number(mask: Elements) -> bool:
     """Does a mask forbid by the least finite number? Rows without an allowed element then average all values."""
-    if not mask.dtype.is_floating_point:
-        return False
-    least = torch.finfo(mask.dtype).min
-    return any(leaf == least for leaf in _leaves(mask.tree))
-
-
-def _leaves(tree: Tree) -> list[Leaf]:
-    return [*_leaves(tree.then), *_leaves(tree.otherwise)] if isinstance(tree, Test) else [tree]
+    return DTYPES[mask.dtype] == "float" and _least(mask.dtype) in leaves(mask.tree, (), {})
 
 
 def _in_pairs(tree: Tree, mask: Elements, reads: Reads, scores: Sequence[Size]) -> MaskPredicate:
@@ -147,7 +156,7 @@ def _in_pairs(tree: Tree, mask: Elements, reads: Reads, scores: Sequence[Size]) 
     dims = len(mask.shape)
     named = {axis(n): var((BATCH, HEAD, QUERY, KEY)[4 - dims + n]) for n in range(dims)}
     ranges = dict(zip((BATCH, HEAD, QUERY, KEY), scores, strict=True))
-    names = _ordered_variables(tree)
+    names = [*dict.fromkeys(name for index in indices_of(tree) for name in sorted(index.variables))]
     used = [(name, read) for name in names if (read := reads.found(name)) is not None]
     if len(used) > MAX_READS:
         raise UnknownMask(f"it depends on {len(used)} elements of tensors")
@@ -161,8 +170,8 @@ def _in_pairs(tree: Tree, mask: Elements, reads: Reads, scores: Sequence[Size]) 
     sizes = {name: f"{_letter(name)}{number}" for number, name in enumerate(dict.fromkeys(symbols))}
     values |= {name: var(short) for name, short in sizes.items()}
     rewritten = tuple(tuple(substitute(index, values, {}) for index in at) for at in positions)
-    predicate = Predicate(replace_variables(tree, values), rewritten, tuple(sizes.values()))
-    return MaskPredicate(predicate, tuple(read.node for _, read in used), tuple(sizes))
+    predicate = Predicate(replace_variables(tree, values, {}), rewritten, tuple(sizes.values()))
+    return MaskPredicate(predicate, tuple(read.source for _, read in used), tuple(sizes))
 
 
 def _check_read(read: Read, positions: Sequence[Index], ranges: Mapping[str, Size]) -> None:
@@ -170,17 +179,9 @@ def _check_read(read: Read, positions: Sequence[Index], ranges: Mapping[str, Siz
     names = {name for index in positions for name in index.variables}
     if {QUERY, KEY} <= names or HEAD in names:
         raise UnknownMask("it is a tensor that the model is given, or that an operation without a rule makes")
-    for index, size in zip(positions, sizes_of(read.node), strict=True):
+    for index, size in zip(positions, sizes_of(read.source), strict=True):
         if not is_nonnegative(index, ranges) or not is_below(index, size, ranges):
             raise UnknownMask("it reads a tensor at positions that may be outside of it")
-
-
-def _ordered_variables(tree: Tree) -> list[str]:
-    """Variables of a tree, in the order of its tests."""
-    if isinstance(tree, Test):
-        parts = (sorted(tree.condition.variables), _ordered_variables(tree.then), _ordered_variables(tree.otherwise))
-        return [*dict.fromkeys(name for part in parts for name in part)]
-    return sorted(variables(tree))
 
 
 def _letter(name: str) -> str:
@@ -207,18 +208,21 @@ _AS_NEW = {"masked_fill_": "masked_fill", "triu_": "triu", "tril_": "tril", "log
 _FILLS = {"fill_": torch.full_like, "zero_": torch.zeros_like}
 
 
-def change_constants_anew(nest: NestedGraphs, makes: Iterable[str]) -> int:
-    """Functionalize such changes in all graphs; return their number. `makes`: names of functions that make constants.
+FROM_NUMBERS = ("ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "empty", "empty_like")
+"""Functions that make a tensor with memory of its own."""
+
+
+def change_constants_anew(nest: NestedGraphs) -> int:
+    """Functionalize changes of constants in all graphs; return their number.
 
     A tensor's changes stay if another view of its memory exists before the last one.
     """
-    makers, count = frozenset(makes), 0
-    memory = _by_memory(nest)
+    count, memory = 0, _by_memory(nest)
     for graph in nest.graphs:
         for node in list(graph.graph.nodes):
             if (
                 node.op == "call_function"
-                and getattr(node.target, "__name__", "") in makers
+                and getattr(node.target, "__name__", "") in FROM_NUMBERS
                 and "out" not in node.kwargs
             ):
                 count += _functionalized(node, memory.get(_memory_of(node), []))
@@ -284,24 +288,30 @@ INSTEAD = {
 """Kind of a mask -> text for the receipt on the call without it."""
 
 
-def recognize_causal_masks(gm: GraphModule) -> PassReport:
+def recognize_causal_masks(gm: GraphModule, tracer: Callable[[], ElementTracer]) -> PassReport:
     """Rewrite attention calls with a causal or full mask in a Dynamo graph and all its subgraphs, in place.
 
-    Masks without other users are erased, with the nodes that only they need, and as operands of subgraphs.
+    `tracer`: makes what computes elements. Masks without other users are erased, with the nodes that only they need,
+    and as operands of subgraphs.
     """
     nest = NestedGraphs(gm)
-    changed = change_constants_anew(nest, FROM_NUMBERS)
-    elements = ElementsOf(nest, Changed(nest))
+    if not any(map(mask_of, nest.nodes())):
+        return PassReport()
+    changed = change_constants_anew(nest)
+    elements = ElementsOf(nest, Changed(nest), tracer())
+    verdict_on = functools.cache(lambda mask, scores: _verdict(elements(mask), scores))  # layers share masks
     done: dict[str, int] = {}
     masks: dict[Node, None] = {}
     for node in nest.nodes():
+        query, key = (sizes_of(argument(node, place, name)) for place, name in ((0, "query"), (1, "key")))
         mask = mask_of(node)
-        verdict = None if mask is None else _verdict(elements(mask), node)
-        if mask is not None and verdict is not None:
+        if mask is None or min(len(query), len(key)) < 2:
+            continue
+        if (verdict := verdict_on(mask, (*query[:-1], key[-2]))) is not None:
             _use_flag(node, causal=verdict == "causal")
             masks[mask] = None
             done[verdict] = done.get(verdict, 0) + 1
-    nest.erase_unused(masks, is_constant)
+    nest.erase_unused(masks, elements.is_constant)
     if done or changed:
         nest.recompile()
     notes = (f"{n} attention calls were given a {kind} mask as a tensor; {INSTEAD[kind]}" for kind, n in done.items())
@@ -316,22 +326,19 @@ def mask_of(node: Node) -> Node | None:
     return mask if isinstance(value_of(mask), torch.Tensor) and not value_of(mask).requires_grad else None
 
 
-def _verdict(mask: Elements | None, node: Node) -> str | None:
+def _verdict(mask: Elements | None, scores: tuple[Size, ...]) -> str | None:
     """Return "causal", "full", or None for any other mask, or an unknown one."""
-    query, key = (shape_of(argument(node, place, name)) for place, name in ((0, "query"), (1, "key")))
-    if mask is None or min(len(query), len(key), len(mask.shape)) < 2:
-        return None
     try:
-        scores = [*map(size_of, (*query[:-1], key[-2]))]
-        allowed = combine(lambda leaf: is_allowed(leaf, mask.dtype), (mask.tree,), mask.ranges)
-    except (UnknownElements, TooManyCases):
+        allowed = _allowed(mask, scores)
+    except UnknownMask:
         return None
-    if not broadcasts(mask.shape, scores):
-        return None
+    assert mask is not None, "an unknown mask has raised"
     if allowed is True:
         return "full"
-    queries, keys = (as_index(0) if mask.shape[dim] == 1 else var(axis(len(mask.shape) + dim)) for dim in (-2, -1))
-    return "causal" if list(mask.shape[-2:]) == scores[-2:] and _is_causal(allowed, queries - keys, mask) else None
+    if mask.shape[-2:] != scores[-2:]:
+        return None
+    queries, keys = positions_of(mask.shape)[-2:]
+    return "causal" if _is_causal(allowed, queries - keys, mask) else None
 
 
 def _is_causal(allowed: Tree, ahead: Index, mask: Elements) -> bool:
@@ -339,12 +346,6 @@ def _is_causal(allowed: Tree, ahead: Index, mask: Elements) -> bool:
     past = leaves(allowed, (ahead,), mask.ranges)
     future = leaves(allowed, (negate_condition(ahead),), mask.ranges)
     return all(leaf is True for leaf in past) and all(leaf is False for leaf in future)
-
-
-def is_constant(node: Node) -> bool:
-    """Does a node compute a tensor without side effects, by an operation that the analysis knows?"""
-    made = name_of(node) in RULES or name_of(node) in FROM_NUMBERS
-    return is_of_torch(node) and made and "out" not in node.kwargs
 
 
 def _use_flag(node: Node, causal: bool) -> None:
@@ -405,20 +406,24 @@ class _MaskedCall:
 
 
 def skip_masked_attention(
-    gm: GraphModule, planned_for: str | None = None, figures: Callable[[str], Figures] = table_figures
+    gm: GraphModule,
+    tracer: Callable[[], ElementTracer],
+    planned_for: str | None = None,
+    figures: Callable[[str], Figures] = table_figures,
 ) -> PassReport:
     """Rewrite attention calls with a mask that allows few pairs, in a Dynamo graph and all its subgraphs, in place.
 
-    `planned_for`: type of the device that the graph is planned for; nothing is rewritten if it is not the graph's own.
-    `figures`: type of a device -> its figures. Relies on: causal masks have been recognized. Rows without an allowed
-    key stay 0, as in eager mode.
+    `tracer`: makes what computes elements. `planned_for`: type of the device that the graph is planned for; nothing is
+    rewritten if it is not the graph's own. `figures`: type of a device -> its figures. Relies on: causal masks have
+    been recognized. Rows without an allowed key stay 0, as in eager mode.
     """
     nest = NestedGraphs(gm)
     masked = [(node, mask) for node in nest.nodes() if (mask := mask_of(node)) is not None]
     masked = [(node, mask) for node, mask in masked if planned_for in (None, value_of(mask).device.type)]
     if not masked:
         return PassReport()
-    elements = ElementsOf(nest, Changed(nest))
+    elements = ElementsOf(nest, Changed(nest), tracer())
+    predicate = functools.cache(lambda mask, scores: predicate_of(elements(mask), elements.reads, scores))
     calls, left = list[_MaskedCall](), _LeftMasks()
     for node, mask in masked:
         kind = value_of(mask).device.type
@@ -427,7 +432,7 @@ def skip_masked_attention(
         if not scores or scores[2] == 1:
             continue  # one query: `decompose_decode_attention`
         try:
-            found = predicate_of(elements(mask), elements.reads, scores)
+            found = predicate(mask, scores)
             costs = _costs(node, mask, found, scores, figures(kind))
             if costs.in_blocks > MAX_PART * costs.with_mask:
                 continue
@@ -439,7 +444,7 @@ def skip_masked_attention(
     flex = [call for call in calls if call.kind == "flex"]
     if sum((call.costs.with_mask - call.costs.in_blocks) * call.times for call in flex) < MIN_FLEX_GAIN_US * 1e-6:
         calls = [call for call in calls if call.kind != "flex"]
-    notes = _Rewriting(nest).rewrite(calls)
+    notes = _Rewriting(nest, elements).rewrite(calls)
     return PassReport(len(calls), (*notes, *left.notes()))
 
 
@@ -545,8 +550,8 @@ class _LeftMasks:
 class _Rewriting:
     """Replace attention calls by those under a predicate."""
 
-    def __init__(self, nest: NestedGraphs) -> None:
-        self._nest = nest
+    def __init__(self, nest: NestedGraphs, elements: ElementsOf) -> None:
+        self._nest, self._elements = nest, elements
         self._tables: dict[Any, tuple[Node, ...]] = {}
         """Tables of blocks that calls in one graph share."""
 
@@ -564,7 +569,7 @@ class _Rewriting:
             name = ", ".join(call.mask.predicate.kinds) or "general"
             counts[name, call.kind] = counts.get((name, call.kind), 0) + 1
         if calls:
-            self._nest.erase_unused(masks, is_constant)
+            self._nest.erase_unused(masks, self._elements.is_constant)
             erase_repeated(repeated, self._nest)
             self._nest.recompile()
         return [

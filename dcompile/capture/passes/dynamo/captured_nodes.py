@@ -10,14 +10,37 @@ from torch.fx import GraphModule, Node
 
 from dcompile import compat
 from dcompile.capture.passes.dynamo.higher_order_bodies import BodyCall, NestedGraphs, placeholders
-from dcompile.capture.passes.dynamo.symbolic_elements.elements import name_of, value_of
+from dcompile.compat.size_expressions import Inexpressible
+from dcompile.compat.size_expressions import shape_of as shape_as_sizes
 from dcompile.device_traits import traits_of
+from dcompile.ir.index import Size
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 MASK = 3
 """Position of `attn_mask` among its arguments."""
 CAUSAL = 5
 """Position of `is_causal`."""
+
+
+def value_of(node: Any) -> Any:
+    """Return the traced value of a node, or None."""
+    return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
+def name_of(node: Node) -> str:
+    """Return the name of a node's operation, as a function, a method or a special method: `__eq__` is "eq"."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.removeprefix("__").removesuffix("__") if name.startswith("__") else name
+
+
+def is_of_torch(node: Node) -> bool:
+    """Does a node call a tensor's method, a Python operator or a function of torch, not another one of that name?"""
+    if node.op != "call_function":
+        return node.op == "call_method"
+    module = str(getattr(node.target, "__module__", None) or "torch")  # some functions in C++ have none
+    if module.startswith(("torch.ops.", "torch._ops.")):
+        return module.endswith(".aten")
+    return module in ("_operator", "torch") or module.startswith("torch.")
 
 
 def argument(node: Node, position: int, name: str) -> Any:
@@ -29,6 +52,15 @@ def shape_of(node: Any) -> tuple[Any, ...]:
     """Return the shape of a node's value; () if it is no tensor."""
     value = value_of(node)
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def sizes_of(node: Any) -> tuple[Size, ...]:
+    """Return the sizes of a node's tensor, to be compared without guards; () if it is no tensor or they are unknown."""
+    value = value_of(node)
+    try:
+        return shape_as_sizes(value) if isinstance(value, torch.Tensor) else ()
+    except Inexpressible:
+        return ()
 
 
 class Changed:

@@ -8,16 +8,15 @@ K16). A matrix-vector product is a row reduction, which loops compute at the spe
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION, argument
+from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION, argument, is_call, value_of
+from dcompile.capture.passes.dynamo.grouped_query_attention import expanded_heads
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
-from dcompile.capture.passes.dynamo.symbolic_elements.elements import value_of
 from dcompile.device_traits import traits_of
 from dcompile.passes import GAIN, PassReport
 
@@ -27,7 +26,6 @@ MAX_QUERIES = 132
 There is no maximum where keys and values are repeated for each head: the library would need them in memory, so often.
 """
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-_ALL = slice(None)
 
 
 def decompose_decode_attention(gm: GraphModule) -> PassReport:
@@ -128,25 +126,10 @@ def _shape(node: Any) -> tuple[int, ...]:
 
 def _repeated_heads(node: Any) -> Node | None:
     """Return the tensor whose heads `node` repeats, each several times in a row, as [batch, heads, length, width]."""
-    shape = _shape(node)
-    if len(shape) != 4 or _name(node) not in ("reshape", "view"):
+    if len(_shape(node)) != 4 or not is_call(node, "reshape", "view"):
         return None
-    expanded = node.args[0]
-    apart = expanded.args[0] if _name(expanded) == "expand" else None
-    if not isinstance(apart, Node) or len(_shape(expanded)) != 5 or len(_shape(apart)) != 5:
+    source = expanded_heads(node.args[0])
+    if source is None:
         return None
-    index = apart.args[1] if len(apart.args) > 1 else None
-    by_index = apart.target is operator.getitem and index == (_ALL, _ALL, None, _ALL, _ALL)
-    if not by_index and not (_name(apart) == "unsqueeze" and index == 2):
-        return None
-    source: Any = apart.args[0]
-    batch, heads, length, width = _shape(source) or (0, 0, 0, 0)
-    times = _shape(expanded)[2]
-    fits = _shape(expanded) == (batch, heads, times, length, width) and shape == (batch, heads * times, length, width)
-    return source if fits else None
-
-
-def _name(node: Any) -> str:
-    if not isinstance(node, Node) or node.op not in ("call_method", "call_function"):
-        return ""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    batch, heads, *rest = _shape(source)
+    return source if _shape(node) == (batch, heads * _shape(node.args[0])[2], *rest) else None

@@ -16,9 +16,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION, MASK, argument, changes, is_call
+from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION, MASK, argument, changes, is_call, sizes_of
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
-from dcompile.capture.passes.dynamo.symbolic_elements.elements import sizes_of
 from dcompile.device_traits import traits_of
 from dcompile.ir.index import Size
 from dcompile.passes import GAIN, PassReport
@@ -118,7 +117,7 @@ def _once(node: Any, heads: Size, nest: NestedGraphs) -> Source | None:
         if not isinstance(inner, Node):
             return None
         merged = inner
-    source = _is_interleaved(merged) if is_call(merged, *_REPEATS) else _expanded_heads(merged)
+    source = _is_interleaved(merged) if is_call(merged, *_REPEATS) else expanded_heads(merged)
     if source is None or _repeated_heads(source, heads) != sizes_of(node) or _is_changed(node, source):
         return None
     return source
@@ -162,9 +161,9 @@ def _is_changed(node: Node, source: Node) -> bool:
         node = node.all_input_nodes[0]
 
 
-def _expanded_heads(node: Node) -> Node | None:
+def expanded_heads(node: Any) -> Node | None:
     """Return the tensor (batch, heads, length, width) that a node expands to (batch, heads, copies, length, width)."""
-    if not is_call(node, "expand") or len(sizes_of(node)) != 5:
+    if not isinstance(node, Node) or not is_call(node, "expand") or len(sizes_of(node)) != 5:
         return None
     batch, heads, _, length, width = sizes_of(node)
     apart = node.args[0]

@@ -22,8 +22,8 @@ from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.avg_pool import MAX_WINDOW, each, element_where, sum_windows
 from dcompile.codegen.lower.rules.concat import below, both, not_below
 from dcompile.codegen.lower.rules.pointwise import to_dtype
-from dcompile.codegen.lower.symbolic.shapes import numbers
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous, is_dense, ranges_of, same_layout, variables
+from dcompile.compat.size_expressions import numbers
 from dcompile.device_traits import traits_of
 from dcompile.ir.index import Index, as_index, flatten, floordiv, modulo
 from dcompile.ir.nodes import Apply, IndexOf, Ref, Store

@@ -13,8 +13,8 @@ from dcompile.codegen.lower.lazy_tensor import LazyTensor, from_view
 from dcompile.codegen.lower.loop_builder import Body
 from dcompile.codegen.lower.rule import Result, Rule, opmath
 from dcompile.codegen.lower.rules.pointwise import to_dtype
-from dcompile.codegen.lower.symbolic.shapes import Inexpressible
 from dcompile.codegen.lower.symbolic.strides import Shape, variables
+from dcompile.compat.size_expressions import Inexpressible
 from dcompile.ir.index import Index, Size, flatten, size_product
 from dcompile.ir.nodes import Ref, Store
 

@@ -12,8 +12,8 @@ from dcompile.codegen.lower.context import Lowering, shape_of
 from dcompile.codegen.lower.lazy_tensor import LazyTensor, broadcast, from_view, has_layout, remap_view
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule
-from dcompile.codegen.lower.symbolic.shapes import Inexpressible, opaque_shape
 from dcompile.codegen.lower.symbolic.strides import Shape, is_dense, reshape_coords, view_strides
+from dcompile.compat.size_expressions import Inexpressible, opaque_shape
 from dcompile.ir.index import Size, as_index, as_size, extreme, floordiv, is_below, is_nonnegative, modulo
 from dcompile.ir.nodes import View
 

@@ -8,7 +8,7 @@ from torch.fx import Node
 
 from dcompile.codegen.lower.context import Lowering
 from dcompile.codegen.lower.operator_facts import op_text
-from dcompile.codegen.lower.symbolic.shapes import Inexpressible, make_real, size_of
+from dcompile.compat.size_expressions import Inexpressible, make_real, size_of
 from dcompile.ir.buffers import NUMBER
 from dcompile.ir.index import Size, as_index, var
 

@@ -14,6 +14,7 @@ from dcompile.ir.index import (
     Size,
     as_index,
     as_size,
+    divides_only_symbols,
     exact_quotient,
     flatten,
     is_nonnegative,
@@ -96,7 +97,7 @@ def contiguous(shape: Shape) -> Shape:
 
 def affine_strides(index: Index, shape: Shape) -> tuple[Shape, Size] | None:
     """Return strides and offset of an index over `i0, i1, ...` if it is a strided view."""
-    if not _divides_sizes_only(index):
+    if not divides_only_symbols(index):
         return None
     strides: list[Size] = []
     rest = index
@@ -110,14 +111,6 @@ def affine_strides(index: Index, shape: Shape) -> tuple[Shape, Size] | None:
         rest = rest - var(f"i{n}") * coefficient
     fixed = all(map(is_symbol, rest.variables)) and is_nonnegative(rest, {})
     return (tuple(strides), as_size(rest)) if fixed else None
-
-
-def _divides_sizes_only(index: Index) -> bool:
-    """Return whether no loop variable is divided."""
-    if index.is_affine:
-        return True
-    atoms = (atom for monomial, _ in index.terms for atom in monomial if isinstance(atom, Div | Mod))
-    return all(map(is_symbol, (name for atom in atoms for name in atom.base.variables)))
 
 
 def is_dense(shape: Shape, strides: Shape) -> bool:

@@ -19,6 +19,7 @@ from dcompile.capture.passes.dynamo.attention_masks import (
 )
 from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
+from dcompile.codegen.lower.elements import ElementTracer
 from dcompile.compat.flex import SIDES
 from tests.pass_inputs.graphs import sparse_attention
 from tests.traits import change_cpu
@@ -38,7 +39,7 @@ def rewritten(function, *args, dynamic=False):
     seen = []
 
     def backend(gm, _inputs):
-        notes = [*recognize_causal_masks(gm).notes]
+        notes = [*recognize_causal_masks(gm, ElementTracer).notes]
         gm.graph.lint()
         calls = [node for node in gm.graph.nodes if node.target is ATTENTION]
         seen.append(
@@ -308,7 +309,7 @@ def test_elements_of_long_masks_are_not_computed():
     notes = []
 
     def backend(gm, _inputs):
-        notes.append([*recognize_causal_masks(gm).notes])
+        notes.append([*recognize_causal_masks(gm, ElementTracer).notes])
         return lambda *given: (given[0],)
 
     torch._dynamo.reset()
@@ -409,6 +410,44 @@ def packed_documents(q, k, v, given):
     return attention(q, k, v, attn_mask=mask)
 
 
+def mapped(allowed, *lengths):
+    """As transformers maps a function of one pair over batch, heads, queries and keys, before version 5."""
+    for place in (3, 2, 1, 0):
+        allowed = torch.vmap(allowed, in_dims=tuple(0 if n == place else None for n in range(4)))
+    return allowed(*map(torch.arange, lengths))
+
+
+def mapped_padding(q, k, v, given):
+    seen = given.bool()
+
+    def allowed(batch, head, row, column):
+        return (column <= row) & (column > row - WINDOW) & torch.ops.aten.index(seen, [batch, column])
+
+    return attention(q, k, v, attn_mask=mapped(allowed, q.shape[0], 1, q.shape[2], k.shape[2]))
+
+
+def mapped_documents(q, k, v, given):
+    packed = (torch.diff(given, prepend=given[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+    def allowed(batch, head, row, column):
+        same = torch.ops.aten.index(packed, [batch, row]) == torch.ops.aten.index(packed, [batch, column])
+        return same & (column <= row)
+
+    return attention(q, k, v, attn_mask=mapped(allowed, q.shape[0], 1, q.shape[2], k.shape[2]))
+
+
+def chunks(q, k, v, given):
+    rows, columns = positions(q, k)
+    return attention(q, k, v, attn_mask=(columns <= rows) & (rows // 64 == columns // 64))
+
+
+def joined_parts(q, k, v, given):
+    rows, columns = positions(q, k)
+    window = (columns <= rows) & (columns > rows - WINDOW)
+    mask = torch.cat((window[:, :WINDOW], window[:, WINDOW:]), dim=1)
+    return attention(q, k, v, attn_mask=mask.flip(0).flip(0))
+
+
 def prefix(q, k, v, given):
     rows, columns = positions(q, k)
     return attention(q, k, v, attn_mask=(columns <= rows) | (columns < given[:, :1, None, None]))
@@ -418,6 +457,8 @@ KINDS = {
     sliding_window: "causal, window", window_of_triangles: "causal, window", both_sides: "causal, window",
     added: "causal, window", least_number: "causal, window", padding: "causal, padding",
     windowed_padding: "causal, window, padding", lengths: "prefix, causal", packed_documents: "causal, documents",
+    mapped_padding: "causal, window, padding", mapped_documents: "causal, documents", chunks: "causal, documents",
+    joined_parts: "causal, window",
 }  # fmt: skip
 
 
@@ -432,7 +473,7 @@ def inputs(dtype=torch.float32, heads=2, length=LENGTH):
 def given(function, length=LENGTH):
     """The function's last argument: positions of packed sequences, or a mask of ones and zeros."""
     ones = inputs(length=length)[3]
-    if function is packed_documents:
+    if function in (packed_documents, mapped_documents):
         return torch.stack([torch.arange(length) % 100, torch.arange(length) % 150])
     return ones * 200 if function is prefix else ones
 
@@ -442,8 +483,8 @@ def after_skipping(function, *args, dynamic=False):
     seen = []
 
     def backend(gm, _inputs):
-        recognize_causal_masks(gm)
-        report = skip_masked_attention(gm)
+        recognize_causal_masks(gm, ElementTracer)
+        report = skip_masked_attention(gm, ElementTracer)
         nest = NestedGraphs(gm)
         for graph in nest.graphs:
             graph.graph.lint()
@@ -674,7 +715,7 @@ def test_distributed_tensors_stay_with_the_library():
     reports = []
 
     def backend(gm, _inputs):
-        reports.append(skip_masked_attention(gm))
+        reports.append(skip_masked_attention(gm, ElementTracer))
         return gm.forward
 
     torch._dynamo.reset()

@@ -12,14 +12,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention as attention
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dcompile.capture.passes.dynamo.attention_masks import recognize_causal_masks
+from dcompile.capture.passes.dynamo import attention_masks
 from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION
 from dcompile.capture.passes.dynamo.decode_attention import decompose_decode_attention
 from dcompile.capture.passes.dynamo.grouped_query_attention import use_grouped_query_attention
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs, placeholders
+from dcompile.codegen.lower.elements import ElementTracer
 from tests.traits import change_cpu
 
 S = 6
+
+
+def recognize_causal_masks(gm):
+    return attention_masks.recognize_causal_masks(gm, ElementTracer)
 
 
 def causal(q):

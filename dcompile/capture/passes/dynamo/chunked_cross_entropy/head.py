@@ -11,9 +11,8 @@ import torch
 from torch.fx import Node
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.captured_nodes import argument, changes, is_call, shape_of
+from dcompile.capture.passes.dynamo.captured_nodes import argument, changes, is_call, shape_of, value_of
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import LogitStep
-from dcompile.capture.passes.dynamo.symbolic_elements.elements import value_of
 from dcompile.compat.user_line import user_line
 
 LOSS = torch.nn.functional.cross_entropy

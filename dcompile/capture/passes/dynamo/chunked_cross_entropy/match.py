@@ -19,7 +19,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
-from dcompile.capture.passes.dynamo.captured_nodes import is_call, shape_of
+from dcompile.capture.passes.dynamo.captured_nodes import is_call, shape_of, value_of
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.head import (
     LOSS,
     NotChunked,
@@ -32,7 +32,6 @@ from dcompile.capture.passes.dynamo.chunked_cross_entropy.head import (
 )
 from dcompile.capture.passes.dynamo.chunked_cross_entropy.op import chunked_cross_entropy, row_spans, spans
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs, is_checkpointed
-from dcompile.capture.passes.dynamo.symbolic_elements.elements import value_of
 from dcompile.compat.user_line import user_line
 from dcompile.device_traits import traits_of
 from dcompile.ir.buffers import ITEMSIZE

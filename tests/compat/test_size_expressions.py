@@ -5,8 +5,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile import compat
-from dcompile.codegen.lower.symbolic import shapes as symbolic_shapes
-from dcompile.codegen.lower.symbolic.shapes import Inexpressible, shape_of, size_of, strides_of, traced_sizes
+from dcompile.compat import size_expressions as symbolic_shapes
+from dcompile.compat.size_expressions import Inexpressible, shape_of, size_of, strides_of, traced_sizes
 from dcompile.ir.index import as_index, evaluate, var
 
 

@@ -1,1 +1,0 @@
-"""Symbolic elements of a graph's tensors, as functions of their positions, to recognize attention masks."""

@@ -176,8 +176,11 @@ class ShardedParameters(Protocol):
     def forget_parts(self) -> None:
         """Drop parts of parameters kept by earlier calls, before the first graph of a call with gradients."""
 
-    def give_back(self) -> None:
-        """Leave FSDP the gradients that are not reduced yet."""
+    def take(self, full: Mapping[int, torch.Tensor]) -> None:
+        """Take gradients of whole units from FSDP, which has not reduced them, and reduce them with this backward's."""
+
+    def give_back(self, from_now_on: bool = True) -> None:
+        """Leave FSDP the gradients that are not reduced yet. `from_now_on`: and those of all later backwards."""
 
     def copied(self, group: str) -> tuple[bool, str]:
         """Return (are a group's gathers copies from other ranks' memory, why not if that was possible).

@@ -472,15 +472,29 @@ def add_gradient(param: Any, shard: torch.Tensor) -> Any:
     return arrival
 
 
+def take_gradient(param: Any) -> torch.Tensor | None:
+    """Take a gradient of the gathered parameter from FSDP, from backwards that did not reduce it; None if it has none.
+
+    The opposite of `keep_gradient`.
+    """
+    leaf, kept = vars(param).get("_unsharded_param"), vars(param).get("unsharded_accumulated_grad")
+    if kept is not None:
+        param.unsharded_accumulated_grad = None
+    elif leaf is not None:
+        kept, leaf.grad = leaf.grad, None
+    if kept is None:
+        return None
+    import torch
+
+    whole: torch.Tensor = param._get_grad_inner_tensor(kept)
+    sizes = _shard_sizes(param)
+    return whole if sizes is None else torch.cat(whole.chunk(sizes[0], param.fsdp_placement.dim))
+
+
 def keep_gradient(param: Any, gathered: torch.Tensor) -> None:
     """Pass a gathered gradient to FSDP, from backwards that did not reduce it."""
-    unpermuted = _concatenation(param)
-    if param.is_dtensor:
-        from dcompile.errors import DcompileError
-
-        name = param._param_fqn
-        raise DcompileError(f"dcompile: gradients of {name} of a step without synchronisation are left over")
-    whole = gathered if unpermuted is None else unpermuted(gathered)
+    made = made_of_gathered(param)
+    whole = gathered if made is None else made(gathered)
     if isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
         leaf = _gathered_leaf(param)
         leaf.grad = whole if leaf.grad is None else leaf.grad + whole

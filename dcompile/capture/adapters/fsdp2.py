@@ -322,6 +322,10 @@ class Fsdp2Adapter(ShardedAdapter):
             unit.virtual.grad = None
         return self.unit_gradients({number: gradient for number, gradient in found.items() if gradient is not None})
 
+    def gradients_of_wrapper(self) -> dict[int, torch.Tensor]:
+        found = {number: compat.fsdp2.take_gradient(unit.param) for number, unit in enumerate(self._units)}
+        return self.unit_gradients({number: gradient for number, gradient in found.items() if gradient is not None})
+
     def shown_by_another(self) -> bool:
         shown = compat.fsdp2.visible_parameter(self._units[0].param) if self._units else None
         return compat.fsdp2.is_stand_in(shown) and self.number_of(shown) is None

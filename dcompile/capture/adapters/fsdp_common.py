@@ -195,6 +195,10 @@ class ShardedAdapter(PlainAdapter):
         found = {id(group): group for entry in entries for group in (entry.gather_group(), entry.replica_group())}
         return [group for group in found.values() if isinstance(group, torch.distributed.ProcessGroup)]
 
+    def gradients_of_wrapper(self) -> dict[int, torch.Tensor]:
+        """Take the gradients of whole units that the wrapper keeps from eager backwards that did not reduce them."""
+        return {}
+
     def unit_gradients(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return gradients of whole units, by unit, from gradients of parameters, by number; zeros elsewhere."""
         whole: dict[int, torch.Tensor] = {}

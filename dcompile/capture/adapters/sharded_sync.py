@@ -112,6 +112,7 @@ class ShardedSync(GradientSync):
         accumulates = self.accumulates(number for _, number in graph.grads)
         graph.agree("backward", self)
         if accumulates:
+            shards.take(self._adapter.gradients_of_wrapper())
             self._flush_after_backward(shards)
             shards.may_lack(self._adapter.units_of(graph.unsure))
         absent = set[int]()

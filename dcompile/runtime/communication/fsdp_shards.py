@@ -177,9 +177,14 @@ class Shards:
         """
         self.unsure.known.update(units)
 
-    def give_back(self) -> None:
-        """Pass unreduced gradients to FSDP."""
-        self.unreduced.give_back()
+    def take(self, full: Mapping[int, torch.Tensor]) -> None:
+        """Take gradients of whole units from FSDP, which has not reduced them; they are reduced with the next ones."""
+        self.unreduced.take(full)
+        self.unreduced.real.update(full)
+
+    def give_back(self, from_now_on: bool = True) -> None:
+        """Pass unreduced gradients to FSDP. `from_now_on`: and those of all later backwards."""
+        self.unreduced.give_back(from_now_on)
 
     def flush(self, outside: Mapping[int, torch.Tensor] = MappingProxyType({})) -> None:
         """End a backward: reduce kept gradients of units that it did not reach, and wait for copies to CPU memory.
@@ -343,8 +348,13 @@ class DeferredGradients:
             if number in later:
                 self._begun[backward_task(), number] = own
             else:
-                kept = self.whole.get(number)
-                self.whole[number] = own if kept is None else kept.add_(own)
+                self.take({number: own})
+
+    def take(self, full: Mapping[int, torch.Tensor]) -> None:
+        """Add gradients to the kept sums, and keep their memory."""
+        for number, tensor in full.items():
+            kept = self.whole.get(number)
+            self.whole[number] = tensor if kept is None else kept.add_(tensor)
 
     def add_to(self, number: int, tensor: torch.Tensor) -> None:
         """Add all kept sums of a unit to a gradient before its reduction, this backward's first, as autograd does."""
@@ -382,12 +392,12 @@ class DeferredGradients:
             self._begun.clear()
             self.real &= self.whole.keys()
 
-    def give_back(self) -> None:
-        """Pass all kept gradients to FSDP, and those that later backwards keep.
+    def give_back(self, from_now_on: bool = True) -> None:
+        """Pass all kept gradients to FSDP, and with `from_now_on` those that later backwards keep.
 
         Raises DcompileError for partly reduced ones.
         """
-        self._given_back = True
+        self._given_back = self._given_back or from_now_on
         if self.partial:
             names = ", ".join(self.units[number].name for number in sorted(self.partial))
             raise DcompileError(

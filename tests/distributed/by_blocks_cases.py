@@ -1,0 +1,274 @@
+"""FSDP2 as trainers use it, compiled as a whole or block by block: each function is a case of `matrix.py`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import compile_regions
+from torch import nn
+from torch.distributed._composable import checkpoint as checkpoint_by_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import dcompile
+from tests.distributed.cases import ATEN, device
+from tests.distributed.fsdp_cases import FsdpTraining
+from tests.distributed.models import batch
+from tests.distributed.training import compare
+
+
+class Block(nn.Module):
+    """Two layers and what goes past them; `recomputed`: the second of them, in the backward."""
+
+    recomputed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 40), nn.Linear(40, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def inner(y: torch.Tensor) -> torch.Tensor:
+            return self.down(torch.relu(self.up(y)))
+
+        return x + (checkpoint(inner, x, use_reentrant=False) if self.recomputed else inner(x))
+
+
+class Stack(nn.Module):
+    """Equal blocks, of which a batch may leave one out, and a head."""
+
+    recomputed = False
+    left_out: int | None = None
+    ahead = 0
+    """How many blocks further its forward gathers by hand."""
+    breaks = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(12, 12), nn.ModuleList(Block() for _ in range(4))
+        self.last = nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for number, layer in enumerate(self.layers):
+            if number == self.left_out:
+                continue
+            if self.breaks:
+                torch._dynamo.graph_break()
+            for further in self.layers[number + 1 : number + 1 + self.ahead]:
+                further.unshard(async_op=True)
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputed else layer(x)
+        return self.last(x)
+
+
+# --- activation checkpointing, before anything is compiled or sharded
+
+
+def _outside(model: Stack) -> None:
+    model.recomputed = True
+
+
+def _inside(model: Stack) -> None:
+    for layer in model.layers:
+        layer.recomputed = True
+
+
+def _by_wrapper(model: Stack) -> None:
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = checkpoint_wrapper(layer)
+
+
+def _by_hooks(model: Stack) -> None:
+    for layer in model.layers:
+        checkpoint_by_hooks(layer)
+
+
+CHECKPOINTED: Mapping[str, Callable[[Stack], None]] = {
+    "outside": _outside,
+    "inside": _inside,
+    "wrapper": _by_wrapper,
+    "hooks": _by_hooks,
+}
+
+
+# --- settings of FSDP2, behind `fully_shard`
+
+
+def _prefetch_forward(model: Any) -> None:
+    layers = list(model.layers)
+    for number, layer in enumerate(layers):
+        layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 3])
+    model.set_modules_to_forward_prefetch(layers[:1])
+
+
+def _prefetch_backward(model: Any) -> None:
+    layers = list(model.layers)
+    for number, layer in enumerate(layers):
+        layer.set_modules_to_backward_prefetch(layers[max(number - 2, 0) : number][::-1])
+
+
+def _unshard_ahead(model: Any) -> None:
+    model.ahead = 1
+
+
+SETTINGS: Mapping[str, Callable[[Any], None]] = {
+    "unshard ahead": _unshard_ahead,
+    "forward prefetch": _prefetch_forward,
+    "backward prefetch": _prefetch_backward,
+}
+
+
+# --- ways to train
+
+
+class Evaluating(FsdpTraining):
+    """Evaluates before each step and behind its forward, without gradients and in inference mode by turns."""
+
+    def loss(self, step: int) -> torch.Tensor:
+        self._evaluate(step + 50, torch.no_grad)
+        loss = super().loss(step)
+        self._evaluate(step + 60, torch.inference_mode)
+        return loss
+
+    def _evaluate(self, step: int, mode: Callable[[], Any]) -> None:
+        self.wrapped.eval()
+        with mode():
+            self.losses.append(super().loss(step).item())
+        self.wrapped.train()
+
+
+class Unsharding(FsdpTraining):
+    """Gathers by hand before the forward: the root's parameters and the first block's."""
+
+    def loss(self, step: int) -> torch.Tensor:
+        handle = self.wrapped.unshard(async_op=True)
+        self.wrapped.layers[0].unshard(async_op=True)
+        if step % 2:
+            handle.wait()
+        return super().loss(step)
+
+
+class KeepingGathered(FsdpTraining):
+    """Accumulates with parameters that stay gathered until the last micro-batch."""
+
+    @contextlib.contextmanager
+    def not_synced(self) -> Iterator[None]:
+        for set_to in (self.wrapped.set_is_last_backward, self.wrapped.set_reshard_after_backward):
+            set_to(False)
+        with super().not_synced():
+            yield
+        for set_to in (self.wrapped.set_is_last_backward, self.wrapped.set_reshard_after_backward):
+            set_to(True)
+
+
+class LeavingOut(FsdpTraining):
+    """Leaves another block out in every second batch, the same on each rank."""
+
+    def loss(self, step: int) -> torch.Tensor:
+        self.inner.left_out = (None, 1, None, 2)[step % 4]
+        return super().loss(step)
+
+
+class EagerFirst(FsdpTraining):
+    """Runs the micro-batch that reduces nothing eagerly, with FSDP's own hooks."""
+
+    def loss(self, step: int) -> torch.Tensor:
+        stance = "force_eager" if (step >= 100) == self.eager_first else "default"
+        with torch.compiler.set_stance(stance):
+            return super().loss(step)
+
+    eager_first = True
+
+
+class EagerLast(EagerFirst):
+    """Runs the micro-batch that reduces the gradients of both eagerly."""
+
+    eager_first = False
+
+
+TRAININGS: Mapping[str, type[FsdpTraining]] = {
+    "plain": FsdpTraining,
+    "evaluating": Evaluating,
+    "unsharding": Unsharding,
+    "keeping gathered": KeepingGathered,
+    "leaving out": LeavingOut,
+    "eager first": EagerFirst,
+    "eager last": EagerLast,
+}
+
+
+def _as_it_is(layer: nn.Module, options: dict[str, Any]) -> None:
+    del layer, options
+
+
+COMPILED: Mapping[str, Callable[[nn.Module, dict[str, Any]], Any]] = {
+    "block.compile": lambda layer, options: layer.compile(backend="dcompile", fullgraph=True, options=options),
+    "dcompile.compile": lambda layer, options: dcompile.compile(layer, options=options),
+    "torch.compile": lambda layer, options: torch.compile(
+        layer, backend="dcompile", options=options | {"in_place": True}
+    ),
+}
+"""Ways to compile blocks each."""
+
+
+def made(
+    by: str, options: dict[str, Any], mesh: tuple[int, ...] = (), checkpointed: str = "", setting: str = "",
+    fullgraph: bool = True, **how: Any
+) -> Any:
+    """A stack that is compiled before it is sharded; `by`: "" for stock, "whole", or a way to compile blocks."""
+    torch.manual_seed(7)
+    model = Stack().to(device())
+    if checkpointed in CHECKPOINTED:
+        CHECKPOINTED[checkpointed](model)
+    if mesh:
+        how["mesh"] = init_device_mesh(device().type, mesh, mesh_dim_names=("replicas", "shards"))
+    for number, layer in enumerate(model.layers):
+        COMPILED.get(by, _as_it_is)(layer, options)
+        if checkpointed == "wrapper around":
+            model.layers[number] = checkpoint_wrapper(layer)
+    if by.endswith("regions"):  # "stock regions" have the same names
+        backend: dict[str, Any] = {"backend": "dcompile", "options": options} if by == "regions" else {"backend": "eager"}
+        model.layers = compile_regions(model.layers, fullgraph=True, **backend)
+    for layer in model.layers:
+        fully_shard(layer, **how)
+    fully_shard(model, **how)
+    if by == "late":
+        for layer in model.layers:
+            layer.compile(backend="dcompile", fullgraph=True, options=options)
+    if setting:
+        SETTINGS[setting](model)
+    return dcompile.compile(model, options=options, fullgraph=fullgraph) if by == "whole" else model
+
+
+def against_stock(
+    by: str = "whole",
+    train: str = "plain",
+    accumulate: bool = False,
+    steps: int = 3,
+    options: dict[str, Any] | None = None,
+    **how: Any,
+) -> dict[str, Any]:
+    """The same training with stock eager FSDP2 and with dcompile: largest differences, and the receipt."""
+    options = dict(ATEN if options is None else options)
+    kind, pair = TRAININGS[train], [made(compiled_by, options, **how) for compiled_by in ("stock regions" if by == "regions" else "", by)]
+    found = compare(*(kind(model, model, accumulate) for model in pair), steps=steps)
+    return found | {"receipt": dcompile.receipt(pair[1])}
+
+
+def ranks_leave_out(
+    by: str, breaks: bool = False, options: dict[str, Any] | None = None, alike: int = 1, **how: Any
+) -> Any:
+    """After steps alike, each rank leaves another block out."""
+    model = made(by, ATEN | (options or {}), fullgraph=not breaks, **how)
+    model.breaks = breaks
+    for step in range(alike + 2):
+        if step >= alike:
+            model.left_out = 1 + dist.get_rank()
+        x = batch(model, dist.get_rank(), step)["x"]
+        model(x).square().mean().backward()
+    return str(dcompile.receipt(model.layers[3]))

@@ -118,6 +118,20 @@ def to_sharded(group: Any) -> None:
     group._to_sharded()
 
 
+def end_gather(group: Any) -> bool:
+    """Make modules show the sharded parameters, and wait for a gather in flight; return whether there was anything.
+
+    FSDP's next gather would take the result of one in flight, whose parameters may be old by then.
+    """
+    in_flight = getattr(group, "_all_gather_result", None) is not None
+    if in_flight:
+        group.wait_for_unshard()
+    if group.is_sharded:
+        return in_flight
+    to_sharded(group)
+    return True
+
+
 def to_unsharded(group: Any) -> None:
     """Make modules show the gathered parameters, until FSDP shards them again."""
     group._to_unsharded()
@@ -162,6 +176,19 @@ def replica_group(group: Any) -> Any:
     from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
     return group._all_reduce_process_group if isinstance(group.mesh_info, DDPMeshInfo) else None
+
+
+def superseded(states: list[Any]) -> Iterator[str]:
+    """Settings in use that say when FSDP's own hooks gather, which has no meaning for programs that gather."""
+    prefetches = {
+        f"set_modules_to_{kind}_prefetch"
+        for kind in ("forward", "backward")
+        if any(getattr(state, f"_states_to_{kind}_prefetch", ()) for state in states)
+    }
+    if prefetches:
+        yield f"{', '.join(sorted(prefetches))}: the program's own schedule starts gathers, when that hides them best"
+    if not all(getattr(group, "reshard_after_backward", True) for state in states for group in groups_of(state)):
+        yield "set_reshard_after_backward(False): each forward gathers parameters again"
 
 
 def sums_only(group: Any) -> bool:
@@ -530,11 +557,12 @@ def _to_cpu(tensor: torch.Tensor, later: bool) -> tuple[torch.Tensor, Any]:
 _STATE = ("_is_root", "_state_ctx", "_lazy_init", "_modules", "_device", "_mp_policy", "_pre_forward_hook_handle",
           "_post_forward_hook_handle")  # fmt: skip
 _GROUP = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "reduce_grads", "all_reduce_grads", "is_sharded",
-          "_to_sharded", "_to_unsharded", "_reshard_after_forward", "_all_gather_process_group",
+          "_to_sharded", "_to_unsharded", "wait_for_unshard", "_reshard_after_forward", "_all_gather_process_group",
           "_reduce_scatter_process_group", "gradient_divide_factor")  # fmt: skip
 _PARAM = ("sharded_param", "_sharded_param_data", "sharded_size", "contiguous_sharded_stride", "to_sharded_dtensor",
           "_setattr_on_modules", "_module_info", "init_dtype_attrs", "_orig_size", "fsdp_placement", "is_dtensor",
-          "offload_to_cpu", "pin_memory", "padded_sharded_param_size", "mesh_info", "free_unsharded_param")  # fmt: skip
+          "offload_to_cpu", "pin_memory", "padded_sharded_param_size", "mesh_info", "free_unsharded_param",
+          "_get_grad_inner_tensor")  # fmt: skip
 
 
 def missing_names(states: list[Any]) -> list[str]:

@@ -284,7 +284,7 @@ class Fsdp2Adapter(ShardedAdapter):
 
     def shard_again(self) -> None:
         for entry in self._groups:
-            compat.fsdp2.to_sharded(entry.group)
+            compat.fsdp2.end_gather(entry.group)
 
     def stays_visible(self, number: int) -> bool:
         """Do modules show this parameter with its values between a forward that gathers it and the backward?
@@ -333,6 +333,8 @@ class Fsdp2Adapter(ShardedAdapter):
     def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Do what FSDP's root does before its forward, except gathering; return arguments on the device."""
         root = present(self._states[0])
+        for text in compat.fsdp2.superseded([present(state) for state in self._states]):
+            self.note(text)
         if not compat.fsdp2.is_root(root):
             return args, kwargs  # the root around this module has done it
         compat.fsdp2.wait_for_optimizer(root)
@@ -341,10 +343,9 @@ class Fsdp2Adapter(ShardedAdapter):
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Show virtual parameters in place of sharded ones, and replace FSDP's hooks, while a compiled call runs."""
-        for entry in self._groups:
-            if not entry.group.is_sharded:
-                compat.fsdp2.to_sharded(entry.group)  # the user gathered it by hand, or a direct call left it so
         self.show_sharded()
+        if any([compat.fsdp2.end_gather(entry.group) for entry in self._groups]):
+            self.note("parameters that were gathered before a call, by hand (unshard) or eagerly, are gathered again")
         before = [compat.fsdp2.visible_parameter(unit.param) for unit in self._units]
         inside = bool(before) and before[0] is self._units[0].shown
         places = [(present(table), key, hook) for table, key, hook in self._hooks]

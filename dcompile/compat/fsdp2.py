@@ -186,7 +186,7 @@ def superseded(states: list[Any]) -> Iterator[str]:
         if any(getattr(state, f"_states_to_{kind}_prefetch", ()) for state in states)
     }
     if prefetches:
-        yield f"{', '.join(sorted(prefetches))}: the program's own schedule starts gathers, when that hides them best"
+        yield f"{', '.join(sorted(prefetches))}: compiled programs start their gathers by their own schedule"
     if not all(getattr(group, "reshard_after_backward", True) for state in states for group in groups_of(state)):
         yield "set_reshard_after_backward(False): each forward gathers parameters again"
 

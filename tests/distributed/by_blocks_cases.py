@@ -220,7 +220,7 @@ COMPILED: Mapping[str, Callable[[nn.Module, dict[str, Any]], Any]] = {
 
 
 def made(
-    by: str, options: dict[str, Any], mesh: tuple[int, ...] = (), checkpointed: str = "", setting: str = "",
+    by: str, options: dict[str, Any], replicas: int = 0, checkpointed: str = "", setting: str = "",
     fullgraph: bool = True, **how: Any
 ) -> Any:
     """A stack that is compiled before it is sharded; `by`: "" for stock, "whole", or a way to compile blocks."""
@@ -228,8 +228,9 @@ def made(
     model = Stack().to(device())
     if checkpointed in CHECKPOINTED:
         CHECKPOINTED[checkpointed](model)
-    if mesh:
-        how["mesh"] = init_device_mesh(device().type, mesh, mesh_dim_names=("replicas", "shards"))
+    if replicas:
+        shape = replicas, dist.get_world_size() // replicas
+        how["mesh"] = init_device_mesh(device().type, shape, mesh_dim_names=("replicas", "shards"))
     for number, layer in enumerate(model.layers):
         COMPILED.get(by, _as_it_is)(layer, options)
         if checkpointed == "wrapper around":

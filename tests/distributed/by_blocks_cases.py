@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import time
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,9 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import dcompile
+from dcompile.runtime.communication.fsdp_shards import ShardCommunication
 from tests.distributed.cases import ATEN, device
 from tests.distributed.fsdp_cases import FsdpTraining
-from tests.distributed.models import batch
+from tests.distributed.models import Mlp, batch
 from tests.distributed.training import compare
 
 
@@ -220,8 +223,13 @@ COMPILED: Mapping[str, Callable[[nn.Module, dict[str, Any]], Any]] = {
 
 
 def made(
-    by: str, options: dict[str, Any], replicas: int = 0, checkpointed: str = "", setting: str = "",
-    fullgraph: bool = True, **how: Any
+    by: str,
+    options: dict[str, Any],
+    replicas: int = 0,
+    checkpointed: str = "",
+    setting: str = "",
+    fullgraph: bool = True,
+    **how: Any,
 ) -> Any:
     """A stack that is compiled before it is sharded; `by`: "" for stock, "whole", or a way to compile blocks."""
     torch.manual_seed(7)
@@ -236,7 +244,9 @@ def made(
         if checkpointed == "wrapper around":
             model.layers[number] = checkpoint_wrapper(layer)
     if by.endswith("regions"):  # "stock regions" have the same names
-        backend: dict[str, Any] = {"backend": "dcompile", "options": options} if by == "regions" else {"backend": "eager"}
+        backend: dict[str, Any] = (
+            {"backend": "dcompile", "options": options} if by == "regions" else {"backend": "eager"}
+        )
         model.layers = compile_regions(model.layers, fullgraph=True, **backend)
     for layer in model.layers:
         fully_shard(layer, **how)
@@ -259,20 +269,72 @@ def against_stock(
 ) -> dict[str, Any]:
     """The same training with stock eager FSDP2 and with dcompile: largest differences, and the receipt."""
     options = dict(ATEN if options is None else options)
-    kind, pair = TRAININGS[train], [made(compiled_by, options, **how) for compiled_by in ("stock regions" if by == "regions" else "", by)]
+    kind, stock = TRAININGS[train], "stock regions" if by == "regions" else ""
+    pair = [made(compiled_by, options, **how) for compiled_by in (stock, by)]
     found = compare(*(kind(model, model, accumulate) for model in pair), steps=steps)
     return found | {"receipt": dcompile.receipt(pair[1])}
 
 
-def ranks_leave_out(
-    by: str, breaks: bool = False, options: dict[str, Any] | None = None, alike: int = 1, **how: Any
-) -> Any:
+def ranks_leave_out(by: str, breaks: bool = False, apart: bool = False, alike: int = 1, **how: Any) -> None:
     """After steps alike, each rank leaves another block out."""
-    model = made(by, ATEN | (options or {}), fullgraph=not breaks, **how)
+    model = made(by, ATEN | {"promote": not apart}, fullgraph=not breaks, **how)
     model.breaks = breaks
-    for step in range(alike + 2):
+    for step in range(alike + 60):  # equal blocks exchange shards of equal sizes: a comparison in the background tells
         if step >= alike:
             model.left_out = 1 + dist.get_rank()
-        x = batch(model, dist.get_rank(), step)["x"]
+            time.sleep(0.1)
+        x = batch(Mlp(), dist.get_rank(), step)["x"]
         model(x).square().mean().backward()
-    return str(dcompile.receipt(model.layers[3]))
+
+
+class Traced(contextlib.AbstractContextManager[None]):
+    """Starts of gathers and reductions, waits for them, and matmuls, in the order in which this rank runs them."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self._patches = contextlib.ExitStack()
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+    def __enter__(self) -> None:
+        for name in ("start_gather", "wait_gather", "start_scatter", "wait_scatter"):
+            noted = _named(name, getattr(ShardCommunication, name))
+            self._patches.enter_context(unittest.mock.patch.object(ShardCommunication, name, noted))
+        self._profile.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        self._patches.close()
+        events: Any = self._profile.events()
+        kept = [event for event in events if event.name.startswith("dcompile: ") or event.name in MATMULS]
+        kept.sort(key=lambda event: event.time_range.start)
+        self.events = [event.name.removeprefix("dcompile: ").removeprefix("aten::") for event in kept]
+
+
+MATMULS = ("aten::addmm", "aten::mm", "aten::mkldnn_linear")
+
+
+def _named(what: str, original: Callable[..., None]) -> Callable[..., None]:
+    def noted(self: ShardCommunication, bucket: str, *args: Any) -> None:
+        units = {self.shards.units[number].name.rpartition(".")[0] for number in self.buckets[bucket].units}
+        modules = {name.removesuffix(".up").removesuffix(".down") for name in units}
+        with torch.profiler.record_function(f"dcompile: {what.replace('_', ' ')} of {', '.join(sorted(modules))}"):
+            original(self, bucket, *args)
+
+    return noted
+
+
+def order(by: str, **how: Any) -> dict[str, list[str]]:
+    """What a rank runs in the forward and the backward of a step, with an evaluation in between; and in a later one."""
+    model, found = made(by, dict(ATEN), **how), {}
+    for step in range(3):
+        for phase in ("evaluation", "forward", "evaluation between", "backward"):
+            with (traced := Traced()):
+                if phase == "forward":
+                    loss = model(batch(Mlp(), dist.get_rank(), step)["x"]).square().mean()
+                elif phase == "backward":
+                    loss.backward()
+                else:
+                    with torch.no_grad():
+                        model(batch(Mlp(), dist.get_rank(), step + 50)["x"])
+            found[phase] = [*found.get(phase, []), traced.events]
+    return {phase: events[-1] for phase, events in found.items() if events[-1] == events[-2]}

@@ -151,6 +151,15 @@ Line = tuple[str, str]
 class ShardedParameters(Protocol):
     """Interface of one model's sharded parameters for capture/."""
 
+    def join(self, root: Any, current: Callable[[], Any]) -> None:
+        """Let programs of other parts of an FSDP2 root start this part's gathers, and the other way round.
+
+        `root` keeps what they share. `current`: identity of the root's forward or backward that runs now.
+        """
+
+    def note(self) -> str:
+        """Return a line for the receipt; empty if there is nothing to say."""
+
     def source(
         self,
         buckets: tuple[Bucket, ...],

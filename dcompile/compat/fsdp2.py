@@ -14,8 +14,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.autograd import backward_task
 from dcompile.compat.dispatch_watch import STANDS_IN
 from dcompile.compat.dynamo import is_optimized_module
+from dcompile.compat.patches.on_demand import FORWARD
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +43,40 @@ def outermost_in_forward(module: torch.nn.Module) -> torch.nn.Module | None:
     state = state_of(module)
     root = None if state is None else getattr(state._state_ctx, "iter_forward_root", None)
     return None if root is None else next(iter(root._modules), None)
+
+
+def context_of(state: Any) -> Any:
+    """What all states of a root have in common."""
+    return state._state_ctx
+
+
+def current_pass(context: Any) -> Any:
+    """Identity of the backward, or else of the root's forward, that runs now; None outside.
+
+    Forwards are told apart by `on_demand.tell_forwards_apart`; the one in which that begins is the first.
+    """
+    if (task := backward_task()) >= 0:
+        return task
+    outside = context.iter_forward_root is None and COMPILED not in vars(context)
+    return None if outside else vars(context).setdefault(FORWARD, object())
+
+
+@contextlib.contextmanager
+def compiled_forward(state: Any) -> Iterator[None]:
+    """Tell a forward of a root apart whose own hooks are replaced; a part's has its root's around."""
+    context = vars(state._state_ctx)
+    if not is_root(state) or COMPILED in context:
+        yield
+        return
+    context[FORWARD] = context[COMPILED] = object()
+    try:
+        yield
+    finally:
+        del context[COMPILED]
+
+
+COMPILED = "_dcompile_compiled"
+"""Attribute of a root's context while a compiled forward of the root runs."""
 
 
 def let_wrappers_be_traced(modules: Iterable[torch.nn.Module]) -> None:

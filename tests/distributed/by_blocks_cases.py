@@ -296,7 +296,7 @@ class Traced(contextlib.AbstractContextManager[None]):
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
     def __enter__(self) -> None:
-        for name in ("start_gather", "wait_gather", "start_scatter", "wait_scatter"):
+        for name in ("begin_gather", "wait_gather", "start_scatter", "wait_scatter"):
             noted = _named(name, getattr(ShardCommunication, name))
             self._patches.enter_context(unittest.mock.patch.object(ShardCommunication, name, noted))
         self._profile.__enter__()
@@ -316,8 +316,9 @@ MATMULS = ("aten::addmm", "aten::mm", "aten::mkldnn_linear")
 def _named(what: str, original: Callable[..., None]) -> Callable[..., None]:
     def noted(self: ShardCommunication, bucket: str, *args: Any) -> None:
         units = {self.shards.units[number].name.rpartition(".")[0] for number in self.buckets[bucket].units}
+        text = what.replace("_", " ").replace("begin", "start")
         modules = {name.removesuffix(".up").removesuffix(".down") for name in units}
-        with torch.profiler.record_function(f"dcompile: {what.replace('_', ' ')} of {', '.join(sorted(modules))}"):
+        with torch.profiler.record_function(f"dcompile: {text} of {', '.join(sorted(modules))}"):
             original(self, bucket, *args)
 
     return noted

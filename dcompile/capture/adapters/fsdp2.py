@@ -268,6 +268,14 @@ class Fsdp2Adapter(ShardedAdapter):
     def device(self) -> torch.device:  # type: ignore[override]
         return self._units[0].virtual.device if self._units else torch.device("cpu")
 
+    def order(self) -> tuple[Any, Callable[[], Any]] | None:
+        if not self._parts or any(entry.alone for entry in self._groups):  # CUDA graphs start no gathers one by one
+            return None
+        compat.on_demand.tell_forwards_apart()
+        context = compat.fsdp2.context_of(present(self._states[0]))
+        reference = weakref.ref(context)
+        return context, lambda: compat.fsdp2.current_pass(present(reference))
+
     def objection_to_parts(self) -> str:
         if not self._parts:
             return "a part of the model is not compiled (graph break), which is not supported with CUDA graphs"
@@ -359,7 +367,8 @@ class Fsdp2Adapter(ShardedAdapter):
                 compat.fsdp2.show(unit.param, unit.shown)
             for table, key, hook in places:
                 table[key] = hook
-            yield
+            with compat.fsdp2.compiled_forward(present(self._states[0])):
+                yield
         except BaseException:
             self._gathered.clear()
             raise

@@ -219,6 +219,15 @@ class ShardedAdapter(PlainAdapter):
         own = whole[info.shard.unit][info.shard.offset :][: math.prod(info.shape)]
         return own.view(info.shape).to(getattr(torch, info.dtype))
 
+    # --- programs of the same model
+
+    def order(self) -> tuple[Any, Callable[[], Any]] | None:
+        """Return what all parts of the sharded model have in common, and a function for its forward or backward.
+
+        The function returns the identity of the one that runs now. None if programs start no gathers of others.
+        """
+        return None
+
     # --- calls ---
 
     def stays_visible(self, number: int) -> bool:

@@ -41,7 +41,10 @@ class ShardedSync(GradientSync):
         adapter = self._adapter
         if not adapter.eligible:
             return None, None
-        return self.model.services.make_shards(adapter.units, adapter.groups), EagerRegionMonitor(adapter)
+        shards = self.model.services.make_shards(adapter.units, adapter.groups)
+        if (order := adapter.order()) is not None:
+            shards.join(*order)
+        return shards, EagerRegionMonitor(adapter)
 
     def lend_to(self, other: GradientSync) -> None:
         """Let an equal module run these programs; ranks meet here for its shards, as where one is compiled."""

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import dcompile
 from dcompile.runtime.communication.fsdp_shards import ShardCommunication
 from tests.distributed.cases import ATEN, device
-from tests.distributed.fsdp_cases import FsdpTraining
+from tests.distributed.fsdp_cases import FsdpTraining, copying
 from tests.distributed.models import Mlp, batch
 from tests.distributed.training import compare
 
@@ -46,7 +46,7 @@ class Stack(nn.Module):
     """Equal blocks, of which a batch may leave one out, and a head."""
 
     recomputed = False
-    left_out: int | None = None
+    left_out: tuple[int, ...] = ()
     ahead = 0
     """How many blocks further its forward gathers by hand."""
     breaks = False
@@ -59,7 +59,7 @@ class Stack(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for number, layer in enumerate(self.layers):
-            if number == self.left_out:
+            if number in self.left_out:
                 continue
             if self.breaks:
                 torch._dynamo.graph_break()
@@ -115,11 +115,16 @@ def _prefetch_backward(model: Any) -> None:
         layer.set_modules_to_backward_prefetch(layers[max(number - 2, 0) : number][::-1])
 
 
+def _break(model: Any) -> None:
+    model.breaks = True
+
+
 def _unshard_ahead(model: Any) -> None:
     model.ahead = 1
 
 
 SETTINGS: Mapping[str, Callable[[Any], None]] = {
+    "breaks": _break,
     "unshard ahead": _unshard_ahead,
     "forward prefetch": _prefetch_forward,
     "backward prefetch": _prefetch_backward,
@@ -176,7 +181,23 @@ class LeavingOut(FsdpTraining):
     """Leaves another block out in every second batch, the same on each rank."""
 
     def loss(self, step: int) -> torch.Tensor:
-        self.inner.left_out = (None, 1, None, 2)[step % 4]
+        self.inner.left_out = ((), (1,), (), (2,))[step % 4]
+        return super().loss(step)
+
+
+class EndingEarly(FsdpTraining):
+    """Evaluates the first blocks alone; then parameters change, and it evaluates the last blocks alone."""
+
+    def loss(self, step: int) -> torch.Tensor:
+        with torch.no_grad():
+            for left_out in ((), (), (2, 3)):
+                self.inner.left_out = left_out
+                super().loss(step + 50)
+            for parameter in self.wrapped.parameters():
+                parameter.mul_(0.9)
+            self.inner.left_out = (0, 1)
+            self.losses.append(super().loss(step + 50).item())
+        self.inner.left_out = ()
         return super().loss(step)
 
 
@@ -203,6 +224,7 @@ TRAININGS: Mapping[str, type[FsdpTraining]] = {
     "unsharding": Unsharding,
     "keeping gathered": KeepingGathered,
     "leaving out": LeavingOut,
+    "ending early": EndingEarly,
     "eager first": EagerFirst,
     "eager last": EagerLast,
 }
@@ -214,6 +236,9 @@ def _as_it_is(layer: nn.Module, options: dict[str, Any]) -> None:
 
 COMPILED: Mapping[str, Callable[[nn.Module, dict[str, Any]], Any]] = {
     "block.compile": lambda layer, options: layer.compile(backend="dcompile", fullgraph=True, options=options),
+    "apart": lambda layer, options: layer.compile(
+        backend="dcompile", fullgraph=True, options=options | {"promote": False}
+    ),
     "dcompile.compile": lambda layer, options: dcompile.compile(layer, options=options),
     "torch.compile": lambda layer, options: torch.compile(
         layer, backend="dcompile", options=options | {"in_place": True}
@@ -275,13 +300,18 @@ def against_stock(
     return found | {"receipt": dcompile.receipt(pair[1])}
 
 
-def ranks_leave_out(by: str, breaks: bool = False, apart: bool = False, alike: int = 1, **how: Any) -> None:
+def copied(**how: Any) -> dict[str, Any]:
+    """The same, where ranks copy shards from each other's memory, however small."""
+    with copying() as reach:
+        return against_stock(**how) | {"copied": reach.copied}
+
+
+def ranks_leave_out(by: str, alike: int = 1, **how: Any) -> None:
     """After steps alike, each rank leaves another block out."""
-    model = made(by, ATEN | {"promote": not apart}, fullgraph=not breaks, **how)
-    model.breaks = breaks
+    model = made(by, dict(ATEN), **how)
     for step in range(alike + 60):  # equal blocks exchange shards of equal sizes: a comparison in the background tells
         if step >= alike:
-            model.left_out = 1 + dist.get_rank()
+            model.left_out = (1 + dist.get_rank(),)
             time.sleep(0.1)
         x = batch(Mlp(), dist.get_rank(), step)["x"]
         model(x).square().mean().backward()

@@ -250,4 +250,25 @@ BY_BLOCKS_ROWS = (
     *_by_blocks("eager micro-batches, no_sync", 14, train="eager first", accumulate=True),
     *_by_blocks("eager last micro-batches, no_sync", 14, train="eager last", accumulate=True, always="by blocks"),
 )  # fmt: skip
-ROWS: tuple[Row, ...] = (*DDP_ROWS, *FSDP1_ROWS, *FSDP2_ROWS, *BY_BLOCKS_ROWS)
+
+
+def _apart(title: str, collectives: int, by: str = "apart", always: bool = True, graphs: int = 1, **how: Any) -> Row:
+    """A row of a stack of which each block is a program of its own: those of one of them."""
+    case, how = "tests.distributed.by_blocks_cases:against_stock", {"by": by} | how
+    return Row(f"FSDP2 apart: {title}", case, how, adapter="fsdp2", always=always, graphs=graphs,
+               collectives=collectives, note="of them in vain")  # fmt: skip
+
+
+APART_ROWS = (
+    _apart("no_sync", 3, accumulate=True),
+    _apart("replicas, no_sync", 3, replicas=2, accumulate=True, always=False),
+    _apart("resharded to two ranks", 3, reshard_after_forward=2, always=False),
+    _apart("not resharded, no_sync", 2, reshard_after_forward=False, accumulate=True),
+    _apart("unshard before the forward", 3, train="unsharding", always=False),
+    _apart("checkpoints around blocks, evaluation in between", 1, checkpointed="outside", train="evaluating"),
+    _apart("checkpoints in blocks", 3, checkpointed="inside", always=False),
+    _apart("a block left out by the batch", 3, train="leaving out"),
+    _apart("forwards that end early", 3, train="ending early"),
+    _apart("breaks around blocks, no_sync", 3, "block.compile", setting="breaks", accumulate=True),
+)
+ROWS: tuple[Row, ...] = (*DDP_ROWS, *FSDP1_ROWS, *FSDP2_ROWS, *BY_BLOCKS_ROWS, *APART_ROWS)

@@ -714,7 +714,7 @@ def compare_order(order: list[ForeseenGather]) -> None:
     for gather in order:
         lines.setdefault(gather.shards.groups[gather.bucket.group].gather_group(), []).append(str(gather))
     for group, texts in lines.items():
-        agree(group, "order of gathers in a model,", texts)
+        agree(group, "order of gathers", texts)
 
 
 @dataclass(eq=False)

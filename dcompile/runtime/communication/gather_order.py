@@ -109,7 +109,7 @@ class GatherOrder(Generic[G]):
             same = next((order for order in self._known if order == self._seen), self._seen)
             self._known = [same, *(order for order in self._known if order is not same)][:MAX_ORDERS]
             self._compared &= {id(order) for order in self._known}
-        self._of, self._seen, self._alike = of, [], list(self._known)
+        self._of, self._seen, self._alike = of, [], [] if of is None else list(self._known)
 
     def note(self) -> str:
         """Return the line of a receipt; empty if no gather was foreseen."""

@@ -105,7 +105,9 @@ class Shards:
     unsure: UncertainUnits = field(init=False)
     _unsettled: dict[int, ShardUnit] = field(init=False, default_factory=dict)
     """Units whose gradients may still be copied to CPU memory."""
-    _order: Callable[[], GatherOrder[ForeseenGather] | None] = field(init=False, default=lambda: None)
+    _order: Callable[[], GatherOrder[ForeseenGather] | None] = field(
+        init=False, default_factory=lambda: compat.groups.weak(None)
+    )
     """Weak reference to the order of gathers of the FSDP2 root that the module is a part of."""
     _parts: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
     """Unit -> this rank's part of it within a smaller group, which the last forward left for the backward."""

@@ -275,14 +275,7 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         fallbacks=_fallbacks(model, variant, reports),
         traces_uncacheable=dict(Counter(trace.objection for trace in traces if trace.objection)),
         notes=tuple(
-            dict.fromkeys(
-                (
-                    *model.adapter.notes,
-                    *_shard_notes(model),
-                    *_graph_notes(model, variant, reports),
-                    *model.settings.config.idle(),
-                )
-            )
+            dict.fromkeys((*model.adapter.notes, *_graph_notes(model, variant, reports), *model.settings.config.idle()))
         ),
         variants=tuple(VariantReceipt(len(v.graphs), v.training, v.objections) for v in model.variants.values()),
     )
@@ -315,14 +308,10 @@ def _predicted_exposed_us(model: CompiledModel, variant: Variant) -> float:
     return sum(executable.report.exposed_us for graph in on_gpus for executable in graph.executables.values())
 
 
-def _shard_notes(model: CompiledModel) -> list[str]:
-    found = "" if model.shards is None else model.shards.note()
-    return [found] if found else []
-
-
 def _graph_notes(model: CompiledModel, variant: Variant, reports: list[ProgramReport]) -> list[str]:
     captured = [note for number in sorted(set(variant.graphs)) for note in model.graphs[number].notes]
-    return captured + [note for report in reports for note in report.notes]
+    shards = [note] if model.shards is not None and (note := model.shards.note()) else []
+    return shards + captured + [note for report in reports for note in report.notes]
 
 
 def _bucket_count(model: CompiledModel, variant: Variant) -> int:

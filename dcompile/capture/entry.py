@@ -432,9 +432,13 @@ class Entry:
         assert adapter is not None, "only FSDP shards parameters"
         if reason := adapter.wants_stock():
             return self._call_given_back(adapter, reason, args, kwargs)
-        if compat.dynamo.is_off() or adapter.shown_by_another():
+        if adapter.shown_by_another():
             return self.target(*args, **kwargs)
-        if compat.dynamo.is_watched():
+        if (off := compat.dynamo.is_off()) or compat.dynamo.is_watched():
+            assert self.model.shards is not None, "sharded parameters are taken over"
+            self.model.shards.give_back(from_now_on=False)
+            if off:
+                return self.target(*args, **kwargs)
             adapter.note_eager(WATCHED)
             return self._call_eager(args, kwargs)
         args, kwargs = adapter.prepare(args, kwargs)

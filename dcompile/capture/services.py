@@ -151,6 +151,15 @@ Line = tuple[str, str]
 class ShardedParameters(Protocol):
     """Interface of one model's sharded parameters for capture/."""
 
+    def join(self, root: Any, current: Callable[[], Any]) -> None:
+        """Let programs of other parts of an FSDP2 root start this part's gathers, and the other way round.
+
+        `root` keeps what they share. `current`: identity of the root's forward or backward that runs now.
+        """
+
+    def note(self) -> str:
+        """Return a line for the receipt; empty if there is nothing to say."""
+
     def source(
         self,
         buckets: tuple[Bucket, ...],
@@ -176,8 +185,11 @@ class ShardedParameters(Protocol):
     def forget_parts(self) -> None:
         """Drop parts of parameters kept by earlier calls, before the first graph of a call with gradients."""
 
-    def give_back(self) -> None:
-        """Leave FSDP the gradients that are not reduced yet."""
+    def take(self, full: Mapping[int, torch.Tensor]) -> None:
+        """Take gradients of whole units from FSDP, which has not reduced them, and reduce them with this backward's."""
+
+    def give_back(self, from_now_on: bool = True) -> None:
+        """Leave FSDP the gradients that are not reduced yet. `from_now_on`: and those of all later backwards."""
 
     def copied(self, group: str) -> tuple[bool, str]:
         """Return (are a group's gathers copies from other ranks' memory, why not if that was possible).

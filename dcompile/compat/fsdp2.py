@@ -14,8 +14,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat.autograd import backward_task
 from dcompile.compat.dispatch_watch import STANDS_IN
 from dcompile.compat.dynamo import is_optimized_module
+from dcompile.compat.patches.on_demand import FORWARD
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +43,40 @@ def outermost_in_forward(module: torch.nn.Module) -> torch.nn.Module | None:
     state = state_of(module)
     root = None if state is None else getattr(state._state_ctx, "iter_forward_root", None)
     return None if root is None else next(iter(root._modules), None)
+
+
+def context_of(state: Any) -> Any:
+    """What all states of a root have in common."""
+    return state._state_ctx
+
+
+def current_pass(context: Any) -> Any:
+    """Identity of the backward, or else of the root's forward, that runs now; None outside.
+
+    Forwards are told apart by `on_demand.tell_forwards_apart`; the one in which that begins is the first.
+    """
+    if (task := backward_task()) >= 0:
+        return task
+    outside = context.iter_forward_root is None and COMPILED not in vars(context)
+    return None if outside else vars(context).setdefault(FORWARD, object())
+
+
+@contextlib.contextmanager
+def compiled_forward(state: Any) -> Iterator[None]:
+    """Tell a forward of a root apart whose own hooks are replaced; a part's has its root's around."""
+    context = vars(state._state_ctx)
+    if not is_root(state) or COMPILED in context:
+        yield
+        return
+    context[FORWARD] = context[COMPILED] = object()
+    try:
+        yield
+    finally:
+        del context[COMPILED]
+
+
+COMPILED = "_dcompile_compiled"
+"""Attribute of a root's context while a compiled forward of the root runs."""
 
 
 def let_wrappers_be_traced(modules: Iterable[torch.nn.Module]) -> None:
@@ -118,6 +154,20 @@ def to_sharded(group: Any) -> None:
     group._to_sharded()
 
 
+def end_gather(group: Any) -> bool:
+    """Make modules show the sharded parameters, and wait for a gather in flight; return whether there was anything.
+
+    FSDP's next gather would take the result of one in flight, whose parameters may be old by then.
+    """
+    in_flight = getattr(group, "_all_gather_result", None) is not None
+    if in_flight:
+        group.wait_for_unshard()
+    if group.is_sharded:
+        return in_flight
+    to_sharded(group)
+    return True
+
+
 def to_unsharded(group: Any) -> None:
     """Make modules show the gathered parameters, until FSDP shards them again."""
     group._to_unsharded()
@@ -162,6 +212,19 @@ def replica_group(group: Any) -> Any:
     from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
     return group._all_reduce_process_group if isinstance(group.mesh_info, DDPMeshInfo) else None
+
+
+def superseded(states: list[Any]) -> Iterator[str]:
+    """Settings in use that say when FSDP's own hooks gather, which has no meaning for programs that gather."""
+    prefetches = {
+        f"set_modules_to_{kind}_prefetch"
+        for kind in ("forward", "backward")
+        if any(getattr(state, f"_states_to_{kind}_prefetch", ()) for state in states)
+    }
+    if prefetches:
+        yield f"{', '.join(sorted(prefetches))}: compiled programs start their gathers by their own schedule"
+    if not all(getattr(group, "reshard_after_backward", True) for state in states for group in groups_of(state)):
+        yield "set_reshard_after_backward(False): each forward gathers parameters again"
 
 
 def sums_only(group: Any) -> bool:
@@ -480,15 +543,29 @@ def _sharded_dtensor(param: Any, local: torch.Tensor) -> Any:
     return DTensor.__new__(DTensor, local, param._sharding_spec, requires_grad=False)
 
 
+def take_gradient(param: Any) -> torch.Tensor | None:
+    """Take a gradient of the gathered parameter from FSDP, from backwards that did not reduce it; None if it has none.
+
+    The opposite of `keep_gradient`.
+    """
+    leaf, kept = vars(param).get("_unsharded_param"), vars(param).get("unsharded_accumulated_grad")
+    if kept is not None:
+        param.unsharded_accumulated_grad = None
+    elif leaf is not None:
+        kept, leaf.grad = leaf.grad, None
+    if kept is None:
+        return None
+    import torch
+
+    whole: torch.Tensor = param._get_grad_inner_tensor(kept)
+    sizes = _shard_sizes(param)
+    return whole if sizes is None else torch.cat(whole.chunk(sizes[0], param.fsdp_placement.dim))
+
+
 def keep_gradient(param: Any, gathered: torch.Tensor) -> None:
     """Pass a gathered gradient to FSDP, from backwards that did not reduce it."""
-    unpermuted = _concatenation(param)
-    if param.is_dtensor:
-        from dcompile.errors import DcompileError
-
-        name = param._param_fqn
-        raise DcompileError(f"dcompile: gradients of {name} of a step without synchronisation are left over")
-    whole = gathered if unpermuted is None else unpermuted(gathered)
+    made = made_of_gathered(param)
+    whole = gathered if made is None else made(gathered)
     if isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
         leaf = _gathered_leaf(param)
         leaf.grad = whole if leaf.grad is None else leaf.grad + whole
@@ -524,11 +601,12 @@ def _to_cpu(tensor: torch.Tensor, later: bool) -> tuple[torch.Tensor, Any]:
 _STATE = ("_is_root", "_state_ctx", "_lazy_init", "_modules", "_device", "_mp_policy", "_pre_forward_hook_handle",
           "_post_forward_hook_handle")  # fmt: skip
 _GROUP = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "reduce_grads", "all_reduce_grads", "is_sharded",
-          "_to_sharded", "_to_unsharded", "_reshard_after_forward", "_all_gather_process_group",
+          "_to_sharded", "_to_unsharded", "wait_for_unshard", "_reshard_after_forward", "_all_gather_process_group",
           "_reduce_scatter_process_group", "gradient_divide_factor")  # fmt: skip
 _PARAM = ("sharded_param", "_sharded_param_data", "sharded_size", "contiguous_sharded_stride", "to_sharded_dtensor",
           "_setattr_on_modules", "_module_info", "init_dtype_attrs", "_orig_size", "fsdp_placement", "is_dtensor",
-          "offload_to_cpu", "pin_memory", "padded_sharded_param_size", "mesh_info", "free_unsharded_param")  # fmt: skip
+          "offload_to_cpu", "pin_memory", "padded_sharded_param_size", "mesh_info", "free_unsharded_param",
+          "_get_grad_inner_tensor")  # fmt: skip
 
 
 def missing_names(states: list[Any]) -> list[str]:

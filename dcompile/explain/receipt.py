@@ -313,7 +313,8 @@ def _predicted_exposed_us(model: CompiledModel, variant: Variant) -> float:
 
 def _graph_notes(model: CompiledModel, variant: Variant, reports: list[ProgramReport]) -> list[str]:
     captured = [note for number in sorted(set(variant.graphs)) for note in model.graphs[number].notes]
-    return captured + [note for report in reports for note in report.notes]
+    shards = [note] if model.shards is not None and (note := model.shards.note()) else []
+    return shards + captured + [note for report in reports for note in report.notes]
 
 
 def _bucket_count(model: CompiledModel, variant: Variant) -> int:

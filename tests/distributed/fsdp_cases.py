@@ -1203,13 +1203,20 @@ def divided(factor: float, **how: Any) -> dict[str, Any]:
     return same_as_stock(steps, **how)
 
 
-def copied(of: str = "against_stock", **how: Any) -> dict[str, Any]:
-    """Another case, where ranks copy shards from each other's memory, however small."""
+@contextlib.contextmanager
+def copying() -> Iterator[Any]:
+    """Let ranks copy shards from each other's memory, however small."""
     reach = CountedReach() if device().type == "cuda" else ProcessReach()
     with (
         unittest.mock.patch("dcompile.runtime.communication.peer_memory.shards.reach_of", lambda device: reach),
         unittest.mock.patch("dcompile.runtime.communication.peer_memory.shards.MIN_COPIED_BYTES", 0),
     ):
+        yield reach
+
+
+def copied(of: str = "against_stock", **how: Any) -> dict[str, Any]:
+    """Another case, where ranks copy shards from each other's memory, however small."""
+    with copying() as reach:
         if of == "in_turn":
             how["copied"] = lambda: reach.copied
         found: dict[str, Any] = globals()[of](**how)

@@ -46,6 +46,8 @@ class Row:
     """How many its programs have with ATen's kernels; None is at least one for each graph."""
     own_collectives: int | None = None
     """How many they have with ours, where faster kernels hide fewer of them; None is as many."""
+    note: str = ""
+    """What the receipt says beside it."""
 
     @property
     def missing(self) -> bool:
@@ -206,4 +208,67 @@ FSDP2_ROWS = (
     _fsdp2("layer shared over a graph break, no_sync", 4, 2, 4, tolerance=SHARED, accumulate=True, always=False,
            **SHARED_LAYER),
 )  # fmt: skip
-ROWS: tuple[Row, ...] = (*DDP_ROWS, *FSDP1_ROWS, *FSDP2_ROWS)
+
+
+def _by_blocks(title: str, collectives: int, note: str = "", always: str = "whole", **how: Any) -> tuple[Row, ...]:
+    """Rows of a stack that is compiled as a whole, and block by block, which is promoted. `always`: see `Row`."""
+    case = "tests.distributed.by_blocks_cases:against_stock"
+    return tuple(
+        Row(f"FSDP2 {name}: {title}", case, {"by": by} | how, adapter="fsdp2", always=name == always,
+            collectives=collectives, note=note or ("parts that were compiled each" if name == "by blocks" else ""))
+        for name, by in (("whole", "whole"), ("by blocks", "block.compile"))
+    )  # fmt: skip
+
+
+# 5 gathers, 4 again, and 5 reductions
+KEEPS = {"train": "keeping gathered", "accumulate": True}
+BY_BLOCKS_ROWS = (
+    *_by_blocks("plain, no_sync", 14, accumulate=True, always="by blocks"),
+    *(row for by in ("dcompile.compile", "torch.compile", "regions")
+      for row in _by_blocks(by, 14, always="", by=by)[1:]),
+    *_by_blocks("compiled after sharding, no_sync", 14, by="late", accumulate=True, always="by blocks")[1:],
+    *_by_blocks("replicas, no_sync", 14, replicas=2, accumulate=True, always="by blocks"),
+    *_by_blocks("one replica of all shards", 14, replicas=1, always=""),
+    *_by_blocks("resharded, the root too", 15, reshard_after_forward=True, always=""),
+    *_by_blocks("not resharded, no_sync", 10, reshard_after_forward=False, accumulate=True, always="by blocks"),
+    *_by_blocks("resharded to two ranks", 15, reshard_after_forward=2, always=""),
+    *_by_blocks("forward prefetch", 14, "set_modules_to_forward_prefetch: compiled", setting="forward prefetch"),
+    *_by_blocks("backward prefetch", 14, "set_modules_to_backward_prefetch: compiled", "by blocks",
+                setting="backward prefetch"),
+    *_by_blocks("unshard before the forward", 14, "by hand (unshard) or eagerly", train="unsharding"),
+    *_by_blocks("kept gathered, no_sync", 14, "set_reshard_after_backward(False)", "by blocks", **KEEPS),
+    *_by_blocks("not resharded, kept gathered, no_sync", 10, "set_reshard_after_backward(False)", "",
+                reshard_after_forward=False, **KEEPS),
+    *_by_blocks("checkpoints around blocks", 14, checkpointed="outside", always="by blocks"),
+    *_by_blocks("checkpoints in blocks", 14, checkpointed="inside", always="by blocks"),
+    *_by_blocks("checkpoint_wrapper, compiled", 14, checkpointed="wrapper", always="by blocks"),
+    *_by_blocks("compiled, in checkpoint_wrapper", 14, checkpointed="wrapper around", always="by blocks"),
+    *_by_blocks("checkpoint by hooks", 14, checkpointed="hooks", always=""),
+    *_by_blocks("evaluation in between", 5, train="evaluating"),
+    *_by_blocks("checkpoints, evaluation in between", 5, checkpointed="outside", train="evaluating", always=""),
+    *_by_blocks("a block left out by the batch", 11, train="leaving out", always="by blocks"),
+    *_by_blocks("eager micro-batches, no_sync", 14, train="eager first", accumulate=True),
+    *_by_blocks("eager last micro-batches, no_sync", 14, train="eager last", accumulate=True, always="by blocks"),
+)  # fmt: skip
+
+
+def _apart(title: str, collectives: int, by: str = "apart", always: bool = True, graphs: int = 1, **how: Any) -> Row:
+    """A row of a stack of which each block is a program of its own: those of one of them."""
+    case, how = "tests.distributed.by_blocks_cases:against_stock", {"by": by} | how
+    return Row(f"FSDP2 apart: {title}", case, how, adapter="fsdp2", always=always, graphs=graphs,
+               collectives=collectives, note="of them in vain")  # fmt: skip
+
+
+APART_ROWS = (
+    _apart("no_sync", 3, accumulate=True),
+    _apart("replicas, no_sync", 3, replicas=2, accumulate=True, always=False),
+    _apart("resharded to two ranks", 3, reshard_after_forward=2, always=False),
+    _apart("not resharded, no_sync", 2, reshard_after_forward=False, accumulate=True),
+    _apart("unshard before the forward", 3, train="unsharding", always=False),
+    _apart("checkpoints around blocks, evaluation in between", 1, checkpointed="outside", train="evaluating"),
+    _apart("checkpoints in blocks", 3, checkpointed="inside", always=False),
+    _apart("a block left out by the batch", 3, train="leaving out"),
+    _apart("forwards that end early", 3, train="ending early"),
+    _apart("breaks around blocks, no_sync", 3, "block.compile", setting="breaks", accumulate=True),
+)
+ROWS: tuple[Row, ...] = (*DDP_ROWS, *FSDP1_ROWS, *FSDP2_ROWS, *BY_BLOCKS_ROWS, *APART_ROWS)

@@ -58,6 +58,7 @@ def run(ranks, row, kernels):
         wanted = row.own_collectives if kernels == "auto" and row.own_collectives else row.collectives
         assert receipt.collectives >= (row.graphs if wanted is None else wanted) or row.reasons
         assert wanted in (None, receipt.collectives)
+        assert not row.note or any(row.note in note for note in receipt.notes)
         assert receipt.kernels > 0 or kernels == "aten" or not row.graphs
         assert found["ranks"] == 0, "ranks differ from one another"
         assert found["keys"], "checkpoints have other keys than stock's"

@@ -268,6 +268,14 @@ class Fsdp2Adapter(ShardedAdapter):
     def device(self) -> torch.device:  # type: ignore[override]
         return self._units[0].virtual.device if self._units else torch.device("cpu")
 
+    def order(self) -> tuple[Any, Callable[[], Any]] | None:
+        if not self._parts or any(entry.alone for entry in self._groups):  # CUDA graphs start no gathers one by one
+            return None
+        compat.on_demand.tell_forwards_apart()
+        context = compat.fsdp2.context_of(present(self._states[0]))
+        reference = weakref.ref(context)
+        return context, lambda: compat.fsdp2.current_pass(present(reference))
+
     def objection_to_parts(self) -> str:
         if not self._parts:
             return "a part of the model is not compiled (graph break), which is not supported with CUDA graphs"
@@ -284,7 +292,7 @@ class Fsdp2Adapter(ShardedAdapter):
 
     def shard_again(self) -> None:
         for entry in self._groups:
-            compat.fsdp2.to_sharded(entry.group)
+            compat.fsdp2.end_gather(entry.group)
 
     def stays_visible(self, number: int) -> bool:
         """Do modules show this parameter with its values between a forward that gathers it and the backward?
@@ -322,6 +330,10 @@ class Fsdp2Adapter(ShardedAdapter):
             unit.virtual.grad = None
         return self.unit_gradients({number: gradient for number, gradient in found.items() if gradient is not None})
 
+    def gradients_of_wrapper(self) -> dict[int, torch.Tensor]:
+        found = {number: compat.fsdp2.take_gradient(unit.param) for number, unit in enumerate(self._units)}
+        return self.unit_gradients({number: gradient for number, gradient in found.items() if gradient is not None})
+
     def shown_by_another(self) -> bool:
         shown = compat.fsdp2.visible_parameter(self._units[0].param) if self._units else None
         return compat.fsdp2.is_stand_in(shown) and self.number_of(shown) is None
@@ -329,6 +341,8 @@ class Fsdp2Adapter(ShardedAdapter):
     def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Do what FSDP's root does before its forward, except gathering; return arguments on the device."""
         root = present(self._states[0])
+        for text in compat.fsdp2.superseded([present(state) for state in self._states]):
+            self.note(text)
         if not compat.fsdp2.is_root(root):
             return args, kwargs  # the root around this module has done it
         compat.fsdp2.wait_for_optimizer(root)
@@ -337,10 +351,9 @@ class Fsdp2Adapter(ShardedAdapter):
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
         """Show virtual parameters in place of sharded ones, and replace FSDP's hooks, while a compiled call runs."""
-        for entry in self._groups:
-            if not entry.group.is_sharded:
-                compat.fsdp2.to_sharded(entry.group)  # the user gathered it by hand, or a direct call left it so
         self.show_sharded()
+        if [entry for entry in self._groups if compat.fsdp2.end_gather(entry.group)]:
+            self.note("parameters that were gathered before a call, by hand (unshard) or eagerly, are gathered again")
         before = [compat.fsdp2.visible_parameter(unit.param) for unit in self._units]
         inside = bool(before) and before[0] is self._units[0].shown
         places = [(present(table), key, hook) for table, key, hook in self._hooks]
@@ -354,7 +367,8 @@ class Fsdp2Adapter(ShardedAdapter):
                 compat.fsdp2.show(unit.param, unit.shown)
             for table, key, hook in places:
                 table[key] = hook
-            yield
+            with compat.fsdp2.compiled_forward(present(self._states[0])):
+                yield
         except BaseException:
             self._gathered.clear()
             raise

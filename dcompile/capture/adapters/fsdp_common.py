@@ -195,6 +195,10 @@ class ShardedAdapter(PlainAdapter):
         found = {id(group): group for entry in entries for group in (entry.gather_group(), entry.replica_group())}
         return [group for group in found.values() if isinstance(group, torch.distributed.ProcessGroup)]
 
+    def gradients_of_wrapper(self) -> dict[int, torch.Tensor]:
+        """Take the gradients of whole units that the wrapper keeps from eager backwards that did not reduce them."""
+        return {}
+
     def unit_gradients(self, gradients: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return gradients of whole units, by unit, from gradients of parameters, by number; zeros elsewhere."""
         whole: dict[int, torch.Tensor] = {}
@@ -214,6 +218,15 @@ class ShardedAdapter(PlainAdapter):
         assert info.shard is not None, "every parameter of a sharded model has a unit"
         own = whole[info.shard.unit][info.shard.offset :][: math.prod(info.shape)]
         return own.view(info.shape).to(getattr(torch, info.dtype))
+
+    # --- programs of the same model
+
+    def order(self) -> tuple[Any, Callable[[], Any]] | None:
+        """Return what all parts of the sharded model have in common, and a function for its forward or backward.
+
+        The function returns the identity of the one that runs now. None if programs start no gathers of others.
+        """
+        return None
 
     # --- calls ---
 

@@ -41,7 +41,10 @@ class ShardedSync(GradientSync):
         adapter = self._adapter
         if not adapter.eligible:
             return None, None
-        return self.model.services.make_shards(adapter.units, adapter.groups), EagerRegionMonitor(adapter)
+        shards = self.model.services.make_shards(adapter.units, adapter.groups)
+        if (order := adapter.order()) is not None:
+            shards.join(*order)
+        return shards, EagerRegionMonitor(adapter)
 
     def lend_to(self, other: GradientSync) -> None:
         """Let an equal module run these programs; ranks meet here for its shards, as where one is compiled."""
@@ -112,6 +115,7 @@ class ShardedSync(GradientSync):
         accumulates = self.accumulates(number for _, number in graph.grads)
         graph.agree("backward", self)
         if accumulates:
+            shards.take(self._adapter.gradients_of_wrapper())
             self._flush_after_backward(shards)
             shards.may_lack(self._adapter.units_of(graph.unsure))
         absent = set[int]()

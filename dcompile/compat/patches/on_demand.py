@@ -19,6 +19,8 @@ from dcompile.compat.patches.torch_patch import GRAPH_COMPILE, GUARDS, TRACERS, 
 if TYPE_CHECKING:  # importing dcompile loads no torch
     from torch.fx import Graph, Node
 
+FORWARD = "_dcompile_forward"
+"""Attribute of the context of an FSDP2 root: an object for each forward."""
 CREATED, RENAMED = "created", "renamed"
 """What happens to a node while a layer is traced."""
 
@@ -56,6 +58,26 @@ def notice_sharding(sharded: Callable[[Any], None]) -> None:
 
     init._dcompile = True  # type: ignore[attr-defined]
     state.init = init
+
+
+def tell_forwards_apart() -> None:
+    """Let each forward of an FSDP2 root have an object of its own; see `fsdp2.current_pass`."""
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    state: Any = FSDPState
+    original = getattr(state, "_root_pre_forward", None)
+    if original is None or hasattr(original, "_dcompile"):
+        return
+
+    @functools.wraps(original)
+    def _root_pre_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        if self._state_ctx.iter_forward_root is self:
+            setattr(self._state_ctx, FORWARD, object())
+        return found
+
+    _root_pre_forward._dcompile = True  # type: ignore[attr-defined]
+    state._root_pre_forward = _root_pre_forward
 
 
 @contextlib.contextmanager
@@ -212,6 +234,13 @@ ON_DEMAND: tuple[TorchPatch, ...] = (
         ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState.init",),
         "takeover",
         "a root whose blocks are compiled each by itself becomes one program before its first call",
+        undone="never; it calls torch's own",
+    ),
+    TorchPatch(
+        tell_forwards_apart,
+        ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_pre_forward",),
+        "speed",
+        "a program starts the next one's gather in the same forward alone, behind which parameters may change",
         undone="never; it calls torch's own",
     ),
     TorchPatch(

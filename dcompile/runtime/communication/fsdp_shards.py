@@ -6,7 +6,8 @@ Reduced shards become gradients, now or in a later backward.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from dcompile.compat.autograd import backward_task
 from dcompile.errors import DcompileError
 from dcompile.ir.buffers import Bucket
 from dcompile.runtime.communication.converted_shards import ConvertedShards
+from dcompile.runtime.communication.gather_order import GatherOrder
 from dcompile.runtime.communication.gather_scatter import (
     PackedUnits,
     UnevenReduceScatter,
@@ -30,6 +32,7 @@ from dcompile.runtime.communication.gather_scatter import (
 from dcompile.runtime.communication.gradient_presence import UncertainUnits
 from dcompile.runtime.communication.peer_memory.shards import CopyGathers, PeerShardGroup, PeerShards, PendingCopyGather
 from dcompile.runtime.communication.work import PendingCollective, count_replayed, label_of_model
+from dcompile.runtime.coordination.agreement import agree
 
 
 @dataclass(eq=False, slots=True)
@@ -103,6 +106,10 @@ class Shards:
     unsure: UncertainUnits = field(init=False)
     _unsettled: dict[int, ShardUnit] = field(init=False, default_factory=dict)
     """Units whose gradients may still be copied to CPU memory."""
+    _order: Callable[[], GatherOrder[ForeseenGather] | None] = field(
+        init=False, default_factory=lambda: compat.groups.weak(None)
+    )
+    """Weak reference to the order of gathers of the FSDP2 root that the module is a part of."""
     _parts: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
     """Unit -> this rank's part of it within a smaller group, which the last forward left for the backward."""
 
@@ -122,6 +129,21 @@ class Shards:
     def save_memory(self, reason: str) -> None:
         """Keep no converted shards, unless an option asks for them or they exist already."""
         self.converted.save_memory(reason)
+
+    def join(self, root: Any, current: Callable[[], Any]) -> None:
+        """Take part in the order of gathers of an FSDP2 root, which `root` keeps; see `GatherOrder`."""
+        known = vars(root).setdefault("_dcompile_order", GatherOrder(current, compare_order))
+        known.forget()
+        self._order = weakref.ref(known)
+
+    @property
+    def order(self) -> GatherOrder[ForeseenGather] | None:
+        """The order of gathers that the module takes part in."""
+        return self._order()
+
+    def note(self) -> str:
+        """A line for the receipt; empty if there is nothing to say."""
+        return "" if self.order is None else self.order.note()
 
     def source(
         self,
@@ -178,9 +200,14 @@ class Shards:
         """
         self.unsure.known.update(units)
 
-    def give_back(self) -> None:
-        """Pass unreduced gradients to FSDP."""
-        self.unreduced.give_back()
+    def take(self, full: Mapping[int, torch.Tensor]) -> None:
+        """Take gradients of whole units from FSDP, which has not reduced them; they are reduced with the next ones."""
+        self.unreduced.take(full)
+        self.unreduced.real.update(full)
+
+    def give_back(self, from_now_on: bool = True) -> None:
+        """Pass unreduced gradients to FSDP. `from_now_on`: and those of all later backwards."""
+        self.unreduced.give_back(from_now_on)
 
     def flush(self, outside: Mapping[int, torch.Tensor] = MappingProxyType({})) -> None:
         """End a backward: reduce kept gradients of units that it did not reach, and wait for copies to CPU memory.
@@ -344,8 +371,13 @@ class DeferredGradients:
             if number in later:
                 self._begun[backward_task(), number] = own
             else:
-                kept = self.whole.get(number)
-                self.whole[number] = own if kept is None else kept.add_(own)
+                self.take({number: own})
+
+    def take(self, full: Mapping[int, torch.Tensor]) -> None:
+        """Add gradients to the kept sums, and keep their memory."""
+        for number, tensor in full.items():
+            kept = self.whole.get(number)
+            self.whole[number] = tensor if kept is None else kept.add_(tensor)
 
     def add_to(self, number: int, tensor: torch.Tensor) -> None:
         """Add all kept sums of a unit to a gradient before its reduction, this backward's first, as autograd does."""
@@ -383,12 +415,12 @@ class DeferredGradients:
             self._begun.clear()
             self.real &= self.whole.keys()
 
-    def give_back(self) -> None:
-        """Pass all kept gradients to FSDP, and those that later backwards keep.
+    def give_back(self, from_now_on: bool = True) -> None:
+        """Pass all kept gradients to FSDP, and with `from_now_on` those that later backwards keep.
 
         Raises DcompileError for partly reduced ones.
         """
-        self._given_back = True
+        self._given_back = self._given_back or from_now_on
         if self.partial:
             names = ", ".join(self.units[number].name for number in sorted(self.partial))
             raise DcompileError(
@@ -416,6 +448,10 @@ class ShardCommunication:
     """Unit -> its unreduced gradient, once it is computed, in a call that adds to no gradient."""
     _gathering: dict[str, PendingGather] = field(init=False, default_factory=dict)
     """Bucket -> its pending gather."""
+    _foreseen: dict[str, tuple[ForeseenInFlight, list[torch.Tensor]]] = field(init=False, default_factory=dict)
+    """Bucket -> its gather that another program has started, and the memory to copy it to."""
+    _to_start: int = field(init=False, default=-1)
+    """Number of gathers that are not started yet; -1 once the next program's may be."""
     _reducing: dict[str, PendingReduction] = field(init=False, default_factory=dict)
     _copies: dict[PeerShardGroup, CopyGathers] = field(init=False, default_factory=dict)
     """Group of peers -> its gathers by copies."""
@@ -424,8 +460,22 @@ class ShardCommunication:
     _due: dict[int, None] | None = field(init=False, default=None)
     """Units with a converted buffer that this call has not converted yet; None before the first conversion."""
 
+    def __post_init__(self) -> None:
+        self._to_start = sum(bucket.traits.gathers for bucket in self.buckets.values())
+
     def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
-        """Start filling `full` with the units whose shards the ranks hold."""
+        """Start filling `full` with the units whose shards the ranks hold, unless another program has done so."""
+        order, self._to_start = self.shards.order, self._to_start - 1
+        pending = None
+        if order is not None:
+            pending = order.started(ForeseenGather(self.shards, self.buckets[bucket], self.phase))
+        if pending is None:
+            self.begin_gather(bucket, full)
+        else:
+            self._foreseen[bucket] = pending, full
+
+    def begin_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
+        """Start filling `full`."""
         found, units = self.buckets[bucket], full
         peers = self.shards.peer_shards.of(found.group)
         if peers is not None:
@@ -453,7 +503,8 @@ class ShardCommunication:
         found = self._copies.get(peers)
         if found is None:
             peer_shards, gathers = self.shards.peer_shards, [b for b in self.buckets.values() if b.traits.gathers]
-            copied = [bucket for bucket in gathers if peer_shards.of(bucket.group) is peers]
+            own = [bucket for bucket in gathers if bucket.name not in self._foreseen]
+            copied = [bucket for bucket in own if peer_shards.of(bucket.group) is peers]
             numbers = list(dict.fromkeys(number for bucket in copied for number in bucket.units))
             overlaps = any(self.shards.converted.memory(number) is not None for number in numbers)
             found = CopyGathers(peers, len(copied), numbers, self._meeting, self._convert, overlaps)
@@ -494,6 +545,24 @@ class ShardCommunication:
 
     def wait_gather(self, bucket: str) -> None:
         """Wait for the gather that `start_gather` began."""
+        if bucket in self._foreseen:
+            pending, full = self._foreseen.pop(bucket)
+            pending.wait()
+            for whole, arrived in zip(full, pending.full, strict=True):
+                whole.copy_(arrived)
+        else:
+            self._end_gather(bucket)
+        self._has_waited()
+        if not self._to_start and self.shards.order is not None:
+            self._to_start = -1
+            self.shards.order.start_next()
+
+    def end_foreseen(self, bucket: str) -> None:
+        """Wait for the only gather of this communication."""
+        self._end_gather(bucket)
+        self._has_waited()
+
+    def _end_gather(self, bucket: str) -> None:
         found = self.buckets[bucket]
         gathering = self._gathering.pop(bucket)
         with self._named("all-gather", found, gathering.group):
@@ -503,7 +572,6 @@ class ShardCommunication:
         fewer = self.shards.groups[found.group].part_group() if self.phase == "forward" else None
         if fewer is not None:
             self.shards.leave_parts(fewer, found.units, gathering.full)
-        self._has_waited()
 
     def start_scatter(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start summing `full` over the ranks; or keep it, in a backward that does not reduce."""
@@ -606,6 +674,50 @@ class ShardCommunication:
 
     def _named(self, kind: str, bucket: Bucket, group: Any) -> contextlib.AbstractContextManager[None]:
         return named_error(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)
+
+
+@dataclass(frozen=True, slots=True)
+class ForeseenGather:
+    """A gather that another program may start; see `GatherOrder`."""
+
+    shards: Shards
+    bucket: Bucket
+    phase: Phase
+
+    def start(self) -> ForeseenInFlight:
+        """Start it, into memory of its own."""
+        bucket = self.bucket
+        dtype = getattr(torch, bucket.dtype)
+        full = [torch.empty(size, dtype=dtype, device=bucket.device) for size in bucket.sizes]
+        source = ShardCommunication(self.shards, {bucket.name: bucket}, False, self.phase)
+        source.begin_gather(bucket.name, full)
+        return ForeseenInFlight(source, bucket.name, full)
+
+    def __str__(self) -> str:
+        names = [self.shards.units[number].name for number in self.bucket.units]
+        return f"{self.phase}: {self.bucket.name} of {', '.join(names)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ForeseenInFlight:
+    """A gather that was started for the next program."""
+
+    source: ShardCommunication
+    bucket: str
+    full: list[torch.Tensor]
+
+    def wait(self) -> None:
+        """Wait until `full` has arrived."""
+        self.source.end_foreseen(self.bucket)
+
+
+def compare_order(order: list[ForeseenGather]) -> None:
+    """Compare the order of a forward or backward between the ranks of each process group, before it is followed."""
+    lines: dict[Any, list[str]] = {}
+    for gather in order:
+        lines.setdefault(gather.shards.groups[gather.bucket.group].gather_group(), []).append(str(gather))
+    for group, texts in lines.items():
+        agree(group, "order of gathers", texts)
 
 
 @dataclass(eq=False)

@@ -1,0 +1,87 @@
+"""FSDP2 by blocks on two Gloo ranks: the order of collectives, and ranks that disagree. Trainings: `test_matrix.py`."""
+
+import pytest
+
+from tests.distributed.harness import Ranks
+
+CASES = "tests.distributed.by_blocks_cases:"
+LAYERS = ["layers.0", "layers.1", "layers.2", "layers.3"]
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pair = Ranks()
+    yield pair
+    pair.stop()
+
+
+def started(events, what):
+    """Modules whose gathers or reductions start, in order."""
+    return [event.removeprefix(f"start {what} of ") for event in events if event.startswith(f"start {what}")]
+
+
+def hidden(events):
+    """Modules with a matmul between the start of their gather and the wait for it."""
+    found = []
+    for place, event in enumerate(events):
+        if event.startswith("start gather"):
+            end = events.index(event.replace("start", "wait"), place)
+            found += [event.removeprefix("start gather of ")] if any("mm" in e for e in events[place:end]) else []
+    return found
+
+
+@pytest.mark.parametrize("by", ["block.compile", pytest.param("whole", marks=pytest.mark.full)])
+@pytest.mark.parametrize("checkpointed", ["", "outside"])
+def test_gathers_start_before_the_block_that_needs_them_in_every_phase(ranks, by, checkpointed):
+    first, second = ranks.run(CASES + "order", 150, by=by, checkpointed=checkpointed)
+    assert first == second, "ranks run the same in the same order"
+    assert first.keys() == {"evaluation", "forward", "evaluation between", "backward"}, "and so does every step"
+    for phase in ("evaluation", "forward", "evaluation between"):
+        assert started(first[phase], "gather") == ["first, last", *LAYERS]
+        assert hidden(first[phase]) == LAYERS
+    assert started(first["backward"], "gather") == LAYERS[::-1]
+    assert hidden(first["backward"]) == LAYERS[::-1]
+    assert started(first["backward"], "scatter") == [*LAYERS[::-1], "first, last"]
+    recomputed = first["backward"].count("addmm")  # of each block the first; the last is behind nothing that is kept
+    assert recomputed >= len(LAYERS) if checkpointed else recomputed == 0
+
+
+@pytest.mark.parametrize("how", [{"by": "apart"}, {"by": "block.compile", "setting": "breaks"}], ids=str)
+@pytest.mark.parametrize("checkpointed", ["", "outside"])
+def test_a_program_starts_the_next_ones_gather_where_blocks_are_apart(ranks, how, checkpointed):
+    first, second = ranks.run(CASES + "order", 150, checkpointed=checkpointed, **how)
+    assert first == second, "ranks run the same in the same order"
+    assert first.keys() == {"evaluation", "forward", "evaluation between", "backward"}, "and so does every step"
+    for phase in ("evaluation", "forward", "evaluation between"):
+        assert started(first[phase], "gather") == LAYERS
+        assert hidden(first[phase]) == LAYERS[1:]
+    backward = [layer for layer in LAYERS[::-1] for _ in range(2 if checkpointed else 1)]  # once to recompute it
+    assert started(first["backward"], "gather") == backward
+    assert hidden(first["backward"]) == backward[1:]
+    assert started(first["backward"], "scatter") == LAYERS[::-1]
+
+
+@pytest.mark.parametrize("how", [{}, {"checkpointed": "outside", "train": "leaving out"}], ids=str)
+def test_the_next_ones_gather_may_be_copies(ranks, how):
+    for found in ranks.run(CASES + "copied", 150, by="apart", steps=2, **how):
+        differences = [found[what] for what in ("loss", "grad", "param", "after loading", "ranks")]
+        assert differences == [0] * 5 and found["copied"] > 0
+        assert any("of them in vain" in note for note in found["receipt"].notes)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"by": "whole"}, "ranks disagree on their sharded collectives of a model"),
+        ({"by": "block.compile"}, "ranks disagree on their sharded collectives of a model"),
+        ({"by": "block.compile", "alike": 0}, "needs options={'promote': False}"),
+        ({"by": "block.compile", "checkpointed": "hooks"}, "ranks disagree on their sharded collectives of a model"),
+        ({"by": "block.compile", "setting": "breaks"}, "ranks disagree on their order of gathers"),
+        ({"by": "apart"}, "ranks disagree on their order of gathers"),
+        ({"by": "apart", "alike": 0}, "ranks disagree on their sharded collectives of a model"),
+    ],
+    ids=str,
+)
+def test_ranks_that_leave_out_other_blocks_all_raise_an_error_that_says_so(ranks, how, said):
+    for outcome in ranks.outcomes(CASES + "ranks_leave_out", 100, **how):
+        assert outcome.kind == "PlanMismatchError" and said in outcome.error

@@ -1,6 +1,6 @@
 """Elements of a captured graph's tensors as piecewise functions of their positions, to recognize attention masks.
 
-The part of the graph that makes a mask is run again, with an `ElementTracer` that computes each operator's elements by
+The part of the graph that makes a mask is run again, with a `MaskTracer` that computes each operator's elements by
 lowering's rules. Nodes of bodies get those of their operands outside. If a node's elements have no form, those of
 boolean and integer tensors are reads of it. Only nodes whose operands have elements are run: what masks are made of.
 """
@@ -28,7 +28,7 @@ AS_OTHER = frozenset(("expand_as", "view_as", "reshape_as", "type_as", "to"))
 _VMAP = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 
 
-class ElementTracer(Protocol):
+class MaskTracer(Protocol):
     """The interface of `codegen.lower.elements.ElementTracer`."""
 
     reads: Reads
@@ -49,7 +49,7 @@ class ElementTracer(Protocol):
 class ElementsOf:
     """Elements of the nodes in a nest of graphs, each computed once."""
 
-    def __init__(self, nest: NestedGraphs, changed: Callable[[Node], bool], tracer: ElementTracer) -> None:
+    def __init__(self, nest: NestedGraphs, changed: Callable[[Node], bool], tracer: MaskTracer) -> None:
         """Start without results. `changed` is true for nodes whose memory is written: these are unknown."""
         self._nest, self._changed, self._tracer = nest, changed, tracer
         self._known: dict[Node, Elements | None] = {}

@@ -45,7 +45,7 @@ from dcompile.capture.passes.dynamo.captured_nodes import (
 )
 from dcompile.capture.passes.dynamo.grouped_query_attention import erase_repeated, unrepeated
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
-from dcompile.capture.passes.dynamo.mask_elements import ElementsOf, MaskTracer
+from dcompile.capture.passes.dynamo.mask_elements import FROM_NUMBERS, ElementsOf, MaskTracer
 from dcompile.device_traits import traits_of
 from dcompile.ir.bounds import MIN_SYMBOL_VALUES
 from dcompile.ir.elements import Elements, Read, Reads, UnknownElements, axis, positions_of
@@ -206,10 +206,6 @@ def size_dims(node: Node, sizes: Sequence[str]) -> dict[str, tuple[Node, int]]:
 _AS_NEW = {"masked_fill_": "masked_fill", "triu_": "triu", "tril_": "tril", "logical_not_": "logical_not"}
 """In-place method -> its functional form, for methods whose result has the tensor's dtype."""
 _FILLS = {"fill_": torch.full_like, "zero_": torch.zeros_like}
-
-
-FROM_NUMBERS = ("ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "empty", "empty_like")
-"""Functions that make a tensor with memory of its own."""
 
 
 def change_constants_anew(nest: NestedGraphs) -> int:

@@ -45,7 +45,7 @@ from dcompile.capture.passes.dynamo.captured_nodes import (
 )
 from dcompile.capture.passes.dynamo.grouped_query_attention import erase_repeated, unrepeated
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
-from dcompile.capture.passes.dynamo.mask_elements import ElementsOf, ElementTracer
+from dcompile.capture.passes.dynamo.mask_elements import FROM_NUMBERS, ElementsOf, MaskTracer
 from dcompile.device_traits import traits_of
 from dcompile.ir.bounds import MIN_SYMBOL_VALUES
 from dcompile.ir.elements import Elements, Read, Reads, UnknownElements, axis, positions_of
@@ -208,10 +208,6 @@ _AS_NEW = {"masked_fill_": "masked_fill", "triu_": "triu", "tril_": "tril", "log
 _FILLS = {"fill_": torch.full_like, "zero_": torch.zeros_like}
 
 
-FROM_NUMBERS = ("ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "empty", "empty_like")
-"""Functions that make a tensor with memory of its own."""
-
-
 def change_constants_anew(nest: NestedGraphs) -> int:
     """Functionalize changes of constants in all graphs; return their number.
 
@@ -288,7 +284,7 @@ INSTEAD = {
 """Kind of a mask -> text for the receipt on the call without it."""
 
 
-def recognize_causal_masks(gm: GraphModule, tracer: Callable[[], ElementTracer]) -> PassReport:
+def recognize_causal_masks(gm: GraphModule, tracer: Callable[[], MaskTracer]) -> PassReport:
     """Rewrite attention calls with a causal or full mask in a Dynamo graph and all its subgraphs, in place.
 
     `tracer`: makes what computes elements. Masks without other users are erased, with the nodes that only they need,
@@ -407,7 +403,7 @@ class _MaskedCall:
 
 def skip_masked_attention(
     gm: GraphModule,
-    tracer: Callable[[], ElementTracer],
+    tracer: Callable[[], MaskTracer],
     planned_for: str | None = None,
     figures: Callable[[str], Figures] = table_figures,
 ) -> PassReport:

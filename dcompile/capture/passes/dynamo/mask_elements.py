@@ -1,6 +1,6 @@
 """Elements of a captured graph's tensors as piecewise functions of their positions, to recognize attention masks.
 
-The part of the graph that makes a mask is run again, with an `ElementTracer` that computes each operator's elements by
+The part of the graph that makes a mask is run again, with a `MaskTracer` that computes each operator's elements by
 lowering's rules. Nodes of bodies get those of their operands outside. If a node's elements have no form, those of
 boolean and integer tensors are reads of it. Only nodes whose operands have elements are run: what masks are made of.
 """
@@ -21,6 +21,8 @@ from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.ir.elements import Elements, Reads, UnknownElements
 from dcompile.ir.piecewise import TooManyCases
 
+FROM_NUMBERS = ("ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "empty", "empty_like")
+"""Functions that make a tensor with memory of its own."""
 LIKE = frozenset(("ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"))
 """Functions that use only the shape, dtype and device of their first argument."""
 AS_OTHER = frozenset(("expand_as", "view_as", "reshape_as", "type_as", "to"))
@@ -28,7 +30,7 @@ AS_OTHER = frozenset(("expand_as", "view_as", "reshape_as", "type_as", "to"))
 _VMAP = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 
 
-class ElementTracer(Protocol):
+class MaskTracer(Protocol):
     """The interface of `codegen.lower.elements.ElementTracer`."""
 
     reads: Reads
@@ -49,7 +51,7 @@ class ElementTracer(Protocol):
 class ElementsOf:
     """Elements of the nodes in a nest of graphs, each computed once."""
 
-    def __init__(self, nest: NestedGraphs, changed: Callable[[Node], bool], tracer: ElementTracer) -> None:
+    def __init__(self, nest: NestedGraphs, changed: Callable[[Node], bool], tracer: MaskTracer) -> None:
         """Start without results. `changed` is true for nodes whose memory is written: these are unknown."""
         self._nest, self._changed, self._tracer = nest, changed, tracer
         self._known: dict[Node, Elements | None] = {}
@@ -72,8 +74,10 @@ class ElementsOf:
         return self._known[node]
 
     def is_constant(self, node: Node) -> bool:
-        """Does a node compute a tensor without side effects, by operators with a rule?"""
-        return node in self._values
+        """Does a node compute without side effects: a tensor by operators with a rule, a new one, or a size?"""
+        is_size = isinstance(value_of(node), torch.SymInt) and getattr(node.target, "__module__", "") == "_operator"
+        is_new = is_of_torch(node) and name_of(node) in FROM_NUMBERS and "out" not in node.kwargs
+        return node in self._values or is_size or is_new
 
     def _needed(self, node: Node) -> dict[Node, list[Node] | None]:
         """Return the nodes that determine a node's elements, itself among them, each with its operands."""

@@ -246,6 +246,11 @@ def test_sizes_may_be_symbols(function, dynamic):
     assert rewritten(function, *qkv(), dynamic=dynamic)[0] == [(None, True)]
 
 
+@pytest.mark.parametrize("function", [by_changing_several_times, by_filling_in_place], ids=lambda f: f.__name__)
+def test_nothing_is_left_of_a_constant_that_was_changed(function):
+    assert rewritten(function, *qkv())[1] == 5, "three inputs, the call, the output"
+
+
 def one_ahead(q, k, v):
     mask = torch.arange(k.shape[-2])[None] <= torch.arange(q.shape[-2])[:, None] + 1
     return attention(q, k, v, attn_mask=mask)

@@ -300,6 +300,14 @@ def against_stock(
     return found | {"receipt": dcompile.receipt(pair[1])}
 
 
+def partly_reduced_eagerly() -> None:
+    """A first micro-batch, which runs eagerly, reduces among the shards' ranks alone."""
+    model = made("late", dict(ATEN), replicas=2)
+    for step in range(2):
+        model.set_requires_all_reduce(step > 0)
+        model(batch(Mlp(), dist.get_rank(), step)["x"]).square().mean().backward()
+
+
 def copied(**how: Any) -> dict[str, Any]:
     """The same, where ranks copy shards from each other's memory, however small."""
     with copying() as reach:

@@ -70,6 +70,20 @@ def test_the_next_ones_gather_may_be_copies(ranks, how):
 
 
 @pytest.mark.parametrize(
+    ("case", "how", "said"),
+    [
+        ("by_blocks_cases:partly_reduced_eagerly", {}, "a step that ran eagerly are left, summed up among some ranks"),
+        ("fsdp1_cases:eager_by_turns", {"first": "eager"}, "a step under no_sync that ran eagerly are left with FSDP1"),
+        ("fsdp1_cases:eager_by_turns", {"first": "compiled"}, "gradients of a step under no_sync are left"),
+    ],
+    ids=str,
+)
+def test_gradients_of_eager_steps_that_cannot_be_added_are_an_error(ranks, case, how, said):
+    for outcome in ranks.outcomes(f"tests.distributed.{case}", 100, **how):
+        assert outcome.kind == "DcompileError" and said in outcome.error
+
+
+@pytest.mark.parametrize(
     ("how", "said"),
     [
         ({"by": "whole"}, "ranks disagree on their sharded collectives of a model"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from dcompile.runtime.communication.fsdp_shards import ShardCommunication
 from tests.distributed.cases import ATEN, device
 from tests.distributed.fsdp_cases import FsdpTraining, copying
 from tests.distributed.models import Mlp, batch
-from tests.distributed.training import compare
+from tests.distributed.training import Training, compare
 
 
 class Block(nn.Module):
@@ -201,21 +202,17 @@ class EndingEarly(FsdpTraining):
         return super().loss(step)
 
 
-class EagerFirst(FsdpTraining):
-    """Runs the micro-batch that reduces nothing eagerly, with FSDP's own hooks."""
+def eager_by_turns(case: str, first: bool, **how: Any) -> dict[str, Any]:
+    """Another case, with FSDP's own hooks in the micro-batch that reduces nothing, or in that which reduces both's."""
+    usual = Training.loss
 
-    def loss(self, step: int) -> torch.Tensor:
-        stance = "force_eager" if (step >= 100) == self.eager_first else "default"
-        with torch.compiler.set_stance(stance):
-            return super().loss(step)
+    def loss(self: Training, step: int) -> torch.Tensor:
+        with torch.compiler.set_stance("force_eager" if (step >= 100) == first else "default"):
+            return usual(self, step)
 
-    eager_first = True
-
-
-class EagerLast(EagerFirst):
-    """Runs the micro-batch that reduces the gradients of both eagerly."""
-
-    eager_first = False
+    with unittest.mock.patch.object(Training, "loss", loss):
+        train: Callable[..., Any] = importlib.import_module(f"tests.distributed.{case}").against_stock
+        return train(accumulate=True, **how)
 
 
 TRAININGS: Mapping[str, type[FsdpTraining]] = {
@@ -225,8 +222,6 @@ TRAININGS: Mapping[str, type[FsdpTraining]] = {
     "keeping gathered": KeepingGathered,
     "leaving out": LeavingOut,
     "ending early": EndingEarly,
-    "eager first": EagerFirst,
-    "eager last": EagerLast,
 }
 
 

@@ -247,8 +247,6 @@ BY_BLOCKS_ROWS = (
     *_by_blocks("evaluation in between", 5, train="evaluating"),
     *_by_blocks("checkpoints, evaluation in between", 5, checkpointed="outside", train="evaluating", always=""),
     *_by_blocks("a block left out by the batch", 11, train="leaving out", always="by blocks"),
-    *_by_blocks("eager micro-batches, no_sync", 14, train="eager first", accumulate=True),
-    *_by_blocks("eager last micro-batches, no_sync", 14, train="eager last", accumulate=True, always="by blocks"),
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.distributed.harness import Ranks
+from tests.distributed.matrix import MIXED
 
 CASES = "tests.distributed.by_blocks_cases:"
 LAYERS = ["layers.0", "layers.1", "layers.2", "layers.3"]
@@ -67,6 +68,24 @@ def test_the_next_ones_gather_may_be_copies(ranks, how):
         differences = [found[what] for what in ("loss", "grad", "param", "after loading", "ranks")]
         assert differences == [0] * 5 and found["copied"] > 0
         assert any("of them in vain" in note for note in found["receipt"].notes)
+
+
+TURNS = [
+    {"case": "by_blocks_cases", "by": "block.compile"},
+    {"case": "by_blocks_cases", "by": "apart", "replicas": 2},
+    {"case": "by_blocks_cases", "by": "whole", "reshard_after_forward": False},
+    {"case": "fsdp_cases", "name": "mlp", "placement": 1},
+    {"case": "fsdp_cases", "name": "mlp", "mp_policy": MIXED},
+    {"case": "tp_cases", "name": "two", "shape": (1, 2)},
+]
+
+
+@pytest.mark.parametrize("how", TURNS, ids=str)
+@pytest.mark.parametrize("first", [True, False], ids=["eager first", "eager last"])
+def test_gradients_of_eager_and_compiled_steps_are_reduced_together(ranks, how, first):
+    for found in ranks.run(CASES + "eager_by_turns", 150, first=first, **how):
+        assert found["receipt"].eligible and found["ranks"] == 0
+        assert [found[what] for what in ("loss", "grad", "param", "after loading")] == [0] * 4
 
 
 @pytest.mark.parametrize(

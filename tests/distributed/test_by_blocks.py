@@ -72,9 +72,9 @@ def test_the_next_ones_gather_may_be_copies(ranks, how):
 
 TURNS = [
     {"case": "by_blocks_cases", "by": "block.compile"},
-    {"case": "by_blocks_cases", "by": "apart", "replicas": 2},
-    {"case": "by_blocks_cases", "by": "whole", "reshard_after_forward": False},
-    {"case": "fsdp_cases", "name": "mlp", "placement": 1},
+    pytest.param({"case": "by_blocks_cases", "by": "apart", "replicas": 2}, marks=pytest.mark.full),
+    pytest.param({"case": "by_blocks_cases", "by": "whole", "reshard_after_forward": False}, marks=pytest.mark.full),
+    pytest.param({"case": "fsdp_cases", "name": "mlp", "placement": 1}, marks=pytest.mark.full),
     {"case": "fsdp_cases", "name": "mlp", "mp_policy": MIXED},
     {"case": "tp_cases", "name": "two", "shape": (1, 2)},
 ]
@@ -105,10 +105,14 @@ def test_gradients_of_eager_steps_that_cannot_be_added_are_an_error(ranks, case,
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"by": "whole"}, "ranks disagree on their sharded collectives of a model"),
+        pytest.param({"by": "whole"}, "ranks disagree on their sharded collectives of a model", marks=pytest.mark.full),
         ({"by": "block.compile"}, "ranks disagree on their sharded collectives of a model"),
         ({"by": "block.compile", "alike": 0}, "needs options={'promote': False}"),
-        ({"by": "block.compile", "checkpointed": "hooks"}, "ranks disagree on their sharded collectives of a model"),
+        pytest.param(
+            {"by": "block.compile", "checkpointed": "hooks"},
+            "ranks disagree on their sharded collectives of a model",
+            marks=pytest.mark.full,
+        ),
         ({"by": "block.compile", "setting": "breaks"}, "ranks disagree on their order of gathers"),
         ({"by": "apart"}, "ranks disagree on their order of gathers"),
         ({"by": "apart", "alike": 0}, "ranks disagree on their sharded collectives of a model"),

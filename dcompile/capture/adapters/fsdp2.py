@@ -272,7 +272,8 @@ class Fsdp2Adapter(ShardedAdapter):
     def order(self) -> tuple[Any, Callable[[], Any]] | None:
         if not self._parts or any(entry.alone for entry in self._groups):  # CUDA graphs start no gathers one by one
             return None
-        compat.on_demand.tell_forwards_apart()
+        if not compat.on_demand.tell_forwards_apart():
+            return None
         context = compat.fsdp2.context_of(present(self._states[0]))
         reference = weakref.ref(context)
         return context, lambda: compat.fsdp2.current_pass(present(reference))

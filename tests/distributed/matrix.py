@@ -260,7 +260,6 @@ def _apart(title: str, collectives: int, by: str = "apart", always: bool = True,
 APART_ROWS = (
     _apart("no_sync", 3, accumulate=True),
     _apart("replicas, no_sync", 3, replicas=2, accumulate=True, always=False),
-    _apart("resharded to two ranks", 3, reshard_after_forward=2, always=False),
     _apart("not resharded, no_sync", 2, reshard_after_forward=False, accumulate=True, always=False),
     _apart("unshard before the forward", 3, train="unsharding", always=False),
     _apart("checkpoints around blocks, evaluation in between", 1, checkpointed="outside", train="evaluating"),

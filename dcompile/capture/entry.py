@@ -436,7 +436,8 @@ class Entry:
             return self.target(*args, **kwargs)
         if (off := compat.dynamo.is_off()) or compat.dynamo.is_watched():
             assert self.model.shards is not None, "sharded parameters are taken over"
-            self.model.shards.give_back(from_now_on=False)
+            if torch.is_grad_enabled():
+                self.model.shards.give_back(from_now_on=False)
             if off:
                 return self.target(*args, **kwargs)
             adapter.note_eager(WATCHED)

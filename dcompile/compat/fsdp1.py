@@ -15,7 +15,7 @@ _HANDLE = ("flat_param", "_sharding_strategy", "_offload_params", "_keep_low_pre
            "_reduce_dtype", "_use_full_prec_in_eval", "uses_sharded_strategy", "_use_sharded_grad_views",
            "_reset_flat_param_grad_info_if_needed")  # fmt: skip
 _FLAT = ("_param_infos", "_shared_param_infos", "_shapes", "_contiguities", "_fqns", "_param_extensions",
-         "_numels_with_padding", "_is_padding_mask", "_params", "_is_grad_none_mask")  # fmt: skip
+         "_numels_with_padding", "_is_padding_mask", "_params", "_is_grad_none_mask", "_sharded_size")  # fmt: skip
 
 
 def instances_in(module: torch.nn.Module) -> list[Any]:
@@ -179,6 +179,13 @@ def replica_group(instance: Any) -> Any:
     if not instance._handle.uses_sharded_strategy:
         return instance.process_group
     return instance._inter_node_pg if "HYBRID" in instance._handle._sharding_strategy.name else None
+
+
+def keeps_whole_gradient(handle: Any) -> bool:
+    """Whether FSDP keeps a gradient of backwards that did not reduce it (no_sync)."""
+    handle._reset_flat_param_grad_info_if_needed()
+    flat = handle.flat_param
+    return handle.uses_sharded_strategy and flat.grad is not None and flat.grad.size() != flat._sharded_size
 
 
 def add_gradient(handle: Any, shard: torch.Tensor) -> None:

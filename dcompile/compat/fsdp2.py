@@ -562,6 +562,11 @@ def take_gradient(param: Any) -> torch.Tensor | None:
     return whole if sizes is None else torch.cat(whole.chunk(sizes[0], param.fsdp_placement.dim))
 
 
+def keeps_partial_sums(group: Any) -> bool:
+    """Whether FSDP keeps gradients that are summed up among some ranks only (set_requires_all_reduce)."""
+    return getattr(group, "_partial_reduce_output", None) is not None
+
+
 def keep_gradient(param: Any, gathered: torch.Tensor) -> None:
     """Pass a gathered gradient to FSDP, from backwards that did not reduce it."""
     made = made_of_gathered(param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +24,7 @@ from dcompile.runtime.communication.fsdp_shards import ShardCommunication
 from tests.distributed.cases import ATEN, device
 from tests.distributed.fsdp_cases import FsdpTraining, copying
 from tests.distributed.models import Mlp, batch
-from tests.distributed.training import compare
+from tests.distributed.training import Training, compare
 
 
 class Block(nn.Module):
@@ -201,21 +202,17 @@ class EndingEarly(FsdpTraining):
         return super().loss(step)
 
 
-class EagerFirst(FsdpTraining):
-    """Runs the micro-batch that reduces nothing eagerly, with FSDP's own hooks."""
+def eager_by_turns(case: str, first: bool, **how: Any) -> dict[str, Any]:
+    """Another case, with FSDP's own hooks in the micro-batch that reduces nothing, or in that which reduces both's."""
+    usual = Training.loss
 
-    def loss(self, step: int) -> torch.Tensor:
-        stance = "force_eager" if (step >= 100) == self.eager_first else "default"
-        with torch.compiler.set_stance(stance):
-            return super().loss(step)
+    def loss(self: Training, step: int) -> torch.Tensor:
+        with torch.compiler.set_stance("force_eager" if (step >= 100) == first else "default"):
+            return usual(self, step)
 
-    eager_first = True
-
-
-class EagerLast(EagerFirst):
-    """Runs the micro-batch that reduces the gradients of both eagerly."""
-
-    eager_first = False
+    with unittest.mock.patch.object(Training, "loss", loss):
+        train: Callable[..., Any] = importlib.import_module(f"tests.distributed.{case}").against_stock
+        return train(accumulate=True, **how)
 
 
 TRAININGS: Mapping[str, type[FsdpTraining]] = {
@@ -225,8 +222,6 @@ TRAININGS: Mapping[str, type[FsdpTraining]] = {
     "keeping gathered": KeepingGathered,
     "leaving out": LeavingOut,
     "ending early": EndingEarly,
-    "eager first": EagerFirst,
-    "eager last": EagerLast,
 }
 
 
@@ -298,6 +293,14 @@ def against_stock(
     pair = [made(compiled_by, options, **how) for compiled_by in (stock, by)]
     found = compare(*(kind(model, model, accumulate) for model in pair), steps=steps)
     return found | {"receipt": dcompile.receipt(pair[1])}
+
+
+def partly_reduced_eagerly() -> None:
+    """A first micro-batch, which runs eagerly, reduces among the shards' ranks alone."""
+    model = made("late", dict(ATEN), replicas=2)
+    for step in range(2):
+        model.set_requires_all_reduce(step > 0)
+        model(batch(Mlp(), dist.get_rank(), step)["x"]).square().mean().backward()
 
 
 def copied(**how: Any) -> dict[str, Any]:

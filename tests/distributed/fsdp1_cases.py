@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -14,7 +15,7 @@ import dcompile
 from tests.distributed import fsdp_cases, models
 from tests.distributed.cases import MAKE, device
 from tests.distributed.fsdp_cases import Uneven, blocks, compiled
-from tests.distributed.models import batch
+from tests.distributed.models import batch, loss_of
 from tests.distributed.training import Training, apart, compare
 
 MODELS = MAKE | {"uneven": Uneven}
@@ -104,6 +105,17 @@ def against_stock(
         stocks = (make(name, other, **kind) for other, kind in (("blocks", how), ("blocks", wide), ("root", how)))
         found["scatter"] = apart(FsdpTraining(each, each, accumulate) for each in stocks)
     return found | {"receipt": dcompile.receipt(call)}
+
+
+def eager_by_turns(first: str) -> None:
+    """A micro-batch under no_sync and one that reduces, of which the `first` runs eagerly, or the second."""
+    module = make("mlp")
+    call = compiled(module)
+    for step in range(2):
+        with torch.compiler.set_stance("force_eager" if (first == "eager") == (step == 0) else "default"):
+            loss = loss_of(call(**{name: value.to(device()) for name, value in batch(models.Mlp(), 0, step).items()}))
+        with module.no_sync() if step == 0 else contextlib.nullcontext():
+            loss.backward()
 
 
 def freed() -> dict[str, Any]:

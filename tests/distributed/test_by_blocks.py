@@ -3,6 +3,7 @@
 import pytest
 
 from tests.distributed.harness import Ranks
+from tests.distributed.matrix import MIXED
 
 CASES = "tests.distributed.by_blocks_cases:"
 LAYERS = ["layers.0", "layers.1", "layers.2", "layers.3"]
@@ -69,13 +70,49 @@ def test_the_next_ones_gather_may_be_copies(ranks, how):
         assert any("of them in vain" in note for note in found["receipt"].notes)
 
 
+TURNS = [
+    {"case": "by_blocks_cases", "by": "block.compile"},
+    pytest.param({"case": "by_blocks_cases", "by": "apart", "replicas": 2}, marks=pytest.mark.full),
+    pytest.param({"case": "by_blocks_cases", "by": "whole", "reshard_after_forward": False}, marks=pytest.mark.full),
+    pytest.param({"case": "fsdp_cases", "name": "mlp", "placement": 1}, marks=pytest.mark.full),
+    {"case": "fsdp_cases", "name": "mlp", "mp_policy": MIXED},
+    {"case": "tp_cases", "name": "two", "shape": (1, 2)},
+]
+
+
+@pytest.mark.parametrize("how", TURNS, ids=str)
+@pytest.mark.parametrize("first", [True, False], ids=["eager first", "eager last"])
+def test_gradients_of_eager_and_compiled_steps_are_reduced_together(ranks, how, first):
+    for found in ranks.run(CASES + "eager_by_turns", 150, first=first, **how):
+        assert found["receipt"].eligible and found["ranks"] == 0
+        assert [found[what] for what in ("loss", "grad", "param", "after loading")] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("case", "how", "said"),
+    [
+        ("by_blocks_cases:partly_reduced_eagerly", {}, "a step that ran eagerly are left, summed up among some ranks"),
+        ("fsdp1_cases:eager_by_turns", {"first": "eager"}, "a step under no_sync that ran eagerly are left with FSDP1"),
+        ("fsdp1_cases:eager_by_turns", {"first": "compiled"}, "gradients of a step under no_sync are left"),
+    ],
+    ids=str,
+)
+def test_gradients_of_eager_steps_that_cannot_be_added_are_an_error(ranks, case, how, said):
+    for outcome in ranks.outcomes(f"tests.distributed.{case}", 100, **how):
+        assert outcome.kind == "DcompileError" and said in outcome.error
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ({"by": "whole"}, "ranks disagree on their sharded collectives of a model"),
+        pytest.param({"by": "whole"}, "ranks disagree on their sharded collectives of a model", marks=pytest.mark.full),
         ({"by": "block.compile"}, "ranks disagree on their sharded collectives of a model"),
         ({"by": "block.compile", "alike": 0}, "needs options={'promote': False}"),
-        ({"by": "block.compile", "checkpointed": "hooks"}, "ranks disagree on their sharded collectives of a model"),
+        pytest.param(
+            {"by": "block.compile", "checkpointed": "hooks"},
+            "ranks disagree on their sharded collectives of a model",
+            marks=pytest.mark.full,
+        ),
         ({"by": "block.compile", "setting": "breaks"}, "ranks disagree on their order of gathers"),
         ({"by": "apart"}, "ranks disagree on their order of gathers"),
         ({"by": "apart", "alike": 0}, "ranks disagree on their sharded collectives of a model"),

@@ -440,6 +440,16 @@ def test_replicas_of_shards_equal_stock_fsdp(four, how):
 
 
 @pytest.mark.full
+def test_blocks_apart_gather_over_those_ranks_for_each_other(four):
+    """Each call of `fully_shard` has a group of its own, so no block runs what was compiled for another."""
+    how = {"by": "apart", "reshard_after_forward": 2, "options": {"kernels": "auto"}, "steps": 2}
+    for found in four.run("tests.distributed.by_blocks_cases:against_stock", 200, **how):
+        assert found["receipt"].eligible and found["receipt"].graphs == 4 and found["ranks"] == 0
+        assert any("of them in vain" in note for note in found["receipt"].notes)
+        assert found["relative"] <= 1e-5
+
+
+@pytest.mark.full
 def test_backwards_gather_over_the_ranks_that_a_forward_leaves_parts_with(four):
     for found in values(four, "parts_for_the_backward"):
         assert found["over"] == {

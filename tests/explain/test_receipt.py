@@ -30,6 +30,7 @@ def graph(number, trace=None, device="cpu", **reports):
 def model(newest, *graphs, adapter=None):
     variants = {newest.graphs: newest, (9,): Variant((9,), False)}
     return SimpleNamespace(
+        shards=None,
         newest=newest, graphs=graphs, variants=variants, adapter=adapter or PlainAdapter(), graph_breaks=3,
         breaks=[], compile_seconds=1.5, eager_calls=2, inside=[], settings=Settings(Config()),
         sync=GradientSync(adapter or PlainAdapter()), name="Model", is_function=False,

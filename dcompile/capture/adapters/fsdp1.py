@@ -151,6 +151,15 @@ class Fsdp1Adapter(ShardedAdapter):
         """True unless taken over: FSDP1's own forward cannot be traced."""
         return not self.eligible
 
+    def gradients_of_wrapper(self) -> dict[int, torch.Tensor]:
+        handles = (compat.fsdp1.handle_of(present(instance)) for instance in self._instances)
+        if any(handle is not None and compat.fsdp1.keeps_whole_gradient(handle) for handle in handles):
+            raise DcompileError(
+                "dcompile: gradients of a step under no_sync that ran eagerly are left with FSDP1; run the step that "
+                "reduces them eagerly, too, or give this model options={'distributed': 'stock'}"
+            )
+        return {}
+
     def _take_over(self) -> None:
         infos: list[ParamInfo] = []
         for instance in map(present, self._instances):

@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import PackedSequence
 from dcompile import compat
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter, UnshardedGroup, present
 from dcompile.collectives.contract import GradientReduction, ParamInfo, Shard
+from dcompile.errors import DcompileError
 
 
 class ShardedParameterUnit:
@@ -271,7 +272,8 @@ class Fsdp2Adapter(ShardedAdapter):
     def order(self) -> tuple[Any, Callable[[], Any]] | None:
         if not self._parts or any(entry.alone for entry in self._groups):  # CUDA graphs start no gathers one by one
             return None
-        compat.on_demand.tell_forwards_apart()
+        if not compat.on_demand.tell_forwards_apart():
+            return None
         context = compat.fsdp2.context_of(present(self._states[0]))
         reference = weakref.ref(context)
         return context, lambda: compat.fsdp2.current_pass(present(reference))
@@ -331,6 +333,11 @@ class Fsdp2Adapter(ShardedAdapter):
         return self.unit_gradients({number: gradient for number, gradient in found.items() if gradient is not None})
 
     def gradients_of_wrapper(self) -> dict[int, torch.Tensor]:
+        if any(compat.fsdp2.keeps_partial_sums(entry.group) for entry in self._groups):
+            raise DcompileError(
+                "dcompile: gradients of a step that ran eagerly are left, summed up among some ranks only "
+                "(set_requires_all_reduce); run the next step eagerly, too, or compile before the first one"
+            )
         found = {number: compat.fsdp2.take_gradient(unit.param) for number, unit in enumerate(self._units)}
         return self.unit_gradients({number: gradient for number, gradient in found.items() if gradient is not None})
 

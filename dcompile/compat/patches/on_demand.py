@@ -60,14 +60,14 @@ def notice_sharding(sharded: Callable[[Any], None]) -> None:
     state.init = init
 
 
-def tell_forwards_apart() -> None:
-    """Let each forward of an FSDP2 root have an object of its own; see `fsdp2.current_pass`."""
+def tell_forwards_apart() -> bool:
+    """Let each forward of an FSDP2 root have an object of its own, if this torch can; see `fsdp2.current_pass`."""
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     state: Any = FSDPState
     original = getattr(state, "_root_pre_forward", None)
     if original is None or hasattr(original, "_dcompile"):
-        return
+        return original is not None
 
     @functools.wraps(original)
     def _root_pre_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -78,6 +78,7 @@ def tell_forwards_apart() -> None:
 
     _root_pre_forward._dcompile = True  # type: ignore[attr-defined]
     state._root_pre_forward = _root_pre_forward
+    return True
 
 
 @contextlib.contextmanager

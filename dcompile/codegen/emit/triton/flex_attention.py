@@ -21,7 +21,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dcompile.codegen.emit.target import KernelSource, Launch, LibraryReplacement, kernel_name
+from dcompile.codegen.emit.target import Kernels, KernelSource, Launch, LibraryReplacement, kernel_name
 from dcompile.codegen.emit.triton.flex_text import JOINT, LOG2_E, MASK, SCORES, FlexText, FlexTile, room, tiles_of
 from dcompile.codegen.emit.triton.kernel import FILL, fill, function_text, types_of
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
@@ -34,11 +34,11 @@ from dcompile.ir.nodes import Extern, Program, Store, View
 from dcompile.ir.pair_function import PairFunction
 
 
-def products(program: Program, arch: int | None = None) -> dict[int, LibraryReplacement]:
-    """Return the kernels of the calls by position among the steps. `arch`: compute capability, if it is known."""
+def emit_flex_attention(kernels: Kernels, program: Program, arch: int | None = None) -> Kernels:
+    """Emit the kernels of FlexAttention. `arch`: compute capability, if it is known."""
     calls = ((n, step) for n, step in enumerate(program.steps) if isinstance(step, Extern))
     found = {n: step for n, step in calls if step.op in (FLEX, FLEX_BACKWARD)}
-    return {n: LibraryReplacement(source(step, program.table, arch)) for n, step in found.items()}
+    return kernels.with_products({n: LibraryReplacement(source(s, program.table, arch)) for n, s in found.items()})
 
 
 def source(step: Extern, table: Mapping[str, Buffer], arch: int | None = None) -> KernelSource:

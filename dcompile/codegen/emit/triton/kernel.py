@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from dcompile.codegen.emit.target import Kernels, KernelSource, Launch, describe_loop, kernel_name
+from dcompile.codegen.emit.target import KernelSource, Launch, describe_loop, kernel_name
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
 from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, literal
 from dcompile.codegen.emit.triton.printer import TritonText
@@ -25,7 +25,7 @@ from dcompile.codegen.nest.tile_columns import leaves_gaps
 from dcompile.codegen.nest.tile_plan import ceil_div
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import exact_quotient
-from dcompile.ir.nodes import Loop, Program, Store
+from dcompile.ir.nodes import Loop, Store
 from dcompile.ir.ops import REDUCTIONS
 
 FILL = 1024
@@ -81,12 +81,6 @@ def emit(
     return KernelSource(
         name, text, arguments, cost, False, loop.origin, sizes, tuple(launches), numbers, kind=plan.kind
     )
-
-
-def emit_all(program: Program) -> Kernels:
-    """Emit the kernels of a program, one for each of its loops."""
-    table = program.table
-    return Kernels(tuple(emit(step, table) for step in program.steps if isinstance(step, Loop)))
 
 
 def function_text(name: str, arguments: Iterable[str], lines: list[str]) -> str:

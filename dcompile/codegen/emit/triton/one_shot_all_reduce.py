@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
-from dcompile.codegen.emit.target import AllReduceKernel, KernelSource, Launch, describe_loop, kernel_name
+from dcompile.codegen.emit.target import AllReduceKernel, Kernels, KernelSource, Launch, describe_loop, kernel_name
 from dcompile.codegen.emit.triton.kernel import types_of
 from dcompile.codegen.emit.triton.library import AFTER, HEADER, used_functions
 from dcompile.codegen.emit.triton.printer import TritonText
 from dcompile.codegen.emit.triton.row_passes import ReceivedTile, RowPassWriter
-from dcompile.codegen.schedule.fusion.all_reduce_epilogue import AllReduceEpilogue
+from dcompile.codegen.schedule.fusion.all_reduce_epilogue import AllReduceEpilogue, all_reduce_epilogues
 from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.nodes import Collective, Program, View, views_of
 from dcompile.machine_model import MAX_ONE_SHOT_BYTES
@@ -45,21 +46,34 @@ TYPES = ("*i32:16", "*i64", "*i32", "*i32", "i64", "i64", "i64")
 number of the last call for each program, the host's word, the number of words, this rank, and the number of ranks."""
 
 
-def small_sums(program: Program) -> dict[str, Buffer]:
-    """Return the operand of each collective that may be one kernel, by the name of its bucket.
+def sum_in_one_kernel(kernels: Kernels, program: Program) -> Kernels:
+    """Emit the kernels of small all-reduces.
 
-    Whether it is one is decided at run time, by all ranks alike: their GPUs may not reach each other.
+    Whether one takes its kernel is decided at run time, by all ranks alike: their GPUs may not reach each other.
     """
-    table = program.table
     starts = [step for step in program.steps if isinstance(step, Collective)]
-    found = {step.bucket: _operand(step, table) for step in starts}
-    return {bucket: buffer for bucket, buffer in found.items() if buffer is not None}
+    operands = {step.bucket: _operand(step, program.table) for step in starts}
+    sources = {bucket: source(buffer.dtype) for bucket, buffer in operands.items() if buffer is not None}
+    return replace(kernels, all_reduces={bucket: AllReduceKernel(source, BLOCK) for bucket, source in sources.items()})
 
 
-def sources(operands: Mapping[str, Buffer], apart: Collection[str] = ()) -> dict[str, AllReduceKernel]:
-    """Return the kernels of these collectives by bucket, except those `apart`, which end with a loop."""
-    kept = {bucket: buffer for bucket, buffer in operands.items() if bucket not in apart}
-    return {bucket: AllReduceKernel(source(buffer.dtype), BLOCK) for bucket, buffer in kept.items()}
+def end_all_reduces_with_loops(kernels: Kernels, program: Program) -> Kernels:
+    """End the kernels of all-reduces with the loops over rows that follow them."""
+    return end_with_loops(kernels, program, kernels.all_reduces.keys(), frozenset(), 0)
+
+
+def end_with_loops(
+    kernels: Kernels, program: Program, buckets: Collection[str], constant: frozenset[str], first: int
+) -> Kernels:
+    """End the kernels of these all-reduces with the loops that follow them, where they can.
+
+    Buffers in `constant` are written by no kernel that may still run when one starts that is behind loop `first`.
+    """
+    all_reduces = dict(kernels.all_reduces)
+    for bucket, found in all_reduce_epilogues(program, buckets).items():
+        kernel = emit(found, program.table, constant if found.number > first else frozenset())
+        all_reduces |= {} if kernel is None else {bucket: kernel}
+    return replace(kernels, all_reduces=all_reduces)
 
 
 def _operand(step: Collective, table: Mapping[str, Buffer]) -> Buffer | None:

@@ -23,7 +23,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dcompile.codegen.emit.target import KernelSource, Launch, LibraryReplacement, kernel_name
+from dcompile.codegen.emit.target import Kernels, KernelSource, Launch, LibraryReplacement, kernel_name
 from dcompile.codegen.emit.triton.library import HEADER
 from dcompile.codegen.emit.triton.ops import POINTERS
 from dcompile.codegen.nest.tile_plan import power_of_two
@@ -42,11 +42,10 @@ OUTSIDE = 2**31 - 1
 """A key above every index; it also differs from the negative numbers that stand for no key."""
 
 
-def products(program: Program) -> dict[int, LibraryReplacement]:
-    """Return the kernels of a program's calls of `sum_groups`, by position among the steps."""
-    table = program.table
+def sum_groups(kernels: Kernels, program: Program) -> Kernels:
+    """Emit the kernels of calls of `sum_groups`."""
     calls = ((n, step) for n, step in enumerate(program.steps) if isinstance(step, Extern) and step.op == OP)
-    return {position: LibraryReplacement(source(step, table)) for position, step in calls}
+    return kernels.with_products({n: LibraryReplacement(source(step, program.table)) for n, step in calls})
 
 
 @dataclass(frozen=True, slots=True)

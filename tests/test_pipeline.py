@@ -145,8 +145,8 @@ def test_a_dump_shows_every_program_its_changes_and_the_host_code(tmp_path):
         assert "graph_diagram.dot" not in names
     fused = (tmp_path / f"rank0/backward0/{fuse}.txt").read_text()
     assert "row_sum" in fused and "return (" in fused
-    launches = len(loop_passes()) + [row.name for row in launch_passes()].index("emit_loops") + 1
-    assert "loop 0: fused_" in (tmp_path / f"rank0/backward0/{launches}_emit_loops.txt").read_text()
+    (launches,) = (tmp_path / "rank0/backward0/launches").glob("*_emit_loops.txt")
+    assert "loop 0: fused_" in launches.read_text()
     kernels = list((tmp_path / "rank0/backward0/kernels").glob("*.cpp"))
     assert kernels and all("for (" in path.read_text() for path in kernels)
     assert any("// kept: {" in path.read_text() or "// vectors: {" in path.read_text() for path in kernels)

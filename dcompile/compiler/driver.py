@@ -39,7 +39,7 @@ from dcompile.ir.text import show
 from dcompile.ir.verify import verify
 from dcompile.logs import doing, dump, dump_change, is_logged, log, log_code
 from dcompile.operators.random_ops import is_random
-from dcompile.passes import LoopPass, Pass, check_names, select_rows
+from dcompile.passes import LoopPass, check_names, select_rows
 from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, launch_passes, loop_passes, nest_passes
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program import cuda_launch
@@ -110,8 +110,7 @@ class Pipeline:
         self._decisions = tuple(row.run for row in select_rows(config, nest_passes(), (*graphs, loop_passes())))
         launches = select_rows(config, launch_passes(), (*graphs, loop_passes(), nest_passes()))
         self._launches = tuple(row for row in launches if row.when(config))
-        numbered: list[Pass] = [*loop_passes(), *launch_passes()]
-        self._numbers = {row.name: number for number, row in enumerate(numbered, 1)}
+        self._numbers = {row.name: number for number, row in enumerate(loop_passes(), 1)}
         launcher = KernelSource(cuda_launch.LAUNCHER, cuda_launch.LAUNCHER_TEXT, (), 1, False)
         self._compilers = KernelCompilers(config, launcher)
         self._tuner = Tuner()
@@ -159,11 +158,12 @@ class Pipeline:
     def emit(self, program: Program, request: Request, arch: int | None = None) -> Kernels:
         """Emit the kernels of a program. `arch`: compute capability of its GPU, if it is known."""
         given, kernels = EmitRequest(request.kind, self._decisions, arch), Kernels()
-        for row in self._launches:
+        for number, row in enumerate(self._launches, 1):
             before, run = kernels, functools.partial(row.run, kernels, program, *row.given(given))
             kernels = self._timed(request, row.name, run)
             if self.config.dump:
-                dump_change(self.config, self._file(program, row.name), before.show(), kernels.show())
+                file = f"{program.name}/launches/{number:02d}_{row.name}"
+                dump_change(self.config, file, before.show(), kernels.show())
         return kernels
 
     def begin(self, gm: Any, request: Request, cache: KernelCache) -> PendingGraph:
@@ -326,7 +326,7 @@ class Pipeline:
         """
         sizes = sizes or {}
         program = replace(program, donated=tuple(program.inputs[position] for position in request.donated))
-        self._inspect(self._file(program, "lower"), program, None, sizes)
+        self._inspect("00_lower", program, None, sizes)
         yield "lower", program
         has_loops = any(isinstance(step, Loop) for step in program.steps)
         for row in self._passes:
@@ -345,21 +345,17 @@ class Pipeline:
         is_news = is_logged(self.config, "passes", logging.INFO) and show(program) != show(before)
         level = logging.INFO if is_news else logging.DEBUG
         log(self.config, "passes", level, f"{request.name} {row.name}: {took_ms:.1f} ms, {steps}")
-        self._inspect(self._file(program, row.name), program, before, sizes)
+        self._inspect(f"{self._numbers[row.name]:02d}_{row.name}", program, before, sizes)
         return program
 
-    def _file(self, program: Program, row: str) -> str:
-        """Return the name of a dumped file, but for its ending."""
-        return f"{program.name}/{self._numbers.get(row, 0):02d}_{row}"
-
-    def _inspect(self, file: str, program: Program, before: Program | None, sizes: Mapping[str, int]) -> None:
+    def _inspect(self, name: str, program: Program, before: Program | None, sizes: Mapping[str, int]) -> None:
         if self.config.verify:
             verify(program, sizes, before)
         if self.config.dump:
             if before is None:
-                dump(self.config, f"{file}.txt", show(program))
+                dump(self.config, f"{program.name}/{name}.txt", show(program))
             else:
-                dump_change(self.config, file, show(before), show(program))
+                dump_change(self.config, f"{program.name}/{name}", show(before), show(program))
 
 
 def _commented_kernels(kernels: Kernels) -> Iterator[tuple[str, str]]:

@@ -196,17 +196,21 @@ not needed. `around` is a `capture.dynamo_backend.WrapperRequest`.
 @functools.cache
 def loop_passes() -> tuple[LoopPass, ...]:
     """Rows of `LOOP_PASSES`, created at first use: a start from the cache loads no scheduler."""
-    from dcompile.codegen.schedule.fusion.accumulate_matmuls import accumulate_matmuls
     from dcompile.codegen.schedule.fusion.fuse import fuse
     from dcompile.codegen.schedule.fusion.loop_order import interchange_reductions, order_inner_loops
-    from dcompile.codegen.schedule.fusion.matmul_epilogue import fuse_matmul_epilogues
+    from dcompile.codegen.schedule.fusion.matmul_epilogue import (
+        accumulate_matmuls,
+        choose_skinny_matmuls,
+        fuse_matmul_epilogues,
+    )
     from dcompile.codegen.schedule.fusion.narrow_buffers import narrow_buffers
     from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
-    from dcompile.codegen.schedule.fusion.recompute_rows import recompute_rows
-    from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
-    from dcompile.codegen.schedule.fusion.skinny_matmul import choose_skinny_matmuls
-    from dcompile.codegen.schedule.fusion.split_reductions import refuse_after_split, split_column_reductions
-    from dcompile.codegen.schedule.fusion.split_rows import split_row_reductions
+    from dcompile.codegen.schedule.fusion.rematerialize import recompute_rows, rematerialize
+    from dcompile.codegen.schedule.fusion.split_reductions import (
+        refuse_after_split,
+        split_column_reductions,
+        split_row_reductions,
+    )
     from dcompile.codegen.schedule.memory.reorder_for_peak import plan_memory_for_peak
     from dcompile.codegen.schedule.order.dependences import remove_dead_steps
     from dcompile.codegen.schedule.order.group_updates import group_updates

@@ -15,12 +15,14 @@ from dcompile.codegen.emit.host.extern_calls import geometry, measurable_geometr
 from dcompile.codegen.emit.select_target import emit_loop
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.nest.contraction import candidate_tiles, choose_tile
-from dcompile.codegen.schedule.fusion.matmul_epilogue import EpilogueCandidate, epilogues, with_tile
-from dcompile.codegen.schedule.fusion.skinny_matmul import (
+from dcompile.codegen.schedule.fusion.matmul_epilogue import (
     LIBRARY,
+    EpilogueCandidate,
     contraction_of,
+    epilogues,
     library_form,
     skinny_loops,
+    with_tile,
 )
 from dcompile.errors import BuildError
 from dcompile.ir.buffers import Buffer

@@ -21,8 +21,7 @@ from dcompile.codegen.lower.lower import Lowered, lower
 from dcompile.codegen.lower.opaque_calls import called_name
 from dcompile.codegen.lower.symbolic.shapes import traced_sizes
 from dcompile.codegen.schedule.memory.memory_summary import memory_headline, memory_lines
-from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
-from dcompile.codegen.schedule.order.overlap_summary import overlap_lines
+from dcompile.codegen.schedule.order.overlap_collectives import overlap_lines, predict_schedule
 from dcompile.collectives.contract import REGION_LEFT, ProgramReport, Request
 from dcompile.collectives.fsdp_reduce_scatter import copied_bytes
 from dcompile.compat import torch_logs

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dcompile.codegen.schedule.fusion import matmul_epilogue
-from dcompile.codegen.schedule.fusion.skinny_matmul import LIBRARY, choose_skinny_matmuls
+from dcompile.codegen.schedule.fusion.matmul_epilogue import LIBRARY, choose_skinny_matmuls
 from dcompile.collectives.contract import Request
 from dcompile.compiler import autotune
 from dcompile.compiler.driver import Pipeline

@@ -22,8 +22,7 @@ from dcompile.codegen.lower.own_collectives import lower_collective
 from dcompile.codegen.lower.registry import PRODUCTS, RULES
 from dcompile.codegen.lower.rules.input_mutation import OVERWRITES, overwrite_input, put_in_place, with_shared_data
 from dcompile.codegen.lower.rules.slice_scatter_chains import find_assembled, read_from
-from dcompile.codegen.lower.symbolic.constants import numbers_of
-from dcompile.codegen.lower.symbolic.ints import scalar
+from dcompile.codegen.lower.symbolic.ints import numbers_of, scalar
 from dcompile.codegen.lower.symbolic.shapes import Inexpressible, Real, is_symbolic, opaque_shape, size_of, variables_of
 from dcompile.codegen.lower.symbolic.strides import same_layout
 from dcompile.ir.index import Index, Size, as_index, as_size, typical, var

@@ -23,7 +23,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from dcompile import compat
-from dcompile.codegen.lower.operator_facts import has_effect, is_in_place, op_text, returns_alias, written_arguments
+from dcompile.codegen.lower.fx_nodes import has_effect, is_in_place, op_text, returns_alias, written_arguments
 
 Kind = Literal["input", "view", "compute", "single", "output"]
 

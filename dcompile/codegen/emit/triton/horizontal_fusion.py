@@ -11,13 +11,13 @@ enough: beside a norm and the all-reduce before it, not beside the norm alone.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from dcompile.codegen.emit.target import EmitRequest, Kernels, KernelSource, Launch, kernel_name
-from dcompile.codegen.emit.triton.library import AFTER, HEADER, START_NEXT_FIRST, WAIT_FIRST, used_functions
+from dcompile.codegen.emit.target import EmitRequest, Kernels, KernelSource, Launch
+from dcompile.codegen.emit.triton.kernel import finished, function_text
+from dcompile.codegen.emit.triton.library import AFTER, START_NEXT_FIRST, WAIT_FIRST
 from dcompile.codegen.emit.triton.one_shot_all_reduce import end_with_loops
 from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, TYPES
 from dcompile.codegen.emit.triton.printer import overlap
@@ -160,19 +160,13 @@ def _joint(kernels: Sequence[KernelSource]) -> KernelSource:
         types |= {kernel.arguments[n]: kind for n, kind in zip(launch.arguments, launch.types, strict=True)}
     functions, buffers, lines = (_equal_kernels if _are_equal(kernels) else _branches)(kernels)
     parts = [f"@triton.jit\ndef {name}{text}" for text, name in functions.items()]
-    names = ", ".join(f"a{n}" for n in range(len(buffers)))
-    parts.append(f"@triton.jit\ndef kernel({names}):\n" + "\n".join(lines) + "\n")
-    text = "\n\n".join(parts)
-    text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
-    kinds = tuple(types[name] for name in buffers)
+    parts.append(function_text("kernel", (f"a{n}" for n in range(len(buffers))), lines))
     grid, warps = sum(_grid(kernel) for kernel in kernels), kernels[0].launches[0].warps
-    digest = hashlib.sha256(f"{text}\n{(grid, warps, kinds)}".encode()).hexdigest()[:24]
-    entry = f"dcompile_joint_{digest[:8]}"
-    launch = Launch(entry, grid, warps, tuple(range(len(buffers))), kinds)
+    launch = Launch("kernel", grid, warps, tuple(range(len(buffers))), tuple(types[name] for name in buffers))
     origin = tuple(dict.fromkeys(line for kernel in kernels for line in kernel.origin))
     cost = sum(kernel.cost for kernel in kernels)
-    text = text.replace("def kernel(", f"def {entry}(").replace(TABLE, f"{entry}_param_0")
-    return KernelSource(kernel_name("joint", digest), text, buffers, cost, False, origin, launches=(launch,))
+    made = finished("joint", parts, [launch], buffers, cost, {"kernel": "joint"}, origin)
+    return replace(made, text=made.text.replace(TABLE, f"{made.launches[0].function}_param_0"))
 
 
 def _grid(kernel: KernelSource) -> int:

@@ -20,13 +20,12 @@ loop's loads of the sum are the tile of sums in registers, rounded as they would
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from dcompile.codegen.emit.target import AllReduceKernel, Kernels, KernelSource, Launch, describe_loop, kernel_name
-from dcompile.codegen.emit.triton.kernel import types_of
-from dcompile.codegen.emit.triton.library import AFTER, HEADER, used_functions
+from dcompile.codegen.emit.target import AllReduceKernel, Kernels, KernelSource, Launch, describe_loop
+from dcompile.codegen.emit.triton.kernel import finished, function_text, types_of
+from dcompile.codegen.emit.triton.library import AFTER
 from dcompile.codegen.emit.triton.printer import TritonText
 from dcompile.codegen.emit.triton.row_passes import ReceivedTile, RowPassWriter
 from dcompile.codegen.schedule.fusion.all_reduce_epilogue import AllReduceEpilogue, all_reduce_epilogues
@@ -94,22 +93,17 @@ def source(dtype: str) -> KernelSource:
     inside = "inside"
     lines = [f"place = tl.program_id(0) * {BLOCK} + tl.arange(0, {BLOCK})", f"{inside} = place < count"]
     lines += [*own_inbox(), AFTER, *send(inside), *receive(dtype, BLOCK, inside), *store_sum(dtype, inside), *finish()]
-    return finished("one_shot_all_reduce", lines, (), (), 1, 20)
+    return exchanging("one_shot_all_reduce", lines, (), (), 1, 20)
 
 
-def finished(
+def exchanging(
     described: str, lines: list[str], arguments: tuple[str, ...], types: tuple[str, ...], warps: int, cost: int
 ) -> KernelSource:
     """Return the kernel of these lines, whose first arguments are buffers of a loop: `a0`, `a1`, ..."""
-    names = ", ".join((*(f"a{n}" for n in range(len(arguments))), *NAMES))
-    body = f"@triton.jit\ndef kernel({names}):\n" + "".join(f"    {line}\n" for line in lines)
-    text = f"{HEADER}\n\n{used_functions(body)}\n\n{body}"
-    types = (*types, *TYPES)
-    digest = hashlib.sha256(f"{text}\n{types}\n{warps}".encode()).hexdigest()[:24]
-    entry = f"dcompile_{described}_{digest[:8]}"
-    text = text.replace("def kernel(", f"def {entry}(")
-    launch = Launch(entry, 0, warps, tuple(range(len(types))), types)
-    return KernelSource(kernel_name(described, digest), text, arguments, cost, False, launches=(launch,))
+    names = (*(f"a{n}" for n in range(len(arguments))), *NAMES)
+    launch = Launch("kernel", 0, warps, tuple(range(len(names))), (*types, *TYPES))
+    parts = [function_text("kernel", names, [f"    {line}" for line in lines])]
+    return finished(described, parts, [launch], arguments, cost, {"kernel": described})
 
 
 # --- the exchange -----------------------------------------------------------------------------------------------------
@@ -219,7 +213,7 @@ def emit(found: AllReduceEpilogue, table: Mapping[str, Buffer], constant: frozen
     described = f"all_reduce_{describe_loop(found.loop)}"
     lines = [line.removeprefix("    ") for line in text.lines]
     cost = sum(map(bool, text.classes)) + 20
-    source = finished(described, lines, arguments, types, _warps(found, per_word), cost)
+    source = exchanging(described, lines, arguments, types, _warps(found, per_word), cost)
     return AllReduceKernel(source, found.elements // per_word, found.number)
 
 

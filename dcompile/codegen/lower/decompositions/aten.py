@@ -152,7 +152,7 @@ def laid_out_as_input(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def replication_pad(rule: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap torch's decomposition, which on CPUs serves channels-last images only: others have a rule (`padding.py`).
+    """Wrap torch's decomposition, which on CPUs serves channels-last images only: others have a rule (`concat.py`).
 
     torch 2.11's returns channels first.
     """

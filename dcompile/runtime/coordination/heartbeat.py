@@ -41,8 +41,7 @@ import torch.distributed as dist
 from dcompile import compat
 from dcompile.errors import DcompileError, PlanMismatchError
 from dcompile.logs import flush_streams, report
-from dcompile.runtime.coordination.peer_status import BEAT_S, PeerStatus, PeerView, RankProcess
-from dcompile.runtime.coordination.wait_policy import PeerWait
+from dcompile.runtime.coordination.wait_policy import BEAT_S, PeerStatus, PeerView, PeerWait, RankProcess
 
 GOODBYE_S = 3.0
 """Seconds that a rank waits at its end to see that all others have ended, or know that the job was called off."""

@@ -17,9 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcompile import compat
-from dcompile.codegen.emit.host.allocate import HostBuffers
-from dcompile.codegen.emit.host.batch_launches import LaunchBatch
-from dcompile.codegen.emit.host.buffer_uses import all_views, last_uses
+from dcompile.codegen.emit.host.batch_launches import HostBuffers, LaunchBatch, all_views, last_uses
 from dcompile.codegen.emit.host.expressions import HostExpressions
 from dcompile.codegen.emit.host.extern_calls import ExternCalls, read_by_chosen
 from dcompile.codegen.emit.target import AllReduceKernel, Kernels, KernelSource, LibraryReplacement

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from dcompile.codegen.emit.host.buffer_uses import last_uses
+from dcompile.codegen.emit.host.batch_launches import last_uses
 from dcompile.codegen.emit.host.extern_calls import in_torch, out_overload, resolve
 from dcompile.codegen.emit.target import Kernels, KernelSource, LibraryReplacement
 from dcompile.errors import ExportError

@@ -18,10 +18,9 @@ from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, literal
 from dcompile.codegen.emit.triton.printer import TritonText
 from dcompile.codegen.emit.triton.row_passes import RowPassWriter
 from dcompile.codegen.emit.triton.skinny_matmul import SkinnyMatmulWriter
-from dcompile.codegen.nest.gpu_tiling import make_plan
+from dcompile.codegen.nest.gpu_tiling import leaves_gaps, make_plan
 from dcompile.codegen.nest.loop_nest import may_exceed
 from dcompile.codegen.nest.row_matmul import RowTile
-from dcompile.codegen.nest.tile_columns import leaves_gaps
 from dcompile.codegen.nest.tile_plan import ceil_div
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import exact_quotient

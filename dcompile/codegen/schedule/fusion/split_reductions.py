@@ -12,6 +12,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
+from dcompile.codegen.nest.gpu_tiling import (
+    OUTER_ROWS,
+    chunk_of,
+    programs_wanted,
+    sees_whole_rows,
+    tile_rows,
+    tile_sides,
+)
 from dcompile.codegen.nest.loop_nest import (
     Axis,
     Nest,
@@ -22,7 +30,6 @@ from dcompile.codegen.nest.loop_nest import (
     renumber_values,
     stride,
 )
-from dcompile.codegen.nest.tile_columns import chunk_of, programs_wanted, sees_whole_rows, tile_sides
 from dcompile.codegen.nest.tile_plan import (
     MAX_PERSISTENT_ELEMENTS,
     PROGRAMS,
@@ -32,7 +39,6 @@ from dcompile.codegen.nest.tile_plan import (
     count,
     power_of_two,
 )
-from dcompile.codegen.nest.tile_rows import OUTER_ROWS, tile_rows
 from dcompile.codegen.schedule.fusion.collective_order import Access
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.codegen.schedule.fusion.iteration_space import coordinates, position, radix, respace

@@ -41,29 +41,22 @@ def _filled(value: torch.Tensor, number: Any) -> Result:
     return constant(number, shape, dtype)
 
 
-def _zeros(_: Lowering, value: torch.Tensor, /, *__: Any, **___: Any) -> Result:
-    return _filled(value, 0)
+def _fill(number: int) -> Callable[..., Result]:
+    """Make the rule of tensors filled with one number."""
+    return lambda _, value, *__, **___: _filled(value, number)
+
+
+def _given(place: int) -> Callable[..., Result]:
+    """Make the rule of tensors filled with the argument at `place`."""
+    return lambda _, value, *args, **__: _filled(value, args[place])
+
+
+_zeros = _fill(0)
 
 
 def _strided(low: Lowering, value: torch.Tensor, /, *_: Any, **__: Any) -> Result:
     """Leave tensors with gaps or overlapping elements to the library, since no loop can write them."""
     return _zeros(low, value) if is_dense(shape_of(value), strides_of(value)) else NotImplemented
-
-
-def _ones(_: Lowering, value: torch.Tensor, /, *__: Any, **___: Any) -> Result:
-    return _filled(value, 1)
-
-
-def _full(_: Lowering, value: torch.Tensor, /, __: Any, number: Any, **___: Any) -> Result:
-    return _filled(value, number)
-
-
-def _new_full(_: Lowering, value: torch.Tensor, /, __: Any, ___: Any, number: Any, **____: Any) -> Result:
-    return _filled(value, number)
-
-
-def _scalar_tensor(_: Lowering, value: torch.Tensor, /, number: Any, **__: Any) -> Result:
-    return _filled(value, number)
 
 
 def arithmetic(value: torch.Tensor, start: Size | float, step: Size | float) -> LazyTensor:
@@ -106,38 +99,42 @@ Build = Callable[[Body, Callable[[int], Ref]], Ref]
 """From the words of an element's Philox block (by number) to its value."""
 
 
-def _drawn(value: torch.Tensor, key: LazyTensor | None, draw: int, build: Build, ops: int) -> Result:
-    if key is None:
-        return NotImplemented
-    shape = shape_of(value)
+def _drawn(ops: int, build_of: Callable[[str, Any], Build | None]) -> Callable[..., Result]:
+    """Make the rule of random numbers: `build_of(dtype, how)`, or None where all are True. It needs a key.
 
-    def at(body: Body, coords: Coords) -> Ref:
-        position = body.index(flatten(coords, contiguous(shape)))
-        source = body.trace(key, (ZERO,))
+    `how` is the operator's argument after the size.
+    """
 
-        def word(number: int) -> Ref:
-            return body.apply("philox", source, position, body.const(4 * draw + number, "int64"))
+    def rule(
+        low: Lowering, value: torch.Tensor, /, size: Any, how: Any, device: Any, key: LazyTensor | None = None,
+        draw: int = 0,
+    ) -> Result:  # fmt: skip
+        shape, dtype = shape_of(value), dtype_name(value.dtype)
+        build = build_of(dtype, how)
+        if build is None:
+            return constant(True, shape, dtype)
+        if key is None:
+            return NotImplemented
+        words = key
 
-        return build(body, word)
+        def at(body: Body, coords: Coords) -> Ref:
+            position = body.index(flatten(coords, contiguous(shape)))
+            source = body.trace(words, (ZERO,))
 
-    return make_lazy(shape, dtype_name(value.dtype), at, (key,), ops=ops, heavy=True)
+            def word(number: int) -> Ref:
+                return body.apply("philox", source, position, body.const(4 * draw + number, "int64"))
+
+            return build(body, word)
+
+        return make_lazy(shape, dtype, at, (words,), ops=ops, heavy=True)
+
+    return rule
 
 
-def _lower_uniform(
-    low: Lowering,
-    value: torch.Tensor,
-    /,
-    size: Any,
-    dtype: Any,
-    device: Any,
-    key: LazyTensor | None = None,
-    draw: int = 0,
-) -> Result:
-    name = dtype_name(value.dtype)
-    digits = random_ops.DIGITS[name]
+def _uniform(name: str, _: Any) -> Build:
+    digits, compute = random_ops.DIGITS[name], opmath(name)
 
     def build(body: Body, word: Callable[[int], Ref]) -> Ref:
-        compute = opmath(name)
         if digits > 32:
             high = body.apply("and", _unsigned(body, word(1)), body.const((1 << digits - 32) - 1, "int64"))
             whole = body.apply("or", body.apply("shl", high, body.const(32, "int64")), _unsigned(body, word(0)))
@@ -146,24 +143,14 @@ def _lower_uniform(
             whole = body.apply("and", shifted, body.const((1 << digits) - 1, "int32"))
         return body.cast(body.apply("mul", body.cast(whole, compute), body.const(2.0**-digits, compute)), name)
 
-    return _drawn(value, key, draw, build, 6)
+    return build
 
 
 def _unsigned(body: Body, word: Ref) -> Ref:
     return body.apply("and", body.cast(word, "int64"), body.const(random_ops.LOW, "int64"))
 
 
-def _lower_normal(
-    low: Lowering,
-    value: torch.Tensor,
-    /,
-    size: Any,
-    dtype: Any,
-    device: Any,
-    key: LazyTensor | None = None,
-    draw: int = 0,
-) -> Result:
-    name = dtype_name(value.dtype)
+def _normal(name: str, _: Any) -> Build:
     compute = opmath(name)
 
     def build(body: Body, word: Callable[[int], Ref]) -> Ref:
@@ -183,7 +170,7 @@ def _lower_normal(
             cosine = _sine(body, body.apply("mul", share_of_pi, const(math.pi)))
         return body.cast(body.apply("mul", radius, cosine), name)
 
-    return _drawn(value, key, draw, build, 12)
+    return build
 
 
 def _sine(body: Body, x: Ref) -> Ref:
@@ -196,39 +183,19 @@ def _sine(body: Body, x: Ref) -> Ref:
     return body.apply("mul", total, x)
 
 
-def _lower_less(
-    low: Lowering,
-    value: torch.Tensor,
-    /,
-    size: Any,
-    p: float,
-    device: Any,
-    key: LazyTensor | None = None,
-    draw: int = 0,
-) -> Result:
+def _less(_: str, p: float) -> Build | None:
     limit = random_ops.threshold(p)
-    if limit is None:
-        return constant(True, shape_of(value), "bool")
-    return _drawn(value, key, draw, lambda body, word: body.apply("lt", word(0), body.const(limit, "int32")), 2)
+    return None if limit is None else lambda body, word: body.apply("lt", word(0), body.const(limit, "int32"))
 
 
-def _lower_bits(
-    low: Lowering,
-    value: torch.Tensor,
-    /,
-    size: Any,
-    count: int,
-    device: Any,
-    key: LazyTensor | None = None,
-    draw: int = 0,
-) -> Result:
+def _bits(_: str, count: int) -> Build:
     def build(body: Body, word: Callable[[int], Ref]) -> Ref:
         if count == 32:
             return _unsigned(body, word(0))
         high = body.apply("and", body.cast(word(1), "int64"), body.const(2**31 - 1, "int64"))
         return body.apply("or", body.apply("shl", high, body.const(32, "int64")), _unsigned(body, word(0)))
 
-    return _drawn(value, key, draw, build, 5)
+    return build
 
 
 RULES: dict[str, Rule] = {
@@ -237,23 +204,23 @@ RULES: dict[str, Rule] = {
     "aten.empty_like.default": Rule(_zeros, decomposed=True),
     **{f"aten.{name}.default": Rule(_strided) for name in ("empty_strided", "new_empty_strided")},
     **{f"aten.{name}.default": Rule(_zeros) for name in ("zeros_like", "new_zeros", "_efficientzerotensor")},
-    **{f"aten.{name}.default": Rule(_ones) for name in ("ones_like", "new_ones")},
+    **{f"aten.{name}.default": Rule(_fill(1)) for name in ("ones_like", "new_ones")},
     "aten.zeros.default": Rule(_zeros, decomposed=True),
-    "aten.ones.default": Rule(_ones, decomposed=True),
-    "aten.full.default": Rule(_full),
-    "aten.full_like.default": Rule(_full),
-    "aten.fill.Scalar": Rule(_full),
-    "aten.fill.Tensor": Rule(_full),
-    "aten.new_full.default": Rule(_new_full),
-    "aten.scalar_tensor.default": Rule(_scalar_tensor),
-    "prims.scalar_tensor.default": Rule(_scalar_tensor),
+    "aten.ones.default": Rule(_fill(1), decomposed=True),
+    "aten.full.default": Rule(_given(1)),
+    "aten.full_like.default": Rule(_given(1)),
+    "aten.fill.Scalar": Rule(_given(1)),
+    "aten.fill.Tensor": Rule(_given(1)),
+    "aten.new_full.default": Rule(_given(2)),
+    "aten.scalar_tensor.default": Rule(_given(0)),
+    "prims.scalar_tensor.default": Rule(_given(0)),
     "aten.arange.default": Rule(_arange),
     "aten.arange.start": Rule(_arange_start),
     "aten.arange.start_step": Rule(_arange_start),
     "prims.iota.default": Rule(_iota),
-    "dcompile_random.uniform.default": Rule(_lower_uniform),
-    "dcompile_random.normal.default": Rule(_lower_normal),
-    "dcompile_random.less.default": Rule(_lower_less),
-    "dcompile_random.bits.default": Rule(_lower_bits),
+    "dcompile_random.uniform.default": Rule(_drawn(6, _uniform)),
+    "dcompile_random.normal.default": Rule(_drawn(12, _normal)),
+    "dcompile_random.less.default": Rule(_drawn(2, _less)),
+    "dcompile_random.bits.default": Rule(_drawn(5, _bits)),
 }
 """Without a key these rules do not apply: the operator itself is called, and draws a key."""

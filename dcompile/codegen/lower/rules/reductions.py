@@ -76,22 +76,22 @@ def _one(
     return result
 
 
-def _lower_sum_or_product(op: str) -> Callable[..., LazyTensor]:
-    """Make the rule of a sum or product: in the result's dtype, 16-bit floats in float32."""
+def _reduce(op: str, *, result: str = "", in_result: bool = False) -> Callable[..., LazyTensor]:
+    """Make the rule of a reduction to a value of dtype `result`, of elements in their own dtype or in the result's.
+
+    16-bit floats are reduced in float32; "any" and "all" reduce truth values.
+    """
 
     def rule(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any = None, *_: Any, **__: Any) -> LazyTensor:
-        compute = opmath(dtype_name(value.dtype))
-        return _one(low, value, x, dim, lambda body, ref, _: body.reduce(op, to_dtype(body, ref, compute)))
+        compute = opmath(dtype_name(value.dtype) if in_result else x.dtype)
+
+        def build(body: Body, ref: Ref, _: Size) -> Ref:
+            element = body.cast(ref, "bool") if op in ("any", "all") else to_dtype(body, ref, compute)
+            return body.reduce(op, element, result or None)
+
+        return _one(low, value, x, dim, build)
 
     return rule
-
-
-def _prod_dim(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int, *_: Any, **__: Any) -> LazyTensor:
-    return _lower_sum_or_product("prod")(low, value, x, dim)
-
-
-def _prod_all(low: Lowering, value: torch.Tensor, /, x: LazyTensor, **_: Any) -> LazyTensor:
-    return _lower_sum_or_product("prod")(low, value, x)
 
 
 def _mean(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any = None, *_: Any, **__: Any) -> LazyTensor:
@@ -107,24 +107,6 @@ def divide_sum(body: Body, ref: Ref, count: Size | float) -> Ref:
     return body.apply("div", ref, body.const(count, body.dtype(ref)))
 
 
-def _extreme(op: str) -> Callable[..., LazyTensor]:
-    def rule(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any = None, *_: Any, **__: Any) -> LazyTensor:
-        compute = opmath(x.dtype)
-        return _one(low, value, x, dim, lambda body, ref, _: body.reduce(op, to_dtype(body, ref, compute)))
-
-    return rule
-
-
-def _position(op: str) -> Callable[..., LazyTensor]:
-    def rule(
-        low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: int | None = None, *_: Any, **__: Any
-    ) -> LazyTensor:
-        compute = opmath(x.dtype)
-        return _one(low, value, x, dim, lambda body, ref, _: body.reduce(op, to_dtype(body, ref, compute), "int64"))
-
-    return rule
-
-
 def _with_position(op: str) -> Callable[..., tuple[LazyTensor | None, ...]]:
     """Make the rule of (values, indices) along one dimension."""
 
@@ -138,13 +120,6 @@ def _with_position(op: str) -> Callable[..., tuple[LazyTensor | None, ...]]:
             return body.reduce(op, element), body.reduce(f"arg{op}", element, "int64")
 
         return reduce_dims(low, value, x, dim, build)
-
-    return rule
-
-
-def _truth(op: str) -> Callable[..., LazyTensor]:
-    def rule(low: Lowering, value: torch.Tensor, /, x: LazyTensor, dim: Any = None, *_: Any, **__: Any) -> LazyTensor:
-        return _one(low, value, x, dim, lambda body, ref, _: body.reduce(op, body.cast(ref, "bool")))
 
     return rule
 
@@ -398,20 +373,19 @@ def _running_extreme(op: str) -> Callable[..., tuple[LazyTensor, ...]]:
 
 
 RULES: dict[str, Rule] = {
-    **_overloads("sum", _lower_sum_or_product("sum"), "default", "dim_IntList"),
-    **_overloads("prod", _prod_dim, "dim_int"),
-    **_overloads("prod", _prod_all, "default"),
+    **_overloads("sum", _reduce("sum", in_result=True), "default", "dim_IntList"),
+    **_overloads("prod", _reduce("prod", in_result=True), "dim_int", "default"),
     **_overloads("mean", _mean, "default", "dim"),
-    **_overloads("amax", _extreme("max"), "default"),
-    **_overloads("amin", _extreme("min"), "default"),
-    **_overloads("max", _extreme("max"), "default"),
-    **_overloads("min", _extreme("min"), "default"),
+    **_overloads("amax", _reduce("max"), "default"),
+    **_overloads("amin", _reduce("min"), "default"),
+    **_overloads("max", _reduce("max"), "default"),
+    **_overloads("min", _reduce("min"), "default"),
     **_overloads("max", _with_position("max"), "dim"),
     **_overloads("min", _with_position("min"), "dim"),
-    **_overloads("argmax", _position("argmax"), "default"),
-    **_overloads("argmin", _position("argmin"), "default"),
-    **_overloads("any", _truth("any"), "default", "dim", "dims"),
-    **_overloads("all", _truth("all"), "default", "dim", "dims"),
+    **_overloads("argmax", _reduce("argmax", result="int64"), "default"),
+    **_overloads("argmin", _reduce("argmin", result="int64"), "default"),
+    **_overloads("any", _reduce("any"), "default", "dim", "dims"),
+    **_overloads("all", _reduce("all"), "default", "dim", "dims"),
     **_overloads("var", _var, "correction"),
     **_overloads("std", _std, "correction"),
     **_overloads("var_mean", _var_mean, "correction"),

@@ -1,6 +1,6 @@
 """The C++ prelude of every kernel file: types, rounding to half precision, and functions that vectorize.
 
-A file has as much of it as its kernels need (`prune.py`). No header is included: a kernel then costs 0.02-0.08 s of
+A file has as much of it as its kernels need (`compile.py`). No header is included: a kernel then costs 0.02-0.08 s of
 compiler time, against seconds with the standard library's.
 
 The float functions are branch-free polynomials rather than libm's or libmvec's. g++ calls libmvec in the vectorized

@@ -21,13 +21,12 @@ from typing import Any
 import torch
 
 from benchmarks.common import environment, finish, geomean, gpu_time, table
-from dcompile.compiler.autotune import SkinnyCandidates
+from dcompile.compiler.autotune import SkinnyCandidates, contest_calls, launch_calls, library_call, make_copies, medians
 from dcompile.compiler.driver import Pipeline
 from dcompile.config import Config
 from dcompile.ir.nodes import Loop, Program, Tile
 from dcompile.ir.parse import parse
 from dcompile.runtime.cache.disk import KernelCache
-from dcompile.runtime.measure.autotune import contest_calls, launch_calls, library_call, make_copies, medians
 from dcompile.runtime.program import cuda_launch
 
 ROWS = (2, 4, 8, 16)

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.common import environment, finish, geomean, gpu_time, table
 from benchmarks.gpu_decode import copy_rate
-from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.codegen.emit.triton import kernel as triton_kernel
 from dcompile.codegen.emit.triton.horizontal_fusion import start_next_first
 from dcompile.codegen.nest.row_matmul import RowTile
@@ -112,7 +112,7 @@ class Line:
         constant = frozenset(f"w{n}" for n in range(matrices))
         first = triton_kernel.emit(norm_loop, norm.table, frozenset())
         early = [triton_kernel.emit(product, made.table, constant, tile) for tile in tiles]
-        ordered = start_next_first([first, first, *early])
+        ordered = start_next_first(Kernels((first, first, *early)), made, "inference").calls
         return cls(name, ordered[1], dict(zip(tiles, ordered[2:], strict=True)), matrices, depth, columns)
 
     @property

@@ -193,6 +193,11 @@ def main_device(devices: Iterable[str]) -> str:
     return next((device for device in devices if not traits_of(device).is_host), HOST)
 
 
+def is_on_host(buffers: Iterable[Buffer]) -> bool:
+    """Return whether all memory is the host's."""
+    return all(traits_of(buffer.device).is_host for buffer in buffers)
+
+
 def loop_traits(loop: Loop, table: Mapping[str, Buffer]) -> DeviceTraits:
     """Return the traits of the device whose memory a loop writes."""
     return traits_of(main_device(table[store.buffer].device for store in loop.stores))

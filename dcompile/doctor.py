@@ -20,8 +20,7 @@ from dcompile.codegen.emit.build import KernelCompilers
 from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.config import Config
 from dcompile.errors import BuildError
-from dcompile.runtime.cache.disk import KernelCache, cache_directory, prepare_directory
-from dcompile.runtime.cache.eviction import clear, files_in
+from dcompile.runtime.cache.disk import KernelCache, cache_directory, clear, files_in, prepare_directory
 from dcompile.toolchain import compilers, cpu_features, own_version, triton_version
 
 PEERS = ("transformers", "accelerate", "deepspeed", "lightning", "trl", "peft", "torchao")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dcompile.config import Config
 from dcompile.errors import OptionError, suggestion
@@ -51,59 +51,62 @@ def nothing(request: Any) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphPass:
-    """A rewrite of an FX graph, in place: `run(gm, *given(request))`.
+class Row:
+    """A row of any list: what it runs."""
+
+    run: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        """Name in logs, dumps, and the options `skip` and `until`; unique among the passes of all lists."""
+        return self.run.__name__
+
+
+@dataclass(frozen=True, slots=True)
+class Pass(Row):
+    """A rewrite, `run(what, *given(request))`, for settings under which `when` holds."""
+
+    given: Callable[[Any], tuple[Any, ...]] = nothing
+    when: Callable[[Config], bool] = always
+    required: bool = False
+    """Whether it cannot be skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPass(Pass):
+    """A rewrite of an FX graph, in place: `run(gm, *given(request))` returns a `PassReport`.
 
     `request` is a `capture.passes.run_passes.GraphRequest`. `stages`: the graphs that it rewrites. "dynamo" is the
     graph that TorchDynamo captured, "joint" forward and backward in one, "inference" a forward alone.
     """
 
-    run: Callable[..., PassReport]
-    given: Callable[[Any], tuple[Any, ...]] = nothing
-    when: Callable[[Config], bool] = always
     stages: tuple[str, ...] = ("dynamo",)
-    required: bool = False
-    """Whether it cannot be skipped."""
-
-    @property
-    def name(self) -> str:
-        """Name in logs, dumps, and the options `skip` and `until`."""
-        return self.run.__name__
 
 
 @dataclass(frozen=True, slots=True)
-class OutputStep:
+class LoopPass(Pass):
+    """A rewrite of the program: `run(program, *given(request))`, a new program.
+
+    Without `reorders_sums`, outputs are bitwise equal to those before; with it, up to the order of reductions.
+    `request` is a `collectives.contract.Request`.
+    """
+
+    reorders_sums: bool = False
+    needs_loops: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class OutputStep(Row):
     """A change to the results of a program in each call: `run(results, plan)`, in place.
 
     `plan(gm, request)` is computed once, when the program is compiled. An empty plan means that there is nothing to do.
     `request` is a `capture.output_steps.OutputRequest`. `stages`: "forward" of a training graph, or "inference".
     """
 
-    run: Callable[[list[Any], Any], None]
     plan: Callable[[Any, Any], Any]
     stages: tuple[str, ...]
     rewrites: bool = False
     """Whether planning changes the graph's results: it then comes after all others."""
-
-    @property
-    def name(self) -> str:
-        """Name in the printed list."""
-        return self.run.__name__
-
-
-@dataclass(frozen=True, slots=True)
-class GraphWrapper:
-    """A function around one compiled graph: `wrap(compiled, around)` returns `compiled` itself if it is not needed.
-
-    `around` is a `capture.dynamo_backend.WrapperRequest`.
-    """
-
-    wrap: Callable[[Callable[..., Any], Any], Callable[..., Any]]
-
-    @property
-    def name(self) -> str:
-        """Name in the printed list and in dumps."""
-        return self.wrap.__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,25 +116,13 @@ class GraphPasses:
     dynamo: Sequence[GraphPass]
     joint: Sequence[GraphPass]
     outputs: Sequence[OutputStep]
-    wrappers: Sequence[GraphWrapper]
+    wrappers: Sequence[Row]
 
 
-class Row(Protocol):
-    """A pass of any list, as needed for selection."""
-
-    @property
-    def name(self) -> str:
-        """Name, unique in all lists."""
-
-    @property
-    def required(self) -> bool:
-        """Whether it cannot be skipped."""
+R = TypeVar("R", bound=Pass)
 
 
-R = TypeVar("R", bound=Row)
-
-
-def check_names(config: Config, lists: Sequence[Sequence[Row]]) -> None:
+def check_names(config: Config, lists: Sequence[Sequence[Pass]]) -> None:
     """Raise OptionError if `skip` or `until` names an unknown pass."""
     names = [row.name for rows in lists for row in rows]
     for wanted in filter(None, (*config.skip.split(","), config.until)):
@@ -141,7 +132,7 @@ def check_names(config: Config, lists: Sequence[Sequence[Row]]) -> None:
             )
 
 
-def select_rows(config: Config, rows: Sequence[R], earlier: Sequence[Sequence[Row]] = ()) -> tuple[R, ...]:
+def select_rows(config: Config, rows: Sequence[R], earlier: Sequence[Sequence[Pass]] = ()) -> tuple[R, ...]:
     """Rows that `skip` and `until` leave: all required ones, and others up to the pass to stop after.
 
     `earlier` are the lists that run before this one.

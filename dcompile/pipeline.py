@@ -1,16 +1,14 @@
 """Every pass of every stage, in order: the table of contents of the compiler.
 
 A row is a pass, its arguments from the request, its condition, and its effect on the order of sums. `driver.py` runs
-the loop passes, `capture/passes/run_passes.py` those over FX graphs. `codegen/emit/cpp/kernel.py` runs those over the
-nest of a kernel. `DCOMPILE_DUMP` writes the graph or program after each pass, `DCOMPILE_SKIP` skips some, and
+the loop and launch passes, `capture/passes/run_passes.py` those over FX graphs. `codegen/emit/cpp/kernel.py` runs those
+over the nest of a kernel. `DCOMPILE_DUMP` writes the graph or program after each pass, `DCOMPILE_SKIP` skips some, and
 `DCOMPILE_UNTIL` stops after one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dcompile import compat
@@ -65,7 +63,15 @@ from dcompile.capture.passes.joint.saved_values import (
     save_as_strided_views,
     save_random_values,
 )
-from dcompile.passes import GraphPass, GraphWrapper, OutputStep, nothing, recomputes, with_own_kernels
+from dcompile.passes import (
+    GraphPass,
+    LoopPass,
+    OutputStep,
+    Pass,
+    Row,
+    recomputes,
+    with_own_kernels,
+)
 from dcompile.results.result_steps import (
     detach_results,
     detach_saved_views,
@@ -74,11 +80,11 @@ from dcompile.results.result_steps import (
     separate_results,
     view_as_dtypes,
 )
+from dcompile.toolchain import own_products
 
 if TYPE_CHECKING:
-    from dcompile.codegen.emit.cpp.plan import NestDecision
     from dcompile.collectives.contract import Request
-    from dcompile.ir.nodes import Program
+    from dcompile.config import Config
 
 BOTH = ("joint", "inference")
 
@@ -181,57 +187,44 @@ OUTPUT_STEPS: tuple[OutputStep, ...] = (
     ),
     OutputStep(repeat_results, lambda gm, _: repeated_results(gm), stages=("inference",)),
 )
-
-GRAPH_WRAPPERS: tuple[GraphWrapper, ...] = (
-    GraphWrapper(watch_replaced_parameters),
-    GraphWrapper(leave_gradients_absent),
-    # the views have a graph's results as bases, not what a caller's tensors become below
-    GraphWrapper(view_results_without_gradients),
-    GraphWrapper(convert_distributed_tensors),
-    GraphWrapper(convert_subclasses),
-    # the captured graph takes arguments as Dynamo passes them, so all conversions are inside
-    GraphWrapper(run_new_overlaps_eagerly),
-    GraphWrapper(flatten_lists),
-    # last: it looks at the call, whatever runs inside
-    GraphWrapper(check_eager_regions),
-)
-"""What stands around each compiled graph, the innermost first."""
 """Steps on the results of a program, with the plan that each makes from a graph."""
 
-
-@dataclass(frozen=True, slots=True)
-class LoopPass:
-    """A rewrite of the program: `run(program, *given(request))`, a new program.
-
-    Without `reorders_sums`, outputs are bitwise equal to those before; with it, up to the order of reductions.
-    """
-
-    run: Callable[..., Program]
-    given: Callable[[Request], tuple[Any, ...]] = nothing
-    reorders_sums: bool = False
-    needs_loops: bool = True
-    required: bool = False
-
-    @property
-    def name(self) -> str:
-        """Name in logs, dumps, and the options `skip` and `until`."""
-        return self.run.__name__
+GRAPH_WRAPPERS: tuple[Row, ...] = (
+    Row(watch_replaced_parameters),
+    Row(leave_gradients_absent),
+    # the views have a graph's results as bases, not what a caller's tensors become below
+    Row(view_results_without_gradients),
+    Row(convert_distributed_tensors),
+    Row(convert_subclasses),
+    # the captured graph takes arguments as Dynamo passes them, so all conversions are inside
+    Row(run_new_overlaps_eagerly),
+    Row(flatten_lists),
+    # last: it looks at the call, whatever runs inside
+    Row(check_eager_regions),
+)
+"""What stands around each compiled graph, the innermost first: `run(compiled, around)`, or `compiled` itself if it is
+not needed. `around` is a `capture.dynamo_backend.WrapperRequest`.
+"""
 
 
 @functools.cache
 def loop_passes() -> tuple[LoopPass, ...]:
     """Rows of `LOOP_PASSES`, created at first use: a start from the cache loads no scheduler."""
-    from dcompile.codegen.schedule.fusion.accumulate_matmuls import accumulate_matmuls
     from dcompile.codegen.schedule.fusion.fuse import fuse
     from dcompile.codegen.schedule.fusion.loop_order import interchange_reductions, order_inner_loops
-    from dcompile.codegen.schedule.fusion.matmul_epilogue import fuse_matmul_epilogues
+    from dcompile.codegen.schedule.fusion.matmul_epilogue import (
+        accumulate_matmuls,
+        choose_skinny_matmuls,
+        fuse_matmul_epilogues,
+    )
     from dcompile.codegen.schedule.fusion.narrow_buffers import narrow_buffers
     from dcompile.codegen.schedule.fusion.online_softmax import use_online_softmax
-    from dcompile.codegen.schedule.fusion.recompute_rows import recompute_rows
-    from dcompile.codegen.schedule.fusion.rematerialize import rematerialize
-    from dcompile.codegen.schedule.fusion.skinny_matmul import choose_skinny_matmuls
-    from dcompile.codegen.schedule.fusion.split_reductions import refuse_after_split, split_column_reductions
-    from dcompile.codegen.schedule.fusion.split_rows import split_row_reductions
+    from dcompile.codegen.schedule.fusion.rematerialize import recompute_rows, rematerialize
+    from dcompile.codegen.schedule.fusion.split_reductions import (
+        refuse_after_split,
+        split_column_reductions,
+        split_row_reductions,
+    )
     from dcompile.codegen.schedule.memory.reorder_for_peak import plan_memory_for_peak
     from dcompile.codegen.schedule.order.dependences import remove_dead_steps
     from dcompile.codegen.schedule.order.group_updates import group_updates
@@ -300,25 +293,13 @@ def loop_passes() -> tuple[LoopPass, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class NestPass:
-    """A decision about the nest of one C++ kernel: `run(plan)`, the same plan with one more decision.
-
-    Without it, results are the same up to the order of float sums, whichever other rows are skipped.
-    """
-
-    run: NestDecision
-    required: bool = False
-
-    @property
-    def name(self) -> str:
-        """Name in logs, and the options `skip` and `until`."""
-        return self.run.__name__
-
-
 @functools.cache
-def nest_passes() -> tuple[NestPass, ...]:
-    """Rows of `NEST_PASSES`, created at first use: a start from the cache loads no emitter."""
+def nest_passes() -> tuple[Pass, ...]:
+    """Rows of `NEST_PASSES`, created at first use: a start from the cache loads no emitter.
+
+    Each is a decision about the nest of one C++ kernel: `run(plan)`, the same plan with one more decision. Without it,
+    results are the same up to the order of float sums, whichever other rows are skipped.
+    """
     from dcompile.codegen.emit.cpp.column_sums import collect_columns
     from dcompile.codegen.emit.cpp.identity_scale import skip_identity_scale
     from dcompile.codegen.emit.cpp.interleave_rows import interleave_column_sums, interleave_row_sums, interleave_scans
@@ -335,45 +316,81 @@ def nest_passes() -> tuple[NestPass, ...]:
     from dcompile.codegen.emit.cpp.vectorize import vectorize
 
     return (
-        NestPass(skip_identity_scale),
-        NestPass(parallelize),
-        NestPass(collect_columns, required=True),
-        NestPass(share_columns),
-        NestPass(transpose_tiles),
-        NestPass(shorten_nans),
-        NestPass(hoist_values),
+        Pass(skip_identity_scale),
+        Pass(parallelize),
+        Pass(collect_columns, required=True),
+        Pass(share_columns),
+        Pass(transpose_tiles),
+        Pass(shorten_nans),
+        Pass(hoist_values),
         # after hoisting: values computed from hoisted ones are cheap
-        NestPass(keep_values),
-        NestPass(share_elements),
-        NestPass(block_scans, required=True),
-        NestPass(select_masked_rows),
-        NestPass(count_positions),
-        NestPass(stream_stores),
-        NestPass(prefetch_next_row),
-        NestPass(prefetch_gathers),
+        Pass(keep_values),
+        Pass(share_elements),
+        Pass(block_scans, required=True),
+        Pass(select_masked_rows),
+        Pass(count_positions),
+        Pass(stream_stores),
+        Pass(prefetch_next_row),
+        Pass(prefetch_gathers),
         # after all passes that determine what a pass over the row reads, writes and counts
-        NestPass(vectorize),
-        NestPass(vectorize_rows),
+        Pass(vectorize),
+        Pass(vectorize_rows),
         # after vectors, whose steps are interleaved
-        NestPass(pipeline_last_pass),
-        NestPass(interleave_scans),
-        NestPass(interleave_row_sums),
-        NestPass(interleave_column_sums),
+        Pass(pipeline_last_pass),
+        Pass(interleave_scans),
+        Pass(interleave_row_sums),
+        Pass(interleave_column_sums),
         # last: only plain loops are split
-        NestPass(split_loops),
+        Pass(split_loops),
+    )
+
+
+@functools.cache
+def launch_passes() -> tuple[Pass, ...]:
+    """Rows of `LAUNCH_PASSES`, created at first use: a start from the cache loads no emitter.
+
+    Each is a rewrite of a program's kernels: `run(kernels, program, *given(request))`, new kernels for the same values.
+    `request` is a `codegen.emit.target.EmitRequest`.
+    """
+    from dcompile.codegen.emit.cpp.attention import replace_attentions
+    from dcompile.codegen.emit.cpp.sgemm import replace_matmuls
+    from dcompile.codegen.emit.select_target import emit_loops
+    from dcompile.codegen.emit.triton.flex_attention import emit_flex_attention
+    from dcompile.codegen.emit.triton.horizontal_fusion import fuse_launches, read_inputs_early, start_next_first
+    from dcompile.codegen.emit.triton.one_shot_all_reduce import end_all_reduces_with_loops, sum_in_one_kernel
+    from dcompile.codegen.emit.triton.segment_sum import sum_groups
+
+    def own(config: Config) -> bool:
+        return own_products(config.matmul)
+
+    return (
+        Pass(replace_matmuls, when=own),
+        Pass(replace_attentions, when=own),
+        Pass(sum_groups, required=True),
+        Pass(emit_flex_attention, lambda request: (request.arch,), required=True),
+        # before loops: kernels start early unless there are collectives on other streams
+        Pass(sum_in_one_kernel, when=lambda config: config.all_reduces == "auto"),
+        Pass(emit_loops, lambda request: (request,), required=True),
+        Pass(end_all_reduces_with_loops),
+        Pass(read_inputs_early, lambda request: (request.kind,)),
+        # after all passes over kernels of single loops
+        Pass(fuse_launches),
+        # last: the first launch depends on what was fused
+        Pass(start_next_first, lambda request: (request.kind,)),
     )
 
 
 if TYPE_CHECKING:
     LOOP_PASSES: tuple[LoopPass, ...]
     """Rewrites of the program of loops, library calls and collectives."""
-    NEST_PASSES: tuple[NestPass, ...]
+    NEST_PASSES: tuple[Pass, ...]
     """Decisions about the nest of one C++ kernel."""
+    LAUNCH_PASSES: tuple[Pass, ...]
+    """Rewrites of a program's kernels and their launches."""
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LOOP_PASSES":
-        return loop_passes()
-    if name == "NEST_PASSES":
-        return nest_passes()
+    lists = {"LOOP_PASSES": loop_passes, "NEST_PASSES": nest_passes, "LAUNCH_PASSES": launch_passes}
+    if name in lists:
+        return lists[name]()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

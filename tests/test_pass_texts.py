@@ -15,19 +15,22 @@ import pytest
 from dcompile.capture.passes.dynamo import decode_attention
 from dcompile.capture.passes.joint import broadcast_addends, padding, saved_values
 from dcompile.codegen.emit.cpp import kernel
+from dcompile.codegen.emit.target import EmitRequest, Kernels
 from dcompile.compat.versions import torch_version
 from dcompile.device_traits import traits_of
 from dcompile.ir.parse import parse
 from dcompile.ir.text import show
 from dcompile.ir.verify import verify
 from dcompile.passes import GraphPass
-from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, OUTPUT_STEPS, loop_passes, nest_passes
+from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, OUTPUT_STEPS, launch_passes, loop_passes, nest_passes
 from tests.codegen.emit.cpp.test_decisions import CASES
 from tests.pass_inputs.graphs import DYNAMO_INPUTS, JOINT_INPUTS, GraphInput, graph_text
+from tests.pass_inputs.launches import LAUNCH_INPUTS
 from tests.pass_inputs.loop_programs import LOOP_INPUTS
 from tests.pass_inputs.outputs import OUTPUT_INPUTS, results_text
 
 LOOP_ROWS, NEST_ROWS = ({row.name: row for row in rows()} for rows in (loop_passes, nest_passes))
+LAUNCH_ROWS = {row.name: row for row in launch_passes()}
 
 
 def sections(**texts: str) -> str:
@@ -46,6 +49,7 @@ def test_every_row_of_every_list_has_an_input() -> None:
     assert [*JOINT_INPUTS] == [row.name for row in JOINT_PASSES]
     assert [*LOOP_INPUTS] == [*LOOP_ROWS]
     assert [*CASES] == [*NEST_ROWS]
+    assert [*LAUNCH_INPUTS] == [*LAUNCH_ROWS]
     assert [name.partition(" ")[0] for name in OUTPUT_INPUTS] == [row.name for row in OUTPUT_STEPS]
 
 
@@ -120,3 +124,19 @@ def test_nest_pass(name: str, golden: Callable[[str], None]) -> None:
     texts = [source.text.replace(source.name, "kernel") for source in sources]
     assert plans[0] != plans[1]
     golden(sections(program=show(program), decisions=difference(*decisions).strip(), kernel=difference(*texts).strip()))
+
+
+@pytest.mark.parametrize("name", LAUNCH_ROWS)
+def test_launch_pass(name: str, golden: Callable[[str], None]) -> None:
+    """The kernels of a program of inference, behind the rows before it and behind it."""
+    program = LAUNCH_INPUTS[name]()
+    request, kernels = EmitRequest("inference", [row.run for row in NEST_ROWS.values()], 90), Kernels()
+    for row in LAUNCH_ROWS.values():
+        before = kernels
+        kernels = row.run(kernels, program, *row.given(request))
+        if row.name == name:
+            break
+    assert kernels != before
+    old, new = (re.sub(r"_[0-9a-f]{16,}", "", shown.show()) for shown in (before, kernels))
+    texts = ["".join(source.text for source in shown.sources) for shown in (before, kernels)]
+    golden(sections(before=old, after=new, **({"kernels": difference(*texts)} if old == new else {})))

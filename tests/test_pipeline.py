@@ -10,13 +10,16 @@ import pytest
 import torch
 
 import dcompile
+from dcompile.codegen.emit.host import program as host_program
 from dcompile.collectives.contract import Request
 from dcompile.compiler.caching import CachingCompiler
 from dcompile.compiler.driver import Pipeline
 from dcompile.config import Config
 from dcompile.ir.diagram import COLOURS
-from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, loop_passes, nest_passes
+from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, launch_passes, loop_passes, nest_passes
 from dcompile.runtime.program.executable import HostProgram
+from tests.codegen.emit import reduced_rows
+from tests.codegen.emit.all_kernels import kernels_of
 
 
 def net():
@@ -42,7 +45,7 @@ def against_eager(**options):
 
 
 def test_every_pass_has_its_own_name():
-    rows = [*DYNAMO_PASSES, *JOINT_PASSES, *loop_passes(), *nest_passes()]
+    rows = [*DYNAMO_PASSES, *JOINT_PASSES, *loop_passes(), *nest_passes(), *launch_passes()]
     assert len({row.name for row in rows}) == len(rows)
 
 
@@ -117,6 +120,18 @@ def test_decisions_about_nests_are_left_out_and_stopped_after():
     assert decisions(until="hoist_values")[-2:] == ["hoist_values", "block_scans"]
 
 
+def test_any_launch_pass_may_be_left_out_and_every_loop_has_a_kernel():
+    program, names = reduced_rows.program("rms", 1, 4096), [row.name for row in launch_passes() if not row.required]
+    whole = kernels_of(program)
+    assert whole.epilogues and len(names) == 7
+    for name in names:
+        kernels = kernels_of(program, skip=name)
+        assert len(kernels.calls) == len(whole.calls) and host_program.emit(program, kernels)
+        unchanged = name.startswith("replace") or name == "fuse_launches"
+        assert (kernels == whole) == unchanged, "rows for CPUs, and no neighbours that run side by side"
+    assert not kernels_of(program, until="fuse").all_reduces
+
+
 @pytest.mark.usefixtures("forks")
 def test_a_dump_shows_every_program_its_changes_and_the_host_code(tmp_path):
     against_eager(dump=str(tmp_path))
@@ -130,6 +145,8 @@ def test_a_dump_shows_every_program_its_changes_and_the_host_code(tmp_path):
         assert "graph_diagram.dot" not in names
     fused = (tmp_path / f"rank0/backward0/{fuse}.txt").read_text()
     assert "row_sum" in fused and "return (" in fused
+    (launches,) = (tmp_path / "rank0/backward0/launches").glob("*_emit_loops.txt")
+    assert "loop 0: fused_" in launches.read_text()
     kernels = list((tmp_path / "rank0/backward0/kernels").glob("*.cpp"))
     assert kernels and all("for (" in path.read_text() for path in kernels)
     assert any("// kept: {" in path.read_text() or "// vectors: {" in path.read_text() for path in kernels)

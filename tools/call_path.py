@@ -60,7 +60,7 @@ LANDMARKS = (
     Landmark("codegen/emit/host/program.py", "HostProgramWriter.print", "The host program is printed"),
     Landmark("runtime/program/executable.py", "HostProgram.__init__", "The host program is loaded"),
     Landmark("runtime/program/argument_table.py", "kernel_calls", "The forward runs, up to its first kernel"),
-    Landmark("codegen/emit/host/collective_calls.py", "CollectiveCalls.start", "The backward is compiled likewise"),
+    Landmark("codegen/emit/host/program.py", "CollectiveCalls.start", "The backward is compiled likewise"),
     Landmark("runtime/communication/work.py", "start_sum", "The backward starts its all-reduce"),
     Landmark("capture/adapters/grad_field.py", "MergedGradients.add", "Reduced gradients go to their parameters"),
 )

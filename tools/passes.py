@@ -29,7 +29,9 @@ Number of models that were planned: {planned}.
 """
 
 
-LISTS = ("DYNAMO_PASSES", "JOINT_PASSES", "LOOP_PASSES", "NEST_PASSES", "OUTPUT_STEPS", "GRAPH_WRAPPERS")
+LISTS = (
+    "DYNAMO_PASSES", "JOINT_PASSES", "LOOP_PASSES", "NEST_PASSES", "LAUNCH_PASSES", "OUTPUT_STEPS", "GRAPH_WRAPPERS",
+)  # fmt: skip
 """The lists of the pipeline, in the order of the stages."""
 
 

@@ -31,8 +31,12 @@ from dcompile.compiler.caching import CachingCompiler
 from dcompile.config import Config
 from dcompile.device_traits import main_device
 from dcompile.errors import ExportError
-from dcompile.runtime.program.aot_callable import AheadOfTimeProgram, AheadOfTimeTraining
-from dcompile.runtime.program.aot_training import BackwardProgram, ForwardProgram
+from dcompile.runtime.program.aot_callable import (
+    AheadOfTimeProgram,
+    AheadOfTimeTraining,
+    BackwardProgram,
+    ForwardProgram,
+)
 
 
 class AheadOfTimeBackend:

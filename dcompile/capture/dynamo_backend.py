@@ -31,7 +31,7 @@ from dcompile.capture.captured_graph import CapturedGraph, CaptureMode
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.graph_programs import GraphPrograms
 from dcompile.logs import dump
-from dcompile.passes import GraphWrapper
+from dcompile.passes import Row
 
 Compiled = Callable[..., Any]
 COPIED = "an input that is marked as the negative of its memory is copied in, and back where it was changed"
@@ -307,14 +307,14 @@ def check_eager_regions(compiled: Compiled, around: WrapperRequest) -> Compiled:
     return compiled if regions is None else regions.around(compiled, around.inputs)
 
 
-def wrap(compiled: Compiled, around: WrapperRequest, rows: Sequence[GraphWrapper]) -> Compiled:
+def wrap(compiled: Compiled, around: WrapperRequest, rows: Sequence[Row]) -> Compiled:
     """Return a compiled graph as Dynamo calls it: in all wrappers that it needs, the first one innermost.
 
     The names of these are dumped, the outermost first.
     """
     applied = list[str]()
     for row in rows:
-        inner, compiled = compiled, row.wrap(compiled, around)
+        inner, compiled = compiled, row.run(compiled, around)
         if compiled is not inner:
             applied.append(row.name)
     lines = [f"{number}. {name}" for number, name in enumerate([*reversed(applied), "the compiled graph"], 1)]

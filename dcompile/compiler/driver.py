@@ -15,13 +15,12 @@ import torch
 
 from dcompile.codegen.emit.build import KernelCompilers, PendingBuild
 from dcompile.codegen.emit.host import program as host_program
-from dcompile.codegen.emit.select_target import architecture, emit_all, why_no_kernels
-from dcompile.codegen.emit.target import Built, Kernels, KernelSource
+from dcompile.codegen.emit.select_target import architecture, why_no_kernels
+from dcompile.codegen.emit.target import Built, EmitRequest, Kernels, KernelSource
 from dcompile.codegen.lower.lower import Lowered, lower
 from dcompile.codegen.lower.opaque_calls import called_name
 from dcompile.codegen.schedule.memory.memory_summary import memory_headline, memory_lines
-from dcompile.codegen.schedule.order.overlap_collectives import predict_schedule
-from dcompile.codegen.schedule.order.overlap_summary import overlap_lines
+from dcompile.codegen.schedule.order.overlap_collectives import overlap_lines, predict_schedule
 from dcompile.collectives.contract import REGION_LEFT, ProgramReport, Request
 from dcompile.collectives.fsdp_reduce_scatter import copied_bytes
 from dcompile.compat import torch_logs
@@ -39,12 +38,11 @@ from dcompile.ir.text import show
 from dcompile.ir.verify import verify
 from dcompile.logs import doing, dump, dump_change, is_logged, log, log_code
 from dcompile.operators.random_ops import is_random
-from dcompile.passes import check_names, select_rows
-from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, LoopPass, loop_passes, nest_passes
+from dcompile.passes import LoopPass, check_names, select_rows
+from dcompile.pipeline import DYNAMO_PASSES, JOINT_PASSES, launch_passes, loop_passes, nest_passes
 from dcompile.runtime.cache.disk import KernelCache
 from dcompile.runtime.program import cuda_launch
 from dcompile.runtime.program.artifact import CompiledGraph, Loadable
-from dcompile.toolchain import own_products
 
 Result = TypeVar("Result")
 RANDOM = "random numbers are others than eager's, and a seed repeats them: docs/guide/random-numbers.md"
@@ -105,10 +103,12 @@ class Pipeline:
         if regions is None and config.backend is not None:
             regions = RegionCompiler(config, config.backend)
         self._regions = regions
-        earlier = (DYNAMO_PASSES, JOINT_PASSES, loop_passes())
-        check_names(config, (*earlier, nest_passes()))
-        self._passes = select_rows(config, loop_passes(), earlier=(DYNAMO_PASSES, JOINT_PASSES))
-        self._decisions = tuple(row.run for row in select_rows(config, nest_passes(), earlier=earlier))
+        graphs = (DYNAMO_PASSES, JOINT_PASSES)
+        check_names(config, (*graphs, loop_passes(), nest_passes(), launch_passes()))
+        self._passes = select_rows(config, loop_passes(), graphs)
+        self._decisions = tuple(row.run for row in select_rows(config, nest_passes(), (*graphs, loop_passes())))
+        launches = select_rows(config, launch_passes(), (*graphs, loop_passes(), nest_passes()))
+        self._launches = tuple(row for row in launches if row.when(config))
         self._numbers = {row.name: number for number, row in enumerate(loop_passes(), 1)}
         launcher = KernelSource(cuda_launch.LAUNCHER, cuda_launch.LAUNCHER_TEXT, (), 1, False)
         self._compilers = KernelCompilers(config, launcher)
@@ -156,8 +156,14 @@ class Pipeline:
 
     def emit(self, program: Program, request: Request, arch: int | None = None) -> Kernels:
         """Emit the kernels of a program. `arch`: compute capability of its GPU, if it is known."""
-        products, one_shot = self._own_products(), self.config.all_reduces == "auto"
-        return emit_all(program, request.kind, self._decisions, own_products=products, one_shot=one_shot, arch=arch)
+        given, kernels = EmitRequest(request.kind, self._decisions, arch), Kernels()
+        for number, row in enumerate(self._launches, 1):
+            before, run = kernels, functools.partial(row.run, kernels, program, *row.given(given))
+            kernels = self._timed(request, row.name, run)
+            if self.config.dump:
+                file = f"{program.name}/launches/{number:02d}_{row.name}"
+                dump_change(self.config, file, before.show(), kernels.show())
+        return kernels
 
     def begin(self, gm: Any, request: Request, cache: KernelCache) -> PendingGraph:
         """Lower, schedule and emit one FX graph, and start building its kernels."""
@@ -300,9 +306,6 @@ class Pipeline:
             if (picture := render(text)) is not None:
                 dump(self.config, f"{program.name}/graph_diagram.svg", picture)
 
-    def _own_products(self) -> bool:
-        return own_products(self.config.matmul)
-
     def _why_aten(self, gm: Any) -> str | None:
         """Why this graph is left to ATen as a whole; None if it is not."""
         if self.config.kernels == "aten":
@@ -335,7 +338,7 @@ class Pipeline:
 
     def _run_pass(self, row: LoopPass, before: Program, request: Request, sizes: Mapping[str, int]) -> Program:
         began = time.perf_counter()
-        program = row.run(before, *row.given(request))
+        program: Program = row.run(before, *row.given(request))
         took_ms = (time.perf_counter() - began) * 1e3
         steps = f"{len(before.steps)} -> {len(program.steps)}"
         is_news = is_logged(self.config, "passes", logging.INFO) and show(program) != show(before)

@@ -5,7 +5,7 @@ is one int64, drawn from torch's generator once per call of a graph; `draw` dist
 They are pure, so a backward recomputes a mask instead of saving it. With key None, they draw one: for graphs inside
 graphs, which get no key.
 
-The numbers come from Philox (`ir/philox.py`); `codegen/lower/rules/random.py` has the same arithmetic in loops.
+The numbers come from Philox (`ir/philox.py`); `codegen/lower/rules/creation.py` has the same arithmetic in loops.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dcompile.codegen.schedule.fusion import matmul_epilogue
-from dcompile.codegen.schedule.fusion.skinny_matmul import LIBRARY, choose_skinny_matmuls
+from dcompile.codegen.schedule.fusion.matmul_epilogue import LIBRARY, choose_skinny_matmuls
 from dcompile.collectives.contract import Request
 from dcompile.compiler import autotune
 from dcompile.compiler.driver import Pipeline
@@ -17,7 +17,6 @@ from dcompile.config import Config
 from dcompile.errors import BuildError
 from dcompile.ir.nodes import Loop
 from dcompile.ir.verify import verify
-from dcompile.runtime.measure import autotune as measure_autotune
 from tests.codegen.emit import products
 
 GPU = torch.device("cuda", 0)
@@ -35,10 +34,8 @@ def contests(monkeypatch):
         return second if len(contest.buffers) == 5 else None
 
     monkeypatch.setattr(matmul_epilogue, "MIN_EPILOGUE_FLOPS", 0)
-    monkeypatch.setattr(measure_autotune, "fastest_ending", fastest)
-    monkeypatch.setattr(
-        measure_autotune, "choose", lambda geometries, device: {g: (7,) for g in geometries if g.k == 64}
-    )
+    monkeypatch.setattr(autotune, "fastest_ending", fastest)
+    monkeypatch.setattr(autotune, "choose", lambda geometries, device: {g: (7,) for g in geometries if g.k == 64})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     return seen
 
@@ -98,7 +95,7 @@ def test_a_kind_that_there_is_no_room_to_measure_is_named(contests, monkeypatch)
     def fastest(*_):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(measure_autotune, "fastest_ending", fastest)
+    monkeypatch.setattr(autotune, "fastest_ending", fastest)
     chosen, notes = autotune.Tuner().epilogues(PROGRAM, GPU, 90, build)
     assert chosen == {} and notes[0] == "max_autotune: the GPU has no room to measure what 64x64x64 ends in"
     assert len(notes) == 3
@@ -124,7 +121,7 @@ def skinny_contests(monkeypatch):
         assert usual in contest.rivals and launcher == Path("gpu_launch") and device == GPU
         return None if len(contest.matmuls) == 2 else [*contest.rivals][-1]
 
-    monkeypatch.setattr(measure_autotune, "fastest_skinny", fastest)
+    monkeypatch.setattr(autotune, "fastest_skinny", fastest)
     return seen
 
 

@@ -13,7 +13,6 @@ import dcompile
 from dcompile.codegen.emit.triton import matmul_epilogue
 from dcompile.codegen.schedule.fusion import matmul_epilogue as fusion_matmul_epilogue
 from dcompile.compiler import autotune
-from dcompile.runtime.measure import autotune as measure_autotune
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 TILES = autotune.tiles(90, 132)
@@ -23,7 +22,7 @@ TILES = autotune.tiles(90, 132)
 def reset(monkeypatch):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    monkeypatch.setattr(measure_autotune, "choose", lambda *_: {})
+    monkeypatch.setattr(autotune, "choose", lambda *_: {})
 
 
 @pytest.fixture
@@ -33,9 +32,7 @@ def of_any_size(monkeypatch):
 
 def choose(monkeypatch, number):
     """Have one of the tiles chosen everywhere, faster or not."""
-    monkeypatch.setattr(
-        measure_autotune, "fastest_ending", lambda contest, *_: [*contest.rivals][number % len(contest.rivals)]
-    )
+    monkeypatch.setattr(autotune, "fastest_ending", lambda contest, *_: [*contest.rivals][number % len(contest.rivals)])
 
 
 def randn(*shape, dtype=torch.bfloat16):
@@ -131,7 +128,7 @@ def test_what_is_faster_is_chosen_by_measuring():
 
 
 def test_epilogue_fusion_turns_it_off(monkeypatch, of_any_size):
-    monkeypatch.setattr(measure_autotune, "fastest_ending", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(autotune, "fastest_ending", lambda *_: pytest.fail("it was measured"))
     call = dcompile.compile(lambda x, w, r: r + x @ w, options={"max_autotune": True, "epilogue_fusion": False})
     call(randn(256, 256), randn(256, 256), randn(256, 256))
     assert not ended(call)

@@ -15,7 +15,7 @@ import numpy as np
 from dcompile.codegen.emit.cpp import stream_stores
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.nest.gpu_tiling import make_plan
-from dcompile.codegen.schedule.fusion import split_reductions, split_rows
+from dcompile.codegen.schedule.fusion import split_reductions
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.codegen.schedule.fusion.loop_order import interchange_reductions
 from dcompile.codegen.schedule.fusion.narrow_buffers import narrow_buffers
@@ -140,7 +140,7 @@ def planned_for_gpu(program: Program) -> Program:
     program = narrow_buffers(fuse(interchange_reductions(use_online_softmax(remove_dead_steps(on_a_gpu(program))))))
     return group_updates(
         split_reductions.refuse_after_split(
-            split_rows.split_row_reductions(split_reductions.split_column_reductions(rematerialize(program)))
+            split_reductions.split_row_reductions(split_reductions.split_column_reductions(rematerialize(program)))
         )
     )
 
@@ -149,7 +149,7 @@ def shared_on_gpu(program: Program) -> Program:
     """The same with small loops shared among programs (the GPU's), or taken apart, as large ones are."""
     with (
         patch.multiple(split_reductions, PROGRAMS=4, UNKNOWN_ROWS=3, MAX_PERSISTENT_ELEMENTS=8),
-        patch.multiple(split_rows, PROGRAMS=4, MIN_SPLIT_ROW_ELEMENTS=8, PART_ELEMENTS=3),
+        patch.multiple(split_reductions, MIN_SPLIT_ROW_ELEMENTS=8, PART_ELEMENTS=3),
     ):
         return planned_for_gpu(program)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import dcompile
-from dcompile.codegen.emit.host import allocate, batch_launches
+from dcompile.codegen.emit.host import batch_launches
 from dcompile.runtime.program import arena
 from tests.fuzz.recordings import recorded
 from tests.fuzz.torch_random import random_torch_program
@@ -93,7 +93,7 @@ class TorchCheck:
 def given_out_at_once() -> Iterator[None]:
     """Small results' memory is recycled as large ones' is, and poisoned. Relies on `verify`, which keeps no program."""
     with (
-        mock.patch.object(allocate, "MIN_RECYCLED_BYTES", 0),
+        mock.patch.object(batch_launches, "MIN_RECYCLED_BYTES", 0),
         mock.patch.object(arena, "RECYCLE_BYTES", 0),
         mock.patch.object(batch_launches, "CPU_ROOM_BYTES", 0),
         poisoned(),

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dcompile.codegen.schedule.fusion.matmul_epilogue import epilogues
-from dcompile.codegen.schedule.fusion.skinny_matmul import LIBRARY, skinny_loops
+from dcompile.codegen.schedule.fusion.matmul_epilogue import LIBRARY, epilogues, skinny_loops
 from dcompile.collectives.contract import BucketRule, ParamInfo, Request, Shard
 from dcompile.ir.nodes import Loop, Program, Tile
 from dcompile.ir.parse import parse

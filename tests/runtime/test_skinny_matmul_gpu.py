@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import dcompile
-from dcompile.runtime.measure import autotune
+from dcompile.compiler import autotune
 from tests.codegen.emit.skinny import biased_gelu, gated, of_integers, plain, residual
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -1,25 +1,17 @@
-"""The targets, whether a graph may have kernels, and which target writes each kernel of a program."""
+"""The targets, whether a graph may have kernels, and which target writes the kernel of each loop."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import torch
 
 from dcompile.codegen.emit.cpp import kernel as cpp_kernel
-from dcompile.codegen.emit.cpp.plan import NestDecision
 from dcompile.codegen.emit.target import EmitRequest, Kernels, KernelSource, Target
-from dcompile.codegen.emit.triton import flex_attention, one_shot_all_reduce, segment_sum
 from dcompile.codegen.emit.triton import target as triton_target
-from dcompile.codegen.emit.triton.horizontal_fusion import (
-    constants,
-    first_launch,
-    fuse_launches,
-    start_all_reduces_early,
-    start_next_first,
-)
-from dcompile.codegen.schedule.fusion.all_reduce_epilogue import all_reduce_epilogues
-from dcompile.device_traits import loop_traits, main_device, traits_of
+from dcompile.codegen.emit.triton.horizontal_fusion import early_inputs
+from dcompile.device_traits import is_on_host, loop_traits, traits_of
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.nodes import Loop, Program
 from dcompile.toolchain import triton_version
@@ -52,54 +44,18 @@ def architecture(devices: Collection[torch.device]) -> int | None:
     return 10 * major + minor
 
 
-def emit_all(
-    program: Program,
-    kind: str,
-    decisions: Sequence[NestDecision],
-    *,
-    own_products: bool,
-    one_shot: bool = True,
-    arch: int | None = None,
-) -> Kernels:
-    """Emit the kernel of each loop for the device whose memory it writes; on CPUs also matmuls, if `own_products`.
+def emit_loops(kernels: Kernels, program: Program, request: EmitRequest) -> Kernels:
+    """Emit the kernel of each loop, for the device whose memory it writes.
 
-    `decisions`: the rows of `NEST_PASSES`, which plan C++ kernels. `one_shot`: small all-reduces get a kernel, too.
-    `arch`: compute capability of the GPU, if it is known.
+    Those of inference on a GPU may start while the kernel before them ends, and then wait for it.
     """
     table = program.table
-    loops = [step for step in program.steps if isinstance(step, Loop)]
-    if traits_of(main_device(buffer.device for buffer in program.buffers)).is_host:
-        return cpp_kernel.emit_all(program, decisions, training=kind == "forward", own_products=own_products)
-    sums = one_shot_all_reduce.small_sums(program) if one_shot else {}
-    # training kernels run longer than their launch
-    constant = constants(program, sums.keys()) if kind == "inference" else None
-    nothing = None if constant is None else frozenset[str]()
-    single = [emit_loop(loop, table, EmitRequest(decisions, nothing)) for loop in loops]
-    epilogues = all_reduce_epilogues(program, sums.keys())
-    apart = {found.number for found in epilogues.values()}
-    calls = fuse_launches(program, single, apart)
-    first = first_launch(calls)
-    if constant:
-        for number in range(first + 1, len(loops)):
-            if loop_traits(loops[number], table).many_threads and constant & loops[number].reads:
-                single[number] = emit_loop(loops[number], table, EmitRequest(decisions, constant))
-        early = fuse_launches(program, single, apart)
-        calls = early if first_launch(early) == first else calls
-    fused = {
-        bucket: kernel
-        for bucket, found in epilogues.items()
-        if (kernel := one_shot_all_reduce.emit(found, table, _early(constant, first, found.number)))
-    }
-    all_reduces = fused | one_shot_all_reduce.sources(sums, fused.keys())
-    if constant is not None:
-        calls = start_next_first(calls)
-        all_reduces = start_all_reduces_early(program, all_reduces, first)
-    return Kernels(calls, segment_sum.products(program) | flex_attention.products(program, arch), all_reduces)
-
-
-def _early(constant: frozenset[str] | None, first: int, number: int) -> frozenset[str]:
-    """Return the inputs that a loop's kernel may read before its turn; none in the first kernel of a program."""
-    return constant if constant is not None and number > first else frozenset()
+    if is_on_host(program.buffers):
+        return replace(kernels, calls=cpp_kernel.emit_all(program, request))
+    waits = early_inputs(kernels, program, request.kind) is not None
+    request = replace(request, constant=frozenset() if waits else None)
+    loops = (step for step in program.steps if isinstance(step, Loop))
+    return replace(kernels, calls=tuple(emit_loop(loop, table, request) for loop in loops))
 
 
 def emit_loop(loop: Loop, table: Mapping[str, Buffer], request: EmitRequest = NO_REQUEST) -> KernelSource:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -89,7 +89,7 @@ class AllReduceKernel:
 class Kernels:
     """All kernels of a program: one for each of its loops, in order, and each distinct one once."""
 
-    calls: tuple[KernelSource, ...]
+    calls: tuple[KernelSource, ...] = ()
     products: Mapping[int, LibraryReplacement] = field(default_factory=dict)
     """Library calls replaced by a kernel, by their position among the steps."""
     all_reduces: Mapping[str, AllReduceKernel] = field(default_factory=dict)
@@ -105,6 +105,20 @@ class Kernels:
     def epilogues(self) -> Mapping[int, str]:
         """Loops that the kernel of an all-reduce may end with, by their position among loops -> its bucket."""
         return {kernel.loop: bucket for bucket, kernel in self.all_reduces.items() if kernel.loop is not None}
+
+    def with_products(self, found: Mapping[int, LibraryReplacement | None]) -> Kernels:
+        """Add kernels that replace library calls, by position among the steps; None leaves a call to the library."""
+        kept = {position: product for position, product in found.items() if product is not None}
+        return replace(self, products={**self.products, **kept})
+
+    def show(self) -> str:
+        """Describe each kernel in a line: what it serves, its name, its buffers, and the programs of its launches."""
+        used = [(f"loop {number}", call) for number, call in enumerate(self.calls)]
+        used += [(f"step {position}", product.kernel) for position, product in self.products.items()]
+        used += [(f"all-reduce {bucket}", kernel.source) for bucket, kernel in self.all_reduces.items()]
+        sizes = ("".join(f" {launch.grid}x{launch.warps}" for launch in kernel.launches) for _, kernel in used)
+        rows = zip(used, sizes, strict=True)
+        return "\n".join(f"{what}: {kernel.name}({', '.join(kernel.arguments)}){size}" for (what, kernel), size in rows)
 
 
 class Cache(Protocol):
@@ -147,12 +161,16 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class EmitRequest:
-    """What targets are given beside a loop: each reads what it knows."""
+    """What targets are given beside a program or a loop: each reads what it knows."""
 
+    kind: str = ""
+    """The graph's: "forward", "backward" or "inference"."""
     decisions: Sequence[Any] = ()
     """What plans the nests of C++ kernels."""
+    arch: int | None = None
+    """Compute capability of the GPU, as 90 for 9.0, if it is known."""
     constant: frozenset[str] | None = None
-    """Buffers that no step of the program writes; None where kernels start in turn."""
+    """Buffers that a loop's kernel may read while the kernel before it ends; None where it starts in its turn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from dcompile.codegen.lower.context import dtype_name, literal_text
-from dcompile.codegen.lower.fx_nodes import origin_of
+from dcompile.codegen.lower.fx_nodes import has_effect, op_text, origin_of, returns_alias, written_arguments
 from dcompile.codegen.lower.library_calls import GraphAttribute, has_no_text, is_region
 from dcompile.codegen.lower.opaque_calls import function_name, opaque_call, returns_one_in_a_tuple
-from dcompile.codegen.lower.operator_facts import has_effect, op_text, returns_alias, written_arguments
 from dcompile.compat.size_expressions import opaque_shape
 from dcompile.device_traits import HOST
 from dcompile.ir.buffers import NUMBER, OBJECT, Buffer

@@ -16,9 +16,9 @@ from dcompile import compat
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.codegen.lower.dtypes import fits_a_loop
+from dcompile.codegen.lower.fx_nodes import in_order, is_in_place
 from dcompile.codegen.lower.lazy_tensor import LazyTensor, constant, make_lazy
 from dcompile.codegen.lower.loop_builder import Body, Coords
-from dcompile.codegen.lower.operator_facts import in_order, is_in_place
 from dcompile.codegen.lower.registry import RULES
 from dcompile.codegen.lower.symbolic.strides import ranges_of, variables
 from dcompile.compat.size_expressions import Inexpressible, size_of

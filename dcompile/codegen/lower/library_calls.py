@@ -12,9 +12,7 @@ from torch.fx import Node
 
 from dcompile import compat
 from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of, strides_of
-from dcompile.codegen.lower.lazy_tensor import LazyTensor, from_view
-from dcompile.codegen.lower.opaque_calls import function_name, is_nested, opaque_call, returns_one_in_a_tuple
-from dcompile.codegen.lower.operator_facts import (
+from dcompile.codegen.lower.fx_nodes import (
     COMPUTING,
     copying_variant,
     has_effect,
@@ -23,6 +21,8 @@ from dcompile.codegen.lower.operator_facts import (
     returns_alias,
     written_names,
 )
+from dcompile.codegen.lower.lazy_tensor import LazyTensor, from_view
+from dcompile.codegen.lower.opaque_calls import function_name, is_nested, opaque_call, returns_one_in_a_tuple
 from dcompile.compat.size_expressions import is_symbolic, opaque_shape
 from dcompile.errors import DcompileError
 from dcompile.ir.buffers import OBJECT

@@ -13,31 +13,21 @@ import torch
 
 from dcompile.codegen.lower.rule import Rule
 from dcompile.codegen.lower.rules import (
-    avg_pool,
     concat,
     creation,
-    embedding_backward,
-    index_put,
     indexing,
-    max_pool,
-    padding,
     pointwise,
-    random,
+    pooling,
     reductions,
-    scans,
     scatter,
     small_matmul,
-    softmax_norms,
     special,
     views,
 )
 from dcompile.ir.gemm import MATMUL_OPS
 from dcompile.ir.library_ops import LIBRARY_OPS
 
-MODULES = (
-    avg_pool, concat, creation, embedding_backward, index_put, indexing, max_pool, padding, pointwise, random,
-    reductions, scans, scatter, small_matmul, softmax_norms, special, views,
-)  # fmt: skip
+MODULES = (concat, creation, indexing, pointwise, pooling, reductions, scatter, small_matmul, special, views)
 RULES: dict[str, Rule] = {name: rule for module in MODULES for name, rule in module.RULES.items()}
 PRODUCTS = small_matmul.RULES
 """Rules of matmuls, of which the library computes most."""

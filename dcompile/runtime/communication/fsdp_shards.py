@@ -20,7 +20,6 @@ from dcompile.collectives.contract import GradientReduction, Phase, ShardGroup, 
 from dcompile.compat.autograd import backward_task
 from dcompile.errors import DcompileError
 from dcompile.ir.buffers import Bucket
-from dcompile.runtime.communication.converted_shards import ConvertedShards
 from dcompile.runtime.communication.gather_order import GatherOrder
 from dcompile.runtime.communication.gather_scatter import (
     PackedUnits,
@@ -30,7 +29,13 @@ from dcompile.runtime.communication.gather_scatter import (
     start_scatter,
 )
 from dcompile.runtime.communication.gradient_presence import UncertainUnits
-from dcompile.runtime.communication.peer_memory.shards import CopyGathers, PeerShardGroup, PeerShards, PendingCopyGather
+from dcompile.runtime.communication.peer_memory.shards import (
+    ConvertedShards,
+    CopyGathers,
+    PeerShardGroup,
+    PeerShards,
+    PendingCopyGather,
+)
 from dcompile.runtime.communication.work import PendingCollective, count_replayed, label_of_model
 from dcompile.runtime.coordination.agreement import agree
 

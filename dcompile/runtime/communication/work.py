@@ -20,8 +20,7 @@ from dcompile import compat
 from dcompile.errors import DcompileError
 from dcompile.logs import flush_streams
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator, end_at_exit, peers_of
-from dcompile.runtime.coordination.peer_status import BEAT_S
-from dcompile.runtime.coordination.wait_policy import PATIENCE_S, PeerWait
+from dcompile.runtime.coordination.wait_policy import BEAT_S, PATIENCE_S, PeerWait
 
 _STUCK: list[Any] = []
 """Collectives that were given up. Gloo cannot abort them, and its threads would keep the process from ending."""
@@ -82,7 +81,7 @@ class PendingCollective:
     def _let_the_stream_wait(self) -> None:
         """Make the current stream wait.
 
-        The host goes on; `coordination.watchdog` notices if the collective never ends.
+        The host goes on; `coordination.heartbeat` notices if the collective never ends.
         """
         try:
             self.work.wait()

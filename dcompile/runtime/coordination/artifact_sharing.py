@@ -20,8 +20,7 @@ from math import inf
 from typing import Any
 
 from dcompile.errors import BuildError
-from dcompile.runtime.cache.disk import KernelCache
-from dcompile.runtime.cache.eviction import LIBRARY_KINDS
+from dcompile.runtime.cache.disk import LIBRARY_KINDS, KernelCache
 from dcompile.runtime.coordination.heartbeat import PeerCoordinator
 from dcompile.runtime.coordination.wait_policy import PeerWait
 from dcompile.runtime.program.artifact import from_record, to_record

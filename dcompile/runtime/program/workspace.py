@@ -4,23 +4,31 @@ A backward checks the layouts of saved tensors that it receives, and copies thos
 passes an input of the forward in its present state. New memory (`p.data = p.data.t()`, `module.double()`) changes its
 strides or dtype without a change of its version counter. Hooks for saved tensors may return any layout (`save_on_cpu`
 with pinned memory). Eager's operators read each tensor's strides; compiled kernels expect one layout.
+
+Functions that host programs call besides ATen's, mostly checks of values that are known only at run time.
 """
 
 from __future__ import annotations
 
+import builtins
+import math
+import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 import torch
 
 from dcompile.collectives.contract import AnySource, ProgramReport
 from dcompile.compat.guards import like_these
 from dcompile.compat.storage_holders import is_only_reference
-from dcompile.errors import NotInPartsError
+from dcompile.compat.tensors import assert_on_device, copy_all
+from dcompile.errors import DcompileError, NotInPartsError
 from dcompile.ir.gemm import Geometry
-from dcompile.runtime.program import cuda_launch, half_gemm, host_checks
+from dcompile.ir.index import element_span
+from dcompile.ir.library_ops import COPY_EACH
+from dcompile.runtime.program import cuda_launch, half_gemm
 from dcompile.runtime.program.arena import (
     Arena,
     RecycledResultMemory,
@@ -34,6 +42,96 @@ from dcompile.runtime.program.arena import (
 )
 from dcompile.runtime.program.argument_table import Address, ArgumentTable, kernel_calls, library
 from dcompile.runtime.program.cublaslt import GemmCall, GemmDescription
+
+
+def check_bounds(positions: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    """Raise IndexError, as eager does, unless low <= position < high for every one. Return a copy of `positions`.
+
+    The memory plan takes a library call's result for memory of its own. But `positions` may be stored in an arena
+    buffer that is reused from here on, or in an input that a later step writes.
+    """
+    if positions.numel() and positions.is_cuda:
+        inside = ((positions >= low) & (positions < high)).all()
+        assert_on_device(inside, f"index out of bounds: positions must be from {low} to {high - 1}")
+    elif positions.numel():
+        smallest, largest = (int(value) for value in torch.aminmax(positions))
+        if smallest < low or largest >= high:
+            wrong = smallest if smallest < low else largest
+            raise IndexError(f"index {wrong} is out of bounds: positions must be from {low} to {high - 1}")
+    if not positions.numel():
+        return positions
+    if positions.is_contiguous():
+        return positions.clone()
+    # keep its strides, with the zeros of expanded dimensions, since kernels were made for them
+    extent = element_span(positions.shape, positions.stride())
+    return positions.as_strided((extent,), (1,)).clone().as_strided(positions.shape, positions.stride())
+
+
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    """Call an op whose arguments have no text (graphs, dictionaries): lowering binds them into `function`."""
+    return function(*args)
+
+
+def region(made: Callable[[list[Any]], Any], values: list[Any]) -> Any:
+    """Call another compiler's code for a region of the graph; `values` is emptied."""
+    return made(values)
+
+
+def set_data(tensor: torch.Tensor, source: torch.Tensor, copies: bool) -> None:
+    """`tensor.data = source`; with `copies`, of a copy, because `source` is in memory that the program reuses."""
+    tensor.set_(source.clone() if copies else source)  # type: ignore[call-overload, unused-ignore]
+
+
+def differs(tensor: torch.Tensor, wanted: tuple[tuple[int, ...], torch.dtype], origin: str) -> NoReturn:
+    """Raise DcompileError: a custom operator's result differs from its fake implementation."""
+    shape, dtype = wanted
+    raise DcompileError(
+        f"dcompile: {origin} returned shape {tuple(tensor.shape)}, {tensor.dtype}, where its fake implementation says "
+        f"shape {shape}, {dtype}. Correct the one that is wrong: torch.library.opcheck(op, args) compares them"
+    )
+
+
+def check_number(found: int, wanted: int, origin: str) -> None:
+    """Raise RuntimeError unless a tensor's element is the number that `torch._check` states, as kernels assume."""
+    if found != wanted:
+        raise RuntimeError(
+            f"Runtime assertion failed: {origin} gave {found}, where the program says, by torch._check or a guard, "
+            f"that it is {wanted}. Correct the check, or the input"
+        )
+
+
+def unlike(tensor: torch.Tensor, wanted: tuple[int, ...], origin: str) -> NoReturn:
+    """Raise RuntimeError: a data-dependent size differs from the one that `torch._check` states."""
+    raise RuntimeError(
+        f"Runtime assertion failed: {origin} returned shape {tuple(tensor.shape)}, where the program says, by "
+        f"torch._check or a guard, that it is {wanted}. Correct the check, or the input"
+    )
+
+
+def lay_out(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Copy a tensor to these strides. Raises RuntimeError where two elements would share an address."""
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+_OWN: Mapping[str, Callable[..., Any]] = {
+    "dcompile.check_bounds": check_bounds,
+    "dcompile.call": call,
+    "dcompile.region": region,
+    "dcompile.check_number": check_number,
+    COPY_EACH: copy_all,
+    "dcompile.lay_out": lay_out,
+    "dcompile.set_data": set_data,
+}
+_MODULES: Mapping[str, Any] = {"operator": operator, "math": math, "builtins": builtins, "torch": torch}
+
+
+def function(op: str) -> Callable[..., Any]:
+    """Function for an op outside of `torch.ops`: one of this module's, or a function of Python or torch on numbers."""
+    if op in _OWN:
+        return _OWN[op]
+    module, name = op.split(".", 1)
+    return getattr(_MODULES[module], name)  # type: ignore[no-any-return]
+
 
 if TYPE_CHECKING:
     from dcompile.runtime.communication.model_collectives import ModelCollective
@@ -321,7 +419,7 @@ class HostProgramServices:
     @staticmethod
     def function(op: str) -> Callable[..., Any]:
         """Function that is not in `torch.ops`."""
-        return host_checks.function(op)
+        return function(op)
 
     @staticmethod
     def bucket_view(
@@ -345,7 +443,7 @@ class HostProgramServices:
         copy_elements(fitting, tensor)
         return fitting
 
-    differs, unlike = staticmethod(host_checks.differs), staticmethod(host_checks.unlike)
+    differs, unlike = staticmethod(differs), staticmethod(unlike)
 
     @staticmethod
     def failed(status: int) -> None:

@@ -15,11 +15,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from dcompile.codegen.emit.select_target import emit_all
 from dcompile.codegen.emit.target import AllReduceKernel
 from dcompile.codegen.emit.triton import one_shot_all_reduce
 from dcompile.machine_model import MAX_ONE_SHOT_BYTES
 from tests.codegen.emit import interpreted, reduced_rows
+from tests.codegen.emit.all_kernels import kernels_of
 
 CALLS = 3
 """In a row: the third writes where the first has read."""
@@ -109,7 +109,7 @@ def problem(ranks: int, dtype: str, count: int) -> str:
 def row_problem(ranks: int, kind: str, rows: int, depth: int, dtype: str, keeps_sum: bool) -> str:
     """What is wrong with a kernel that ends with a loop; empty if nothing."""
     program = reduced_rows.program(kind, rows, depth, dtype, keeps_sum=keeps_sum)
-    kernel = emit_all(program, "inference", (), own_products=True).all_reduces["p"]
+    kernel = kernels_of(program).all_reduces["p"]
     results = shared(ranks * CALLS * 3 * rows * depth, torch.float32).view(ranks, CALLS, 3, rows, depth)
     generator = torch.Generator().manual_seed(7)
     kept = {name: torch.randn(shape, generator=generator).to(getattr(torch, dtype))

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from dcompile.codegen.emit.cpp import kernel
 from dcompile.codegen.emit.cpp.plan import NestDecision, NestPlan
-from dcompile.codegen.emit.target import Kernels, KernelSource
+from dcompile.codegen.emit.target import EmitRequest, Kernels, KernelSource
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.nodes import Loop, Program
 from dcompile.pipeline import nest_passes
@@ -36,6 +36,6 @@ def emit(
     return kernel.emit(loop, table, decisions(without), read_again)
 
 
-def emit_all(program: Program, *, training: bool = False, own_products: bool = False) -> Kernels:
+def emit_all(program: Program) -> Kernels:
     """The kernels of a program."""
-    return kernel.emit_all(program, decisions(), training=training, own_products=own_products)
+    return Kernels(kernel.emit_all(program, EmitRequest(decisions=decisions())))

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.codegen.lower.lower import lower
-from dcompile.codegen.lower.rules import embedding_backward
+from dcompile.codegen.lower.rules import scatter
 from dcompile.codegen.schedule.fusion.fuse import fuse
 from dcompile.ir.nodes import Program
 
@@ -54,7 +54,7 @@ def sum_groups(values: np.ndarray, index: np.ndarray, chunk: int) -> tuple[np.nd
     return sums, room, room, np.zeros((2, -(-len(index) // chunk), values.shape[1]), np.float32)
 
 
-MEANINGS = {embedding_backward.GROUPED: sum_groups}
+MEANINGS = {scatter.GROUPED: sum_groups}
 
 CASES = {
     f"{dtype} {kind} {'x'.join(map(str, count))} of {rows}": (count, rows, width, dtype, kind, padding)
@@ -72,11 +72,11 @@ CASES = {
 @cache
 def small_gradient(count, rows, width, dtype, padding) -> Program:
     """As of a table with more rows; indices have 32 bits where a row is for padding."""
-    few, embedding_backward.few_rows = embedding_backward.few_rows, lambda *_: False
+    few, scatter.few_rows = scatter.few_rows, lambda *_: False
     try:
         return gradient(count, rows, width, dtype, torch.int64 if padding < 0 else torch.int32, padding)
     finally:
-        embedding_backward.few_rows = few
+        scatter.few_rows = few
 
 
 def case(name: str) -> tuple[Program, dict[str, np.ndarray]]:

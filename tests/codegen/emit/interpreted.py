@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dcompile.codegen.emit.target import KernelSource
+from dcompile.codegen.emit.target import Kernels, KernelSource
 from dcompile.codegen.emit.triton import flex_attention, matmul_epilogue, segment_sum
 from dcompile.codegen.emit.triton import kernel as emitter
 from dcompile.codegen.emit.triton.horizontal_fusion import fuse_launches
@@ -388,9 +388,10 @@ def run(program: Program, inputs: dict[str, np.ndarray], sizes: Mapping[str, int
     memory = {b.name: placed(b, inputs.get(b.name)) for b in program.buffers}
     loops = [step for step in symbolic.steps if isinstance(step, Loop)]
     made = [(emitter if loop.product is None else matmul_epilogue).emit(loop, symbolic.table) for loop in loops]
-    products = segment_sum.products(symbolic) | flex_attention.products(symbolic)
+    emitted = flex_attention.emit_flex_attention(Kernels(tuple(made)), symbolic)
+    emitted = fuse_launches(segment_sum.sum_groups(emitted, symbolic), symbolic)
+    products, kernels = emitted.products, iter(emitted.calls)
     assert len(loops) + len(products) == len(program.steps)
-    kernels = iter(fuse_launches(symbolic, made))
     for position in range(len(program.steps)):
         source = products[position].kernel if position in products else next(kernels)
         call(source, memory, table, sizes)

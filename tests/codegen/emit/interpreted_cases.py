@@ -17,7 +17,7 @@ from dcompile.codegen.emit.triton import segment_sum
 from dcompile.codegen.lower.rules import small_matmul
 from dcompile.codegen.nest import contraction, gpu_tiling
 from dcompile.codegen.nest.row_matmul import RowMatmul, RowTile, choose_row_tile
-from dcompile.codegen.schedule.fusion import matmul_epilogue, split_reductions, split_rows
+from dcompile.codegen.schedule.fusion import matmul_epilogue, split_reductions
 from dcompile.codegen.schedule.order import group_updates
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Program
@@ -77,8 +77,8 @@ def _known_cases() -> Iterator[tuple[str, Program, dict[str, np.ndarray], float]
         yield f"exact {seed}", *random_program(seed, 8, exact=True), 0
     for seed in range(500, 510):
         yield f"random {seed}", *random_program(seed, 8), 2e-2
-    split_rows.MIN_SPLIT_ROW_ELEMENTS, split_rows.PART_ELEMENTS = 8, 3  # so that small loops are shared
-    split_rows.PROGRAMS = split_reductions.PROGRAMS = 4
+    split_reductions.MIN_SPLIT_ROW_ELEMENTS, split_reductions.PART_ELEMENTS = 8, 3  # so that small loops are shared
+    split_reductions.PROGRAMS = split_reductions.PROGRAMS = 4
     for seed in range(24, 44, EACH):
         program, inputs = random_program(seed, 8, exact=True)
         yield f"spread {seed}", spread_out(program), inputs, 0
@@ -90,7 +90,7 @@ def _chosen(tile: RowTile, _: RowMatmul) -> RowTile:
 
 def spread_out(program: Program) -> Program:
     """A program as it would be made for a GPU."""
-    return split_rows.split_row_reductions(split_reductions.split_column_reductions(loops.on_a_gpu(program)))
+    return split_reductions.split_row_reductions(split_reductions.split_column_reductions(loops.on_a_gpu(program)))
 
 
 def problem(program: Program, inputs: dict[str, np.ndarray], sizes: dict[str, int], tolerance: float) -> str:

@@ -12,8 +12,7 @@ from dcompile.codegen.emit.cpp import compile as cpp_compile
 from dcompile.codegen.emit.target import KernelSource
 from dcompile.codegen.emit.triton import compile as triton_compile
 from dcompile.codegen.emit.triton import kernel
-from dcompile.codegen.schedule.fusion.split_reductions import split_column_reductions
-from dcompile.codegen.schedule.fusion.split_rows import split_row_reductions
+from dcompile.codegen.schedule.fusion.split_reductions import split_column_reductions, split_row_reductions
 from dcompile.config import Config
 from dcompile.ir.index import as_index, evaluate
 from dcompile.ir.interpret import GARBAGE

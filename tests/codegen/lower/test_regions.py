@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile.codegen.lower.regions import Region, RegionPlan, can_compile_in_region, with_calls
+from dcompile.compiler.compute_regions import Region, RegionPlan, can_compile_in_region, with_calls
 from dcompile.kernel_backends.compile_region import RegionCall
 
 

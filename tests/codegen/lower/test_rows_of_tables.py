@@ -5,12 +5,12 @@ import torch
 from torch.nn import functional as F
 
 import dcompile
-from dcompile.codegen.lower.rules import embedding_backward, scatter
+from dcompile.codegen.lower.rules import scatter
 
 
 @pytest.fixture(autouse=True)
 def in_no_order(monkeypatch):
-    for module in (scatter, embedding_backward):
+    for module in (scatter, scatter):
         monkeypatch.setattr(module, "needs_order", lambda low: False)
     torch.compiler.reset()
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dcompile.codegen.nest.byte_words import by_words
-from dcompile.codegen.nest.gpu_tiling import make_plan
+from dcompile.codegen.nest.gpu_tiling import by_words, make_plan
 from dcompile.codegen.nest.loop_nest import flatten_loop
 from dcompile.ir.index import as_index
 from dcompile.ir.interpret import interpret

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from dcompile.runtime.cache import eviction
+from dcompile.runtime.cache import disk
 from dcompile.runtime.cache.disk import KernelCache
 
 DAY = 24 * 3600
@@ -32,7 +32,7 @@ def aged(path, days, text=None):
 
 
 def evict(cache, limit_bytes):
-    return eviction.evict(cache.directory, limit_bytes, eviction.files_in(cache.directory))
+    return disk.evict(cache.directory, limit_bytes, disk.files_in(cache.directory))
 
 
 def kernels(cache):
@@ -42,7 +42,7 @@ def kernels(cache):
 def test_what_was_used_longest_ago_goes_first_with_its_entries(cache, capsys):
     removed = evict(cache, 4000)
     assert kernels(cache) == [3, 4] and not (cache.directory / "old.graph").exists()
-    assert sum(file.size for file in eviction.files_in(cache.directory)) <= 3200 and removed >= 3000
+    assert sum(file.size for file in disk.files_in(cache.directory)) <= 3200 and removed >= 3000
     assert not list(cache.directory.glob("kernel0.json"))
     assert "damaged" not in capsys.readouterr().err
 
@@ -54,7 +54,7 @@ def test_a_kernel_that_is_used_is_young_again(cache):
 
 
 def test_what_was_used_within_the_hour_stays_whatever_the_limit(cache):
-    for file in eviction.files_in(cache.directory):
+    for file in disk.files_in(cache.directory):
         os.utime(file.path)
     assert evict(cache, 10) == 0 and kernels(cache) == [0, 1, 2, 3, 4]
 
@@ -64,21 +64,21 @@ def test_a_cache_below_its_limit_is_left_alone(cache):
 
 
 def test_the_size_is_looked_at_once_a_day(cache):
-    eviction.limit_size(cache.directory, 10**6)
-    eviction.limit_size(cache.directory, 4000)
+    disk.limit_size(cache.directory, 10**6)
+    disk.limit_size(cache.directory, 4000)
     assert len(kernels(cache)) == 5
-    aged(cache.directory / eviction.MARKER, days=2)
-    eviction.limit_size(cache.directory, 4000)
+    aged(cache.directory / disk.MARKER, days=2)
+    disk.limit_size(cache.directory, 4000)
     assert len(kernels(cache)) == 2
 
 
 def test_no_limit(cache):
-    eviction.limit_size(cache.directory, 0)
-    assert len(kernels(cache)) == 5 and not (cache.directory / eviction.MARKER).exists()
+    disk.limit_size(cache.directory, 0)
+    assert len(kernels(cache)) == 5 and not (cache.directory / disk.MARKER).exists()
 
 
 def test_clearing_leaves_what_is_not_the_caches(cache):
     (cache.directory / "notes.txt").write_text("mine")
     (cache.directory / "kernel9.json").write_text(json.dumps({"key": "kernel9"}))
-    assert eviction.clear(cache.directory) > 5000
+    assert disk.clear(cache.directory) > 5000
     assert [path.name for path in cache.directory.iterdir()] == ["notes.txt"]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcompile.runtime.communication.converted_shards import ALIGN_BYTES, ConvertedShards
+from dcompile.runtime.communication.peer_memory.shards import ALIGN_BYTES, ConvertedShards
 
 
 class Unit:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dcompile.errors import BuildError, PlanMismatchError
 from dcompile.runtime.coordination import heartbeat as module
-from dcompile.runtime.coordination.peer_status import RankProcess, _process_stat
+from dcompile.runtime.coordination.wait_policy import RankProcess, _process_stat
 from tests.runtime.ranks import Group, Ranks
 
 

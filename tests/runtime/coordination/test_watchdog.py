@@ -8,8 +8,8 @@ import pytest
 
 from dcompile import compat
 from dcompile.errors import PlanMismatchError
-from dcompile.runtime.coordination import heartbeat, wait_policy, watchdog
-from dcompile.runtime.coordination import watchdog as module
+from dcompile.runtime.coordination import heartbeat, wait_policy
+from dcompile.runtime.coordination import heartbeat as module
 from tests.runtime.ranks import Ranks
 
 
@@ -43,10 +43,10 @@ class Gpu:
 @pytest.fixture
 def gpu(monkeypatch):
     found = Gpu()
-    monkeypatch.setattr(watchdog.torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(watchdog.torch.cuda, "Event", found.event())
-    monkeypatch.setattr(watchdog, "raw_stream", lambda device: 7)
-    monkeypatch.setattr(watchdog.torch.cuda, "current_stream", lambda device: "the stream of 7")
+    monkeypatch.setattr(heartbeat.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(heartbeat.torch.cuda, "Event", found.event())
+    monkeypatch.setattr(heartbeat, "raw_stream", lambda device: 7)
+    monkeypatch.setattr(heartbeat.torch.cuda, "current_stream", lambda device: "the stream of 7")
     return found
 
 
@@ -98,7 +98,7 @@ def until(condition, seconds=3.0):
 
 
 def test_marks_tell_where_the_gpu_is_and_use_events_again(gpu):
-    found = watchdog.ProgressEvents()
+    found = heartbeat.ProgressEvents()
     for number in range(3):
         found.put(number, f"collective {number}")
     assert found.oldest().label == "collective 0"
@@ -106,10 +106,10 @@ def test_marks_tell_where_the_gpu_is_and_use_events_again(gpu):
     assert found.oldest().label == "collective 2"
     gpu.done = 3
     assert found.oldest() is None
-    for number in range(10 * watchdog.SWEEP_COUNT):
+    for number in range(10 * heartbeat.SWEEP_COUNT):
         found.put(number, "another")
         gpu.done = gpu.recorded - 2
-    assert gpu.made <= watchdog.SWEEP_COUNT + 2, "those that the GPU is through with serve again"
+    assert gpu.made <= heartbeat.SWEEP_COUNT + 2, "those that the GPU is through with serve again"
 
 
 def test_a_rank_that_dies_in_a_collective_ends_the_host_of_the_other(ranks, gpu, exits):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import dcompile
+from dcompile.compiler import autotune
 from dcompile.ir.gemm import Geometry
-from dcompile.runtime.measure import autotune
 from dcompile.runtime.program.cublaslt import GemmCall, GemmDescription
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcompile.codegen.emit.cpp import sgemm
-from dcompile.codegen.emit.target import KernelSource, LibraryReplacement
+from dcompile.codegen.emit.target import Kernels, KernelSource, LibraryReplacement
+from dcompile.device_traits import is_on_host
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.nodes import Extern, Program, View
 
@@ -32,14 +33,11 @@ _PARAMETERS = {
 }
 
 
-def replace_attentions(program: Program) -> dict[int, LibraryReplacement]:
-    """Return the library calls of a program, by position among the steps, that the kernels compute."""
-    found = {
-        position: _replace(step, program.table)
-        for position, step in enumerate(program.steps)
-        if isinstance(step, Extern) and step.op in _PARAMETERS
-    }
-    return {position: call for position, call in found.items() if call is not None}
+def replace_attentions(kernels: Kernels, program: Program) -> Kernels:
+    """Compute float32 attention by dcompile's kernels instead of the library's."""
+    steps = enumerate(program.steps if is_on_host(program.buffers) else ())
+    calls = ((n, step) for n, step in steps if isinstance(step, Extern) and step.op in _PARAMETERS)
+    return kernels.with_products({position: _replace(step, program.table) for position, step in calls})
 
 
 def _replace(step: Extern, table: Mapping[str, Buffer]) -> LibraryReplacement | None:

@@ -12,7 +12,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dcompile.codegen.emit.cpp import attention, sgemm
 from dcompile.codegen.emit.cpp.column_sums import open_in_place, print_row_blocks
 from dcompile.codegen.emit.cpp.interleave_rows import SUMMED_ROWS, print_scanned_rows, print_summed_rows
 from dcompile.codegen.emit.cpp.keep_values import hoisted_computation
@@ -24,7 +23,7 @@ from dcompile.codegen.emit.cpp.row_passes import print_row
 from dcompile.codegen.emit.cpp.software_pipeline import open_late_row
 from dcompile.codegen.emit.cpp.stream_stores import may_stream
 from dcompile.codegen.emit.cpp.vector_printer import NO_SUMS
-from dcompile.codegen.emit.target import EmitRequest, Kernels, KernelSource, Target, describe_loop, kernel_name
+from dcompile.codegen.emit.target import EmitRequest, KernelSource, Target, describe_loop, kernel_name
 from dcompile.codegen.nest.loop_nest import make_nest, may_exceed
 from dcompile.device_traits import CPU
 from dcompile.ir.buffers import Buffer
@@ -64,16 +63,13 @@ def emit(
     return KernelSource(name, text, tuple(p.arguments), cost, p.checked, loop.origin, sizes, plan=decided)
 
 
-def emit_all(
-    program: Program, decisions: Sequence[NestDecision], *, training: bool = False, own_products: bool = False
-) -> Kernels:
-    """Emit the kernels of a program, one for each of its loops; with `own_products` also for matmuls and attention.
+def emit_all(program: Program, request: EmitRequest) -> tuple[KernelSource, ...]:
+    """Emit the kernels of a program, one for each of its loops. A backward reads all results of a forward again.
 
-    `training`: a backward reads all results of this program again. Loops that differ only in buffer names, such as
-    those of equal layers, are emitted once. For 32 layers of a Llama these are 21 of 300 loops, in 0.1 s instead of
-    0.9.
+    Loops that differ only in buffer names, such as those of equal layers, are emitted once. For 32 layers of a Llama
+    these are 21 of 300 loops, in 0.1 s instead of 0.9.
     """
-    table = program.table
+    table, training = program.table, request.kind == "forward"
     written: dict[tuple[Nameless, tuple[Buffer, ...], frozenset[str]], KernelSource] = {}
     last = {name: at for at, step in enumerate(program.steps) for name in step.reads}
     calls = []
@@ -86,12 +82,12 @@ def emit_all(
             key = (loop, buffers, frozenset(names[name] for name in stored if may_stream(table[name])))
             kernel = written.get(key)
             if kernel is None:
-                kernel = written[key] = emit(loop[0], {buffer.name: buffer for buffer in buffers}, decisions, key[2])
+                named = {buffer.name: buffer for buffer in buffers}
+                kernel = written[key] = emit(loop[0], named, request.decisions, key[2])
             own = {number: name for name, number in names.items()}
             arguments = tuple(own[number] for number in kernel.arguments)
             calls.append(replace(kernel, arguments=arguments, origin=step.origin))
-    replaced = {**sgemm.replace_matmuls(program), **attention.replace_attentions(program)} if own_products else {}
-    return Kernels(tuple(calls), replaced)
+    return tuple(calls)
 
 
 def _numbered(buffer: Buffer, number: str) -> Buffer:

@@ -15,18 +15,18 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dcompile.codegen.emit.target import KernelSource, LibraryReplacement
+from dcompile.codegen.emit.target import Kernels, KernelSource, LibraryReplacement
+from dcompile.device_traits import is_on_host
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.gemm import matmul_of
 from dcompile.ir.index import Size
 from dcompile.ir.nodes import Extern, Program, View
 
 
-def replace_matmuls(program: Program) -> dict[int, LibraryReplacement]:
-    """Return the library calls of a program, by position among the steps, that the function computes."""
-    table = program.table
-    found = {n: replace_matmul(step, table) for n, step in enumerate(program.steps) if isinstance(step, Extern)}
-    return {position: call for position, call in found.items() if call is not None}
+def replace_matmuls(kernels: Kernels, program: Program) -> Kernels:
+    """Compute float32 matmuls by dcompile's function instead of the library's."""
+    steps = enumerate(program.steps if is_on_host(program.buffers) else ())
+    return kernels.with_products({n: replace_matmul(s, program.table) for n, s in steps if isinstance(s, Extern)})
 
 
 def replace_matmul(step: Extern, table: Mapping[str, Buffer]) -> LibraryReplacement | None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dcompile.codegen.emit.cpp.ops import FLOATS
 from dcompile.codegen.emit.cpp.plan import NestPlan
-from dcompile.codegen.emit.host.buffer_uses import known_bytes
+from dcompile.codegen.emit.host.batch_launches import known_bytes
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.nodes import Load, Reduce, Scan
 

@@ -12,26 +12,11 @@ from dcompile.ir.buffers import ITEMSIZE, Buffer
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, as_index, as_size, floordiv
 from dcompile.ir.nodes import Arg, Program, Verbatim, View
 
-_TAKEN = frozenset(
-    (
-        *keyword.kwlist,
-        *dir(builtins),
-        "torch",
-        "as_strided",
-        "empty_strided",
-        "empty_cpu",
-        "empty_cuda",
-        "entry",
-        "strided_view",
-        "run",
-        "args",
-        "buckets",
-        "sync",
-        "call",
-        "make",
-        "stream",
-    )
-)
+_NAMES = (
+    "torch", "as_strided", "empty_strided", "empty_cpu", "empty_cuda", "entry", "strided_view", "run", "args",
+    "buckets", "sync", "call", "make", "stream",
+)  # fmt: skip
+_TAKEN = frozenset((*keyword.kwlist, *dir(builtins), *_NAMES))
 
 
 class HostExpressions:

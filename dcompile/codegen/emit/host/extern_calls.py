@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from dcompile.codegen.emit.host.allocate import HostBuffers
-from dcompile.codegen.emit.host.batch_launches import LaunchBatch
+from dcompile.codegen.emit.host.batch_launches import HostBuffers, LaunchBatch
 from dcompile.codegen.emit.host.expressions import HostExpressions
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES, Chosen, Geometry, gemm_layout, matmul_of

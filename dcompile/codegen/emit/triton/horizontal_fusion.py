@@ -11,15 +11,18 @@ enough: beside a norm and the all-reduce before it, not beside the norm alone.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from dcompile.codegen.emit.target import AllReduceKernel, KernelSource, Launch, kernel_name
-from dcompile.codegen.emit.triton.library import AFTER, HEADER, START_NEXT_FIRST, WAIT_FIRST, used_functions
+from dcompile.codegen.emit.target import EmitRequest, Kernels, KernelSource, Launch
+from dcompile.codegen.emit.triton.kernel import finished, function_text
+from dcompile.codegen.emit.triton.library import AFTER, START_NEXT_FIRST, WAIT_FIRST
+from dcompile.codegen.emit.triton.one_shot_all_reduce import end_with_loops
 from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, TYPES
 from dcompile.codegen.emit.triton.printer import overlap
+from dcompile.codegen.emit.triton.target import emit
+from dcompile.device_traits import loop_traits
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait
 
@@ -36,15 +39,13 @@ TABLE = "kernel_param_0"
 """LLVM's name of a kernel's first argument."""
 
 
-def fuse_launches(
-    program: Program, calls: Sequence[KernelSource], apart: Collection[int] = ()
-) -> tuple[KernelSource, ...]:
-    """Return the kernels of a program's loops, with concurrent neighbours fused into one; loops `apart` stay alone.
+def fuse_launches(kernels: Kernels, program: Program) -> Kernels:
+    """Fuse the kernels of concurrent neighbours into one launch, but those that all-reduces may end with.
 
     A fused kernel takes the place of its last loop; each other place gets a launch of no programs. Relies on: memory is
     planned, since independent loops may still share memory at different times.
     """
-    table, found = program.table, list(calls)
+    table, calls, found = program.table, kernels.calls, list(kernels.calls)
     group: list[int] = []
     loops: dict[int, Loop] = {}
     for step in program.steps:
@@ -53,7 +54,7 @@ def fuse_launches(
             continue
         number = len(loops)
         loops[number] = step
-        if number in apart or not _is_small(step, calls[number], table):
+        if number in kernels.epilogues or not _is_small(step, calls[number], table):
             _close(group, loops, found)
         elif _is_room([*group, number], calls) and all(
             _may_join(loops[n], calls[n], step, calls[number], table) for n in group
@@ -63,15 +64,17 @@ def fuse_launches(
             _close(group, loops, found)
             group.append(number)
     _close(group, loops, found)
-    return tuple(found)
+    return replace(kernels, calls=tuple(found))
 
 
-def constants(program: Program, one_shot: Collection[str] = ()) -> frozenset[str] | None:
+def early_inputs(kernels: Kernels, program: Program, kind: str) -> frozenset[str] | None:
     """Return the inputs that no step of the program writes, so that kernels may read them while others still run.
 
-    `one_shot`: collectives that are kernels like others. None where kernels must start in turn, beside NCCL's streams.
+    None where kernels must start in turn: beside NCCL's streams, and in training, whose kernels run longer than their
+    launch.
     """
-    if any(isinstance(step, (Collective, Wait)) and step.bucket not in one_shot for step in program.steps):
+    buckets = {step.bucket for step in program.steps if isinstance(step, (Collective, Wait))}
+    if kind != "inference" or not buckets <= kernels.all_reduces.keys():
         return None
     if any(isinstance(step, Extern) and step.op.startswith("_c10d_functional.") for step in program.steps):
         return None
@@ -157,19 +160,13 @@ def _joint(kernels: Sequence[KernelSource]) -> KernelSource:
         types |= {kernel.arguments[n]: kind for n, kind in zip(launch.arguments, launch.types, strict=True)}
     functions, buffers, lines = (_equal_kernels if _are_equal(kernels) else _branches)(kernels)
     parts = [f"@triton.jit\ndef {name}{text}" for text, name in functions.items()]
-    names = ", ".join(f"a{n}" for n in range(len(buffers)))
-    parts.append(f"@triton.jit\ndef kernel({names}):\n" + "\n".join(lines) + "\n")
-    text = "\n\n".join(parts)
-    text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
-    kinds = tuple(types[name] for name in buffers)
+    parts.append(function_text("kernel", (f"a{n}" for n in range(len(buffers))), lines))
     grid, warps = sum(_grid(kernel) for kernel in kernels), kernels[0].launches[0].warps
-    digest = hashlib.sha256(f"{text}\n{(grid, warps, kinds)}".encode()).hexdigest()[:24]
-    entry = f"dcompile_joint_{digest[:8]}"
-    launch = Launch(entry, grid, warps, tuple(range(len(buffers))), kinds)
+    launch = Launch("kernel", grid, warps, tuple(range(len(buffers))), tuple(types[name] for name in buffers))
     origin = tuple(dict.fromkeys(line for kernel in kernels for line in kernel.origin))
     cost = sum(kernel.cost for kernel in kernels)
-    text = text.replace("def kernel(", f"def {entry}(").replace(TABLE, f"{entry}_param_0")
-    return KernelSource(kernel_name("joint", digest), text, buffers, cost, False, origin, launches=(launch,))
+    made = finished("joint", parts, [launch], buffers, cost, {"kernel": "joint"}, origin)
+    return replace(made, text=made.text.replace(TABLE, f"{made.launches[0].function}_param_0"))
 
 
 def _grid(kernel: KernelSource) -> int:
@@ -248,35 +245,43 @@ def _argument(place: int) -> str:
     return f'tl.inline_asm_elementwise("{text}", "=l,r", [row], dtype=tl.int64, is_pure=True, pack=1)'
 
 
+def read_inputs_early(kernels: Kernels, program: Program, kind: str) -> Kernels:
+    """Have kernels of inference read what nothing writes while the kernel before them ends; but not the first one's."""
+    constant, loops = early_inputs(kernels, program, kind), [step for step in program.steps if isinstance(step, Loop)]
+    if not constant:
+        return kernels
+    first = first_launch(fuse_launches(kernels, program).calls)
+    calls, table = list(kernels.calls), program.table
+    for number, loop in enumerate(loops):
+        if number > first and constant & loop.reads and loop_traits(loop, table).many_threads:
+            calls[number] = emit(loop, table, EmitRequest(constant=constant))
+    early = replace(kernels, calls=tuple(calls))
+    if first_launch(fuse_launches(early, program).calls) != first:
+        return kernels
+    return end_with_loops(early, program, kernels.epilogues.values(), constant, first)
+
+
 MARK = "_n"
 """End of the name of a kernel that lets the next one start first."""
 
 
-def start_next_first(calls: Sequence[KernelSource]) -> tuple[KernelSource, ...]:
-    """Return the kernels of an inference program, where all but the first let their successors start at once.
+def start_next_first(kernels: Kernels, program: Program, kind: str) -> Kernels:
+    """Have all kernels of inference but the first let their successors start at once.
 
     The first one waits before. So no kernel behind it runs beside the previous program, which may write this one's
-    inputs.
+    inputs. A rank that waits for its peers' words in an all-reduce fills its registers with weights of the next matmul
+    meanwhile.
     """
-    first = first_launch(calls)
-    return tuple(kernel if number <= first else _started(kernel) for number, kernel in enumerate(calls))
-
-
-def start_all_reduces_early(
-    program: Program, kernels: Mapping[str, AllReduceKernel], first: int
-) -> dict[str, AllReduceKernel]:
-    """Return kernels of all-reduces, by bucket, where those behind the first kernel let their successors start at once.
-
-    `first`: position of the first kernel among the program's loops. A rank that waits for its peers' words in such a
-    kernel fills its registers with weights of the next matmul meanwhile.
-    """
-    started, loops = dict(kernels), 0
+    if early_inputs(kernels, program, kind) is None:
+        return kernels
+    first, started, loops = first_launch(kernels.calls), dict(kernels.all_reduces), 0
     for step in program.steps:
         loops += isinstance(step, Loop)
-        if isinstance(step, Collective) and step.bucket in started and loops > first:
+        if isinstance(step, Collective) and loops > first:
             kernel = started[step.bucket]
             started[step.bucket] = replace(kernel, source=_started(kernel.source))
-    return started
+    calls = tuple(call if number <= first else _started(call) for number, call in enumerate(kernels.calls))
+    return replace(kernels, calls=calls, all_reduces=started)
 
 
 def _started(kernel: KernelSource) -> KernelSource:

@@ -9,23 +9,22 @@ the addresses. Positions then have 64 bits, and grids are computed when the host
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from dcompile.codegen.emit.target import Kernels, KernelSource, Launch, describe_loop, kernel_name
+from dcompile.codegen.emit.target import KernelSource, Launch, describe_loop, kernel_name
 from dcompile.codegen.emit.triton.library import HEADER, used_functions
 from dcompile.codegen.emit.triton.ops import ALIGNED, POINTERS, literal
 from dcompile.codegen.emit.triton.printer import TritonText
 from dcompile.codegen.emit.triton.row_passes import RowPassWriter
 from dcompile.codegen.emit.triton.skinny_matmul import SkinnyMatmulWriter
-from dcompile.codegen.nest.gpu_tiling import make_plan
+from dcompile.codegen.nest.gpu_tiling import leaves_gaps, make_plan
 from dcompile.codegen.nest.loop_nest import may_exceed
 from dcompile.codegen.nest.row_matmul import RowTile
-from dcompile.codegen.nest.tile_columns import leaves_gaps
 from dcompile.codegen.nest.tile_plan import ceil_div
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import exact_quotient
-from dcompile.ir.nodes import Loop, Program, Store
+from dcompile.ir.nodes import Loop, Store
 from dcompile.ir.ops import REDUCTIONS
 
 FILL = 1024
@@ -68,25 +67,35 @@ def emit(
         parts.append(text)
         places = [arguments.index(buffer), *range(len(arguments), len(arguments) + len(sizes))]
         launches.insert(0, Launch(name, grid, 4, tuple(places), types_of((buffer,), len(places), table)))
+    cost = sum(map(bool, body.classes)) + 4  # scalars of all programs cost next to nothing
+    described = describe_loop(loop)
+    entries = {"kernel": f"{plan.kind}_{described}"}
+    kernel = finished(described, parts, launches, arguments, cost, entries, loop.origin)
+    return replace(kernel, sizes=sizes, numbers=numbers, kind=plan.kind)
+
+
+def finished(
+    described: str,
+    parts: Sequence[str],
+    launches: Sequence[Launch],
+    arguments: tuple[str, ...],
+    cost: int,
+    entries: Mapping[str, str],
+    origin: tuple[str, ...] = (),
+) -> KernelSource:
+    """Return the kernel of some functions, behind those of the library that they call.
+
+    `entries`: functions that are launched -> their names in profilers, to which digits of the text are added.
+    """
     text = "\n\n".join(parts)
     text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
     shape = [(launch.function, launch.warps, launch.types) for launch in launches]
     digest = hashlib.sha256(f"{text}\n{shape}".encode()).hexdigest()[:24]
-    described = describe_loop(loop)
-    entry = f"dcompile_{plan.kind}_{described}_{digest[:8]}"  # the name in profilers
-    text = text.replace("def kernel(", f"def {entry}(")
-    launches = [replace(n, function=entry) if n.function == "kernel" else n for n in launches]
-    cost = sum(map(bool, body.classes)) + 4  # scalars of all programs cost next to nothing
-    name = kernel_name(described, digest)
-    return KernelSource(
-        name, text, arguments, cost, False, loop.origin, sizes, tuple(launches), numbers, kind=plan.kind
-    )
-
-
-def emit_all(program: Program) -> Kernels:
-    """Emit the kernels of a program, one for each of its loops."""
-    table = program.table
-    return Kernels(tuple(emit(step, table) for step in program.steps if isinstance(step, Loop)))
+    named = {function: f"dcompile_{entry}_{digest[:8]}" for function, entry in entries.items()}
+    for function, entry in named.items():
+        text = text.replace(f"def {function}(", f"def {entry}(")
+    launched = tuple(replace(launch, function=named.get(launch.function, launch.function)) for launch in launches)
+    return KernelSource(kernel_name(described, digest), text, arguments, cost, False, origin, launches=launched)
 
 
 def function_text(name: str, arguments: Iterable[str], lines: list[str]) -> str:

@@ -13,107 +13,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 INSTRUCTIONS = "has_instructions: tl.constexpr = "
 """Start of the lines in which the worker writes True in place of False for GPUs with such instructions."""
 
-_FLOAT8_FUNCTIONS = r'''
+_FLOAT8_FUNCTIONS = r"""
 @triton.jit
 def pack_bytes(a, b, c, d):
     low = a.to(tl.uint8).to(tl.int32) | (b.to(tl.uint8).to(tl.int32) << 8)
     return low | (c.to(tl.uint8).to(tl.int32) << 16) | (d.to(tl.uint8).to(tl.int32) << 24)
-
-
-@triton.jit
-def pack_float8_e4m3fn(a, b, c, d):
-    has_instructions: tl.constexpr = False
-    if has_instructions:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }""",
-            "=r,f,f,f,f", [a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )
-    else:
-        first, second = integers_to_float8_e4m3fn(a), integers_to_float8_e4m3fn(b)
-        return pack_bytes(first, second, integers_to_float8_e4m3fn(c), integers_to_float8_e4m3fn(d))
-
-
-@triton.jit
-def pack_float8_e5m2(a, b, c, d):
-    has_instructions: tl.constexpr = False
-    if has_instructions:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b16 low, high; cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }""",
-            "=r,f,f,f,f", [a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)],
-            dtype=tl.int32, is_pure=True, pack=1,
-        )
-    else:
-        first, second = integers_to_float8_e5m2(a), integers_to_float8_e5m2(b)
-        return pack_bytes(first, second, integers_to_float8_e5m2(c), integers_to_float8_e5m2(d))
-
-
-@triton.jit
-def clamped_to_float8_e4m3fn(a):
-    has_instructions: tl.constexpr = False
-    if has_instructions:
-        return a.to(tl.float32).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    else:
-        return integers_to_float8_e4m3fn(a)
-
-
-@triton.jit
-def clamped_to_float8_e5m2(a):
-    has_instructions: tl.constexpr = False
-    if has_instructions:
-        return a.to(tl.float32).to(tl.float8e5).to(tl.uint8, bitcast=True)
-    else:
-        return integers_to_float8_e5m2(a)
-
-
-@triton.jit
-def to_float8_e4m3fn(a):
-    has_instructions: tl.constexpr = False
-    if has_instructions:
-        number = a.to(tl.float32)
-        other = ((number.to(tl.int32, bitcast=True) >> 24) & 0x80) | 0x7F
-        return tl.where(tl.abs(number) <= 464.0, clamped_to_float8_e4m3fn(number), other.to(tl.uint8))
-    else:
-        return integers_to_float8_e4m3fn(a)
-
-
-@triton.jit
-def to_float8_e5m2(a):
-    has_instructions: tl.constexpr = False
-    if has_instructions:
-        number = a.to(tl.float32)
-        other = ((number.to(tl.int32, bitcast=True) >> 24) & 0x80) | tl.where(number == number, 0x7C, 0x7F)
-        return tl.where(tl.abs(number) < 61440.0, clamped_to_float8_e5m2(number), other.to(tl.uint8))
-    else:
-        return integers_to_float8_e5m2(a)
-
-
-@triton.jit
-def integers_to_float8_e4m3fn(a):
-    u = a.to(tl.float32).to(tl.int32, bitcast=True)
-    sign, u = (u >> 24) & 0x80, u & 0x7FFFFFFF
-    tiny = (tl.where(u < 0x3C800000, u, 0).to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)
-    normal = (u - 0x3C000000 + 0x7FFFF + ((u >> 20) & 1)) >> 20
-    found = tl.where(u < 0x3C800000, tiny - 0x46800000, normal)
-    return (tl.minimum(found, 0x7F) | sign).to(tl.uint8)
-
-
-@triton.jit
-def integers_to_float8_e5m2(a):
-    u = a.to(tl.float32).to(tl.int32, bitcast=True)
-    sign, u = (u >> 24) & 0x80, u & 0x7FFFFFFF
-    tiny = (tl.where(u < 0x38800000, u, 0).to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True)
-    normal = (u - 0x38000000 + 0xFFFFF + ((u >> 21) & 1)) >> 21
-    found = tl.where(u < 0x38800000, tiny - 0x43000000, normal)
-    found = tl.where(u > 0x7F800000, 0x7F, tl.minimum(found, 0x7C))
-    return (found | sign).to(tl.uint8)
 
 
 @triton.jit
@@ -145,8 +54,65 @@ def from_float8_e8m0fnu(a):
     u = a.to(tl.int32)
     bits = tl.where(u == 0, 0x400000, tl.where(u == 0xFF, 0x7F800001, u << 23))
     return bits.to(tl.float32, bitcast=True)
-'''
+"""
 """Conversions of 8-bit floats."""
+
+_FLOAT8_FORMAT = r'''
+@triton.jit
+def pack_NAME(a, b, c, d):
+    has_instructions: tl.constexpr = False
+    if has_instructions:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b16 low, high; cvt.rn.satfinite.INSTRUCTION.f32 low, $2, $1;
+            cvt.rn.satfinite.INSTRUCTION.f32 high, $4, $3; mov.b32 $0, {low, high}; }""",
+            "=r,f,f,f,f", [a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)],
+            dtype=tl.int32, is_pure=True, pack=1,
+        )
+    else:
+        first, second = integers_to_NAME(a), integers_to_NAME(b)
+        return pack_bytes(first, second, integers_to_NAME(c), integers_to_NAME(d))
+
+
+@triton.jit
+def clamped_to_NAME(a):
+    has_instructions: tl.constexpr = False
+    if has_instructions:
+        return a.to(tl.float32).to(tl.TYPE).to(tl.uint8, bitcast=True)
+    else:
+        return integers_to_NAME(a)
+
+
+@triton.jit
+def to_NAME(a):
+    has_instructions: tl.constexpr = False
+    if has_instructions:
+        number = a.to(tl.float32)
+        other = ((number.to(tl.int32, bitcast=True) >> 24) & 0x80) | BEYOND
+        return tl.where(tl.abs(number) INSIDE, clamped_to_NAME(number), other.to(tl.uint8))
+    else:
+        return integers_to_NAME(a)
+
+
+@triton.jit
+def integers_to_NAME(a):
+    u = a.to(tl.float32).to(tl.int32, bitcast=True)
+    sign, u = (u >> 24) & 0x80, u & 0x7FFFFFFF
+    tiny = (tl.where(u < LEAST, u, 0).to(tl.float32, bitcast=True) + ADDED).to(tl.int32, bitcast=True)
+    normal = (u - SCALE + HALF + ((u >> BITS) & 1)) >> BITS
+    found = tl.where(u < LEAST, tiny - TAKEN, normal)
+    NAN
+    return (FOUND | sign).to(tl.uint8)
+'''
+"""Conversions to a format; words in capitals are columns of `_FLOAT8_FORMATS`."""
+_FLOAT8_FORMATS = (
+    {"NAME": "float8_e4m3fn", "INSTRUCTION": "e4m3x2", "TYPE": "float8e4nv", "BEYOND": "0x7F", "INSIDE": "<= 464.0",
+     "LEAST": "0x3C800000", "TAKEN": "0x46800000", "ADDED": "16384.0", "SCALE": "0x3C000000", "HALF": "0x7FFFF",
+     "BITS": "20", "    NAN\n": "", "FOUND": "tl.minimum(found, 0x7F)"},
+    {"NAME": "float8_e5m2", "INSTRUCTION": "e5m2x2", "TYPE": "float8e5", "INSIDE": "< 61440.0",
+     "BEYOND": "tl.where(number == number, 0x7C, 0x7F)", "LEAST": "0x38800000", "TAKEN": "0x43000000",
+     "ADDED": "128.0", "SCALE": "0x38000000", "HALF": "0xFFFFF", "BITS": "21",
+     "NAN": "found = tl.where(u > 0x7F800000, 0x7F, tl.minimum(found, 0x7C))", "FOUND": "found"},
+)  # fmt: skip
 
 
 HEADER = """\
@@ -458,60 +424,21 @@ def shr_(a, b):
 @triton.jit
 def to_bool(a):
     return a != 0
+"""
 
 
+_CAST = """
 @triton.jit
-def to_uint8(a):
+def to_{0}(a):
+    return a{1}.to(tl.{0}){1}
+"""
+_SHORT_CAST = """
+@triton.jit
+def to_{0}(a):
     if a.dtype.is_floating():
-        return a.to(tl.int64).to(tl.uint8)
+        return a.to(tl.{1}).to(tl.{0})
     else:
-        return a.to(tl.uint8)
-
-
-@triton.jit
-def to_int8(a):
-    if a.dtype.is_floating():
-        return a.to(tl.int32).to(tl.int8)
-    else:
-        return a.to(tl.int8)
-
-
-@triton.jit
-def to_int16(a):
-    if a.dtype.is_floating():
-        return a.to(tl.int32).to(tl.int16)
-    else:
-        return a.to(tl.int16)
-
-
-@triton.jit
-def to_int32(a):
-    return a.to(tl.int32)
-
-
-@triton.jit
-def to_int64(a):
-    return a.to(tl.int64)
-
-
-@triton.jit
-def to_float32(a):
-    return a.to(tl.float32)
-
-
-@triton.jit
-def to_float64(a):
-    return a.to(tl.float64)
-
-
-@triton.jit
-def to_bfloat16(a):
-    return a.to(tl.float32).to(tl.bfloat16).to(tl.float32)
-
-
-@triton.jit
-def to_float16(a):
-    return a.to(tl.float32).to(tl.float16).to(tl.float32)
+        return a.to(tl.{0})
 """
 
 
@@ -519,6 +446,11 @@ def to_float16(a):
 def functions() -> Mapping[str, str]:
     """Return name -> text of each function that kernels may use."""
     whole = _FUNCTIONS + _FLOAT8_FUNCTIONS
+    whole += "".join(_CAST.format(dtype, "") for dtype in ("int32", "int64", "float32", "float64"))
+    whole += "".join(_CAST.format(dtype, ".to(tl.float32)") for dtype in ("bfloat16", "float16"))
+    whole += "".join(_SHORT_CAST.format(*pair) for pair in (("uint8", "int64"), ("int8", "int32"), ("int16", "int32")))
+    for words in _FLOAT8_FORMATS:
+        whole += reduce(lambda text, word: text.replace(*word), words.items(), _FLOAT8_FORMAT)
     texts = [f"@triton.jit{text.rstrip()}\n" for text in whole.split("@triton.jit")[1:]]
     return {text.split("def ", 1)[1].split("(", 1)[0]: text for text in texts}
 

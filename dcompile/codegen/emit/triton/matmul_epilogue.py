@@ -6,13 +6,11 @@ uses it, as if a library had written it to memory. The loop's statements are tho
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dcompile.codegen.emit.target import KernelSource, Launch, kernel_name
-from dcompile.codegen.emit.triton.kernel import function_text, types_of
-from dcompile.codegen.emit.triton.library import HEADER, used_functions
+from dcompile.codegen.emit.target import KernelSource, Launch
+from dcompile.codegen.emit.triton.kernel import finished, function_text, types_of
 from dcompile.codegen.emit.triton.printer import TritonText
 from dcompile.codegen.nest.loop_nest import flatten_loop
 from dcompile.codegen.nest.tile_plan import TileDim, TilePlan
@@ -34,17 +32,12 @@ def emit(loop: Loop, table: Mapping[str, Buffer]) -> KernelSource:
     body = writer.text
     arguments, numbers = tuple(body.arguments), tuple(body.draws)
     named = (*body.arguments.values(), *body.draws.values())
-    text = function_text("kernel", named, body.lines)
-    text = f"{HEADER}\n\n{used_functions(text)}\n\n{text}"
     types, tile = types_of(arguments, len(named), table), loop.product.tile
-    digest = hashlib.sha256(f"{text}\n{tile.warps, types}".encode()).hexdigest()[:24]
-    entry = f"dcompile_product_{digest[:8]}"
-    launch = Launch(entry, tile.programs or writer.tiles, tile.warps, tuple(range(len(named))), types)
-    text = text.replace("def kernel(", f"def {entry}(")
+    launch = Launch("kernel", tile.programs or writer.tiles, tile.warps, tuple(range(len(named))), types)
     cost = 200 + sum(map(bool, body.classes))  # Triton compiles it for seconds
-    return KernelSource(
-        kernel_name("product", digest), text, arguments, cost, False, loop.origin, (), (launch,), numbers
-    )
+    parts = [function_text("kernel", named, body.lines)]
+    kernel = finished("product", parts, [launch], arguments, cost, {"kernel": "product"}, loop.origin)
+    return replace(kernel, numbers=numbers)
 
 
 class MatmulWriter:

@@ -16,22 +16,125 @@ then has a row. It sends its words of the sum to all ranks. While they arrive, i
 loop's loads of the sum are the tile of sums in registers, rounded as they would be in memory.
 
 `runtime.communication.peer_memory.one_shot` launches it.
+
+Find loops that the kernel of a small all-reduce can end with: the residual addition and the norm that read the sum.
+
+A row of a decoded token is small. Each rank has all of the sum, so it can compute the whole row in the program that has
+received it. That saves a launch and a round trip through memory, which take as long as the exchange itself. The loop
+stays a step of the program: where ranks use the group's own collective, its own kernel runs after the wait.
+
+Any loop over rows qualifies: RMSNorm, LayerNorm, softmax, or an addition alone. Names of operations are not looked at.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from dcompile.codegen.emit.target import AllReduceKernel, KernelSource, Launch, describe_loop, kernel_name
-from dcompile.codegen.emit.triton.kernel import types_of
-from dcompile.codegen.emit.triton.library import AFTER, HEADER, used_functions
+from dcompile.codegen.emit.target import AllReduceKernel, Kernels, KernelSource, Launch, describe_loop
+from dcompile.codegen.emit.triton.kernel import finished, function_text, types_of
+from dcompile.codegen.emit.triton.library import AFTER
 from dcompile.codegen.emit.triton.printer import TritonText
 from dcompile.codegen.emit.triton.row_passes import ReceivedTile, RowPassWriter
-from dcompile.codegen.schedule.fusion.all_reduce_epilogue import AllReduceEpilogue
-from dcompile.ir.buffers import ITEMSIZE, Buffer
-from dcompile.ir.nodes import Collective, Program, View, views_of
+from dcompile.codegen.nest.gpu_tiling import make_plan
+from dcompile.codegen.nest.loop_nest import Axis, stride
+from dcompile.codegen.nest.tile_plan import TilePlan, count
+from dcompile.ir.buffers import ITEMSIZE, WITHIN, Buffer
+from dcompile.ir.index import ZERO, Index, substitute
+from dcompile.ir.nodes import Apply, Collective, Load, Loop, Program, View, Wait, views_of
 from dcompile.machine_model import MAX_ONE_SHOT_BYTES
+
+MAX_ROW_ELEMENTS = 8192
+"""Elements of a row that a program may exchange: with more, its threads have no registers for what else it reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceEpilogue:
+    """A loop that follows an all-reduce, and how its kernel is tiled: one program for each part of the sum."""
+
+    number: int
+    """Position of the loop among the program's loops."""
+    step: int
+    """Position of the loop among the program's steps."""
+    loop: Loop
+    plan: TilePlan
+    operand: str
+    """Buffer of the sum."""
+    elements: int
+    """Elements of the sum that a program of the kernel has."""
+    keeps_sum: bool
+    """Whether later steps or the caller read the sum, too."""
+
+
+def all_reduce_epilogues(program: Program, all_reduces: Collection[str]) -> dict[str, AllReduceEpilogue]:
+    """Return the loop of each of these all-reduces, by bucket, that its kernel may end with.
+
+    Relies on: memory is planned. The loop follows the all-reduce and its wait directly, so running it earlier, as part
+    of the all-reduce, meets no other step. In its result's memory may be what it reads, row by row.
+    """
+    found: dict[str, AllReduceEpilogue] = {}
+    numbers = [number for number, step in enumerate(program.steps) if isinstance(step, Loop)]
+    for place, step in enumerate(program.steps[:-2]):
+        if not isinstance(step, Collective) or step.bucket not in all_reduces:
+            continue
+        wait, loop = program.steps[place + 1 : place + 3]
+        if not isinstance(wait, Wait) or wait.bucket != step.bucket or not isinstance(loop, Loop):
+            continue
+        (operand,) = step.buffers
+        if (tiled := _tiled(loop, operand)) is not None:
+            plan, elements = tiled
+            keeps = _is_read_later(program, place + 3, operand)
+            number = numbers.index(place + 2)
+            found[step.bucket] = AllReduceEpilogue(number, place + 2, loop, plan, operand, elements, keeps)
+    return found
+
+
+def _tiled(loop: Loop, operand: str) -> tuple[TilePlan, int] | None:
+    """Return the tiling of a loop, and a program's elements of the sum, if no other program reads those."""
+    if loop.product is not None or operand in loop.writes or any(store.mode != "set" for store in loop.stores):
+        return None
+    if any(isinstance(value, Apply) and value.op == "philox" for value in loop.body):
+        return None
+    plan = make_plan(loop)
+    loads = [value for value in plan.nest.body if isinstance(value, Load) and value.buffer == operand]
+    axes = tuple(axis for dim in plan.dims for axis in dim.axes)
+    if not loads or any(load.mask is not None or not _is_in_order(load.index, axes) for load in loads):
+        return None
+    elements = _elements(plan)
+    return None if elements is None else (plan, elements)
+
+
+def _elements(plan: TilePlan) -> int | None:
+    """Return the elements of a program that has a whole row, or a run of elements; None for other tilings."""
+    if plan.kind == "flat":
+        return plan.dims[0].block
+    if plan.kind != "rows" or plan.looped or plan.dims[0].block != 1:
+        return None
+    size = count(plan.dims[1].axes)
+    return size if isinstance(size, int) and size <= MAX_ROW_ELEMENTS else None
+
+
+def _is_in_order(index: Index, axes: Sequence[Axis]) -> bool:
+    """Is an index the position in the space of these variables?"""
+    for place, axis in enumerate(axes):
+        if stride(index, axis.name) != count(axes[place + 1 :]):
+            return False
+    return substitute(index, {axis.name: ZERO for axis in axes}, {}) == ZERO
+
+
+def _is_read_later(program: Program, place: int, operand: str) -> bool:
+    """Does a step from `place` on, or the caller, read a buffer or a part of it?"""
+    if operand in program.inputs and operand not in program.donated:
+        return True
+    buffers = program.table
+    parts = {name for name, buffer in buffers.items() if buffer.storage == WITHIN + operand}
+    home = buffers[operand].storage or ""
+    if home.startswith(WITHIN):
+        return True  # the rest of it may be read together with this part
+    names = {operand, *parts}
+    later = any(names & step.reads for step in program.steps[place:])
+    return later or any(isinstance(output, View) and output.buffer in names for output in program.outputs)
+
 
 BLOCK = 128
 """Words of a program: four for each thread of a warp, which looks at them without meeting others."""
@@ -45,21 +148,34 @@ TYPES = ("*i32:16", "*i64", "*i32", "*i32", "i64", "i64", "i64")
 number of the last call for each program, the host's word, the number of words, this rank, and the number of ranks."""
 
 
-def small_sums(program: Program) -> dict[str, Buffer]:
-    """Return the operand of each collective that may be one kernel, by the name of its bucket.
+def sum_in_one_kernel(kernels: Kernels, program: Program) -> Kernels:
+    """Emit the kernels of small all-reduces.
 
-    Whether it is one is decided at run time, by all ranks alike: their GPUs may not reach each other.
+    Whether one takes its kernel is decided at run time, by all ranks alike: their GPUs may not reach each other.
     """
-    table = program.table
     starts = [step for step in program.steps if isinstance(step, Collective)]
-    found = {step.bucket: _operand(step, table) for step in starts}
-    return {bucket: buffer for bucket, buffer in found.items() if buffer is not None}
+    operands = {step.bucket: _operand(step, program.table) for step in starts}
+    sources = {bucket: source(buffer.dtype) for bucket, buffer in operands.items() if buffer is not None}
+    return replace(kernels, all_reduces={bucket: AllReduceKernel(source, BLOCK) for bucket, source in sources.items()})
 
 
-def sources(operands: Mapping[str, Buffer], apart: Collection[str] = ()) -> dict[str, AllReduceKernel]:
-    """Return the kernels of these collectives by bucket, except those `apart`, which end with a loop."""
-    kept = {bucket: buffer for bucket, buffer in operands.items() if bucket not in apart}
-    return {bucket: AllReduceKernel(source(buffer.dtype), BLOCK) for bucket, buffer in kept.items()}
+def end_all_reduces_with_loops(kernels: Kernels, program: Program) -> Kernels:
+    """End the kernels of all-reduces with the loops over rows that follow them."""
+    return end_with_loops(kernels, program, kernels.all_reduces.keys(), frozenset(), 0)
+
+
+def end_with_loops(
+    kernels: Kernels, program: Program, buckets: Collection[str], constant: frozenset[str], first: int
+) -> Kernels:
+    """End the kernels of these all-reduces with the loops that follow them, where they can.
+
+    Buffers in `constant` are written by no kernel that may still run when one starts that is behind loop `first`.
+    """
+    all_reduces = dict(kernels.all_reduces)
+    for bucket, found in all_reduce_epilogues(program, buckets).items():
+        kernel = emit(found, program.table, constant if found.number > first else frozenset())
+        all_reduces |= {} if kernel is None else {bucket: kernel}
+    return replace(kernels, all_reduces=all_reduces)
 
 
 def _operand(step: Collective, table: Mapping[str, Buffer]) -> Buffer | None:
@@ -80,22 +196,17 @@ def source(dtype: str) -> KernelSource:
     inside = "inside"
     lines = [f"place = tl.program_id(0) * {BLOCK} + tl.arange(0, {BLOCK})", f"{inside} = place < count"]
     lines += [*own_inbox(), AFTER, *send(inside), *receive(dtype, BLOCK, inside), *store_sum(dtype, inside), *finish()]
-    return finished("one_shot_all_reduce", lines, (), (), 1, 20)
+    return exchanging("one_shot_all_reduce", lines, (), (), 1, 20)
 
 
-def finished(
+def exchanging(
     described: str, lines: list[str], arguments: tuple[str, ...], types: tuple[str, ...], warps: int, cost: int
 ) -> KernelSource:
     """Return the kernel of these lines, whose first arguments are buffers of a loop: `a0`, `a1`, ..."""
-    names = ", ".join((*(f"a{n}" for n in range(len(arguments))), *NAMES))
-    body = f"@triton.jit\ndef kernel({names}):\n" + "".join(f"    {line}\n" for line in lines)
-    text = f"{HEADER}\n\n{used_functions(body)}\n\n{body}"
-    types = (*types, *TYPES)
-    digest = hashlib.sha256(f"{text}\n{types}\n{warps}".encode()).hexdigest()[:24]
-    entry = f"dcompile_{described}_{digest[:8]}"
-    text = text.replace("def kernel(", f"def {entry}(")
-    launch = Launch(entry, 0, warps, tuple(range(len(types))), types)
-    return KernelSource(kernel_name(described, digest), text, arguments, cost, False, launches=(launch,))
+    names = (*(f"a{n}" for n in range(len(arguments))), *NAMES)
+    launch = Launch("kernel", 0, warps, tuple(range(len(names))), (*types, *TYPES))
+    parts = [function_text("kernel", names, [f"    {line}" for line in lines])]
+    return finished(described, parts, [launch], arguments, cost, {"kernel": described})
 
 
 # --- the exchange -----------------------------------------------------------------------------------------------------
@@ -205,7 +316,7 @@ def emit(found: AllReduceEpilogue, table: Mapping[str, Buffer], constant: frozen
     described = f"all_reduce_{describe_loop(found.loop)}"
     lines = [line.removeprefix("    ") for line in text.lines]
     cost = sum(map(bool, text.classes)) + 20
-    source = finished(described, lines, arguments, types, _warps(found, per_word), cost)
+    source = exchanging(described, lines, arguments, types, _warps(found, per_word), cost)
     return AllReduceKernel(source, found.elements // per_word, found.number)
 
 

@@ -19,12 +19,11 @@ took 0.29 ms on an H200. That is four times the time of the memory traffic.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dcompile.codegen.emit.target import KernelSource, Launch, LibraryReplacement, kernel_name
-from dcompile.codegen.emit.triton.library import HEADER
+from dcompile.codegen.emit.target import Kernels, KernelSource, Launch, LibraryReplacement
+from dcompile.codegen.emit.triton.kernel import finished
 from dcompile.codegen.emit.triton.ops import POINTERS
 from dcompile.codegen.nest.tile_plan import power_of_two
 from dcompile.ir.buffers import ITEMSIZE, Buffer
@@ -42,11 +41,10 @@ OUTSIDE = 2**31 - 1
 """A key above every index; it also differs from the negative numbers that stand for no key."""
 
 
-def products(program: Program) -> dict[int, LibraryReplacement]:
-    """Return the kernels of a program's calls of `sum_groups`, by position among the steps."""
-    table = program.table
+def sum_groups(kernels: Kernels, program: Program) -> Kernels:
+    """Emit the kernels of calls of `sum_groups`."""
     calls = ((n, step) for n, step in enumerate(program.steps) if isinstance(step, Extern) and step.op == OP)
-    return {position: LibraryReplacement(source(step, table)) for position, step in calls}
+    return kernels.with_products({n: LibraryReplacement(source(step, program.table)) for n, step in calls})
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,24 +83,18 @@ def source(step: Extern, table: Mapping[str, Buffer]) -> KernelSource:
     values, index, sums, keys, order, parts = arguments
     sizes = _Sizes.of(whole, table[values].dtype, table[parts].dtype, chunk)
     assert table[sums].dtype == sizes.dtype, "sums are rounded to what they are summed of"
-    text = "\n\n".join([HEADER, _rank(sizes), _collect(sizes), _join(sizes)])
     grids = {"rank": -(-sizes.rows // RANKED), "collect": sizes.chunks * sizes.blocks}
     grids["join"] = grids["collect"] if sizes.chunks > 1 else 0
     warps = {"rank": WARPS, "collect": warps_of(sizes), "join": warps_of(sizes)}
     used = {"rank": (index, keys, order), "collect": (values, sums, keys, order, parts)}
     used["join"] = (sums, keys, order, parts)
     types = {name: _type(table[name]) for name in arguments}
-    shape = [(name, warps[name], [types[buffer] for buffer in given]) for name, given in used.items()]
-    digest = hashlib.sha256(f"{text}\n{shape}".encode()).hexdigest()[:24]
-    launches = []
-    for name, given in used.items():
-        entry = f"dcompile_{name}_{digest[:8]}"
-        text = text.replace(f"def {name}(", f"def {entry}(")
-        places, kinds = tuple(map(arguments.index, given)), tuple(types[buffer] for buffer in given)
-        launches.append(Launch(entry, grids[name], warps[name], places, kinds))
-    return KernelSource(
-        kernel_name("segment_sum", digest), text, arguments, 60, False, step.origin, launches=tuple(launches)
-    )
+    launches = [
+        Launch(name, grids[name], warps[name], tuple(map(arguments.index, given)), tuple(types[b] for b in given))
+        for name, given in used.items()
+    ]
+    texts = [_rank(sizes), _collect(sizes), _join(sizes)]
+    return finished("segment_sum", texts, launches, arguments, 60, {name: name for name in used}, step.origin)
 
 
 def _start(view: View) -> str:

@@ -17,7 +17,7 @@ import torch
 from dcompile import compat
 from dcompile.codegen.lower import registry
 from dcompile.codegen.lower.decompositions import aten as decompositions_aten
-from dcompile.codegen.lower.decompositions import embedding_bag, grid_sample, group_norm, random, symbolic_scalars
+from dcompile.codegen.lower.decompositions import embedding_bag, grid_sample, random, symbolic_scalars
 from dcompile.device_traits import traits_of
 
 _ALSO = (
@@ -64,7 +64,7 @@ def table(*, fallback_random: bool = False) -> dict[Any, Any]:
     found[torch.ops.aten.as_strided_scatter.default] = as_strided_scatter
     index_add, unpool = torch.ops.aten.index_add.default, torch.ops.aten.max_unpool2d.default
     norm = torch.ops.aten.native_group_norm.default
-    found[norm] = group_norm.by_parts(found[norm])
+    found[norm] = decompositions_aten.by_parts(found[norm])
     found[index_add] = decompositions_aten.fitting_slices(found[index_add])
     found[unpool] = decompositions_aten.laid_out_as_input(found[unpool])
     aten = torch.ops.aten

@@ -9,20 +9,29 @@ replaces values finds the number of the last one for each position in memory of 
 A loop that adds collects sums from zero. For single elements that memory is as large as the tensor's: it is filled,
 read and written. The library took 0.17 to 0.6 of the time (16 MB, Zen 5). Its result where values share a position does
 not depend on the number of threads. One thread has a whole line of a scatter, and all of few values.
+
+Rules of index_put: values, or whole rows, that go to positions computed at run time, or where a mask is true.
+
+The gradient of an embedding: rows are added at their index.
+
+On the CPU they are combined in memory, in a fixed order. On a GPU, each row of a small table compares itself with all
+indices. For larger tables, rows of one index are summed first, as a group (`emit/triton/segment_sum.py`), and each
+table row reads its group's sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from dcompile.codegen.lower.context import Lowering, dtype_name
+from dcompile.codegen.lower.context import Lowering, dtype_name, shape_of
 from dcompile.codegen.lower.lazy_tensor import (
     LazyTensor,
     broadcast,
+    broadcast_shape,
     constant,
     constant_of,
     copy_of,
@@ -31,12 +40,13 @@ from dcompile.codegen.lower.lazy_tensor import (
 )
 from dcompile.codegen.lower.loop_builder import Body, Coords
 from dcompile.codegen.lower.rule import Result, Rule, opmath
-from dcompile.codegen.lower.rules.indexing import IndexedSpace, check_positions, every_place, places
+from dcompile.codegen.lower.rules.indexing import IndexedSpace, check_positions, every_place, indexed_space, places
 from dcompile.codegen.lower.rules.pointwise import to_dtype
 from dcompile.codegen.lower.rules.views import reshape
 from dcompile.codegen.lower.symbolic.strides import Shape, contiguous, ranges_of, variables
-from dcompile.ir.index import Index, flatten, size_product, typical, unflatten
-from dcompile.ir.nodes import Ref, Store
+from dcompile.device_traits import MAX_INT32_ELEMENTS
+from dcompile.ir.index import Index, Size, as_index, as_size, flatten, size_product, typical, unflatten
+from dcompile.ir.nodes import Ref, Store, View
 from dcompile.ir.ops import DTYPES
 
 Value = Callable[[Body, Coords], Ref]
@@ -335,17 +345,6 @@ def _index_reduce(
     return reshape(result, given)
 
 
-RULES: dict[str, Rule] = {
-    "aten.scatter.value": Rule(_one_a_line(_replace, scatter), recompute=False),
-    "aten.scatter.src": Rule(_one_a_line(_replace, scatter), recompute=False),
-    "aten.scatter_add.default": Rule(_one_a_line(add_value, scatter_add), recompute=False),
-    "aten.scatter.reduce": Rule(scatter, recompute=False),
-    "aten.scatter.value_reduce": Rule(scatter, recompute=False),
-    "aten.scatter_reduce.two": Rule(_scatter_reduce, recompute=False),
-    "aten.index_reduce.default": Rule(_index_reduce, recompute=False),
-}
-
-
 MIN_LIBRARY_ELEMENTS = 4096
 """Elements of a tensor below which a library call takes longer than loops over all of it."""
 ONE_THREAD = 32768
@@ -384,3 +383,224 @@ def puts_by_library(low: Lowering, x: LazyTensor, places: Shape, values: Shape, 
     if numel < MIN_LIBRARY_ELEMENTS or count >= ONE_THREAD or count * MIN_ELEMENTS_PER_PUT > numel:
         return False
     return constant_of(x) != 0 if adds else most * MIN_ELEMENTS_PER_PUT > numel
+
+
+def _index_put(
+    low: Lowering,
+    value: torch.Tensor,
+    /,
+    x: LazyTensor,
+    indices: Sequence[LazyTensor | None],
+    values: LazyTensor,
+    accumulate: bool = False,
+    *_: Any,
+) -> Result:
+    if any(i is not None and i.dtype in ("bool", "uint8") for i in indices):
+        return _put_where(x, indices, values, accumulate)
+    if 0 in x.shape or 0 in values.shape:
+        return copy_of(x) if 0 in x.shape or values.numel == 0 else NotImplemented
+    rows = _added_by_rows(low, x, indices, values) if accumulate and not needs_order(low) else NotImplemented
+    if rows is not NotImplemented:
+        return rows
+    if accumulate and not meets(low, x.dtype, "sum", x.shape, _put_sizes(x, indices)):
+        return NotImplemented
+    space = indexed_space(low, x, indices, on_the_way=True)
+    if 0 in space.shape:
+        return copy_of(x)
+    if puts_by_library(low, x, tuple(x.shape[dim] for dim in space.found), space.shape, adds=accumulate):
+        return by_library(low, x, "aten.index_put_.default", list(indices), values, accumulate)
+    source = broadcast(values, space.shape)
+    return scatter_combine(low, x, space, source, "sum") if accumulate else scatter_set(low, x, space, source)
+
+
+def _put_sizes(x: LazyTensor, indices: Sequence[LazyTensor | None]) -> Shape:
+    """Return sizes whose product is the number of values."""
+    given = {dim for dim, index in enumerate(indices) if index is not None}
+    together = broadcast_shape([index.shape for index in indices if index is not None])
+    return (*together, *(size for dim, size in enumerate(x.shape) if dim not in given))
+
+
+def _added_by_rows(low: Lowering, x: LazyTensor, indices: Sequence[LazyTensor | None], values: LazyTensor) -> Result:
+    """Lower an index_put that adds whole rows to a small table."""
+    given = [index for index in indices if index is not None]
+    if indices[0] is None or len(given) > 1 or DTYPES[x.dtype] != "float" or not few_rows(x.shape, given[0]):
+        return NotImplemented
+    index = check_positions(low, given[0], x.shape[0], wrap=True)
+    total = collected_by_rows(low, x.shape, index, broadcast(values, (*index.shape, *x.shape[1:])))
+    compute = opmath(x.dtype)
+
+    def at(body: Body, coords: Coords) -> Ref:
+        old = body.cast(body.trace(x, coords), compute)
+        return to_dtype(body, body.apply("add", old, body.trace(total, coords)), x.dtype)
+
+    return make_lazy(x.shape, x.dtype, at, (x, total), ops=1)
+
+
+def _put_where(x: LazyTensor, indices: Sequence[LazyTensor | None], values: LazyTensor, accumulate: bool) -> Result:
+    """Lower an index_put with one mask and a value that is the same at all its positions."""
+    given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    (dim, mask), rank, dtype = given[0], len(x.shape), x.dtype
+    after = rank - dim - len(mask.shape)
+    lead = len(values.shape) - after - 1  # the dimension of `values` that counts positions
+    if len(given) > 1 or x.shape[dim : rank - after] != mask.shape or (lead >= 0 and values.shape[lead] != 1):
+        return NotImplemented
+    if 0 in x.shape or values.numel == 0:
+        return copy_of(x) if 0 in x.shape else NotImplemented
+    before = x.shape[:dim]
+    flat = broadcast(values, (*before, 1, *x.shape[rank - after :]))
+    compute = opmath(dtype)
+
+    def at(body: Body, coords: Coords) -> Ref:
+        hit = body.cast(body.trace(mask, coords[dim : rank - after]), "bool")
+        old = body.cast(body.trace(x, coords), compute)
+        new = body.trace(flat, (*coords[:dim], Index(), *coords[rank - after :]))
+        new = body.cast(to_dtype(body, new, dtype), compute)
+        new = add_value(body, old, new) if accumulate else new
+        return to_dtype(body, body.apply("where", hit, new, old), dtype)
+
+    return make_lazy(x.shape, dtype, at, (x, mask, flat), ops=2)
+
+
+GROUPED = "dcompile.sum_groups"
+"""sum_groups(values, index, chunk) -> sums, keys, order, parts: implemented in `emit/triton/segment_sum.py`."""
+CHUNK_ROWS = 8
+"""Rows that a program adds up; each chunk has room for two partial sums."""
+MAX_COMPARED_ROWS = 1 << 15
+"""Rows compared pairwise: about 0.15 ms of a GPU, as long as a sort takes."""
+
+
+def _embedding_backward(
+    low: Lowering,
+    value: torch.Tensor,
+    /,
+    grad: LazyTensor,
+    indices: LazyTensor,
+    rows: Size,
+    padding: int,
+    by_frequency: bool,
+) -> Result:
+    """Sum the gradients of every row. The forward has checked the indices; one outside would add nothing."""
+    shape, dtype = shape_of(value), dtype_name(value.dtype)
+    if by_frequency:
+        return NotImplemented
+    if 0 in grad.shape or 0 in shape:
+        return constant(0, shape, dtype)
+    compute = opmath(dtype)
+    rank = len(indices.shape)
+    if not needs_order(low) and few_rows(shape, indices):
+        return _rounded(collected_by_rows(low, shape, indices, grad, padding), dtype)
+    if are_grouped(low, shape, indices):
+        return summed_by_group(low, shape, indices, grad, padding)
+    if not meets(low, dtype, "sum", shape, grad.shape):
+        return NotImplemented
+
+    def row(body: Body, coords: Coords) -> Ref:
+        return body.cast(body.trace(indices, coords[:rank]), "int64")
+
+    def place(body: Body, coords: Coords) -> Coords:
+        return _clamped(body, row(body, coords), rows), coords[-1]
+
+    def element(body: Body, coords: Coords) -> Ref:
+        inside = _is_inside(body, row(body, coords), rows, padding)
+        given = body.cast(body.trace(grad, coords), compute)
+        return body.apply("where", inside, given, body.const(0, compute))
+
+    return _rounded(collect(low, shape, compute, "sum", every_place(grad.shape, place), element), dtype)
+
+
+def are_grouped(low: Lowering, shape: Shape, index: LazyTensor) -> bool:
+    """Are the rows of each index summed before the table is written? On GPUs, where sizes are static.
+
+    Atomic additions would need a float32 table beside the result, to fill, add to and read again, and would come in any
+    order. A sort takes a dozen kernels.
+    """
+    count, (rows, width) = size_product(index.shape), shape
+    if low.traits.ordered_stores or not (isinstance(count, int) and isinstance(rows, int) and isinstance(width, int)):
+        return False
+    return count <= MAX_COMPARED_ROWS and max(rows, count * width) <= MAX_INT32_ELEMENTS
+
+
+def summed_by_group(low: Lowering, shape: Shape, index: LazyTensor, values: LazyTensor, padding: int) -> LazyTensor:
+    """Return, for each row of a table of `shape`, the sum of the values with its index, or zero."""
+    count, (rows, width), dtype = size_product(index.shape), shape, values.dtype
+    given = _laid_out(low, reshape(values, (count, width)))
+    found = _laid_out(low, reshape(index, (count,)))
+    sums = low.buffer((count, width), dtype, name=f"{low.node}_groups")
+    keys = low.buffer((count,), "int32", name=f"{low.node}_keys")
+    order = low.buffer((count,), "int32", name=f"{low.node}_order")
+    runs = -(-int(count) // CHUNK_ROWS)  # type: ignore[arg-type]
+    parts = low.buffer((2, runs, width), opmath(dtype), name=f"{low.node}_parts")
+    low.extern(GROUPED, [given, found, CHUNK_ROWS], [view.buffer for view in (sums, keys, order, parts)], mode="out")
+    last = _last_of_each(low, rows, from_view(found, index.dtype), padding)
+    summed = from_view(sums, dtype)
+
+    def at(body: Body, coords: Coords) -> Ref:
+        number, zero = body.cast(body.trace(last, coords[:1]), "int64"), body.const(0, "int64")
+        hit = body.apply("ge", number, zero)
+        where = body.as_index(body.apply("max", number, zero), count)
+        with body.masked(hit):
+            return body.trace(summed, (where, coords[1]))
+
+    return make_lazy(shape, dtype, at, (last, summed), ops=2)
+
+
+def _last_of_each(low: Lowering, rows: Size, index: LazyTensor, padding: int) -> LazyTensor:
+    """Return, for each row of a table, the last position of its index; negative for none, and for the padding."""
+
+    def row(body: Body, coords: Coords) -> Ref:
+        return body.cast(body.trace(index, coords), "int64")
+
+    def place(body: Body, coords: Coords) -> Coords:
+        return (_clamped(body, row(body, coords), rows),)
+
+    def number(body: Body, coords: Coords) -> Ref:
+        counts = _is_inside(body, row(body, coords), rows, padding)
+        return body.apply("where", counts, body.index(as_index(coords[0]), "int32"), body.const(-1, "int32"))
+
+    return collect(low, (rows,), "int32", "max", every_place(index.shape, place), number)
+
+
+def _laid_out(low: Lowering, tensor: LazyTensor) -> View:
+    """Return `tensor` in row-major order at the start of a buffer."""
+    view, wanted = low.memory(tensor).view, contiguous(tensor.shape)
+    if view is None or view.strides != wanted or view.offset != 0:
+        view = low.store(low.memory(tensor), wanted).view
+    assert view is not None
+    return view
+
+
+def _clamped(body: Body, row: Ref, rows: Size) -> Index:
+    lowest, highest = body.const(0, "int64"), body.const(as_size(as_index(rows) - 1), "int64")
+    return body.as_index(body.apply("min", body.apply("max", row, lowest), highest), rows)
+
+
+def _is_inside(body: Body, row: Ref, rows: Size, padding: int) -> Ref:
+    """Is an index a row of the table other than the padding?"""
+    above, below = (body.apply(op, row, body.const(end, "int64")) for op, end in (("ge", 0), ("lt", rows)))
+    inside = body.apply("and", above, below)
+    if padding >= 0:
+        inside = body.apply("and", inside, body.apply("ne", row, body.const(padding, "int64")))
+    return inside
+
+
+def _rounded(total: LazyTensor, dtype: str) -> LazyTensor:
+    """Round a sum to the dtype of its result."""
+    if total.dtype == dtype:
+        return total
+    return make_lazy(
+        total.shape, dtype, lambda body, coords: to_dtype(body, body.trace(total, coords), dtype), (total,)
+    )
+
+
+RULES: dict[str, Rule] = {
+    "aten.scatter.value": Rule(_one_a_line(_replace, scatter), recompute=False),
+    "aten.scatter.src": Rule(_one_a_line(_replace, scatter), recompute=False),
+    "aten.scatter_add.default": Rule(_one_a_line(add_value, scatter_add), recompute=False),
+    "aten.scatter.reduce": Rule(scatter, recompute=False),
+    "aten.scatter.value_reduce": Rule(scatter, recompute=False),
+    "aten.scatter_reduce.two": Rule(_scatter_reduce, recompute=False),
+    "aten.index_reduce.default": Rule(_index_reduce, recompute=False),
+    "aten.index_put.default": Rule(_index_put, recompute=False),
+    "aten._unsafe_index_put.default": Rule(_index_put, recompute=False, decomposed=True),
+    "aten.embedding_dense_backward.default": Rule(_embedding_backward, recompute=False),
+}

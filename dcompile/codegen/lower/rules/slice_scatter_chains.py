@@ -185,7 +185,7 @@ def _joined(line: Line) -> Line:
 def read_from(low: Lowering, value: torch.Tensor, x: LazyTensor, lines: tuple[Line, ...]) -> LazyTensor:
     """Read `x` by `lines`: a case for each stretch of the last dimension on CPUs, lookups of positions elsewhere.
 
-    See `padding.py`.
+    See `concat.py`.
     """
     shape, dtype, last = shape_of(value), dtype_name(value.dtype), len(lines) - 1
     apart = last if low.traits.splits_loops else None

@@ -6,8 +6,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dcompile.codegen.nest.byte_words import scatters_bytes
-from dcompile.codegen.nest.tile_columns import sums_overflow
+from dcompile.codegen.nest.gpu_tiling import scatters_bytes, sums_overflow
 from dcompile.codegen.schedule.fusion.collective_order import (
     Access,
     CollectiveEvent,

@@ -7,8 +7,7 @@ import subprocess
 
 import pytest
 
-from dcompile.codegen.emit.cpp.compile import find_compiler
-from dcompile.codegen.emit.cpp.library.prune import prune_prelude
+from dcompile.codegen.emit.cpp.compile import find_compiler, prune_prelude
 from dcompile.ir.nodes import Loop, Program, Store
 from tests.codegen.emit import cpp_kernel, loops
 from tests.codegen.emit.loops import I0, J0, Body, program

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from dcompile.codegen.emit import select_target
 from dcompile.codegen.emit.cpp.library.base import PRELUDE
 from dcompile.codegen.nest.loop_nest import make_nest
 from dcompile.ir.canonical_names import rename_buffers
@@ -17,6 +16,7 @@ from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import IndexOf, Load, Loop, Program, Store
 from tests.codegen.emit import cpp_kernel, loops
+from tests.codegen.emit.all_kernels import kernels_of
 from tests.codegen.emit.cases import HAND, random_inputs
 from tests.codegen.emit.harness import call, compiled, placed, read, run, without_vectors
 from tests.ir.fuzz import random_program
@@ -221,7 +221,7 @@ def test_what_a_later_step_or_the_backward_reads_may_stay_in_the_caches():
     buffers = (*first.buffers, replace(first.table["y"], name="w"))
     program = replace(first, steps=(loop, second), buffers=buffers)
     for kind, expected in (("inference", [True, False]), ("backward", [True, False]), ("forward", [True, True])):
-        kernels = select_target.emit_all(program, kind, cpp_kernel.decisions(), own_products=False).calls
+        kernels = kernels_of(program, kind).calls
         assert ["stays<" in kernel.text for kernel in kernels] == expected
         assert all("stream_float32(" in kernel.text for kernel in kernels)
 

@@ -11,13 +11,13 @@ from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.host.extern_calls import geometry, measurable_geometries
 from dcompile.codegen.emit.target import Kernels
 from dcompile.collectives.contract import ProgramReport
+from dcompile.compiler import autotune
 from dcompile.compiler.driver import Pipeline
 from dcompile.config import Config
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.gemm import Geometry
 from dcompile.ir.index import contiguous_strides, var
 from dcompile.ir.nodes import SCALE, Extern, Program, View
-from dcompile.runtime.measure import autotune
 
 ROWS, INNER, COLUMNS = 16, 24, 8
 

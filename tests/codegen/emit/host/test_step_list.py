@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dcompile.codegen.emit.host.step_list import list_steps, size_text
+from dcompile.aot.export_files import list_steps, size_text
 from dcompile.codegen.emit.target import Kernels
 from dcompile.errors import ExportError
 from dcompile.ir.buffers import Buffer

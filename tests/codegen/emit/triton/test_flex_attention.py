@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from dcompile.codegen.emit.target import Kernels
 from dcompile.codegen.emit.triton import flex_attention, worker
 from dcompile.codegen.emit.triton.compile import OPTIONS
 from dcompile.ir.attention import FLEX, FLEX_BACKWARD
@@ -16,6 +17,7 @@ from dcompile.ir.text import show
 from dcompile.ir.verify import verify
 from dcompile.toolchain import triton_version
 from tests.codegen.emit import flex, harness
+from tests.codegen.emit.all_kernels import sources_of
 from tests.codegen.emit.triton.test_kernel import resources
 
 with_triton = pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
@@ -48,6 +50,11 @@ def calls(case: flex.Case):
     return lowered.program
 
 
+def kernels_of(program, arch=None):
+    """The kernels of its calls."""
+    return sources_of(flex_attention.emit_flex_attention(Kernels(), program, arch))
+
+
 @with_triton
 @pytest.mark.parametrize(
     ("width", "arch"), [(64, 90), (128, 90), (256, 90), (64, 80), (128, 80), (256, 80), (128, 100)]
@@ -57,8 +64,7 @@ def test_every_gpu_has_machine_code_that_fits_it(width, arch, tmp_path, monkeypa
     case = flex.Case(
         flex.window, width=width, value_width=width, queries=512, keys=512, block=128, dtype=torch.bfloat16
     )
-    for product in flex_attention.products(calls(case), arch).values():
-        source = product.kernel
+    for source in kernels_of(calls(case), arch):
         module = worker.load(source.name, source.text, arch, tmp_path)
         for launch in source.launches:
             function = getattr(module, launch.function)
@@ -75,8 +81,7 @@ def test_every_gpu_has_machine_code_that_fits_it(width, arch, tmp_path, monkeypa
 @pytest.mark.parametrize(("name", "arch"), [("trained biases and a factor", 90), ("trained rows and columns", 80)])
 def test_additions_in_memory_have_machine_code(name, arch, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    _, backward = flex_attention.products(calls(flex.CASES[name]), arch).values()
-    source = backward.kernel
+    _, source = kernels_of(calls(flex.CASES[name]), arch)
     module = worker.load(source.name, source.text, arch, tmp_path)
     for launch in source.launches:
         function = getattr(module, launch.function)
@@ -85,23 +90,23 @@ def test_additions_in_memory_have_machine_code(name, arch, tmp_path, monkeypatch
 
 
 def test_layers_share_their_kernels():
-    texts = [[p.kernel.name for p in flex_attention.products(calls(flex.Case())).values()] for _ in range(2)]
+    texts = [[source.name for source in kernels_of(calls(flex.Case()))] for _ in range(2)]
     assert texts[0] == texts[1] and len({*texts[0]}) == 2
 
 
 def test_rows_are_addressed_in_64_bits_where_a_head_may_be_that_long():
     long = "m0.to(tl.int64) * "
-    assert all(long not in p.kernel.text for p in flex_attention.products(calls(flex.Case())).values())
+    assert all(long not in source.text for source in kernels_of(calls(flex.Case())))
     symbolic = calls(flex.CASES["symbolic sizes of documents"])
-    assert all(long in product.kernel.text for product in flex_attention.products(symbolic).values())
+    assert all(long in source.text for source in kernels_of(symbolic))
     text = show(calls(flex.Case())).replace("96", str(1 << 26))  # of positions, and of strides made of them
-    assert all(long in product.kernel.text for product in flex_attention.products(parse(text)).values())
+    assert all(long in source.text for source in kernels_of(parse(text)))
 
 
 def test_functions_are_applied_to_the_blocks_that_need_them():
     """The mask's function is in the loop over partial blocks alone, and what heads have in common before it."""
-    forward, _ = flex_attention.products(calls(flex.CASES["capped with slopes"])).values()
-    text = forward.kernel.text.partition("_forward_")[2]
+    forward, _ = kernels_of(calls(flex.CASES["capped with slopes"]))
+    text = forward.text.partition("_forward_")[2]
     before, partial, whole = text.split("for step in ")
     assert (before.count(" >= "), partial.count(" >= "), whole.count(" >= ")) == (0, 1, 0)
     assert "tl.load(a3 + " in before and partial.count("tanh") == whole.count("tanh") == 1

@@ -9,26 +9,24 @@ import pytest
 
 from dcompile.codegen.emit.host import batch_launches
 from dcompile.codegen.emit.host import program as host_program
-from dcompile.codegen.emit.target import Kernels, KernelSource
-from dcompile.codegen.emit.triton import horizontal_fusion
+from dcompile.codegen.emit.target import AllReduceKernel, Kernels, KernelSource
+from dcompile.codegen.emit.triton import horizontal_fusion, one_shot_all_reduce
 from dcompile.codegen.emit.triton import kernel as triton_kernel
-from dcompile.codegen.emit.triton.horizontal_fusion import constants, first_launch, fuse_launches, start_next_first
+from dcompile.codegen.emit.triton.horizontal_fusion import early_inputs, first_launch, fuse_launches, start_next_first
 from dcompile.codegen.emit.triton.library import AFTER, START_NEXT_FIRST, WAIT_FIRST
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.codegen.schedule.order.group_updates import group_updates
-from dcompile.ir.nodes import Collective, Extern, Loop, Program, Wait
+from dcompile.ir.nodes import Collective, Extern, Program, Wait
 from dcompile.toolchain import triton_version
 from tests.codegen.emit import loops
+from tests.codegen.emit.all_kernels import of_loops
 from tests.codegen.emit.loops import OPTIMIZED, on_a_gpu
 from tests.codegen.emit.triton.test_kernel import compiled, dumped, resources
 
 
 def launched(program: Program) -> list[tuple[int, int]]:
     """Of each loop: programs that are launched in its place, and arguments."""
-    table = program.table
-    kernels = fuse_launches(
-        program, [triton_kernel.emit(step, table) for step in program.steps if isinstance(step, Loop)]
-    )
+    kernels = fuse_launches(of_loops(program), program).calls
     return [(kernel.launches[-1].grid, len(kernel.arguments)) for kernel in kernels]
 
 
@@ -43,14 +41,14 @@ def test_neighbours_run_side_by_side():
 
 def test_equal_loops_share_their_statements():
     program = loops.side_by_side()
-    kernel = fuse_launches(program, [triton_kernel.emit(step, program.table) for step in program.steps])[2]
+    kernel = fuse_launches(of_loops(program), program).calls[2]
     assert kernel.text.count("def part") == 2 and kernel.text.count("part0(pid") == 3
 
 
 def started(sizes: list[int]) -> list[KernelSource]:
     """What an optimizer of parameters of these sizes launches."""
     program = group_updates(on_a_gpu(loops.optimizer(sizes)))
-    kernels = fuse_launches(program, [triton_kernel.emit(step, program.table) for step in program.steps])
+    kernels = fuse_launches(of_loops(program), program).calls
     return [kernel for kernel in kernels if kernel.launches[0].grid]
 
 
@@ -92,7 +90,7 @@ def test_of_equal_loops_only_few_sizes_share_a_launch(monkeypatch):
 def test_a_launch_has_no_more_addresses_than_a_kernel_takes(monkeypatch):
     monkeypatch.setattr(horizontal_fusion, "MAX_ADDRESSES", 40)
     program = group_updates(on_a_gpu(loops.optimizer([300] * 30)))
-    kernels = fuse_launches(program, [triton_kernel.emit(step, program.table) for step in program.steps])
+    kernels = fuse_launches(of_loops(program), program).calls
     given = [len(kernel.arguments) for kernel in kernels if kernel.launches[0].grid]
     assert max(given) <= 40 and len(given) == 2 + 3 + 1, "20 of 30 next counts, 13 of 30 updates, 30 counts"
 
@@ -133,11 +131,21 @@ def test_loops_that_are_not_alike_are_joined_only_if_tiny(monkeypatch):
     program = loops.side_by_side()
     kernels = [triton_kernel.emit(step, program.table) for step in program.steps]
     kernels[1] = replace(kernels[1], cost=100)
-    assert [kernel.launches[0].grid > 0 for kernel in fuse_launches(program, kernels)] == [False, False, True, True]
+    assert [kernel.launches[0].grid > 0 for kernel in fuse_launches(Kernels(tuple(kernels)), program).calls] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     monkeypatch.setattr(horizontal_fusion, "TINY_BYTES", 1)
-    assert [kernel.launches[0].grid > 0 for kernel in fuse_launches(program, kernels)] == [True, True, False, True]
+    assert [kernel.launches[0].grid > 0 for kernel in fuse_launches(Kernels(tuple(kernels)), program).calls] == [
+        True,
+        True,
+        False,
+        True,
+    ]
     kernels[1] = replace(kernels[1], cost=kernels[0].cost)
-    assert not fuse_launches(program, kernels)[0].launches[0].grid
+    assert not fuse_launches(Kernels(tuple(kernels)), program).calls[0].launches[0].grid
 
 
 @pytest.mark.parametrize(
@@ -154,10 +162,7 @@ def test_what_a_joint_kernel_needs_is_not_released_before_it_starts(monkeypatch)
     monkeypatch.setattr(batch_launches, "ROOM_BYTES", 1)
     program = loops.side_by_side()
     program = plan_memory(replace(program, buffers=tuple(replace(b, device="cuda") for b in program.buffers)))
-    kernels = fuse_launches(
-        program, [triton_kernel.emit(step, program.table) for step in program.steps if isinstance(step, Loop)]
-    )
-    lines = host_program.emit(program, Kernels(kernels)).split("def call(")[1].splitlines()
+    lines = host_program.emit(program, fuse_launches(of_loops(program), program)).split("def call(")[1].splitlines()
     gone = {name: place for place, line in enumerate(lines) for name in re.findall(r"\bdel (\w+)", line)}
     assert gone
     for name, place in gone.items():
@@ -167,10 +172,10 @@ def test_what_a_joint_kernel_needs_is_not_released_before_it_starts(monkeypatch)
 def test_what_is_constant_is_read_before_a_kernel_waits():
     """What nothing writes, and only behind the first launch, before which anything may have run."""
     program = loops.side_by_side()
-    assert constants(program) == frozenset(program.inputs)
-    assert constants(replace(program, donated=program.inputs)) == frozenset()
-    kernels = [triton_kernel.emit(step, program.table) for step in program.steps]
-    assert first_launch(kernels) == 0 and first_launch(fuse_launches(program, kernels)) == 2
+    assert early_inputs(Kernels(), program, "inference") == frozenset(program.inputs)
+    assert early_inputs(Kernels(), replace(program, donated=program.inputs), "inference") == frozenset()
+    kernels = of_loops(program)
+    assert first_launch(kernels.calls) == 0 and first_launch(fuse_launches(kernels, program).calls) == 2
     (loop, *_), early = program.steps, re.compile(r"tl.load\(.*\n(.*\n)*    after_others_\(\)")
     assert not early.search(triton_kernel.emit(loop, program.table, frozenset()).text)
     assert early.search(triton_kernel.emit(loop, program.table, frozenset(loop.reads)).text)
@@ -191,30 +196,38 @@ def test_kernels_that_wait_are_not_joined_with_others():
     kernels = [
         triton_kernel.emit(step, program.table, frozenset() if n else None) for n, step in enumerate(program.steps)
     ]
-    assert [kernel.launches[0].grid > 0 for kernel in fuse_launches(program, kernels)] == [True, False, False, True]
+    assert [kernel.launches[0].grid > 0 for kernel in fuse_launches(Kernels(tuple(kernels)), program).calls] == [
+        True,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_beside_collectives_kernels_start_in_turn():
     program = loops.side_by_side()
     call = Extern("_c10d_functional.all_reduce.default", (), (), (None,), "alloc", effect=True)
-    assert constants(replace(program, steps=(*program.steps, call))) is None
+    assert early_inputs(Kernels(), replace(program, steps=(*program.steps, call)), "inference") is None
 
 
 def test_collectives_that_are_kernels_change_nothing():
     program = loops.side_by_side()
     steps = (*program.steps, Collective("all_reduce", "x", "own0", ("x",)), Wait("x", ("x",), ()))
-    assert constants(replace(program, steps=steps), {"x"}) == constants(program)
-    assert constants(replace(program, steps=steps), {"y"}) is None
+    together = replace(program, steps=steps)
+    for bucket, expected in (("x", early_inputs(Kernels(), program, "inference")), ("y", None)):
+        kernels = Kernels(all_reduces={bucket: AllReduceKernel(one_shot_all_reduce.source("float32"), 1)})
+        assert early_inputs(kernels, together, "inference") == expected
 
 
 def test_all_kernels_but_the_first_let_the_next_one_start_at_once():
     """The previous program, which may write what this one reads early, has ended behind the first one's wait."""
     program = loops.side_by_side()
-    kernels = [triton_kernel.emit(step, program.table, frozenset()) for step in program.steps]
-    first, *others = start_next_first(kernels)
-    assert WAIT_FIRST in first.text and first == kernels[0]
-    for kernel, before in zip(others, kernels[1:], strict=True):
+    kernels = of_loops(program, frozenset())
+    first, *others = start_next_first(kernels, program, "inference").calls
+    assert WAIT_FIRST in first.text and first == kernels.calls[0]
+    for kernel, before in zip(others, kernels.calls[1:], strict=True):
         assert START_NEXT_FIRST in kernel.text and WAIT_FIRST not in kernel.text
         assert kernel.name != before.name and kernel.launches == before.launches
-    in_turn = [triton_kernel.emit(step, program.table) for step in program.steps]
-    assert start_next_first(in_turn) == tuple(in_turn)
+    in_turn = of_loops(program)
+    assert start_next_first(in_turn, program, "inference") == in_turn
+    assert start_next_first(kernels, program, "forward") == kernels

@@ -32,6 +32,7 @@ from dcompile.runtime.program.cuda_launch import read_archive
 from dcompile.toolchain import triton_version
 from tests import nursery
 from tests.codegen.emit import cases, groups, loops, one_row, products, skinny
+from tests.codegen.emit.all_kernels import of_loops
 from tests.codegen.emit.harness import store
 
 pytestmark = pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
@@ -316,7 +317,7 @@ def test_grids_and_places_are_worked_out_when_a_call_is_prepared():
     there = replace(program, buffers=tuple(replace(b, device="cuda:0") for b in program.buffers))
     planned = plan_memory(split_column_reductions(there))
     names: dict[str, object] = {}
-    exec(host_program.emit(planned, triton_kernel.emit_all(planned)), names)
+    exec(host_program.emit(planned, of_loops(planned)), names)
     assert names["sizes"]([torch.empty(150, 40), *[None] * 3]) == (150,)
     for rows, parts in ((150, 3), (64, 1)):
         run = Prepares()

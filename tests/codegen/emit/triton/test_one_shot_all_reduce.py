@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from dcompile.codegen.emit.host import program as host_program
-from dcompile.codegen.emit.select_target import emit_all
 from dcompile.codegen.emit.target import Kernels
 from dcompile.codegen.emit.triton import compile as triton_compile
 from dcompile.codegen.emit.triton import one_shot_all_reduce, worker
@@ -26,6 +25,7 @@ from dcompile.runtime.measure.instrumentation import instrument
 from dcompile.toolchain import triton_version
 from tests import nursery
 from tests.codegen.emit import reduced_rows
+from tests.codegen.emit.all_kernels import kernels_of
 from tests.codegen.emit.triton.test_kernel import resources
 
 LARGEST = MAX_ONE_SHOT_BYTES // 2
@@ -41,9 +41,13 @@ def summed(size=256, *, dtype="bfloat16", device="cuda", op="sum", part=None):
     return Program("summed", ("x",), (View("x", (size,), (1,)),), (buffer,), (start, Wait("x", ("x",), ())))
 
 
+def small_sums(program):
+    return one_shot_all_reduce.sum_in_one_kernel(Kernels(), program).all_reduces
+
+
 @pytest.mark.parametrize("how", [{}, {"size": LARGEST}, {"dtype": "float32", "size": 3}, {"dtype": "float16"}])
 def test_small_sums_have_a_kernel(how):
-    assert list(one_shot_all_reduce.small_sums(summed(**how))) == ["x"]
+    assert list(small_sums(summed(**how))) == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -52,18 +56,18 @@ def test_small_sums_have_a_kernel(how):
     ids=str,
 )
 def test_other_collectives_have_none(how):
-    assert not one_shot_all_reduce.small_sums(summed(**how))
+    assert not small_sums(summed(**how))
 
 
 def test_a_size_that_only_a_run_tells_has_none():
     program = summed()
     buffers = (Buffer("x", "bfloat16", (as_index("s"),), (1,), "cuda"),)
-    assert not one_shot_all_reduce.small_sums(replace(program, buffers=buffers))
+    assert not small_sums(replace(program, buffers=buffers))
 
 
 def test_the_host_program_names_the_kernel_where_there_is_one():
     program = summed()
-    kernels = one_shot_all_reduce.sources(one_shot_all_reduce.small_sums(program))
+    kernels = small_sums(program)
     source = kernels["x"].source
     text = host_program.emit(program, Kernels((), {}, kernels))
     described = f"({source.name!r}, {source.launches[0].function!r}, {one_shot_all_reduce.BLOCK}, False, 0, ())"
@@ -96,10 +100,6 @@ def test_words_of_64_bits_are_written_whole(dtype, arch, tmp_path, monkeypatch):
 
 
 # --- with the loop behind it ---
-
-
-def kernels_of(program, kind="inference"):
-    return emit_all(program, kind, (), own_products=True)
 
 
 @pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")

@@ -10,13 +10,12 @@ import torch
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.target import Kernels
 from dcompile.codegen.emit.triton import compile as triton_compile
-from dcompile.codegen.emit.triton import kernel as triton_kernel
 from dcompile.codegen.emit.triton import segment_sum, worker
 from dcompile.codegen.schedule.memory.plan import plan_memory
-from dcompile.ir.nodes import Loop
 from dcompile.ir.verify import verify
 from dcompile.toolchain import triton_version
 from tests.codegen.emit import groups
+from tests.codegen.emit.all_kernels import of_loops, sources_of
 from tests.codegen.emit.triton.test_kernel import resources
 
 SHAPES = {
@@ -29,8 +28,8 @@ SHAPES = {
 def kernel(shape):
     program = groups.gradient(*shape)
     verify(program)
-    (product,) = segment_sum.products(program).values()
-    return product.kernel
+    (source,) = sources_of(segment_sum.sum_groups(Kernels(), program))
+    return source
 
 
 @pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
@@ -52,9 +51,7 @@ def test_rows_are_read_16_bytes_at_a_time_and_nothing_is_spilled(name, arch, tmp
 def test_a_host_program_starts_them_with_the_loops_behind():
     program = plan_memory(groups.gradient((4, 128), 32000, 64))
     verify(program)
-    loops = [step for step in program.steps if isinstance(step, Loop)]
-    calls = tuple(triton_kernel.emit(loop, program.table) for loop in loops)
-    text = host_program.emit(program, Kernels(calls, segment_sum.products(program)))
+    text = host_program.emit(program, segment_sum.sum_groups(of_loops(program), program))
     assert text.count("(stream, ") == 1
     started = re.findall(r"'(dcompile_(?:rank|collect|join)|fill)_\w+'", text)
     assert started == ["dcompile_rank", "dcompile_collect", "dcompile_join", "fill"]

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch.nn.functional as F
 
-from dcompile.codegen.emit.select_target import emit_all
 from dcompile.codegen.emit.triton import compile as triton_compile
 from dcompile.codegen.emit.triton import kernel as triton_kernel
 from dcompile.codegen.emit.triton import worker
@@ -16,6 +15,7 @@ from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.ir.nodes import Loop, Tile
 from dcompile.toolchain import triton_version
 from tests.codegen.emit import products, skinny
+from tests.codegen.emit.all_kernels import kernels_of
 from tests.codegen.emit.triton.test_kernel import resources
 
 NEEDS_TRITON = pytest.mark.skipif(triton_version() is None, reason="Triton is not installed")
@@ -116,7 +116,7 @@ def projections(x, q, k, v):
 
 def test_projections_of_the_same_rows_share_a_launch():
     made = plan_memory(products.program(projections, (8, 512), (1024, 512), (512, 512), (512, 512)))
-    kernels = emit_all(made, "inference", (), own_products=False)
+    kernels = kernels_of(made)
     loops = [step for step in made.steps if isinstance(step, Loop)]
     assert len(loops) == len(made.steps) == 2, "key and value are one loop"
     assert [launch.grid for call in kernels.calls for launch in call.launches] == [0, 64 + 32]

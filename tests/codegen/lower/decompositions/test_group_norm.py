@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dcompile.codegen.lower.decompositions import group_norm
+from dcompile.codegen.lower.decompositions import aten
 
 
 def rule(*_args):
@@ -19,10 +19,10 @@ def rule(*_args):
 @pytest.mark.parametrize("far", [0.0, 1e4])
 def test_parts_make_up_the_group(layout, pixels, affine, far, monkeypatch):
     torch.manual_seed(0)
-    monkeypatch.setattr(group_norm, "part_of", lambda x, inner, channels: 16 if inner % 16 == 0 else 12)
+    monkeypatch.setattr(aten, "part_of", lambda x, inner, channels: 16 if inner % 16 == 0 else 12)
     x = (torch.randn(2, 12, pixels // 4, 4) + far).to(memory_format=layout)
     weight, bias = (torch.randn(12), torch.randn(12)) if affine else (None, None)
-    found, mean, rstd = group_norm.by_parts(rule)(x, weight, bias, 2, 12, pixels, 3, 1e-5)
+    found, mean, rstd = aten.by_parts(rule)(x, weight, bias, 2, 12, pixels, 3, 1e-5)
     wide = [None if value is None else value.double() for value in (x, weight, bias)]
     expected = torch.native_group_norm(*wide, 2, 12, pixels, 3, 1e-5)
     eager = torch.native_group_norm(x, weight, bias, 2, 12, pixels, 3, 1e-5)
@@ -32,9 +32,9 @@ def test_parts_make_up_the_group(layout, pixels, affine, far, monkeypatch):
 
 
 def test_sixteen_bits_are_rounded_once(monkeypatch):
-    monkeypatch.setattr(group_norm, "part_of", lambda *_: 16)
+    monkeypatch.setattr(aten, "part_of", lambda *_: 16)
     x = torch.randn(1, 8, 8, 8, dtype=torch.bfloat16)
-    found, mean, rstd = group_norm.by_parts(rule)(x, None, None, 1, 8, 64, 2, 1e-5)
+    found, mean, rstd = aten.by_parts(rule)(x, None, None, 1, 8, 64, 2, 1e-5)
     assert found.dtype == mean.dtype == rstd.dtype == torch.bfloat16
     exact = F.group_norm(x.double(), 2)
     assert ((found.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
@@ -47,4 +47,4 @@ def test_sixteen_bits_are_rounded_once(monkeypatch):
 )
 def test_large_groups_on_gpus_are_taken_by_parts(device, inner, channels, part):
     x = torch.empty(1, channels, inner, device=device)
-    assert group_norm.part_of(x, inner, channels) == part
+    assert aten.part_of(x, inner, channels) == part

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dcompile.codegen.lower.rules import embedding_backward
+from dcompile.codegen.lower.rules import scatter
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Extern
 from dcompile.ir.verify import verify
@@ -21,7 +21,7 @@ def calls(program):
 def test_sums_of_groups_are_eagers_gradient(name):
     program, inputs = groups.case(name)
     verify(program)
-    assert calls(program) == [embedding_backward.GROUPED]
+    assert calls(program) == [scatter.GROUPED]
     _, rows, _, dtype, _, padding = groups.CASES[name]
     (found,) = interpret(program, inputs, groups.MEANINGS)
     values, index = (torch.from_numpy(np.asarray(array)) for array in inputs.values())
@@ -46,6 +46,6 @@ def test_which_way(deterministic):
         return calls(groups.gradient((count,), rows, width, deterministic=deterministic))
 
     assert way(20, 7, 8) == []  # each row looks at all indices
-    assert way(8192, 32000, 2048) == way(4096, 151936, 896) == [embedding_backward.GROUPED]
+    assert way(8192, 32000, 2048) == way(4096, 151936, 896) == [scatter.GROUPED]
     many = way(65536, 32000, 64)
     assert many == (["aten.embedding_dense_backward.default"] if deterministic else [])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dcompile.codegen.lower.rules import index_put
+from dcompile.codegen.lower.rules import scatter
 from tests.codegen.lower.test_ops import BF16, F32, I64, check, program_of, run, tensor
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ def test_index_put(accumulate: bool) -> None:
 
 def test_values_are_counted_where_indices_have_different_shapes() -> None:
     x, rows, columns = (SimpleNamespace(shape=shape) for shape in ((2, 5, 7, 9), (4, 1), (3,)))
-    assert index_put._put_sizes(x, [None, rows, columns]) == (4, 3, 2, 9)  # type: ignore[list-item, arg-type]
+    assert scatter._put_sizes(x, [None, rows, columns]) == (4, 3, 2, 9)  # type: ignore[list-item, arg-type]
 
 
 def test_whole_rows_are_put_by_a_table_of_rows() -> None:

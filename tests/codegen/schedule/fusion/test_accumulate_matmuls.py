@@ -10,7 +10,7 @@ import torch
 
 import dcompile
 from dcompile.capture.entry import find_model
-from dcompile.codegen.schedule.fusion.accumulate_matmuls import accumulate_matmuls
+from dcompile.codegen.schedule.fusion.matmul_epilogue import accumulate_matmuls
 from dcompile.codegen.schedule.memory.plan import plan_memory
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import contiguous_strides, flatten, var

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dcompile.codegen.schedule.fusion.all_reduce_epilogue import all_reduce_epilogues
+from dcompile.codegen.emit.triton.one_shot_all_reduce import all_reduce_epilogues
 from dcompile.ir.index import var
 from dcompile.ir.nodes import Load, Loop, View
 from tests.codegen.emit import reduced_rows

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dcompile.codegen.schedule.fusion import recompute_rows as module
-from dcompile.codegen.schedule.fusion.recompute_rows import recompute_rows
+from dcompile.codegen.schedule.fusion import rematerialize as module
+from dcompile.codegen.schedule.fusion.rematerialize import recompute_rows
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import View
 from dcompile.ir.parse import parse

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dcompile.codegen.lower.rules import small_matmul as rule
-from dcompile.codegen.schedule.fusion.skinny_matmul import (
+from dcompile.codegen.schedule.fusion.matmul_epilogue import (
     LIBRARY,
     choose_skinny_matmuls,
     kind_of,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dcompile.codegen.nest import gpu_tiling
-from dcompile.codegen.schedule.fusion import split_reductions, split_rows
+from dcompile.codegen.schedule.fusion import split_reductions
 from dcompile.ir.index import var
 from dcompile.ir.interpret import interpret
 from dcompile.ir.nodes import Load, Loop, Program, Reduce, Store, View
@@ -24,7 +24,7 @@ def on_gpu(program: Program) -> Program:
 
 
 def spread_out(program: Program) -> Program:
-    made = split_rows.split_row_reductions(split_reductions.split_column_reductions(on_gpu(program)))
+    made = split_reductions.split_row_reductions(split_reductions.split_column_reductions(on_gpu(program)))
     verify(made)
     return made
 
@@ -33,7 +33,7 @@ def test_cpu_programs_are_left_alone():
     program = loops.rms_norm_backward(5000, 64)
     assert (
         split_reductions.split_column_reductions(program) == program
-        and split_rows.split_row_reductions(program) == program
+        and split_reductions.split_row_reductions(program) == program
     )
 
 
@@ -52,17 +52,17 @@ return (y, s)
 
 
 def test_rows_that_few_programs_have_are_split():
-    assert split_rows.row_parts(parse(LANES).steps[0]) > 8
-    parts, total = split_rows.split_row_reductions(parse(LANES)).steps
+    assert split_reductions.row_parts(parse(LANES).steps[0]) > 8
+    parts, total = split_reductions.split_row_reductions(parse(LANES)).steps
     assert parts.outer[0] == total.outer[0] == 192 and len(parts.outer) == 2
     assert "y" in parts.writes, "what needs no sum is stored on the way"
-    assert split_rows.row_parts(parse(LANES.replace("192", "8448")).steps[0]) == 1, "528 programs are enough"
+    assert split_reductions.row_parts(parse(LANES.replace("192", "8448")).steps[0]) == 1, "528 programs are enough"
 
 
 def test_elements_that_need_a_sum_are_stored_after_it():
     program = parse(LANES.replace("] = v", "] = div(v, row_max(v))"))
     verify(program)
-    *_, last = split_rows.split_row_reductions(program).steps
+    *_, last = split_reductions.split_row_reductions(program).steps
     assert last.writes == {"y"}
 
 
@@ -113,7 +113,7 @@ return (y, n, m)
 def test_what_is_updated_in_place_is_read_by_no_later_stage(stored, stage):
     program = parse(UPDATED.replace("STORED", stored))
     verify(program)
-    made = split_rows.split_row_reductions(program)
+    made = split_reductions.split_row_reductions(program)
     verify(made)
     steps = [step for step in made.steps if isinstance(step, Loop)]
     assert len(steps) > 1, "8 programs would not occupy a GPU"
@@ -125,16 +125,15 @@ def test_what_is_updated_in_place_is_read_by_no_later_stage(stored, stage):
 
 def test_a_row_value_that_is_overwritten_keeps_its_row_whole():
     (loop,) = parse(UPDATED.replace("STORED", "v")).steps
-    assert split_rows.row_parts(loop) > 1
-    assert split_rows.row_parts(replace(loop, body=(*loop.body, Load("n", I0, "float32")))) == 1
+    assert split_reductions.row_parts(loop) > 1
+    assert split_reductions.row_parts(replace(loop, body=(*loop.body, Load("n", I0, "float32")))) == 1
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_programs_keep_their_meaning(seed, monkeypatch):
     for module, name, value in (
-        (split_rows, "MIN_SPLIT_ROW_ELEMENTS", 8),
-        (split_rows, "PART_ELEMENTS", 3),
-        (split_rows, "PROGRAMS", 4),
+        (split_reductions, "MIN_SPLIT_ROW_ELEMENTS", 8),
+        (split_reductions, "PART_ELEMENTS", 3),
         (split_reductions, "PROGRAMS", 4),
         (split_reductions, "MAX_PERSISTENT_ELEMENTS", 8),
     ):

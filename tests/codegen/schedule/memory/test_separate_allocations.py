@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from dcompile.codegen.emit.host import program as host_program
 from dcompile.codegen.emit.target import Kernels
 from dcompile.codegen.emit.triton.kernel import emit
-from dcompile.codegen.schedule.memory import separate_allocations
+from dcompile.codegen.schedule.memory import plan
 from dcompile.codegen.schedule.memory.offsets import Block
-from dcompile.codegen.schedule.memory.plan import plan_memory
-from dcompile.codegen.schedule.memory.separate_allocations import (
+from dcompile.codegen.schedule.memory.plan import (
     MIN_BLOCK_BYTES,
     MIN_SMALL_BLOCK_BYTES,
     RISE_FRACTION,
+    plan_memory,
     set_apart,
 )
 from dcompile.ir.buffers import IN_DONOR, Bucket, Buffer
@@ -133,8 +133,8 @@ def test_what_a_collective_works_on_stays_where_it_is():
 
 def test_planning_keeps_every_value(monkeypatch):
     """Random programs as if on a GPU, with nothing too small to be set apart."""
-    monkeypatch.setattr(separate_allocations, "MIN_BLOCK_BYTES", 0)
-    monkeypatch.setattr(separate_allocations, "MIN_SMALL_BLOCK_BYTES", 0)
+    monkeypatch.setattr(plan, "MIN_BLOCK_BYTES", 0)
+    monkeypatch.setattr(plan, "MIN_SMALL_BLOCK_BYTES", 0)
     moved = 0
     for seed in range(40):
         program, inputs = random_program(seed)
@@ -205,9 +205,9 @@ def test_the_peak_rises_only_where_the_arena_shrinks_by_more(given, saved, until
     held[: until + 1] += saved * MIB
     found = set_apart(blocks, {}, held).hosts
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(separate_allocations, "MAX_SMALL_BLOCKS", 0)
+        patch.setattr(plan, "MAX_SMALL_BLOCKS", 0)
         lasting = set_apart(blocks, {}, held).hosts
-        patch.setattr(separate_allocations, "_move_lasting", lambda sides: None)
+        patch.setattr(plan, "_move_lasting", lambda sides: None)
         large = set_apart(blocks, {}, held).hosts
     assert large.keys() <= lasting.keys() <= found.keys()
     usual, before, between, after = (peak(blocks, outside, held) for outside in ({}, large, lasting, found))

@@ -2,8 +2,12 @@
 
 import pytest
 
-from dcompile.codegen.schedule.order.overlap_collectives import overlap_collectives, predict_schedule
-from dcompile.codegen.schedule.order.overlap_summary import overlap_lines, summarize_overlap
+from dcompile.codegen.schedule.order.overlap_collectives import (
+    overlap_collectives,
+    overlap_lines,
+    predict_schedule,
+    summarize_overlap,
+)
 from tests.codegen.schedule.order.test_overlap_collectives import GROUPS, backward, forward, machine
 
 

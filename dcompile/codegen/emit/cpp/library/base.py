@@ -1,6 +1,6 @@
 """The C++ prelude of every kernel file: types, rounding to half precision, and functions that vectorize.
 
-A file has as much of it as its kernels need (`prune.py`). No header is included: a kernel then costs 0.02-0.08 s of
+A file has as much of it as its kernels need (`compile.py`). No header is included: a kernel then costs 0.02-0.08 s of
 compiler time, against seconds with the standard library's.
 
 The float functions are branch-free polynomials rather than libm's or libmvec's. g++ calls libmvec in the vectorized
@@ -315,8 +315,11 @@ INLINE double min_number_(double a, double b) { return b < a ? b : a; }
 INLINE double max_number_(double a, double b) { return b > a ? b : a; }
 template <class T> INLINE T abs_(T x) { return x < 0 ? T(-x) : x; }
 INLINE uint8 abs_(uint8 x) { return x; }
-INLINE float abs_(float x) { return __builtin_fabsf(x); }
-INLINE double abs_(double x) { return __builtin_fabs(x); }
+/* a function of the compiler's for either kind of float */
+#define BUILTIN(name, builtin) INLINE float name##_(float x) { return __builtin_##builtin##f(x); } \
+  INLINE double name##_(double x) { return __builtin_##builtin(x); }
+BUILTIN(abs, fabs) BUILTIN(floor, floor) BUILTIN(ceil, ceil) BUILTIN(trunc, trunc) BUILTIN(round, rint)
+BUILTIN(sqrt, sqrt)
 template <class T> INLINE T sign_(T x) { return T((0 < x) - (x < 0)); }
 template <class T> INLINE T divisor_(T b) { if (b == 0) failure = 1; return b == 0 ? T(1) : b; }
 /* the divisor for which the least number's quotient overflows; T(-1) of an unsigned type is its largest number */
@@ -359,8 +362,6 @@ template <class F> INLINE F mod_float(F a, F b) {
 }
 INLINE float mod_(float a, float b) { return mod_float(a, b); }
 INLINE double mod_(double a, double b) { return mod_float(a, b); }
-INLINE float floor_(float x) { return __builtin_floorf(x); }
-INLINE double floor_(double x) { return __builtin_floor(x); }
 template <class F> INLINE F floordiv_float(F a, F b) {
   const F r = fmod_(a, b), q = (a - r) / b - F(r != 0 && (b < 0) != (r < 0)), whole = floor_(q);
   const F exact = a / b; /* where q is 0, a / b is small, and times 0 a zero of its sign */
@@ -375,14 +376,6 @@ template <class T> INLINE T shr_(T a, T b) {
 }
 INLINE bool not_(bool x) { return !x; }
 template <class T> INLINE T not_(T x) { return T(~x); }
-INLINE float ceil_(float x) { return __builtin_ceilf(x); }
-INLINE double ceil_(double x) { return __builtin_ceil(x); }
-INLINE float trunc_(float x) { return __builtin_truncf(x); }
-INLINE double trunc_(double x) { return __builtin_trunc(x); }
-INLINE float round_(float x) { return __builtin_rintf(x); }
-INLINE double round_(double x) { return __builtin_rint(x); }
-INLINE float sqrt_(float x) { return __builtin_sqrtf(x); }
-INLINE double sqrt_(double x) { return __builtin_sqrt(x); }
 INLINE bool isinf_(float x) { return __builtin_fabsf(x) == __builtin_inff(); }
 INLINE bool isinf_(double x) { return __builtin_fabs(x) == __builtin_inf(); }
 /* functions of the library's */

@@ -26,12 +26,7 @@ INLINE float scale_down_(float r, float t) { return scale_(r, t, 0.f); }
 template <class F> INLINE F power_(F t) { return unbits(bits(t) << 23); }
 /* for f from -log(2) / 2 to log(2) / 2 */
 template <class F> INLINE F exp_near(F f) {
-  F r = fma_(f, 1.37805939e-3f, 8.37312452e-3f);
-  r = fma_(r, f, 4.16695364e-2f);
-  r = fma_(r, f, 1.66664720e-1f);
-  r = fma_(r, f, 4.99999851e-1f);
-  r = fma_(r, f, 1.f);
-  return fma_(r, f, 1.f);
+  return horner(f, 1.37805939e-3f, 8.37312452e-3f, 4.16695364e-2f, 1.66664720e-1f, 4.99999851e-1f, 1.f, 1.f);
 }
 template <class F> INLINE F exp_of(F a) {
   const F x = min_number_(max_number_(a, -105.f), 90.f);
@@ -50,12 +45,8 @@ template <class F> INLINE F exp_below_of(F a) {
 template <class F> INLINE F exp2_of(F a) {
   const F x = min_number_(max_number_(a, -152.f), 130.f);
   const F t = x + SHIFT, f = x - (t - SHIFT);
-  F r = fma_(f, 1.53502474e-4f, 1.33990591e-3f);
-  r = fma_(r, f, 9.61844705e-3f);
-  r = fma_(r, f, 5.55033041e-2f);
-  r = fma_(r, f, 2.40226487e-1f);
-  r = fma_(r, f, 6.93147182e-1f);
-  r = fma_(r, f, 1.f);
+  F r = horner(f, 1.53502474e-4f, 1.33990591e-3f, 9.61844705e-3f, 5.55033041e-2f, 2.40226487e-1f, 6.93147182e-1f,
+    1.f);
   return scale_(r, t, x);
 }
 #define FUNCTION(name) INLINE float name##_(float x) { return name##_of(x); } VECTOR_FUNCTION(name)
@@ -97,20 +88,14 @@ template <class F> INLINE F log1p_of(F x) {
   return select_(d == 0.f, x, above);
 }
 template <class F> INLINE F expm1_of(F x) {
-  F r = fma_(x, 1.98412698e-4f, 1.38888889e-3f);
-  r = fma_(r, x, 8.33333333e-3f);
-  r = fma_(r, x, 4.16666667e-2f);
-  r = fma_(r, x, 1.66666667e-1f);
-  r = fma_(r, x, 0.5f);
+  F r = horner(x, 1.98412698e-4f, 1.38888889e-3f, 8.33333333e-3f, 4.16666667e-2f, 1.66666667e-1f, 0.5f);
   r = fma_(r * x, x, x);
   return copysign_(select_(abs_(x) < 0.4f, r, exp_of(x) - 1.f), x); /* -0, too */
 }
 FUNCTION(log) FUNCTION(log1p) FUNCTION(expm1)
 template <class F> INLINE F tanh_of(F a) {
   const F t = abs_(a), s = a * a;
-  F r = fma_(s, 1.57394409e-2f, -5.23025580e-2f);
-  r = fma_(r, s, 1.33152470e-1f);
-  r = fma_(r, s, -3.33327681e-1f);
+  F r = horner(s, 1.57394409e-2f, -5.23025580e-2f, 1.33152470e-1f, -3.33327681e-1f);
   r = fma_(r * s, t, t);
   const F far = 1.f - 2.f / (1.f + exp_of(2.f * t));
   return copysign_(select_(t < 0.55f, r, select_(a != a, a, far)), a); /* of -0, too */
@@ -121,27 +106,16 @@ template <class F> INLINE F sigmoid_of(F x) { return 1.f / (1.f + exp_of(-x)); }
 template <class F> INLINE F far_erf(F u, F s, F r, float first) {
   const F t = fma_(fma_(r, u, first), u, SHIFT - 127.f);
   const F f = fma_(r, s, fma_(u, first, (SHIFT - 127.f) - t));
-  F p = fma_(f, 1.53533605e-4f, 1.33988750e-3f);
-  p = fma_(p, f, 9.61843319e-3f);
-  p = fma_(p, f, 5.55032939e-2f);
-  p = fma_(p, f, 2.40226269e-1f);
-  p = fma_(p, f, 6.93147182e-1f);
-  p = fma_(p, f, 1.f);
+  F p = horner(f, 1.53533605e-4f, 1.33988750e-3f, 9.61843319e-3f, 5.55032939e-2f, 2.40226269e-1f, 6.93147182e-1f,
+    1.f);
   return fma_(p, -power_(t), 1.f);
 }
 /* where u is large, 1 - erf(u) = 2^(u * polynomial), up to where erf is 1 */
 template <class F> INLINE F erf_of(F a) {
   const F u = min_number_(abs_(a), 3.95f), s = u * u;
-  F r = fma_(u, 3.07729701e-4f, -4.63018427e-3f);
-  r = fma_(r, u, 3.29979546e-2f);
-  r = fma_(r, u, -1.51821896e-1f);
-  r = fma_(r, u, -9.17177141e-1f);
+  F r = horner(u, 3.07729701e-4f, -4.63018427e-3f, 3.29979546e-2f, -1.51821896e-1f, -9.17177141e-1f);
   const F far = far_erf(u, s, r, -1.62809312f);
-  F q = fma_(s, -5.96761703e-4f, 4.99119423e-3f);
-  q = fma_(q, s, -2.67681349e-2f);
-  q = fma_(q, s, 1.12819925e-1f);
-  q = fma_(q, s, -3.76125336e-1f);
-  q = fma_(q, s, 1.28379166e-1f);
+  F q = horner(s, -5.96761703e-4f, 4.99119423e-3f, -2.67681349e-2f, 1.12819925e-1f, -3.76125336e-1f, 1.28379166e-1f);
   q = fma_(q, u, u);
   return copysign_(select_(u > 0.927734375f, far, q), a);
 }
@@ -149,12 +123,8 @@ template <class F> INLINE F erf_of(F a) {
    GELU's time (AVX-512) */
 template <class F> INLINE F one_plus_erf_of(F a) {
   const F u = min_number_(abs_(a), 3.95f), s = u * u;
-  F r = fma_(u, -4.53584809e-5f, 4.45506817e-4f);
-  r = fma_(r, u, -1.48943944e-3f);
-  r = fma_(r, u, -7.74632307e-4f);
-  r = fma_(r, u, 2.82536824e-2f);
-  r = fma_(r, u, -1.48481615e-1f);
-  r = fma_(r, u, -9.18416393e-1f);
+  F r = horner(u, -4.53584809e-5f, 4.45506817e-4f, -1.48943944e-3f, -7.74632307e-4f, 2.82536824e-2f, -1.48481615e-1f,
+    -9.18416393e-1f);
   return 1.f + copysign_(far_erf(u, s, r, -1.62790859f), a);
 }
 WOVEN(tanh) WOVEN(sigmoid) WOVEN(erf) WOVEN(one_plus_erf)
@@ -165,12 +135,10 @@ template <class F> INLINE auto reduced_sine(F x, F& sine, F& cosine) {
   const F t = fma_(x, 0.636619772f, SHIFT), j = t - SHIFT;
   const F first = fma_(j, -1.57079625f, x), more = j * 7.54978942e-8f, d = first - more, s = d * d;
   const F low = fma_(j, -5.39030253e-15f, ((first - d) - more) - fma_(j, 7.54978942e-8f, -more));
-  F p = fma_(s, -1.95114568e-4f, 8.33213329e-3f);
-  p = fma_(p, s, -1.66666538e-1f);
+  F p = horner(s, -1.95114568e-4f, 8.33213329e-3f, -1.66666538e-1f);
   const F half = fma_(s, -0.5f, 1.f);
   sine = d + fma_(p, s * d, low);
-  F q = fma_(s, 2.44287858e-5f, -1.3887278e-3f);
-  q = fma_(q, s, 4.16666456e-2f);
+  F q = horner(s, 2.44287858e-5f, -1.3887278e-3f, 4.16666456e-2f);
   cosine = half + fma_(d, -low, fma_(q, s * s, fma_(s, -0.5f, 1.f - half)));
   return bits(t);
 }
@@ -199,8 +167,7 @@ template <class F> INLINE F pow_of(F a, F b) {
   const F m = unbits(bits(given) - e) - 1.f, part = 1.f / (m + 2.f);
   /* q = m / (m + 2), and log(1 + m) = 2 atanh(q) */
   const F q = part * m, q_low = part * fma_(q, -m, fma_(q, -2.f, m)), s = q * q;
-  F r = fma_(s, 1.170929e-1f, 1.4273566e-1f);
-  r = fma_(r, s, 2.00000763e-1f);
+  F r = horner(s, 1.170929e-1f, 1.4273566e-1f, 2.00000763e-1f);
   const F s_low = fma_(q, q_low + q_low, fma_(q, q, -s)), cube = s * q;
   const F cube_low = fma_(s, q_low, fma_(s_low, q, fma_(s, q, -cube)));
   const F third = cube * 0.333333343f, third_low = fma_(cube, 0.333333343f, -third), main = q + third;
@@ -296,10 +263,7 @@ template <class F> INLINE F tan_of(F x) {
 }
 /* asin(s) for s up to 1/2, whose square is z, without its first term */
 template <class F> INLINE F arc_of(F s, F z) {
-  F r = fma_(z, 4.22105119e-2f, 2.41528153e-2f);
-  r = fma_(r, z, 4.54759113e-2f);
-  r = fma_(r, z, 7.49525279e-2f);
-  r = fma_(r, z, 1.66667536e-1f);
+  F r = horner(z, 4.22105119e-2f, 2.41528153e-2f, 4.54759113e-2f, 7.49525279e-2f, 1.66667536e-1f);
   return r * z * s;
 }
 /* beyond 1/2 by way of half the angle; pi / 2 and pi in two floats each */
@@ -321,14 +285,8 @@ template <class F> INLINE F atan2_of(F y, F x) {
   const auto steep = a > b;
   const F low = select_(steep, b, a), high = select_(steep, a, b);
   const F q = select_(a == b, select_(a == 0.f, a, 1.f), low / high), s = q * q;
-  F r = fma_(s, -1.7870689e-3f, 1.08854854e-2f);
-  r = fma_(r, s, -3.11240591e-2f);
-  r = fma_(r, s, 5.79042025e-2f);
-  r = fma_(r, s, -8.40037689e-2f);
-  r = fma_(r, s, 1.09511547e-1f);
-  r = fma_(r, s, -1.42640501e-1f);
-  r = fma_(r, s, 1.9998531e-1f);
-  r = fma_(r, s, -3.33332986e-1f);
+  F r = horner(s, -1.7870689e-3f, 1.08854854e-2f, -3.11240591e-2f, 5.79042025e-2f, -8.40037689e-2f, 1.09511547e-1f,
+    -1.42640501e-1f, 1.9998531e-1f, -3.33332986e-1f);
   const F near = fma_(r * s, q, q), up = select_(steep, (1.57079637f - near) - 4.37113883e-8f, near);
   const auto back = (bits(x) & 0x80000000u) != 0u;
   return copysign_(select_(back, (3.14159274f - up) - 8.74227766e-8f, up), y);
@@ -340,9 +298,7 @@ template <class F> INLINE F half_exp(F a) {
 }
 template <class F> INLINE F sinh_of(F a) {
   const F x = abs_(a), z = x * x, half = half_exp(x);
-  F r = fma_(z, 2.78392554e-6f, 1.98426351e-4f);
-  r = fma_(r, z, 8.33331142e-3f);
-  r = fma_(r, z, 1.66666672e-1f);
+  F r = horner(z, 2.78392554e-6f, 1.98426351e-4f, 8.33331142e-3f, 1.66666672e-1f);
   return copysign_(select_(x < 1.f, fma_(r * z, x, x), half - 0.25f / half), a);
 }
 template <class F> INLINE F cosh_of(F a) {
@@ -353,15 +309,8 @@ template <class F> INLINE F cosh_of(F a) {
 template <class F> INLINE F erfc_of(F a) {
   const F x = min_number_(abs_(a), 10.5f), s = x * x, s_low = fma_(x, x, -s), part = 1.f / (x + 2.f);
   const F first = (x - 2.f) * part, q = fma_(part, fma_(-first, x, fma_(first + 1.f, -2.f, x)), first);
-  F r = fma_(q, -4.04562161e-4f, -1.23797311e-3f);
-  r = fma_(r, q, 1.31407729e-3f);
-  r = fma_(r, q, 8.64023343e-3f);
-  r = fma_(r, q, -8.0579808e-3f);
-  r = fma_(r, q, -5.42074703e-2f);
-  r = fma_(r, q, 1.64054602e-1f);
-  r = fma_(r, q, -1.66030958e-1f);
-  r = fma_(r, q, -9.27639157e-2f);
-  r = fma_(r, q, 1.27697837f);
+  F r = horner(q, -4.04562161e-4f, -1.23797311e-3f, 1.31407729e-3f, 8.64023343e-3f, -8.0579808e-3f, -5.42074703e-2f,
+    1.64054602e-1f, -1.66030958e-1f, -9.27639157e-2f, 1.27697837f);
   const F scale = fma_(x, 2.f, 1.f), quotient = r / scale;
   const F close = quotient + fma_(-quotient, scale, r) / scale, power = exp_of(-s);
   const F near = power * fma_(-s_low, close, close);

@@ -72,6 +72,12 @@ INLINE double fma_(double a, double b, double c) { return __builtin_fma(a, b, c)
 #else
 INLINE double fma_(double a, double b, double c) { return a * b + c; }
 #endif
+/* ((a x + b) x + c) x + ..., of floats, vectors and doubles */
+template <class F, class A, class B, class... C> INLINE F horner(F x, A a, B b, C... more) {
+  F r = fma_(x, a, b);
+  ((r = fma_(r, x, more)), ...);
+  return r;
+}
 /* r times 2 to the whole number in t, to which SHIFT_64 was added, by way of 2^512 or 2^-512: rounded once */
 INLINE double scale_(double r, double t, double x) {
   const double rest = select_(x < 0., 0x1p-512, 0x1p512);
@@ -79,17 +85,9 @@ INLINE double scale_(double r, double t, double x) {
 }
 /* (e^f - 1 - f) / f^2 by its series, whose terms from the twelfth on are r f^11 */
 INLINE double exp_rest(double r, double f) {
-  r = fma_(r, f, 2.08767569878681e-9);
-  r = fma_(r, f, 2.505210838544172e-8);
-  r = fma_(r, f, 2.755731922398589e-7);
-  r = fma_(r, f, 2.7557319223985893e-6);
-  r = fma_(r, f, 2.48015873015873e-5);
-  r = fma_(r, f, 1.984126984126984e-4);
-  r = fma_(r, f, 1.3888888888888889e-3);
-  r = fma_(r, f, 8.333333333333333e-3);
-  r = fma_(r, f, 4.1666666666666664e-2);
-  r = fma_(r, f, 1.6666666666666666e-1);
-  return fma_(r, f, 0.5);
+  return horner(f, r, 2.08767569878681e-9, 2.505210838544172e-8, 2.755731922398589e-7, 2.7557319223985893e-6,
+    2.48015873015873e-5, 1.984126984126984e-4, 1.3888888888888889e-3, 8.333333333333333e-3, 4.1666666666666664e-2,
+    1.6666666666666666e-1, 0.5);
 }
 /* e^f for f from -log(2) / 2 to log(2) / 2 */
 INLINE double exp_near(double f) {
@@ -172,20 +170,15 @@ INLINE u64 quarters_of(double x, double& d, double& low) {
 /* sine and cosine of d + low, d within half a quarter, as sums of two numbers, of which the second is returned */
 INLINE double sine_near(double d, double low, double& first) {
   const double s = d * d, v = s * d, v_low = fma_(fma_(d, d, -s), d, fma_(s, d, -v));
-  double r = fma_(s, 1.58969099521155010221e-10, -2.50507602534068634195e-8);
-  r = fma_(r, s, 2.75573137070700676789e-6);
-  r = fma_(r, s, -1.98412698298579493134e-4);
-  r = fma_(r, s, 8.33333333332248946124e-3);
+  double r = horner(s, 1.58969099521155010221e-10, -2.50507602534068634195e-8, 2.75573137070700676789e-6,
+    -1.98412698298579493134e-4, 8.33333333332248946124e-3);
   first = d;
   return fma_(v, -1.66666666666666324348e-1, fma_(v_low, -1.66666666666666324348e-1, low - s * fma_(-v, r, 0.5 * low)));
 }
 INLINE double cosine_near(double d, double low, double& first) {
   const double s = d * d, half = 0.5 * s;
-  double r = fma_(s, -1.13596475577881948265e-11, 2.0875723212981748279e-9);
-  r = fma_(r, s, -2.75573143513906633035e-7);
-  r = fma_(r, s, 2.48015872894767294178e-5);
-  r = fma_(r, s, -1.38888888888741095749e-3);
-  r = fma_(r, s, 4.16666666666666019037e-2);
+  double r = horner(s, -1.13596475577881948265e-11, 2.0875723212981748279e-9, -2.75573143513906633035e-7,
+    2.48015872894767294178e-5, -1.38888888888741095749e-3, 4.16666666666666019037e-2);
   first = 1. - half;
   return ((1. - first) - half) + fma_(s * s, r, -fma_(d, low, 0.5 * fma_(d, d, -s)));
 }
@@ -210,18 +203,9 @@ INLINE double exp_parts(double x, double low, double& t, double& first) {
 }
 /* erf(u) / u - 1 for u up to 1, whose square is s */
 INLINE double erf_rest(double s) {
-  double q = fma_(s, 5.960685338520971e-11, -1.137495573607015e-09);
-  q = fma_(q, s, 1.466032872274226e-08);
-  q = fma_(q, s, -1.6350396222864617e-07);
-  q = fma_(q, s, 1.64610084778027e-06);
-  q = fma_(q, s, -1.4925595772180906e-05);
-  q = fma_(q, s, 0.0001205533113295582);
-  q = fma_(q, s, -0.0008548326981425542);
-  q = fma_(q, s, 0.005223977624828431);
-  q = fma_(q, s, -0.026866170645077875);
-  q = fma_(q, s, 0.11283791670954885);
-  q = fma_(q, s, -0.3761263890318375);
-  return fma_(q, s, 0.1283791670955126);
+  return horner(s, 5.960685338520971e-11, -1.137495573607015e-09, 1.466032872274226e-08, -1.6350396222864617e-07,
+    1.64610084778027e-06, -1.4925595772180906e-05, 0.0001205533113295582, -0.0008548326981425542,
+    0.005223977624828431, -0.026866170645077875, 0.11283791670954885, -0.3761263890318375, 0.1283791670955126);
 }
 /* where u is large, 1 - erf(u) = e^polynomial, up to where erf is 1. Odd powers apart: what waits is half as long, with
    AVX2 0.79 of the time */
@@ -261,13 +245,8 @@ INLINE double pow_(double a, double b) {
   const double m = unbits((moved & 0xffffffffffffful) + 0x3fe6a09e667f3bcdul) - 1.;
   const double i = unbits(moved >> 52 | 0x4330000000000000ul) - (0x1p52 + 1023.) - select_(tiny, 54., 0.);
   const double part = 1. / (m + 2.), q = part * m, q_low = part * fma_(q, -m, fma_(q, -2., m)), s = q * q;
-  double r = fma_(s, 0.05985190262435825, 0.058386399589892446);
-  r = fma_(r, s, 0.06668091311535707);
-  r = fma_(r, s, 0.07692280412122863);
-  r = fma_(r, s, 0.09090909402064903);
-  r = fma_(r, s, 0.11111111109083532);
-  r = fma_(r, s, 0.14285714285720996);
-  r = fma_(r, s, 0.19999999999999993);
+  double r = horner(s, 0.05985190262435825, 0.058386399589892446, 0.06668091311535707, 0.07692280412122863,
+    0.09090909402064903, 0.11111111109083532, 0.14285714285720996, 0.19999999999999993);
   const double s_low = fma_(q, q_low + q_low, fma_(q, q, -s)), cube = s * q;
   const double cube_low = fma_(s, q_low, fma_(s_low, q, fma_(s, q, -cube)));
   const double third = cube * 0.3333333333333333, third_low = fma_(cube, 0.3333333333333333, -third);
@@ -295,12 +274,8 @@ INLINE float lgamma_(float a) {
   const double x = a, y = select_(x < 0., 1. - x, abs_(x)), part = x - round_(x);
   const double product = ((y * (y + 1.)) * ((y + 2.) * (y + 3.))) * (((y + 4.) * (y + 5.)) * ((y + 6.) * (y + 7.)));
   const double z = select_(y < 8., y + 8., y), by = select_(y < 8., product, 1.), over = 1. / z, s = over * over;
-  double r = fma_(s, 6.410256410256410e-3, -1.917526917526918e-3);
-  r = fma_(r, s, 8.417508417508417e-4);
-  r = fma_(r, s, -5.952380952380953e-4);
-  r = fma_(r, s, 7.936507936507937e-4);
-  r = fma_(r, s, -2.777777777777778e-3);
-  r = fma_(r, s, 8.333333333333333e-2);
+  double r = horner(s, 6.410256410256410e-3, -1.917526917526918e-3, 8.417508417508417e-4, -5.952380952380953e-4,
+    7.936507936507937e-4, -2.777777777777778e-3, 8.333333333333333e-2);
   const double series = fma_(z - 0.5, log_(z), fma_(r, over, 0.9189385332046728 - z));
   const double sine = abs_(turned_sine(part * 3.141592653589793, 0));
   const double more = log_(select_(x < 0., by * 3.141592653589793, 1.) / select_(x < 0., sine, by));

@@ -7,9 +7,8 @@ import subprocess
 
 import pytest
 
-from dcompile.codegen.emit.cpp.compile import find_compiler
+from dcompile.codegen.emit.cpp.compile import find_compiler, prune_prelude
 from dcompile.codegen.emit.cpp.library.base import PRELUDE
-from dcompile.codegen.emit.cpp.library.prune import prune_prelude
 
 SCALAR = """
 extern "C" float one(float x, const float* from, float* to) {

@@ -305,6 +305,11 @@ def weighted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tor
     return F.softmax(query @ key.mT, -1, dtype=torch.float32).to(value.dtype) @ value
 
 
+def rotated(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """A rotary embedding by complex numbers."""
+    return torch.view_as_real(torch.view_as_complex(x.view(2, 3, 4, 2)) * factors[None]).flatten(-2)
+
+
 def biased(bias: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Attention's weights, with a bias for each head and key."""
     scores = torch.baddbmm(bias, query, key, alpha=0.5).view(2, 2, 8, 8)
@@ -328,6 +333,7 @@ JOINT_INPUTS: Mapping[str, GraphInput] = {
     "copy_changed_inputs": GraphInput(lambda: joint(counted, learning(4), zeros(4))),
     "save_as_strided_views": GraphInput(lambda: joint(lambda x: x.as_strided((2, 3), (1, 4)).sin(), learning(12))),
     "remove_clones": GraphInput(lambda: joint(lambda x: x.relu().clone().sin(), learning(3, 4))),
+    "pair_complex_numbers": GraphInput(lambda: traced(rotated, zeros(2, 3, 8), zeros(3, 4, dtype=torch.complex64))),
     "separate_broadcast_addends": GraphInput(
         lambda: traced(biased, *(zeros(*size, dtype=torch.bfloat16) for size in ((4, 1, 8), (4, 8, 6), (4, 6, 8))))
     ),

@@ -124,7 +124,7 @@ def test_what_is_computed_on_the_cpu_is_computed_in_each_call():
     x = randn(8)
     drawn = [run(x)[0].clone() for _ in range(4)]
     assert all(not torch.equal(a, b) for n, a in enumerate(drawn) for b in drawn[:n])
-    assert any("it computes on the CPU, too" in note for note in dcompile.receipt(run).notes)
+    assert any("works on the CPU" in note for note in dcompile.receipt(run).notes)
 
 
 def test_misaligned_inputs_are_copied_and_written_back():

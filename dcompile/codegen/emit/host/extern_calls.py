@@ -16,6 +16,7 @@ import torch
 
 from dcompile.codegen.emit.host.batch_launches import HostBuffers, LaunchBatch
 from dcompile.codegen.emit.host.expressions import HostExpressions
+from dcompile.ir.attention import FLEX, FLEX_BACKWARD
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.gemm import TENSOR_CORE_DTYPES, Chosen, Geometry, gemm_layout, matmul_of
 from dcompile.ir.index import Size, as_index, var
@@ -199,8 +200,13 @@ def function(op: str) -> str:
 
 
 def in_torch(op: str) -> bool:
-    """Return whether an op is in `torch.ops`; others are dcompile's checks and Python functions on numbers."""
-    return op.split(".", 1)[0] not in ("dcompile", "operator", "math", "builtins", "torch")
+    """Return whether an op is in `torch.ops`.
+
+    Others are dcompile's checks, Python functions on numbers, and calls that stand for a kernel of dcompile's.
+    """
+    return op not in (FLEX, FLEX_BACKWARD) and op.split(".", 1)[0] not in (
+        "dcompile", "operator", "math", "builtins", "torch",
+    )  # fmt: skip
 
 
 def is_custom(op: str) -> bool:

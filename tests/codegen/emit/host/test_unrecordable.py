@@ -13,10 +13,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from dcompile.codegen.emit.host import program as host_program
+from dcompile.codegen.emit.host.unrecordable import unrecordable_steps
 from dcompile.codegen.lower.decompositions.table import table
 from dcompile.collectives.contract import APART, TOGETHER
 from dcompile.compiler import driver
 from dcompile.config import Config
+from dcompile.ir.attention import FLEX
+from dcompile.ir.buffers import Buffer
+from dcompile.ir.nodes import Extern, Program, View
 from tests.runtime.cuda_graphs import waiting
 
 CASES: dict[str, tuple[Any, list[str]]] = {
@@ -87,3 +91,11 @@ def test_launches_before_a_mark_are_not_batched_with_later_ones() -> None:
         if "_launch" in line or "= _op" in line
     ]
     assert [call.startswith("_launch") for call in calls] == [True, False, True]
+
+
+def test_attention_by_a_kernel_of_ours_is_recorded() -> None:
+    """It stands in the program as a call that torch does not have."""
+    buffers = tuple(Buffer(name, "float32", (8,), (1,), "cuda:0") for name in ("x", "y"))
+    view = View("x", (8,), (1,))
+    steps = (Extern(FLEX, (view,), (), ("y",), "out"),)
+    assert not unrecordable_steps(Program("forward", ("x",), (View("y", (8,), (1,)),), buffers, steps))

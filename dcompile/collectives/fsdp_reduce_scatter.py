@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from dcompile.collectives.contract import ParamInfo
-from dcompile.collectives.ddp_all_reduce import can_place, copies_by_place, products_last
+from dcompile.collectives.ddp_all_reduce import COPY_ONE, can_place, copies_by_place, products_last
 from dcompile.collectives.fsdp_units import APART_BYTES, holder_of_unit, shard_of, unit_buckets
 from dcompile.ir.buffers import IN_BUCKET, ITEMSIZE, WITHIN, Bucket, Buffer
 from dcompile.ir.index import contiguous_strides
@@ -168,5 +168,5 @@ def copied_bytes(program: Program) -> int:
         for buffer in program.buffers
         if (buffer.storage or "").startswith((WITHIN, IN_BUCKET))
     }
-    copies = (step for step in program.steps if getattr(step, "op", "") in ("aten.cat.default", COPY_EACH))
+    copies = (step for step in program.steps if getattr(step, "op", "") in (COPY_ONE, COPY_EACH))
     return sum(within.get(name, 0) for step in copies for name in step.writes)

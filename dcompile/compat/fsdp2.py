@@ -45,6 +45,10 @@ def outermost_in_forward(module: torch.nn.Module) -> torch.nn.Module | None:
     return None if root is None else next(iter(root._modules), None)
 
 
+COMPILED = "_dcompile_compiled"
+"""Attribute of a root's context while a compiled forward of the root runs."""
+
+
 def context_of(state: Any) -> Any:
     """What all states of a root have in common."""
     return state._state_ctx
@@ -73,10 +77,6 @@ def compiled_forward(state: Any) -> Iterator[None]:
         yield
     finally:
         del context[COMPILED]
-
-
-COMPILED = "_dcompile_compiled"
-"""Attribute of a root's context while a compiled forward of the root runs."""
 
 
 def let_wrappers_be_traced(modules: Iterable[torch.nn.Module]) -> None:
@@ -608,7 +608,7 @@ _STATE = ("_is_root", "_state_ctx", "_lazy_init", "_modules", "_device", "_mp_po
 _GROUP = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "reduce_grads", "all_reduce_grads", "is_sharded",
           "_to_sharded", "_to_unsharded", "wait_for_unshard", "_reshard_after_forward", "_all_gather_process_group",
           "_reduce_scatter_process_group", "gradient_divide_factor")  # fmt: skip
-_PARAM = ("sharded_param", "_sharded_param_data", "sharded_size", "contiguous_sharded_stride", "to_sharded_dtensor",
+_PARAM = ("sharded_param", "_sharded_param_data", "sharded_size", "contiguous_sharded_stride", "_sharding_spec",
           "_setattr_on_modules", "_module_info", "init_dtype_attrs", "_orig_size", "fsdp_placement", "is_dtensor",
           "offload_to_cpu", "pin_memory", "padded_sharded_param_size", "mesh_info", "free_unsharded_param",
           "_get_grad_inner_tensor")  # fmt: skip

@@ -359,7 +359,8 @@ class Fsdp2Adapter(ShardedAdapter):
     def scope(self) -> Iterator[None]:
         """Show virtual parameters in place of sharded ones, and replace FSDP's hooks, while a compiled call runs."""
         self.show_sharded()
-        if [entry for entry in self._groups if compat.fsdp2.end_gather(entry.group)]:
+        ended = [compat.fsdp2.end_gather(entry.group) for entry in self._groups]
+        if any(ended):
             self.note("parameters that were gathered before a call, by hand (unshard) or eagerly, are gathered again")
         before = [compat.fsdp2.visible_parameter(unit.param) for unit in self._units]
         inside = bool(before) and before[0] is self._units[0].shown

@@ -74,12 +74,12 @@ class HostProgram:
             with torch.no_grad():
                 return self(args, buckets=buckets, sync=sync)
         device = self._device(args) if self.on_gpu else -1
-        if device >= 0 and torch.cuda.is_current_stream_capturing():
-            # the caller's own CUDA graph, which may outlive an arena that is shared with other calls
-            return self.once(args, buckets, sync)
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self(args, buckets=buckets, sync=sync)
+        if device >= 0 and torch.cuda.is_current_stream_capturing():
+            # the caller's own CUDA graph, which may outlive an arena that is shared with other calls
+            return self.once(args, buckets, sync)
         if self._constants:
             args.extend(self._constants)
         idle = self._workspaces.idle[device]

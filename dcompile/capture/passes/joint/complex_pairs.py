@@ -162,7 +162,7 @@ def _along_dimensions(node: Node, whole: Node, insert: Insert) -> Node:
     def shifted(dim: Any) -> Any:
         if isinstance(dim, (list, tuple)):
             return [*map(shifted, dim), *([rank] if target is aten.permute.default else ())]
-        return dim - 1 if dim < 0 and target is not aten.permute.default else dim % rank if dim < 0 else dim
+        return dim - 1 if dim < 0 else dim
 
     dims, others = [*map(shifted, given[1 : 1 + count])], [*given[1 + count :]]
     if target is aten.gather.default:

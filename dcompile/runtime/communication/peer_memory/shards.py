@@ -87,11 +87,9 @@ class ConvertedShards:
         Pairs of dtypes are copied separately: on GPUs, some versions of torch copy a list as if all had the first one's
         dtype.
         """
-        if self._memory is None:
-            self._memory = self._allocate()
         kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for number in numbers:
-            kept = self._memory.get(number)
+            kept = self.memory(number)
             if kept is not None and kept.numel():
                 stored = self._units[number].stored()
                 targets, sources = kinds.setdefault((kept.device, kept.dtype, stored.dtype), ([], []))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, overload
 
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from dcompile import compat, logs
 from dcompile.capture.compiled_model import CompiledModel, Settings
@@ -44,6 +45,7 @@ def compile(
     isolate_recompiles: bool = ...,
     dynamic_shapes: Any = ...,
     shapes_spec: Any = ...,
+    optimizer: Optimizer | None = ...,
 ) -> Model: ...
 @overload
 def compile(
@@ -73,6 +75,7 @@ def compile(
     isolate_recompiles: bool = False,
     dynamic_shapes: Any = None,
     shapes_spec: Any = None,
+    optimizer: Optimizer | None = None,
 ) -> Any:
     """Compile a module in place (DDP-wrapped or not) and return the same object; for a function, return a wrapper.
 
@@ -109,8 +112,10 @@ def compile(
         limits = compat.shapes.with_attached(target, settings.limits)
         own = replace(settings, config=logs.own_dump(settings.config), limits=limits)
         if isinstance(target, Module):
-            compile_module(target, own, make_services(own.config))
+            compile_module(target, own, make_services(own.config), optimizer)
             return target
+        if optimizer is not None:
+            raise TypeError("dcompile: optimizer= is for a module; compile a step function without it")
         return compile_function(target, own, make_services(own.config))
 
     return apply if model is None else apply(model)

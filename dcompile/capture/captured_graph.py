@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -89,6 +90,8 @@ class CapturedGraph:
         """The parameters in the setting for which the graph is captured: its backward may be compiled in another."""
         self.params: dict[int, int] = _parameter_numbers(self.adapter, example_inputs)
         """Position among the graph's inputs -> the parameter's number."""
+        self.leaves = _leaves(example_inputs) if model.step is not None else {}
+        """Position among the graph's inputs -> weak reference to the parameter, if its update may run in a program."""
         self.device = _device_of(example_inputs)
         """The device on which the graph runs: a GPU if any input is on one."""
         self.training = False
@@ -384,6 +387,11 @@ def _parameter_numbers(adapter: PlainAdapter, inputs: Sequence[Any]) -> dict[int
     """Return position of an input -> number of the parameter that it is; Dynamo passes the parameters themselves."""
     numbers = (adapter.number_of(value) if isinstance(value, torch.nn.Parameter) else None for value in inputs)
     return {position: number for position, number in enumerate(numbers) if number is not None}
+
+
+def _leaves(inputs: Sequence[Any]) -> dict[int, Callable[[], Any]]:
+    trained = ((at, x) for at, x in enumerate(inputs) if isinstance(x, torch.nn.Parameter) and x.requires_grad)
+    return {position: weakref.ref(value) for position, value in trained}
 
 
 def _device_of(inputs: Sequence[Any]) -> torch.device:

@@ -22,6 +22,7 @@ from dcompile.capture.call_state import GraphView, Invocation, Variant
 from dcompile.capture.capture_digest import compare_captures
 from dcompile.capture.passes.dynamo.replaced_layers import group_loop, sync_batch_norm
 from dcompile.capture.services import Peers, Services, ShardedParameters
+from dcompile.capture.train_step.optimizer_step import OptimizerStep
 from dcompile.collectives.contract import SharedBuckets
 from dcompile.config import Config
 from dcompile.errors import OptionError
@@ -91,6 +92,8 @@ class CompiledModel:
         self.inside: list[CompiledModel] = []
         """Modules inside that DDP or FSDP synchronizes and a call has reached: each is compiled by itself."""
         self.shared_buckets = SharedBuckets()
+        self.step: OptimizerStep | None = None
+        """The optimizer whose updates run in the backward's programs, if the user has named it."""
         self.while_capturing: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         """Context around Dynamo's work on each frame."""
         self._refusal: str | None = None

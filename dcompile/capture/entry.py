@@ -33,6 +33,7 @@ from dcompile.capture.captured_graph import CaptureMode
 from dcompile.capture.compiled_model import CompiledModel, Settings, settings_inside
 from dcompile.capture.dynamo_backend import RUN, Backend
 from dcompile.capture.services import Services
+from dcompile.capture.train_step.optimizer_step import OptimizerStep
 from dcompile.errors import DcompileError, PlanMismatchError
 
 
@@ -615,13 +616,17 @@ def _belongs_to(root: Module, entry: Entry) -> bool:
     return getattr(vars(root).get("_compiled_call_impl"), "_dcompile_entry", None) is entry
 
 
-def module_call(root: Module, settings: Settings, services: Services, *, in_place: bool = False) -> Callable[..., Any]:
+def module_call(
+    root: Module, settings: Settings, services: Services, *, in_place: bool = False, optimizer: Any = None
+) -> Callable[..., Any]:
     """Return a compiled replacement for `root._call_impl`.
 
-    `in_place`: it will belong to the module, and has a weak reference to it.
+    `in_place`: it will belong to the module, and has a weak reference to it. `optimizer`: its updates may run in the
+    module's backward programs.
     """
     engine = compat.deepspeed.hooks_on(root)
     entry = Entry(root._call_impl, root, settings, services, in_place=in_place, engine=engine)
+    entry.model.step = None if optimizer is None else OptimizerStep(optimizer)
     module: Callable[[], Any] = weakref.ref(root)
     apart = compat.dynamo.no_dynamo(entry.__call__, "a module whose parameters dcompile keeps in step")
 
@@ -637,12 +642,12 @@ def module_call(root: Module, settings: Settings, services: Services, *, in_plac
     return hooked  # type: ignore[no-any-return]
 
 
-def compile_module(module: Module, settings: Settings, services: Services) -> None:
+def compile_module(module: Module, settings: Settings, services: Services, optimizer: Any = None) -> None:
     """Compile `module` in place; of a DDP module, compile the wrapped one, and leave DDP's own forward as it is."""
     root = compiled_part(module)
     # Module.__call__ prefers this attribute; copies and pickles of the module leave it out. __setattr__ is avoided:
     # that of a traced TorchScript module sets attributes of another object, which is never called.
-    vars(root)["_compiled_call_impl"] = module_call(root, settings, services, in_place=True)
+    vars(root)["_compiled_call_impl"] = module_call(root, settings, services, in_place=True, optimizer=optimizer)
 
 
 def promote_root(whole: Module) -> None:

@@ -48,8 +48,11 @@ BATCHED_GRADIENTS = "backward of batched gradients"
 BATCHED_NOTE = (
     "a backward of batched gradients (is_grads_batched, vectorize) ran operator by operator, without our kernels"
 )
+FORWARD = "another forward ran before the step"
 WHOLE_BACKWARD = "whole_backward"
 """Name of the backward program that takes every gradient, if the first one lacks some."""
+STEP = "step"
+"""Name of the backward program that updates parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +80,16 @@ class GraphPrograms:
         self.state: BackwardState | None = None
 
     def build(
-        self, gm: Any, kind: Any, whole: bool = False, foreseen: Foreseen | None = None, **more: Any
+        self, gm: Any, kind: Any, name: str = "", foreseen: Foreseen | None = None, **more: Any
     ) -> Executable:
         """Compile a graph to a program of a kind. `more`: parts of the request. `foreseen`: see `Compiler`."""
-        name = WHOLE_BACKWARD if whole else kind
+        name = name or kind
         self.graph.note_own_collectives(name, gm)
-        request = self.request(gm, kind, whole, **more)
+        request = self.request(gm, kind, name, **more)
         self.graph.executables[name] = self.model.services.compiler.compile_graph(gm, request, foreseen)
         return self.graph.executables[name]
 
-    def request(self, gm: Any, kind: Any, whole: bool = False, **more: Any) -> Request:
+    def request(self, gm: Any, kind: Any, name: str = "", **more: Any) -> Request:
         """Return what the compiler is told about a graph besides its operations."""
         if self.graph.sharded or (self.sync.scatters and kind == "backward"):
             shards = describe_shards(self.graph.infos, gm, kind, self.graph.sharded, self.graph.grads)
@@ -97,7 +100,7 @@ class GraphPrograms:
             donated = ()  # only a call can check for other references to a saved tensor; a replay cannot
         found = self.adapter.communicators()
         return Request(
-            name=f"{WHOLE_BACKWARD if whole else kind}{self.graph.number}",
+            name=f"{name or kind}{self.graph.number}",
             kind=kind,
             donated=donated,
             saved=tuple(p for p in saved_positions(gm) if p not in empty) if kind == "backward" else (),
@@ -194,6 +197,8 @@ class GraphPrograms:
         gathering, alone = with_bases_as_traced(gm, self.gathering(run)), (self.graph.number,)
 
         def forward(args: list[Any]) -> list[Any]:
+            if model.step is not None:
+                model.step.settle(FORWARD)
             newest = model.newest
             if position is not None or model.calls or newest is None or newest.graphs != alone:
                 token = model.record_forward(self.graph)
@@ -220,7 +225,7 @@ class GraphPrograms:
         is_batch, apart = compat.aot.batch_test(), UnshareGradients()
         outputs = AbsentOutputs(gm, self.sync, self.graph.grads, self.graph.unsure, self._numbers)
 
-        def backward(args: list[Any]) -> list[Any]:
+        def run(args: list[Any]) -> list[Any]:
             nonlocal settled
             token = 0 if position is None else int(args.pop(position))
             sync, strategy = 0 if position is None else self.syncs(token), self.sync.by_token(token)
@@ -249,6 +254,14 @@ class GraphPrograms:
                 settled = apart.around(memory, self.graph.executables[kind])
             outputs.fill(results, gone, zeros)
             return results
+
+        step = self.model.step
+        if step is None:
+            return opaque.around(run)
+        late, count = LateBackward(self, gm, opaque, run), len(gm.graph.output_node().args[0])
+
+        def backward(args: list[Any]) -> list[Any]:
+            return [None] * count if step.defer(late, args) else run(args)
 
         return opaque.around(backward)
 
@@ -314,7 +327,7 @@ class GraphPrograms:
         Another rank may run the first one meanwhile. How a gradient is computed, and so named, may differ.
         """
         first = self.graph.executables["backward"]
-        whole = self.build(gm, "backward", whole=True, **self._reduces())
+        whole = self.build(gm, "backward", WHOLE_BACKWARD, **self._reduces())
         if state.buckets is not None and whole.buckets:  # there are none if DDP itself reduces by now
             same = [b.exchanged for b in whole.buckets] == [b.exchanged for b in first.buckets]
             assert same, "places in buckets follow from parameters alone"
@@ -341,6 +354,28 @@ class GraphPrograms:
         """Run a backward program. `gone`: positions of results that are None in this call."""
         buckets = state.whole_buckets if kind == WHOLE_BACKWARD and state.whole_buckets is not None else state.buckets
         return strategy.run_backward(BackwardCall(self.graph, self.graph.executables[kind], buckets, args, sync, gone))
+
+
+class LateBackward:
+    """A graph's backward for `train_step.OptimizerStep`, which may run it later, and with an update."""
+
+    def __init__(self, programs: GraphPrograms, gm: Any, opaque: OpaqueObjects, run: Boxed) -> None:
+        self.gm, self.run, self._programs = gm, run, programs
+        graph = programs.graph
+        found = ((opaque.result_place(place), graph.leaves.get(index)) for place, index in graph.facts.gradients)
+        given = {place: leaf for place, leaf in found if leaf is not None}
+        self.leaves = list(given.items())
+        results = gm.graph.output_node().args[0]
+        others = [place for place, node in enumerate(results) if isinstance(node, torch.fx.Node) and place not in given]
+        self.alone = ""
+        if others:
+            self.alone = "inputs of the model have gradients"
+        elif graph.adapter.synchronizes:
+            self.alone = f"{graph.adapter.name} synchronizes parameters"
+
+    def build(self, gm: Any) -> Boxed:
+        """Compile the backward with an update."""
+        return self._programs.build(gm, "backward", name=STEP)
 
 
 def describe_machine(

@@ -235,6 +235,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
     from dcompile.collectives.fsdp_reduce_scatter import insert_reduce_scatters
     from dcompile.collectives.fsdp_units import sharded_accesses
     from dcompile.collectives.send_in_place import send_in_place
+    from dcompile.collectives.updates import return_gradients, update_after_reductions
 
     def sharded(request: Request) -> tuple[Any, ...]:
         """Inputs that are gathered, and outputs that are reduced: no pass may swap the places of their collectives."""
@@ -262,6 +263,8 @@ def loop_passes() -> tuple[LoopPass, ...]:
         LoopPass(recompute_rows, lambda request: sharded(request)[:1], reorders_sums=True),
         # after fusion, which computes unshared values where they are sent: the remaining copies are of matmuls
         LoopPass(send_in_place, needs_loops=False),
+        # before collectives are inserted, which are those of a backward without updates
+        LoopPass(return_gradients, needs_loops=False, required=True),
         # after fusion, so that a bucket's all-reduce starts after the real kernel that writes its last gradient
         LoopPass(insert_ddp_buckets, lambda request: (request.params, request.rule), needs_loops=False, required=True),
         LoopPass(fold_average, needs_loops=False),
@@ -271,6 +274,8 @@ def loop_passes() -> tuple[LoopPass, ...]:
             needs_loops=False,
             required=True,
         ),
+        # before passes over the order of collectives: updates hide them
+        LoopPass(update_after_reductions, needs_loops=False, required=True),
         LoopPass(
             insert_all_gathers,
             lambda request: (request.params, request.gathers, request.results),

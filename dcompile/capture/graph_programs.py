@@ -19,6 +19,7 @@ from dcompile import compat
 from dcompile.capture.adapters.gradient_sync import BackwardCall, GradientSync
 from dcompile.capture.aliasing.input_memory import return_input_views, with_bases_as_traced
 from dcompile.capture.aliasing.output_views import OutputRequest, plan_outputs
+from dcompile.capture.capture_digest import own_collectives
 from dcompile.capture.captured_graph import Boxed, CapturedGraph
 from dcompile.capture.compiled_model import CompiledModel
 from dcompile.capture.joint_graph import donated_positions, insert_outputs, saved_positions, take_sync_token
@@ -117,7 +118,7 @@ class GraphPrograms:
         likely = without(
             backward, unlikely(backward) if self.graph.facts.may_have_absent_grads else (), self._exchanged
         )
-        return likely, self.request(likely, "backward", **self._reduces())
+        return likely, self.request(likely, "backward", **self.reduces())
 
     def gathering(self, run: Executable) -> Boxed:
         """Return a forward or inference program with its shard source."""
@@ -258,7 +259,7 @@ class GraphPrograms:
         step = self.model.step
         if step is None:
             return opaque.around(run)
-        late, count = LateBackward(self, gm, opaque, run), len(gm.graph.output_node().args[0])
+        late, count = LateBackward(self, gm, opaque, position, run), len(gm.graph.output_node().args[0])
 
         def backward(args: list[Any]) -> list[Any]:
             return [None] * count if step.defer(late, args) else run(args)
@@ -313,7 +314,7 @@ class GraphPrograms:
     def build_backward(self, gm: Any, lacks: frozenset[int] = frozenset()) -> BackwardState:
         """Compile the backward without the gradients at positions `lacks`, which `gm` does not take."""
         began = time.perf_counter()
-        executable = self.build(gm, "backward", **self._reduces())
+        executable = self.build(gm, "backward", **self.reduces())
         state = BackwardState(lacks)
         if self._has_buckets():
             state = BackwardState(lacks, self.adapter.covers_all_params, self.sync.make_buckets(executable.buckets))
@@ -327,14 +328,14 @@ class GraphPrograms:
         Another rank may run the first one meanwhile. How a gradient is computed, and so named, may differ.
         """
         first = self.graph.executables["backward"]
-        whole = self.build(gm, "backward", WHOLE_BACKWARD, **self._reduces())
+        whole = self.build(gm, "backward", WHOLE_BACKWARD, **self.reduces())
         if state.buckets is not None and whole.buckets:  # there are none if DDP itself reduces by now
             same = [b.exchanged for b in whole.buckets] == [b.exchanged for b in first.buckets]
             assert same, "places in buckets follow from parameters alone"
             self.state = state = dataclasses.replace(state, whole_buckets=self.sync.make_buckets(whole.buckets))
         return state
 
-    def _reduces(self) -> dict[str, Any]:
+    def reduces(self) -> dict[str, Any]:
         """Return the parts of a request about buckets, if the backward's program reduces DDP's gradients."""
         rule = self.adapter.bucket_rule()
         if rule is None or not self._has_buckets():
@@ -359,23 +360,52 @@ class GraphPrograms:
 class LateBackward:
     """A graph's backward for `train_step.OptimizerStep`, which may run it later, and with an update."""
 
-    def __init__(self, programs: GraphPrograms, gm: Any, opaque: OpaqueObjects, run: Boxed) -> None:
-        self.gm, self.run, self._programs = gm, run, programs
-        graph = programs.graph
+    def __init__(self, programs: GraphPrograms, gm: Any, opaque: OpaqueObjects, position: int | None, run: Boxed) -> None:
+        self.gm, self.run, self._programs, self._token = gm, run, programs, position
+        graph = self._graph = programs.graph
         found = ((opaque.result_place(place), graph.leaves.get(index)) for place, index in graph.facts.gradients)
         given = {place: leaf for place, leaf in found if leaf is not None}
         self.leaves = list(given.items())
+        self.numbers = dict(graph.grads)
         results = gm.graph.output_node().args[0]
-        others = [place for place, node in enumerate(results) if isinstance(node, torch.fx.Node) and place not in given]
-        self.alone = ""
-        if others:
-            self.alone = "inputs of the model have gradients"
-        elif graph.adapter.synchronizes:
-            self.alone = f"{graph.adapter.name} synchronizes parameters"
+        nodes = (place for place, node in enumerate(results) if isinstance(node, torch.fx.Node))
+        self._has_more = any(place not in given for place in nodes)
+        self._has_collectives = any(True for _ in own_collectives(gm))
+        self._buckets: dict[Executable, GradientBuckets] = {}
 
-    def build(self, gm: Any) -> Boxed:
+    def why_alone(self) -> str:
+        """Return why it cannot run with an update; empty if it can."""
+        if self._has_more:
+            return "inputs of the model have gradients"
+        if self._has_collectives:
+            return "the model's own collectives run in the backward"
+        return self._graph.sync.why_updates_apart(self._graph)
+
+    def waits(self, args: Sequence[Any]) -> bool:
+        """Does the backward reduce gradients, if ranks do? A micro-batch under no_sync does not."""
+        return self._token is None or self._programs.syncs(int(args[self._token])) == 1
+
+    def inputs(self, args: Sequence[Any]) -> list[Any]:
+        """Return the program's inputs, without the token."""
+        return [arg for place, arg in enumerate(args) if place != self._token]
+
+    def build(self, gm: Any) -> Executable:
         """Compile the backward with an update."""
-        return self._programs.build(gm, "backward", name=STEP)
+        programs = self._programs
+        with self._graph.model.peers.busy("compiling"):
+            made = programs.build(gm, "backward", STEP, **programs.reduces())
+        if self.numbers:
+            first = self._graph.executables["backward"].buckets
+            assert [b.exchanged for b in made.buckets] == [b.exchanged for b in first], "places follow from parameters"
+            self._buckets[made] = self._graph.sync.make_buckets(made.buckets)
+        return made
+
+    def run_joined(self, program: Executable, args: Sequence[Any], inputs: list[Any]) -> None:
+        """Run the backward with an update."""
+        token = 0 if self._token is None else int(args[self._token])
+        sync = 0 if self._token is None else self._programs.syncs(token)
+        strategy = self._graph.sync.by_token(token)
+        strategy.run_backward(BackwardCall(self._graph, program, self._buckets.get(program), inputs, sync, ()))
 
 
 def describe_machine(

@@ -311,6 +311,19 @@ class DdpSync(GradientSync):
         for buckets in reduced:
             buckets.forget()
 
+    def why_updates_apart(self, graph: GraphView) -> str:
+        """Updates need every gradient of the model, reduced in this one program."""
+        adapter = self._adapter
+        if adapter.state == "undecided" or "backward" not in graph.executables:
+            return "ranks compare plans in the first backward"
+        if adapter.state == "stock":
+            return "DDP itself reduces gradients"
+        if adapter.uneven or adapter.varies or adapter.covers_all_params or graph.unsure:
+            return "ranks may use different parameters"
+        if adapter.hooked() or not self.reduces_in_program(graph) or {n for _, n in graph.grads} != {*adapter.refs}:
+            return "gradients are reduced outside of this program"
+        return ""
+
     def accumulates(self, numbers: Iterable[int]) -> bool:
         """Does this backward add to .grad of any of these? torch.autograd.grad does not; DDP then reduces nothing."""
         return self._adapter.accumulates(numbers)

@@ -186,6 +186,11 @@ class GradientSync:
             call.graph.agree("backward")
         return call.run(call.args)
 
+    def why_updates_apart(self, graph: GraphView) -> str:
+        """Return why the optimizer's update cannot run in a graph's backward program; empty if it can."""
+        del graph
+        return ""
+
     def accumulates(self, numbers: Iterable[int]) -> bool:
         """Inside a backward: does it add to the `.grad` of any of these parameters?"""
         raise AssertionError("of a model that is not kept in step, nobody asks")

@@ -65,6 +65,11 @@ class ShardedSync(GradientSync):
         self._saves_memory = reason
         super().save_memory(reason)
 
+    def why_updates_apart(self, graph: GraphView) -> str:
+        """Reductions end in memory outside of the program."""
+        del graph
+        return "FSDP shards parameters"
+
     def token(self, call: Invocation | None) -> torch.Tensor | None:
         return self._tokens[self if call is None else call.strategy] if self.adapter.carries_sync else None
 

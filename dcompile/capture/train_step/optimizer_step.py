@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,11 +20,12 @@ from dcompile import compat
 from dcompile.capture.train_step.pending_gradient import PendingGradient
 from dcompile.capture.train_step.step_graph import ParameterUpdate, StepGraph, join_update
 from dcompile.capture.train_step.update_rules import RULES, UpdateRule, settings_of
+from dcompile.collectives.contract import Executable
 from dcompile.errors import DcompileError
 
-Boxed = Callable[[list[Any]], list[Any]]
 FIRST = "the optimizer's state did not exist yet"
 NOTHING = "no backward of the compiled model was waiting"
+IMMEDIATE = "the backward could not wait: hooks on gradients, autograd.grad, or no reduction"
 CONSUMED = (
     "dcompile: this gradient was consumed by the optimizer's update, which ran in one program with the backward; "
     "call zero_grad() after step(), and read gradients before step()"
@@ -38,24 +39,34 @@ class LateBackward(Protocol):
     """The backward's graph."""
     leaves: Sequence[tuple[int, Callable[[], torch.nn.Parameter | None]]]
     """(position among the results, weak reference to the parameter) of each gradient."""
-    alone: str
-    """Why it cannot run with an update; empty if it can."""
+    numbers: Mapping[int, int]
+    """Position among the results -> number in the plan of each gradient that ranks reduce."""
+
+    def waits(self, args: Sequence[Any]) -> bool:
+        """Can the backward wait for an update, with these arguments?"""
+
+    def why_alone(self) -> str:
+        """Return why it cannot run with an update; empty if it can."""
+
+    def inputs(self, args: Sequence[Any]) -> list[Any]:
+        """Return the program's inputs."""
 
     def run(self, args: list[Any]) -> list[Any]:
         """Run the backward by itself, inside a backward of autograd."""
 
-    def build(self, gm: Any) -> Boxed:
+    def build(self, gm: Any) -> Executable:
         """Compile the backward with an update."""
+
+    def run_joined(self, program: Executable, args: Sequence[Any], inputs: list[Any]) -> None:
+        """Run the backward with an update. `args`: those of the backward. Inside a backward if ranks reduce."""
 
 
 @dataclass(eq=False)
 class JoinedProgram:
     """One compiled backward with update, and what it expects."""
 
-    run: Boxed
+    run: Executable
     graph: StepGraph
-    known: list[Any] = field(default_factory=list)
-    """The tensors of the newest call after those of the backward, and where they were."""
 
 
 @dataclass(eq=False)
@@ -111,7 +122,8 @@ class OptimizerStep:
         """Inside a backward: keep it for later if it can wait. It then has no results yet."""
         self.settle("a second backward ran before the step")
         parameters = [reference() for _, reference in backward.leaves]
-        if backward.alone or not self._can_wait(parameters, args):
+        if backward.why_alone() or not backward.waits(args) or not self._can_wait(parameters, args):
+            self._reason = backward.why_alone() or IMMEDIATE
             return False
         found: list[Any] = parameters
         before = [parameter.grad for parameter in found]
@@ -252,13 +264,29 @@ class OptimizerStep:
         parameters = [tensors[at][0] for at in program.graph.parameters]
         states = [state for _, *held in tensors for state in held]
         earlier = self._earlier(waiting, members)
+        backward, inputs = waiting.backward, waiting.backward.inputs(waiting.args)
+        inputs += [*parameters, *states, *earlier, vector]
+
+        def run() -> tuple[Any, ...]:
+            backward.run_joined(program.run, waiting.args, inputs)
+            return (None,) * len(waiting.parameters)
+
+        if backward.numbers:
+            for parameter, old in zip(waiting.parameters, waiting.before, strict=True):
+                parameter.grad = old
+            with torch.enable_grad():
+                _Replay.apply(run, *waiting.parameters).backward()  # type: ignore[no-untyped-call]
+        else:
+            with torch.no_grad():
+                run()
         with torch.no_grad():
-            program.run([*waiting.args, *parameters, *states, *earlier, vector])
             self._counter.advance(steps)
         torch.autograd.graph.increment_version(flat)
 
     def _earlier(self, waiting: _Waiting, members: Sequence[tuple[Any, Any]]) -> list[torch.Tensor]:
         """Return the gradients of earlier micro-batches, in the order of updates."""
+        if waiting.backward.numbers:  # the reduction adds them
+            return []
         held = {id(p): old for p, old in zip(waiting.parameters, waiting.before, strict=True)}
         return [old for p, _ in members if (old := held[id(p)]) is not None]
 
@@ -289,8 +317,9 @@ class OptimizerStep:
         """Return the program for a backward and these settings, compiled if need be."""
         backward = waiting.backward
         places = {id(p): place for p, (place, _) in zip(waiting.parameters, backward.leaves, strict=True)}
-        saved, views = _saved_places(waiting.args, [p for p, _ in members])
-        held = {id(p): old is not None for p, old in zip(waiting.parameters, waiting.before, strict=True)}
+        saved, views = _saved_places(backward.inputs(waiting.args), [p for p, _ in members])
+        added = not backward.numbers
+        held = {id(p): added and old is not None for p, old in zip(waiting.parameters, waiting.before, strict=True)}
         settings = {id(group): settings_of(rule, group) for _, group in members}
         key = (
             id(backward),
@@ -301,8 +330,9 @@ class OptimizerStep:
             tuple((x.dtype, x.shape, x.stride(), x.device) for x in (*(t for each in tensors for t in each), vector)),
         )
         if key not in self._programs:
+            numbers = backward.numbers
             updates = [
-                ParameterUpdate(places[id(p)], at, own[0], tuple(own[1:]), rule, group, first, held[id(p)], looks)
+                ParameterUpdate(places[id(p)], at, own[0], tuple(own[1:]), rule, group, first, held[id(p)], numbers.get(places[id(p)]), looks)
                 for (p, group), own, at, first, looks in zip(members, tensors, saved, firsts, views, strict=True)
             ]
             graph = join_update(backward.gm, updates, vector)

@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from dcompile import compat
 from dcompile.capture.passes.joint.saved_values import is_view
 from dcompile.capture.train_step.update_rules import Group, UpdateRule
+from dcompile.operators.step_ops import reduced
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
@@ -34,6 +35,8 @@ class ParameterUpdate:
     """Where its first number is in the vector of numbers."""
     accumulated: bool = False
     """Whether `.grad` already holds a gradient of earlier micro-batches, which is an input."""
+    reduced: int | None = None
+    """The parameter's number in the plan, if the update reads a gradient that ranks have reduced."""
     views: tuple[int, ...] = ()
     """Positions of the backward's inputs that are other views of the parameter's memory."""
 
@@ -146,6 +149,9 @@ class _Maker:
         behind = max((node for node in needed if node in self.order and node is not self.output), key=self.order.__getitem__)
         if behind.op == "placeholder":
             behind = self.last
+        if update.reduced is not None:
+            gradient = self._reduced(gradient, update.reduced, targets[0], behind)
+            behind = gradient
         traced = self._trace(update, gradient, earlier)
         given = [gradient, *([] if earlier is None else [earlier]), *targets, vector]
         values: dict[Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), given, strict=True))
@@ -162,6 +168,13 @@ class _Maker:
             for target, result in zip(targets, results, strict=True):
                 written = self.graph.call_function(torch.ops.aten.copy_.default, (target, result))
                 written.meta["val"] = target.meta["val"]
+
+    def _reduced(self, gradient: Node, number: int, parameter: Node, behind: Node) -> Node:
+        with self.graph.inserting_after(behind):
+            node = self.graph.call_function(torch.ops.dcompile_step.reduced.default, (gradient, number, parameter))
+        with self.mode:
+            node.meta["val"] = reduced(gradient.meta["val"], number, parameter.meta["val"])
+        return node
 
     def _trace(self, update: ParameterUpdate, gradient: Node, earlier: Node | None) -> GraphModule:
         """Return the graph of (gradient, [earlier gradient], parameter, state..., numbers) -> new values."""

@@ -275,7 +275,7 @@ def loop_passes() -> tuple[LoopPass, ...]:
             required=True,
         ),
         # before passes over the order of collectives: updates hide them
-        LoopPass(update_after_reductions, needs_loops=False, required=True),
+        LoopPass(update_after_reductions, lambda request: (request.grads,), needs_loops=False, required=True),
         LoopPass(
             insert_all_gathers,
             lambda request: (request.params, request.gathers, request.results),

@@ -346,7 +346,7 @@ class CapturedGraph:
 
     def has_own_collectives(self, kind: str) -> bool:
         """Does a program have collectives that the model itself calls?"""
-        return bool(self._own[kind])
+        return bool(self._own.get(kind))
 
     def agree(self, kind: str, strategy: GradientSync | None = None) -> None:
         """Check before a program's first collective that every rank is about to run the same ones."""

@@ -52,8 +52,6 @@ BATCHED_NOTE = (
 FORWARD = "another forward ran before the step"
 WHOLE_BACKWARD = "whole_backward"
 """Name of the backward program that takes every gradient, if the first one lacks some."""
-STEP = "step"
-"""Name of the backward program that updates parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,23 +387,28 @@ class LateBackward:
         """Return the program's inputs, without the token."""
         return [arg for place, arg in enumerate(args) if place != self._token]
 
-    def build(self, gm: Any) -> Executable:
-        """Compile the backward with an update."""
+    def build(self, gm: Any, name: str) -> Executable:
+        """Compile a graph that begins with the backward."""
         programs = self._programs
         with self._graph.model.peers.busy("compiling"):
-            made = programs.build(gm, "backward", STEP, **programs.reduces())
+            made = programs.build(gm, "backward", name, **programs.reduces())
         if self.numbers:
             first = self._graph.executables["backward"].buckets
             assert [b.exchanged for b in made.buckets] == [b.exchanged for b in first], "places follow from parameters"
             self._buckets[made] = self._graph.sync.make_buckets(made.buckets)
         return made
 
-    def run_joined(self, program: Executable, args: Sequence[Any], inputs: list[Any]) -> None:
-        """Run the backward with an update."""
+    def build_update(self, gm: Any) -> Executable:
+        """Compile a graph of updates alone."""
+        with self._graph.model.peers.busy("compiling"):
+            return self._programs.build(gm, "inference", "update", gathers=())
+
+    def run_joined(self, program: Executable, args: Sequence[Any], inputs: list[Any]) -> list[Any]:
+        """Run a program of `build`."""
         token = 0 if self._token is None else int(args[self._token])
         sync = 0 if self._token is None else self._programs.syncs(token)
         strategy = self._graph.sync.by_token(token)
-        strategy.run_backward(BackwardCall(self._graph, program, self._buckets.get(program), inputs, sync, ()))
+        return strategy.run_backward(BackwardCall(self._graph, program, self._buckets.get(program), inputs, sync, ()))
 
 
 def describe_machine(

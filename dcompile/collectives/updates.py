@@ -7,7 +7,7 @@ every rank. Afterwards the results disappear again, and updates read the buckets
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -21,34 +21,36 @@ Names: TypeAlias = Mapping[str, str]
 def return_gradients(program: Program) -> Program:
     """Return gradients that updates read after their reduction as results, and let the marks read nothing.
 
-    Guarantees: the same steps. Results are added at the end.
+    Guarantees: the same steps. Results are added at the end, of gradients that are none yet.
     """
     if not any(map(_is_mark, program.steps)):
         return program
     outputs, grads, steps = list(program.outputs), list(program.grads), list[Step]()
+    returned = {number for at, number in grads if isinstance(outputs[at], View)}
     for step in program.steps:
         if isinstance(step, Extern) and _is_mark(step):
             gradient, number, *_ = step.args
             assert isinstance(gradient, View) and isinstance(number, int)
-            grads.append((len(outputs), number))
-            outputs.append(gradient)
+            if number not in returned:
+                grads.append((len(outputs), number))
+                outputs.append(gradient)
             step = replace(step, args=(number,))
         steps.append(step)
     return replace(program, outputs=tuple(outputs), grads=tuple(grads), steps=tuple(steps))
 
 
-def update_after_reductions(program: Program) -> Program:
+def update_after_reductions(program: Program, grads: Sequence[tuple[int, int]]) -> Program:
     """Replace marks by the memory of reduced gradients, with each update behind the wait for what it reads.
 
     Updates follow the rest of the program, in the order in which reductions end, so that the later ones of these hide
-    behind the updates of earlier ones.
+    behind the updates of earlier ones. `grads`: (result, parameter) of the program's own.
 
     Guarantees: collectives keep their order. No update comes before a step that reads a parameter's old value.
     """
     marks = {step.args[0]: step.outs[0] for step in program.steps if isinstance(step, Extern) and _is_mark(step)}
     if not marks:
         return program
-    results = len(program.outputs) - len(marks)
+    added = {at for at, _ in program.grads} - {at for at, _ in grads}
     place = {number: buffer for b in program.buckets for number, buffer in zip(b.params, b.buffers, strict=True)}
     names = {out: place[number] for number, out in marks.items() if isinstance(number, int) and out is not None}
     waits = [step for step in program.steps if isinstance(step, Wait) and set(step.buffers) & set(names.values())]
@@ -66,8 +68,8 @@ def update_after_reductions(program: Program) -> Program:
     return replace(
         program,
         steps=(*first, *_behind(updates, waits)),
-        outputs=program.outputs[:results],
-        grads=tuple((at, number) for at, number in program.grads if at < results),
+        outputs=tuple(None if at in added else output for at, output in enumerate(program.outputs)),
+        grads=tuple(entry for entry in program.grads if entry[0] not in added),
         buffers=tuple(buffer for buffer in program.buffers if buffer.name not in names),
     )
 

@@ -39,6 +39,11 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+def has_leaf_hooks(parameter: torch.Tensor) -> bool:
+    """Whether hooks look at a parameter's gradient before or after it is added to `.grad`."""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
 def on_gradient(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
     """Run `callback` inside each backward that reaches this result."""
     tensor.register_hook(lambda _: callback())  # type: ignore[no-untyped-call, unused-ignore]

@@ -474,3 +474,24 @@ def move_graph_to_gpu(gm: Any) -> None:
         if "val" in node.meta:
             node.meta["val"] = _pytree.tree_map_only(torch.Tensor, value, node.meta["val"])
     gm.recompile()
+
+
+def without_memory(kind: type[torch.Tensor], like: torch.Tensor) -> Any:
+    """Return a tensor of a subclass with another one's shape, strides, dtype and device, and no memory."""
+    import torch
+
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, layout=like.layout
+    )
+
+
+def as_plain() -> Any:
+    """Return a context in which functions of tensor subclasses are not asked (`__torch_function__`)."""
+    import torch
+
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a DTensor that this rank holds; another tensor as it is."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return, unused-ignore]

@@ -1,8 +1,8 @@
-"""The graph of a backward whose gradients go to the optimizer's update instead of `.grad`."""
+"""Graphs of a backward that goes on with its gradients: to their norms, or to the optimizer's update."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,195 +12,245 @@ from torch.fx import Graph, GraphModule, Node
 from dcompile import compat
 from dcompile.capture.passes.joint.saved_values import is_view
 from dcompile.capture.train_step.update_rules import Group, UpdateRule
-from dcompile.operators.step_ops import reduced
+from dcompile.operators import step_ops
 
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""Dtype in which 16-bit parameters are updated, and rounded once, as by torch's fused optimizers."""
+
+
+@dataclass(frozen=True)
+class LeafGradient:
+    """One parameter's gradient in a backward."""
+
+    place: int
+    """Position among the backward's results."""
+    reduced: int | None = None
+    """The parameter's number in the plan, if ranks reduce the gradient."""
+    accumulated: bool = False
+    """Whether `.grad` holds a gradient of earlier micro-batches, which is an input and is added."""
 
 
 @dataclass(frozen=True)
 class ParameterUpdate:
-    """One parameter's part of a step: positions in the backward, and how it is updated."""
+    """How one parameter is updated. Tensors, fake or real, tell shapes, dtypes and strides."""
 
-    gradient: int
-    """Position of its gradient among the backward's results."""
-    saved: int | None
-    """Position of the parameter itself among the backward's inputs, if that reads it."""
     parameter: torch.Tensor
-    """A tensor of its shape, dtype and strides; fake or real."""
     state: tuple[torch.Tensor, ...]
-    """The same for the optimizer's state."""
     rule: UpdateRule
     group: Group
     number: int
     """Where its first number is in the vector of numbers."""
-    accumulated: bool = False
-    """Whether `.grad` already holds a gradient of earlier micro-batches, which is an input."""
-    reduced: int | None = None
-    """The parameter's number in the plan, if the update reads a gradient that ranks have reduced."""
+    saved: int | None = None
+    """Position of the parameter itself among the backward's inputs, if that reads it."""
     views: tuple[int, ...] = ()
     """Positions of the backward's inputs that are other views of the parameter's memory."""
 
 
-@dataclass(frozen=True)
-class StepGraph:
-    """The joined graph, and what its inputs are after those of the backward."""
+def with_norms(backward: GraphModule, leaves: Sequence[LeafGradient]) -> GraphModule:
+    """Return a backward with the 2-norm of each gradient as further results, in the order of `leaves`.
 
-    gm: GraphModule
-    parameters: tuple[int, ...]
-    """Updates (by index) whose parameter is an input of its own, in order; then come all states, then earlier
-    gradients, then the vector of numbers."""
-
-
-def join_update(backward: GraphModule, updates: Sequence[ParameterUpdate], numbers: torch.Tensor) -> StepGraph:
-    """Return a backward that applies `updates`, each as soon as nothing reads the old values, and returns no gradient.
-
-    `numbers`: vector of all numbers of a step, in float32, or in float64 if a parameter is. The new inputs follow the
-    backward's own. Updated tensors are written in place.
+    Its further inputs are gradients of earlier micro-batches, which are added to the results.
     """
-    maker = _Maker(backward)
-    apart = tuple(place for place, update in enumerate(updates) if update.saved is None)
-    places = maker.places
-    made = {at: maker.placeholder(f"parameter{at}", updates[at].parameter) for at in apart}
-    parameters = [made[at] if u.saved is None else places[u.saved] for at, u in enumerate(updates)]
-    states = [
-        [maker.placeholder(f"state{at}_{n}", value) for n, value in enumerate(update.state)]
-        for at, update in enumerate(updates)
+    maker = _GraphMaker.of(backward)
+    earlier = maker.accumulated(leaves)
+    outputs = list(maker.results)
+    norms = []
+    for at, leaf in enumerate(leaves):
+        summed = maker.settled(outputs[leaf.place], leaf, earlier.get(at))
+        with maker.before(summed.next):
+            norms += maker.traced(lambda x: (torch.linalg.vector_norm(x),), (summed,), "norm")
+        if leaf.accumulated:
+            outputs[leaf.place] = summed
+    return maker.made((*outputs, *norms))
+
+
+def with_updates(
+    backward: GraphModule, leaves: Sequence[LeafGradient], updates: Sequence[ParameterUpdate], numbers: torch.Tensor
+) -> GraphModule:
+    """Return a backward that applies `updates`, each once nothing reads the old values, and returns no gradient.
+
+    `numbers`: vector of all numbers of a step. Further inputs: parameters without `saved`, states, gradients of earlier
+    micro-batches, numbers. What is updated is written in place.
+    """
+    maker = _GraphMaker.of(backward)
+    places = list(maker.inputs)
+    parameters = [
+        maker.placeholder("parameter", update.parameter) if update.saved is None else places[update.saved]
+        for update in updates
     ]
-    earlier = {
-        at: maker.placeholder(f"accumulated{at}", update.parameter)
-        for at, update in enumerate(updates)
-        if update.accumulated
-    }
+    states = [[maker.placeholder("state", value) for value in update.state] for update in updates]
+    earlier = maker.accumulated(leaves)
     vector = maker.placeholder("numbers", numbers)
     for parameter, update in zip(parameters, updates, strict=True):
         maker.read_through(parameter, [places[place] for place in update.views])
-    outputs = list(maker.output.args[0])
-    for at, update in enumerate(updates):
-        targets = [parameters[at], *states[at]]
-        maker.insert(update, outputs[update.gradient], earlier.get(at), targets, vector)
-        outputs[update.gradient] = None
-    maker.output.args = (tuple(outputs),)
-    maker.graph.lint()
-    return StepGraph(GraphModule(backward, maker.graph), apart)
+    outputs = list(maker.results)
+    for at, (leaf, update) in enumerate(zip(leaves, updates, strict=True)):
+        behind = maker.last_of([parameters[at], *_readers(parameters[at])])
+        gradient = maker.settled(outputs[leaf.place], leaf, earlier.get(at), behind)
+        maker.update(update, gradient, [parameters[at], *states[at]], vector)
+        outputs[leaf.place] = None
+    return maker.made(outputs)
 
 
-def readers(node: Node) -> list[Node]:
+def update_alone(
+    gradients: Sequence[torch.Tensor], updates: Sequence[ParameterUpdate], numbers: torch.Tensor, scaled: bool
+) -> GraphModule:
+    """Return the graph of updates alone; see `with_updates`.
+
+    Inputs: gradients, parameters, states, numbers, and a factor for all gradients if they are `scaled`.
+    """
+    maker = _GraphMaker.of(None)
+    given = [maker.placeholder("gradient", value) for value in gradients]
+    parameters = [maker.placeholder("parameter", update.parameter) for update in updates]
+    states = [[maker.placeholder("state", value) for value in update.state] for update in updates]
+    vector = maker.placeholder("numbers", numbers)
+    factor = maker.placeholder("factor", numbers.new_empty((), dtype=torch.float32)) if scaled else None
+    for gradient, parameter, state, update in zip(given, parameters, states, updates, strict=True):
+        node = gradient
+        if factor is not None:
+            with maker.before(maker.output):
+                node = maker.traced(lambda x, scale: ((x * scale).to(x.dtype),), (gradient, factor), "scale")[0]
+        maker.update(update, node, [parameter, *state], vector)
+    return maker.made(())
+
+
+def _readers(node: Node) -> list[Node]:
     """Return the nodes that read a value's memory, also through views."""
     found: list[Node] = []
     for user in node.users:
-        found += [user, *(readers(user) if is_view(user) else ())]
+        found += [user, *(_readers(user) if is_view(user) else ())]
     return found
 
 
 @dataclass
-class _Maker:
-    """The graph while it is built."""
+class _GraphMaker:
+    """A graph while it is built."""
 
-    backward: GraphModule
-    graph: Graph = field(default_factory=Graph)
-    traced: dict[Any, GraphModule] = field(default_factory=dict)
-    """Updates of one kind are traced once."""
+    root: Any
+    graph: Graph
+    output: Node
+    inputs: list[Node]
+    mode: Any
+    order: dict[Node, int] = field(default_factory=dict)
+    """Order of the backward's own nodes."""
+    known: dict[Any, GraphModule] = field(default_factory=dict)
+    """Functions of the same shapes are traced once."""
 
-    def __post_init__(self) -> None:
-        copied = self.graph.graph_copy(self.backward.graph, {}, return_output_node=True)
-        assert isinstance(copied, tuple)
-        value, old = copied
-        self.output = self.graph.output(value)
-        self.output.meta = dict(old.meta)
-        self.output.meta.pop("desc", None)
-        self.places = self.graph.find_nodes(op="placeholder")
-        self.last = self.places[-1]
-        self.mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in self.places])
-        self.order = {node: at for at, node in enumerate(self.graph.nodes)}
+    @staticmethod
+    def of(backward: GraphModule | None) -> _GraphMaker:
+        """Start with a copy of a backward's graph, or with an empty graph."""
+        graph = Graph()
+        if backward is None:
+            return _GraphMaker(torch.nn.Module(), graph, graph.output(()), [], compat.tensors.fake_mode())
+        copied = graph.graph_copy(backward.graph, {})
+        output = graph.output(copied)
+        inputs = graph.find_nodes(op="placeholder")
+        mode = compat.aot.detect_fake_mode([node.meta.get("val") for node in inputs])
+        order = {node: at for at, node in enumerate(graph.nodes)}
+        return _GraphMaker(backward, graph, output, inputs, mode, order)
+
+    @property
+    def results(self) -> Sequence[Any]:
+        """What the backward returns."""
+        return self.output.args[0]  # type: ignore[return-value]
+
+    def made(self, outputs: Sequence[Any]) -> GraphModule:
+        """Return the module of the graph."""
+        self.output.args = (tuple(outputs),)
+        self.graph.lint()
+        return GraphModule(self.root, self.graph)
+
+    def before(self, node: Node) -> Any:
+        """Return a context in which nodes are inserted before another."""
+        return self.graph.inserting_before(node)
 
     def placeholder(self, name: str, like: torch.Tensor) -> Node:
         """Add an input after all others."""
-        with self.graph.inserting_after(self.last):
-            node = self.graph.placeholder(name)
+        first = next(iter(self.graph.nodes))
+        with self.graph.inserting_after(self.inputs[-1]) if self.inputs else self.graph.inserting_before(first):
+            node = self.graph.placeholder(f"{name}{len(self.inputs)}")
         node.meta["val"] = self._fake(like)
-        self.last = node
+        self.inputs.append(node)
         return node
+
+    def accumulated(self, leaves: Sequence[LeafGradient]) -> dict[int, Node]:
+        """Add inputs for gradients of earlier micro-batches: index of a leaf -> input."""
+        outputs = self.results
+        held = (at for at, leaf in enumerate(leaves) if leaf.accumulated)
+        return {at: self.placeholder("accumulated", outputs[leaves[at].place].meta["val"]) for at in held}
 
     def _fake(self, like: torch.Tensor) -> torch.Tensor:
         with self.mode:
             return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
+    def last_of(self, nodes: Sequence[Node]) -> Node:
+        """Return the last of these nodes in the backward, or its last input."""
+        found = [node for node in nodes if node in self.order and node is not self.output]
+        last = max(found, key=self.order.__getitem__, default=None)
+        return self.inputs[-1] if last is None or last.op == "placeholder" else last
+
     def read_through(self, parameter: Node, views: Sequence[Node]) -> None:
-        """Read saved views of a parameter through the parameter itself, so that the update comes after them."""
+        """Read saved views of a parameter through the parameter itself, so that its update comes after them."""
         for view in views:
             value = view.meta["val"]
-            with self.graph.inserting_before(self.first):
+            with self.before(self.inputs[-1].next):
                 layout = list(value.shape), list(value.stride()), value.storage_offset()
                 seen = self.graph.call_function(torch.ops.aten.as_strided.default, (parameter, *layout))
             seen.meta["val"] = value
             self.order[seen] = -1
             view.replace_all_uses_with(seen)
 
-    @property
-    def first(self) -> Node:
-        """The first operation."""
-        return self.last.next
+    def settled(self, gradient: Node, leaf: LeafGradient, earlier: Node | None, behind: Node | None = None) -> Node:
+        """Return a leaf's whole gradient: reduced, and with that of earlier micro-batches.
 
-    def insert(
-        self, update: ParameterUpdate, gradient: Node, earlier: Node | None, targets: Sequence[Node], vector: Node
-    ) -> None:
-        """Insert one update after its gradient and after the last reader of the parameter's old value."""
-        needed = [gradient, *targets, *readers(targets[0])]
-        behind = max((node for node in needed if node in self.order and node is not self.output), key=self.order.__getitem__)
-        if behind.op == "placeholder":
-            behind = self.last
-        if update.reduced is not None:
-            gradient = self._reduced(gradient, update.reduced, targets[0], behind)
-            behind = gradient
-        traced = self._trace(update, gradient, earlier)
-        given = [gradient, *([] if earlier is None else [earlier]), *targets, vector]
-        values: dict[Node, Any] = dict(zip(traced.graph.find_nodes(op="placeholder"), given, strict=True))
-        first = behind.next
-        with self.graph.inserting_before(first):
-            for node in traced.graph.nodes:
-                if node.op == "call_function":
-                    arguments, keywords = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                    if node.target is torch.ops.aten.select.int and node.args[0] in values and values[node.args[0]] is vector:
-                        arguments = (vector, 0, update.number + node.args[2])
-                    values[node] = self.graph.call_function(node.target, arguments, keywords)
-                    values[node].meta = dict(node.meta)
-            results = [values[node] for node in traced.graph.output_node().args[0]]
-            for target, result in zip(targets, results, strict=True):
-                written = self.graph.call_function(torch.ops.aten.copy_.default, (target, result))
-                written.meta["val"] = target.meta["val"]
+        It is the last node that is needed for it, after `behind`.
+        """
+        last = self.last_of([gradient] if behind is None else [gradient, behind])
+        with self.before(last.next):
+            if leaf.reduced is not None:
+                node = self.graph.call_function(torch.ops.dcompile_step.reduced.default, (gradient, leaf.reduced))
+                with self.mode:
+                    node.meta["val"] = step_ops.reduced(gradient.meta["val"], leaf.reduced)
+                return node
+            if earlier is not None:
+                return self.traced(lambda old, new: (old + new,), (earlier, gradient), "sum")[0]
+            return self.traced(lambda new: (torch.ops.aten.alias(new),), (gradient,), "alias")[0]
 
-    def _reduced(self, gradient: Node, number: int, parameter: Node, behind: Node) -> Node:
-        with self.graph.inserting_after(behind):
-            node = self.graph.call_function(torch.ops.dcompile_step.reduced.default, (gradient, number, parameter))
-        with self.mode:
-            node.meta["val"] = reduced(gradient.meta["val"], number, parameter.meta["val"])
-        return node
-
-    def _trace(self, update: ParameterUpdate, gradient: Node, earlier: Node | None) -> GraphModule:
-        """Return the graph of (gradient, [earlier gradient], parameter, state..., numbers) -> new values."""
+    def update(self, update: ParameterUpdate, gradient: Node, targets: Sequence[Node], vector: Node) -> None:
+        """Insert one update, and the copies into what it changes, after its gradient."""
         rule, group = update.rule, update.group
-        given = [gradient.meta["val"], *([] if earlier is None else [earlier.meta["val"]])]
-        kept = [update.parameter, *update.state]
         count = len(rule.numbers(group, 1))
-        key = (
-            id(rule),
-            id(group),
-            *((tuple(x.shape), x.stride(), x.dtype) for x in (*given, *kept)),
-        )
-        if key in self.traced:
-            return self.traced[key]
 
         def step(gradient: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            *more, vector = others
-            if earlier is not None:
-                gradient = more.pop(0) + gradient
-            parameter, *state = [x.to(WIDER.get(x.dtype, x.dtype)) for x in more]
-            numbers = [vector[place] for place in range(count)]
-            new = rule.update(group, parameter, gradient.to(parameter.dtype), state, numbers)
-            return tuple(value.to(old.dtype) for value, old in zip(new, more, strict=True))
+            *old, numbers = others
+            parameter, *state = [x.to(WIDER.get(x.dtype, x.dtype)) for x in old]
+            single = [numbers[place] for place in range(count)]
+            new = rule.update(group, parameter, gradient.to(parameter.dtype), state, single)
+            return tuple(value.to(before.dtype) for value, before in zip(new, old, strict=True))
 
-        wide = update.parameter.dtype is torch.float64
-        numbers = torch.empty(count, dtype=torch.float64 if wide else torch.float32, device=update.parameter.device)
-        found = compat.flex.traced_again(step, [*given, *map(self._fake, kept), self._fake(numbers)], {})
-        self.traced[key] = found
-        return found
+        behind = self.output if gradient.op == "placeholder" else gradient.next
+        with self.before(behind):
+            numbers = self.graph.call_function(
+                torch.ops.aten.slice.Tensor, (vector, 0, update.number, update.number + count)
+            )
+            with self.mode:
+                numbers.meta["val"] = vector.meta["val"][update.number : update.number + count]
+            new = self.traced(step, (gradient, *targets, numbers), (id(rule), id(group)))
+            for target, value in zip(targets, new, strict=True):
+                written = self.graph.call_function(torch.ops.aten.copy_.default, (target, value))
+                written.meta["val"] = target.meta["val"]
+
+    def traced(self, function: Callable[..., Any], given: Sequence[Node], name: Any) -> list[Node]:
+        """Insert a function's operations here and return the nodes of its results. `name`: the function among others."""
+        values = [node.meta["val"] for node in given]
+        key = name, *((tuple(x.shape), x.stride(), x.dtype) for x in values)
+        if key not in self.known:
+            self.known[key] = compat.flex.traced_again(function, values, {})
+        graph = self.known[key].graph
+        made: dict[Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
+        for node in graph.nodes:
+            if node.op == "call_function":
+                arguments, keywords = torch.fx.map_arg((node.args, node.kwargs), made.__getitem__)
+                made[node] = self.graph.call_function(node.target, arguments, keywords)
+                made[node].meta = dict(node.meta)
+        return [made[node] for node in graph.output_node().args[0]]

@@ -1,0 +1,143 @@
+"""A backward that waits: what it needs, the pending gradients that show it, and running it after all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from dcompile import compat
+from dcompile.capture.train_step.pending_gradient import PendingGradient
+from dcompile.capture.train_step.step_graph import LeafGradient, with_norms
+from dcompile.collectives.contract import Executable
+
+
+class LateBackward(Protocol):
+    """A graph's backward that can run later, alone or with more."""
+
+    gm: Any
+    """The backward's graph."""
+    leaves: Sequence[tuple[int, Callable[[], torch.nn.Parameter | None]]]
+    """(position among the results, weak reference to the parameter) of each gradient."""
+    numbers: Mapping[int, int]
+    """Position among the results -> number in the plan of each gradient that ranks reduce."""
+
+    def waits(self, args: Sequence[Any]) -> bool:
+        """Can the backward wait, with these arguments?"""
+
+    def why_alone(self) -> str:
+        """Return why it always runs at once; empty if it can wait."""
+
+    def inputs(self, args: Sequence[Any]) -> list[Any]:
+        """Return the program's inputs."""
+
+    def run(self, args: list[Any]) -> list[Any]:
+        """Run the backward by itself, inside a backward of autograd."""
+
+    def build(self, gm: Any, name: str) -> Executable:
+        """Compile a graph that begins with the backward."""
+
+    def build_update(self, gm: Any) -> Executable:
+        """Compile a graph of updates alone."""
+
+    def run_joined(self, program: Executable, args: Sequence[Any], inputs: list[Any]) -> list[Any]:
+        """Run a program of `build`. `args`: those of the backward. Inside a backward of autograd if ranks reduce."""
+
+
+class _Replay(torch.autograd.Function):
+    """A node of autograd that runs a backward which has waited: hooks and reductions then see an ordinary one."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[], Sequence[Any]], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.run = run
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> Any:  # type: ignore[override]
+        return None, *ctx.run()
+
+
+@dataclass(eq=False)
+class DeferredBackward:
+    """One backward that waits. Its gradients are shown once the backward of autograd ends."""
+
+    backward: LateBackward
+    args: list[Any]
+    parameters: list[torch.nn.Parameter]
+    gradients: list[PendingGradient]
+    before: list[torch.Tensor | None]
+    """What `.grad` held when the backward began."""
+    norms: dict[Any, Executable] = field(default_factory=dict)
+    """Programs with norms, which all backwards of a graph share."""
+
+    def is_undisturbed(self) -> bool:
+        """Has code outside the graph added no gradient, until the end of the backward?"""
+        return all(p.grad is old for p, old in zip(self.parameters, self.before, strict=True))
+
+    def show(self) -> None:
+        """Show the pending gradients."""
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+
+    def leaf_gradients(self) -> list[LeafGradient]:
+        """Return where its gradients are, in the order of its parameters."""
+        numbers = self.backward.numbers  # reductions add gradients of earlier micro-batches themselves
+        places = [place for place, _ in self.backward.leaves]
+        return [
+            LeafGradient(place, numbers.get(place), not numbers and old is not None)
+            for place, old in zip(places, self.before, strict=True)
+        ]
+
+    def earlier(self) -> list[torch.Tensor]:
+        """Return the gradients of earlier micro-batches that a program adds."""
+        return [] if self.backward.numbers else [old for old in self.before if old is not None]
+
+    def run_alone(self) -> None:
+        """Run the backward by itself."""
+        places = [place for place, _ in self.backward.leaves]
+
+        def run() -> tuple[Any, ...]:
+            results = self.backward.run(self.args)
+            return tuple(results[place] for place in places)
+
+        self._replay(run, self.before)
+
+    def run_with_norms(self) -> None:
+        """Run the backward, and compute the norm of each gradient beside it."""
+        backward, leaves = self.backward, self.leaf_gradients()
+        key = id(backward), tuple(leaf.accumulated for leaf in leaves)
+        if key not in self.norms:
+            self.norms[key] = backward.build(with_norms(backward.gm, leaves), "norms")
+        inputs, norms = [*backward.inputs(self.args), *self.earlier()], list[torch.Tensor]()
+
+        def run() -> tuple[Any, ...]:
+            results = backward.run_joined(self.norms[key], self.args, inputs)
+            norms.extend(results[len(results) - len(leaves) :])
+            return tuple(results[leaf.place] for leaf in leaves)
+
+        added = [None if leaf.accumulated else old for leaf, old in zip(leaves, self.before, strict=True)]
+        self._replay(run, added)
+        for gradient, norm in zip(self.gradients, norms, strict=True):
+            gradient.computed_norm = norm
+
+    def _replay(self, run: Callable[[], tuple[Any, ...]], before: Sequence[torch.Tensor | None]) -> None:
+        """Run inside a backward of autograd, and put the gradients that it adds behind the pending ones."""
+        kept = []
+        each = zip(self.parameters, self.gradients, self.before, before, strict=True)
+        for parameter, gradient, old, start in each:
+            replaced = parameter.grad is not gradient and parameter.grad is not old
+            kept.append((parameter.grad,) if replaced else None)
+            parameter.grad = start
+        self.run_inside(run)
+        for parameter, gradient, other in zip(self.parameters, self.gradients, kept, strict=True):
+            gradient.computed = parameter.grad
+            if other is not None:
+                parameter.grad = other[0]
+        self.args.clear()
+
+    def run_inside(self, run: Callable[[], tuple[Any, ...]]) -> None:
+        """Run a function inside a backward of autograd, which adds what it returns to the parameters' `.grad`."""
+        with compat.autograd.record_autograd():
+            _Replay.apply(run, *self.parameters).backward()  # type: ignore[no-untyped-call]

@@ -67,6 +67,8 @@ class Line:
     checkpointed: bool = False
     batches: int = 1
     """Batches of a step; gradients of several are accumulated and clipped."""
+    clips: bool = False
+    """Whether gradients of one batch are clipped, too."""
     momentum: bool = True
     """Whether the optimizer is AdamW; otherwise it is SGD without momentum, which needs no memory of its own."""
     peers: tuple[str, ...] = ()
@@ -77,6 +79,10 @@ BASE = "torch.compile"
 BOTH = (BASE, "dcompile")
 RECORDED = (*BOTH, "dcompile reduce-overhead")
 BLOCKS = ("eager", BASE, "dcompile by blocks", "dcompile")
+STEPS = (
+    BASE, "torch.compile reduce-overhead", "dcompile", "dcompile step", "dcompile reduce-overhead",
+    "dcompile reduce-overhead step",
+)  # fmt: skip
 TINY = SHAPES["tiny"]
 LINES = {
     "160M-ddp": Line(SHAPES["160M"], "ddp", ratio=0.6),
@@ -115,7 +121,13 @@ LINES = {
     "8B-fsdp2-blocks-checkpointed": Line(
         SHAPES["8B"], "fsdp2", 0.9, 0.03, 1.0, 1.03, "mixed", checkpointed=True, momentum=False, peers=BLOCKS
     ),
+    "160M-ddp-step": Line(SHAPES["160M"], "ddp", ratio=0.28, peers=STEPS),
+    "160M-fsdp2-step": Line(SHAPES["160M"], "fsdp2", ratio=0.14, precision="mixed", clips=True, peers=STEPS),
+    "1B-fsdp2-step": Line(SHAPES["1B"], "fsdp2", exposed=0.01, precision="mixed", clips=True, peers=STEPS),
+    "1B-ddp-step": Line(SHAPES["1B"], "ddp", peers=STEPS),
+    "30M-step": Line(SHAPES["30M"], "plain", ratio=0.25, precision="amp", clips=True, peers=STEPS),
     "tiny-ddp": Line(TINY, "ddp"),
+    "tiny-ddp-step": Line(TINY, "ddp", clips=True, peers=(BASE, "dcompile step")),
     "tiny-fsdp2": Line(TINY, "fsdp2"),
     "tiny-fsdp2-mixed": Line(TINY, "fsdp2", precision="mixed", checkpointed=True, batches=2),
     "tiny-fsdp2-blocks": Line(TINY, "fsdp2", whole=1.03, precision="mixed", peers=BLOCKS),
@@ -126,10 +138,12 @@ PEERS = (
     "eager", BASE, "torch.compile reduce-overhead", "dcompile", "dcompile memory", "dcompile reduce-overhead",
     "dcompile collective", "dcompile collective reduce-overhead", "dcompile tuned", "dcompile tuned reduce-overhead",
     "dcompile by blocks", "dcompile by blocks reduce-overhead",
-    "torch.compile + optimizer", "dcompile + optimizer", "dcompile reduce-overhead + optimizer",
+    "dcompile step", "dcompile reduce-overhead step", "torch.compile + optimizer", "dcompile + optimizer", "dcompile reduce-overhead + optimizer",
 )  # fmt: skip
 """`memory` is dcompile's option recompute, `collective` its option gathers, `tuned` its option max_autotune.
 `by blocks` compiles each block, as torch.compile's peers do.
+
+`step` gives dcompile the optimizer, whose updates then run in the backward's program or in one of their own.
 
 Peers with `+ optimizer` compile AdamW's step, too. For torch.compile it has many small operations (`foreach`), since
 torch.compile cannot compile the fused one."""
@@ -148,6 +162,8 @@ def spread(
     from torch.nn.parallel import DistributedDataParallel
 
     compiled = compiler(name)
+    if kind == "plain":
+        return compiled(model)
     if kind == "ddp":
         ids = [device] if device.type == "cuda" else None
         return compiled(DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=bucket_cap_mb))
@@ -193,12 +209,16 @@ class Training(Peer):
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         if line.checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self.call = spread(model, line.kind, name, job.device, mixed=line.precision == "mixed")
+        given = name.endswith("step")
+        first = "eager" if given else name
+        self.call = spread(model, line.kind, first, job.device, mixed=line.precision == "mixed")
         whole = name.endswith("+ optimizer")
         many = not line.momentum or (whole and name.startswith("torch.compile"))  # DTensor has no fused SGD
         kind = {"foreach": True} if many else {"fused": True}
         optimizer = torch.optim.AdamW if line.momentum else torch.optim.SGD
         self.optimizer = optimizer(self.call.parameters(), lr=1e-4, **kind)
+        if given:
+            self.call = compiler(name)(self.call, optimizer=self.optimizer)
         self.update = compiler(name)(self.optimizer.step) if whole else self.optimizer.step
         generator = torch.Generator().manual_seed(1 + job.rank)
         size = (line.shape.rows, line.shape.length)
@@ -216,7 +236,7 @@ class Training(Peer):
                 with torch.autocast(self.job.device.type, torch.bfloat16, enabled=self.line.precision == "amp"):
                     loss = self.call(input_ids=self.tokens, labels=self.tokens).loss
                 (loss / self.line.batches).backward() if self.line.batches > 1 else loss.backward()
-        if self.line.batches > 1:
+        if self.line.batches > 1 or self.line.clips:
             torch.nn.utils.clip_grad_norm_(self.call.parameters(), CLIP)
         self.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -253,6 +273,16 @@ class Training(Peer):
         events = self.kernel_events(steps)
         return lanes(events, steps) | {"longest": beside_communication(events, steps), "kinds": by_kind(events, steps)}
 
+    def _steps(self) -> dict[str, Any]:
+        """Return how many steps ran in which way, if dcompile has the optimizer."""
+        from dcompile.capture.entry import find_model
+
+        model = find_model(self.call)
+        step = None if model is None else model.step
+        if step is None:
+            return {}
+        return {"joined": step.joined, "updated": step.updated, "apart": dict(step.apart), "eager": dict(step.eager)}
+
     def _explained(self, timelines: str) -> dict[str, Any]:
         """Return the receipt, and dcompile.profile's figures of each collective; its timelines go to `timelines`."""
         import dcompile
@@ -262,6 +292,7 @@ class Training(Peer):
             taken = receipt.eligible and receipt.adapter != "plain"
             said: dict[str, Any] = {"took_over": taken, "adapter": receipt.adapter, "replays": receipt.replays}
             said |= {"reasons": list(receipt.reasons), "notes": list(receipt.notes)}
+            said |= self._steps()
             said |= {"collectives_in_graphs": receipt.collectives, "kernels_own": receipt.kernel_calls}
         except Exception as error:  # a missing receipt is a result, and no reason to lose the times
             return {"took_over": False, "reasons": [first_line(error)]}

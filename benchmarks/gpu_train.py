@@ -57,6 +57,7 @@ SHAPES = {
     "3B": Shape(28, 3072, 24, 8, 8192, rows=2, length=4096, vocabulary=128256),
     "160M": Shape(12, 768, 12, 12, 3072, rows=4, length=1024),
     "160M-waiting": Shape(12, 768, 12, 12, 3072, rows=4, length=1024, waits=True),
+    "30M": Shape(8, 512, 8, 8, 1408, rows=32, length=64, vocabulary=4096),
     "tiny": Shape(2, 64, 4, 2, 128, rows=2, length=64, vocabulary=256),
 }
 """Name -> shape. `tiny` tests the benchmark itself."""

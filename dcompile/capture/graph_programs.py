@@ -356,10 +356,13 @@ class GraphPrograms:
 
 
 class LateBackward:
-    """A graph's backward for `train_step.OptimizerStep`, which may run it later, and with an update."""
+    """A graph's backward for `train_step.OptimizerStep`, which may run it later, and with an update.
+
+    The first one runs at once: ranks compare plans in it, and it tells which gradients are absent.
+    """
 
     def __init__(self, programs: GraphPrograms, gm: Any, opaque: OpaqueObjects, position: int | None, run: Boxed) -> None:
-        self.gm, self.run, self._programs, self._token = gm, run, programs, position
+        self._whole, self.run, self._programs, self._token = gm, run, programs, position
         graph = self._graph = programs.graph
         found = ((opaque.result_place(place), graph.leaves.get(index)) for place, index in graph.facts.gradients)
         given = {place: leaf for place, leaf in found if leaf is not None}
@@ -367,25 +370,51 @@ class LateBackward:
         self.numbers = dict(graph.grads)
         results = gm.graph.output_node().args[0]
         nodes = (place for place, node in enumerate(results) if isinstance(node, torch.fx.Node))
-        self._has_more = any(place not in given for place in nodes)
-        self._has_collectives = any(True for _ in own_collectives(gm))
+        self._tangents, self._is_batch = tangents(gm), compat.aot.batch_test()
+        self._reason = ""
+        if any(place not in given for place in nodes):
+            self._reason = "inputs of the model have gradients"
+        elif any(True for _ in own_collectives(gm)):
+            self._reason = "the model's own collectives run in the backward"
+        self._lacks: frozenset[int] | None = None
+        self._kept: list[int] = []
+        """Positions of the program's inputs among the arguments without the token."""
         self._buckets: dict[Executable, GradientBuckets] = {}
 
+    @property
+    def gm(self) -> Any:
+        """The graph without gradients that are absent."""
+        assert self._lacks is not None, "no backward has run"
+        return without(self._whole, self._lacks, {place for place, _ in self._graph.grads})
+
     def why_alone(self) -> str:
-        """Return why it cannot run with an update; empty if it can."""
-        if self._has_more:
-            return "inputs of the model have gradients"
-        if self._has_collectives:
-            return "the model's own collectives run in the backward"
-        return self._graph.sync.why_updates_apart(self._graph)
+        """Return why it always runs at once; empty if it can wait."""
+        return self._reason or self._graph.sync.why_updates_apart(self._graph)
 
     def waits(self, args: Sequence[Any]) -> bool:
-        """Does the backward reduce gradients, if ranks do? A micro-batch under no_sync does not."""
-        return self._token is None or self._programs.syncs(int(args[self._token])) == 1
+        """Can the backward wait? It has run before, with these gradients; no micro-batch under no_sync can."""
+        state = self._programs.state
+        if state is None or (self._token is not None and self._programs.syncs(int(args[self._token])) != 1):
+            return False
+        if self._lacks is None:
+            self._lacks = state.lacks
+            self._kept = [n for n in range(len(args) - (self._token is not None)) if n not in self._lacks]
+            if absent_results(self._whole, self._lacks):
+                self._reason = "a gradient of a parameter is absent"
+        shift = len(args) if self._token is None else self._token
+        for place in self._tangents:
+            tangent = args[place + (place >= shift)]
+            if tangent is None:
+                if place not in self._lacks:
+                    return False
+            elif place in self._lacks or tangent.is_neg() or self._is_batch(tangent):
+                return False
+        return not self._reason
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:
-        """Return the program's inputs, without the token."""
-        return [arg for place, arg in enumerate(args) if place != self._token]
+        """Return the program's inputs, without the token and absent gradients."""
+        given = [*args] if self._token is None else [*args[: self._token], *args[self._token + 1 :]]
+        return [given[place] for place in self._kept]
 
     def build(self, gm: Any, name: str) -> Executable:
         """Compile a graph that begins with the backward."""

@@ -44,6 +44,23 @@ def has_leaf_hooks(parameter: torch.Tensor) -> bool:
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def accumulator(parameter: torch.Tensor) -> Any:
+    """Return the node of autograd that adds to a parameter's `.grad`; the same one as long as somebody holds it."""
+    from torch.autograd.graph import get_gradient_edge
+
+    return get_gradient_edge(parameter).node
+
+
+def will_run(nodes: Iterable[Any]) -> bool:
+    """Inside a backward: will it run all of these nodes? torch.autograd.grad runs none that adds to `.grad`."""
+    import torch
+
+    try:
+        return all(map(torch._C._will_engine_execute_node, nodes))
+    except RuntimeError:  # see `_will_execute`
+        return False
+
+
 def on_gradient(tensor: torch.Tensor, callback: Callable[[], None]) -> None:
     """Run `callback` inside each backward that reaches this result."""
     tensor.register_hook(lambda _: callback())  # type: ignore[no-untyped-call, unused-ignore]

@@ -493,5 +493,10 @@ def as_plain() -> Any:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a DTensor that this rank holds; another tensor as it is."""
-    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return, unused-ignore]
+    """Return the part of a DTensor that this rank holds, outside of autograd; another tensor as it is."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return, unused-ignore]
+
+
+def mark_static(tensor: torch.Tensor) -> None:
+    """Tell recordings that a tensor's address stays."""
+    tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,54 +38,78 @@ def why_no_rule(optimizer: torch.optim.Optimizer) -> str:
 
 def _is_known(group: Group) -> bool:
     """Are a group's settings numbers that the host knows?"""
-    rate = group["lr"]
-    known = not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"
-    return known and not group.get("differentiable") and not any(isinstance(b, torch.Tensor) for b in group.get("betas", ()))
-
-
-def has_state(rule: UpdateRule, group: Group, state: Any) -> bool:
-    """Does a parameter's state exist? torch's optimizers make it in the first step."""
-    names = (*rule.state(group), *(("step",) if rule.counts else ()))
-    return all(isinstance((state or {}).get(name), torch.Tensor) for name in names)
-
-
-def members_of(optimizer: torch.optim.Optimizer, wanted: Collection[int]) -> list[Member]:
-    """Return the parameters with these ids, in the optimizer's order."""
-    rule, local = RULES[type(optimizer)], compat.tensors.local_part
-    found = []
-    for group in optimizer.param_groups:
-        names = rule.state(group)
-        for parameter in group["params"]:
-            if id(parameter) in wanted:
-                state = optimizer.state[parameter]
-                found.append(Member(parameter, group, (local(parameter.data), *(local(state[n]) for n in names))))
-    return found
+    rate, betas = group["lr"], group.get("betas", ())
+    if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
+        return False
+    return not group.get("differentiable") and not any(isinstance(beta, torch.Tensor) for beta in betas)
 
 
 @dataclass(eq=False)
-class StepCounter:
-    """The numbers of steps in an optimizer's state, read only where something else has changed them."""
+class Membership:
+    """The parameters of a step with their memory, as long as nothing of it is replaced. Programs are for one of them.
 
-    known: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    Two have the same `key` if they differ in addresses alone.
+    """
+
+    rule: UpdateRule
+    members: list[Member]
+    tensors: list[torch.Tensor]
+    """What the optimizer holds on this rank, to notice that it is replaced: parameters, states and step counts."""
+    addresses: list[int]
+    settings: list[Any]
+    """Those of each group that programs contain."""
+    steps: list[torch.Tensor]
+    key: Any = None
+    """What programs of its updates depend on."""
+    number: int = -1
+    """That of its key."""
+    states: list[torch.Tensor] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    firsts: list[int] = field(default_factory=list)
+    """Where each member's first number is in the vector of numbers."""
+    kinds: list[tuple[Group, int]] = field(default_factory=list)
+    """(group, a member of it) for each part of the vector."""
 
-    def count(self, steps: Sequence[torch.Tensor]) -> list[int]:
-        """Return the number of the step that is made now, for each tensor. On a GPU, the first call waits for it."""
-        same = len(steps) == len(self.known) and all(
-            step is tensor and step._version == version
-            for step, (tensor, version) in zip(steps, self.known, strict=True)
-        )
-        if not same:
-            self.counts = [int(step.item()) for step in steps]
+    def fits(self, tensors: Sequence[torch.Tensor], settings: Sequence[Any]) -> bool:
+        """Is it still what the optimizer holds?"""
+        same = len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors))
+        return same and settings == self.settings and list(map(torch.Tensor.data_ptr, tensors)) == self.addresses
+
+    def count_step(self) -> None:
+        """Count the step that is made now. Counts are read where something else has changed them; a GPU is waited for.
+
+        Members of a group with equal counts share numbers.
+        """
+        versions = [step._version for step in self.steps]
+        if versions != self.versions or not self.counts:
+            self.counts = [int(step.item()) for step in self.steps] or [0] * len(self.members)
+            places: dict[tuple[int, int], int] = {}
+            self.firsts, self.kinds, end = [], [], 0
+            for at, (member, count) in enumerate(zip(self.members, self.counts, strict=True)):
+                if (kind := (id(member.group), count)) not in places:
+                    places[kind] = end
+                    end += len(self.rule.numbers(member.group, 1))
+                    self.kinds.append((member.group, at))
+                self.firsts.append(places[kind])
+            layouts = tuple((x.dtype, x.shape, x.stride(), x.device) for member in self.members for x in member.held)
+            self.key, self.number = (tuple(map(tuple, self.settings)), tuple(self.firsts), layouts), -1
         self.counts = [count + 1 for count in self.counts]
-        return self.counts
 
-    def advance(self, steps: Sequence[torch.Tensor]) -> None:
-        """Add 1 to all of them."""
-        if steps:
+    def numbers(self) -> list[float]:
+        """Return the numbers of the step that is made now."""
+        found: list[float] = []
+        for group, at in self.kinds:
+            found += self.rule.numbers(group, self.counts[at])
+        return found
+
+    def advance(self) -> None:
+        """Count the step in the optimizer's state, and tell autograd that parameters and state have changed."""
+        if self.steps:
             with torch.no_grad():
-                torch._foreach_add_(list(steps), 1)
-            self.known = [(step, step._version) for step in steps]
+                torch._foreach_add_(self.steps, 1)
+        torch.autograd.graph.increment_version(self.tensors[: len(self.tensors) - len(self.steps)])
+        self.versions = [step._version for step in self.steps]
 
 
 @dataclass(eq=False)
@@ -96,68 +121,85 @@ class StepNumbers:
 
     def written(self, values: list[float], parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         """Return the vector with these values: float64 if a parameter is, else float32."""
-        kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
-        dtype = torch.float64 if any(kind is torch.float64 for kind, _ in kinds) else torch.float32
-        device = next(iter(kinds))[1]
         known = self.vector
-        if known is None or (known.shape, known.dtype, known.device) != ((len(values),), dtype, device):
-            known = self.vector = torch.zeros(len(values), dtype=dtype, device=device)
+        if known is None or len(values) != len(self.values):
+            kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
+            dtype = torch.float64 if any(kind is torch.float64 for kind, _ in kinds) else torch.float32
+            known = self.vector = torch.zeros(len(values), dtype=dtype, device=next(iter(kinds))[1])
+            compat.tensors.mark_static(known)
             self.values = []
         if values != self.values:
             # pageable memory is read before the call returns, and the copy is in order on the stream
-            known.copy_(torch.tensor(values, dtype=dtype), non_blocking=True)
+            known.copy_(torch.tensor(values, dtype=known.dtype), non_blocking=True)
             self.values = values
         return known
-
-
-@dataclass(frozen=True)
-class UpdateCall:
-    """One step's inputs: members, where each finds its numbers, and the numbers."""
-
-    rule: UpdateRule
-    members: list[Member]
-    firsts: list[int]
-    vector: torch.Tensor
-
-    @property
-    def key(self) -> Any:
-        """What a program of this update depends on."""
-        settings = {id(member.group): settings_of(self.rule, member.group) for member in self.members}
-        tensors = (x for member in self.members for x in member.held)
-        layouts = tuple((x.dtype, x.shape, x.stride(), x.device) for x in (*tensors, self.vector))
-        return tuple(settings[id(member.group)] for member in self.members), tuple(self.firsts), layouts
-
-    def states(self) -> list[torch.Tensor]:
-        """Return the states of all members."""
-        return [state for member in self.members for state in member.held[1:]]
 
 
 @dataclass(eq=False)
 class OptimizerState:
     """Reads the inputs of a step."""
 
-    counter: StepCounter = field(default_factory=StepCounter)
-    numbers: StepNumbers = field(default_factory=StepNumbers)
-    steps: list[torch.Tensor] = field(default_factory=list)
+    known: dict[int, Membership] = field(default_factory=dict)
+    """Number of parameters -> the newest membership."""
+    numbers: dict[int, StepNumbers] = field(default_factory=dict)
+    keys: dict[Any, int] = field(default_factory=dict)
+    """Keys of memberships -> their numbers."""
 
-    def prepare(self, optimizer: torch.optim.Optimizer, wanted: Collection[int]) -> UpdateCall:
-        """Return the inputs of the step that is made now, of the parameters with these ids."""
+    def prepare(self, optimizer: torch.optim.Optimizer, wanted: Collection[int]) -> Membership | None:
+        """Return the members of the step that is made now: the parameters with these ids. None if one has no state.
+
+        torch's optimizers make the state in their first step.
+        """
         rule = RULES[type(optimizer)]
-        members = members_of(optimizer, wanted)
-        self.steps = [optimizer.state[member.parameter]["step"] for member in members] if rule.counts else []
-        counts = self.counter.count(self.steps) if rule.counts else [1] * len(members)
-        places: dict[tuple[int, int], int] = {}
-        values: list[float] = []
-        firsts = []
-        for member, count in zip(members, counts, strict=True):
-            key = (id(member.group), count)
-            if key not in places:
-                places[key] = len(values)
-                values += rule.numbers(member.group, count)
-            firsts.append(places[key])
-        return UpdateCall(rule, members, firsts, self.numbers.written(values, [m.held[0] for m in members]))
+        parameters, tensors, steps, shape = list[Any](), list[torch.Tensor](), list[torch.Tensor](), list[Any]()
+        for group in optimizer.param_groups:
+            names = rule.state(group)
+            shape.append(names)
+            for parameter in group["params"]:
+                if id(parameter) in wanted:
+                    state = optimizer.state.get(parameter) or {}
+                    held = [state.get(name) for name in names]
+                    count = state.get("step") if rule.counts else None
+                    if any(value is None for value in held) or (rule.counts and count is None):
+                        return None
+                    parameters.append((parameter, group))
+                    tensors += map(compat.tensors.local_part, (parameter, *held))
+                    if count is not None:
+                        steps.append(count)
+        settings = [settings_of(rule, group) for group in optimizer.param_groups]
+        settings.append([id(group) for _, group in parameters])
+        found = self.known.get(len(parameters))
+        if found is None or not found.fits([*tensors, *steps], settings):
+            found = self.known[len(parameters)] = _membership(rule, parameters, tensors, steps, settings)
+        found.count_step()
+        if found.number < 0:
+            found.number = self.keys.setdefault(found.key, len(self.keys))
+        return found
 
-    def advance(self, call: UpdateCall) -> None:
-        """Count the step, and tell autograd that parameters and state have changed."""
-        self.counter.advance(self.steps)
-        torch.autograd.graph.increment_version([x for member in call.members for x in (member.parameter, *member.held[1:])])
+    def vector(self, members: Membership) -> torch.Tensor:
+        """Return the step's numbers in memory."""
+        values = members.numbers()
+        return self.numbers.setdefault(len(values), StepNumbers()).written(values, (m.held[0] for m in members.members))
+
+
+def _membership(
+    rule: UpdateRule, parameters: Sequence[Any], tensors: list[torch.Tensor], steps: list[torch.Tensor], settings: list[Any]
+) -> Membership:
+    members, rest = [], iter(tensors)
+    for parameter, group in parameters:
+        own = [next(rest), *(next(rest) for _ in rule.state(group))]
+        members.append(Member(parameter, group, tuple(map(_memory, own))))
+    every = [*tensors, *steps]
+    made = Membership(rule, members, every, list(map(torch.Tensor.data_ptr, every)), settings, steps)
+    made.states = [state for member in members for state in member.held[1:]]
+    return made
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory, as a program reads and writes it: recordings expect it to stay."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return tensor
+    with torch.no_grad():
+        memory = tensor.detach()
+    compat.tensors.mark_static(memory)
+    return memory

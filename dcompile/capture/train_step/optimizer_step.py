@@ -8,6 +8,9 @@ optimizer's hooks, its scheduler and its state stay the user's.
 
 from __future__ import annotations
 
+import functools
+import operator
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -17,10 +20,9 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.train_step.deferred_backward import DeferredBackward, LateBackward
-from dcompile.capture.train_step.optimizer_state import Member, OptimizerState, UpdateCall, has_state, why_no_rule
+from dcompile.capture.train_step.optimizer_state import Member, Membership, OptimizerState, why_no_rule
 from dcompile.capture.train_step.pending_gradient import PendingGradient
 from dcompile.capture.train_step.step_graph import ParameterUpdate, update_alone, with_updates
-from dcompile.capture.train_step.update_rules import RULES
 from dcompile.collectives.contract import Executable
 from dcompile.errors import DcompileError
 
@@ -31,6 +33,8 @@ CONSUMED = (
     "dcompile: this gradient was consumed by the optimizer's update, which ran in one program with the backward; "
     "call zero_grad() after step(), and read gradients before step()"
 )
+ALONE = 2
+"""References to an object that only one name and the question refer to."""
 NORMS = "norms of gradients were taken before the step"
 
 
@@ -45,6 +49,12 @@ class OptimizerStep:
         self._newest: LateBackward | None = None
         self._programs: dict[Any, Executable] = {}
         self._norms: dict[Any, Executable] = {}
+        self._leaves: dict[int, tuple[list[Any], list[Any]]] = {}
+        """Backward -> its parameters, and the nodes of autograd that add to their `.grad`."""
+        self._made: dict[int, list[PendingGradient]] = {}
+        """Backward -> its newest pending gradients, the last first."""
+        self._places: dict[Any, tuple[list[int | None], list[tuple[int, ...]]]] = {}
+        """(backward, number of the members) -> places of parameters, and of views of them, among its inputs."""
         self._hidden: list[tuple[torch.nn.Parameter, Any]] = []
         """Parameters of the step in progress, and what their `.grad` shows after it."""
         self._reason = NOTHING
@@ -66,28 +76,51 @@ class OptimizerStep:
         """Inside a backward: keep it for later if it can wait. It then has no results yet."""
         self.settle("a second backward ran before the step")
         self._newest = backward
-        parameters: list[Any] = [reference() for _, reference in backward.leaves]
         reason = backward.why_alone()
-        if reason or not backward.waits(args) or not self._can_wait(parameters, args):
+        if reason or not backward.waits(args) or not self._can_wait(backward):
             self._reason = reason or IMMEDIATE
             return False
+        parameters, gradients = self._gradients_of(backward)
         before = [parameter.grad for parameter in parameters]
-        if any(isinstance(gradient, PendingGradient) for gradient in before):
-            before = [g if not isinstance(g, PendingGradient) else self.value(g) for g in before]
-        gradients = [PendingGradient(parameter, self) for parameter in parameters]
+        if any(type(gradient) is PendingGradient for gradient in before):
+            before = [g if type(g) is not PendingGradient else self.value(g) for g in before]
         waiting = DeferredBackward(backward, list(args), parameters, gradients, before, self._norms)
         args.clear()
         self._waiting = waiting
         compat.autograd.at_end_of_backward(lambda: self._show(waiting))
         return True
 
-    def _can_wait(self, parameters: Sequence[Any], args: Sequence[Any]) -> bool:
+    def _can_wait(self, backward: LateBackward) -> bool:
         """Will this backward add to `.grad` of just these parameters, and may nobody look at it while it runs?"""
-        if self._optimizer() is None or torch.is_grad_enabled() or any(arg is None for arg in args):
+        if self._optimizer() is None or torch.is_grad_enabled():
             return False
-        if any(p is None or compat.autograd.has_leaf_hooks(p) for p in parameters):
+        parameters, nodes = self._leaves_of(backward)
+        if any(map(compat.autograd.has_leaf_hooks, parameters)):
             return False
-        return all(compat.autograd.will_accumulate(parameter) for parameter in parameters)
+        return compat.autograd.will_run(nodes)
+
+    def _leaves_of(self, backward: LateBackward) -> tuple[list[Any], list[Any]]:
+        """Return a backward's parameters, and the nodes of autograd that add to their `.grad`."""
+        parameters: list[Any] = [reference() for _, reference in backward.leaves]
+        known = self._leaves.get(id(backward))
+        if known is None or any(map(operator.is_not, known[0], parameters)):
+            alive = all(parameter is not None for parameter in parameters)
+            nodes = [compat.autograd.accumulator(parameter) for parameter in parameters] if alive else []
+            known = self._leaves[id(backward)] = parameters, nodes
+        return known
+
+    def _gradients_of(self, backward: LateBackward) -> tuple[list[Any], list[PendingGradient]]:
+        """Return a backward's parameters and new pending gradients: the old ones again where nobody holds them."""
+        parameters, _ = self._leaves_of(backward)
+        made = self._made.pop(id(backward), [])
+        gradients = []
+        for parameter in parameters:
+            old = made.pop() if made else None
+            free = old is not None and old.parameter() is parameter and sys.getrefcount(old) == ALONE
+            gradients.append(old.renewed() if free else PendingGradient(parameter, self))
+            del old
+        self._made[id(backward)] = gradients[::-1]
+        return parameters, gradients
 
     def _show(self, waiting: DeferredBackward) -> None:
         """At the end of a backward, show pending gradients, unless code outside the graph has added gradients."""
@@ -149,9 +182,8 @@ class OptimizerStep:
         closure = any(value is not None for value in (*args[1:], *keywords.values()))
         reason = "the step has a closure" if closure else why_no_rule(optimizer)
         if not reason and self._waiting is not None:
-            reason = self._why_apart(optimizer, self._waiting)
+            reason = self._why_apart(optimizer, self._waiting) or self._run_joined(optimizer, self._waiting)
             if not reason:
-                self._run_joined(optimizer, self._waiting)
                 return
         self.settle(reason)
         self.apart[self._reason] += 1
@@ -160,7 +192,7 @@ class OptimizerStep:
         if eager:
             self.eager[eager] += 1
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                if isinstance(parameter.grad, PendingGradient):
+                if type(parameter.grad) is PendingGradient:
                     self.value(parameter.grad)
 
     def _after_step(self) -> None:
@@ -172,112 +204,113 @@ class OptimizerStep:
     def _why_apart(self, optimizer: torch.optim.Optimizer, waiting: DeferredBackward) -> str:
         """Return why backward and update cannot run as one this time; empty if they can."""
         pending = {id(p): g for p, g in zip(waiting.parameters, waiting.gradients, strict=True)}
-        rule, held = RULES[type(optimizer)], 0
+        held = 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 gradient = pending.get(id(parameter))
-                if gradient is None and parameter.grad is None:
-                    continue
-                if gradient is None or parameter.grad is not gradient:
+                if parameter.grad is not gradient:
                     return "a gradient was set, or comes from elsewhere"
-                held += 1
-                if not has_state(rule, group, optimizer.state.get(parameter)):
-                    return FIRST
+                held += gradient is not None
         return "" if held == len(pending) else "the optimizer does not have all parameters of the graph"
 
-    def _run_joined(self, optimizer: torch.optim.Optimizer, waiting: DeferredBackward) -> None:
-        """Run a backward with the update, and hide its gradients from the optimizer."""
+    def _run_joined(self, optimizer: torch.optim.Optimizer, waiting: DeferredBackward) -> str:
+        """Run a backward with the update, and hide its gradients from the optimizer. Return why it cannot."""
+        members = self._state.prepare(optimizer, {id(p) for p in waiting.parameters})
+        if members is None:
+            return FIRST
         self._waiting = None
-        call = self._state.prepare(optimizer, {id(p) for p in waiting.parameters})
-        backward = waiting.backward
-        own = backward.inputs(waiting.args)
-        saved, views = _saved_places(own, call.members)
-        earlier = tuple(leaf.accumulated for leaf in waiting.leaf_gradients())
-        key = id(backward), call.key, tuple(saved), tuple(views), earlier
-        if key not in self._programs:
-            place = {id(p): leaf for p, leaf in zip(waiting.parameters, waiting.leaf_gradients(), strict=True)}
-            leaves = [place[id(member.parameter)] for member in call.members]
-            graph = with_updates(backward.gm, leaves, _updates(call, saved, views), call.vector)
-            self._programs[key] = backward.build(graph, "step")
-        program = self._programs[key]
-        parameters = [m.held[0] for m, place in zip(call.members, saved, strict=True) if place is None]
+        backward, vector = waiting.backward, self._state.vector(members)
+        own, each = backward.inputs(waiting.args), members.members
+        places = self._places.get((id(backward), members.number))
+        if places is None:
+            places = self._places[id(backward), members.number] = _saved_places(own, each)
+        saved, views = places
+        leaves = waiting.leaf_gradients()
+        key = id(backward), members.number, tuple(leaf.accumulated for leaf in leaves)
+        program = self._programs.get(key)
+        if program is None:
+            place = {id(p): leaf for p, leaf in zip(waiting.parameters, leaves, strict=True)}
+            ordered = [place[id(member.parameter)] for member in each]
+            graph = with_updates(backward.gm, ordered, _updates(members, saved, views), vector)
+            program = self._programs[key] = backward.build(graph, "step")
+        parameters = [member.held[0] for member, at in zip(each, saved, strict=True) if at is None]
         held = {id(p): old for p, old in zip(waiting.parameters, waiting.before, strict=True)}
-        added = [] if backward.numbers else [g for m in call.members if (g := held[id(m.parameter)]) is not None]
-        inputs = [*own, *parameters, *call.states(), *added, call.vector]
-
-        def run() -> tuple[Any, ...]:
-            backward.run_joined(program, waiting.args, inputs)
-            return (None,) * len(waiting.parameters)
-
+        added = [] if backward.numbers else [g for m in each if (g := held[id(m.parameter)]) is not None]
+        inputs = [*own, *parameters, *members.states, *added, vector]
+        run = functools.partial(backward.run_joined, program, waiting.args, inputs)
         for parameter, old in zip(waiting.parameters, waiting.before, strict=True):
             parameter.grad = old
         if backward.numbers:
-            waiting.run_inside(run)
+            nothing = (None,) * len(waiting.parameters)
+            waiting.run_inside(lambda: (run(), nothing)[1])
         else:
             with torch.no_grad():
                 run()
-        self._state.advance(call)
-        self._hide([(p, g) for p, g in zip(waiting.parameters, waiting.gradients, strict=True)])
+        members.advance()
+        self._hide(waiting.parameters, waiting.gradients)
         self.joined += 1
+        return ""
 
     def _update(self, optimizer: torch.optim.Optimizer) -> str:
         """Run the update of real gradients as a program of its own; return why that is not possible."""
-        backward, rule = self._newest, RULES[type(optimizer)]
+        backward = self._newest
         if backward is None:
             return NOTHING
-        shown: dict[int, Any] = {}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    shown[id(parameter)] = parameter.grad
-                    if not has_state(rule, group, optimizer.state.get(parameter)):
-                        return FIRST
-        factors = {id(g.factor): g.factor for g in shown.values() if isinstance(g, PendingGradient)}
-        if len(factors) > 1 or (factors and len(factors) + len([g for g in shown.values() if not isinstance(g, PendingGradient)]) > 1):
-            for gradient in shown.values():
-                if isinstance(gradient, PendingGradient):
-                    self.value(gradient)
-            return self._update(optimizer)
-        factor = next(iter(factors.values()), None)
-        call = self._state.prepare(optimizer, shown)
-        local = compat.tensors.local_part
-        gradients = [
-            g.computed if isinstance(g := shown[id(m.parameter)], PendingGradient) else local(g.detach())
-            for m in call.members
-        ]
-        kept = [at for at, m in enumerate(call.members) if m.held[0].numel()]
-        if any(gradients[at].layout is not torch.strided for at in kept):
+        shown = {id(p): p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        members = self._state.prepare(optimizer, shown)
+        if members is None:
+            return FIRST
+        factor = self._common_factor(members.members)
+        each = [member for member in members.members if member.held[0].numel()]
+        gradients = [self._real(member.parameter.grad, factor is not None) for member in each]
+        if any(gradient.layout is not torch.strided for gradient in gradients):
             return "gradients are sparse"
-        layouts = tuple((gradients[at].dtype, gradients[at].shape, gradients[at].stride()) for at in kept)
-        key = "alone", call.key, layouts, factor is not None
-        if key not in self._programs:
-            nothing: list[Any] = [None] * len(call.members), [()] * len(call.members)
-            updates = _updates(call, *nothing)
-            graph = update_alone(
-                [gradients[at] for at in kept], [updates[at] for at in kept], call.vector, factor is not None
-            )
-            self._programs[key] = backward.build_update(graph)
-        states = [state for at in kept for state in call.members[at].held[1:]]
-        parameters = [call.members[at].held[0] for at in kept]
+        layouts = tuple((gradient.dtype, gradient.stride()) for gradient in gradients)
+        key, vector = ("alone", members.number, layouts, factor is not None), self._state.vector(members)
+        program = self._programs.get(key)
+        if program is None:
+            nothing = [None] * len(members.members), [()] * len(members.members)
+            updates = [u for u in _updates(members, *nothing) if u.parameter.numel()]  # type: ignore[arg-type]
+            graph = update_alone(gradients, updates, vector, factor is not None)
+            program = self._programs[key] = backward.build_update(graph)
+        states = [state for member in each for state in member.held[1:]]
         more = [] if factor is None else [factor.to(torch.float32)]
         with torch.no_grad():
-            self._programs[key]([*(gradients[at] for at in kept), *parameters, *states, call.vector, *more])
-        self._state.advance(call)
-        self._hide([(member.parameter, shown[id(member.parameter)]) for member in call.members])
+            program([*gradients, *(member.held[0] for member in each), *states, vector, *more])
+        members.advance()
+        self._hide([m.parameter for m in members.members], [m.parameter.grad for m in members.members])
         self.updated += 1
         return ""
 
-    def _hide(self, gradients: list[tuple[torch.nn.Parameter, Any]]) -> None:
+    def _common_factor(self, members: Sequence[Member]) -> torch.Tensor | None:
+        """Return the factor of all gradients; None if each has its own, which it is multiplied by now."""
+        pending = [g for m in members if type(g := m.parameter.grad) is PendingGradient]
+        factors = {id(gradient.factor): gradient.factor for gradient in pending}
+        if len(factors) == 1 and len(pending) == len(members):
+            return next(iter(factors.values()))
+        for gradient in pending:
+            self.value(gradient)
+        return None
+
+    def _real(self, gradient: Any, is_scaled: bool) -> torch.Tensor:
+        """Return a gradient's memory on this rank, without its factor if the update multiplies by it."""
+        if type(gradient) is PendingGradient:
+            return gradient.computed if is_scaled and gradient.computed is not None else self.value(gradient)
+        return compat.tensors.local_part(gradient.detach())
+
+    def _hide(self, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[Any]) -> None:
         """Let the optimizer's own step find no gradients."""
-        for parameter, _ in gradients:
+        for parameter in parameters:
             parameter.grad = None
-        self._hidden = gradients
+        self._hidden = list(zip(parameters, gradients, strict=True))
 
 
-def _updates(call: UpdateCall, saved: Sequence[int | None], views: Sequence[tuple[int, ...]]) -> list[ParameterUpdate]:
-    each = zip(call.members, call.firsts, saved, views, strict=True)
+def _updates(
+    members: Membership, saved: Sequence[int | None], views: Sequence[tuple[int, ...]]
+) -> list[ParameterUpdate]:
+    each = zip(members.members, members.firsts, saved, views, strict=True)
     return [
-        ParameterUpdate(member.held[0], member.held[1:], call.rule, member.group, first, at, looks)
+        ParameterUpdate(member.held[0], member.held[1:], members.rule, member.group, first, at, looks)
         for member, first, at, looks in each
     ]
 

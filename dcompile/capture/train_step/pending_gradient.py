@@ -30,10 +30,6 @@ METADATA = frozenset(
     torch.Tensor.is_complex, torch.Tensor.is_contiguous,
 }  # fmt: skip
 """What can be asked of a gradient before it is computed."""
-LATER = frozenset((torch.linalg.vector_norm, torch.Tensor.mul_, torch._foreach_norm, torch._foreach_mul_))
-"""Functions whose operations a pending gradient may understand."""
-
-
 class GradientSource(Protocol):
     """Where pending gradients come from."""
 
@@ -63,16 +59,24 @@ class PendingGradient(torch.Tensor):
     def __new__(cls, parameter: torch.Tensor, source: GradientSource) -> PendingGradient:
         """Make the gradient of one parameter."""
         made: PendingGradient = compat.tensors.without_memory(cls, parameter)
-        made.parameter = weakref.ref(parameter)
-        made.source, made.computed, made.computed_norm, made.factor = source, None, None, None
-        return made
+        made.parameter, made.source = weakref.ref(parameter), source
+        return made.renewed()
+
+    def renewed(self) -> PendingGradient:
+        """Return it as a gradient that is not computed."""
+        self.computed = self.computed_norm = self.factor = None
+        return self
 
     def __repr__(self, **_: Any) -> str:
         return f"PendingGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in METADATA and func not in LATER:
+        if func in LATER and not kwargs:
+            result = LATER[func](*args)
+            if result is not NotImplemented:
+                return result
+        if func not in METADATA:
             args, kwargs = _values((args, kwargs or {}))
         with compat.tensors.as_plain():
             return func(*args, **(kwargs or {}))
@@ -81,7 +85,7 @@ class PendingGradient(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.detach.default:  # as `.grad` is set or copied
             return args[0]
-        if (understood := _LAZY.get(func)) is not None and not kwargs:
+        if (understood := LATER.get(func)) is not None and not kwargs:
             result = understood(*args)
             if result is not NotImplemented:
                 return result
@@ -115,9 +119,12 @@ def _norms(gradients: Sequence[Any], order: float = 2, *others: Any) -> Any:
     return [_norm(gradient) for gradient in gradients]
 
 
-_LAZY: dict[Any, Callable[..., Any]] = {
+LATER: dict[Any, Callable[..., Any]] = {
+    torch.linalg.vector_norm: _norm,
     aten.linalg_vector_norm.default: _norm,
+    torch.Tensor.mul_: _multiply,
     aten.mul_.Tensor: _multiply,
+    torch._foreach_norm: _norms,
     aten._foreach_norm.Scalar: _norms,
 }
-"""Operations that need no gradient's value yet; NotImplemented where these arguments do."""
+"""Functions and operations that need no gradient's value yet; NotImplemented where these arguments do."""

@@ -136,4 +136,5 @@ RULES: dict[type[torch.optim.Optimizer], UpdateRule] = {
 
 def settings_of(rule: UpdateRule, group: Group) -> tuple[Any, ...]:
     """Return the settings of a group that a program contains: others need another program."""
-    return tuple(group.get(name, False) for name in rule.constants)
+    found = (group.get(name, False) for name in rule.constants)
+    return tuple(tuple(value) if isinstance(value, list) else value for value in found)

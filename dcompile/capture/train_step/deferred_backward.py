@@ -99,8 +99,7 @@ class DeferredBackward:
         places = [place for place, _ in self.backward.leaves]
 
         def run() -> tuple[Any, ...]:
-            results = self.backward.run(self.args)
-            return tuple(results[place] for place in places)
+            return _taken(self.backward.run(self.args), places)
 
         self._replay(run, self.before)
 
@@ -115,7 +114,7 @@ class DeferredBackward:
         def run() -> tuple[Any, ...]:
             results = backward.run_joined(self.norms[key], self.args, inputs)
             norms.extend(results[len(results) - len(leaves) :])
-            return tuple(results[leaf.place] for leaf in leaves)
+            return _taken(results, [leaf.place for leaf in leaves])
 
         added = [None if leaf.accumulated else old for leaf, old in zip(leaves, self.before, strict=True)]
         self._replay(run, added)
@@ -141,3 +140,10 @@ class DeferredBackward:
         """Run a function inside a backward of autograd, which adds what it returns to the parameters' `.grad`."""
         with compat.autograd.record_autograd():
             _Replay.apply(run, *self.parameters).backward()  # type: ignore[no-untyped-call]
+
+
+def _taken(results: list[Any], places: Sequence[int]) -> tuple[Any, ...]:
+    """Take results out of their list: autograd copies a gradient to which others refer."""
+    taken = tuple(results[place] for place in places)
+    results.clear()
+    return taken

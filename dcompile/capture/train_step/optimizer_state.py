@@ -46,23 +46,23 @@ def _is_known(group: Group) -> bool:
 
 @dataclass(eq=False)
 class Membership:
-    """The parameters of a step with their memory, as long as nothing of it is replaced. Programs are for one of them.
+    """The parameters of a step with their memory, as long as nothing of it is replaced.
 
-    Two have the same `key` if they differ in addresses alone.
+    Programs are for all memberships of one `number`, which differ in addresses alone.
     """
 
     rule: UpdateRule
     members: list[Member]
-    tensors: list[torch.Tensor]
-    """What the optimizer holds on this rank, to notice that it is replaced: parameters, states and step counts."""
-    addresses: list[int]
-    settings: list[Any]
-    """Those of each group that programs contain."""
+    sources: list[tuple[dict[str, torch.Tensor], str]]
+    """(state of a parameter, name) of each of its tensors: step counts come last."""
     steps: list[torch.Tensor]
-    key: Any = None
-    """What programs of its updates depend on."""
+    settings: list[Any]
+    tensors: list[torch.Tensor]
+    """Memory of parameters and states on this rank, to notice that it moves."""
+    addresses: list[int]
     number: int = -1
-    """That of its key."""
+    held: list[torch.Tensor] = field(default_factory=list)
+    """The tensors of `sources`."""
     states: list[torch.Tensor] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -71,10 +71,14 @@ class Membership:
     kinds: list[tuple[Group, int]] = field(default_factory=list)
     """(group, a member of it) for each part of the vector."""
 
-    def fits(self, tensors: Sequence[torch.Tensor], settings: Sequence[Any]) -> bool:
+    def fits(self, settings: Sequence[Any]) -> bool:
         """Is it still what the optimizer holds?"""
-        same = len(tensors) == len(self.tensors) and all(map(operator.is_, tensors, self.tensors))
-        return same and settings == self.settings and list(map(torch.Tensor.data_ptr, tensors)) == self.addresses
+        if settings != self.settings:
+            return False
+        found = [state.get(name) for state, name in self.sources]
+        if not all(map(operator.is_, found, self.held)):
+            return False
+        return list(map(torch.Tensor.data_ptr, self.tensors)) == self.addresses
 
     def count_step(self) -> None:
         """Count the step that is made now. Counts are read where something else has changed them; a GPU is waited for.
@@ -92,8 +96,7 @@ class Membership:
                     end += len(self.rule.numbers(member.group, 1))
                     self.kinds.append((member.group, at))
                 self.firsts.append(places[kind])
-            layouts = tuple((x.dtype, x.shape, x.stride(), x.device) for member in self.members for x in member.held)
-            self.key, self.number = (tuple(map(tuple, self.settings)), tuple(self.firsts), layouts), -1
+            self.number = -1
         self.counts = [count + 1 for count in self.counts]
 
     def numbers(self) -> list[float]:
@@ -106,9 +109,9 @@ class Membership:
     def advance(self) -> None:
         """Count the step in the optimizer's state, and tell autograd that parameters and state have changed."""
         if self.steps:
-            with torch.no_grad():
-                torch._foreach_add_(self.steps, 1)
-        torch.autograd.graph.increment_version(self.tensors[: len(self.tensors) - len(self.steps)])
+            with torch.no_grad():  # on a CPU, a number would become a tensor for each of them
+                torch._foreach_add_(self.steps, torch.ones(()) if self.steps[0].is_cpu else 1)
+        torch.autograd.graph.increment_version(self.tensors)
         self.versions = [step._version for step in self.steps]
 
 
@@ -143,37 +146,28 @@ class OptimizerState:
     """Number of parameters -> the newest membership."""
     numbers: dict[int, StepNumbers] = field(default_factory=dict)
     keys: dict[Any, int] = field(default_factory=dict)
-    """Keys of memberships -> their numbers."""
+    """What programs of updates depend on -> a number."""
 
-    def prepare(self, optimizer: torch.optim.Optimizer, wanted: Collection[int]) -> Membership | None:
-        """Return the members of the step that is made now: the parameters with these ids. None if one has no state.
+    def prepare(self, optimizer: torch.optim.Optimizer, wanted: Sequence[Any]) -> Membership | None:
+        """Return the members of the step that is made now: the `wanted` parameters. None if one has no state.
 
         torch's optimizers make the state in their first step.
         """
         rule = RULES[type(optimizer)]
-        parameters, tensors, steps, shape = list[Any](), list[torch.Tensor](), list[torch.Tensor](), list[Any]()
-        for group in optimizer.param_groups:
-            names = rule.state(group)
-            shape.append(names)
-            for parameter in group["params"]:
-                if id(parameter) in wanted:
-                    state = optimizer.state.get(parameter) or {}
-                    held = [state.get(name) for name in names]
-                    count = state.get("step") if rule.counts else None
-                    if any(value is None for value in held) or (rule.counts and count is None):
-                        return None
-                    parameters.append((parameter, group))
-                    tensors += map(compat.tensors.local_part, (parameter, *held))
-                    if count is not None:
-                        steps.append(count)
-        settings = [settings_of(rule, group) for group in optimizer.param_groups]
-        settings.append([id(group) for _, group in parameters])
-        found = self.known.get(len(parameters))
-        if found is None or not found.fits([*tensors, *steps], settings):
-            found = self.known[len(parameters)] = _membership(rule, parameters, tensors, steps, settings)
+        settings: list[Any] = [settings_of(rule, group) for group in optimizer.param_groups]
+        settings += [list(map(id, wanted)), list(map(id, optimizer.state.values()))]
+        settings += [list(map(id, group["params"])) for group in optimizer.param_groups]
+        found = self.known.get(len(wanted))
+        if found is None or not found.fits(settings):
+            found = _membership(optimizer, rule, set(map(id, wanted)), settings)
+            if found is None:
+                return None
+            self.known[len(wanted)] = found
         found.count_step()
         if found.number < 0:
-            found.number = self.keys.setdefault(found.key, len(self.keys))
+            layouts = tuple((x.dtype, x.shape, x.stride(), x.device) for m in found.members for x in m.held)
+            own = tuple(settings_of(rule, member.group) for member in found.members)
+            found.number = self.keys.setdefault((own, tuple(found.firsts), layouts), len(self.keys))
         return found
 
     def vector(self, members: Membership) -> torch.Tensor:
@@ -183,23 +177,36 @@ class OptimizerState:
 
 
 def _membership(
-    rule: UpdateRule, parameters: Sequence[Any], tensors: list[torch.Tensor], steps: list[torch.Tensor], settings: list[Any]
-) -> Membership:
-    members, rest = [], iter(tensors)
-    for parameter, group in parameters:
-        own = [next(rest), *(next(rest) for _ in rule.state(group))]
-        members.append(Member(parameter, group, tuple(map(_memory, own))))
-    every = [*tensors, *steps]
-    made = Membership(rule, members, every, list(map(torch.Tensor.data_ptr, every)), settings, steps)
+    optimizer: torch.optim.Optimizer, rule: UpdateRule, wanted: Collection[int], settings: list[Any]
+) -> Membership | None:
+    """Collect the members of a step; None if a parameter has no state."""
+    members, sources, counts = list[Member](), list[tuple[dict[str, Any], str]](), list[tuple[dict[str, Any], str]]()
+    for group in optimizer.param_groups:
+        names = rule.state(group)
+        for parameter in group["params"]:
+            if id(parameter) not in wanted:
+                continue
+            state = optimizer.state.get(parameter) or {}
+            if any(state.get(name) is None for name in (*names, *(("step",) if rule.counts else ()))):
+                return None
+            members.append(Member(parameter, group, tuple(map(_memory, (parameter, *map(state.get, names))))))
+            sources += [(state, name) for name in names]
+            counts += [(state, "step")] if rule.counts else []
+    steps = [state[name] for state, name in counts]
+    tensors = [tensor for member in members for tensor in member.held]
+    made = Membership(
+        rule, members, [*sources, *counts], steps, settings, tensors, list(map(torch.Tensor.data_ptr, tensors))
+    )
+    made.held = [state[name] for state, name in made.sources]
     made.states = [state for member in members for state in member.held[1:]]
     return made
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor over the same memory, as a program reads and writes it: recordings expect it to stay."""
-    if isinstance(tensor, torch.nn.Parameter):
+    if isinstance(tensor, torch.nn.Parameter) and not compat.tensors.is_dtensor(tensor):
         return tensor
     with torch.no_grad():
-        memory = tensor.detach()
+        memory = compat.tensors.local_part(tensor).detach()
     compat.tensors.mark_static(memory)
     return memory

@@ -215,7 +215,7 @@ class OptimizerStep:
 
     def _run_joined(self, optimizer: torch.optim.Optimizer, waiting: DeferredBackward) -> str:
         """Run a backward with the update, and hide its gradients from the optimizer. Return why it cannot."""
-        members = self._state.prepare(optimizer, {id(p) for p in waiting.parameters})
+        members = self._state.prepare(optimizer, waiting.parameters)
         if members is None:
             return FIRST
         self._waiting = None
@@ -256,7 +256,7 @@ class OptimizerStep:
         backward = self._newest
         if backward is None:
             return NOTHING
-        shown = {id(p): p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        shown = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         members = self._state.prepare(optimizer, shown)
         if members is None:
             return FIRST

@@ -476,12 +476,15 @@ def move_graph_to_gpu(gm: Any) -> None:
     gm.recompile()
 
 
-def without_memory(kind: type[torch.Tensor], like: torch.Tensor) -> Any:
-    """Return a tensor of a subclass with another one's shape, strides, dtype and device, and no memory."""
+def without_memory(kind: type[torch.Tensor], like: torch.Tensor, device: torch.device | None = None) -> Any:
+    """Return a tensor of a subclass with another one's shape, strides and dtype, and no memory.
+
+    `device`: its device, if it is not the other one's.
+    """
     import torch
 
     return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, layout=like.layout
+        kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device, layout=like.layout
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from dcompile import compat
-from dcompile.capture.train_step.pending_gradient import PendingGradient
+from dcompile.capture.train_step.pending_gradient import PendingGradient, PendingScalar
 from dcompile.capture.train_step.step_graph import LeafGradient, with_norms
 from dcompile.collectives.contract import Executable
 
@@ -77,9 +77,26 @@ class DeferredBackward:
         return all(p.grad is old for p, old in zip(self.parameters, self.before, strict=True))
 
     def show(self) -> None:
-        """Show the pending gradients."""
-        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
-            parameter.grad = gradient
+        """Show the pending gradients, except where the user has set another one."""
+        for parameter, gradient, old in zip(self.parameters, self.gradients, self.before, strict=True):
+            if parameter.grad is (old if gradient.computed is None else gradient.computed):
+                parameter.grad = gradient
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether gradients are to be multiplied."""
+        return any(gradient.factor is not None for gradient in self.gradients)
+
+    def clip(self) -> PendingScalar | None | str:
+        """Return the factor that clips all gradients, None without factors; else why the update cannot scale them."""
+        if not self.is_scaled:
+            return None
+        factor = self.gradients[0].factor
+        if any(gradient.factor is not factor for gradient in self.gradients) or not isinstance(factor, PendingScalar):
+            return "gradients are multiplied by several factors"
+        if len(factor.gradients) != len(self.gradients) or {*map(id, factor.gradients)} != {*map(id, self.gradients)}:
+            return "the norm is not that of all gradients"
+        return factor
 
     def leaf_gradients(self) -> list[LeafGradient]:
         """Return where its gradients are, in the order of its parameters."""

@@ -13,7 +13,7 @@ import operator
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ import torch
 from dcompile import compat
 from dcompile.capture.train_step.deferred_backward import DeferredBackward, LateBackward
 from dcompile.capture.train_step.optimizer_state import Member, Membership, OptimizerState, why_no_rule
-from dcompile.capture.train_step.pending_gradient import PendingGradient
+from dcompile.capture.train_step.pending_gradient import PendingGradient, PendingScalar
 from dcompile.capture.train_step.step_graph import ParameterUpdate, update_alone, with_updates
 from dcompile.collectives.contract import Executable
 from dcompile.errors import DcompileError
@@ -134,6 +134,14 @@ class OptimizerStep:
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             self._reason = reason
+            self._run_apart(waiting)
+
+    def _run_apart(self, waiting: DeferredBackward) -> None:
+        """Run a backward without the update. Gradients that a factor clips stay pending."""
+        if waiting.is_scaled:
+            waiting.run_with_norms()
+            waiting.show()
+        else:
             waiting.run_alone()
 
     # --- what pending gradients ask ---
@@ -146,8 +154,9 @@ class OptimizerStep:
         if real is None:
             raise DcompileError(CONSUMED)
         if gradient.factor is not None:
+            factor = gradient.factor.value() if isinstance(gradient.factor, PendingScalar) else gradient.factor
             with torch.no_grad():
-                real.mul_(gradient.factor)
+                real.mul_(factor)
             gradient.factor = None
         parameter = gradient.parameter()
         if parameter is not None and parameter.grad is gradient:
@@ -164,10 +173,6 @@ class OptimizerStep:
         if gradient.computed_norm is None:
             return torch.linalg.vector_norm(self.value(gradient))
         return gradient.computed_norm
-
-    def scales(self, gradient: PendingGradient) -> bool:
-        """Can the update multiply this gradient? It must be computed, since the factor follows from it."""
-        return gradient.computed is not None
 
     def _waits(self, gradient: PendingGradient) -> bool:
         return self._waiting is not None and any(gradient is other for other in self._waiting.gradients)
@@ -211,7 +216,10 @@ class OptimizerStep:
                 if parameter.grad is not gradient:
                     return "a gradient was set, or comes from elsewhere"
                 held += gradient is not None
-        return "" if held == len(pending) else "the optimizer does not have all parameters of the graph"
+        if held != len(pending):
+            return "the optimizer does not have all parameters of the graph"
+        clip = waiting.clip()
+        return clip if isinstance(clip, str) else ""
 
     def _run_joined(self, optimizer: torch.optim.Optimizer, waiting: DeferredBackward) -> str:
         """Run a backward with the update, and hide its gradients from the optimizer. Return why it cannot."""
@@ -226,12 +234,14 @@ class OptimizerStep:
             places = self._places[id(backward), members.number] = _saved_places(own, each)
         saved, views = places
         leaves = waiting.leaf_gradients()
-        key = id(backward), members.number, tuple(leaf.accumulated for leaf in leaves)
+        factor = waiting.clip()
+        clip = factor.clip if isinstance(factor, PendingScalar) else None
+        key = id(backward), members.number, tuple(leaf.accumulated for leaf in leaves), clip
         program = self._programs.get(key)
         if program is None:
             place = {id(p): leaf for p, leaf in zip(waiting.parameters, leaves, strict=True)}
             ordered = [place[id(member.parameter)] for member in each]
-            graph = with_updates(backward.gm, ordered, _updates(members, saved, views), vector)
+            graph = with_updates(backward.gm, ordered, _updates(members, saved, views), vector, clip)
             program = self._programs[key] = backward.build(graph, "step")
         parameters = [member.held[0] for member, at in zip(each, saved, strict=True) if at is None]
         held = {id(p): old for p, old in zip(waiting.parameters, waiting.before, strict=True)}
@@ -240,16 +250,27 @@ class OptimizerStep:
         run = functools.partial(backward.run_joined, program, waiting.args, inputs)
         for parameter, old in zip(waiting.parameters, waiting.before, strict=True):
             parameter.grad = old
-        if backward.numbers:
-            nothing = (None,) * len(waiting.parameters)
-            waiting.run_inside(lambda: (run(), nothing)[1])
-        else:
-            with torch.no_grad():
-                run()
+        results = self._run(waiting, run)
+        if isinstance(factor, PendingScalar):
+            factor.give_total(results[-1])
         members.advance()
         self._hide(waiting.parameters, waiting.gradients)
         self.joined += 1
         return ""
+
+    def _run(self, waiting: DeferredBackward, run: Callable[[], list[Any]]) -> list[Any]:
+        """Run a program, inside a backward of autograd if ranks reduce gradients there."""
+        if not waiting.backward.numbers:
+            with torch.no_grad():
+                return run()
+        results: list[Any] = []
+
+        def inside() -> tuple[Any, ...]:
+            results.extend(run())
+            return (None,) * len(waiting.parameters)
+
+        waiting.run_inside(inside)
+        return results
 
     def _update(self, optimizer: torch.optim.Optimizer) -> str:
         """Run the update of real gradients as a program of its own; return why that is not possible."""
@@ -287,7 +308,8 @@ class OptimizerStep:
         pending = [g for m in members if type(g := m.parameter.grad) is PendingGradient]
         factors = {id(gradient.factor): gradient.factor for gradient in pending}
         if len(factors) == 1 and len(pending) == len(members):
-            return next(iter(factors.values()))
+            factor = next(iter(factors.values()))
+            return factor.value() if isinstance(factor, PendingScalar) else factor
         for gradient in pending:
             self.value(gradient)
         return None

@@ -2,9 +2,10 @@
 
 A backward can run together with the update only if nothing reads or changes a gradient in between. So `.grad` gets a
 tensor without memory. What is done with it runs the backward first, and then happens to the real gradient. Three things
-do not: asking for shape or dtype; the 2-norm, which a program computes beside the gradients; and multiplication by one
-factor, which the update does as it reads the gradient. So `clip_grad_norm_` costs no pass over memory. This is lazy
-evaluation, as in LazyTensor (Suhan et al., 2021).
+do not: asking for shape or dtype; the 2-norm; and multiplication by one factor, which the update does as it reads the
+gradient. `clip_grad_norm_` takes the norm of each gradient, that of the norms, and multiplies by a number that follows
+from it. This much is kept as `PendingScalar`s: if they still are pending when the step begins, the one program of
+backward and update clips, too. This is lazy evaluation, as in LazyTensor (Suhan et al., 2021).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from dcompile import compat
+from dcompile.capture.train_step.step_graph import Clip
 
 aten = torch.ops.aten
 METADATA = frozenset(
@@ -37,43 +39,23 @@ class GradientSource(Protocol):
         """Compute a gradient now, and show it in its parameter's `.grad`. Raises DcompileError if an update used it."""
 
     def norm(self, gradient: PendingGradient) -> torch.Tensor:
-        """Return a gradient's 2-norm, without its factor."""
-
-    def scales(self, gradient: PendingGradient) -> bool:
-        """Can the update multiply a gradient, which is not to be computed for that?"""
+        """Compute a gradient's 2-norm now, without its factor."""
 
 
-class PendingGradient(torch.Tensor):
-    """A gradient that `source` computes at the first use of its value; it has its parameter's shape and layout."""
+class _Pending(torch.Tensor):
+    """A tensor without memory whose value is computed at its first use."""
 
-    source: GradientSource
-    parameter: Callable[[], Any]
-    """Weak reference to the parameter."""
-    computed: torch.Tensor | None
-    """The gradient without its factor, once a backward has run without the update."""
-    computed_norm: torch.Tensor | None
-    factor: torch.Tensor | None
-    """A 0-dimensional tensor that the gradient is to be multiplied by."""
-
-    @staticmethod
-    def __new__(cls, parameter: torch.Tensor, source: GradientSource) -> PendingGradient:
-        """Make the gradient of one parameter."""
-        made: PendingGradient = compat.tensors.without_memory(cls, parameter)
-        made.parameter, made.source = weakref.ref(parameter), source
-        return made.renewed()
-
-    def renewed(self) -> PendingGradient:
-        """Return it as a gradient that is not computed."""
-        self.computed = self.computed_norm = self.factor = None
-        return self
+    def value(self) -> torch.Tensor:
+        """Return the tensor, computed if need be."""
+        raise NotImplementedError
 
     def __repr__(self, **_: Any) -> str:
-        return f"PendingGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in LATER and not kwargs:
-            result = LATER[func](*args)
+        if func in LATER:
+            result = LATER[func](*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
         if func not in METADATA:
@@ -93,38 +75,174 @@ class PendingGradient(torch.Tensor):
         return func(*args, **kwargs)
 
 
+class PendingGradient(_Pending):
+    """A gradient that `source` computes at the first use of its value; it has its parameter's shape and layout."""
+
+    source: GradientSource
+    parameter: Callable[[], Any]
+    """Weak reference to the parameter."""
+    computed: torch.Tensor | None
+    """The gradient without its factor, once a backward has run without the update."""
+    computed_norm: torch.Tensor | None
+    factor: torch.Tensor | None
+    """What the gradient is to be multiplied by: a number in memory, pending or not."""
+
+    @staticmethod
+    def __new__(cls, parameter: torch.Tensor, source: GradientSource) -> PendingGradient:
+        """Make the gradient of one parameter."""
+        made: PendingGradient = compat.tensors.without_memory(cls, parameter)
+        made.parameter, made.source = weakref.ref(parameter), source
+        return made.renewed()
+
+    def renewed(self) -> PendingGradient:
+        """Return it as a gradient that is not computed."""
+        self.computed = self.computed_norm = self.factor = None
+        return self
+
+    def value(self) -> torch.Tensor:
+        """Compute the gradient."""
+        return self.source.value(self)
+
+
+class PendingScalar(_Pending):
+    """A number, or vector of numbers, on the way from gradients to the factor that clips them."""
+
+    compute: Callable[[], torch.Tensor]
+    computed: torch.Tensor | None
+    gradients: tuple[PendingGradient, ...]
+    """Those whose norms it holds, or whose common norm it follows from."""
+    step: str
+    """What it is: "norm", "norms", "total", "sum" (total and a number), "quotient", or "factor"."""
+    number: tuple[float, ...]
+    """Numbers that led to it: what was added to the norm, then the largest norm."""
+    of: PendingScalar | None
+    """What it was computed from, from the common norm on."""
+
+    @staticmethod
+    def __new__(
+        cls,
+        step: str,
+        gradients: Sequence[PendingGradient],
+        compute: Callable[[], torch.Tensor],
+        number: tuple[float, ...] = (),
+        of: PendingScalar | None = None,
+    ) -> PendingScalar:
+        """Make one; `compute` returns its value."""
+        shape = (len(gradients),) if step == "norms" else ()
+        like = torch.empty(shape, dtype=gradients[0].dtype, device="meta")
+        made: PendingScalar = compat.tensors.without_memory(cls, like, gradients[0].device)
+        made.step, made.gradients, made.compute, made.number = step, tuple(gradients), compute, number
+        made.computed, made.of = None, of
+        return made
+
+    def give_total(self, norm: torch.Tensor) -> None:
+        """Tell the norm that this factor follows from, which a program has computed."""
+        if self.step == "total":
+            self.computed = norm
+        elif self.of is not None:
+            self.of.give_total(norm)
+
+    def value(self) -> torch.Tensor:
+        """Compute the number."""
+        if self.computed is None:
+            self.computed = self.compute()
+        return self.computed
+
+    @property
+    def clip(self) -> Clip | None:
+        """What the factor of a clipping means; None for other numbers."""
+        return Clip(self.number[1], self.number[0]) if self.step == "factor" else None
+
+
 def _values(arguments: Any) -> Any:
-    """Replace pending gradients among arguments by real ones."""
-    return tree_map_only(PendingGradient, lambda gradient: gradient.source.value(gradient), arguments)
+    """Replace pending tensors among arguments by real ones."""
+    return tree_map_only(_Pending, lambda pending: pending.value(), arguments)
 
 
-def _norm(gradient: Any, order: float = 2, *others: Any) -> Any:
-    if order != 2 or any(others):
+def _later(of: PendingScalar, step: str, compute: Callable[[torch.Tensor], torch.Tensor], *number: float) -> Any:
+    return PendingScalar(step, of.gradients, lambda: compute(of.value()), (*of.number, *number), of)
+
+
+def _norm(x: Any, order: float = 2, *others: Any, **more: Any) -> Any:
+    if order != 2 or any(others) or more:
         return NotImplemented
-    norm = gradient.source.norm(gradient)
-    return norm if gradient.factor is None else norm * gradient.factor
+    if isinstance(x, PendingScalar):
+        return _later(x, "total", torch.linalg.vector_norm) if x.step == "norms" else NotImplemented
+    if x.factor is not None:
+        return NotImplemented
+    return PendingScalar("norm", (x,), lambda: x.source.norm(x))
+
+
+def _norms(gradients: Sequence[Any], order: float = 2, *others: Any, **more: Any) -> Any:
+    if not all(isinstance(gradient, PendingGradient) for gradient in gradients):
+        return NotImplemented
+    found = [_norm(gradient, order, *others, **more) for gradient in gradients]
+    return NotImplemented if any(norm is NotImplemented for norm in found) else found
+
+
+def _stack(norms: Sequence[Any], *others: Any, **more: Any) -> Any:
+    if others or more or not all(isinstance(norm, PendingScalar) and norm.step == "norm" for norm in norms):
+        return NotImplemented
+    gradients = [norm.gradients[0] for norm in norms]
+    return PendingScalar("norms", gradients, lambda: torch.stack([norm.value() for norm in norms]))
+
+
+def _to(x: Any, *target: Any, **more: Any) -> Any:
+    same = isinstance(x, PendingScalar) and not more and len(target) == 1 and isinstance(target[0], torch.device)
+    return x if same and target[0] == x.device else NotImplemented
+
+
+def _add(x: Any, number: Any, **more: Any) -> Any:
+    if more or not isinstance(x, PendingScalar) or x.step != "total" or not isinstance(number, float):
+        return NotImplemented
+    return _later(x, "sum", lambda total: total + number, number)
+
+
+def _divided(x: Any, number: Any) -> Any:
+    if not isinstance(x, PendingScalar) or x.step != "sum" or not isinstance(number, float):
+        return NotImplemented
+    return _later(x, "quotient", lambda total: number / total, number)
+
+
+def _clamp(x: Any, *limits: Any, **more: Any) -> Any:
+    if limits or more != {"max": 1.0} or not isinstance(x, PendingScalar) or x.step != "quotient":
+        return NotImplemented
+    return _later(x, "factor", lambda quotient: torch.clamp(quotient, max=1.0))
 
 
 def _multiply(gradient: Any, factor: Any) -> Any:
-    known = isinstance(gradient, PendingGradient) and isinstance(factor, torch.Tensor) and factor.ndim == 0
-    if not known or gradient.factor is not None or not gradient.source.scales(gradient):
+    if not isinstance(gradient, PendingGradient) or gradient.factor is not None:
+        return NotImplemented
+    if isinstance(factor, PendingScalar):
+        known = factor.clip is not None
+    else:  # the factor may follow from the gradients
+        known = isinstance(factor, torch.Tensor) and factor.ndim == 0 and gradient.computed is not None
+    if not known:
         return NotImplemented
     gradient.factor = factor
     return gradient
 
 
-def _norms(gradients: Sequence[Any], order: float = 2, *others: Any) -> Any:
-    if order != 2 or any(others) or not all(isinstance(gradient, PendingGradient) for gradient in gradients):
+def _multiply_all(gradients: Sequence[Any], factor: Any) -> Any:
+    if not all(isinstance(gradient, PendingGradient) and gradient.factor is None for gradient in gradients):
         return NotImplemented
-    return [_norm(gradient) for gradient in gradients]
+    results = [_multiply(gradient, factor) for gradient in gradients]
+    return NotImplemented if any(result is NotImplemented for result in results) else None
 
 
 LATER: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _norm,
     aten.linalg_vector_norm.default: _norm,
+    torch._foreach_norm: _norms,
+    torch.stack: _stack,
+    torch.Tensor.to: _to,
+    torch.Tensor.add: _add,
+    torch.Tensor.__add__: _add,
+    torch.Tensor.__rdiv__: _divided,
+    torch.Tensor.__rtruediv__: _divided,
+    torch.clamp: _clamp,
     torch.Tensor.mul_: _multiply,
     aten.mul_.Tensor: _multiply,
-    torch._foreach_norm: _norms,
-    aten._foreach_norm.Scalar: _norms,
+    torch._foreach_mul_: _multiply_all,
 }
-"""Functions and operations that need no gradient's value yet; NotImplemented where these arguments do."""
+"""Functions and operations that need no value yet; NotImplemented where these arguments do."""

@@ -64,13 +64,27 @@ def with_norms(backward: GraphModule, leaves: Sequence[LeafGradient]) -> GraphMo
     return maker.made((*outputs, *norms))
 
 
+@dataclass(frozen=True)
+class Clip:
+    """Clipping of gradients by the norm of all of them, as torch.nn.utils.clip_grad_norm_ computes it."""
+
+    largest: float
+    """The norm above which gradients are scaled."""
+    added: float = 1e-6
+    """Added to the norm before dividing by it."""
+
+
 def with_updates(
-    backward: GraphModule, leaves: Sequence[LeafGradient], updates: Sequence[ParameterUpdate], numbers: torch.Tensor
+    backward: GraphModule,
+    leaves: Sequence[LeafGradient],
+    updates: Sequence[ParameterUpdate],
+    numbers: torch.Tensor,
+    clip: Clip | None = None,
 ) -> GraphModule:
     """Return a backward that applies `updates`, each once nothing reads the old values, and returns no gradient.
 
     `numbers`: vector of all numbers of a step. Further inputs: parameters without `saved`, states, gradients of earlier
-    micro-batches, numbers. What is updated is written in place.
+    micro-batches, numbers. What is updated is written in place. With `clip`, the last result is the gradients' norm.
     """
     maker = _GraphMaker.of(backward)
     places = list(maker.inputs)
@@ -84,12 +98,18 @@ def with_updates(
     for parameter, update in zip(parameters, updates, strict=True):
         maker.read_through(parameter, [places[place] for place in update.views])
     outputs = list(maker.results)
-    for at, (leaf, update) in enumerate(zip(leaves, updates, strict=True)):
-        behind = maker.last_of([parameters[at], *_readers(parameters[at])])
-        gradient = maker.settled(outputs[leaf.place], leaf, earlier.get(at), behind)
-        maker.update(update, gradient, [parameters[at], *states[at]], vector)
+    gradients = []
+    for at, leaf in enumerate(leaves):
+        behind = None if clip is not None else maker.last_of([parameters[at], *_readers(parameters[at])])
+        gradients.append(maker.settled(outputs[leaf.place], leaf, earlier.get(at), behind))
         outputs[leaf.place] = None
-    return maker.made(outputs)
+    norm = None
+    if clip is not None:
+        with maker.before(maker.output):
+            norm, gradients = maker.clipped(gradients, clip)
+    for at, (gradient, update) in enumerate(zip(gradients, updates, strict=True)):
+        maker.update(update, gradient, [parameters[at], *states[at]], vector)
+    return maker.made(outputs if norm is None else (*outputs, norm))
 
 
 def update_alone(
@@ -216,6 +236,17 @@ class _GraphMaker:
                 return self.traced(lambda old, new: (old + new,), (earlier, gradient), "sum")[0]
             return self.traced(lambda new: (torch.ops.aten.alias(new),), (gradient,), "alias")[0]
 
+    def clipped(self, gradients: Sequence[Node], clip: Clip) -> tuple[Node, list[Node]]:
+        """Return the norm of all gradients, and the clipped gradients."""
+        norms = [self.traced(lambda x: (torch.linalg.vector_norm(x),), (x,), "norm")[0] for x in gradients]
+
+        def scale(*norms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            norm = torch.linalg.vector_norm(torch.stack(norms))
+            return norm, torch.clamp(clip.largest / (norm + clip.added), max=1.0)
+
+        norm, factor = self.traced(scale, norms, clip)
+        return norm, [self.traced(lambda x, f: ((x * f).to(x.dtype),), (x, factor), "scale")[0] for x in gradients]
+
     def update(self, update: ParameterUpdate, gradient: Node, targets: Sequence[Node], vector: Node) -> None:
         """Insert one update, and the copies into what it changes, after its gradient."""
         rule, group = update.rule, update.group
@@ -245,7 +276,8 @@ class _GraphMaker:
         values = [node.meta["val"] for node in given]
         key = name, *((tuple(x.shape), x.stride(), x.dtype) for x in values)
         if key not in self.known:
-            self.known[key] = compat.flex.traced_again(function, values, {})
+            # tracing tells its inputs apart by identity
+            self.known[key] = compat.flex.traced_again(function, [*map(self._fake, values)], {})
         graph = self.known[key].graph
         made: dict[Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
         for node in graph.nodes:

@@ -137,8 +137,8 @@ LINES = {
 PEERS = (
     "eager", BASE, "torch.compile reduce-overhead", "dcompile", "dcompile memory", "dcompile reduce-overhead",
     "dcompile collective", "dcompile collective reduce-overhead", "dcompile tuned", "dcompile tuned reduce-overhead",
-    "dcompile by blocks", "dcompile by blocks reduce-overhead",
-    "dcompile step", "dcompile reduce-overhead step", "torch.compile + optimizer", "dcompile + optimizer", "dcompile reduce-overhead + optimizer",
+    "dcompile by blocks", "dcompile by blocks reduce-overhead", "dcompile step", "dcompile reduce-overhead step",
+    "torch.compile + optimizer", "dcompile + optimizer", "dcompile reduce-overhead + optimizer",
 )  # fmt: skip
 """`memory` is dcompile's option recompute, `collective` its option gathers, `tuned` its option max_autotune.
 `by blocks` compiles each block, as torch.compile's peers do.

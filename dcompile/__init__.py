@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from dcompile.explain.profile import profile
     from dcompile.precompile.job import precompile
     from dcompile.runtime.program.exported import load
+    from dcompile.training import train_step
 
 __all__ = [
     "BuildError",
@@ -48,6 +49,7 @@ __all__ = [
     "precompile",
     "profile",
     "receipt",
+    "train_step",
 ]
 
 _check_torch()
@@ -108,6 +110,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("dcompile.toolchain").own_version()
     if name == "profile":
         return importlib.import_module("dcompile.explain.profile").profile
+    if name == "train_step":
+        return importlib.import_module("dcompile.training").train_step
     if name.endswith("Error") and name in __all__:
         return getattr(importlib.import_module("dcompile.errors"), name)
     if name in __all__:

@@ -78,9 +78,7 @@ class GraphPrograms:
         """Positions of the forward's inputs that are numbers."""
         self.state: BackwardState | None = None
 
-    def build(
-        self, gm: Any, kind: Any, name: str = "", foreseen: Foreseen | None = None, **more: Any
-    ) -> Executable:
+    def build(self, gm: Any, kind: Any, name: str = "", foreseen: Foreseen | None = None, **more: Any) -> Executable:
         """Compile a graph to a program of a kind. `more`: parts of the request. `foreseen`: see `Compiler`."""
         name = name or kind
         self.graph.note_own_collectives(name, gm)
@@ -257,7 +255,7 @@ class GraphPrograms:
         step = self.model.step
         if step is None:
             return opaque.around(run)
-        late, count = LateBackward(self, gm, opaque, position, run), len(gm.graph.output_node().args[0])
+        late, count = GraphBackward(self, gm, opaque, position, run), len(gm.graph.output_node().args[0])
 
         def backward(args: list[Any]) -> list[Any]:
             return [None] * count if step.defer(late, args) else run(args)
@@ -355,13 +353,15 @@ class GraphPrograms:
         return strategy.run_backward(BackwardCall(self.graph, self.graph.executables[kind], buckets, args, sync, gone))
 
 
-class LateBackward:
+class GraphBackward:
     """A graph's backward for `train_step.OptimizerStep`, which may run it later, and with an update.
 
     The first one runs at once: ranks compare plans in it, and it tells which gradients are absent.
     """
 
-    def __init__(self, programs: GraphPrograms, gm: Any, opaque: OpaqueObjects, position: int | None, run: Boxed) -> None:
+    def __init__(
+        self, programs: GraphPrograms, gm: Any, opaque: OpaqueObjects, position: int | None, run: Boxed
+    ) -> None:
         self._whole, self.run, self._programs, self._token = gm, run, programs, position
         graph = self._graph = programs.graph
         found = ((opaque.result_place(place), graph.leaves.get(index)) for place, index in graph.facts.gradients)

@@ -497,7 +497,7 @@ def as_plain() -> Any:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a DTensor that this rank holds, outside of autograd; another tensor as it is."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined, no-any-return, unused-ignore]
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def mark_static(tensor: torch.Tensor) -> None:

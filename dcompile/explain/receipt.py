@@ -278,7 +278,14 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         fallbacks=_fallbacks(model, variant, reports),
         traces_uncacheable=dict(Counter(trace.objection for trace in traces if trace.objection)),
         notes=tuple(
-            dict.fromkeys((*model.adapter.notes, *_graph_notes(model, variant, reports), *model.settings.config.idle()))
+            dict.fromkeys(
+                (
+                    *model.adapter.notes,
+                    *_graph_notes(model, variant, reports),
+                    *(() if model.step is None else model.step.remarks()),
+                    *model.settings.config.idle(),
+                )
+            )
         ),
         variants=tuple(VariantReceipt(len(v.graphs), v.training, v.objections) for v in model.variants.values()),
     )
@@ -301,7 +308,13 @@ def nothing_compiled(model: CompiledModel) -> str:
 
 
 def _reports(model: CompiledModel, variant: Variant) -> list[ProgramReport]:
-    return [e.report for number in sorted(set(variant.graphs)) for e in model.graphs[number].executables.values()]
+    graphs = [model.graphs[number].executables for number in sorted(set(variant.graphs))]
+    return [
+        executable.report
+        for programs in graphs
+        for name, executable in programs.items()
+        if "step" not in programs or name not in ("backward", "norms")  # a step contains the backward
+    ]
 
 
 def _predicted_exposed_us(model: CompiledModel, variant: Variant) -> float:

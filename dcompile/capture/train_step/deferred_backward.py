@@ -17,12 +17,17 @@ from dcompile.collectives.contract import Executable
 class LateBackward(Protocol):
     """A graph's backward that can run later, alone or with more."""
 
-    gm: Any
-    """The backward's graph."""
-    leaves: Sequence[tuple[int, Callable[[], torch.nn.Parameter | None]]]
-    """(position among the results, weak reference to the parameter) of each gradient."""
-    numbers: Mapping[int, int]
-    """Position among the results -> number in the plan of each gradient that ranks reduce."""
+    @property
+    def gm(self) -> Any:
+        """The backward's graph."""
+
+    @property
+    def leaves(self) -> Sequence[tuple[int, Callable[[], Any]]]:
+        """(position among the results, weak reference to the parameter) of each gradient."""
+
+    @property
+    def numbers(self) -> Mapping[int, int]:
+        """Position among the results -> number in the plan of each gradient that ranks reduce."""
 
     def waits(self, args: Sequence[Any]) -> bool:
         """Can the backward wait, with these arguments?"""
@@ -55,7 +60,7 @@ class _Replay(torch.autograd.Function):
         return parameters[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, _: Any) -> Any:
         return None, *ctx.run()
 
 
@@ -71,23 +76,25 @@ class DeferredBackward:
     """What `.grad` held when the backward began."""
     norms: dict[Any, Executable] = field(default_factory=dict)
     """Programs with norms, which all backwards of a graph share."""
+    is_shown: bool = False
+    """Whether `.grad` has shown the pending gradients."""
 
     def is_undisturbed(self) -> bool:
         """Has code outside the graph added no gradient, until the end of the backward?"""
         return all(p.grad is old for p, old in zip(self.parameters, self.before, strict=True))
 
     def show(self) -> None:
-        """Show the pending gradients, except where the user has set another one."""
-        for parameter, gradient, old in zip(self.parameters, self.gradients, self.before, strict=True):
-            if parameter.grad is (old if gradient.computed is None else gradient.computed):
-                parameter.grad = gradient
+        """Show the pending gradients."""
+        self.is_shown = True
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
 
     @property
     def is_scaled(self) -> bool:
         """Whether gradients are to be multiplied."""
         return any(gradient.factor is not None for gradient in self.gradients)
 
-    def clip(self) -> PendingScalar | None | str:
+    def clipping(self) -> PendingScalar | str | None:
         """Return the factor that clips all gradients, None without factors; else why the update cannot scale them."""
         if not self.is_scaled:
             return None
@@ -118,10 +125,10 @@ class DeferredBackward:
         def run() -> tuple[Any, ...]:
             return _taken(self.backward.run(self.args), places)
 
-        self._replay(run, self.before)
+        self._replay(run, self.before, stay_pending=False)
 
     def run_with_norms(self) -> None:
-        """Run the backward, and compute the norm of each gradient beside it."""
+        """Run the backward, and compute the norm of each gradient beside it. Gradients stay pending."""
         backward, leaves = self.backward, self.leaf_gradients()
         key = id(backward), tuple(leaf.accumulated for leaf in leaves)
         if key not in self.norms:
@@ -134,23 +141,30 @@ class DeferredBackward:
             return _taken(results, [leaf.place for leaf in leaves])
 
         added = [None if leaf.accumulated else old for leaf, old in zip(leaves, self.before, strict=True)]
-        self._replay(run, added)
+        self._replay(run, added, stay_pending=True)
         for gradient, norm in zip(self.gradients, norms, strict=True):
             gradient.computed_norm = norm
 
-    def _replay(self, run: Callable[[], tuple[Any, ...]], before: Sequence[torch.Tensor | None]) -> None:
-        """Run inside a backward of autograd, and put the gradients that it adds behind the pending ones."""
-        kept = []
-        each = zip(self.parameters, self.gradients, self.before, before, strict=True)
-        for parameter, gradient, old, start in each:
-            replaced = parameter.grad is not gradient and parameter.grad is not old
-            kept.append((parameter.grad,) if replaced else None)
-            parameter.grad = start
+    def _replay(
+        self, run: Callable[[], tuple[Any, ...]], before: Sequence[torch.Tensor | None], stay_pending: bool
+    ) -> None:
+        """Run inside a backward of autograd, and put the gradients that it adds behind the pending ones.
+
+        A gradient that the user has set, or removed, since it was shown, stays as it is.
+        """
+        replaced = {}
+        for at, (parameter, gradient, start) in enumerate(zip(self.parameters, self.gradients, before, strict=True)):
+            if self.is_shown:
+                if parameter.grad is not gradient:
+                    replaced[at] = parameter.grad
+                parameter.grad = start
         self.run_inside(run)
-        for parameter, gradient, other in zip(self.parameters, self.gradients, kept, strict=True):
+        for at, (parameter, gradient) in enumerate(zip(self.parameters, self.gradients, strict=True)):
             gradient.computed = parameter.grad
-            if other is not None:
-                parameter.grad = other[0]
+            if at in replaced:
+                parameter.grad = replaced[at]
+            elif stay_pending:
+                parameter.grad = gradient
         self.args.clear()
 
     def run_inside(self, run: Callable[[], tuple[Any, ...]]) -> None:

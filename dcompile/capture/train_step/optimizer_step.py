@@ -21,7 +21,7 @@ import torch
 from dcompile import compat
 from dcompile.capture.train_step.deferred_backward import DeferredBackward, LateBackward
 from dcompile.capture.train_step.optimizer_state import Member, Membership, OptimizerState, why_no_rule
-from dcompile.capture.train_step.pending_gradient import PendingGradient, PendingScalar
+from dcompile.capture.train_step.pending_gradient import PendingGradient, PendingScalar, clipping
 from dcompile.capture.train_step.step_graph import ParameterUpdate, update_alone, with_updates
 from dcompile.collectives.contract import Executable
 from dcompile.errors import DcompileError
@@ -116,8 +116,9 @@ class OptimizerStep:
         gradients = []
         for parameter in parameters:
             old = made.pop() if made else None
-            free = old is not None and old.parameter() is parameter and sys.getrefcount(old) == ALONE
-            gradients.append(old.renewed() if free else PendingGradient(parameter, self))
+            if old is None or old.parameter() is not parameter or sys.getrefcount(old) != ALONE:
+                old = PendingGradient(parameter, self)
+            gradients.append(old.renewed())
             del old
         self._made[id(backward)] = gradients[::-1]
         return parameters, gradients
@@ -140,7 +141,6 @@ class OptimizerStep:
         """Run a backward without the update. Gradients that a factor clips stay pending."""
         if waiting.is_scaled:
             waiting.run_with_norms()
-            waiting.show()
         else:
             waiting.run_alone()
 
@@ -163,16 +163,45 @@ class OptimizerStep:
             parameter.grad = real
         return real
 
+    def is_consumed(self, gradient: PendingGradient) -> bool:
+        """Has an update used the gradient, so that it has no value?"""
+        return gradient.computed is None and not self._waits(gradient)
+
     def norm(self, gradient: PendingGradient) -> torch.Tensor:
         """Return a gradient's norm; the first one runs the backward, and computes all."""
         waiting = self._waiting
         if waiting is not None and self._waits(gradient):
             self._waiting, self._reason = None, NORMS
             waiting.run_with_norms()
-            waiting.show()
         if gradient.computed_norm is None:
             return torch.linalg.vector_norm(self.value(gradient))
         return gradient.computed_norm
+
+    def clip(self, parameters: Sequence[torch.nn.Parameter], largest: float) -> torch.Tensor:
+        """Do what clip_grad_norm_ does, and return the norm, which is computed later if gradients are."""
+        waiting = self._waiting
+        if waiting is None or {*map(id, parameters)} != {*map(id, waiting.parameters)}:
+            norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(parameters, largest)
+            return norm
+        total, factor = clipping(waiting.gradients, largest)
+        for gradient in waiting.gradients:
+            gradient.factor = factor
+        return total
+
+    def known(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return a norm as a plain tensor, once the step has run."""
+        return norm.value() if isinstance(norm, PendingScalar) else norm
+
+    def remarks(self) -> list[str]:
+        """Lines for the receipt: how many steps ran in which way, and why."""
+        lines = []
+        if self.joined:
+            lines.append(f"optimizer: the updates of {self.joined} steps ran in the backward's program")
+        if self.updated:
+            lines.append(f"optimizer: the updates of {self.updated} steps ran in a program of their own")
+        lines += [f"optimizer: {count} steps not in the backward's program: {why}" for why, count in self.apart.items()]
+        lines += [f"optimizer: {count} steps by the optimizer itself: {why}" for why, count in self.eager.items()]
+        return lines
 
     def _waits(self, gradient: PendingGradient) -> bool:
         return self._waiting is not None and any(gradient is other for other in self._waiting.gradients)
@@ -218,7 +247,7 @@ class OptimizerStep:
                 held += gradient is not None
         if held != len(pending):
             return "the optimizer does not have all parameters of the graph"
-        clip = waiting.clip()
+        clip = waiting.clipping()
         return clip if isinstance(clip, str) else ""
 
     def _run_joined(self, optimizer: torch.optim.Optimizer, waiting: DeferredBackward) -> str:
@@ -234,8 +263,8 @@ class OptimizerStep:
             places = self._places[id(backward), members.number] = _saved_places(own, each)
         saved, views = places
         leaves = waiting.leaf_gradients()
-        factor = waiting.clip()
-        clip = factor.clip if isinstance(factor, PendingScalar) else None
+        factor = waiting.clipping()
+        clip = factor.as_clip if isinstance(factor, PendingScalar) else None
         key = id(backward), members.number, tuple(leaf.accumulated for leaf in leaves), clip
         program = self._programs.get(key)
         if program is None:
@@ -291,7 +320,7 @@ class OptimizerStep:
         program = self._programs.get(key)
         if program is None:
             nothing = [None] * len(members.members), [()] * len(members.members)
-            updates = [u for u in _updates(members, *nothing) if u.parameter.numel()]  # type: ignore[arg-type]
+            updates = [u for u in _updates(members, *nothing) if u.parameter.numel()]
             graph = update_alone(gradients, updates, vector, factor is not None)
             program = self._programs[key] = backward.build_update(graph)
         states = [state for member in each for state in member.held[1:]]
@@ -337,9 +366,7 @@ def _updates(
     ]
 
 
-def _saved_places(
-    args: Sequence[Any], members: Sequence[Member]
-) -> tuple[list[int | None], list[tuple[int, ...]]]:
+def _saved_places(args: Sequence[Any], members: Sequence[Member]) -> tuple[list[int | None], list[tuple[int, ...]]]:
     """Return the position of each parameter among a backward's inputs, or None, and those of other views of it."""
     parameters = [member.held[0] for member in members]
     known = {p.untyped_storage().data_ptr(): number for number, p in enumerate(parameters) if p.numel()}

@@ -10,6 +10,7 @@ backward and update clips, too. This is lazy evaluation, as in LazyTensor (Suhan
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -21,22 +22,28 @@ from dcompile import compat
 from dcompile.capture.train_step.step_graph import Clip
 
 aten = torch.ops.aten
+_ATTRIBUTES = (
+    "shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_sparse", "requires_grad", "is_leaf",
+    "grad_fn", "_version",
+)  # fmt: skip
+_METHODS = ("size", "dim", "numel", "stride", "is_floating_point", "is_complex", "is_contiguous")
 METADATA = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in (
-        "shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_sparse", "requires_grad", "is_leaf",
-        "grad_fn", "_version",
+    (
+        *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
+        *(getattr(torch.Tensor, name) for name in _METHODS),
     )
-) | {  # fmt: skip
-    torch.Tensor.size, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.stride, torch.Tensor.is_floating_point,
-    torch.Tensor.is_complex, torch.Tensor.is_contiguous,
-}  # fmt: skip
+)
 """What can be asked of a gradient before it is computed."""
+
+
 class GradientSource(Protocol):
     """Where pending gradients come from."""
 
     def value(self, gradient: PendingGradient) -> torch.Tensor:
         """Compute a gradient now, and show it in its parameter's `.grad`. Raises DcompileError if an update used it."""
+
+    def is_consumed(self, gradient: PendingGradient) -> bool:
+        """Has an update used the gradient, so that it has no value?"""
 
     def norm(self, gradient: PendingGradient) -> torch.Tensor:
         """Compute a gradient's 2-norm now, without its factor."""
@@ -49,7 +56,7 @@ class _Pending(torch.Tensor):
         """Return the tensor, computed if need be."""
         raise NotImplementedError
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
@@ -64,7 +71,7 @@ class _Pending(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is aten.detach.default:  # as `.grad` is set or copied
             return args[0]
         if (understood := LATER.get(func)) is not None and not kwargs:
@@ -88,7 +95,7 @@ class PendingGradient(_Pending):
     """What the gradient is to be multiplied by: a number in memory, pending or not."""
 
     @staticmethod
-    def __new__(cls, parameter: torch.Tensor, source: GradientSource) -> PendingGradient:
+    def __new__(cls: Any, parameter: torch.Tensor, source: GradientSource) -> PendingGradient:
         """Make the gradient of one parameter."""
         made: PendingGradient = compat.tensors.without_memory(cls, parameter)
         made.parameter, made.source = weakref.ref(parameter), source
@@ -120,7 +127,7 @@ class PendingScalar(_Pending):
 
     @staticmethod
     def __new__(
-        cls,
+        cls: Any,
         step: str,
         gradients: Sequence[PendingGradient],
         compute: Callable[[], torch.Tensor],
@@ -149,9 +156,16 @@ class PendingScalar(_Pending):
         return self.computed
 
     @property
-    def clip(self) -> Clip | None:
+    def as_clip(self) -> Clip | None:
         """What the factor of a clipping means; None for other numbers."""
         return Clip(self.number[1], self.number[0]) if self.step == "factor" else None
+
+
+def clipping(gradients: Sequence[PendingGradient], largest: float) -> tuple[PendingScalar, PendingScalar]:
+    """Return the norm of all gradients, and the factor that clips them, as clip_grad_norm_ computes them."""
+    norms = [PendingScalar("norm", (x,), functools.partial(x.source.norm, x)) for x in gradients]
+    total = _norm(_stack(norms))
+    return total, _clamp(_divided(_add(total, 1e-6), float(largest)), max=1.0)
 
 
 def _values(arguments: Any) -> Any:
@@ -210,11 +224,31 @@ def _clamp(x: Any, *limits: Any, **more: Any) -> Any:
     return _later(x, "factor", lambda quotient: torch.clamp(quotient, max=1.0))
 
 
+def _zero(gradient: Any) -> Any:
+    """Set a consumed gradient to zeros, as zero_grad(set_to_none=False) does."""
+    parameter = gradient.parameter()
+    if parameter is None or parameter.grad is not gradient or not gradient.source.is_consumed(gradient):
+        return NotImplemented
+    parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _zero_all(gradients: Sequence[Any]) -> Any:
+    for gradient in gradients:
+        if not isinstance(gradient, PendingGradient) or _zero(gradient) is NotImplemented:
+            gradient.zero_()
+    return None
+
+
+def _stays_constant(gradient: Any, requires_grad: bool = True) -> Any:
+    return NotImplemented if requires_grad else gradient
+
+
 def _multiply(gradient: Any, factor: Any) -> Any:
     if not isinstance(gradient, PendingGradient) or gradient.factor is not None:
         return NotImplemented
     if isinstance(factor, PendingScalar):
-        known = factor.clip is not None
+        known = factor.as_clip is not None
     else:  # the factor may follow from the gradients
         known = isinstance(factor, torch.Tensor) and factor.ndim == 0 and gradient.computed is not None
     if not known:
@@ -241,6 +275,9 @@ LATER: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__rdiv__: _divided,
     torch.Tensor.__rtruediv__: _divided,
     torch.clamp: _clamp,
+    torch.Tensor.zero_: _zero,
+    torch._foreach_zero_: _zero_all,
+    torch.Tensor.requires_grad_: _stays_constant,
     torch.Tensor.mul_: _multiply,
     aten.mul_.Tensor: _multiply,
     torch._foreach_mul_: _multiply_all,

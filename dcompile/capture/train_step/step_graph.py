@@ -272,7 +272,7 @@ class _GraphMaker:
                 written.meta["val"] = target.meta["val"]
 
     def traced(self, function: Callable[..., Any], given: Sequence[Node], name: Any) -> list[Node]:
-        """Insert a function's operations here and return the nodes of its results. `name`: the function among others."""
+        """Insert a function's operations here; return the nodes of its results. `name` tells functions apart."""
         values = [node.meta["val"] for node in given]
         key = name, *((tuple(x.shape), x.stride(), x.dtype) for x in values)
         if key not in self.known:
@@ -285,4 +285,5 @@ class _GraphMaker:
                 arguments, keywords = torch.fx.map_arg((node.args, node.kwargs), made.__getitem__)
                 made[node] = self.graph.call_function(node.target, arguments, keywords)
                 made[node].meta = dict(node.meta)
-        return [made[node] for node in graph.output_node().args[0]]
+        results: Any = graph.output_node().args[0]
+        return [made[node] for node in results]

@@ -105,9 +105,7 @@ def _rmsprop(group: Group, parameter: torch.Tensor, gradient: torch.Tensor, stat
 
 
 COMMON = ("weight_decay", "maximize")
-ADAM = UpdateRule(
-    _adam_state, _adam_numbers, _adam, (*COMMON, "betas", "eps", "amsgrad", "decoupled_weight_decay")
-)
+ADAM = UpdateRule(_adam_state, _adam_numbers, _adam, (*COMMON, "betas", "eps", "amsgrad", "decoupled_weight_decay"))
 RULES: dict[type[torch.optim.Optimizer], UpdateRule] = {
     torch.optim.AdamW: ADAM,
     torch.optim.Adam: ADAM,

@@ -68,7 +68,7 @@ def update_after_reductions(program: Program, grads: Sequence[tuple[int, int]]) 
     return replace(
         program,
         steps=(*first, *_behind(updates, waits)),
-        outputs=tuple(None if at in added else output for at, output in enumerate(program.outputs)),
+        outputs=program.outputs[: min(added, default=len(program.outputs))],
         grads=tuple(entry for entry in program.grads if entry[0] not in added),
         buffers=tuple(buffer for buffer in program.buffers if buffer.name not in names),
     )

@@ -1,4 +1,4 @@
-"""The optimizer's update in the backward's program, in the user's own loop: values are eager's, and nothing is missed."""
+"""The optimizer's update in the backward's program, in the user's own loop: values are eager's."""
 
 import copy
 

@@ -1,0 +1,157 @@
+"""Training steps with the optimizer's update in a program, on each rank: under stock and under dcompile."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import dcompile
+from dcompile.capture.entry import find_model
+
+STEPS = 5
+
+
+def _wrapped(way: str) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4)
+    )
+    if way == "ddp":
+        return DDP(model, bucket_cap_mb=0.004)
+    for layer in (model[3], model[5]):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def _batches(count: int, rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1 + rank)
+    return [torch.randn(8, 20, generator=generator) for _ in range(count)]
+
+
+def _loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[:, :16]), batch[:, 16:])
+
+
+def _full(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value.detach().clone()
+
+
+@contextlib.contextmanager
+def _reducing(model: Any, last: bool) -> Any:
+    if last or not isinstance(model, DDP):
+        if not last:
+            model.set_requires_gradient_sync(False)
+        yield
+        if not last:
+            model.set_requires_gradient_sync(True)
+    else:
+        with model.no_sync():
+            yield
+
+
+def _train(
+    model: Any, optimizer: Any, clip: float | None, accumulate: int, steps: int = STEPS, skipping: int | None = None
+) -> list[float]:
+    """Train; return losses and norms. Rank `skipping` makes no update in its third step, as where it found a fault."""
+    found, schedule = [], torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    data = iter(_batches(steps * accumulate, dist.get_rank()))
+    for step in range(steps):
+        for micro in range(accumulate):
+            with _reducing(model, micro + 1 == accumulate):
+                loss = _loss(model, next(data)) / accumulate
+                loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip) if clip else torch.zeros(())
+        if not (step == 2 and dist.get_rank() == skipping):
+            optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        found += [float(loss.detach()), float(_full(norm))]
+    return found
+
+
+def _state(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    values = list(model.parameters())
+    values += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
+    return [_full(value.detach()) for value in values]
+
+
+def _make(way: str, kind: str, compiled: bool) -> tuple[Any, Any]:
+    model = _wrapped(way)
+    settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9} if kind == "SGD" else {"lr": 1e-3}
+    optimizer = getattr(torch.optim, kind)(model.parameters(), **settings)
+    if compiled:
+        dcompile.compile(model, optimizer=optimizer, options={"receipt": False})
+    return model, optimizer
+
+
+def parity(
+    way: str, kind: str, clip: float | None = None, accumulate: int = 1, skipping: int | None = None
+) -> dict[str, Any]:
+    """Train twice. Return the largest differences of losses and state, and how steps ran."""
+    losses, states = [], []
+    for compiled in (False, True):
+        model, optimizer = _make(way, kind, compiled)
+        losses.append(_train(model, optimizer, clip, accumulate, skipping=skipping))
+        states.append(_state(model, optimizer))
+    found = find_model(model)
+    assert found is not None and found.step is not None
+    return {
+        "losses": max(abs(a - b) for a, b in zip(*losses, strict=True)),
+        "state": max(float((a - b).abs().max()) for a, b in zip(*states, strict=True)),
+        "joined": found.step.joined,
+        "updated": found.step.updated,
+        "eager": dict(found.step.eager),
+        "checksum": [float(x.double().sum()) for x in states[1][:3]],
+    }
+
+
+def resumed(way: str) -> bool:
+    """Five steps, against three that are saved and two after loading into new objects: are parameters equal?"""
+    results = []
+    for saves in (False, True):
+        model, optimizer = _make(way, "AdamW", True)
+        _train(model, optimizer, 0.5, 1, 3)
+        if saves:
+            kept = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            model, optimizer = _make(way, "AdamW", True)
+            model.load_state_dict(kept[0])
+            optimizer.load_state_dict(kept[1])
+        _train(model, optimizer, 0.5, 1, 2)
+        results.append(_state(model, optimizer))
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*results, strict=True))
+
+
+def by_step(way: str, clip: float | None, accumulate: int) -> dict[str, Any]:
+    """The same through `train_step`."""
+    losses, states = [], []
+    for compiled in (False, True):
+        model, optimizer = _make(way, "AdamW", False)
+        if not compiled:
+            losses.append(_train(model, optimizer, clip, accumulate))
+        else:
+            step = dcompile.train_step(
+                model, _loss, optimizer, clip_norm=clip, accumulate=accumulate, options={"receipt": False}
+            )
+            data, schedule = (
+                iter(_batches(STEPS * accumulate, dist.get_rank())),
+                torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5),
+            )
+            said = []
+            for _ in range(STEPS):
+                batch = [next(data) for _ in range(accumulate)]
+                said.append(step(batch[0] if accumulate == 1 else batch))
+                schedule.step()
+            losses.append([float(_full(result.norm)) if clip else 0.0 for result in said])
+            losses[0] = losses[0][1::2]
+        states.append(_state(model, optimizer))
+    return {
+        "norms": max(abs(a - b) for a, b in zip(*losses, strict=True)),
+        "state": max(float((a - b).abs().max()) for a, b in zip(*states, strict=True)),
+    }

@@ -31,7 +31,7 @@ LEVELS = (
     ("pipeline",),
     ("compiler",),
     ("aot",),
-    ("api", "backend", "calibrate", "doctor", "explain", "precompile", "__init__", "__main__"),
+    ("api", "backend", "calibrate", "doctor", "explain", "precompile", "training", "__init__", "__main__"),
     ("integrations",),
 )
 """Top-level parts of dcompile, lowest first."""
@@ -45,6 +45,7 @@ SUB_LEVELS = {
     "dcompile.compiler": (("autotune", "compute_regions"), ("driver",), ("caching",), ("dry_run",)),
     "dcompile.capture": (
         ("services",), ("capture_digest", "aliasing"), ("passes",), ("warm_start",), ("call_state",), ("adapters",),
+        ("train_step",),
         ("callables", "compiled_model", "joint_graph"),
         ("captured_graph",),
         ("graph_programs",),

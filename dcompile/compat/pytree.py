@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -19,6 +19,13 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     from torch.utils import _pytree
 
     return _pytree.tree_unflatten(list(leaves), structure)
+
+
+def map_only(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    """Replace the leaves of one class in a value."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_map_only(kind, function, value)
 
 
 @functools.cache

@@ -392,6 +392,20 @@ def zero_all(tensors: list[torch.Tensor]) -> None:
     torch._foreach_zero_(tensors)
 
 
+def count_all(steps: list[torch.Tensor]) -> None:
+    """Add 1 to each, in few launches on a GPU; on a CPU, a number would become a tensor for each of them."""
+    import torch
+
+    torch._foreach_add_(steps, torch.ones((), device="cpu") if steps[0].is_cpu else 1)
+
+
+def lazy_functions() -> dict[str, Any]:
+    """Return torch's functions on lists of tensors that pending gradients understand, by what they do."""
+    import torch
+
+    return {"norms": torch._foreach_norm, "multiply": torch._foreach_mul_, "zero": torch._foreach_zero_}
+
+
 def in_layout_of(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """Give a gradient its parameter's layout, as autograd does. Copies only if the parameter is not contiguous."""
     import torch
@@ -495,9 +509,9 @@ def as_plain() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
+def local_part(tensor: Any) -> torch.Tensor:
     """Return the part of a DTensor that this rank holds, outside of autograd; another tensor as it is."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]
 
 
 def mark_static(tensor: torch.Tensor) -> None:

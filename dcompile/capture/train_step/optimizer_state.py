@@ -11,6 +11,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.train_step.update_rules import RULES, Group, UpdateRule, settings_of
+from dcompile.device_traits import HOST, traits_of
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def why_no_rule(optimizer: torch.optim.Optimizer) -> str:
 def _is_known(group: Group) -> bool:
     """Are a group's settings numbers that the host knows?"""
     rate, betas = group["lr"], group.get("betas", ())
-    if isinstance(rate, torch.Tensor) and rate.device.type != "cpu":
+    if isinstance(rate, torch.Tensor) and not traits_of(rate.device.type).is_host:
         return False
     return not group.get("differentiable") and not any(isinstance(beta, torch.Tensor) for beta in betas)
 
@@ -109,8 +110,8 @@ class Membership:
     def advance(self) -> None:
         """Count the step in the optimizer's state, and tell autograd that parameters and state have changed."""
         if self.steps:
-            with torch.no_grad():  # on a CPU, a number would become a tensor for each of them
-                torch._foreach_add_(self.steps, torch.ones(()) if self.steps[0].is_cpu else 1)
+            with torch.no_grad():
+                compat.tensors.count_all(self.steps)
         torch.autograd.graph.increment_version(self.tensors)
         self.versions = [step._version for step in self.steps]
 
@@ -133,7 +134,7 @@ class StepNumbers:
             self.values = []
         if values != self.values:
             # pageable memory is read before the call returns, and the copy is in order on the stream
-            known.copy_(torch.tensor(values, dtype=known.dtype), non_blocking=True)
+            known.copy_(torch.tensor(values, dtype=known.dtype, device=HOST), non_blocking=True)
             self.values = values
         return known
 

@@ -181,8 +181,7 @@ class OptimizerStep:
         """Do what clip_grad_norm_ does, and return the norm, which is computed later if gradients are."""
         waiting = self._waiting
         if waiting is None or {*map(id, parameters)} != {*map(id, waiting.parameters)}:
-            norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(parameters, largest)
-            return norm
+            return torch.nn.utils.clip_grad_norm_(parameters, largest)
         total, factor = clipping(waiting.gradients, largest)
         for gradient in waiting.gradients:
             gradient.factor = factor
@@ -190,7 +189,8 @@ class OptimizerStep:
 
     def known(self, norm: torch.Tensor) -> torch.Tensor:
         """Return a norm as a plain tensor, once the step has run."""
-        return norm.value() if isinstance(norm, PendingScalar) else norm
+        plain: torch.Tensor = norm.value() if isinstance(norm, PendingScalar) else norm
+        return plain
 
     def remarks(self) -> list[str]:
         """Lines for the receipt: how many steps ran in which way, and why."""

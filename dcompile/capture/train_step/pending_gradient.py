@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from dcompile import compat
 from dcompile.capture.train_step.step_graph import Clip
@@ -170,7 +169,7 @@ def clipping(gradients: Sequence[PendingGradient], largest: float) -> tuple[Pend
 
 def _values(arguments: Any) -> Any:
     """Replace pending tensors among arguments by real ones."""
-    return tree_map_only(_Pending, lambda pending: pending.value(), arguments)
+    return compat.pytree.map_only(_Pending, lambda pending: pending.value(), arguments)
 
 
 def _later(of: PendingScalar, step: str, compute: Callable[[torch.Tensor], torch.Tensor], *number: float) -> Any:
@@ -264,10 +263,11 @@ def _multiply_all(gradients: Sequence[Any], factor: Any) -> Any:
     return NotImplemented if any(result is NotImplemented for result in results) else None
 
 
+_LISTS = compat.tensors.lazy_functions()
 LATER: dict[Any, Callable[..., Any]] = {
     torch.linalg.vector_norm: _norm,
     aten.linalg_vector_norm.default: _norm,
-    torch._foreach_norm: _norms,
+    _LISTS["norms"]: _norms,
     torch.stack: _stack,
     torch.Tensor.to: _to,
     torch.Tensor.add: _add,
@@ -276,10 +276,10 @@ LATER: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__rtruediv__: _divided,
     torch.clamp: _clamp,
     torch.Tensor.zero_: _zero,
-    torch._foreach_zero_: _zero_all,
+    _LISTS["zero"]: _zero_all,
     torch.Tensor.requires_grad_: _stays_constant,
     torch.Tensor.mul_: _multiply,
     aten.mul_.Tensor: _multiply,
-    torch._foreach_mul_: _multiply_all,
+    _LISTS["multiply"]: _multiply_all,
 }
 """Functions and operations that need no value yet; NotImplemented where these arguments do."""

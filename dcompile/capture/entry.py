@@ -717,6 +717,21 @@ def compile_function(function: Callable[..., Any], settings: Settings, services:
     return compiled
 
 
+def give_optimizer(thing: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Let the updates of an optimizer run in a compiled model's programs, as `dcompile.compile(model, optimizer=...)`.
+
+    For trainers, which make the optimizer later than the model. Raises DcompileError if there is no one model that is
+    compiled as a whole, or if it has run.
+    """
+    model = find_model(thing)
+    if model is None:
+        raise DcompileError("dcompile: no model to give the optimizer to: compile it as a whole first, by dcompile")
+    if model.graphs:
+        raise DcompileError("dcompile: the model has run without its optimizer; give that before the first step")
+    if model.step is None or model.step.optimizer is not optimizer:
+        model.step = OptimizerStep(optimizer)
+
+
 def find_model(thing: Any) -> CompiledModel | None:
     """Return the state of a result of compile or torch.compile, of the module inside it, or of a wrapper (DDP, Fabric).
 

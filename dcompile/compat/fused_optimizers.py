@@ -174,10 +174,3 @@ def _write(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], foun
         if found_inf is not None:
             value = torch.where(found_inf.to(target.device) == 1, target, value)
         target.copy_(value)
-
-
-def step_hooks(optimizer: torch.optim.Optimizer) -> int:
-    """Number of hooks that run before an optimizer's step, those of all optimizers included."""
-    from torch.optim import optimizer as module
-
-    return len(optimizer._optimizer_step_pre_hooks) + len(module._global_optimizer_pre_hooks)

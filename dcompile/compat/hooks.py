@@ -11,6 +11,7 @@ from dcompile.compat.autograd import has_hooks
 from dcompile.compat.dispatch_watch import saved_tensor_hooks
 
 if TYPE_CHECKING:
+    import torch
     from torch.nn import Module
 
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -122,3 +123,10 @@ def _held(root: Module) -> list[tuple[str, Any]]:
                 seen.add(id(child))
                 modules.append(child)
     return found
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> int:
+    """Number of hooks that run before an optimizer's step, those of all optimizers included."""
+    from torch.optim import optimizer as module
+
+    return len(optimizer._optimizer_step_pre_hooks) + len(module._global_optimizer_pre_hooks)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dcompile import logs
+from dcompile.capture.entry import give_optimizer
 from dcompile.config import Config, option_types
 from dcompile.errors import OptionError
 from dcompile.integrations.requirements import require
@@ -88,6 +89,14 @@ class DcompilePlugin(_Options, TorchDynamoPlugin):  # type: ignore[misc]  # Acce
         if twice := sorted(given.keys() & typed.keys()):
             raise OptionError(f"DcompilePlugin: {twice[0]!r} is given both as a field and in options")
         return {**given, **typed}
+
+
+def join_step(model: Any, optimizer: Any) -> None:
+    """Let the updates of an optimizer run in the programs of a model that `Accelerator.prepare` has compiled.
+
+    Call it with what `prepare` returned, before the first step. Raises DcompileError if the model is not compiled.
+    """
+    give_optimizer(model, getattr(optimizer, "optimizer", optimizer))
 
 
 def register() -> None:

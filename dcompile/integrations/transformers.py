@@ -17,7 +17,9 @@ from dcompile.integrations.requirements import require, too_old
 
 require("transformers", __name__)
 
-from dcompile.integrations.accelerate import DcompilePlugin  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+
+from dcompile.integrations.accelerate import DcompilePlugin, join_step  # noqa: E402
 
 for _package in ("trl", "peft"):  # they need no integration module
     if _warning := too_old(_package):
@@ -27,12 +29,18 @@ Trainer = TypeVar("Trainer")
 
 
 def compile_trainer(
-    trainer: Trainer, plugin: DcompilePlugin | None = None, *, loss_only: bool = False, **options: Any
+    trainer: Trainer,
+    plugin: DcompilePlugin | None = None,
+    *,
+    loss_only: bool = False,
+    step: bool = False,
+    **options: Any,
 ) -> Trainer:
     """Configure a transformers.Trainer to compile its model with dcompile, and return the trainer.
 
     Call it before training, with a `plugin` or with its fields by name (`mode="max-autotune"`, `receipt=False`).
-    `loss_only`: while it trains, the model returns its loss and no logits, which then need not exist as a whole. Raises
+    `loss_only`: while it trains, the model returns its loss and no logits, which then need not exist as a whole.
+    `step`: clipping and the optimizer's update run in the backward's program (docs/guide/train-step.md). Raises
     OptionError for a bad option, or if the trainer compiles already (`torch_compile=True` in its arguments).
     """
     given: Any = trainer
@@ -43,7 +51,17 @@ def compile_trainer(
     given.accelerator.state.dynamo_plugin = plugin if plugin is not None else DcompilePlugin(**options)
     if loss_only:
         _return_loss_only(given.model)
+    if step:
+        given.add_callback(_JoinStep())
     return trainer
+
+
+class _JoinStep(TrainerCallback):
+    """Gives the compiled model its optimizer, which the trainer makes when training begins."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Do so before the first step."""
+        join_step(given["model"], given["optimizer"])
 
 
 def _return_loss_only(model: Any) -> None:

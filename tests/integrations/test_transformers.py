@@ -63,6 +63,8 @@ def train(folder, how: str) -> tuple[list[float], Trainer]:
         seed=0, torch_compile_backend="dcompile" if how == "by name" else None,
     )  # fmt: skip
     trainer = Trainer(model, arguments, train_dataset=batches())
+    if how == "with its optimizer":
+        compile_trainer(trainer, receipt=False, step=True)
     if how == "by the trainer":
         compile_trainer(trainer, receipt=False, loss_only=True, chunked_loss=2)
     trainer.train()
@@ -90,6 +92,14 @@ def test_trainer_trains_the_same(how, eager, tmp_path):
             found = [trainer.model.train(training)(**batch).logits is not None for training in (True, False)]
             assert found == [False, True], "evaluation still returns logits"
         assert trainer.model_wrapped is trainer.model and "_orig_mod" not in "".join(trainer.model.state_dict())
+
+
+def test_the_trainers_clipping_and_update_run_in_the_backwards_program(eager, tmp_path):
+    losses, trainer = train(tmp_path, "with its optimizer")
+    assert losses == pytest.approx(eager[0], abs=1e-5)
+    for mine, other in zip(trainer.model.parameters(), eager[1].model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-5, rtol=1e-4)
+    assert any("ran in the backward's program" in note for note in dcompile.receipt(trainer.model).notes)
 
 
 def test_labels_that_trainer_smooths_are_shifted(tmp_path):

@@ -28,7 +28,7 @@ def why_no_rule(optimizer: torch.optim.Optimizer) -> str:
     """Return why no update of this optimizer can be compiled now; empty if its settings allow it."""
     if type(optimizer) not in RULES:
         return f"{type(optimizer).__name__} has no update rule"
-    if compat.fused_optimizers.step_hooks(optimizer) > 1:
+    if compat.hooks.step_hooks(optimizer) > 1:
         return "the optimizer has a hook before its step"
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
         return "GradScaler unscales gradients in the step"

@@ -70,6 +70,11 @@ class OptimizerStep:
         optimizer.register_step_pre_hook(lambda _, args, keywords: self._before_step(args, keywords))
         optimizer.register_step_post_hook(lambda *_: self._after_step())
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer, as long as it lives."""
+        return self._optimizer()
+
     # --- the backward ---
 
     def defer(self, backward: LateBackward, args: list[Any]) -> bool:
@@ -173,9 +178,9 @@ class OptimizerStep:
         if waiting is not None and self._waits(gradient):
             self._waiting, self._reason = None, NORMS
             waiting.run_with_norms()
-        if gradient.computed_norm is None:
-            return torch.linalg.vector_norm(self.value(gradient))
-        return gradient.computed_norm
+        known = gradient.computed_norm
+        norm: torch.Tensor = torch.linalg.vector_norm(self.value(gradient)) if known is None else known
+        return norm
 
     def clip(self, parameters: Sequence[torch.nn.Parameter], largest: float) -> torch.Tensor:
         """Do what clip_grad_norm_ does, and return the norm, which is computed later if gradients are."""

@@ -19,6 +19,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.train_step.step_graph import Clip
+from dcompile.compat import pytree
 
 aten = torch.ops.aten
 _ATTRIBUTES = (
@@ -169,7 +170,7 @@ def clipping(gradients: Sequence[PendingGradient], largest: float) -> tuple[Pend
 
 def _values(arguments: Any) -> Any:
     """Replace pending tensors among arguments by real ones."""
-    return compat.pytree.map_only(_Pending, lambda pending: pending.value(), arguments)
+    return pytree.map_only(_Pending, lambda pending: pending.value(), arguments)
 
 
 def _later(of: PendingScalar, step: str, compute: Callable[[torch.Tensor], torch.Tensor], *number: float) -> Any:

@@ -83,6 +83,8 @@ def compile(
     earlier settings. A bad mode or option raises OptionError (a ValueError, and a RuntimeError as in torch) at the
     call, with a similar one or the valid ones.
 
+    `optimizer`: the optimizer of a module, whose updates then run in the backward's program: docs/guide/train-step.md.
+
     Each call's recompilations are counted separately, whatever `isolate_recompiles` says, and `name` is not shown
     anywhere. `recompile_limit` and `dynamic_shapes` raise TypeError if torch lacks them. torch called `dynamic_shapes`
     `shapes_spec` before 2.15; either name works with any torch that has one.

@@ -624,8 +624,10 @@ def module_call(
     `in_place`: it will belong to the module, and has a weak reference to it. `optimizer`: its updates may run in the
     module's backward programs.
     """
-    engine = compat.deepspeed.hooks_on(root)
+    engine, before = compat.deepspeed.hooks_on(root), newest_entry(root)
     entry = Entry(root._call_impl, root, settings, services, in_place=in_place, engine=engine)
+    if before is not None and before.model.step is not None:
+        before.model.step.leave()
     entry.model.step = None if optimizer is None else OptimizerStep(optimizer)
     module: Callable[[], Any] = weakref.ref(root)
     apart = compat.dynamo.no_dynamo(entry.__call__, "a module whose parameters dcompile keeps in step")

@@ -369,11 +369,13 @@ class GraphBackward:
         self.leaves = list(given.items())
         self.numbers = dict(graph.grads)
         results = gm.graph.output_node().args[0]
-        nodes = (place for place, node in enumerate(results) if isinstance(node, torch.fx.Node))
+        nodes = [place for place, node in enumerate(results) if isinstance(node, torch.fx.Node)]
         self._tangents, self._is_batch = tangents(gm), compat.aot.batch_test()
         self._reason = ""
         if any(place not in given for place in nodes):
             self._reason = "inputs of the model have gradients"
+        elif any(results[place].meta["val"].layout is not torch.strided for place in nodes):
+            self._reason = "gradients are sparse"
         elif any(True for _ in own_collectives(gm)):
             self._reason = "the model's own collectives run in the backward"
         self._lacks: frozenset[int] | None = None

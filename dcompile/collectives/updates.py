@@ -67,7 +67,7 @@ def update_after_reductions(program: Program, grads: Sequence[tuple[int, int]]) 
     assert not {name for step in first for name in step.writes} & {n for step in updates for n in step.writes}
     return replace(
         program,
-        steps=(*first, *_behind(updates, waits)),
+        steps=(*first, *_after_waits(updates, waits)),
         outputs=program.outputs[: min(added, default=len(program.outputs))],
         grads=tuple(entry for entry in program.grads if entry[0] not in added),
         buffers=tuple(buffer for buffer in program.buffers if buffer.name not in names),
@@ -78,7 +78,7 @@ def _is_mark(step: Step) -> bool:
     return isinstance(step, Extern) and step.op == REDUCED
 
 
-def _behind(updates: list[Step], waits: list[Wait]) -> list[Step]:
+def _after_waits(updates: list[Step], waits: list[Wait]) -> list[Step]:
     """Return the updates in their order, each behind the waits for what it reads."""
     steps: list[Step] = []
     pending = dict(enumerate(updates))

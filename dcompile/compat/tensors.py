@@ -497,7 +497,7 @@ def without_memory(kind: type[torch.Tensor], like: torch.Tensor, device: torch.d
     """
     import torch
 
-    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    return torch.Tensor._make_wrapper_subclass(
         kind, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device, layout=like.layout
     )
 

@@ -216,6 +216,19 @@ LOOP_INPUTS: Mapping[str, LoopInput] = {
         wait sum: sum
         return (sum)
     """),
+    "return_gradients": LoopInput("""
+        program backward0(x, p)
+          x: float32[4]
+          p: float32[4]
+          g: float32[4]
+          r: float32[4]
+        loop g [4]
+          g[i0] = neg(x[i0])
+        r <- dcompile_step.reduced.default(g, 0) [alloc]
+        loop p [4]
+          p[i0] = add(p[i0], r[i0])
+        return (None)
+    """),
     "insert_ddp_buckets": LoopInput(
         """
         program backward0(x)
@@ -257,6 +270,34 @@ LOOP_INPUTS: Mapping[str, LoopInput] = {
         """,
         {"params": sharded(4, 4)},
     ),
+    "update_after_reductions": LoopInput("""
+        program backward0(x, p, q)
+          gradients: output 1 of parameter 0, output 2 of parameter 1
+          bucket bucket0: all_reduce float32[4] on cpu over ddp, params (0), buffers (g), offsets (0)
+          bucket bucket1: all_reduce float32[4] on cpu over ddp, params (1), buffers (h), offsets (0)
+          x: float32[4]
+          p: float32[4]
+          q: float32[4]
+          g: float32[4] @ bucket:bucket0+0
+          h: float32[4] @ bucket:bucket1+0
+          r: float32[4]
+          s: float32[4]
+        loop g [4]
+          g[i0] = neg(x[i0])
+        start all_reduce bucket0 over ddp: g
+        r <- dcompile_step.reduced.default(0) [alloc]
+        loop p [4]
+          p[i0] = add(p[i0], r[i0])
+        loop h [4]
+          h[i0] = exp(x[i0])
+        start all_reduce bucket1 over ddp: h
+        s <- dcompile_step.reduced.default(1) [alloc]
+        loop q [4]
+          q[i0] = add(q[i0], s[i0])
+        wait bucket0: g
+        wait bucket1: h
+        return (None, g, h)
+    """),
     "insert_all_gathers": LoopInput(
         """
         program forward0(x, p0, p1)

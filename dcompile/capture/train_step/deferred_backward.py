@@ -130,7 +130,7 @@ class DeferredBackward:
     def run_with_norms(self) -> None:
         """Run the backward, and compute the norm of each gradient beside it. Gradients stay pending."""
         backward, leaves = self.backward, self.leaf_gradients()
-        key = id(backward), tuple(leaf.accumulated for leaf in leaves)
+        key = backward, tuple(leaf.accumulated for leaf in leaves)
         if key not in self.norms:
             self.norms[key] = backward.build(with_norms(backward.gm, leaves), "norms")
         inputs, norms = [*backward.inputs(self.args), *self.earlier()], list[torch.Tensor]()

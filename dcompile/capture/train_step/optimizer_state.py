@@ -62,6 +62,8 @@ class Membership:
     """Memory of parameters and states on this rank, to notice that it moves."""
     addresses: list[int]
     number: int = -1
+    obstacle: str = ""
+    """Why no program can update them."""
     held: list[torch.Tensor] = field(default_factory=list)
     """The tensors of `sources`."""
     states: list[torch.Tensor] = field(default_factory=list)
@@ -198,6 +200,10 @@ def _membership(
     made = Membership(
         rule, members, [*sources, *counts], steps, settings, tensors, list(map(torch.Tensor.data_ptr, tensors))
     )
+    if len({tensor.device for tensor in tensors}) > 1:
+        made.obstacle = "parameters or their state are on several devices"
+    elif any(tensor.is_complex() or tensor.layout is not torch.strided for tensor in tensors):
+        made.obstacle = "parameters are complex or sparse"
     made.held = [state[name] for state, name in made.sources]
     made.states = [state for member in members for state in member.held[1:]]
     return made

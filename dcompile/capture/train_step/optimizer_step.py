@@ -42,16 +42,16 @@ class OptimizerStep:
     """The steps of one optimizer for one compiled model. It is the source of pending gradients."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add hooks to the optimizer, which keep this object."""
+        """Add hooks to the optimizer, which are there as long as this object."""
         self._optimizer = weakref.ref(optimizer)
         self._state = OptimizerState()
         self._waiting: DeferredBackward | None = None
         self._newest: LateBackward | None = None
         self._programs: dict[Any, Executable] = {}
         self._norms: dict[Any, Executable] = {}
-        self._leaves: dict[int, tuple[list[Any], list[Any]]] = {}
+        self._leaves: dict[LateBackward, tuple[list[Any], list[Any]]] = {}
         """Backward -> its parameters, and the nodes of autograd that add to their `.grad`."""
-        self._made: dict[int, list[PendingGradient]] = {}
+        self._made: dict[LateBackward, list[PendingGradient]] = {}
         """Backward -> its newest pending gradients, the last first."""
         self._places: dict[Any, tuple[list[int | None], list[tuple[int, ...]]]] = {}
         """(backward, number of the members) -> places of parameters, and of views of them, among its inputs."""
@@ -67,8 +67,20 @@ class OptimizerStep:
         """Why steps did not run in the backward's program -> their number."""
         self.eager: Counter[str] = Counter()
         """Why steps were the optimizer's own -> their number."""
-        optimizer.register_step_pre_hook(lambda _, args, keywords: self._before_step(args, keywords))
-        optimizer.register_step_post_hook(lambda *_: self._after_step())
+        known = weakref.ref(self)
+
+        def before(_: Any, args: Any, keywords: Any) -> None:
+            if (step := known()) is not None:
+                step._before_step(args, keywords)
+
+        def after(*_: Any) -> None:
+            if (step := known()) is not None:
+                step._after_step()
+
+        handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+        self.leave = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+        """Remove the hooks: another object takes over."""
+        self.leave.atexit = False
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -88,7 +100,7 @@ class OptimizerStep:
         parameters, gradients = self._gradients_of(backward)
         before = [parameter.grad for parameter in parameters]
         if any(type(gradient) is PendingGradient for gradient in before):
-            before = [g if type(g) is not PendingGradient else self.value(g) for g in before]
+            before = [gradient.value() if type(gradient) is PendingGradient else gradient for gradient in before]
         waiting = DeferredBackward(backward, list(args), parameters, gradients, before, self._norms)
         args.clear()
         self._waiting = waiting
@@ -97,7 +109,7 @@ class OptimizerStep:
 
     def _can_wait(self, backward: LateBackward) -> bool:
         """Will this backward add to `.grad` of just these parameters, and may nobody look at it while it runs?"""
-        if self._optimizer() is None or torch.is_grad_enabled():
+        if self._optimizer() is None or torch.is_grad_enabled() or torch.is_anomaly_enabled():
             return False
         parameters, nodes = self._leaves_of(backward)
         if any(map(compat.autograd.has_leaf_hooks, parameters)):
@@ -107,17 +119,17 @@ class OptimizerStep:
     def _leaves_of(self, backward: LateBackward) -> tuple[list[Any], list[Any]]:
         """Return a backward's parameters, and the nodes of autograd that add to their `.grad`."""
         parameters: list[Any] = [reference() for _, reference in backward.leaves]
-        known = self._leaves.get(id(backward))
+        known = self._leaves.get(backward)
         if known is None or any(map(operator.is_not, known[0], parameters)):
             alive = all(parameter is not None for parameter in parameters)
             nodes = [compat.autograd.accumulator(parameter) for parameter in parameters] if alive else []
-            known = self._leaves[id(backward)] = parameters, nodes
+            known = self._leaves[backward] = parameters, nodes
         return known
 
     def _gradients_of(self, backward: LateBackward) -> tuple[list[Any], list[PendingGradient]]:
         """Return a backward's parameters and new pending gradients: the old ones again where nobody holds them."""
         parameters, _ = self._leaves_of(backward)
-        made = self._made.pop(id(backward), [])
+        made = self._made.pop(backward, [])
         gradients = []
         for parameter in parameters:
             old = made.pop() if made else None
@@ -125,7 +137,7 @@ class OptimizerStep:
                 old = PendingGradient(parameter, self)
             gradients.append(old.renewed())
             del old
-        self._made[id(backward)] = gradients[::-1]
+        self._made[backward] = gradients[::-1]
         return parameters, gradients
 
     def _show(self, waiting: DeferredBackward) -> None:
@@ -232,7 +244,7 @@ class OptimizerStep:
             self.eager[eager] += 1
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if type(parameter.grad) is PendingGradient:
-                    self.value(parameter.grad)
+                    parameter.grad.value()
 
     def _after_step(self) -> None:
         """Show gradients again: consumed ones raise an error when they are read, and zero_grad clears them."""
@@ -258,19 +270,19 @@ class OptimizerStep:
     def _run_joined(self, optimizer: torch.optim.Optimizer, waiting: DeferredBackward) -> str:
         """Run a backward with the update, and hide its gradients from the optimizer. Return why it cannot."""
         members = self._state.prepare(optimizer, waiting.parameters)
-        if members is None:
-            return FIRST
+        if members is None or members.obstacle:
+            return FIRST if members is None else members.obstacle
         self._waiting = None
         backward, vector = waiting.backward, self._state.vector(members)
         own, each = backward.inputs(waiting.args), members.members
-        places = self._places.get((id(backward), members.number))
+        places = self._places.get((backward, members.number))
         if places is None:
-            places = self._places[id(backward), members.number] = _saved_places(own, each)
+            places = self._places[backward, members.number] = _saved_places(own, each)
         saved, views = places
         leaves = waiting.leaf_gradients()
         factor = waiting.clipping()
         clip = factor.as_clip if isinstance(factor, PendingScalar) else None
-        key = id(backward), members.number, tuple(leaf.accumulated for leaf in leaves), clip
+        key = backward, members.number, tuple(leaf.accumulated for leaf in leaves), clip
         program = self._programs.get(key)
         if program is None:
             place = {id(p): leaf for p, leaf in zip(waiting.parameters, leaves, strict=True)}
@@ -313,8 +325,8 @@ class OptimizerStep:
             return NOTHING
         shown = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         members = self._state.prepare(optimizer, shown)
-        if members is None:
-            return FIRST
+        if members is None or members.obstacle:
+            return FIRST if members is None else members.obstacle
         factor = self._common_factor(members.members)
         each = [member for member in members.members if member.held[0].numel()]
         gradients = [self._real(member.parameter.grad, factor is not None) for member in each]
@@ -345,13 +357,13 @@ class OptimizerStep:
             factor = next(iter(factors.values()))
             return factor.value() if isinstance(factor, PendingScalar) else factor
         for gradient in pending:
-            self.value(gradient)
+            gradient.value()
         return None
 
     def _real(self, gradient: Any, is_scaled: bool) -> torch.Tensor:
         """Return a gradient's memory on this rank, without its factor if the update multiplies by it."""
         if type(gradient) is PendingGradient:
-            return gradient.computed if is_scaled and gradient.computed is not None else self.value(gradient)
+            return gradient.computed if is_scaled and gradient.computed is not None else gradient.value()
         return compat.tensors.local_part(gradient.detach())
 
     def _hide(self, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[Any]) -> None:

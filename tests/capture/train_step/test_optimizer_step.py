@@ -453,3 +453,52 @@ def test_parameters_that_a_step_has_changed_cannot_be_used_by_an_older_backward(
     optimizer.zero_grad()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         old.backward()
+
+
+def test_a_model_that_is_compiled_again_has_one_hook_and_joins_as_before():
+    twins = Twins()
+    twins.train(batches(2))
+    dcompile.compile(twins.models[1], optimizer=twins.optimizers[1], options={"receipt": False})
+    twins.train(batches(4))
+    twins.check()
+    assert twins.step.joined == 3
+
+
+def test_two_models_of_one_optimizer_are_trained_as_eagerly():
+    trained = []
+    for compiled in (False, True):
+        modules = [model(), model()]
+        optimizer = torch.optim.AdamW([p for module in modules for p in module.parameters()], lr=1e-2)
+        if compiled:
+            for module in modules:
+                dcompile.compile(module, optimizer=optimizer, options={"receipt": False})
+        for batch in batches(4):
+            (loss_of(modules[0], batch) + loss_of(modules[1], batch * 2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append([p.detach() for module in modules for p in module.parameters()])
+    torch.testing.assert_close(trained[1], trained[0], atol=1e-6, rtol=1e-5)
+
+
+def test_sparse_gradients_are_the_optimizers():
+    trained = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Flatten(), nn.Linear(8, 1))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        if compiled:
+            dcompile.compile(module, optimizer=optimizer, options={"receipt": False})
+        for _ in range(3):
+            module(torch.tensor([[1, 2], [3, 1]])).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append([p.detach() for p in module.parameters()])
+    torch.testing.assert_close(trained[1], trained[0])
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected")
+def test_an_anomaly_is_found_in_the_backward():
+    twins = Twins()
+    twins.train(batches(2))
+    with torch.autograd.detect_anomaly(check_nan=True), pytest.raises(RuntimeError, match="nan"):
+        (loss_of(twins.models[1], batches(1)[0]) * float("nan")).backward()

@@ -78,7 +78,7 @@ class OptimizerStep:
                 step._after_step()
 
         handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-        self.leave = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+        self.leave = weakref.finalize(self, _remove, handles)
         """Remove the hooks: another object takes over."""
         self.leave.atexit = False
 
@@ -371,6 +371,11 @@ class OptimizerStep:
         for parameter in parameters:
             parameter.grad = None
         self._hidden = list(zip(parameters, gradients, strict=True))
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _updates(

@@ -32,6 +32,10 @@ class Shard:
     """Whether the unit is several consecutive parameters: a program may then have gradients of only some of them."""
     reshard: bool
     """Whether the backward gathers again; otherwise it uses the values that the forward gathered."""
+    sent_dtype: str = ""
+    """Dtype in which the unit is gathered where shards are cast to 8-bit floats (`ScaledCast`). The parameter is then
+    computed from what arrives. If empty, it is what arrives, in its own dtype.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +277,21 @@ class RecordedShards(ShardSource, Protocol):
         """
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class ScaledCast:
+    """How a shard becomes the 8-bit floats that are sent: multiplied by a scale, and cast."""
+
+    dtype: Any
+    scale: Any
+    """Tensor of shape () and dtype float32, at one address as long as the unit lives. Each call of the model updates
+    it.
+    """
+    given: Callable[[], Any]
+    """Function for the scale that the user's code has computed; None if it is to be computed of the shards."""
+    scales_of: Callable[[Any, Any], Any]
+    """(largest magnitudes over all ranks, dtype) -> scales."""
+
+
 class ShardUnit(Protocol):
     """One unit of sharded parameters, at run time."""
 
@@ -283,6 +302,8 @@ class ShardUnit(Protocol):
     """Whether the shard is stored in CPU memory, and copied for each gather."""
     parts: tuple[int, ...]
     """Elements of each rank's shard, in the order of ranks; empty if all are equal."""
+    cast: ScaledCast | None
+    """How the shard is cast to 8-bit floats before it is sent; None if it is sent in the dtype of the computation."""
 
     @property
     def dtype(self) -> Any:

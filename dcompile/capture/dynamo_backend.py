@@ -91,7 +91,11 @@ class GraphBoundary:
         if self.inputs is None or self.outputs is None:
             return compiled
         steps = [(position, self.inputs.get(position)) for position in self.kept]
-        more, outputs, copies = self.more, self.outputs, [(self.kept.index(position), position) for position in self.copies]
+        more, outputs, copies = (
+            self.more,
+            self.outputs,
+            [(self.kept.index(position), position) for position in self.copies],
+        )
 
         def call(*args: Any) -> Any:
             given = [args[n] if convert is None else convert(args[n]) for n, convert in steps]

@@ -302,12 +302,14 @@ class ShardUnit(Protocol):
     """Whether the shard is stored in CPU memory, and copied for each gather."""
     parts: tuple[int, ...]
     """Elements of each rank's shard, in the order of ranks; empty if all are equal."""
-    cast: ScaledCast | None
-    """How the shard is cast to 8-bit floats before it is sent; None if it is sent in the dtype of the computation."""
 
     @property
     def dtype(self) -> Any:
         """Dtype of the computation and of gradients."""
+
+    @property
+    def cast(self) -> ScaledCast | None:
+        """How the shard is cast to 8-bit floats before it is sent; None if it is sent in `dtype`."""
 
     def data(self) -> Any:
         """This rank's shard, padded, as a flat tensor of the compute dtype."""

@@ -440,7 +440,7 @@ def made_of_gathered(param: Any) -> Callable[..., Any] | None:
 def _made_of_bytes(param: Any) -> Callable[..., Any]:
     import torch
 
-    reference, dtype = weakref.ref(param), compute_dtype(param)
+    reference, dtype, extension = weakref.ref(param), compute_dtype(param), type(param._sharded_local_tensor)
 
     class Received(torch.autograd.Function):
         """What the extension makes of what arrived; the gradient is that of the parameter in the compute dtype."""
@@ -453,8 +453,11 @@ def _made_of_bytes(param: Any) -> Callable[..., Any]:
         def backward(ctx: Any, *gradients: Any) -> Any:
             return gradients[0], None, None
 
+    # what the receipt says of traces that are not kept
+    Received.__module__, Received.__qualname__ = extension.__module__, f"{extension.__qualname__}.fsdp_post_all_gather"
+
     def made_of_bytes(virtual: Any, data: Any, scale: Any) -> Any:
-        return Received.apply(virtual, data, scale)
+        return Received.apply(virtual, data, scale)  # type: ignore[no-untyped-call, unused-ignore]
 
     return made_of_bytes
 
@@ -476,7 +479,8 @@ def shown_parameter(param: Any, virtual: torch.nn.Parameter, beside: Sequence[An
     import torch
 
     if beside:
-        made = shard_extensions.received(param, *(t.detach() for t in beside), compute_dtype(param))
+        data, scale = (tensor.detach() for tensor in beside)
+        made = shard_extensions.received(param, data, scale, compute_dtype(param))
         return torch.nn.Parameter(made, requires_grad=virtual.requires_grad)
     parallel = dtensor_of(param)
     if parallel is None and _shard_sizes(param) is None:

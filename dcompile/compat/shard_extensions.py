@@ -61,13 +61,18 @@ def objection(param: Any) -> str:
     known = vars(param).get(_KNOWN)
     if known is None:
         with real_tensors():
-            known = vars(param)[_KNOWN] = _recognised(param)
+            try:
+                known = _recognised(param)
+            except Exception as error:  # whatever the user's class raises where it is tried
+                known = f"all-gather extensions (fsdp_pre_all_gather) fail where they are tried alone: {error}"
+        vars(param)[_KNOWN] = known
     return known if isinstance(known, str) else ""
 
 
 def scaled_gather(param: Any) -> ScaledGather | None:
     """What the extension of a parameter does to its shard; None if it has none. `objection` was asked before."""
-    return vars(param).get(_KNOWN)
+    known: ScaledGather | None = vars(param).get(_KNOWN)
+    return known
 
 
 def given_scale(param: Any) -> torch.Tensor | None:

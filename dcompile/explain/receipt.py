@@ -20,7 +20,7 @@ from dcompile.collectives.contract import REGION_LEFT, ProgramReport
 from dcompile.device_traits import traits_of
 from dcompile.errors import NotCompiledError
 from dcompile.explain.sources import source_of_frames
-from dcompile.ir.buffers import ITEMSIZE
+from dcompile.ir.buffers import ITEMSIZE, Bucket
 from dcompile.ir.diagram import count_text
 from dcompile.passes import GAIN
 
@@ -69,6 +69,8 @@ class Receipt:
     """Calls per step of regions that another compiler has compiled."""
     bytes_copied: int = 0
     """Bytes that a step copies only to move gradients to where they are reduced."""
+    bytes_gathered: int = 0
+    """Bytes of sharded parameters that a step gathers, in forward and backward, as they arrive on each rank."""
     predicted_exposed_us: float = 0.0
     """Predicted exposed communication of a step on a GPU, by the cost model; 0 on CPUs. `profile` measures it."""
     reasons: tuple[str, ...] = ()
@@ -251,7 +253,7 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         kernel_calls=sum(report.kernel_calls for report in reports),
         library_calls=sum(report.library_calls for report in reports),
         collectives=sum(report.collectives for report in reports) + len(arriving),
-        buckets=_bucket_count(model, variant) + len(arriving),
+        buckets=len(_buckets(model, variant)) + len(arriving),
         compile_seconds=model.compile_seconds,
         cache_hits=sum(report.cache_hits for report in every),
         built=sum(report.built for report in every),
@@ -266,6 +268,9 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         regions=sum(report.regions for report in reports),
         bytes_copied=sum(report.bytes_copied for report in reports)
         + sum(bucket.numel * ITEMSIZE[bucket.dtype] for bucket in arriving),
+        bytes_gathered=sum(
+            bucket.numel * ITEMSIZE[bucket.dtype] for bucket in _buckets(model, variant) if bucket.traits.gathers
+        ),
         predicted_exposed_us=_predicted_exposed_us(model, variant),
         name=model.name,
         is_function=model.is_function,
@@ -317,9 +322,9 @@ def _graph_notes(model: CompiledModel, variant: Variant, reports: list[ProgramRe
     return shards + captured + [note for report in reports for note in report.notes]
 
 
-def _bucket_count(model: CompiledModel, variant: Variant) -> int:
+def _buckets(model: CompiledModel, variant: Variant) -> list[Bucket]:
     executables = [e for number in set(variant.graphs) for e in model.graphs[number].executables.values()]
-    return sum(len(executable.buckets) for executable in executables)
+    return [bucket for executable in executables for bucket in executable.buckets]
 
 
 def _fallbacks(model: CompiledModel, variant: Variant, reports: list[ProgramReport]) -> dict[str, int]:

@@ -786,7 +786,10 @@ class RecordedShardCommunication(ShardCommunication):
 
 def _as_bytes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """View 8-bit floats as integers: backends move bytes, and few operations take such floats."""
-    return [tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.itemsize == 1 else tensor for tensor in tensors]
+    return [
+        tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.itemsize == 1 else tensor
+        for tensor in tensors
+    ]
 
 
 def _coalescing(bucket: Bucket) -> str:

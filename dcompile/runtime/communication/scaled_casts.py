@@ -87,7 +87,8 @@ def cast_shard(unit: ShardUnit, target: torch.Tensor | None = None) -> torch.Ten
 
             scaled_cast_kernel.cast(target, source, scale)
         else:
-            for to, of in zip(target.split(AT_A_TIME), source.split(AT_A_TIME), strict=True):
+            parts = (torch.split(tensor, AT_A_TIME) for tensor in (target, source))  # type: ignore[no-untyped-call, unused-ignore]
+            for to, of in zip(*parts, strict=True):
                 to.copy_(compat.tensors.scaled_cast(of, scale, target.dtype))
     return target
 

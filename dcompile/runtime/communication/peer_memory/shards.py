@@ -87,8 +87,8 @@ class ConvertedShards:
     def convert(self, numbers: Collection[int]) -> None:
         """Write the converted shards of these units, with one kernel for each pair of dtypes.
 
-        A shard that is scaled takes a kernel of its own. Pairs of dtypes are copied separately: on GPUs, some versions of torch copy a list as if all had the first one's
-        dtype.
+        A shard that is scaled takes a kernel of its own. Pairs of dtypes are copied separately: on GPUs, some versions
+        of torch copy a list as if all had the first one's dtype.
         """
         kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for number in numbers:

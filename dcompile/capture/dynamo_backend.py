@@ -209,7 +209,7 @@ def with_plain_boundary(
     gm = _copy_graph(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     plain, convert = dict(enumerate(inputs)), dict[int, Convert]()
-    more = {position: _more_inputs(gm, beside) for position, (*_, beside) in parameters.items()}
+    more = {position: _more_inputs(gm, sent) for position, (*_, sent) in parameters.items()}
     last = gm.graph.find_nodes(op="placeholder")[-1]
     for position, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
         if position in parameters:
@@ -227,8 +227,8 @@ def with_plain_boundary(
             _hold(gm, node, f"mesh{position}", value)
     outputs = _take_outputs_apart(gm)
     gm.recompile()
-    beside = tuple(tensor for *_, tensors in parameters.values() for tensor in tensors)
-    return gm, [*plain.values(), *beside], GraphBoundary(tuple(plain), beside, convert, outputs)
+    sent = tuple(tensor for *_, tensors in parameters.values() for tensor in tensors)
+    return gm, [*plain.values(), *sent], GraphBoundary(tuple(plain), sent, convert, outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +343,7 @@ def _parameters(inputs: Sequence[Any], adapter: PlainAdapter) -> dict[int, _Made
         if number is not None:
             make = adapter.made_of(number)
             if make is not None:
-                found[position] = adapter.virtual(number), make, adapter.beside(number)
+                found[position] = adapter.virtual(number), make, adapter.sent(number)
     return found
 
 
@@ -373,7 +373,7 @@ def _more_inputs(gm: Any, values: Sequence[torch.Tensor]) -> list[Any]:
     for value in values:
         *others, last = gm.graph.find_nodes(op="placeholder")
         with gm.graph.inserting_after(last):
-            node = gm.graph.placeholder(f"beside{len(others)}")
+            node = gm.graph.placeholder(f"sent{len(others)}")
         node.meta["example_value"] = compat.aot.fake_input(value)
         found.append(node)
     return found

@@ -474,12 +474,12 @@ def _concatenation(param: Any) -> Callable[[Any], Any] | None:
     return unpermuted
 
 
-def shown_parameter(param: Any, virtual: torch.nn.Parameter, beside: Sequence[Any] = ()) -> torch.nn.Parameter:
-    """Parameter that modules show during tracing: `virtual`, or a stand-in for the tensor made of it and `beside`."""
+def shown_parameter(param: Any, virtual: torch.nn.Parameter, sent: Sequence[Any] = ()) -> torch.nn.Parameter:
+    """Parameter that modules show during tracing: `virtual`, or a stand-in for the tensor made of it and `sent`."""
     import torch
 
-    if beside:
-        data, scale = (tensor.detach() for tensor in beside)
+    if sent:
+        data, scale = (tensor.detach() for tensor in sent)
         made = shard_extensions.received(param, data, scale, compute_dtype(param))
         return torch.nn.Parameter(made, requires_grad=virtual.requires_grad)
     parallel = dtensor_of(param)

@@ -109,7 +109,7 @@ class OriginalParameter:
     original: weakref.ref[torch.nn.Parameter]
     places: list[tuple[weakref.ref[torch.nn.Module], str]]
     made: None = None
-    beside: tuple[()] = ()
+    sent: tuple[()] = ()
 
     @property
     def shown(self) -> torch.nn.Parameter:

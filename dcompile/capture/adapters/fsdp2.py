@@ -41,8 +41,8 @@ class ShardedParameterUnit:
         self.virtual = compat.fsdp2.virtual_parameter(param)
         self.cast = _scaled_cast(param, self._param)
         arrives = compat.fsdp2.arriving_parameter(param)
-        self.beside = () if arrives is None or self.cast is None else (arrives, self.cast.scale)
-        self.shown = compat.fsdp2.shown_parameter(param, self.virtual, self.beside)
+        self.sent = () if arrives is None or self.cast is None else (arrives, self.cast.scale)
+        self.shown = compat.fsdp2.shown_parameter(param, self.virtual, self.sent)
         self.made = compat.fsdp2.made_of_gathered(param)
 
     @property
@@ -199,7 +199,7 @@ class Fsdp2Adapter(ShardedAdapter):
             self._take_over()
         self._params = self._units
         self._numbers = {
-            id(p): number for number, unit in enumerate(self._units) for p in (unit.virtual, unit.shown, *unit.beside)
+            id(p): number for number, unit in enumerate(self._units) for p in (unit.virtual, unit.shown, *unit.sent)
         }
         self._reshards = tuple(compat.fsdp2.reshards(entry.group) for entry in self._groups)
         self._setting = _setting_text(self._reshards)

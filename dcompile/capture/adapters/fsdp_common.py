@@ -64,10 +64,10 @@ class VirtualParameter(Protocol):
 
     @property
     def made(self) -> Callable[..., Any] | None:
-        """The function that computes `shown` from `virtual`, and from `beside`; None if they are the same."""
+        """The function that computes `shown` from `virtual`, and from `sent`; None if they are the same."""
 
     @property
-    def beside(self) -> tuple[torch.Tensor, ...]:
+    def sent(self) -> tuple[torch.Tensor, ...]:
         """What `made` takes besides `virtual`, which then only gets the gradient; mostly empty.
 
         The first is a parameter without memory for what programs gather, in the dtype that is sent.
@@ -103,7 +103,7 @@ class ShardedAdapter(PlainAdapter):
         if number is None:
             return None
         known = self._params[number]
-        return number if any(parameter is p for p in (known.shown, known.virtual, *known.beside)) else None
+        return number if any(parameter is p for p in (known.shown, known.virtual, *known.sent)) else None
 
     def param_infos(self) -> tuple[ParamInfo, ...]:
         return self._infos
@@ -116,14 +116,14 @@ class ShardedAdapter(PlainAdapter):
         """Return the function from a virtual parameter to the one that modules show; None if they are the same."""
         return self._params[number].made
 
-    def beside(self, number: int) -> tuple[torch.Tensor, ...]:
+    def sent(self, number: int) -> tuple[torch.Tensor, ...]:
         """Return what `made_of` takes besides the virtual parameter; see `VirtualParameter`."""
-        return self._params[number].beside
+        return self._params[number].sent
 
     def arriving(self, number: int) -> torch.Tensor:
         """Return the parameter without memory in whose place programs gather."""
         known = self._params[number]
-        return known.beside[0] if known.beside else known.virtual
+        return known.sent[0] if known.sent else known.virtual
 
     def stand_ins(self, number: int) -> tuple[torch.Tensor, ...]:
         """Return all tensors that replace a parameter: the virtual one, and the one that modules show."""

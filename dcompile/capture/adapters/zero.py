@@ -209,7 +209,7 @@ class ZeroShard:
         """Whether the parameter has a gradient of this step."""
 
     made = None
-    beside: tuple[()] = ()
+    sent: tuple[()] = ()
 
     @property
     def shown(self) -> torch.nn.Parameter:

@@ -10,7 +10,6 @@ A backward casts with the scale of the last call: the shards are those of its fo
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -62,7 +61,7 @@ def update_scales(units: Iterable[ShardUnit], groups: Mapping[str, ShardGroup], 
 def _scales_of_all_ranks(units: Sequence[ShardUnit], group: Any, dtype: Any, numbers: dict[Any, int]) -> torch.Tensor:
     cast = units[0].cast
     assert cast is not None, "only units that are cast have scales"
-    own = torch.stack(torch._foreach_norm([unit.stored() for unit in units], math.inf))
+    own = compat.tensors.largest_magnitudes([unit.stored() for unit in units])
     amax = own.to(cast.scale.device, torch.float32)
 
     def start(limit_s: float | None) -> Any:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from dcompile.compat import absent_ranks
 from dcompile.compat.tensors import is_wrapper, real_tensors, scaled_cast
-from dcompile.ir.float8 import MAX_FLOAT8
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +28,8 @@ SMALLEST_AMAX = 1e-12
 """Least magnitude that a scale is computed of, so that zeros have one."""
 TRIED_PAST_THE_LARGEST = 1.5
 """Extensions are tried with a scale at which some numbers become too large."""
+SENT = ("torch.float8_e4m3fn", "torch.float8_e5m2")
+"""Dtypes that shards are cast to."""
 _KNOWN = "_dcompile_scaled_gather"
 """Attribute of FSDP's state of a parameter: what its extension was found to do."""
 
@@ -162,7 +163,7 @@ def _scaled_gather(
     if len(sent) != 1 or sent[0].shape != shard.shape:
         return None
     dtype = sent[0].dtype
-    if str(dtype).removeprefix("torch.") not in MAX_FLOAT8:
+    if str(dtype) not in SENT:
         return None
     if numbers:
         expected = scaled_cast(shard, scale, dtype)

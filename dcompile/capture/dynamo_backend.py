@@ -343,7 +343,7 @@ def _parameters(inputs: Sequence[Any], adapter: PlainAdapter) -> dict[int, _Made
         if number is not None:
             make = adapter.made_of(number)
             if make is not None:
-                found[position] = adapter.virtual(number), make, adapter.sent(number)
+                found[position] = adapter.virtual(number), make, adapter.sent_of(number)
     return found
 
 

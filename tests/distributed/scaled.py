@@ -46,6 +46,9 @@ class Gathered(torch.Tensor):
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], of: torch.dtype, _size: Any, _stride: Any) -> Gathered:
         return Gathered(inner["held"], inner["scale"], of)
 
+    def __repr__(self) -> str:
+        return f"Gathered({self.held}, {self.scale})"
+
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 

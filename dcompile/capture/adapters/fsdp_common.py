@@ -116,7 +116,7 @@ class ShardedAdapter(PlainAdapter):
         """Return the function from a virtual parameter to the one that modules show; None if they are the same."""
         return self._params[number].made
 
-    def sent(self, number: int) -> tuple[torch.Tensor, ...]:
+    def sent_of(self, number: int) -> tuple[torch.Tensor, ...]:
         """Return what `made_of` takes besides the virtual parameter; see `VirtualParameter`."""
         return self._params[number].sent
 

@@ -120,7 +120,7 @@ class PlainAdapter:
         del number
         return None
 
-    def sent(self, number: int) -> tuple[Any, ...]:
+    def sent_of(self, number: int) -> tuple[Any, ...]:
         """Return what `made_of` takes besides the virtual parameter."""
         del number
         return ()

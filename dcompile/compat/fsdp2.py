@@ -622,8 +622,11 @@ def keep_gradient(param: Any, gathered: torch.Tensor) -> None:
 def _gathered_leaf(param: Any) -> Any:
     """Gathered parameter, in whose .grad FSDP accumulates since torch 2.15; created without memory if missing."""
     if not hasattr(param, "_unsharded_param"):
-        data, dtype = param._sharded_param_data, compute_dtype(param)
+        data, gather = param._sharded_param_data, shard_extensions.scaled_gather(param)
+        dtype = compute_dtype(param) if gather is None else gather.dtype
         param.init_all_gather_outputs([data.numel()], [dtype], _shard_count(param), param.device)
+        if gather is not None:
+            shard_extensions.describe_gather(param, gather)
         param.init_unsharded_param()
         param.free_unsharded_param()
     return param._unsharded_param

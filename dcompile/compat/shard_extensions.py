@@ -42,6 +42,13 @@ class ScaledGather:
     metadata: tuple[Any, Any]
     """(leaves, structure) of its metadata; the scale's leaf is None."""
 
+    def with_scale(self, scale: torch.Tensor) -> Any:
+        """Metadata of a gather with this scale."""
+        from torch.utils._pytree import tree_unflatten
+
+        leaves, structure = self.metadata
+        return tree_unflatten([scale if leaf is None else leaf for leaf in leaves], structure)
+
 
 def is_extended(param: Any) -> bool:
     """Whether the parameter has extensions. `param`: FSDP's state of it, here and below."""
@@ -89,13 +96,17 @@ def received(param: Any, data: torch.Tensor, scale: torch.Tensor, dtype: torch.d
 
     `data` has the parameter's shape.
     """
-    from torch.utils._pytree import tree_unflatten
-
     gather = scaled_gather(param)
     assert gather is not None, "the extension was recognised"
-    leaves, structure = gather.metadata
-    metadata = tree_unflatten([scale if leaf is None else leaf for leaf in leaves], structure)
-    return param._sharded_local_tensor.fsdp_post_all_gather((data,), metadata, dtype)[0]
+    return param._sharded_local_tensor.fsdp_post_all_gather((data,), gather.with_scale(scale), dtype)[0]
+
+
+def describe_gather(param: Any, gather: ScaledGather) -> None:
+    """Tell FSDP what a gather that did not happen would have said, so that it makes a gathered parameter without it."""
+    import torch
+
+    param._extensions_data.all_gather_metadata = gather.with_scale(torch.ones((), device=param.device))
+    param._extensions_data.all_gather_input_sizes = [param.padded_sharded_param_size]
 
 
 def scales_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -17,6 +17,7 @@ import dcompile
 from dcompile.runtime.communication import scaled_casts
 from tests.distributed import scaled
 from tests.distributed.cases import ATEN
+from tests.distributed.fsdp_cases import copying
 
 
 def made(weight: Any, mixed: bool = False, reshard: bool = True, **how: Any) -> nn.Module:
@@ -73,17 +74,21 @@ def against_stock(
     looks: bool = False,
     options: dict[str, Any] | None = None,
     weight: str = "Scaled",
+    copies: bool = False,
     **how: Any,
 ) -> dict[str, Any]:
-    """Losses of stock and of dcompile, their receipts with 8-bit and plain weights, and all-reduces of scales."""
+    """Losses of stock and of dcompile, their receipts with 8-bit and plain weights, and all-reduces of scales.
+
+    `copies`: ranks copy shards from each other's memory.
+    """
     found: dict[str, Any] = {"losses": []}
     counts = Counter[str]()
     for compiles in (False, True):
         module = made(getattr(scaled, weight), **how)
         call = dcompile.compile(module, options=dict(ATEN if options is None else options)) if compiles else module
-        with counting(counts):
+        with counting(counts), copying() if copies else contextlib.nullcontext() as reach:
             found["losses"].append(steps(module, call, precompute, accumulate, looks))
-    found |= {"receipt": dcompile.receipt(module), "counts": dict(counts)}
+    found |= {"receipt": dcompile.receipt(module), "counts": dict(counts), "copied": copies and reach.copied}
     plain = made(None, **how)
     dcompile.compile(plain, options=dict(ATEN))(torch.ones(8, 12, dtype=torch.bfloat16)).sum().backward()
     return found | {"plain": dcompile.receipt(plain)}

@@ -32,6 +32,12 @@ def test_values_are_stocks_and_bytes_are_half(ranks, how):
         assert plain.bytes_gathered - receipt.bytes_gathered == weights // 2
 
 
+def test_bytes_are_copied_from_other_ranks_memory(ranks):
+    for found in ranks.run(CASE, 150, copies=True, mixed=True):
+        assert found["losses"][0] == found["losses"][1]
+        assert found["receipt"].eligible and found["copied"] > 0
+
+
 def test_one_all_reduce_a_call_finds_all_scales(ranks):
     for found in ranks.run(CASE, 150):
         assert found["counts"] == {"all-reduce of the scales of 4 parameters": 3}

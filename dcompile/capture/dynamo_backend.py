@@ -77,25 +77,22 @@ class GraphBoundary:
 
     kept: tuple[int, ...] = ()
     """Positions of the inputs that remain."""
-    more: tuple[torch.Tensor, ...] = ()
-    """Inputs behind these that Dynamo does not know."""
     inputs: Mapping[int, Convert] | None = None
     """Position of an input -> function to its replacement; None if the graph is unchanged."""
     outputs: Mapping[int, Convert] | None = None
     """Position of an output -> function from it to a DTensor."""
     copies: tuple[int, ...] = ()
     """Positions of inputs that are replaced by copies; a copy that the graph has changed is copied back."""
+    more: tuple[torch.Tensor, ...] = ()
+    """Inputs behind the others, which Dynamo does not know."""
 
     def around(self, compiled: Compiled, counted: Counter[str]) -> Compiled:
         """Return `compiled` as Dynamo calls it. Copies back are counted."""
         if self.inputs is None or self.outputs is None:
             return compiled
         steps = [(position, self.inputs.get(position)) for position in self.kept]
-        more, outputs, copies = (
-            self.more,
-            self.outputs,
-            [(self.kept.index(position), position) for position in self.copies],
-        )
+        outputs, copies = self.outputs, [(self.kept.index(position), position) for position in self.copies]
+        more = self.more
 
         def call(*args: Any) -> Any:
             given = [args[n] if convert is None else convert(args[n]) for n, convert in steps]
@@ -192,7 +189,7 @@ def with_plain_tensors(gm: Any, inputs: Sequence[Any]) -> tuple[Sequence[Any], G
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         if position in found:
             plain[position] = _without_mark(node.meta["example_value"])
-    return plain, GraphBoundary(tuple(range(len(inputs))), (), found, {}, tuple(marked))
+    return plain, GraphBoundary(tuple(range(len(inputs))), found, {}, tuple(marked))
 
 
 def with_plain_boundary(
@@ -228,7 +225,7 @@ def with_plain_boundary(
     outputs = _take_outputs_apart(gm)
     gm.recompile()
     sent = tuple(tensor for *_, tensors in parameters.values() for tensor in tensors)
-    return gm, [*plain.values(), *sent], GraphBoundary(tuple(plain), sent, convert, outputs)
+    return gm, [*plain.values(), *sent], GraphBoundary(tuple(plain), convert, outputs, more=sent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,8 @@ class ProgramReport:
     """Calls of code that another compiler made of the graph, by option `kernels`."""
     bytes_copied: int = 0
     """Bytes that a call copies only to move gradients into buckets."""
+    bytes_gathered: int = 0
+    """Bytes of sharded parameters that a call gathers, as they arrive."""
     built: int = 0
     cache_hits: int = 0
     graphs_cached: int = 0

@@ -5,9 +5,10 @@ A parameter's class may have `fsdp_pre_all_gather`, which returns what this rank
 is multiplied by a scale and cast to 8-bit floats. torchao makes such parameters
 (`Float8LinearConfig(enable_fsdp_float8_all_gather=True)`).
 
-An extension is recognised by what it does and not by its name. It is tried on this rank's shard, once with a scale in
-its attribute `_precomputed_scale` and once without. It must then send exactly the bytes of `tensors.scaled_cast`, have
-the scale as the only tensor in its metadata, and find the scale of `scales_of` itself.
+An extension is recognised by what it does and not by its name. It is tried on numbers in the shard's place, the same on
+every rank, once with a scale in its attribute `_precomputed_scale` and once without. It must then send exactly the
+bytes of `tensors.scaled_cast`, have the scale as the only tensor in its metadata, and find the scale of `scales_of`
+itself.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ PRECOMPUTED = "_precomputed_scale"
 """Attribute of a shard with the scale that the user has computed for it, or None."""
 SMALLEST_AMAX = 1e-12
 """Least magnitude that a scale is computed of, so that zeros have one."""
+TRIED_SIDE = 16
+"""Size of each dimension of what extensions are tried on."""
 TRIED_PAST_THE_LARGEST = 1.5
 """Extensions are tried with a scale at which some numbers become too large."""
 SENT = ("torch.float8_e4m3fn", "torch.float8_e5m2")
@@ -124,49 +127,44 @@ def _recognised(param: Any) -> ScaledGather | str:
     if not isinstance(param.mesh_info, FSDPMeshInfo) or param.is_dtensor or param.fsdp_placement.dim != 0:
         return f"all-gather extensions ({name}) of parameters that are not sharded by rows alone"
     local = param._sharded_local_tensor
-    shard = plain(local)
-    if not hasattr(local, PRECOMPUTED) or is_wrapper(shard) or not shard.is_floating_point():
+    if not (hasattr(local, PRECOMPUTED) and is_wrapper(local) and not is_wrapper(plain(local))):
         return f"parameters bring all-gather extensions ({name})"
     with torch.no_grad():
-        amax = shard.abs().max() if shard.numel() else shard.new_zeros(())
-        tried = TRIED_PAST_THE_LARGEST * scales_of(amax, torch.float8_e4m3fn)
-        sent, metadata = _sent_alone(param, tried)
-        # without numbers only the form can be checked: in an empty shard, and where a job is only planned
-        numbers = shard.numel() > 0 and not (shard.is_meta or _is_fake(shard))
-        found = _scaled_gather(shard, tried, sent, metadata, numbers)
+        shape = (TRIED_SIDE,) * plain(local).dim()
+        tried = torch.linspace(-1, 1, TRIED_SIDE ** len(shape), device=param.device).view(shape).to(param.orig_dtype)
+        amax = tried.abs().max()
+        scale = TRIED_PAST_THE_LARGEST * scales_of(amax, torch.float8_e4m3fn)
+        found = _scaled_gather(tried, scale, *_sent_alone(param, tried, scale))
         if found is None:
             return f"parameters bring all-gather extensions ({name}) that do more than scale and cast"
-        own = scales_of(amax, found.dtype)
-        if numbers and not _has_scale(_sent_alone(param, None)[1], own):
+        if not _has_scale(_sent_alone(param, tried, None)[1], scales_of(amax, found.dtype)):
             return f"parameters bring all-gather extensions ({name}) with scales by a rule of their own"
     return found
 
 
-def _is_fake(tensor: torch.Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
+def _sent_alone(param: Any, shard: torch.Tensor, scale: torch.Tensor | None) -> tuple[Any, Any]:
+    """What the extension sends of `shard`, and its metadata, as if there were no other ranks.
 
-    return isinstance(tensor, FakeTensor)
-
-
-def _sent_alone(param: Any, scale: torch.Tensor | None) -> tuple[Any, Any]:
-    """What the extension sends, and its metadata, as if there were no other ranks. `scale`: as if the user's."""
+    `scale`: as if the user had computed it.
+    """
     local = param._sharded_local_tensor
-    hook, before = local.fsdp_pre_all_gather, getattr(local, PRECOMPUTED)
+    inside = local.__tensor_flatten__()[0][0]
+    hook, before = local.fsdp_pre_all_gather, (getattr(local, inside), getattr(local, PRECOMPUTED))
     given: tuple[Any, ...] = (param.shard_mesh_from_root,)
     if len(inspect.signature(hook).parameters) > 1:
         given = (*given, param._orig_size, param._contiguous_orig_stride, param._module_info.module, param.mp_policy)
-    setattr(local, PRECOMPUTED, scale)
     try:
+        setattr(local, inside, shard)
+        setattr(local, PRECOMPUTED, scale)
         with absent_ranks.without_other_ranks():
             sent, metadata = hook(*given)
     finally:
-        setattr(local, PRECOMPUTED, before)
+        setattr(local, inside, before[0])
+        setattr(local, PRECOMPUTED, before[1])
     return sent, metadata
 
 
-def _scaled_gather(
-    shard: torch.Tensor, scale: torch.Tensor, sent: Any, metadata: Any, numbers: bool
-) -> ScaledGather | None:
+def _scaled_gather(shard: torch.Tensor, scale: torch.Tensor, sent: Any, metadata: Any) -> ScaledGather | None:
     """The extension that has sent this, if it has done what `ScaledGather` describes."""
     import torch
     from torch.utils._pytree import tree_flatten
@@ -176,10 +174,9 @@ def _scaled_gather(
     dtype = sent[0].dtype
     if str(dtype) not in SENT:
         return None
-    if numbers:
-        expected = scaled_cast(shard, scale, dtype)
-        if not torch.equal(sent[0].view(torch.uint8), expected.view(torch.uint8)):
-            return None
+    expected = scaled_cast(shard, scale, dtype)
+    if not torch.equal(sent[0].view(torch.uint8), expected.view(torch.uint8)):
+        return None
     leaves, structure = tree_flatten(metadata)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     if len(tensors) != 1 or tensors[0] is not scale or any(leaf is None for leaf in leaves):

@@ -20,7 +20,7 @@ from dcompile.collectives.contract import REGION_LEFT, ProgramReport
 from dcompile.device_traits import traits_of
 from dcompile.errors import NotCompiledError
 from dcompile.explain.sources import source_of_frames
-from dcompile.ir.buffers import ITEMSIZE, Bucket
+from dcompile.ir.buffers import ITEMSIZE
 from dcompile.ir.diagram import count_text
 from dcompile.passes import GAIN
 
@@ -253,7 +253,7 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         kernel_calls=sum(report.kernel_calls for report in reports),
         library_calls=sum(report.library_calls for report in reports),
         collectives=sum(report.collectives for report in reports) + len(arriving),
-        buckets=len(_buckets(model, variant)) + len(arriving),
+        buckets=_bucket_count(model, variant) + len(arriving),
         compile_seconds=model.compile_seconds,
         cache_hits=sum(report.cache_hits for report in every),
         built=sum(report.built for report in every),
@@ -268,9 +268,7 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         regions=sum(report.regions for report in reports),
         bytes_copied=sum(report.bytes_copied for report in reports)
         + sum(bucket.numel * ITEMSIZE[bucket.dtype] for bucket in arriving),
-        bytes_gathered=sum(
-            bucket.numel * ITEMSIZE[bucket.dtype] for bucket in _buckets(model, variant) if bucket.traits.gathers
-        ),
+        bytes_gathered=sum(report.bytes_gathered for report in reports),
         predicted_exposed_us=_predicted_exposed_us(model, variant),
         name=model.name,
         is_function=model.is_function,
@@ -322,9 +320,9 @@ def _graph_notes(model: CompiledModel, variant: Variant, reports: list[ProgramRe
     return shards + captured + [note for report in reports for note in report.notes]
 
 
-def _buckets(model: CompiledModel, variant: Variant) -> list[Bucket]:
+def _bucket_count(model: CompiledModel, variant: Variant) -> int:
     executables = [e for number in set(variant.graphs) for e in model.graphs[number].executables.values()]
-    return [bucket for executable in executables for bucket in executable.buckets]
+    return sum(len(executable.buckets) for executable in executables)
 
 
 def _fallbacks(model: CompiledModel, variant: Variant, reports: list[ProgramReport]) -> dict[str, int]:

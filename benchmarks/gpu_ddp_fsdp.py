@@ -6,10 +6,11 @@
     python -m benchmarks.gpu_ddp_fsdp --merge one.json two.json --save
 
 A step is forward with loss, backward, fused AdamW, zero_grad; parameters are bfloat16. Parts of a line's name change
-this. `mixed`: float32 parameters under MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32), as torchtitan.
-`amp`: float32 parameters under autocast. `checkpointed`: gradient_checkpointing_enable. `accumulate`: float32
-parameters, four batches a step, of which the last reduces, and clip_grad_norm_. 8B has SGD without momentum, to fit in
-memory.
+this. `float8`: torchao's float8 training in all linear layers but the head, with float8 all-gathers, for peers of
+that word; torchao computes all scales behind the optimizer's step, or dcompile finds them (`own scales`). `mixed`:
+float32 parameters under MixedPrecisionPolicy(param_dtype=bfloat16, reduce_dtype=float32), as torchtitan. `amp`:
+float32 parameters under autocast. `checkpointed`: gradient_checkpointing_enable. `accumulate`: float32 parameters,
+four batches a step, of which the last reduces, and clip_grad_norm_. 8B has SGD without momentum, to fit in memory.
 
 All peers of a line are in one job and are timed in turn, round after round, by CUDA events; the slowest rank counts.
 FSDP2 is fully_shard on each block and on the root. torch.compile compiles each block, as its users do, dcompile the
@@ -62,6 +63,8 @@ class Line:
     whole: float | None = None
     """Target: the step of dcompile by blocks over that of the whole model; the other targets are then those of blocks.
     """
+    float8: float | None = None
+    """Target: dcompile's step in float8 over its step in bfloat16."""
     precision: str = "bf16"
     """bfloat16 parameters ("bf16"), or float32 ones with FSDP2's mixed precision ("mixed") or autocast ("amp")."""
     checkpointed: bool = False
@@ -83,6 +86,7 @@ STEPS = (
     BASE, "torch.compile reduce-overhead", "dcompile", "dcompile step", "dcompile reduce-overhead",
     "dcompile reduce-overhead step",
 )  # fmt: skip
+FLOAT8 = (BASE, "dcompile", f"{BASE} float8", "dcompile float8", "dcompile float8 own scales")
 TINY = SHAPES["tiny"]
 LINES = {
     "160M-ddp": Line(SHAPES["160M"], "ddp", ratio=0.6),
@@ -126,6 +130,8 @@ LINES = {
     "1B-fsdp2-step": Line(SHAPES["1B"], "fsdp2", exposed=0.01, precision="mixed", clips=True, peers=STEPS),
     "1B-ddp-step": Line(SHAPES["1B"], "ddp", peers=STEPS),
     "30M-step": Line(SHAPES["30M"], "plain", ratio=0.25, precision="amp", clips=True, peers=STEPS),
+    "8B-layers-fsdp2-float8": Line(SHAPES["8B-layers"], "fsdp2", float8=0.77, peers=FLOAT8),
+    "tiny-fsdp2-float8": Line(TINY, "fsdp2", float8=0.77, peers=FLOAT8),
     "tiny-ddp": Line(TINY, "ddp"),
     "tiny-ddp-step": Line(TINY, "ddp", clips=True, peers=(BASE, "dcompile step")),
     "tiny-fsdp2": Line(TINY, "fsdp2"),
@@ -139,6 +145,8 @@ PEERS = (
     "dcompile collective", "dcompile collective reduce-overhead", "dcompile tuned", "dcompile tuned reduce-overhead",
     "dcompile by blocks", "dcompile by blocks reduce-overhead", "dcompile step", "dcompile reduce-overhead step",
     "torch.compile + optimizer", "dcompile + optimizer", "dcompile reduce-overhead + optimizer",
+    "eager float8", f"{BASE} float8", "dcompile float8", "dcompile float8 own scales",
+    "dcompile float8 reduce-overhead", "dcompile float8 collective",
 )  # fmt: skip
 """`memory` is dcompile's option recompute, `collective` its option gathers, `tuned` its option max_autotune.
 `by blocks` compiles each block, as torch.compile's peers do.
@@ -178,6 +186,14 @@ def spread(
     return model if by_block else compiled(model)
 
 
+def in_float8(model: Any, device: Any) -> Any:
+    """Convert all linear layers but the head to torchao's float8 training, with float8 all-gathers under FSDP2."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-not-found, unused-ignore]
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=device.type == "cpu")
+    return convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name != "lm_head")
+
+
 def compiler(name: str) -> Callable[[Any], Any]:
     """Return the compiler of a peer, for its model, and for its optimizer's step if that is compiled."""
     import torch
@@ -209,6 +225,9 @@ class Training(Peer):
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         if line.checkpointed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.scales: Callable[[], Any] = lambda: None
+        if "float8" in name.split():
+            model = in_float8(model, job.device)
         given = name.endswith("step")
         first = "eager" if given else name
         self.call = spread(model, line.kind, first, job.device, mixed=line.precision == "mixed")
@@ -219,6 +238,10 @@ class Training(Peer):
         self.optimizer = optimizer(self.call.parameters(), lr=1e-4, **kind)
         if given:
             self.call = compiler(name)(self.call, optimizer=self.optimizer)
+        if "float8" in name.split() and "own" not in name.split():
+            from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+            self.scales = functools.partial(precompute_float8_dynamic_scale_for_fsdp, self.call)
         self.update = compiler(name)(self.optimizer.step) if whole else self.optimizer.step
         generator = torch.Generator().manual_seed(1 + job.rank)
         size = (line.shape.rows, line.shape.length)
@@ -239,6 +262,7 @@ class Training(Peer):
         if self.line.batches > 1 or self.line.clips:
             torch.nn.utils.clip_grad_norm_(self.call.parameters(), CLIP)
         self.update()
+        self.scales()
         self.optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
@@ -294,6 +318,7 @@ class Training(Peer):
             said |= {"reasons": list(receipt.reasons), "notes": list(receipt.notes)}
             said |= self._steps()
             said |= {"collectives_in_graphs": receipt.collectives, "kernels_own": receipt.kernel_calls}
+            said |= {"bytes_gathered": receipt.bytes_gathered}
         except Exception as error:  # a missing receipt is a result, and no reason to lose the times
             return {"took_over": False, "reasons": [first_line(error)]}
         if receipt.replays or not taken:
@@ -465,7 +490,9 @@ def _result(lines: dict[str, Any], arguments: argparse.Namespace, ranks: int) ->
 def verdicts(label: str, line: dict[str, Any]) -> list[str]:
     """Compare the best of dcompile's modes with the line's targets."""
     base, line_ = line.get(BASE, {}), LINES[label]
-    measured = {name: found for name, found in line.items() if name.startswith("dcompile") and "ms" in found}
+    everything = {name: found for name, found in line.items() if name.startswith("dcompile") and "ms" in found}
+    measured = {name: found for name, found in everything.items() if "float8" not in name}
+    float8 = {name: found for name, found in everything.items() if "float8" in name}
     wholes = [found["ms"] for name, found in measured.items() if "by blocks" not in name]
     ours = {n: found for n, found in measured.items() if line_.whole is None or "by blocks" in n}
     if not ours or "ms" not in base:
@@ -481,6 +508,15 @@ def verdicts(label: str, line: dict[str, Any]) -> list[str]:
             )
 
     judge("step over torch.compile's", best["ms"] / base["ms"], line_.ratio)
+    if wholes and float8:
+        quickest = min(float8.values(), key=lambda found: found["ms"])
+        judge("float8's step over bfloat16's", quickest["ms"] / min(wholes), line_.float8)
+        if "bytes_gathered" in quickest and best.get("bytes_gathered"):
+            share = quickest["bytes_gathered"] / best["bytes_gathered"]
+            said.append(f"{label}: float8 gathers {share:.3f} of bfloat16's bytes")
+        said += [
+            f"{label}, {n}: LEFT TO STOCK: {f.get('reasons')}" for n, f in float8.items() if not f.get("took_over")
+        ]
     if wholes:
         judge("step over the whole model's", best["ms"] / min(wholes), line_.whole)
     if "exposed_ms" in best:

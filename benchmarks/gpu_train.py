@@ -55,12 +55,13 @@ SHAPES = {
     "1B": Shape(16, 2048, 32, 8, 8192, rows=4, length=2048),
     "8B": Shape(32, 4096, 32, 8, 14336, rows=1, length=4096, vocabulary=128256),
     "3B": Shape(28, 3072, 24, 8, 8192, rows=2, length=4096, vocabulary=128256),
+    "8B-layers": Shape(4, 4096, 32, 8, 14336, rows=1, length=8192, vocabulary=512),
     "160M": Shape(12, 768, 12, 12, 3072, rows=4, length=1024),
     "160M-waiting": Shape(12, 768, 12, 12, 3072, rows=4, length=1024, waits=True),
     "30M": Shape(8, 512, 8, 8, 1408, rows=32, length=64, vocabulary=4096),
     "tiny": Shape(2, 64, 4, 2, 128, rows=2, length=64, vocabulary=256),
 }
-"""Name -> shape. `tiny` tests the benchmark itself."""
+"""Name -> shape. `tiny` tests the benchmark itself; `8B-layers` is four of 8B's layers with hardly a head."""
 
 
 def compiled(function: Any) -> Any:

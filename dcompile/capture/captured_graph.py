@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from dcompile import compat
+from dcompile.capture.adapters.fsdp_common import ShardedAdapter
 from dcompile.capture.adapters.gradient_sync import GradientSync
 from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.aliasing.output_views import results_without_gradients
@@ -90,6 +91,8 @@ class CapturedGraph:
         """The parameters in the setting for which the graph is captured: its backward may be compiled in another."""
         self.params: dict[int, int] = _parameter_numbers(self.adapter, example_inputs)
         """Position among the graph's inputs -> the parameter's number."""
+        self.gathered = _gathered_positions(self.sync.sharded, example_inputs, self.params)
+        """Those of them in whose place programs gather the parameter."""
         self.leaves = _leaves(example_inputs) if model.step is not None else {}
         """Position among the graph's inputs -> weak reference to the parameter, if its update may run in a program."""
         self.device = _device_of(example_inputs)
@@ -312,7 +315,7 @@ class CapturedGraph:
         if self.sync.sharded is None:
             return []
         inputs = [(node, compat.aot_metadata.input_index(node)) for node in module.graph.find_nodes(op="placeholder")]
-        found = {node: self.params[index] for node, index in inputs if index in self.params}
+        found = {node: self.params[index] for node, index in inputs if index in self.gathered}
         self.sharded = {node.name: number for node, number in found.items()}
         if any(str(user.target).startswith("aten.as_strided.") for node in found for user in node.users):
             self.model.refuse("a parameter is looked at by as_strided, which counts from where its own memory begins")
@@ -387,6 +390,14 @@ def _parameter_numbers(adapter: PlainAdapter, inputs: Sequence[Any]) -> dict[int
     """Return position of an input -> number of the parameter that it is; Dynamo passes the parameters themselves."""
     numbers = (adapter.number_of(value) if isinstance(value, torch.nn.Parameter) else None for value in inputs)
     return {position: number for position, number in enumerate(numbers) if number is not None}
+
+
+def _gathered_positions(
+    adapter: ShardedAdapter | None, inputs: Sequence[Any], params: Mapping[int, int]
+) -> frozenset[int]:
+    if adapter is None:
+        return frozenset()
+    return frozenset(at for at, number in params.items() if inputs[at] is adapter.arriving(number))
 
 
 def _leaves(inputs: Sequence[Any]) -> dict[int, Callable[[], Any]]:

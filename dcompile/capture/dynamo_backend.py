@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -83,6 +83,8 @@ class GraphBoundary:
     """Position of an output -> function from it to a DTensor."""
     copies: tuple[int, ...] = ()
     """Positions of inputs that are replaced by copies; a copy that the graph has changed is copied back."""
+    more: tuple[torch.Tensor, ...] = ()
+    """Inputs behind the others, which Dynamo does not know."""
 
     def around(self, compiled: Compiled, counted: Counter[str]) -> Compiled:
         """Return `compiled` as Dynamo calls it. Copies back are counted."""
@@ -90,10 +92,11 @@ class GraphBoundary:
             return compiled
         steps = [(position, self.inputs.get(position)) for position in self.kept]
         outputs, copies = self.outputs, [(self.kept.index(position), position) for position in self.copies]
+        more = self.more
 
         def call(*args: Any) -> Any:
             given = [args[n] if convert is None else convert(args[n]) for n, convert in steps]
-            results = compiled(*given)
+            results = compiled(*given, *more)
             for place, position in copies:
                 if given[place]._version:
                     args[position].copy_(given[place])
@@ -203,23 +206,26 @@ def with_plain_boundary(
     gm = _copy_graph(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     plain, convert = dict(enumerate(inputs)), dict[int, Convert]()
+    more = {position: _more_inputs(gm, sent) for position, (*_, sent) in parameters.items()}
+    last = gm.graph.find_nodes(op="placeholder")[-1]
     for position, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
         if position in parameters:
-            plain[position], make = parameters[position]
+            plain[position], make, _ = parameters[position]
             convert[position] = _always(plain[position])
-            _make(gm, node, placeholders[-1], make, plain[position])
+            _make(gm, node, last, make, plain[position], more[position])
         elif compat.tensors.is_dtensor(value):
             make = compat.tensors.dtensor_like(_fixed_dtensor(node, "takes"))
             plain[position] = compat.aot.fake_input(_to_local(value))
             convert[position] = _to_local
-            _make(gm, node, placeholders[-1], make, plain[position])
+            _make(gm, node, last, make, plain[position])
     for position, (node, value) in enumerate(zip(placeholders, inputs, strict=True)):
         if compat.tensors.is_mesh(value):
             del plain[position]
             _hold(gm, node, f"mesh{position}", value)
     outputs = _take_outputs_apart(gm)
     gm.recompile()
-    return gm, list(plain.values()), GraphBoundary(tuple(plain), convert, outputs)
+    sent = tuple(tensor for *_, tensors in parameters.values() for tensor in tensors)
+    return gm, [*plain.values(), *sent], GraphBoundary(tuple(plain), convert, outputs, more=sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,15 +328,19 @@ def wrap(compiled: Compiled, around: WrapperRequest, rows: Sequence[Row]) -> Com
     return compiled
 
 
-def _parameters(inputs: Sequence[Any], adapter: PlainAdapter) -> dict[int, tuple[torch.nn.Parameter, Convert]]:
-    """Return position of an input -> (gathered parameter, function from it to the input), where they differ."""
-    found: dict[int, tuple[torch.nn.Parameter, Convert]] = {}
+_Made: TypeAlias = tuple[torch.nn.Parameter, Callable[..., Any], tuple[torch.Tensor, ...]]
+"""(gathered parameter, function from it to what modules compute with, more that the function takes)."""
+
+
+def _parameters(inputs: Sequence[Any], adapter: PlainAdapter) -> dict[int, _Made]:
+    """Return position of an input -> the gathered parameter, and how the input is made of it, where they differ."""
+    found: dict[int, _Made] = {}
     for position, value in enumerate(inputs):
         number = adapter.number_of(value) if isinstance(value, torch.nn.Parameter) else None
         if number is not None:
             make = adapter.made_of(number)
             if make is not None:
-                found[position] = adapter.virtual(number), make
+                found[position] = adapter.virtual(number), make, adapter.sent_of(number)
     return found
 
 
@@ -354,10 +364,24 @@ def _fixed_dtensor(node: Any, what: str) -> Any:
     return value
 
 
-def _make(gm: Any, node: Any, last: Any, make: Convert, given: torch.Tensor) -> None:
-    """Compute a placeholder's old value inside the graph, from its new one, `given`."""
+def _more_inputs(gm: Any, values: Sequence[torch.Tensor]) -> list[Any]:
+    """Append placeholders of these values to a graph."""
+    found = []
+    for value in values:
+        *others, last = gm.graph.find_nodes(op="placeholder")
+        with gm.graph.inserting_after(last):
+            node = gm.graph.placeholder(f"sent{len(others)}")
+        node.meta["example_value"] = compat.aot.fake_input(value)
+        found.append(node)
+    return found
+
+
+def _make(
+    gm: Any, node: Any, last: Any, make: Callable[..., Any], given: torch.Tensor, more: Sequence[Any] = ()
+) -> None:
+    """Compute a placeholder's old value inside the graph, from its new one, `given`, and from `more` inputs."""
     with gm.graph.inserting_after(last):
-        made = gm.graph.call_function(make, (node,))
+        made = gm.graph.call_function(make, (node, *more))
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
     made.meta["example_value"] = node.meta["example_value"]
     node.meta["example_value"] = compat.aot.fake_input(given)

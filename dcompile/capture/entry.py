@@ -444,8 +444,9 @@ class Entry:
             adapter.note_eager(WATCHED)
             return self._call_eager(args, kwargs)
         args, kwargs = adapter.prepare(args, kwargs)
-        regions = self.model.eager_regions
-        assert regions is not None, "sharded parameters are taken over"
+        regions, shards = self.model.eager_regions, self.model.shards
+        assert regions is not None and shards is not None, "sharded parameters are taken over"
+        shards.update_scales()
         try:
             with adapter.scope(), regions.watching(self.root):
                 result = self._call(False, args, kwargs)

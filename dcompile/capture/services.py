@@ -182,6 +182,9 @@ class ShardedParameters(Protocol):
     def save_memory(self, reason: str) -> None:
         """Keep no converted shards, unless an option asks for them or they exist already. `reason`: for the receipt."""
 
+    def update_scales(self) -> None:
+        """Begin a call: write the scales of shards that are cast to 8-bit floats, with one all-reduce if need be."""
+
     def forget_parts(self) -> None:
         """Drop parts of parameters kept by earlier calls, before the first graph of a call with gradients."""
 

@@ -32,6 +32,10 @@ class Shard:
     """Whether the unit is several consecutive parameters: a program may then have gradients of only some of them."""
     reshard: bool
     """Whether the backward gathers again; otherwise it uses the values that the forward gathered."""
+    sent_dtype: str = ""
+    """Dtype in which the unit is gathered where shards are cast to 8-bit floats (`ScaledCast`). The parameter is then
+    computed from what arrives. If empty, it is what arrives, in its own dtype.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +156,8 @@ class ProgramReport:
     """Calls of code that another compiler made of the graph, by option `kernels`."""
     bytes_copied: int = 0
     """Bytes that a call copies only to move gradients into buckets."""
+    bytes_gathered: int = 0
+    """Bytes of sharded parameters that a call gathers, as they arrive."""
     built: int = 0
     cache_hits: int = 0
     graphs_cached: int = 0
@@ -273,6 +279,21 @@ class RecordedShards(ShardSource, Protocol):
         """
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class ScaledCast:
+    """How a shard becomes the 8-bit floats that are sent: multiplied by a scale, and cast."""
+
+    dtype: Any
+    scale: Any
+    """Tensor of shape () and dtype float32, at one address as long as the unit lives. Each call of the model updates
+    it.
+    """
+    given: Callable[[], Any]
+    """Function for the scale that the user's code has computed; None if it is to be computed of the shards."""
+    scales_of: Callable[[Any, Any], Any]
+    """(largest magnitudes over all ranks, dtype) -> scales."""
+
+
 class ShardUnit(Protocol):
     """One unit of sharded parameters, at run time."""
 
@@ -287,6 +308,10 @@ class ShardUnit(Protocol):
     @property
     def dtype(self) -> Any:
         """Dtype of the computation and of gradients."""
+
+    @property
+    def cast(self) -> ScaledCast | None:
+        """How the shard is cast to 8-bit floats before it is sent; None if it is sent in `dtype`."""
 
     def data(self) -> Any:
         """This rank's shard, padded, as a flat tensor of the compute dtype."""

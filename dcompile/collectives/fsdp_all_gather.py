@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from dcompile.collectives.contract import ParamInfo
 from dcompile.collectives.fsdp_units import holder_of_unit, shard_of, unit_buckets
-from dcompile.ir.buffers import Bucket, Buffer
+from dcompile.ir.buffers import ITEMSIZE, Bucket, Buffer
 from dcompile.ir.index import Index, as_index, as_size
 from dcompile.ir.nodes import Collective, Extern, Load, Loop, Program, Step, Value, View, Wait, map_arguments
 
@@ -104,6 +104,11 @@ def _with_gathers(steps: Sequence[Step], buckets: Sequence[tuple[int, Bucket]]) 
 
 def _start(bucket: Bucket) -> Collective:
     return Collective("all_gather", bucket.name, bucket.group, bucket.buffers)
+
+
+def gathered_bytes(program: Program) -> int:
+    """Bytes of sharded parameters that a call gathers."""
+    return sum(bucket.numel * ITEMSIZE[bucket.dtype] for bucket in program.buckets if bucket.traits.gathers)
 
 
 # --- other places for the same elements -------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ def shard_of(param: ParamInfo) -> Shard:
 def together_of(kind: PlannedKind, param: ParamInfo) -> Together:
     """Key of the units that share collectives of a kind with a parameter's unit."""
     shard = shard_of(param)
-    return shard.together, param.dtype if bucket_traits(kind).gathers else shard.reduce_dtype, param.device
+    sent = shard.sent_dtype or param.dtype
+    return shard.together, sent if bucket_traits(kind).gathers else shard.reduce_dtype, param.device
 
 
 Positions = Sequence[tuple[int, int]]

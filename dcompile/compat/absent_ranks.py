@@ -310,6 +310,21 @@ class SingleRankCollectives:
                     self._patches.enter_context(unittest.mock.patch.object(place, name, answer))
 
 
+@contextlib.contextmanager
+def without_other_ranks() -> Iterator[None]:
+    """Replace collectives by local ones in this context, also those that are operators."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Local(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = _functional_name(func)
+            return _local_result(name, args, kwargs or {}) if name else func(*args, **kwargs or {})
+
+    local = Local()  # type: ignore[no-untyped-call, unused-ignore]
+    with SingleRankCollectives().active(), local:
+        yield
+
+
 class _CompletedWork:
     """Work of a completed collective."""
 

@@ -11,9 +11,10 @@ import contextlib
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from dcompile.compat import shard_extensions
 from dcompile.compat.autograd import backward_task
 from dcompile.compat.dispatch_watch import STANDS_IN
 from dcompile.compat.dynamo import is_optimized_module
@@ -310,8 +311,8 @@ def keep_versions(states: list[Any]) -> None:
     take for modified.
     """
     for param in (param for state in states for group in groups_of(state) for param in group.fsdp_params):
-        extended = hasattr(getattr(param, "_sharded_local_tensor", None), "fsdp_post_all_gather")
-        if extended and hasattr(param, "init_unsharded_param") and "init_unsharded_param" not in vars(param):
+        known = not hasattr(param, "init_unsharded_param") or "init_unsharded_param" in vars(param)
+        if not known and shard_extensions.is_extended(param):
             param.init_unsharded_param = _uncounted(weakref.ref(param))
 
 
@@ -365,12 +366,19 @@ def virtual_parameter(param: Any) -> torch.nn.Parameter:
     return _empty(param, gathered)
 
 
-def _empty(param: Any, size: Any) -> torch.nn.Parameter:
+def arriving_parameter(param: Any) -> torch.nn.Parameter | None:
+    """Parameter like what arrives for one with an all-gather extension, without memory; None for others."""
+    gather = shard_extensions.scaled_gather(param)
+    return None if gather is None else _empty(param, param._orig_size, gather.dtype)
+
+
+def _empty(param: Any, size: Any, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+    """Parameter without memory. `dtype`: of one that gets no gradient."""
     import torch
 
-    tensor = torch.empty(size, dtype=compute_dtype(param), device=param.device)
+    tensor = torch.empty(size, dtype=dtype or compute_dtype(param), device=param.device)
     tensor.untyped_storage().resize_(0)
-    made = torch.nn.Parameter(tensor, requires_grad=param.sharded_param.requires_grad)
+    made = torch.nn.Parameter(tensor, requires_grad=dtype is None and param.sharded_param.requires_grad)
     made.untyped_storage().resize_(0)  # of a fake tensor it is another storage
     setattr(made, STANDS_IN, True)
     return made
@@ -415,15 +423,43 @@ def dtensor_of(param: Any) -> Callable[[Any], Any] | None:
     return parallel
 
 
-def made_of_gathered(param: Any) -> Callable[[Any], Any] | None:
+def made_of_gathered(param: Any) -> Callable[..., Any] | None:
     """Function that makes the parameter from the gathered one; None if they are the same.
 
-    Shards of another dimension than the first are concatenated along it. For tensor parallelism, a DTensor is made.
+    Shards of another dimension than the first are concatenated along it. For tensor parallelism, a DTensor is made. A
+    parameter with an all-gather extension is made of two more tensors: what arrives, and its scale.
     """
+    if shard_extensions.is_extended(param):
+        return _made_of_bytes(param)
     unpermuted, parallel = _concatenation(param), dtensor_of(param)
     if unpermuted is None or parallel is None:
         return unpermuted or parallel
     return lambda gathered: parallel(unpermuted(gathered))
+
+
+def _made_of_bytes(param: Any) -> Callable[..., Any]:
+    import torch
+
+    reference, dtype, extension = weakref.ref(param), compute_dtype(param), type(param._sharded_local_tensor)
+
+    class Received(torch.autograd.Function):
+        """What the extension makes of what arrived; the gradient is that of the parameter in the compute dtype."""
+
+        @staticmethod
+        def forward(ctx: Any, virtual: Any, data: Any, scale: Any) -> Any:
+            return shard_extensions.received(reference(), data, scale, dtype)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return gradients[0], None, None
+
+    # what the receipt says of traces that are not kept
+    Received.__module__, Received.__qualname__ = extension.__module__, f"{extension.__qualname__}.fsdp_post_all_gather"
+
+    def made_of_bytes(virtual: Any, data: Any, scale: Any) -> Any:
+        return Received.apply(virtual, data, scale)  # type: ignore[no-untyped-call, unused-ignore]
+
+    return made_of_bytes
 
 
 def _concatenation(param: Any) -> Callable[[Any], Any] | None:
@@ -438,10 +474,14 @@ def _concatenation(param: Any) -> Callable[[Any], Any] | None:
     return unpermuted
 
 
-def shown_parameter(param: Any, virtual: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Parameter that modules show during tracing: `virtual`, or a stand-in for the tensor made of it."""
+def shown_parameter(param: Any, virtual: torch.nn.Parameter, sent: Sequence[Any] = ()) -> torch.nn.Parameter:
+    """Parameter that modules show during tracing: `virtual`, or a stand-in for the tensor made of it and `sent`."""
     import torch
 
+    if sent:
+        data, scale = (tensor.detach() for tensor in sent)
+        made = shard_extensions.received(param, data, scale, compute_dtype(param))
+        return torch.nn.Parameter(made, requires_grad=virtual.requires_grad)
     parallel = dtensor_of(param)
     if parallel is None and _shard_sizes(param) is None:
         return virtual
@@ -491,7 +531,7 @@ def has_lent_memory(param: Any) -> bool:
 
 def shard_data(param: Any) -> torch.Tensor:
     """This rank's shard, flat and padded, in the compute dtype. An offloaded shard is copied to the device."""
-    data: torch.Tensor = param._sharded_param_data
+    data = stored_shard(param)
     if param.offload_to_cpu:
         data = data.to(param.device, non_blocking=True)
     dtype = compute_dtype(param)
@@ -500,13 +540,12 @@ def shard_data(param: Any) -> torch.Tensor:
 
 def stored_shard(param: Any) -> torch.Tensor:
     """This rank's shard where it is stored, in its own dtype."""
-    data: torch.Tensor = param._sharded_param_data
-    return data
+    return shard_extensions.plain(param._sharded_param_data)
 
 
 def shard_address(param: Any) -> int:
     """Address of this rank's shard."""
-    return int(param._sharded_param_data.data_ptr())
+    return stored_shard(param).data_ptr()
 
 
 def is_offloaded(param: Any) -> bool:
@@ -569,7 +608,7 @@ def keeps_partial_sums(group: Any) -> bool:
 
 def keep_gradient(param: Any, gathered: torch.Tensor) -> None:
     """Pass a gathered gradient to FSDP, from backwards that did not reduce it."""
-    made = made_of_gathered(param)
+    made = None if shard_extensions.is_extended(param) else made_of_gathered(param)
     whole = gathered if made is None else made(gathered)
     if isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):
         leaf = _gathered_leaf(param)
@@ -583,8 +622,11 @@ def keep_gradient(param: Any, gathered: torch.Tensor) -> None:
 def _gathered_leaf(param: Any) -> Any:
     """Gathered parameter, in whose .grad FSDP accumulates since torch 2.15; created without memory if missing."""
     if not hasattr(param, "_unsharded_param"):
-        data, dtype = param._sharded_param_data, compute_dtype(param)
+        data, gather = param._sharded_param_data, shard_extensions.scaled_gather(param)
+        dtype = compute_dtype(param) if gather is None else gather.dtype
         param.init_all_gather_outputs([data.numel()], [dtype], _shard_count(param), param.device)
+        if gather is not None:
+            shard_extensions.describe_gather(param, gather)
         param.init_unsharded_param()
         param.free_unsharded_param()
     return param._unsharded_param
@@ -701,7 +743,11 @@ def _objections(group: Any) -> Iterator[str]:
         # under its second name since torch 2.15
         if getattr(param, "_explicit_grad_dtype", None) or getattr(param, "_has_sharded_grad_dtype_override", False):
             yield "a parameter asks for gradients of a dtype of their own (grad_dtype)"
-        if hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather"):
-            yield "parameters bring all-gather extensions (fsdp_pre_all_gather)"
+        if shard_extensions.is_extended(param):
+            reason = shard_extensions.objection(param)
+            if reshards_partly(group):
+                reason = reason or "reshard_after_forward=N with all-gather extensions (fsdp_pre_all_gather)"
+            if reason:
+                yield reason
         if not param.orig_dtype.is_floating_point:
             yield f"a parameter has dtype {param.orig_dtype}"

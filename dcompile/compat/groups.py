@@ -156,8 +156,21 @@ def start_sum(group: Any, tensor: Any, limit_s: float) -> Any:
     """Start an all-reduce on Gloo that fails after `limit_s` instead of the group's own time limit."""
     import torch.distributed as dist
 
+    return _start_all_reduce(group, tensor, dist.ReduceOp.SUM, limit_s)
+
+
+def start_max(group: Any, tensor: Any, limit_s: float | None) -> Any:
+    """Start an all-reduce of the largest numbers, in place. It fails after `limit_s`; None leaves that to `group`."""
+    import torch.distributed as dist
+
+    return _start_all_reduce(group, tensor, dist.ReduceOp.MAX, limit_s)
+
+
+def _start_all_reduce(group: Any, tensor: Any, operation: Any, limit_s: float | None) -> Any:
+    import torch.distributed as dist
+
     options: Any = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.SUM
+    options.reduceOp = operation
     limit(options, limit_s)
     if hasattr(options, "asyncOp"):
         options.asyncOp = True

@@ -420,6 +420,21 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+def largest_magnitudes(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Largest magnitude of each tensor, as a tensor of shape (number,), on GPUs by few kernels."""
+    import torch
+
+    return torch.stack(torch._foreach_norm(tensors, float("inf")))
+
+
+def scaled_cast(source: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast float32 products with a scale to an 8-bit float; what is too large becomes the largest number."""
+    import torch
+
+    limit = torch.finfo(dtype).max
+    return (source.float() * scale).clamp(-limit, limit).to(dtype)
+
+
 def is_dtensor(value: Any) -> bool:
     """Whether this is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")

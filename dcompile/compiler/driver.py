@@ -22,6 +22,7 @@ from dcompile.codegen.lower.opaque_calls import called_name
 from dcompile.codegen.schedule.memory.memory_summary import memory_headline, memory_lines
 from dcompile.codegen.schedule.order.overlap_collectives import overlap_lines, predict_schedule
 from dcompile.collectives.contract import REGION_LEFT, ProgramReport, Request
+from dcompile.collectives.fsdp_all_gather import gathered_bytes
 from dcompile.collectives.fsdp_reduce_scatter import copied_bytes
 from dcompile.compat import torch_logs
 from dcompile.compat.size_expressions import traced_sizes
@@ -401,6 +402,7 @@ def _report(program: Program, kernels: Kernels) -> ProgramReport:
         regions=regions,
         collectives=len(program.buckets) + sum(map(is_own_collective, program.steps)),
         bytes_copied=copied_bytes(program),
+        bytes_gathered=gathered_bytes(program),
     )
 
 

@@ -199,7 +199,7 @@ class _ExplainingCompiler(PlanningCompiler):
         assert adapter is not None, "only sharded parameters are gathered"
         shard = adapter.param_infos()[number].shard
         assert shard is not None, "parameters of FSDP are sharded"
-        return compat.absent_ranks.whole(adapter.units[shard.unit].data(), shard.offset, adapter.virtual(number))
+        return compat.absent_ranks.whole(adapter.units[shard.unit].data(), shard.offset, adapter.arriving(number))
 
 
 class _PlannedPrograms(GraphPrograms):

@@ -69,6 +69,8 @@ class Receipt:
     """Calls per step of regions that another compiler has compiled."""
     bytes_copied: int = 0
     """Bytes that a step copies only to move gradients to where they are reduced."""
+    bytes_gathered: int = 0
+    """Bytes of sharded parameters that a step gathers, in forward and backward, as they arrive on each rank."""
     predicted_exposed_us: float = 0.0
     """Predicted exposed communication of a step on a GPU, by the cost model; 0 on CPUs. `profile` measures it."""
     reasons: tuple[str, ...] = ()
@@ -266,6 +268,7 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         regions=sum(report.regions for report in reports),
         bytes_copied=sum(report.bytes_copied for report in reports)
         + sum(bucket.numel * ITEMSIZE[bucket.dtype] for bucket in arriving),
+        bytes_gathered=sum(report.bytes_gathered for report in reports),
         predicted_exposed_us=_predicted_exposed_us(model, variant),
         name=model.name,
         is_function=model.is_function,

@@ -102,6 +102,17 @@ def test_verdicts_are_of_the_fastest_mode(capsys):
     assert "out of memory" in capsys.readouterr().out
 
 
+def test_float8_is_judged_by_bfloat16s_step():
+    def peer(ms, gathered):
+        return {"ms": ms, "took_over": True, "bytes_gathered": gathered}
+
+    line = {BASE: {"ms": 9.0}, "dcompile": peer(8.0, 200), "dcompile float8": peer(6.0, 104)}
+    assert [text.split(": ", 1)[1] for text in verdicts("8B-layers-fsdp2-float8", line)] == [
+        "float8's step over bfloat16's 0.750, target 0.77: met",
+        "float8 gathers 0.520 of bfloat16's bytes",
+    ]
+
+
 def test_results_are_merged(tmp_path):
     for name, lines, ranks in (
         ("a", {"1B-ddp": {BASE: {"ms": 1}}}, 2),

@@ -57,6 +57,7 @@ class FlatParameter:
 
     offloaded = False
     parts: tuple[int, ...] = ()
+    cast = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -108,6 +109,7 @@ class OriginalParameter:
     original: weakref.ref[torch.nn.Parameter]
     places: list[tuple[weakref.ref[torch.nn.Module], str]]
     made: None = None
+    sent: tuple[()] = ()
 
     @property
     def shown(self) -> torch.nn.Parameter:

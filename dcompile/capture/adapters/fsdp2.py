@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dcompile import compat
 from dcompile.capture.adapters.fsdp_common import ShardedAdapter, UnshardedGroup, present
-from dcompile.collectives.contract import GradientReduction, ParamInfo, Shard
+from dcompile.collectives.contract import GradientReduction, ParamInfo, ScaledCast, Shard
 from dcompile.errors import DcompileError
 
 
@@ -39,7 +39,10 @@ class ShardedParameterUnit:
         self._arrival: Any = None
         """Event of a gradient's copy to CPU memory, if one is in flight."""
         self.virtual = compat.fsdp2.virtual_parameter(param)
-        self.shown = compat.fsdp2.shown_parameter(param, self.virtual)
+        self.cast = _scaled_cast(param, self._param)
+        arrives = compat.fsdp2.arriving_parameter(param)
+        self.sent = () if arrives is None or self.cast is None else (arrives, self.cast.scale)
+        self.shown = compat.fsdp2.shown_parameter(param, self.virtual, self.sent)
         self.made = compat.fsdp2.made_of_gathered(param)
 
     @property
@@ -70,6 +73,18 @@ class ShardedParameterUnit:
         if self._arrival is not None:
             self._arrival.synchronize()
             self._arrival = None
+
+
+def _scaled_cast(param: Any, reference: Callable[[], Any]) -> ScaledCast | None:
+    gather = compat.shard_extensions.scaled_gather(param)
+    if gather is None:
+        return None
+
+    def given() -> torch.Tensor | None:
+        return compat.shard_extensions.given_scale(present(reference))
+
+    scale = torch.ones((), dtype=torch.float32, device=param.device)
+    return ScaledCast(gather.dtype, scale, given, compat.shard_extensions.scales_of)
 
 
 class FsdpParameterGroup:
@@ -183,7 +198,9 @@ class Fsdp2Adapter(ShardedAdapter):
         if not self.reasons:
             self._take_over()
         self._params = self._units
-        self._numbers = {id(p): number for number, unit in enumerate(self._units) for p in (unit.virtual, unit.shown)}
+        self._numbers = {
+            id(p): number for number, unit in enumerate(self._units) for p in (unit.virtual, unit.shown, *unit.sent)
+        }
         self._reshards = tuple(compat.fsdp2.reshards(entry.group) for entry in self._groups)
         self._setting = _setting_text(self._reshards)
         self._gathered: dict[int, torch.Tensor] = {}
@@ -226,6 +243,7 @@ class Fsdp2Adapter(ShardedAdapter):
             numel=padded,
             reduce_dtype=_name(compat.fsdp2.reduce_dtype(unit.param)),
             reshard=bool(compat.fsdp2.reshards(group)),
+            sent_dtype="" if unit.cast is None else _name(unit.cast.dtype),
         )
         shape, dtype, device = tuple(virtual.shape), _name(virtual.dtype), virtual.device.type
         return ParamInfo(number, unit.name, shape, dtype, device, "sharded", entry.name, shard)
@@ -282,7 +300,7 @@ class Fsdp2Adapter(ShardedAdapter):
         if not self._parts:
             return "a part of the model is not compiled (graph break), which is not supported with CUDA graphs"
         if any(compat.tensors.is_wrapper(unit.shown) for unit in self._units):
-            return "a part of the model is not compiled (graph break), where parameters are DTensors"
+            return "a part of the model is not compiled (graph break), where parameters are tensors of a subclass"
         return ""
 
     def owners(self) -> Iterable[torch.nn.Module]:

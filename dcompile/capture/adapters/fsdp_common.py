@@ -63,8 +63,15 @@ class VirtualParameter(Protocol):
         """The parameter that modules have in the sharded one's place: `virtual`, or one computed from it."""
 
     @property
-    def made(self) -> Callable[[Any], Any] | None:
-        """The function that computes `shown` from `virtual`; None if they are the same."""
+    def made(self) -> Callable[..., Any] | None:
+        """The function that computes `shown` from `virtual`, and from `sent`; None if they are the same."""
+
+    @property
+    def sent(self) -> tuple[torch.Tensor, ...]:
+        """What `made` takes besides `virtual`, which then only gets the gradient; mostly empty.
+
+        The first is a parameter without memory for what programs gather, in the dtype that is sent.
+        """
 
 
 class ShardedAdapter(PlainAdapter):
@@ -96,7 +103,7 @@ class ShardedAdapter(PlainAdapter):
         if number is None:
             return None
         known = self._params[number]
-        return number if parameter is known.shown or parameter is known.virtual else None
+        return number if any(parameter is p for p in (known.shown, known.virtual, *known.sent)) else None
 
     def param_infos(self) -> tuple[ParamInfo, ...]:
         return self._infos
@@ -105,9 +112,18 @@ class ShardedAdapter(PlainAdapter):
         """Return the virtual parameter that replaces a sharded one while graphs are traced."""
         return self._params[number].virtual
 
-    def made_of(self, number: int) -> Callable[[Any], Any] | None:
+    def made_of(self, number: int) -> Callable[..., Any] | None:
         """Return the function from a virtual parameter to the one that modules show; None if they are the same."""
         return self._params[number].made
+
+    def sent_of(self, number: int) -> tuple[torch.Tensor, ...]:
+        """Return what `made_of` takes besides the virtual parameter; see `VirtualParameter`."""
+        return self._params[number].sent
+
+    def arriving(self, number: int) -> torch.Tensor:
+        """Return the parameter without memory in whose place programs gather."""
+        known = self._params[number]
+        return known.sent[0] if known.sent else known.virtual
 
     def stand_ins(self, number: int) -> tuple[torch.Tensor, ...]:
         """Return all tensors that replace a parameter: the virtual one, and the one that modules show."""

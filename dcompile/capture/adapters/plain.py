@@ -115,10 +115,15 @@ class PlainAdapter:
         """Have parameters become trainable that have no place in earlier programs' buckets?"""
         return False
 
-    def made_of(self, number: int) -> Callable[[Any], Any] | None:
+    def made_of(self, number: int) -> Callable[..., Any] | None:
         """Return the function from a virtual parameter to the one that modules show; None if they are the same."""
         del number
         return None
+
+    def sent_of(self, number: int) -> tuple[Any, ...]:
+        """Return what `made_of` takes besides the virtual parameter."""
+        del number
+        return ()
 
     def virtual(self, number: int) -> Any:
         """Return the virtual parameter that replaces a sharded one while graphs are traced."""

@@ -198,6 +198,7 @@ class ZeroShard:
 
     offloaded = False
     parts: tuple[int, ...] = ()
+    cast = None
 
     def __init__(self, adapter: Zero3Adapter, parameter: Any, name: str, group: str) -> None:
         self._adapter = weakref.ref(adapter)
@@ -208,6 +209,7 @@ class ZeroShard:
         """Whether the parameter has a gradient of this step."""
 
     made = None
+    sent: tuple[()] = ()
 
     @property
     def shown(self) -> torch.nn.Parameter:
@@ -324,6 +326,7 @@ class FlatRange:
     """Adjacent parameters of a flat group as a unit; see `collectives.contract.ShardUnit`."""
 
     offloaded = False
+    cast = None
 
     def __init__(
         self, adapter: ZeroPartitionAdapter, group: str, index: int, bounds: tuple[int, int], part: int

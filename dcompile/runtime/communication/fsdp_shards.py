@@ -36,6 +36,7 @@ from dcompile.runtime.communication.peer_memory.shards import (
     PeerShards,
     PendingCopyGather,
 )
+from dcompile.runtime.communication.scaled_casts import update_scales
 from dcompile.runtime.communication.work import PendingCollective, count_replayed, label_of_model
 from dcompile.runtime.coordination.agreement import agree
 
@@ -109,6 +110,8 @@ class Shards:
     unreduced: DeferredGradients = field(init=False)
     """Gradients that are not reduced yet."""
     unsure: UncertainUnits = field(init=False)
+    _scale_exchanges: int = field(init=False, default=0)
+    """All-reduces that the last call took for scales."""
     _unsettled: dict[int, ShardUnit] = field(init=False, default_factory=dict)
     """Units whose gradients may still be copied to CPU memory."""
     _order: Callable[[], GatherOrder[ForeseenGather] | None] = field(
@@ -148,7 +151,19 @@ class Shards:
 
     def note(self) -> str:
         """A line for the receipt; empty if there is nothing to say."""
-        return "" if self.order is None else self.order.note()
+        return "; ".join(filter(None, ("" if self.order is None else self.order.note(), self._note_on_casts())))
+
+    def _note_on_casts(self) -> str:
+        cast = [unit.cast for unit in self.units.values() if unit.cast is not None]
+        if not cast:
+            return ""
+        dtypes = ", ".join(sorted({str(found.dtype).removeprefix("torch.") for found in cast}))
+        come = f"found by {self._scale_exchanges} all-reduce a call" if self._scale_exchanges else "the user's"
+        return f"{len(cast)} parameters are gathered as {dtypes}; their scales are {come}"
+
+    def update_scales(self) -> None:
+        """Write this call's scales of shards that are cast to 8-bit floats, before anything is gathered."""
+        self._scale_exchanges = update_scales(self.units.values(), self.groups, self.numbers)
 
     def source(
         self,
@@ -489,6 +504,7 @@ class ShardCommunication:
             self._gathering[bucket] = PendingGather(copying, [], None, peers.group, units)
             return
         group, shards = self._senders(found)
+        full, shards = _as_bytes(full), _as_bytes(shards)
         parcel = PackedUnits([full[place] for place in found.packed], group.size()) if found.packed else None
         if parcel is not None:
             alone = [place for place in range(len(full)) if place not in found.packed]
@@ -766,6 +782,14 @@ class RecordedShardCommunication(ShardCommunication):
         Valid after the call.
         """
         return [self._done[bucket.name] for bucket in self._scattered()]
+
+
+def _as_bytes(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """View 8-bit floats as integers: backends move bytes, and few operations take such floats."""
+    return [
+        tensor.view(torch.uint8) if tensor.dtype.is_floating_point and tensor.itemsize == 1 else tensor
+        for tensor in tensors
+    ]
 
 
 def _coalescing(bucket: Bucket) -> str:

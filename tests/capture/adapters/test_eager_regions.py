@@ -24,7 +24,7 @@ class One(ShardedAdapter):
         self.objection, self.gathered, self.again = objection, (), 0
         self.modules = ()
 
-    made = None
+    made, sent = None, ()
     shown = property(lambda self: self.p)
 
     def stand_ins(self, number):

@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from dcompile.collectives.contract import ScaledCast
+from dcompile.compat.shard_extensions import scales_of
+from dcompile.compat.tensors import scaled_cast
 from dcompile.runtime.communication.peer_memory.shards import ALIGN_BYTES, ConvertedShards
 
 
@@ -12,6 +15,7 @@ class Unit:
     """A shard of float32, computed with in bfloat16 unless told otherwise."""
 
     offloaded = False
+    cast: ScaledCast | None = None
 
     def __init__(self, numel: int, dtype: torch.dtype = torch.bfloat16) -> None:
         self.tensor, self.dtype = torch.rand(numel), dtype
@@ -69,3 +73,16 @@ def test_what_is_kept_already_stays():
     later = made([Unit(6)])
     later.save_memory("layers are checkpointed")
     assert later.memory(0) is None and "layers are checkpointed" in later.reason
+
+
+def test_scaled_shards_lie_beside_converted_ones():
+    """Their unit says what is sent; the buffer holds a byte for each element."""
+    scaled, plain = Unit(300), Unit(7)
+    scaled.cast = ScaledCast(torch.float8_e4m3fn, torch.tensor(100.0), lambda: None, scales_of)
+    copies = made([scaled, plain])
+    copies.convert([0, 1])
+    expected = scaled_cast(scaled.tensor, scaled.cast.scale, torch.float8_e4m3fn)
+    assert torch.equal(copies.sent(0).view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(copies.sent(1), plain.tensor.bfloat16())
+    gathered = made([scaled, plain], "gather")
+    assert gathered.memory(0) is None and torch.equal(gathered.sent(0).float(), expected.float())

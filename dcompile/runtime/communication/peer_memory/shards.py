@@ -41,6 +41,7 @@ from dcompile.collectives.contract import ShardGroup, ShardUnit
 from dcompile.logs import report
 from dcompile.machine_model import MIN_COPIED_BYTES
 from dcompile.runtime.communication.peer_memory.mapped_regions import MappedRegions, PeerMemoryAccess, reach_of
+from dcompile.runtime.communication.scaled_casts import cast_shard, sent_dtype
 from dcompile.runtime.communication.work import PendingCollective, start_sum
 
 MAX_MEMORY_SHARE = 1 / 16
@@ -78,20 +79,24 @@ class ConvertedShards:
 
     def sent(self, number: int) -> torch.Tensor:
         """This rank's shard as a gather sends it: the converted copy if there is one, as `convert` wrote it last."""
-        kept = self.memory(number)
-        return self._units[number].data() if kept is None else kept
+        kept, unit = self.memory(number), self._units[number]
+        if kept is None:
+            return unit.data() if unit.cast is None else cast_shard(unit)
+        return kept
 
     def convert(self, numbers: Collection[int]) -> None:
         """Write the converted shards of these units, with one kernel for each pair of dtypes.
 
-        Pairs of dtypes are copied separately: on GPUs, some versions of torch copy a list as if all had the first one's
-        dtype.
+        A shard that is scaled takes a kernel of its own. Pairs of dtypes are copied separately: on GPUs, some versions
+        of torch copy a list as if all had the first one's dtype.
         """
         kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for number in numbers:
-            kept = self.memory(number)
-            if kept is not None and kept.numel():
-                stored = self._units[number].stored()
+            kept, unit = self.memory(number), self._units[number]
+            if kept is not None and unit.cast is not None:
+                cast_shard(unit, kept)
+            elif kept is not None and kept.numel():
+                stored = unit.stored()
                 targets, sources = kinds.setdefault((kept.device, kept.dtype, stored.dtype), ([], []))
                 targets.append(kept)
                 sources.append(stored)
@@ -103,15 +108,19 @@ class ConvertedShards:
         """Allocate one storage for each device and dtype, with a slice for each converted unit."""
         with torch.inference_mode(False), compat.tensors.real_tensors(), torch.no_grad():
             stored = {number: unit.stored() for number, unit in self._units.items() if not unit.offloaded}
-            converted = {n: shard for n, shard in stored.items() if shard.dtype != self._units[n].dtype}
+            dtypes = {n: sent_dtype(self._units[n]) for n in stored}
+            converted = {n: shard for n, shard in stored.items() if shard.dtype != dtypes[n]}
             self.reason = self._objection(converted)
             found: dict[int, torch.Tensor] = {}
             if self.reason:
                 return found
-            kinds = dict.fromkeys((shard.device, self._units[number].dtype) for number, shard in converted.items())
+            kinds = dict.fromkeys((shard.device, dtypes[number]) for number, shard in converted.items())
             for device, dtype in kinds:
-                here = {n: s for n, s in converted.items() if (s.device, self._units[n].dtype) == (device, dtype)}
+                here = {n: s for n, s in converted.items() if (s.device, dtypes[n]) == (device, dtype)}
                 found |= _laid_out(here, device, dtype)
+            for number, kept in found.items():
+                if self._units[number].cast is not None:  # its kernel is compiled now, and not while a graph records
+                    cast_shard(self._units[number], kept)
             return found
 
     def _objection(self, converted: Mapping[int, torch.Tensor]) -> str:
@@ -119,7 +128,7 @@ class ConvertedShards:
             return ""
         if self._way == "gather":
             return "option shard_copies='gather'"
-        nbytes = sum(shard.numel() * self._units[number].dtype.itemsize for number, shard in converted.items())
+        nbytes = sum(shard.numel() * sent_dtype(self._units[number]).itemsize for number, shard in converted.items())
         device = next(iter(converted.values())).device
         if self._saves_memory:
             return f"to save {nbytes >> 20} MiB, since {self._saves_memory} (option shard_copies)"
@@ -203,7 +212,7 @@ class PeerShardGroup:
             if self._converted.memory(number) is not None:
                 continue
             if unit.address() != held.data_ptr():
-                held.copy_(unit.data())
+                held.copy_(self._converted.sent(number))
                 if not self._moved:
                     self._moved = True
                     report(
@@ -277,7 +286,7 @@ class PeerShards:
             names -= partly
             units = self._units_of(names)
             on_gpu = (unit for unit in units.values() if not unit.offloaded)
-            gathered = sum(unit.stored().numel() * unit.dtype.itemsize for unit in on_gpu) * process_group.size()
+            gathered = sum(unit.stored().numel() * sent_dtype(unit).itemsize for unit in on_gpu) * process_group.size()
             if names and gathered >= MIN_COPIED_BYTES * len(names):
                 with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                     found[id(process_group)] = PeerShardGroup(process_group, units, self._converted, device, reach)

@@ -324,10 +324,7 @@ class Shards:
             return
 
         def start(limit_s: float | None) -> Any:
-            options = dist.AllreduceOptions()
-            options.reduceOp = pending.rule.reduce
-            compat.groups.limit(options, limit_s)
-            return replicas.allreduce([flat], options)
+            return compat.groups.start_all_reduce(replicas, [flat], pending.rule.reduce, limit_s)
 
         with named_error(f"the {pending.name} among replicas", shards, self.units, replicas):
             text = f"{pending.name} among replicas ({flat.numel()} elements)"

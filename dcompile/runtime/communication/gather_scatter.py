@@ -65,7 +65,7 @@ def start_scatter(
     """
     if _over_gloo(group, full) and op in (ReduceOp.SUM, ReduceOp.AVG):
         return GlooReduceScatter(group, shards, full, op == ReduceOp.AVG, limit_s)
-    return compat.groups.start_scatter(group, list(shards), list(full), op, limit_s)
+    return compat.groups.start_reduce_scatter(group, shards, full, op, limit_s)
 
 
 def start_gather(
@@ -77,7 +77,7 @@ def start_gather(
     """
     if _over_gloo(group, full):
         return GlooAllGather(group, full, shards, limit_s)
-    return compat.groups.start_gather(group, list(full), list(shards), limit_s)
+    return compat.groups.start_gather(group, full, shards, limit_s)
 
 
 def _over_gloo(group: Any, full: Sequence[torch.Tensor]) -> bool:
@@ -170,7 +170,7 @@ class GlooReduceScatter(PendingMessages):
         rows = [tensor.view(self._ranks, -1) for _, tensor in message]  # contiguous: a unit is one flat tensor
         sent = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         received = torch.empty_like(sent)
-        self._works.append(compat.groups.start_exchange(group, received.view(-1), sent.view(-1), limit_s))
+        self._works.append(compat.groups.start_all_to_all(group, received.view(-1), sent.view(-1), (), (), limit_s))
         widths = [row.shape[1] for row in rows]
         places = torch.split(received, widths, 1)
         self._parts += [(shard, parts) for (shard, _), parts in zip(message, places, strict=True)]

@@ -117,30 +117,6 @@ def short_guard_of_hooks(told: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def remembered_lines() -> Iterator[None]:
-    """Look up each line of the model once for all guards that come from it.
-
-    A guard names its line for the reason of a recompilation. Copied layers have thousands of guards, on a few lines.
-    """
-    from torch._dynamo import guards
-
-    own = getattr(guards, "format_frame", None)
-    if own is None:
-        yield
-        return
-    known: dict[Any, str] = {}
-
-    def format_frame(frame: Any, **keywords: Any) -> str:
-        key = frame.filename, frame.lineno, frame.name, *keywords.items()
-        if key not in known:
-            known[key] = own(frame, **keywords)
-        return known[key]
-
-    with unittest.mock.patch.object(guards, "format_frame", format_frame):
-        yield
-
-
-@contextlib.contextmanager
 def collect_finalizers(found: list[Any]) -> Iterator[None]:
     """Append the finalizers of guards made in this context to `found`, to be detached once the guards are unused.
 

@@ -85,35 +85,6 @@ def no_unread_backwards() -> contextlib.AbstractContextManager[Any]:
     return replaced_attribute(partitioners, "reordering_to_mimic_autograd_engine", reordering)
 
 
-def no_unread_code() -> contextlib.AbstractContextManager[Any]:
-    """Write no Python for the module in which Dynamo places a captured graph to insert checks of sizes.
-
-    Nothing calls that module: another one is made for the compiler, whose text is written when somebody asks for it.
-    """
-    from torch._dynamo import output_graph
-    from torch.fx import GraphModule
-
-    written, thread = GraphModule.recompile, get_ident()
-
-    def later(module: Any) -> Any:
-        is_new = "_code" not in module.__dict__
-        return None if is_new and get_ident() == thread else written(module)
-
-    @contextlib.contextmanager
-    def inserting(timed: Any) -> Iterator[None]:
-        with timed, unittest.mock.patch.object(GraphModule, "recompile", later):
-            yield
-
-    def timing(own: Callable[..., Any]) -> Callable[..., Any]:
-        def time(key: str, *given: Any, **keywords: Any) -> Any:
-            timed = own(key, *given, **keywords)
-            return inserting(timed) if key == "insert_deferred_runtime_asserts" else timed
-
-        return time
-
-    return replaced_attribute(output_graph, "dynamo_timed", timing)
-
-
 @contextlib.contextmanager
 def no_unread_latencies() -> Iterator[None]:
     """Make Dynamo time a frame's new guards only where the result is logged.

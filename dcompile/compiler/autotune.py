@@ -92,8 +92,8 @@ def winner(calls: Mapping[Name, Callable[[], object]], usual: Name) -> Name:
 def operands(geometry: Geometry, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Make left, right and out of a geometry with random numbers: zeros take less power, and so less time."""
     g, draw = geometry, torch.Generator(device).manual_seed(0)  # not the user's generator
-    left = _matrix(g.dtype, g.n, g.k, g.turned_b, g.lead_b, draw)
-    right = _matrix(g.dtype, g.k, g.m, g.turned_a, g.lead_a, draw)
+    left = _matrix(g.dtype, g.n, g.k, g.transposed_b, g.lead_b, draw)
+    right = _matrix(g.dtype, g.k, g.m, g.transposed_a, g.lead_a, draw)
     return left, right, _matrix(g.dtype, g.n, g.m, False, g.lead_out, draw)
 
 

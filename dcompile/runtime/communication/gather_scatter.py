@@ -130,20 +130,20 @@ class GlooAllGather(PendingMessages):
         self, group: Any, full: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], limit_s: float | None
     ) -> None:
         super().__init__()
-        self._parcels: list[PackedUnits] = []
+        self._packed: list[PackedUnits] = []
         for places in _messages(full):
             if len(places) == 1:
                 received, sent = full[places[0]], shards[places[0]]
             else:
-                parcel = PackedUnits([full[place] for place in places], group.size())
-                received, sent = parcel.whole, torch.cat([shards[place] for place in places])
-                self._parcels.append(parcel)
+                packed = PackedUnits([full[place] for place in places], group.size())
+                received, sent = packed.whole, torch.cat([shards[place] for place in places])
+                self._packed.append(packed)
             self._works.append(compat.groups.start_gather_of_one(group, received, sent, limit_s))
 
     def _unpack(self) -> None:
-        for parcel in self._parcels:
-            parcel.unpack()
-        self._parcels = []
+        for packed in self._packed:
+            packed.unpack()
+        self._packed = []
 
 
 class GlooReduceScatter(PendingMessages):

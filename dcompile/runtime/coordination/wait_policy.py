@@ -117,7 +117,7 @@ class PeerView(Protocol):
     rank: int
     world: int
     aborted: str
-    told: threading.Event
+    reported: threading.Event
     caller: int | None
 
     def limit_s(self) -> float:

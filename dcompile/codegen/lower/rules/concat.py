@@ -288,7 +288,7 @@ class _PaddingRule:
 
     anywhere: Callable[[Body, Index, Size], Ref]
     before: Callable[[Index, Size], Index]
-    behind: Callable[[Index, Size], Index]
+    after: Callable[[Index, Size], Index]
 
 
 _MIRRORED = _PaddingRule(_mirrored, lambda at, _: at * -1, lambda at, size: as_index(size) * 2 - 2 - at)
@@ -333,7 +333,7 @@ def _pad_by(
 
         def beyond() -> Ref:
             with _where(body, not_below(body, moved, size)):
-                return element(way.behind(moved, size))
+                return element(way.after(moved, size))
 
         return to_dtype(
             body, either(body, below(body, moved, 0), lambda: element(way.before(moved, size)), later), dtype

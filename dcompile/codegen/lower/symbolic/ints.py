@@ -54,7 +54,7 @@ def scalar(low: Lowering, node: Node, value: Any, args: Any, kwargs: dict[str, A
     if size is not None:
         index = as_index(size)
         symbol = str(index)
-        if index.variables <= low.known | low.told or index != var(symbol):
+        if index.variables <= low.known | low.defined or index != var(symbol):
             if op_text(node.target) == OUT_OF_A_TENSOR:
                 _check(low, node, args, size)
             return size

@@ -174,8 +174,8 @@ class Lowering:
             return tensor
         key = id(tensor)
         if key not in self._stored:
-            if tensor.base is not None and tensor.again is not None:
-                stored = replace(tensor.again(self.memory(tensor.base)), strides=tensor.strides)
+            if tensor.base is not None and tensor.rebuilt_on is not None:
+                stored = replace(tensor.rebuilt_on(self.memory(tensor.base)), strides=tensor.strides)
                 stored = stored if stored.view is not None else self.store(tensor)
             else:
                 stored = self.store(tensor)

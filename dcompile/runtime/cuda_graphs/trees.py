@@ -41,7 +41,7 @@ from dcompile.collectives.contract import AnySource
 from dcompile.errors import NotInPartsError
 from dcompile.runtime.communication.work import count_replayed
 from dcompile.runtime.cuda_graphs.collectives import RecordedCall, call_of
-from dcompile.runtime.cuda_graphs.partitioned import PiecewiseRecording, RecordedRun, record_whole
+from dcompile.runtime.cuda_graphs.partitioned import PiecewiseRecording, RecordedRun, borrowed, record_whole
 from dcompile.runtime.cuda_graphs.recording import (
     CopiedInput,
     GraphRecorder,
@@ -87,13 +87,13 @@ MIN_CALLS_TO_REPLACE = 8
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Recorded:
-    """A recording to serve this call. `ran`: the call's new results, if it ran while it was recorded.
+    """A recording to serve this call. `new`: the call's new results, if it ran while it was recorded.
 
     `fails`: whether it serves this call only.
     """
 
     recording: Recording
-    ran: Sequence[Any] | None = None
+    new: Sequence[Any] | None = None
     fails: bool = False
 
 
@@ -269,7 +269,7 @@ class ReplayedExecutable:
 
     def _replay(self, made: Recorded, args: list[Any], call: RecordedCall) -> list[Any]:
         recording = made.recording
-        results = recording.run(args, call.memories, made.ran)
+        results = recording.run(args, call.memories, made.new)
         for group, labels in recording.collectives.items():
             count_replayed(group, labels)
         call.happened(results)
@@ -337,7 +337,7 @@ class ReplayedExecutable:
             )
             for number, value in enumerate(results)
         )
-        ran = [value if number in run.new else None for number, value in enumerate(results)] if run.ran else None
+        new = [value if number in run.new else None for number, value in enumerate(results)] if run.has_run else None
         run.results = results = []  # the recording must be the only holder
         made.settle()
         layouts_fit = compat.guards.like_these([args[place] for place in fixed]) if self._saved and fixed else None
@@ -358,7 +358,7 @@ class ReplayedExecutable:
             self._program.release()
             self.report.recordings += 1
             self._note_pieces(run)
-        return Recorded(recording, ran, run.failed)
+        return Recorded(recording, new, run.failed)
 
     def _record_program(self, inside: list[list[Any]], call: RecordedCall, pool: int) -> RecordedRun | None:
         """Record the program with the arguments in `inside`, which are popped: only the recording may hold them.
@@ -454,7 +454,7 @@ class ReplayedExecutable:
                 and args[position].untyped_storage().data_ptr() in taken
                 and not is_virtual(args[position])
             ):
-                args[position] = _placeholder(args[position])
+                args[position] = borrowed(args[position])
         return inside
 
 
@@ -480,14 +480,6 @@ def _stays(tensor: torch.Tensor, taken: dict[int, ResultMemory]) -> bool:
         or compat.tensors.is_static_input(tensor)
         or tensor.untyped_storage().data_ptr() in taken
     )
-
-
-def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
-    """Make a tensor at the same address that owns nothing, so that the recording can free the original."""
-    storage = tensor.untyped_storage()
-    outside = compat.tensors.storage_at(storage.data_ptr(), storage.nbytes(), storage.device)
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(outside, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class StableInputDetector:

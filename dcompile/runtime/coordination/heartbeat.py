@@ -1,15 +1,14 @@
-"""Heartbeat and coordination between the ranks of a process group, over its store.
+"""Heartbeat, coordination and watchdog of the ranks of a process group, over its store.
 
 A thread with its own connection publishes this rank's status once a second, and checks whether the job was called off.
 So a waiting rank can distinguish a peer that compiles from one that is late, and no rank waits forever. The thread also
 compares the order of started collectives with rank 0's. None of this uses a collective, so it works when collectives do
 not. In a step, a rank only adds each collective to a checksum; it does not access the store.
 
-Watchdog: a thread that notices GPU collectives that will never end, and unblocks the host.
-
-With Gloo the host waits for a collective and can check its peers meanwhile (`communication.work`). With NCCL a stream
-waits. The host blocks only where it reads a result back, in a CUDA call that nothing interrupts. A CUDA event after
-each collective lets another thread see the first one that is not complete.
+The watchdog notices GPU collectives that will never end, and unblocks the host. With Gloo the host waits for a
+collective and can check its peers meanwhile (`communication.work`). With NCCL a stream waits. The host blocks only
+where it reads a result back, in a CUDA call that nothing interrupts. A CUDA event after each collective lets another
+thread see the first one that is not complete.
 
 So the coordinator's thread checks whether the GPU is stuck while a rank is gone, or is silent beyond the group's limit.
 If it is, or if the job was called off, communicators are aborted. The GPU then goes on with wrong values. The thread

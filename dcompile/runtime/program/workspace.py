@@ -5,7 +5,7 @@ passes an input of the forward in its present state. New memory (`p.data = p.dat
 strides or dtype without a change of its version counter. Hooks for saved tensors may return any layout (`save_on_cpu`
 with pinned memory). Eager's operators read each tensor's strides; compiled kernels expect one layout.
 
-Functions that host programs call besides ATen's, mostly checks of values that are known only at run time.
+Host programs call functions of a workspace besides ATen's, mostly checks of values that are known only at run time.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ needed. `make(run, *sizes)` then prepares a call for these sizes, and later call
 sizes, known only after a library call, are not among them. Kernels receive those as arguments, as they do addresses,
 and GPU launches their grids.
 
-Statements that start collectives and wait for them.
+Statements that start collectives, and those that wait for them, come last in this file.
 """
 
 from __future__ import annotations

@@ -11,19 +11,16 @@ the same words in each call, and counts them. So kernels whose programs have oth
 
 Sums are computed in float32 in the order of ranks, and rounded once. So all ranks have the same bits.
 
-Where a loop over the sum's rows follows, the kernel ends with it (`schedule.fusion.all_reduce_epilogue`). A program
+Where a loop over the sum's rows follows, such as a residual addition with its norm, the kernel ends with it. A program
 then has a row. It sends its words of the sum to all ranks. While they arrive, it loads what else the loop reads. The
 loop's loads of the sum are the tile of sums in registers, rounded as they would be in memory.
-
-`runtime.communication.peer_memory.one_shot` launches it.
-
-Find loops that the kernel of a small all-reduce can end with: the residual addition and the norm that read the sum.
 
 A row of a decoded token is small. Each rank has all of the sum, so it can compute the whole row in the program that has
 received it. That saves a launch and a round trip through memory, which take as long as the exchange itself. The loop
 stays a step of the program: where ranks use the group's own collective, its own kernel runs after the wait.
 
-Any loop over rows qualifies: RMSNorm, LayerNorm, softmax, or an addition alone. Names of operations are not looked at.
+Any loop over rows qualifies: RMSNorm, LayerNorm, softmax, or an addition alone. Names of operations do not matter.
+`runtime.communication.peer_memory.one_shot` launches the kernel.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Rules that join or pad tensors: an element's coordinates determine the argument that it comes from.
 
-Rules that pad tensors by reflection or by replication of their edges.
-
-Replication of channels-last images is torch's decomposition, which alone reproduces eager's layout
-(`decompositions.aten.replication_pad`).
+Padding shows elements by reflection, or replicates edges. Replication of channels-last images is torch's decomposition,
+which alone reproduces eager's layout (`decompositions.aten.replication_pad`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Memory planning: live ranges over the final order of steps, then offsets in the arena or placements in donors.
 
-Allocate large temporaries on GPUs separately from the arena, when they are needed.
-
-An arena counts from the first step to the last, even while the forward's saved tensors are at their peak. On CPUs,
-temporaries reuse external memory instead (`reuse_external.py`), since pages that were used before are cheap. PyTorch's
-GPU allocator reuses memory in a microsecond, in stream order. So large temporaries are allocated separately and freed
-after their last use; the first gradients overwrite the saved tensor that they are computed from. A few small
-temporaries follow if they alone make the arena larger than its need at the peak. Such a block is alive with the largest
-one but not at the peak, or lives from a step after the peak to the end.
+On GPUs, large temporaries are allocated separately from the arena, when they are needed. An arena counts from the first
+step to the last, even while the forward's saved tensors are at their peak. On CPUs, temporaries reuse external memory
+instead (`reuse_external.py`), since pages that were used before are cheap. PyTorch's GPU allocator reuses memory in a
+microsecond, in stream order. So large temporaries are allocated separately and freed after their last use; the first
+gradients overwrite the saved tensor that they are computed from. A few small temporaries follow if they alone make the
+arena larger than its need at the peak. Such a block is alive with the largest one but not at the peak, or lives from a
+step after the peak to the end.
 
 The arena outlives the program: a model's backward has the forward's, beside all saved tensors, and so has the caller
 between two steps. So large blocks, such as logits, leave it even if that does not lower the program's own peak.

@@ -34,7 +34,7 @@ PARAMETERS_ANEW = (
 
 
 def _check_unchanged(info: ParamInfo, parameter: torch.Tensor) -> None:
-    """Raise if a parameter is not as its place in the buckets was planned, as behind `ddp.module.double()`."""
+    """Raise if a parameter is not as its place in the buckets was planned, as after `ddp.module.double()`."""
     now = replace(
         info,
         shape=tuple(parameter.shape),
@@ -269,7 +269,7 @@ class DdpAdapter(PlainAdapter):
         self.state = "stock" if self.reasons else "taken"
 
     def _used_behind(self) -> list[str]:
-        """Return why DDP's reducer has begun with this backward: parameters used behind the module, as by a loss."""
+        """Return why DDP's reducer has begun with this backward: parameters used after the module, as by a loss."""
         task = compat.autograd.backward_task()
         names = [self._infos[number].fqn for number, last in self._reached.items() if last == task]
         return [f"outside of the module's forward, its result is used with {counted_names(names)}"] if names else []

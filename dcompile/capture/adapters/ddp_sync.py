@@ -46,11 +46,11 @@ class SynchronizedBackward:
     buckets: list[GradientBuckets] = field(default_factory=list)
     """Buckets of each program, in the order in which the programs ran."""
     numbers: list[frozenset[int]] = field(default_factory=list)
-    """If `behind`: the parameters with gradients in each entry of `buckets`."""
+    """If `after_backward`: the parameters with gradients in each entry of `buckets`."""
     used: set[int] = field(default_factory=set)
     """Parameters that the programs use and that the loss needs, also those of which autograd gives no gradient."""
     merged: MergedGradients = field(default_factory=MergedGradients)
-    """If not `behind`: what the programs have reduced."""
+    """If not `after_backward`: what the programs have reduced."""
 
 
 class DdpSync(GradientSync):

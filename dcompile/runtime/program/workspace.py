@@ -401,7 +401,7 @@ class HostProgramServices:
         """One of the model's own collectives.
 
         `kernel`: the one kernel that it may be. It has a name, a function, and words of a program. Then come whether it
-        ends with the loop behind the collective, the number of values that a call gives, and that loop's arguments.
+        ends with the loop after the collective, the number of values that a call gives, and that loop's arguments.
         """
         from dcompile.runtime.communication.model_collectives import ModelCollective  # late: few programs have any
 

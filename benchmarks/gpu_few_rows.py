@@ -21,7 +21,14 @@ from typing import Any
 import torch
 
 from benchmarks.common import environment, finish, geomean, gpu_time, table
-from dcompile.compiler.autotune import SkinnyCandidates, contest_calls, launch_calls, library_call, make_copies, medians
+from dcompile.compiler.autotune import (
+    contest_calls,
+    launch_calls,
+    library_call,
+    make_copies,
+    medians,
+    skinny_candidates,
+)
 from dcompile.compiler.driver import Pipeline
 from dcompile.config import Config
 from dcompile.ir.nodes import Loop, Program, Tile
@@ -96,7 +103,7 @@ class Line:
         made = program(self.kind, rows, self.depth, self.columns)
         (loop,) = made.steps
         assert isinstance(loop, Loop), "a program of one loop"
-        self.candidates = SkinnyCandidates(loop, made.table)
+        self.candidates = skinny_candidates(loop, made.table)
         self.nbytes = (2 if self.kind == "gated" else 1) * self.depth * self.columns * 2
 
     def measure(self, archives: Mapping[str, Path], rounds: int, rate: float) -> dict[str, Any]:

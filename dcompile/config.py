@@ -19,13 +19,9 @@ TRUTH_VALUES = ("0", "1", "false", "true", "")
 """Texts of truth values, in lower case."""
 
 
-def setting(default: Any, text: str, *, in_key: bool = True, option: str = "", idle: str = "") -> Any:
-    """Define a field of `Config`: default, help, whether kernels depend on it, and its option name if that has a dot.
-
-    `idle`: why an option that torch.compile knows has no effect here. The docs and the receipt repeat it.
-    """
-    facts = {"help": text, "in_key": in_key and not idle, "option": option, "idle": idle}
-    return dataclasses.field(default=default, metadata=facts)
+def setting(default: Any, text: str, *, in_key: bool = True, option: str = "") -> Any:
+    """Define a field of `Config`: default, help, whether kernels depend on it, and an option's name that has a dot."""
+    return dataclasses.field(default=default, metadata={"help": text, "in_key": in_key, "option": option})
 
 
 def variable_name(name: str) -> str:
@@ -69,10 +65,6 @@ def _fraction(name: str, value: Any) -> float:
     if isinstance(value, bool) or not 0 <= found <= 1:
         raise OptionError(f"dcompile: {name}={value!r} should be a number from 0 to 1")
     return found
-
-
-def idle_text(f: dataclasses.Field[Any]) -> str:
-    return f" Accepted without effect: {f.metadata['idle']}." if f.metadata["idle"] else ""
 
 
 def chunk_count(value: Any) -> int | str:
@@ -214,12 +206,33 @@ _REASONS: Mapping[str, str] = {
         bucket_reduce_scatters_fx_bucket_size_determinator dedup_reduce_scatters estimate_op_runtime inter_node_bw
         intra_node_bw reorder_for_compute_comm_overlap_passes reorder_prefetch_limit
     """,
+    "block sizes and warps of dcompile's kernels follow from their sizes and are not measured": """
+        coordinate_descent_tuning
+    """,
+    "recordings of a model always share memory, in a tree like torch's": "triton.cudagraph_trees",
+    "decompositions follow from `kernels` alone": "selective_decompose",
+    "one order is planned for memory and overlap together": "reorder_for_peak_memory",
+    "the cost model always places dcompile's collectives so; the model's own keep the places of their waits": """
+        reorder_for_compute_comm_overlap
+    """,
+    "steps between the CUDA graphs of a program stay in its order": "triton.reorder_for_reducing_graph_partitions",
+    "inductor's passes do not run": "use_pre_grad_passes use_joint_graph_passes use_post_grad_passes",
+    "operations whose results are not used are always removed": "use_dce",
+    "a buffer's memory is always used again after its last reader": "allow_buffer_reuse",
     "selective checkpoints choose among the operators of the traced graph": "wrap_inductor_compiled_regions",
     "launching is the host program's": "use_fast_triton_launcher use_launch_metadata_schema use_static_cuda_launcher",
 }
 
 REASON_OF: Mapping[str, str] = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """Option -> why it has no effect here."""
+
+USUAL: Mapping[str, bool] = {
+    "coordinate_descent_tuning": False, "triton.cudagraph_trees": True, "selective_decompose": False,
+    "reorder_for_peak_memory": True, "reorder_for_compute_comm_overlap": False,
+    "triton.reorder_for_reducing_graph_partitions": True, "use_pre_grad_passes": True, "use_joint_graph_passes": True,
+    "use_post_grad_passes": True, "use_dce": True, "allow_buffer_reuse": True,
+}  # fmt: skip
+"""Default values of those that modes of torch.compile list: the receipt says nothing of them."""
 
 
 DUMP_DIRECTORY = "dcompile_dump"
@@ -411,11 +424,6 @@ class Config:
         "one if it beats ATen's choice. For products of 2 to 16 rows, measure tiles of dcompile's kernels, and the "
         "library.",
     )
-    coordinate_descent_tuning: bool = setting(
-        False,
-        "Measure block sizes and warps of kernels, step by step.",
-        idle="block sizes and warps of dcompile's kernels follow from their sizes and are not measured",
-    )
     shape_padding: bool = setting(
         True,
         "Pad large 16-bit matrices on GPUs with zeros if their rows are not multiples of 16 bytes: their matmuls take "
@@ -427,62 +435,8 @@ class Config:
         in_key=False,
         option="triton.cudagraphs",
     )
-    triton_cudagraph_trees: bool = setting(
-        True,
-        "Let the CUDA graphs of a model share memory.",
-        in_key=False,
-        option="triton.cudagraph_trees",
-        idle="recordings of a model always share memory, in a tree like torch's",
-    )
     fallback_by_default: bool = setting(
         False, "Leave every kernel to ATen, as `kernels='aten'` does, unless `kernels` says otherwise.", in_key=False
-    )
-    selective_decompose: bool = setting(
-        False,
-        "Decompose only operations that kernels are generated for.",
-        idle="decompositions follow from `kernels` alone",
-    )
-    reorder_for_peak_memory: bool = setting(
-        True,
-        "Order operations by the memory that is live meanwhile.",
-        idle="one order is planned for memory and overlap together",
-    )
-    reorder_for_compute_comm_overlap: bool = setting(
-        False,
-        "Move collectives to where computation hides them.",
-        idle="the cost model always places dcompile's collectives so; the model's own keep the places of their waits",
-    )
-    triton_reorder_for_reducing_graph_partitions: bool = setting(
-        True,
-        "Order operations for few CUDA graphs.",
-        in_key=False,
-        option="triton.reorder_for_reducing_graph_partitions",
-        idle="steps between the CUDA graphs of a program stay in its order",
-    )
-    use_pre_grad_passes: bool = setting(
-        True,
-        "Rewrite graphs before they are traced.",
-        idle="inductor's passes do not run",
-    )
-    use_joint_graph_passes: bool = setting(
-        True,
-        "Rewrite graphs of forward and backward.",
-        idle="inductor's passes do not run",
-    )
-    use_post_grad_passes: bool = setting(
-        True,
-        "Rewrite graphs after their partition.",
-        idle="inductor's passes do not run",
-    )
-    use_dce: bool = setting(
-        True,
-        "Remove operations whose results are not used.",
-        idle="they always are",
-    )
-    allow_buffer_reuse: bool = setting(
-        True,
-        "Reuse a buffer's memory after its last reader.",
-        idle="memory is always planned so",
     )
     ignored: tuple[tuple[str, Any], ...] = dataclasses.field(default=(), compare=False)
     """Options of TorchInductor that were given but have no effect, with their values; not an option itself."""
@@ -495,7 +449,8 @@ class Config:
         if options is not None and not isinstance(options, Mapping):
             raise OptionError(f"dcompile: options must be a dict, not {type(options).__name__}")
         options = {str(name).replace("-", "_"): value for name, value in (options or {}).items()}
-        ignored = tuple((name, value) for name, value in options.items() if name in REASON_OF)
+        usual = {name for name, value in USUAL.items() if options.get(name) == value}
+        ignored = tuple((name, value) for name, value in options.items() if name in REASON_OF and name not in usual)
         chosen = {_field_of(name): value for name, value in options.items() if name not in REASON_OF}
         mode = chosen.pop("mode", mode) or "default"
         if mode not in MODES:
@@ -528,12 +483,7 @@ class Config:
         return () if self.size_classes == "auto" else tuple(map(int, self.size_classes.split(",")))
 
     def idle(self) -> tuple[str, ...]:
-        """A line for each changed option without effect, with the reason, and for misspelt environment variables."""
-        options = (
-            f"option {option_name(f)}={getattr(self, name)} has no effect: {f.metadata['idle']}"
-            for name, f in _fields().items()
-            if f.metadata["idle"] and getattr(self, name) != f.default
-        )
+        """A line for each option without effect, with the reason, and for misspelt environment variables."""
         ignored = (f"option {name}={value} has no effect: {REASON_OF[name]}" for name, value in self.ignored)
         ours = [variable_name(name) for name in _fields()]
         others = sorted(set(os.environ).difference(ours))
@@ -542,7 +492,7 @@ class Config:
             for name in others
             if name.startswith("DCOMPILE_")
         )
-        return (*options, *ignored, *variables)
+        return (*ignored, *variables)
 
     def key(self) -> str:
         """Text of all settings that generated code depends on, one a line."""
@@ -603,7 +553,4 @@ def option_names() -> list[str]:
 
 def describe() -> list[tuple[str, str, str, str]]:
     """(option, environment variable, default, help) of every setting, for the docs' table."""
-    return [
-        (option_name(f), variable_name(name), repr(f.default), f.metadata["help"] + idle_text(f))
-        for name, f in _fields().items()
-    ]
+    return [(option_name(f), variable_name(name), repr(f.default), f.metadata["help"]) for name, f in _fields().items()]

@@ -69,6 +69,8 @@ NO_FUNCTION = frozenset((
     "ran", "said", "spread", "together", "told", "told_apart", "turned",
 ))  # fmt: skip
 """Of these, what no function of the package is called. Others are plain English for what a small function returns."""
+FIELDS = frozenset(("pieces", "together"))
+"""Of these, what fields may be called: a CUDA graph records a piece, and units have a number that they share."""
 FOLDERS = {"host"}
 """Words that name a folder: `emit/host` writes programs of the host."""
 LIMITS = frozenset(("LEAST", "MOST", "NEAR", "WORTH", "FEW", "AHEAD"))
@@ -122,6 +124,23 @@ def test_no_class_has_a_private_name() -> None:
 def test_no_function_has_a_private_name() -> None:
     functions = defined(ast.FunctionDef, ast.AsyncFunctionDef)
     wrong = [field_word(name, module) for name, module in functions if name.strip("_") in NO_FUNCTION]
+    assert not wrong, "\n".join(wrong)
+
+
+def fields() -> Iterator[tuple[str, str]]:
+    """(name, module) of all attributes that the package sets, and of all fields of its classes."""
+    for path, module in modules():
+        for node in nodes_of(path.read_text()):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                yield node.attr, module
+            elif isinstance(node, ast.ClassDef):
+                annotated = (part.target for part in node.body if isinstance(part, ast.AnnAssign))
+                yield from ((target.id, module) for target in annotated if isinstance(target, ast.Name))
+
+
+def test_no_field_has_a_private_name() -> None:
+    names = NO_FUNCTION - FIELDS
+    wrong = [field_word(name, module) for name, module in fields() if name.strip("_") in names]
     assert not wrong, "\n".join(wrong)
 
 

@@ -48,7 +48,8 @@ PAIRS = 5
 SECONDS_OF_PART = 0.2
 """Time of the steps between two turns."""
 PLANNED = ("llama", "bert")
-"""Models whose planning is timed for patches."""
+"""Models whose planning is timed for patches, after that of a small function."""
+SMALL_FUNCTIONS = 20
 LEAVE_OUT = ("no_unread_names", "no_unread_counters", "no_unread_graphs", "no_unread_latencies")
 """Patches in whose place a function of torch would run: its time is what they save."""
 
@@ -360,8 +361,9 @@ def patches() -> None:
     tried = [p for p in registry.PATCHES if p.name in LEAVE_OUT and registry.status_of(p) == "applies"]
     left = tuple(patch for patch in registry.PATCHES if patch not in tried)
     models = known()
+    planned = {"a small function": _small_function, **{model: models[f"models/{model}/train"] for model in PLANNED}}
     models["models/mlp/train"](_explain)  # imports count for none
-    for model in PLANNED:
+    for model, case in planned.items():
         spent = dict.fromkeys((patch.name for patch in tried), 0.0)
         torch._dynamo.reset()
         torch.manual_seed(0)
@@ -369,12 +371,18 @@ def patches() -> None:
             entered.enter_context(mock.patch.object(registry, "PATCHES", left))
             for patch in tried:
                 entered.enter_context(_timed(patch, spent))
-            total = _seconds(lambda name=model: models[f"models/{name}/train"](_explain), 1)
+            total = _seconds(functools.partial(case, _explain), 1)
         prices = read()
         for name, seconds in spent.items():
             print(f"{name} {model}: {seconds / total:+.1%} of {total:.2f} s", flush=True)
             prices.setdefault(name, {}).setdefault("gain", {})[f"planning {model}"] = round(seconds / total, 3)
         write(prices)
+
+
+def _small_function(explain: Callable[..., Any]) -> None:
+    for _ in range(SMALL_FUNCTIONS):
+        torch._dynamo.reset()
+        explain(torch.compile(lambda x: (x.sin() * 2).sum(), backend="dcompile"), torch.randn(64, 64).requires_grad_())
 
 
 def _explain(*args: Any, **keywords: Any) -> Any:

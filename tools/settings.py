@@ -16,8 +16,8 @@ Each setting is an option, `dcompile.compile(model, options={"name": value})` or
 environment variable. Options win. An unknown name raises `OptionError` (a `ValueError`, and a `RuntimeError` as in
 torch.compile), which names the nearest and all valid ones.
 
-Some options of torch.compile are accepted without effect. The table and the list below say why, and so does the receipt
-where one was changed from its default. All others are errors.
+Some options of torch.compile are accepted without effect. The list below says why, and so does the receipt. All others
+are errors.
 
 | Option | Environment | Default | Meaning |
 |---|---|---|---|"""
@@ -40,7 +40,8 @@ As in torch.compile, a mode stands for a set of options, so give one or the othe
 IGNORED_INTRODUCTION = """
 ## Options of TorchInductor without effect
 
-They are accepted, so that existing calls need no edit, and noted in the receipt. None changes a value.
+They are accepted, so that existing calls need no edit, and noted in the receipt. None changes a value. Those that modes
+of torch.compile list are noted where they differ from torch's default. None is an environment variable.
 """
 
 

@@ -2,10 +2,9 @@
 
 `export` and `aot_compile` share it; `runtime/program/exported.py` reads it.
 
-List a program's steps as data, for the C++ runner (`include/dcompile/runner.h`), which reads no Python.
-
-The list holds calls of kernels with their buffers, and of ATen's operators with every argument of their schema. Sizes
-are numbers, or sums over size symbols in reverse Polish notation: `s0 12 * 3 +`.
+The steps are data for the C++ runner (`include/dcompile/runner.h`), which reads no Python: calls of kernels with their
+buffers, and of ATen's operators with every argument of their schema. Sizes are numbers, or sums over size symbols in
+reverse Polish notation: `s0 12 * 3 +`.
 """
 
 from __future__ import annotations

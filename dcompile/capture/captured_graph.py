@@ -164,7 +164,7 @@ class CapturedGraph:
             self.model.services.compiler.expect_products()
         if is_checkpointed(gm):
             self.sync.save_memory("activations are checkpointed")
-        # DDP passes None to every result of its module that no loss uses, and so to a compiled part behind them
+        # DDP passes None to every result of its module that no loss uses, and so to a compiled part after them
         self.may_be_partial = self.number > 0 or compat.dynamo.goes_on(gm) or is_part
         if self.model.compares_captures():
             self.captured = captured_calls(self.model, gm, self.params)

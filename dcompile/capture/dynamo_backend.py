@@ -64,10 +64,10 @@ class Backend:
             return gm  # type: ignore[no-any-return]
         captured, flat_inputs, lists = with_flat_inputs(gm, example_inputs)
         inputs, plain = with_plain_tensors(captured, flat_inputs)
-        gm, inputs, border = with_plain_boundary(captured, inputs, model.adapter)
+        gm, inputs, boundary = with_plain_boundary(captured, inputs, model.adapter)
         graph = CapturedGraph(model, inputs, self._mode)
         compiled = graph.compile(gm, inputs)
-        around = WrapperRequest(graph, captured, example_inputs, flat_inputs, lists, plain, border)
+        around = WrapperRequest(graph, captured, example_inputs, flat_inputs, lists, plain, boundary)
         return wrap(compiled, around, model.services.compiler.graph_passes().wrappers)
 
 
@@ -243,7 +243,7 @@ class WrapperRequest:
     lists: FlattenedLists
     plain: GraphBoundary
     """From tensors of subclasses and negative tensors to plain tensors."""
-    border: GraphBoundary
+    boundary: GraphBoundary
     """From DTensors and sharded parameters to plain tensors."""
 
 
@@ -279,7 +279,7 @@ def view_results_without_gradients(compiled: Compiled, around: WrapperRequest) -
 
 def convert_distributed_tensors(compiled: Compiled, around: WrapperRequest) -> Compiled:
     """Take DTensors and sharded parameters apart, and make DTensors of results."""
-    return around.border.around(compiled, around.graph.fallbacks)
+    return around.boundary.around(compiled, around.graph.fallbacks)
 
 
 def convert_subclasses(compiled: Compiled, around: WrapperRequest) -> Compiled:

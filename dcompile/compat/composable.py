@@ -101,13 +101,13 @@ class CheckpointedLayers:
 
         self._root = weakref.ref(root)  # compiled code belongs to the module, and must not keep it alive
         self._counter = RemovableHandle
-        self._counted = -1
+        self._last_id = -1
         self._found: list[_Region] = []
 
     def as_regions(self) -> contextlib.AbstractContextManager[None]:
         """Context of a compiled call: regions replace the hooks."""
-        if self._counter.next_id != self._counted:
-            self._counted = self._counter.next_id
+        if self._counter.next_id != self._last_id:
+            self._last_id = self._counter.next_id
             root = self._root()
             self._found = [] if root is None or _HOME not in sys.modules else list(_regions(root))
         return self._scope() if self._found else contextlib.nullcontext()

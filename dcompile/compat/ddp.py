@@ -181,7 +181,7 @@ class _Logger:
     def __init__(self, logger: Any, wanted: Callable[[str], None]) -> None:
         self.logger = logger
         self.logged: Callable[[int], tuple[dict[str, str], dict[str, int]]] = nothing_logged
-        """Strings and numbers to add to the logging data, of a backward behind a time in nanoseconds."""
+        """Strings and numbers to add to the logging data, of a backward begun after a time in nanoseconds."""
         self.errors: list[str] = []
         """Texts of errors that the reducer would have logged."""
         self._wanted = wanted

@@ -73,6 +73,12 @@ def exists(group: Any) -> bool:
     return group in c10d._world.pg_map
 
 
+def can_abort(group: Any) -> bool:
+    """Whether pending collectives can be aborted on this rank. Gloo's cannot."""
+    kinds = {type(group._get_backend(device)).__name__ for device in getattr(group, "_device_types", ())}
+    return hasattr(group, "abort") and kinds != {"ProcessGroupGloo"}
+
+
 def own_store(store: Any, prefix: str) -> Any:
     """Store with a key prefix and its own connection: a client serves one call at a time, and some calls wait long."""
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -126,98 +132,6 @@ def _device(name: str) -> Any:
     import torch
 
     return torch.device(name)
-
-
-def limit(options: Any, limit_s: float | None) -> None:
-    """Make a collective fail after `limit_s` instead of the group's own time limit."""
-    if limit_s is not None:
-        options.timeout = timedelta(seconds=limit_s)
-
-
-def start_gather(group: Any, full: list[Any], shards: list[Any], limit_s: float | None) -> Any:
-    """Start gathering each tensor of `shards`, from every rank, in one call; it fails after `limit_s`."""
-    return group.allgather_into_tensor_coalesced(full, shards, _gather_options(limit_s))
-
-
-def start_gather_of_one(group: Any, full: Any, shard: Any, limit_s: float | None) -> Any:
-    """Start gathering a flat tensor from every rank, end to end; it fails after `limit_s`."""
-    return group._allgather_base(full, shard, _gather_options(limit_s))
-
-
-def _gather_options(limit_s: float | None) -> Any:
-    from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
-
-    options = AllgatherOptions()
-    limit(options, limit_s)
-    return options
-
-
-def start_sum(group: Any, tensor: Any, limit_s: float) -> Any:
-    """Start an all-reduce on Gloo that fails after `limit_s` instead of the group's own time limit."""
-    import torch.distributed as dist
-
-    return _start_all_reduce(group, tensor, dist.ReduceOp.SUM, limit_s)
-
-
-def start_max(group: Any, tensor: Any, limit_s: float | None) -> Any:
-    """Start an all-reduce of the largest numbers, in place. It fails after `limit_s`; None leaves that to `group`."""
-    import torch.distributed as dist
-
-    return _start_all_reduce(group, tensor, dist.ReduceOp.MAX, limit_s)
-
-
-def _start_all_reduce(group: Any, tensor: Any, operation: Any, limit_s: float | None) -> Any:
-    import torch.distributed as dist
-
-    options: Any = dist.AllreduceOptions()
-    options.reduceOp = operation
-    limit(options, limit_s)
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = True
-    return group.allreduce([tensor], options)
-
-
-def can_abort(group: Any) -> bool:
-    """Whether pending collectives can be aborted on this rank. Gloo's cannot."""
-    kinds = {type(group._get_backend(device)).__name__ for device in getattr(group, "_device_types", ())}
-    return hasattr(group, "abort") and kinds != {"ProcessGroupGloo"}
-
-
-def start_scatter(group: Any, shards: list[Any], full: list[Any], op: Any, limit_s: float | None) -> Any:
-    """Start reducing each tensor of `full` to this rank's part of it, in one call; it fails after `limit_s`."""
-    import torch.distributed as dist
-
-    options: Any = dist.ReduceScatterOptions()
-    options.reduceOp = op
-    limit(options, limit_s)
-    return group.reduce_scatter_tensor_coalesced(shards, full, options)
-
-
-def start_reduce(group: Any, tensor: Any, root: int, op: Any, limit_s: float | None) -> Any:
-    """Start reducing a tensor to the rank `root` of a group, in place. The other ranks' tensors become undefined."""
-    import torch.distributed as dist
-
-    options: Any = dist.ReduceOptions()
-    options.reduceOp = op
-    options.rootRank = root
-    limit(options, limit_s)
-    return group.reduce([tensor], options)
-
-
-def multiplied_sum(factor: float) -> Any:
-    """Reduction that multiplies each summand by `factor` first; torch 2.11 has no public way to make one."""
-    import torch.distributed as dist
-
-    return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined, unused-ignore]
-
-
-def start_exchange(group: Any, received: Any, sent: Any, limit_s: float | None) -> Any:
-    """Start exchanging equal parts of a flat tensor: rank i gets the i-th part, and sends one."""
-    from torch.distributed.distributed_c10d import AllToAllOptions  # type: ignore[attr-defined, unused-ignore]
-
-    options = AllToAllOptions()
-    limit(options, limit_s)
-    return group.alltoall_base(received, sent, [], [], options)
 
 
 def abort(group: Any) -> None:
@@ -301,15 +215,34 @@ def reduce_op(name: str) -> Any:
     return getattr(dist.ReduceOp, name.upper())
 
 
+# --- collectives of backends ------------------------------------------------------------------------------------------
+
+
 def _options(name: str, limit_s: float | None, **values: Any) -> Any:
     import torch.distributed.distributed_c10d as c10d
 
     options = getattr(c10d, name)()
-    for field, value in {"asyncOp": True, **values}.items():  # on a GPU: on the backend's stream, not on this one
-        if field != "asyncOp" or hasattr(options, field):
-            setattr(options, field, value)
-    limit(options, limit_s)
+    for field, value in values.items():
+        setattr(options, field, value)
+    if limit_s is not None:
+        options.timeout = timedelta(seconds=limit_s)
     return options
+
+
+def start_gather(group: Any, full: Sequence[Any], shards: Sequence[Any], limit_s: float | None) -> Any:
+    """Gather each tensor of `shards` from every rank, end to end into those of `full`, in one call."""
+    options = _options("AllgatherOptions", limit_s)
+    return group.allgather_into_tensor_coalesced(list(full), list(shards), options)
+
+
+def start_gather_of_one(group: Any, full: Any, shard: Any, limit_s: float | None) -> Any:
+    """Gather a flat tensor from every rank, end to end."""
+    return group._allgather_base(full, shard, _options("AllgatherOptions", limit_s))
+
+
+def start_reduce(group: Any, tensor: Any, root: int, op: Any, limit_s: float | None) -> Any:
+    """Reduce a tensor to the rank `root` of a group, in place. The other ranks' tensors become undefined."""
+    return group.reduce([tensor], _options("ReduceOptions", limit_s, reduceOp=op, rootRank=root))
 
 
 def start_all_reduce(group: Any, tensors: Sequence[Any], op: Any, limit_s: float | None) -> Any:
@@ -343,3 +276,10 @@ def start_all_to_all(
 def start_broadcast(group: Any, tensor: Any, source: int, limit_s: float | None) -> Any:
     """Overwrite a tensor with that of one rank of the group."""
     return group.broadcast([tensor], _options("BroadcastOptions", limit_s, rootRank=source))
+
+
+def multiplied_sum(factor: float) -> Any:
+    """Reduction that multiplies each summand by `factor` first; torch 2.11 has no public way to make one."""
+    import torch.distributed as dist
+
+    return dist._make_nccl_premul_sum(factor)  # type: ignore[attr-defined, unused-ignore]

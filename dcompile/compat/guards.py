@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.hooks import saved_are_traced
+from dcompile.compat.patches.torch_patch import replaced_attribute
 
 if TYPE_CHECKING:
     import torch
@@ -87,8 +88,7 @@ def like_these(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
     return check
 
 
-@contextlib.contextmanager
-def short_guard_of_hooks(told: bool) -> Iterator[None]:
+def short_guard_of_hooks(told: bool) -> contextlib.AbstractContextManager[Any]:
     """Make every frame's guard on saved-tensor hooks test first whether there are any.
 
     torch's guard takes 12 of the 109 us of a small kernel's call with cold caches (docs/lab/runtime.md, R4). With
@@ -96,48 +96,17 @@ def short_guard_of_hooks(told: bool) -> Iterator[None]:
     """
     from torch._dynamo.guards import GuardBuilder
 
-    own = getattr(GuardBuilder, "AUTOGRAD_SAVED_TENSORS_HOOKS", None)
-    if own is None:
-        yield
-        return
+    def shortening(own: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        @functools.wraps(own)
+        def guard_hooks(self: Any, guard: Any) -> None:
+            if told and not saved_are_traced():
+                return
+            with unittest.mock.patch.object(self, "guard_manager", _Through(self.guard_manager)):
+                own(self, guard)
 
-    @functools.wraps(own)
-    def guard_hooks(self: Any, guard: Any) -> None:
-        if told and not saved_are_traced():
-            return
-        manager = self.guard_manager
-        self.guard_manager = _Through(manager)
-        try:
-            own(self, guard)
-        finally:
-            self.guard_manager = manager
+        return guard_hooks
 
-    with unittest.mock.patch.object(GuardBuilder, "AUTOGRAD_SAVED_TENSORS_HOOKS", guard_hooks):
-        yield
-
-
-@contextlib.contextmanager
-def remembered_lines() -> Iterator[None]:
-    """Look up each line of the model once for all guards that come from it.
-
-    A guard names its line for the reason of a recompilation. Copied layers have thousands of guards, on a few lines.
-    """
-    from torch._dynamo import guards
-
-    own = getattr(guards, "format_frame", None)
-    if own is None:
-        yield
-        return
-    known: dict[Any, str] = {}
-
-    def format_frame(frame: Any, **keywords: Any) -> str:
-        key = frame.filename, frame.lineno, frame.name, *keywords.items()
-        if key not in known:
-            known[key] = own(frame, **keywords)
-        return known[key]
-
-    with unittest.mock.patch.object(guards, "format_frame", format_frame):
-        yield
+    return replaced_attribute(GuardBuilder, "AUTOGRAD_SAVED_TENSORS_HOOKS", shortening)
 
 
 @contextlib.contextmanager

@@ -31,13 +31,13 @@ class Hooks:
 
         self._root = weakref.ref(root)
         self._counter = RemovableHandle
-        self._counted = -1
+        self._last_id = -1
         self._held: list[tuple[str, Any]] = []
 
     def kinds(self) -> str:
         """Text to guard on; "" if there are no hooks at all."""
-        if self._counter.next_id != self._counted:
-            self._counted = self._counter.next_id
+        if self._counter.next_id != self._last_id:
+            self._last_id = self._counter.next_id
             root = self._root()
             self._held = [*_held_for_all(), *(() if root is None else _held(root))]
         if not self._held:
@@ -84,14 +84,14 @@ class GradientHooks:
 
         self._parameters = parameters
         self._counter = RemovableHandle
-        self._counted = -1
+        self._last_id = -1
         self._held: list[int] = []
 
     def numbers(self, ours: Mapping[int, Any]) -> list[int]:
         """Numbers of the parameters with hooks. `ours`: parameters on which dcompile has one hook."""
         asked: Iterable[int] = self._held
-        if self._counter.next_id != self._counted:
-            self._counted, asked = self._counter.next_id, self._parameters
+        if self._counter.next_id != self._last_id:
+            self._last_id, asked = self._counter.next_id, self._parameters
         self._held = [number for number in asked if self._has_hooks(number, int(number in ours))]
         return self._held
 

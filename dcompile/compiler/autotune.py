@@ -1,11 +1,9 @@
 """max_autotune: measure candidates for a program, once for each model. The choices enter plans as values.
 
-Choose the fastest GEMM by measuring on a GPU as warm as a training step makes it.
-
-Candidates are cuBLASLt's algorithms. Where a loop follows, they are dcompile's kernels with the loop as an epilogue.
-
-Products of few rows come last: kernels of dcompile's with different tiles, and the library's GEMM. Their matrices are
-read from memory, as in a model that reads many: calls take turns on copies that no cache holds.
+Candidates for a GEMM are cuBLASLt's algorithms. Where a loop follows, they are also dcompile's kernels with the loop as
+an epilogue; for few rows, dcompile's kernels with different tiles. The GPU is as warm as a training step makes it.
+Matrices with few rows are read from memory, as in a model that reads many: calls take turns on copies that no cache
+holds.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ from dcompile.codegen.nest.contraction import candidate_tiles, choose_tile
 from dcompile.codegen.schedule.fusion.matmul_epilogue import (
     LIBRARY,
     EpilogueCandidate,
+    LibraryForm,
     contraction_of,
     epilogues,
     library_form,
@@ -51,13 +50,12 @@ Memory = Mapping[str, torch.Tensor]
 SCREENING_S, FINAL_S = 0.02, 0.06
 """Seconds that an algorithm runs at a time: in the first round with all of them, and in the second with the best."""
 SCREENING_ROUNDS, FINAL_ROUNDS = 2, 5
-MAX_CANDIDATES = 4
 MAX_TIME_RATIO = 0.98
 """Ratio to the present time that a candidate must not exceed to be chosen: smaller gains may be noise."""
 COLD_BYTES = 256 << 20
 """Bytes of all copies of a product's buffers: several times a GPU's L2 cache."""
 MAX_COPIES = 64
-MAX_FINALISTS = 3
+MAX_FINALISTS = 4
 """Candidates that are measured again."""
 
 
@@ -76,21 +74,26 @@ def fastest(geometry: Geometry, device: torch.device) -> Algorithm | None:
     calls: dict[Algorithm, Callable[[], object]] = {(): functools.partial(torch.mm, left, right, out=out)}
     for algorithm in products.algorithms():
         calls[algorithm] = functools.partial(GemmCall(products, algorithm), left, right, out)
+    return winner(calls, ()) or None
+
+
+def winner(calls: Mapping[Name, Callable[[], object]], usual: Name) -> Name:
+    """Name of the fastest call: `usual`, unless another is faster by more than noise. Takes a second."""
     for call in calls.values():
         call()
     torch.cuda.synchronize()
     screened = medians(calls, SCREENING_ROUNDS, SCREENING_S)
-    best = sorted(calls, key=lambda algorithm: screened[algorithm])[:MAX_CANDIDATES]
-    final = medians({algorithm: calls[algorithm] for algorithm in dict.fromkeys(((), *best))}, FINAL_ROUNDS, FINAL_S)
-    chosen = min(final, key=lambda algorithm: final[algorithm])
-    return chosen if chosen and final[chosen] <= MAX_TIME_RATIO * final[()] else None
+    best = sorted(calls, key=lambda name: screened[name])[:MAX_FINALISTS]
+    final = medians({name: calls[name] for name in dict.fromkeys((usual, *best))}, FINAL_ROUNDS, FINAL_S)
+    chosen = min(final, key=lambda name: final[name])
+    return chosen if final[chosen] <= MAX_TIME_RATIO * final[usual] else usual
 
 
 def operands(geometry: Geometry, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Make left, right and out of a geometry with random numbers: zeros take less power, and so less time."""
     g, draw = geometry, torch.Generator(device).manual_seed(0)  # not the user's generator
-    left = _matrix(g.dtype, g.n, g.k, g.turned_b, g.lead_b, draw)
-    right = _matrix(g.dtype, g.k, g.m, g.turned_a, g.lead_a, draw)
+    left = _matrix(g.dtype, g.n, g.k, g.transposed_b, g.lead_b, draw)
+    right = _matrix(g.dtype, g.k, g.m, g.transposed_a, g.lead_a, draw)
     return left, right, _matrix(g.dtype, g.n, g.m, False, g.lead_out, draw)
 
 
@@ -135,7 +138,7 @@ def _run_candidate(call: Callable[[], object], count: int) -> float:
     return float(start.elapsed_time(end)) / count
 
 
-# --- products that end in loops ---------------------------------------------------------------------------------------
+# --- kernels with a matmul -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,34 +152,54 @@ class CandidateLaunch:
 
 
 @dataclass(frozen=True, slots=True)
-class EpilogueContest:
-    """Candidates for a matmul and the loop after it: both separately, and kernels with the loop as an epilogue."""
+class LibraryMatmul:
+    """One matmul of a contest as the library computes it."""
 
-    buffers: tuple[Buffer, ...]
     factors: tuple[View, ...]
     """Operands left and right, after the addend if there is one."""
     out: str
-    algorithm: tuple[Geometry, Algorithm] | None
-    """The library's algorithm for the matmul; None: ATen's choice."""
+    algorithm: tuple[Geometry, Algorithm] | None = None
+    """The library's algorithm; None: ATen's choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contest:
+    """Candidates for matmuls and the loop after them: both separately, and kernels that compute all of it."""
+
+    buffers: tuple[Buffer, ...]
+    matmuls: tuple[LibraryMatmul, ...]
+    """None where the library cannot compute them with one rounding."""
     separate: tuple[CandidateLaunch, ...]
-    """Launches of the loop."""
+    """Launches of the loop that follows the library's matmuls."""
     rivals: Mapping[Tile, tuple[CandidateLaunch, ...]]
+    copies: int
+    """How many times the buffers are made, so that calls in turn find no cache that holds all of them."""
 
 
-def fastest_ending(contest: EpilogueContest, launcher: Path, device: torch.device) -> Tile | None:
-    """Tile of the kernel that beats matmul and loop by most, or None. Takes a second."""
+def fastest_tile(contest: Contest, usual: Tile | None, launcher: Path, device: torch.device) -> Tile | None:
+    """Tile of the fastest kernel, `usual` unless another is faster by more than noise; None: the library is."""
     with without_user_modes(device):
-        memory = {buffer.name: random_input(buffer, device) for buffer in contest.buffers}
-        calls = _calls(contest, memory, launcher, torch.cuda.current_device())
-        for call in calls.values():
-            call()
-        torch.cuda.synchronize()
-        screened = medians(calls, SCREENING_ROUNDS, SCREENING_S)
-        best = min((tile for tile in calls if tile is not None), key=lambda tile: screened[tile], default=None)
-        if best is None:
-            return None
-        final = medians({tile: calls[tile] for tile in (None, best)}, FINAL_ROUNDS, FINAL_S)
-        return best if final[best] <= MAX_TIME_RATIO * final[None] else None
+        calls = contest_calls(contest, make_copies(contest, device), launcher, torch.cuda.current_device())
+        return winner(calls, usual if usual in calls else next(tile for tile in calls if tile is not None))
+
+
+def make_copies(contest: Contest, device: torch.device) -> list[dict[str, torch.Tensor]]:
+    """Make the buffers of a contest, so many times as it says."""
+    return [{buffer.name: random_input(buffer, device) for buffer in contest.buffers} for _ in range(contest.copies)]
+
+
+def contest_calls(
+    contest: Contest, copies: Sequence[Memory], launcher: Path, index: int
+) -> dict[Tile | None, Callable[[], object]]:
+    """Calls by tile, None for the library. Kernels fit shared memory."""
+    calls: dict[Tile | None, Callable[[], object]] = {}
+    if contest.matmuls:
+        calls[None] = rotate(library_call(contest, memory, launcher, index) for memory in copies)
+    for tile, rows in contest.rivals.items():
+        made = [launch_calls(rows, memory, launcher, index) for memory in copies]
+        if None not in made:
+            calls[tile] = rotate(call for call in made if call is not None)
+    return calls
 
 
 def random_input(buffer: Buffer, device: torch.device) -> torch.Tensor:
@@ -187,30 +210,6 @@ def random_input(buffer: Buffer, device: torch.device) -> torch.Tensor:
         return torch.zeros(extent, dtype=dtype, device=device)
     draw = torch.Generator(device).manual_seed(0)
     return torch.randn(extent, dtype=dtype, device=device, generator=draw)
-
-
-def _calls(
-    contest: EpilogueContest, memory: Mapping[str, torch.Tensor], launcher: Path, device: int
-) -> dict[Tile | None, Callable[[], object]]:
-    """Calls by tile: None for the library's matmul and the loop, and tiles of kernels that fit shared memory."""
-    views = [memory[v.buffer].as_strided(v.shape, v.strides, v.offset) for v in contest.factors]  # type: ignore[arg-type]
-    out = memory[contest.out].view(views[-2].shape[0], views[-1].shape[1])
-    if contest.algorithm is not None:
-        geometry, algorithm = contest.algorithm
-        left, right = views
-        product: Callable[[], object]
-        product = functools.partial(GemmCall(GemmDescription(geometry, device), algorithm), left, right, out)
-    else:
-        product = functools.partial(torch.addmm if len(views) > 2 else torch.mm, *views, out=out)
-    loop = launch_calls(contest.separate, memory, launcher, device)
-    assert loop is not None, "loops of their own take little shared memory"
-
-    def both() -> None:
-        product()
-        loop()
-
-    found = {tile: launch_calls(rows, memory, launcher, device) for tile, rows in contest.rivals.items()}
-    return {None: both, **{tile: call for tile, call in found.items() if call is not None}}
 
 
 def launch_calls(
@@ -230,63 +229,6 @@ def launch_calls(
     return functools.partial(cuda_launch.launches(library(launcher), device, 0, table), stream)
 
 
-@dataclass(frozen=True, slots=True)
-class LibraryMatmul:
-    """One product of a contest as the library computes it."""
-
-    left: View
-    right: View
-    out: str
-
-
-@dataclass(frozen=True, slots=True)
-class SkinnyContest:
-    """Candidates for products of few rows and what follows them."""
-
-    buffers: tuple[Buffer, ...]
-    matmuls: tuple[LibraryMatmul, ...]
-    """The products; none where the library cannot compute them with one rounding."""
-    separate: tuple[CandidateLaunch, ...]
-    """Launches of the loop that follows the library's products."""
-    rivals: Mapping[Tile, tuple[CandidateLaunch, ...]]
-
-
-def fastest_skinny(contest: SkinnyContest, usual: Tile, launcher: Path, device: torch.device) -> Tile | None:
-    """Tile of the fastest kernel, `usual` unless another is faster by more than noise; None: the library is."""
-    with without_user_modes(device):
-        calls = contest_calls(contest, make_copies(contest, device), launcher, torch.cuda.current_device())
-        if usual not in calls:
-            usual = next(tile for tile in calls if tile is not None)
-        screened = medians(calls, SCREENING_ROUNDS, SCREENING_S)
-        best = sorted(calls, key=lambda tile: screened[tile])[:MAX_FINALISTS]
-        final = medians({tile: calls[tile] for tile in dict.fromkeys((usual, *best))}, FINAL_ROUNDS, FINAL_S)
-        chosen = min(final, key=lambda tile: final[tile])
-        return chosen if final[chosen] <= MAX_TIME_RATIO * final[usual] else usual
-
-
-def make_copies(contest: SkinnyContest, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Make the buffers of a contest so many times that no cache holds all."""
-    count = copy_count(contest.buffers)
-    return [{buffer.name: random_input(buffer, device) for buffer in contest.buffers} for _ in range(count)]
-
-
-def contest_calls(
-    contest: SkinnyContest, copies: Sequence[Memory], launcher: Path, index: int
-) -> dict[Tile | None, Callable[[], object]]:
-    """Calls by tile, None for the library, each after a first call. Kernels fit shared memory."""
-    calls: dict[Tile | None, Callable[[], object]] = {}
-    if contest.matmuls:
-        calls[None] = rotate(library_call(contest, memory, launcher, index) for memory in copies)
-    for tile, rows in contest.rivals.items():
-        made = [launch_calls(rows, memory, launcher, index) for memory in copies]
-        if None not in made:
-            calls[tile] = rotate(call for call in made if call is not None)
-    for call in calls.values():
-        call()
-    torch.cuda.synchronize()
-    return calls
-
-
 def copy_count(buffers: Iterable[Buffer]) -> int:
     """Return how many copies of some buffers no cache holds."""
     nbytes = sum(buffer.nbytes for buffer in buffers)
@@ -299,21 +241,22 @@ def rotate(calls: Iterable[Callable[[], object]]) -> Callable[[], object]:
     return lambda: next(turns)()
 
 
-def library_call(contest: SkinnyContest, memory: Memory, launcher: Path, index: int) -> Callable[[], object]:
-    """Call of the library's products and the loop that follows."""
-    products = []
+def library_call(contest: Contest, memory: Memory, launcher: Path, index: int) -> Callable[[], object]:
+    """Call of the library's matmuls and the loop that follows."""
+    matmuls = []
     for matmul in contest.matmuls:
-        left, right = (
-            memory[view.buffer].as_strided(view.shape, view.strides, view.offset)  # type: ignore[arg-type]
-            for view in (matmul.left, matmul.right)
-        )
-        out = memory[matmul.out].view(left.shape[0], right.shape[1])
-        products.append(functools.partial(torch.mm, left, right, out=out))
+        views = [memory[v.buffer].as_strided(v.shape, v.strides, v.offset) for v in matmul.factors]  # type: ignore[arg-type]
+        out = memory[matmul.out].view(views[-2].shape[0], views[-1].shape[1])
+        run: Callable[..., object] = torch.addmm if len(views) > 2 else torch.mm
+        if matmul.algorithm is not None:
+            geometry, algorithm = matmul.algorithm
+            run = GemmCall(GemmDescription(geometry, index), algorithm)
+        matmuls.append(functools.partial(run, *views, out=out))
     loop = launch_calls(contest.separate, memory, launcher, index) if contest.separate else None
 
     def call() -> None:
-        for product in products:
-            product()
+        for matmul in matmuls:
+            matmul()
         if loop is not None:
             loop()
 
@@ -373,122 +316,104 @@ class Tuner:
         new = {kind: found[0] for kind, found in kinds.items() if kind not in self._tiles}
         if new:
             self._measure(filter(None, (_geometry(program, ending) for ending in new.values())), device)
-            try:
-                self._tiles |= self._contests(program, new, device, arch, build, notes)
-            except BuildError as error:
-                self._tiles |= dict.fromkeys(new)
-                reason = str(error).strip().splitlines()[0]
-                notes.append(f"max_autotune: no epilogue is fused, since kernels to measure failed: {reason}")
+            tried = tiles(arch, torch.cuda.get_device_properties(device).multi_processor_count)
+            made = {kind: self._ending(program, ending, tried) for kind, ending in new.items()}
+            failed = "no epilogue is fused, since kernels to measure failed"
+            self._tiles |= dict.fromkeys(new) | _measured(made, device, build, notes, failed)
         chosen = {kind: tile for kind in kinds if (tile := self._tiles[kind]) is not None}
         return chosen, [*notes, *receipt_notes(kinds, chosen)]
 
-    def _contests(
-        self,
-        program: Program,
-        new: Mapping[Loop, EpilogueCandidate],
-        device: torch.device,
-        arch: int,
-        build: Build,
-        notes: list[str],
-    ) -> dict[Loop, Tile | None]:
-        """Compile all candidates, then run those of each kind alternately with the library's GEMM and separate loop."""
-        properties, table = torch.cuda.get_device_properties(device), program.table
-        tried = tiles(arch, properties.multi_processor_count)
-        loops = {kind: _separate(program, ending) for kind, ending in new.items()}
-        own = {
-            kind: {tile: emit_loop(with_tile(ending.joint, tile), table) for tile in tried}
-            for kind, ending in new.items()
-        }
-        archives = build([*loops.values(), *(source for found in own.values() for source in found.values())])
-        result: dict[Loop, Tile | None] = {}
-        for kind, ending in new.items():
-            product, buffers = ending.joint.product, ending.joint.reads | ending.joint.writes
-            assert product is not None, "an ending has a product"
-            shape = _geometry(program, ending)
-            contest = EpilogueContest(
-                tuple(table[name] for name in sorted(buffers | {product.out})),
-                product.call.views,
-                product.out,
-                (shape, found) if shape is not None and (found := self._algorithms[shape]) is not None else None,
-                _candidate_launch(loops[kind], archives),
-                {tile: _candidate_launch(source, archives) for tile, source in own[kind].items()},
-            )
-            try:
-                result[kind] = fastest_ending(contest, archives[cuda_launch.LAUNCHER], device)
-            except torch.OutOfMemoryError:  # the model's own step may have room
-                result[kind] = None
-                notes.append(f"max_autotune: the GPU has no room to measure what {_shape(kind)} ends in")
-        torch.cuda.empty_cache()
-        return result
+    def _ending(self, program: Program, ending: EpilogueCandidate, tried: Iterable[Tile]) -> Candidates:
+        """Kernels of a loop as an epilogue, against the library's matmul and the loop alone."""
+        product, table, loop = ending.joint.product, program.table, program.steps[ending.position]
+        assert product is not None and isinstance(loop, Loop), "matmuls end in loops"
+        buffers = (table[name] for name in sorted(ending.joint.reads | ending.joint.writes | {product.out}))
+        shape = _geometry(program, ending)
+        found = None if shape is None else self._algorithms[shape]
+        algorithm = None if shape is None or found is None else (shape, found)
+        own = {tile: emit_loop(with_tile(ending.joint, tile), table) for tile in tried}
+        matmul = LibraryMatmul(product.call.views, product.out, algorithm)
+        name = f"what {_shape(ending.kind)} ends in"
+        return Candidates(name, None, tuple(buffers), (matmul,), emit_loop(loop, table), own, copies=1)
 
     def skinny(
         self, program: Program, device: torch.device, arch: int, build: Build
     ) -> tuple[dict[Loop, Tile], list[str]]:
-        """Choose the tile of each kind of product of few rows. Return them with lines for the receipt."""
+        """Choose the tile of each kind of matmul of few rows. Return them with lines for the receipt."""
         kinds = skinny_loops(program)
-        new = {kind: found[0] for kind, found in kinds.items() if kind not in self._skinny}
+        made = {
+            kind: skinny_candidates(found[0], program.table)
+            for kind, found in kinds.items()
+            if kind not in self._skinny
+        }
         notes: list[str] = []
-        if new:
-            try:
-                self._skinny |= _skinny_choices(program, new, device, build, notes)
-            except BuildError as error:
-                reason = str(error).strip().splitlines()[0]
-                notes.append(f"max_autotune: products of few rows keep their tiles, since kernels failed: {reason}")
+        if made:
+            found = _measured(made, device, build, notes, "products of few rows keep their tiles, since kernels failed")
+            self._skinny |= {kind: tile or LIBRARY for kind, tile in found.items()}
         chosen = {kind: self._skinny[kind] for kind in kinds if kind in self._skinny}
         return chosen, [*notes, *skinny_notes(kinds, chosen)]
 
 
-def _skinny_choices(
-    program: Program, new: Mapping[Loop, Loop], device: torch.device, build: Build, notes: list[str]
-) -> dict[Loop, Tile]:
-    """Compile all candidates, then run those of each kind alternately with the library's GEMM."""
-    table = program.table
-    prepared = {kind: SkinnyCandidates(loop, table) for kind, loop in new.items()}
-    archives = build([source for found in prepared.values() for source in found.sources])
-    result: dict[Loop, Tile] = {}
-    for kind, found in prepared.items():
-        contest, launcher = found.contest(archives), archives[cuda_launch.LAUNCHER]
-        try:
-            result[kind] = fastest_skinny(contest, found.usual, launcher, device) or LIBRARY
-        except torch.OutOfMemoryError:  # the model's own step may have room
-            notes.append(f"max_autotune: the GPU has no room to measure {_skinny_shape(kind)}")
-    torch.cuda.empty_cache()
-    return result
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """A contest whose kernels are not compiled yet."""
 
-
-class SkinnyCandidates:
-    """Kernels with different tiles for a loop of products of few rows, and the library's calls with a separate loop."""
-
-    def __init__(self, loop: Loop, table: Mapping[str, Buffer]) -> None:
-        found = contraction_of(loop)
-        assert found is not None, f"{loop.name} is no product of few rows"
-        self.usual = choose_tile(found)
-        self.own = {t: emit_loop(replace(loop, tile=t), table) for t in candidate_tiles(found)}
-        self.library = library_form(loop, table)
-        made = () if self.library is None else self.library.buffers
-        whole = {**table, **{buffer.name: buffer for buffer in made}}
-        rest = None if self.library is None else self.library.rest
-        self.rest = None if rest is None else emit_loop(rest, whole)
-        self._buffers = tuple(whole[name] for name in sorted(loop.reads | loop.writes | {b.name for b in made}))
+    name: str
+    usual: Tile | None
+    """Tile that is chosen unless another is faster; None: the library."""
+    buffers: tuple[Buffer, ...]
+    matmuls: tuple[LibraryMatmul, ...]
+    rest: KernelSource | None
+    """The loop that follows the library's matmuls."""
+    own: Mapping[Tile, KernelSource]
+    copies: int
 
     @property
     def sources(self) -> list[KernelSource]:
         """All kernels."""
         return [*self.own.values(), *([] if self.rest is None else [self.rest])]
 
-    def contest(self, archives: Mapping[str, Path]) -> SkinnyContest:
+    def contest(self, archives: Mapping[str, Path]) -> Contest:
         """Return what is measured, with compiled kernels."""
-        matmuls = []
-        for call in () if self.library is None else self.library.calls:
-            left, right = call.views
-            assert call.outs[0] is not None, "a product has a result"
-            matmuls.append(LibraryMatmul(left, right, call.outs[0]))
-        return SkinnyContest(
-            self._buffers,
-            tuple(matmuls),
+        return Contest(
+            self.buffers,
+            self.matmuls,
             () if self.rest is None else _candidate_launch(self.rest, archives),
             {tile: _candidate_launch(source, archives) for tile, source in self.own.items()},
+            self.copies,
         )
+
+
+def _measured(
+    candidates: Mapping[Loop, Candidates], device: torch.device, build: Build, notes: list[str], failed: str
+) -> dict[Loop, Tile | None]:
+    """Compile all candidates, then run those of each kind in turns. Kinds that cannot be measured have no result."""
+    try:
+        archives = build([source for found in candidates.values() for source in found.sources])
+    except BuildError as error:
+        notes.append(f"max_autotune: {failed}: {str(error).strip().splitlines()[0]}")
+        return {}
+    result: dict[Loop, Tile | None] = {}
+    for kind, found in candidates.items():
+        try:
+            result[kind] = fastest_tile(found.contest(archives), found.usual, archives[cuda_launch.LAUNCHER], device)
+        except torch.OutOfMemoryError:  # the model's own step may have room
+            notes.append(f"max_autotune: the GPU has no room to measure {found.name}")
+    torch.cuda.empty_cache()
+    return result
+
+
+def skinny_candidates(loop: Loop, table: Mapping[str, Buffer]) -> Candidates:
+    """Kernels with different tiles for a loop of matmuls of few rows, and the library's calls with a separate loop."""
+    found = contraction_of(loop)
+    assert found is not None, f"{loop.name} is no matmul of few rows"
+    own = {t: emit_loop(replace(loop, tile=t), table) for t in candidate_tiles(found)}
+    library = library_form(loop, table) or LibraryForm((), None, ())
+    whole = {**table, **{buffer.name: buffer for buffer in library.buffers}}
+    buffers = tuple(whole[name] for name in sorted(loop.reads | loop.writes | {b.name for b in library.buffers}))
+    matmuls = tuple(LibraryMatmul(call.views, name) for call in library.calls for name in call.outs if name is not None)
+    separate = None if library.rest is None else emit_loop(library.rest, whole)
+    return Candidates(_skinny_shape(loop), choose_tile(found), buffers, matmuls, separate, own, copy_count(buffers))
 
 
 def skinny_notes(kinds: Mapping[Loop, Sequence[Loop]], chosen: Mapping[Loop, Tile]) -> list[str]:
@@ -560,13 +485,6 @@ def _geometry(program: Program, ending: EpilogueCandidate) -> Geometry | None:
     step = program.steps[ending.product]
     assert isinstance(step, Extern), "products are library calls"
     return geometry(step, program.table)
-
-
-def _separate(program: Program, ending: EpilogueCandidate) -> KernelSource:
-    """Kernel of the loop alone."""
-    loop = program.steps[ending.position]
-    assert isinstance(loop, Loop), "products end in loops"
-    return emit_loop(loop, program.table)
 
 
 def _candidate_launch(source: KernelSource, archives: Mapping[str, Path]) -> tuple[CandidateLaunch, ...]:

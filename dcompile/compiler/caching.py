@@ -386,5 +386,5 @@ def _report_flex(built: FlexBuild | None, report: ProgramReport) -> None:
     """Add notes on FlexAttention's calls. Those that TorchInductor left are fallbacks by a name of their own."""
     if built is not None:
         report.notes += built.notes
-        others = Counter(report.fallbacks) - Counter(built.counted)
+        others = Counter(report.fallbacks) - Counter(built.fallbacks)
         report.fallbacks = {**others, **built.left}

@@ -1,6 +1,4 @@
-"""Compile computation between collectives with another compiler: split the graph there, and insert calls.
-
-Cut a graph into regions at collectives, and replace each by a call of another compiler's code.
+"""Compile computation between collectives with another compiler: cut a graph into regions, and insert calls.
 
 A region is as large as collectives allow. Its operations wait for the same all-gathers, follow the same library calls
 outside regions, and lead to the same gradient reduction. Library calls outside are the model's own collectives, random

@@ -29,7 +29,7 @@ class ProgramStages:
 
     @property
     def passes(self) -> tuple[str, ...]:
-        """Names of the passes that changed this program, in their order, behind "lower"."""
+        """Names of the passes that changed this program, in their order, after "lower"."""
         names = [*self._texts]
         pairs = itertools.pairwise(names)
         return ("lower", *(name for before, name in pairs if self._texts[before] != self._texts[name]))

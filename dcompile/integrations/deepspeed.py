@@ -16,7 +16,7 @@ from dcompile.integrations.requirements import require
 
 require("deepspeed", "dcompile.integrations.deepspeed")
 
-import deepspeed  # noqa: E402  behind the check
+import deepspeed  # noqa: E402  after the check
 
 Engine = TypeVar("Engine")
 

@@ -63,7 +63,7 @@ def matmul_of(step: Step) -> MatmulCall | None:
 class Geometry:
     """Geometry of a GEMM: out (m x n) = a (m x k) times b (k x n), in column-major order.
 
-    It is the transpose of torch's row-major operands. `turned_a`: a is stored as its transpose. `lead_a`: leading
+    It is the transpose of torch's row-major operands. `transposed_a`: a is stored as its transpose. `lead_a`: leading
     dimension, in elements from one stored column to the next.
     """
 
@@ -71,8 +71,8 @@ class Geometry:
     m: int
     n: int
     k: int
-    turned_a: bool
-    turned_b: bool
+    transposed_a: bool
+    transposed_b: bool
     lead_a: int
     lead_b: int
     lead_out: int

@@ -245,7 +245,7 @@ class Extern:
 
     @property
     def leaves(self) -> Iterator[Arg]:
-        """Arguments, and keyword arguments behind them, with those inside tuples, depth first."""
+        """Arguments, and keyword arguments after them, with those inside tuples, depth first."""
         for arg in (*self.args, *(value for _, value in self.kwargs)):
             yield from leaves_of(arg)
 

@@ -157,7 +157,7 @@ def _sizes(sizes: tuple[Size, ...]) -> str:
 
 
 def _origin(origin: tuple[str, ...]) -> str:
-    """Where a step came from, behind a `#`; an entry that could be taken for two is quoted."""
+    """Where a step came from, after a `#`; an entry that could be taken for two is quoted."""
     entries = [entry if entry.strip() == entry and _is_one_entry(entry) else quoted(entry) for entry in origin]
     return f"  # {', '.join(entries)}" if entries else ""
 

@@ -21,14 +21,14 @@ class OrderCheck:
         self.written = set(self.inputs)
         self.closed: set[str] = set()
         """Buffers that a loop or an out call has written: they may have no second writer."""
-        self.flying: dict[str, Collective] = {}
+        self.in_flight: dict[str, Collective] = {}
         self.landed: set[str] = set()
         self.late = {symbol for step in program.steps if isinstance(step, Extern) for symbol in step.tells}
         """Sizes that no call has defined so far."""
 
     def advance(self, step: Loop | Extern | Collective | Wait) -> None:
         if isinstance(step, Wait):
-            started = self.flying.pop(step.bucket, None)
+            started = self.in_flight.pop(step.bucket, None)
             require(started is not None, f"wait for {step.bucket}, which is not in flight")
             assert started is not None
             same = (set(started.buffers), set(started.sent)) == (set(step.buffers), set(step.sent))
@@ -38,7 +38,7 @@ class OrderCheck:
         untold = used_symbols(step) & self.late if self.late else None
         require(not untold, f"{', '.join(sorted(untold or ()))} is used before a library call tells it")
         self.late.difference_update(step.tells if isinstance(step, Extern) else ())
-        for collective in self.flying.values():
+        for collective in self.in_flight.values():
             touched = (step.reads | step.writes).intersection(collective.buffers) | step.writes.intersection(
                 collective.sent
             )
@@ -78,14 +78,14 @@ class OrderCheck:
             require(name not in self.closed and name not in self.inputs, f"{name} has a second writer")
         self.closed.update(made)
         self.written.update(made)
-        again = step.bucket in self.flying or step.bucket in self.landed
+        again = step.bucket in self.in_flight or step.bucket in self.landed
         require(not again, f"{step.bucket} is started a second time")
         if step.call is None and self.buckets:
             require(step.bucket in self.buckets, f"unknown bucket {step.bucket}")
-        self.flying[step.bucket] = step
+        self.in_flight[step.bucket] = step
 
     def finish(self) -> None:
-        require(not self.flying, f"nothing waits for {', '.join(sorted(self.flying))}")
+        require(not self.in_flight, f"nothing waits for {', '.join(sorted(self.in_flight))}")
 
 
 def _partly_written(step: Loop | Extern) -> frozenset[str]:

@@ -27,14 +27,14 @@ def contests(monkeypatch):
     """What has been measured: adding is faster by the second tile, nothing else is faster."""
     seen = []
 
-    def fastest(contest, launcher, device):
+    def fastest(contest, usual, launcher, device):
         seen.append(contest)
         _, second, *_ = contest.rivals
-        assert launcher == Path("gpu_launch") and device == GPU
+        assert usual is None and contest.copies == 1 and launcher == Path("gpu_launch") and device == GPU
         return second if len(contest.buffers) == 5 else None
 
     monkeypatch.setattr(matmul_epilogue, "MIN_EPILOGUE_FLOPS", 0)
-    monkeypatch.setattr(autotune, "fastest_ending", fastest)
+    monkeypatch.setattr(autotune, "fastest_tile", fastest)
     monkeypatch.setattr(autotune, "choose", lambda geometries, device: {g: (7,) for g in geometries if g.k == 64})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     return seen
@@ -70,13 +70,14 @@ def test_each_kind_is_measured_once_and_the_receipt_says_what_it_came_to(contest
 def test_what_runs_otherwise_is_the_chosen_algorithm_and_the_loop(contests):
     autotune.Tuner().epilogues(PROGRAM, GPU, 90, build)
     for contest in contests:
-        shape, algorithm = contest.algorithm
+        (matmul,) = contest.matmuls
+        shape, algorithm = matmul.algorithm
         assert (shape.m, shape.n, shape.k) == (64, 64, 64) and algorithm == (7,)
         (loop,) = contest.separate
         names = {buffer.name for buffer in contest.buffers}
-        assert contest.out in loop.arguments and set(loop.arguments) < names
+        assert matmul.out in loop.arguments and set(loop.arguments) < names
         for rows in contest.rivals.values():
-            assert {name for row in rows for name in row.arguments} == names - {contest.out}
+            assert {name for row in rows for name in row.arguments} == names - {matmul.out}
 
 
 def test_kernels_that_cannot_be_compiled_are_named_and_left_out(contests):
@@ -95,7 +96,7 @@ def test_a_kind_that_there_is_no_room_to_measure_is_named(contests, monkeypatch)
     def fastest(*_):
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(autotune, "fastest_ending", fastest)
+    monkeypatch.setattr(autotune, "fastest_tile", fastest)
     chosen, notes = autotune.Tuner().epilogues(PROGRAM, GPU, 90, build)
     assert chosen == {} and notes[0] == "max_autotune: the GPU has no room to measure what 64x64x64 ends in"
     assert len(notes) == 3
@@ -121,7 +122,7 @@ def skinny_contests(monkeypatch):
         assert usual in contest.rivals and launcher == Path("gpu_launch") and device == GPU
         return None if len(contest.matmuls) == 2 else [*contest.rivals][-1]
 
-    monkeypatch.setattr(autotune, "fastest_skinny", fastest)
+    monkeypatch.setattr(autotune, "fastest_tile", fastest)
     return seen
 
 
@@ -180,3 +181,14 @@ def test_what_was_measured_enters_the_schedule_as_a_value(contests, config):
     assert all(isinstance(step, Loop) and step.product for step in after.steps)
     assert not any(isinstance(step, Loop) and step.product for step in plain.steps)
     assert sum(b.storage == "arena" for b in after.buffers) < sum(b.storage == "arena" for b in plain.buffers)
+
+
+def test_a_gain_below_noise_changes_nothing(monkeypatch):
+    times = {"usual": 1.0, "near": 0.99, "slow": 2.0, "fast": 0.5}
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(autotune, "medians", lambda calls, *_: {name: times[name] for name in calls})
+
+    def winner(*names):
+        return autotune.winner(dict.fromkeys(names, lambda: None), "usual")
+
+    assert winner("usual", "near", "slow") == "usual" and winner("usual", "near", "fast", "slow") == "fast"

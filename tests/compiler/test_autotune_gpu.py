@@ -32,7 +32,7 @@ def of_any_size(monkeypatch):
 
 def choose(monkeypatch, number):
     """Have one of the tiles chosen everywhere, faster or not."""
-    monkeypatch.setattr(autotune, "fastest_ending", lambda contest, *_: [*contest.rivals][number % len(contest.rivals)])
+    monkeypatch.setattr(autotune, "fastest_tile", lambda contest, *_: [*contest.rivals][number % len(contest.rivals)])
 
 
 def randn(*shape, dtype=torch.bfloat16):
@@ -128,7 +128,7 @@ def test_what_is_faster_is_chosen_by_measuring():
 
 
 def test_epilogue_fusion_turns_it_off(monkeypatch, of_any_size):
-    monkeypatch.setattr(autotune, "fastest_ending", lambda *_: pytest.fail("it was measured"))
+    monkeypatch.setattr(autotune, "fastest_tile", lambda *_: pytest.fail("it was measured"))
     call = dcompile.compile(lambda x, w, r: r + x @ w, options={"max_autotune": True, "epilogue_fusion": False})
     call(randn(256, 256), randn(256, 256), randn(256, 256))
     assert not ended(call)

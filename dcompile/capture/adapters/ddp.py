@@ -34,7 +34,7 @@ PARAMETERS_ANEW = (
 
 
 def _check_unchanged(info: ParamInfo, parameter: torch.Tensor) -> None:
-    """Raise if a parameter is not as its place in the buckets was planned, as behind `ddp.module.double()`."""
+    """Raise if a parameter is not as its place in the buckets was planned, as after `ddp.module.double()`."""
     now = replace(
         info,
         shape=tuple(parameter.shape),
@@ -112,7 +112,7 @@ class DdpAdapter(PlainAdapter):
         self._prior = PriorReduction(places, lambda number: bool(self._trainable_now((number,))))
         self.log = ReductionLog(self._infos, places)
         self.used = UsedParameterMap(places, self.refs)
-        self._beside: set[int] = set()
+        self._arrived_outside: set[int] = set()
         """Parameters to whose .grad autograd has added since the last reduction, of those with a hook of ours."""
 
     @property
@@ -269,7 +269,7 @@ class DdpAdapter(PlainAdapter):
         self.state = "stock" if self.reasons else "taken"
 
     def _used_behind(self) -> list[str]:
-        """Return why DDP's reducer has begun with this backward: parameters used behind the module, as by a loss."""
+        """Return why DDP's reducer has begun with this backward: parameters used after the module, as by a loss."""
         task = compat.autograd.backward_task()
         names = [self._infos[number].fqn for number, last in self._reached.items() if last == task]
         return [f"outside of the module's forward, its result is used with {counted_names(names)}"] if names else []
@@ -322,8 +322,8 @@ class DdpAdapter(PlainAdapter):
         if self.uneven:
             self._prior.expects = False
         else:
-            self._prior.mark(self._beside.union(numbers) if self._beside else numbers)
-        self._beside.clear()
+            self._prior.mark(self._arrived_outside.union(numbers) if self._arrived_outside else numbers)
+        self._arrived_outside.clear()
 
     def check_prior_reduction(self) -> None:
         """Inside DDP.forward, where the reducer does so: raise its RuntimeError if a parameter got no gradient.
@@ -383,7 +383,7 @@ class DdpAdapter(PlainAdapter):
         if parameter.grad is not None:  # autograd calls hooks also where a gradient is absent
             self.unreduced.add(number)
         self._reached[number] = compat.autograd.backward_task()
-        self._beside.add(number)
+        self._arrived_outside.add(number)
         if self.arrived is not None:
             self.arrived(number, self._infos[number].fqn)
 

@@ -139,7 +139,7 @@ class BackwardTimes:
         }
 
     def durations(self) -> dict[str, int]:
-        """Return the fields that are durations; averages have the same names behind "avg_"."""
+        """Return the fields that are durations; averages have the same names after "avg_"."""
         return {
             "backward_compute_time": self.computed - self.began,
             "backward_comm_time": self.ended - self.communicates,
@@ -165,7 +165,7 @@ class ReductionLog:
         self._order = tuple(bucket for buckets in reduced for bucket in buckets.order)
 
     def logged(self, sampled_ns: int) -> tuple[dict[str, str], dict[str, int]]:
-        """Return strings and numbers for DDP's logging data, of a backward behind the time `sampled_ns`.
+        """Return strings and numbers for DDP's logging data, of a backward begun after the time `sampled_ns`.
 
         On GPUs without times: the host's clock says when work was queued.
         """

@@ -39,18 +39,18 @@ EAGER = "a forward ran without any compiled graph"
 class SynchronizedBackward:
     """State of one backward that reduces gradients."""
 
-    behind: bool
+    after_backward: bool
     """Whether gradients are reduced after the backward, not in its programs."""
     began_ns: int = field(default_factory=time.time_ns)
     """When its first program began; since the epoch."""
     buckets: list[GradientBuckets] = field(default_factory=list)
     """Buckets of each program, in the order in which the programs ran."""
     numbers: list[frozenset[int]] = field(default_factory=list)
-    """If `behind`: the parameters with gradients in each entry of `buckets`."""
+    """If `after_backward`: the parameters with gradients in each entry of `buckets`."""
     used: set[int] = field(default_factory=set)
     """Parameters that the programs use and that the loss needs, also those of which autograd gives no gradient."""
     merged: MergedGradients = field(default_factory=MergedGradients)
-    """If not `behind`: what the programs have reduced."""
+    """If not `after_backward`: what the programs have reduced."""
 
 
 class DdpSync(GradientSync):
@@ -65,7 +65,7 @@ class DdpSync(GradientSync):
         self._tokens = make_token(False), make_token(True)
         self._synced: dict[int, SynchronizedBackward] = {}
         self._arrivals = GradientArrivals(adapter, self._buckets_of_all, self._finish_sync)
-        self._beside: dict[tuple[int, ...], tuple[str, ...]] = {}
+        self._uses_outside: dict[tuple[int, ...], tuple[str, ...]] = {}
         """Graphs of a call -> its uses of parameters outside of them; only where gradients are reduced as they arrive.
         """
         self._compared = False
@@ -100,7 +100,7 @@ class DdpSync(GradientSync):
         found = tuple(outside_use(result, self._adapter.name_of))
         if not self._adapter.varies or not _with_gradients(result):
             return found
-        self._beside[key] = found
+        self._uses_outside[key] = found
         return ()
 
     def after_call(self, variant: Variant, call: Invocation, result: Any) -> None:
@@ -116,12 +116,12 @@ class DdpSync(GradientSync):
 
     def _choose_way(self, variant: Variant, call: Invocation, result: Any, hooked: tuple[str, ...]) -> None:
         """Decide, where ranks may use different parameters, if this call's gradients are reduced as they arrive."""
-        beside = self._beside.get(variant.graphs, ())
-        scattered = self._arrivals.scatter(call.graphs, alone=not beside)
+        outside = self._uses_outside.get(variant.graphs, ())
+        scattered = self._arrivals.scatter(call.graphs, alone=not outside)
         if not variant.training or not (scattered or hooked):
             return
         several = (SEVERAL,) if len(call.graphs) > 1 else ()
-        if reasons := (*several, *beside):
+        if reasons := (*several, *outside):
             self._adapter.note_arriving(reasons)
         self._let_arrive(call, result)
 
@@ -257,7 +257,7 @@ class DdpSync(GradientSync):
         first = task not in self._synced
         if first:
             hooked = [] if adapter.uneven else adapter.hooked()
-            self._synced[task] = SynchronizedBackward(behind=bool(hooked))
+            self._synced[task] = SynchronizedBackward(after_backward=bool(hooked))
             if hooked:
                 adapter.note_behind(hooked)
             compat.autograd.at_end_of_backward(lambda: self._end_sync(self._synced.pop(task)))
@@ -267,17 +267,17 @@ class DdpSync(GradientSync):
         if not adapter.uneven:
             # autograd runs AccumulateGrad also for parameters of which the backward returns None
             synced.used.update(number for number in graph.params.values() if number not in absent)
-        if synced.behind:
+        if synced.after_backward:
             synced.numbers.append(adapter.accumulating(number for _, number in graph.grads if number not in absent))
-        return not synced.behind
+        return not synced.after_backward
 
     def _end_sync(self, synced: SynchronizedBackward) -> None:
-        if synced.behind:
+        if synced.after_backward:
             done: set[int] = set()
             for buckets, numbers in zip(synced.buckets, synced.numbers, strict=True):
                 buckets.reduce_behind(numbers, done)
                 done |= numbers
-        self._finish_sync(synced.buckets, None if synced.behind else synced.merged)
+        self._finish_sync(synced.buckets, None if synced.after_backward else synced.merged)
         self._adapter.log.record(synced.began_ns, synced.buckets)
         self._adapter.has_synced(synced.used)
 

@@ -393,7 +393,7 @@ class ZeroPartitionAdapter(ZeroAdapter):
         self._refs: dict[int, Callable[[], Any]] = {}
         self._partitions: dict[int, Any] = {}
         """Index of a flat group -> its gradients in the form that the optimizer takes."""
-        self._handed: set[int] = set()
+        self._passed_on: set[int] = set()
         self._rank = torch.distributed.get_rank(self._group)
         found = self._make_units(engine, dtype_name(engine.communication_data_type))
         # numbers follow the module's order, not that of the flat groups
@@ -453,10 +453,10 @@ class ZeroPartitionAdapter(ZeroAdapter):
         backward after the one that handed gradients over.
         """
         engine, known = self.engine, self._partitions.get(index)
-        if known is not None and index in self._handed and not compat.zero.holds(engine, index, known):
+        if known is not None and index in self._passed_on and not compat.zero.holds(engine, index, known):
             known = None
         if known is None:
-            self._handed.discard(index)
+            self._passed_on.discard(index)
             group = compat.zero.flat_groups(engine)[index]
             known = self._partitions[index] = compat.zero.new_partition(engine, group, self._rank)
         flat: torch.Tensor = known.flat_partition
@@ -467,7 +467,7 @@ class ZeroPartitionAdapter(ZeroAdapter):
         for group in compat.zero.flat_groups(self.engine):
             self.partition(group.index)
             compat.zero.hand_over(self.engine, group.index, self._partitions[group.index])
-            self._handed.add(group.index)
+            self._passed_on.add(group.index)
 
 
 def in_buckets(

@@ -14,9 +14,20 @@ from typing import Any, Protocol
 
 from dcompile.device_traits import DeviceTraits
 from dcompile.ir.buffers import Buffer
-from dcompile.ir.index import Size
+from dcompile.ir.index import Atom, Index, Size
 from dcompile.ir.nodes import Apply, Loop, Reduce, Scan, View
 from dcompile.ir.ops import OPS
+
+
+def index_text(index: Index, atom: Callable[[Atom], str], times: str) -> str:
+    """Return a position as a sum of products, joined by `times`; `atom` writes their factors."""
+    parts = []
+    for monomial, coefficient in index.terms:
+        factors = [*map(atom, monomial)]
+        if coefficient != 1 or not factors:
+            factors.append(str(coefficient))
+        parts.append(times.join(factors))
+    return " + ".join(parts) or "0"
 
 
 @dataclass(frozen=True, slots=True)

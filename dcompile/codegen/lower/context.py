@@ -61,7 +61,7 @@ class Lowering:
         """Values of integer arguments that are not size symbols themselves."""
         self.known: frozenset[str] = frozenset()
         """Size symbols defined by the arguments."""
-        self.told: frozenset[str] = frozenset()
+        self.defined: frozenset[str] = frozenset()
         """Size symbols defined by library calls so far."""
         self.followed: frozenset[str] = frozenset()
         """Those of them that the arguments' sizes determine, such as `int(1.7 * size)`. (A count of elements may be 0,
@@ -174,8 +174,8 @@ class Lowering:
             return tensor
         key = id(tensor)
         if key not in self._stored:
-            if tensor.base is not None and tensor.again is not None:
-                stored = replace(tensor.again(self.memory(tensor.base)), strides=tensor.strides)
+            if tensor.base is not None and tensor.rebuilt_on is not None:
+                stored = replace(tensor.rebuilt_on(self.memory(tensor.base)), strides=tensor.strides)
                 stored = stored if stored.view is not None else self.store(tensor)
             else:
                 stored = self.store(tensor)
@@ -204,7 +204,7 @@ class Lowering:
 
     def has(self, sizes: Iterable[Size]) -> bool:
         """Return whether sizes are known here, from the arguments or from library calls so far."""
-        return variables_of(sizes) <= self.known | self.told
+        return variables_of(sizes) <= self.known | self.defined
 
     def _strides(self, view: View, torchs: Shape) -> Shape:
         """Return a view's strides, with torch's for dimensions of one element, which mean nothing but are checked.
@@ -267,7 +267,7 @@ class Lowering:
         # calls that define or use a size known late keep their order
         effect = effect or not variables_of(sizes) <= self.known
         tells = tells or self._told_by(outs)
-        self.told |= frozenset(tells)
+        self.defined |= frozenset(tells)
         if follows((*args, *(kwargs or {}).values()), self.known | self.followed):
             self.followed |= frozenset(tells)
         call = Extern(op, converted, named, tuple(outs), mode, fallback, self.origin, effect, tells=tells)
@@ -277,7 +277,7 @@ class Lowering:
         """Return the symbols that are a size of a call's results and have no earlier definition."""
         sizes = (size for out in outs if out is not None for size in self.buffers[out].shape)
         plain = (name for size in sizes for name in variables_of((size,)) if size == var(name) and name[0] != "?")
-        return tuple(dict.fromkeys(name for name in plain if name not in self.known | self.told))
+        return tuple(dict.fromkeys(name for name in plain if name not in self.known | self.defined))
 
     def argument(self, value: Any) -> Arg:
         """Convert a library call's argument: tensors are stored, torch objects become text."""

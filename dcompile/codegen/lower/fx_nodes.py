@@ -1,8 +1,7 @@
-"""Facts of the nodes of an FX graph: their origin, for people, and the users of their values through views.
+"""Facts of an FX graph's nodes and of their operators.
 
-Users decide where a value is computed.
-
-Facts of operators that torch's schemas tell: names, what they write, and what else they affect.
+Of a node: its origin, for people, and the users of its value through views, which decide where it is computed. Of an
+operator, by torch's schema: its name, what it writes, and what else it affects.
 """
 
 from __future__ import annotations

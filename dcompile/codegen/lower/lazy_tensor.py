@@ -61,7 +61,7 @@ class LazyTensor:
     heavy: bool = False
     reads: frozenset[str] = frozenset()
     base: LazyTensor | None = None
-    again: Callable[[LazyTensor], LazyTensor] | None = field(default=None, repr=False)
+    rebuilt_on: Callable[[LazyTensor], LazyTensor] | None = field(default=None, repr=False)
     made: LazyTensor | None = None
     cast_from: LazyTensor | None = None
     sources: frozenset[str] = frozenset()
@@ -115,7 +115,7 @@ def remap_view(base: LazyTensor, shape: Shape, remap: Remap) -> LazyTensor:
         reads=base.reads,
         sources=base.sources,
         base=base,
-        again=lambda stored: remap_view(stored, shape, remap),
+        rebuilt_on=lambda stored: remap_view(stored, shape, remap),
     )
 
 

@@ -282,7 +282,7 @@ class _Walk:
                 self._require_sizes((arg,))
 
     def _require_sizes(self, sizes: tuple[Size, ...]) -> None:
-        unknown = variables_of(sizes) - self.low.known - self.low.told
+        unknown = variables_of(sizes) - self.low.known - self.low.defined
         if unknown:
             raise Inexpressible(f"the size {', '.join(sorted(unknown))} is known only after a library call")
 

@@ -89,7 +89,7 @@ class FlexBuild:
     notes: tuple[str, ...] = ()
     left: Mapping[str, int] = field(default_factory=dict)
     """Calls that run as eager math, with the reason -> number of them."""
-    counted: Mapping[str, int] = field(default_factory=dict)
+    fallbacks: Mapping[str, int] = field(default_factory=dict)
     """The same by the names that the program's report has for them."""
 
 
@@ -102,7 +102,7 @@ class FlexCall:
         self._run = as_function(node, fixed, self._as_asked(compat.flex.eager(node)))
         self._parts: tuple[Node, Mapping[Node, Any]] | None = (node, fixed)
         self._how = "runs as TorchInductor's kernel"
-        self.operator, self.counted = str(node.target), named_call(function_name(node))
+        self.operator, self.fallback_name = str(node.target), named_call(function_name(node))
 
     def build(self, known: dict[str, Callable[..., Any] | str] | None = None) -> str:
         """Have TorchInductor compile the call, or a loop compute it, at most once. Return why neither does.
@@ -186,4 +186,4 @@ def build_flex(constants: Iterable[Any]) -> FlexBuild:
     notes = tuple(call.note(why_not) for call, why_not in zip(calls, reasons, strict=True))
     left = [(call, why) for call, why in zip(calls, reasons, strict=True) if why]
     names = Counter(f"{call.operator} left to eager math: {why}" for call, why in left)
-    return FlexBuild(notes, names, Counter(call.counted for call, _ in left))
+    return FlexBuild(notes, names, Counter(call.fallback_name for call, _ in left))

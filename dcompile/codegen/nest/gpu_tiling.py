@@ -4,15 +4,12 @@ All decisions follow from the loop's sizes and strides alone. So a kernel is the
 of one kind. Block sizes are numbers. Where sizes are symbols, blocks are chosen for a typical size, and a row of
 symbolic length is read in several blocks, whatever its length.
 
-Tile loops over rows for GPU programs: whole rows, at once or in blocks.
+Loops over rows take whole rows, at once or in blocks. Column reductions combine some rows of a program in registers.
 
-Tile column reductions for GPU programs: which rows one program combines in registers.
-
-Four rows at a time: a transposed matrix of bytes is stored by words.
-
-A tile is read along one dimension and stored along the other, so its values change threads through shared memory. One
-by one, bytes take an instruction each there, and more to pack them for a store. The thread that computes the bytes of
-four adjacent rows packs them before they move: a copy takes 1.9 instructions a byte in place of 5.9.
+A transposed matrix of bytes is stored by words, four rows at a time. Its tile is read along one dimension and stored
+along the other, so values change threads through shared memory. One by one, bytes take an instruction each there, and
+more to pack them for a store. The thread that computes the bytes of four adjacent rows packs them before they move: a
+copy takes 1.9 instructions a byte in place of 5.9.
 """
 
 from __future__ import annotations

@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-from dcompile.compat.patches.quick_reads import BASE, source_code
-
 TENSORS = "TENSOR_MATCH"
 ALIASES = ("DUPLICATE_INPUT", "OBJECT_ALIASING")
 NOT_IN = "DICT_NOT_CONTAINS"
@@ -36,6 +34,8 @@ _CONSTANTS = (
     torch.Size,
 )  # fmt: skip
 _STATIC = "_dynamo_static_input_type"
+_BASE = "__dcompile_base"
+"""Name of the base's value in the expression of a source."""
 _CALLED = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
@@ -307,9 +307,15 @@ class Values:
             if type(source).get_value is not ChainedSource.get_value:
                 found = source.get_value(self._globals, {}, self._cache)
             else:
-                found = eval(source_code(source._name_template), self._globals, {BASE: self._of(source.base)})
+                found = eval(_source_code(source._name_template), self._globals, {_BASE: self._of(source.base)})
             seen = self._seen[id(source)] = source, found
         return seen[1]
+
+
+@functools.lru_cache(4096)
+def _source_code(template: str) -> types.CodeType:
+    """Return the code of a source's expression, by torch's template. Thousands of sources have some twenty."""
+    return compile(template.format(_BASE), "<source>", "eval")
 
 
 @dataclass

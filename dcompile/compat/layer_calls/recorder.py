@@ -241,7 +241,7 @@ def _counts(translator: Any) -> dict[str, Any]:
 
 
 def _since(graph: Graph, last: Node | None) -> Iterator[Node]:
-    """Operations of a graph behind a node."""
+    """Operations of a graph after a node."""
     found = last is None
     for node in graph.nodes:
         if found and node.op != "placeholder":

@@ -22,7 +22,7 @@ import contextlib
 import copy
 import dataclasses
 import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from dcompile.compat.patches.torch_patch import replaced_attribute
@@ -59,8 +59,7 @@ def _without_inputs(meta: Any) -> Any:
     return changed
 
 
-@contextlib.contextmanager
-def unseen_statistics() -> Iterator[None]:
+def unseen_statistics() -> contextlib.AbstractContextManager[Any]:
     """Mark batch norms' writes as hidden from autograd while graphs are traced; other changes still count.
 
     Nested uses (Dynamo's tracing calls AOTAutograd's) change nothing.
@@ -70,8 +69,7 @@ def unseen_statistics() -> Iterator[None]:
 
     own: Any = FunctionalTensorMode.__torch_dispatch__
     if getattr(own, "hides_statistics", False):
-        yield
-        return
+        return contextlib.nullcontext()
     writing = (torch.ops.aten._native_batch_norm_legit.default, torch.ops.aten._batch_norm_with_update.default)
 
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,12 +81,10 @@ def unseen_statistics() -> Iterator[None]:
         return result
 
     dispatch.hides_statistics = True  # type: ignore[attr-defined]
-    with unittest.mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", dispatch):
-        yield
+    return unittest.mock.patch.object(FunctionalTensorMode, "__torch_dispatch__", dispatch)
 
 
-@contextlib.contextmanager
-def tangents_as_results() -> Iterator[None]:
+def tangents_as_results() -> contextlib.AbstractContextManager[Any]:
     """Expect a result's gradient to have the result's strides instead of row-major ones. Needed before torch 2.13.
 
     A gradient with other strides than expected is copied, which took two thirds of rotary embedding's backward. Strides
@@ -101,8 +97,7 @@ def tangents_as_results() -> Iterator[None]:
 
     name, kind = "guess_tangent_strides_as_outputs", getattr(schemas, "MemoryFormatMeta", None)
     if kind is None or getattr(config, name, True):
-        yield
-        return
+        return contextlib.nullcontext()
     own = kind.from_tensor
 
     def from_tensor(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -110,15 +105,10 @@ def tangents_as_results() -> Iterator[None]:
         with config.patch({name: apart}):  # type: ignore[no-untyped-call, unused-ignore]
             return own(tensor, *args, **kwargs)
 
-    kind.from_tensor = staticmethod(from_tensor)
-    try:
-        yield
-    finally:
-        kind.from_tensor = staticmethod(own)
+    return unittest.mock.patch.object(kind, "from_tensor", staticmethod(from_tensor))
 
 
-@contextlib.contextmanager
-def tangents_of_any_size() -> Iterator[None]:
+def tangents_of_any_size() -> contextlib.AbstractContextManager[Any]:
     """Make AOTAutograd ignore sizes when it compares DTensors of symbolic sizes."""
     import torch
     from torch._dynamo import disable
@@ -128,8 +118,7 @@ def tangents_of_any_size() -> Iterator[None]:
     owner: Any = getattr(runtime_wrappers, "AOTDispatchAutograd", None)
     own: Callable[..., Any] | None = getattr(owner, "process_runtime_tangent", None)
     if own is None:
-        yield
-        return
+        return contextlib.nullcontext()
     known: dict[int, tuple[Any, Any]] = {}
     """Identity of a traced description, which stays valid as the description is kept -> (description, same without
     sizes).
@@ -147,8 +136,7 @@ def tangents_of_any_size() -> Iterator[None]:
         return chosen(x, meta, *more, **keywords)
 
     skip_code(process.__code__)  # a backward may run inside a frame that Dynamo continues
-    with unittest.mock.patch.object(owner, "process_runtime_tangent", staticmethod(process)):
-        yield
+    return unittest.mock.patch.object(owner, "process_runtime_tangent", staticmethod(process))
 
 
 def _without_sizes(meta: Any) -> Any:

@@ -59,8 +59,7 @@ def repeated_layers_once(wanted: bool = True) -> Iterator[FrameCalls]:
         yield frame
 
 
-@contextlib.contextmanager
-def traced_sync_batch_norm(sync_batch_norm: Callable[..., Any] | None) -> Iterator[None]:
+def traced_sync_batch_norm(sync_batch_norm: Callable[..., Any] | None) -> contextlib.AbstractContextManager[Any]:
     """Trace another function where Dynamo meets `apply` of SyncBatchNorm's autograd Function."""
     from torch._dynamo.variables.functions import UserFunctionVariable
     from torch._dynamo.variables.misc import AutogradFunctionVariable
@@ -73,8 +72,7 @@ def traced_sync_batch_norm(sync_batch_norm: Callable[..., Any] | None) -> Iterat
             return original(self, tx, args, kwargs)
         return UserFunctionVariable(sync_batch_norm).call_function(tx, args, kwargs)  # type: ignore[arg-type, unused-ignore]
 
-    with unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", call_apply):
-        yield
+    return unittest.mock.patch.object(AutogradFunctionVariable, "call_apply", call_apply)
 
 
 @contextlib.contextmanager
@@ -115,8 +113,7 @@ def functions_told_of_absence_in_eager() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def experts_grouped(group_experts: Callable[..., Any] | None) -> Iterator[None]:
+def experts_grouped(group_experts: Callable[..., Any] | None) -> contextlib.AbstractContextManager[Any]:
     """Trace `group_experts(loop, grouped)` where transformers chooses its loop over experts ("eager").
 
     The loop runs once per used expert, on as many rows as the expert has. TorchDynamo captures neither number.
@@ -125,8 +122,7 @@ def experts_grouped(group_experts: Callable[..., Any] | None) -> Iterator[None]:
     choose = getattr(getattr(experts, "ExpertsInterface", None), "get_interface", None)
     grouped = getattr(experts, "grouped_mm_experts_forward", None)
     if group_experts is None or choose is None or grouped is None:
-        yield
-        return
+        return contextlib.nullcontext()
     from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 
     original = UserMethodVariable.call_function
@@ -140,12 +136,10 @@ def experts_grouped(group_experts: Callable[..., Any] | None) -> Iterator[None]:
             tx, [args[1], UserFunctionVariable(grouped)], {}
         )
 
-    with unittest.mock.patch.object(UserMethodVariable, "call_function", call_function):
-        yield
+    return unittest.mock.patch.object(UserMethodVariable, "call_function", call_function)
 
 
-@contextlib.contextmanager
-def library_functions_whole() -> Iterator[None]:
+def library_functions_whole() -> contextlib.AbstractContextManager[Any]:
     """Trace through the graph breaks that torch.optim puts around every optimizer's step, and that a loss makes.
 
     They let AOTAutograd see that nothing in the step needs gradients, which it now finds by itself. With them, a step
@@ -176,8 +170,7 @@ def library_functions_whole() -> Iterator[None]:
             return UserFunctionVariable(stand_in).call_function(tx, args, kwargs)  # type: ignore[arg-type, unused-ignore]
         return original(self, tx, args, kwargs)
 
-    with unittest.mock.patch.object(SkipFunctionVariable, "call_function", call_function):
-        yield
+    return unittest.mock.patch.object(SkipFunctionVariable, "call_function", call_function)
 
 
 def strided_results_written() -> contextlib.AbstractContextManager[Any]:
@@ -372,8 +365,7 @@ def reordered_gathers_traced() -> Iterator[None]:
         rules.pop(function, None)
 
 
-@contextlib.contextmanager
-def compiling_in_one_thread() -> Iterator[None]:
+def compiling_in_one_thread() -> contextlib.AbstractContextManager[Any]:
     """Let other threads see that they compile nothing.
 
     torch sets one flag for all threads. An optimizer that steps in another one then stacks its numbers as for a graph,
@@ -382,23 +374,15 @@ def compiling_in_one_thread() -> Iterator[None]:
     """
     import torch
 
-    if not hasattr(torch.compiler, "_compile_session_context"):
-        yield
-        return
-    with unittest.mock.patch.object(torch.compiler, "_compile_session_context", _compiling_session):
-        yield
+    return replaced_attribute(torch.compiler, "_compile_session_context", lambda _: _compiling_session)
 
 
 @contextlib.contextmanager
 def _compiling_session() -> Iterator[None]:
     import torch
 
-    known = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = _FlagOfThisThread(True)  # type: ignore[assignment]
-    try:
+    with unittest.mock.patch.object(torch.compiler, "_is_compiling_flag", _FlagOfThisThread(True)):
         yield
-    finally:
-        torch.compiler._is_compiling_flag = known
 
 
 class _FlagOfThisThread(int):

@@ -136,7 +136,7 @@ def _inference(
         return results
 
     # for calls that follow one another directly
-    run.again = None if changed or sized else _direct(compiled)  # type: ignore[attr-defined]
+    run.repeated = None if changed or sized else _direct(compiled)  # type: ignore[attr-defined]
     return _Plain(run)
 
 

@@ -241,7 +241,7 @@ ON_DEMAND: tuple[TorchPatch, ...] = (
         tell_forwards_apart,
         ("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState._root_pre_forward",),
         "speed",
-        "a program starts the next one's gather in the same forward alone, behind which parameters may change",
+        "a program starts the next one's gather in the same forward alone, after which parameters may change",
         undone="never; it calls torch's own",
     ),
     TorchPatch(

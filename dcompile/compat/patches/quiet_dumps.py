@@ -85,37 +85,7 @@ def no_unread_backwards() -> contextlib.AbstractContextManager[Any]:
     return replaced_attribute(partitioners, "reordering_to_mimic_autograd_engine", reordering)
 
 
-def no_unread_code() -> contextlib.AbstractContextManager[Any]:
-    """Write no Python for the module in which Dynamo places a captured graph to insert checks of sizes.
-
-    Nothing calls that module: another one is made for the compiler, whose text is written when somebody asks for it.
-    """
-    from torch._dynamo import output_graph
-    from torch.fx import GraphModule
-
-    written, thread = GraphModule.recompile, get_ident()
-
-    def later(module: Any) -> Any:
-        is_new = "_code" not in module.__dict__
-        return None if is_new and get_ident() == thread else written(module)
-
-    @contextlib.contextmanager
-    def inserting(timed: Any) -> Iterator[None]:
-        with timed, unittest.mock.patch.object(GraphModule, "recompile", later):
-            yield
-
-    def timing(own: Callable[..., Any]) -> Callable[..., Any]:
-        def time(key: str, *given: Any, **keywords: Any) -> Any:
-            timed = own(key, *given, **keywords)
-            return inserting(timed) if key == "insert_deferred_runtime_asserts" else timed
-
-        return time
-
-    return replaced_attribute(output_graph, "dynamo_timed", timing)
-
-
-@contextlib.contextmanager
-def no_unread_latencies() -> Iterator[None]:
+def no_unread_latencies() -> contextlib.AbstractContextManager[Any]:
     """Make Dynamo time a frame's new guards only where the result is logged.
 
     It evicts the processor's caches before, which takes 27 ms of CPU time a frame (docs/lab/runtime.md, R9). Everything
@@ -123,35 +93,27 @@ def no_unread_latencies() -> Iterator[None]:
     """
     from torch._dynamo import guards
 
-    own, log = getattr(guards, "profile_guard_manager", None), getattr(guards, "guards_log", None)
-    if own is None or log is None or log.isEnabledFor(logging.DEBUG):
-        yield
-        return
-
-    def timed(*given: Any) -> Any:
-        # checked late: until a process's first event, torch's trace has a handler that finds out whether it is wanted,
-        # and so looks enabled
-        return own(*given) if _is_traced() else 0.0
-
-    with unittest.mock.patch.object(guards, "profile_guard_manager", timed):
-        yield
+    log = getattr(guards, "guards_log", None)
+    if log is None or log.isEnabledFor(logging.DEBUG):
+        return contextlib.nullcontext()
+    # checked late: until a process's first event, torch's trace has a handler that finds out whether it is wanted, and
+    # so looks enabled
+    return replaced_attribute(
+        guards, "profile_guard_manager", lambda own: lambda *given: own(*given) if _is_traced() else 0.0
+    )
 
 
-@contextlib.contextmanager
-def no_unread_names() -> Iterator[None]:
+def no_unread_names() -> contextlib.AbstractContextManager[Any]:
     """Make Dynamo look up the function of a traced line only where its log of traced calls prints it.
 
     It parses the whole file for that, once per process: 0.08 s of CPU time for torch/nn/functional.py alone.
     """
     from torch._dynamo import output_graph, symbolic_convert
 
-    own = getattr(symbolic_convert, "get_funcname", None)
     logs = getattr(output_graph, "trace_call_log", None), getattr(symbolic_convert, "trace_source_log", None)
-    if own is None or any(log is None or log.isEnabledFor(logging.DEBUG) for log in logs):
-        yield
-        return
-    with unittest.mock.patch.object(symbolic_convert, "get_funcname", lambda filename, line: None):
-        yield
+    if any(log is None or log.isEnabledFor(logging.DEBUG) for log in logs):
+        return contextlib.nullcontext()
+    return replaced_attribute(symbolic_convert, "get_funcname", lambda _: lambda filename, line: None)
 
 
 def _is_heard(graph_compile: Any) -> bool:

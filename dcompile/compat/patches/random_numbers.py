@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import operator
 import unittest.mock
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from dcompile.compat.patches.torch_patch import replaced_attribute
 
-@contextlib.contextmanager
-def no_unread_counters() -> Iterator[None]:
+
+def no_unread_counters() -> contextlib.AbstractContextManager[Any]:
     """Create no states of random-number counters while graphs are traced, since nothing reads them unless they are set.
 
     They are six fake tensors before and six after each trace: a tenth of the time of compiling a small graph.
@@ -25,35 +26,27 @@ def no_unread_counters() -> Iterator[None]:
     import torch._functorch.config as config
     from torch._decomp import decompositions_for_rng
 
+    if getattr(config, "functionalize_rng_ops", True):
+        return contextlib.nullcontext()
     tracker = getattr(decompositions_for_rng, "PhiloxStateTracker", None)
-    if not hasattr(tracker, "reset") or getattr(config, "functionalize_rng_ops", True):
-        yield
-        return
-    with unittest.mock.patch.object(tracker, "reset", lambda: None):
-        yield
+    return replaced_attribute(tracker, "reset", lambda _: lambda: None)
 
 
-@contextlib.contextmanager
-def states_of_what_draws() -> Iterator[None]:
+def states_of_what_draws() -> contextlib.AbstractContextManager[Any]:
     """Skip the generator's state while graphs are partitioned, where an operator draws nothing."""
     from torch._functorch import partitioners
 
-    own: Any = getattr(partitioners, "functionalize_rng_ops", None)
-    if own is None:
-        yield
-        return
+    def functionalizing(own: Callable[..., Any]) -> Callable[..., Any]:
+        def functionalize(joint: Any, forward: Any, backward: Any, *rest: Any) -> Any:
+            for node in joint.graph.nodes:  # this graph is not used any more: its nodes were copied to the other two
+                if draws_nothing(node):
+                    node.meta.pop("recompute", None)
+            is_drawn = partitioners.has_recomputable_rng_ops(joint)
+            return own(joint, forward, backward, *rest) if is_drawn else (forward, backward)
 
-    def functionalize(joint: Any, forward: Any, backward: Any, *rest: Any) -> tuple[Any, Any]:
-        for node in joint.graph.nodes:  # this graph is not used any more: its nodes were copied to the other two
-            if draws_nothing(node):
-                node.meta.pop("recompute", None)
-        if not partitioners.has_recomputable_rng_ops(joint):
-            return forward, backward
-        found: tuple[Any, Any] = own(joint, forward, backward, *rest)
-        return found
+        return functionalize
 
-    with unittest.mock.patch.object(partitioners, "functionalize_rng_ops", functionalize):
-        yield
+    return replaced_attribute(partitioners, "functionalize_rng_ops", functionalizing)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ from dcompile.compat.patches import (
     dynamo_frames,
     lean_wrappers,
     partitioner,
-    quick_reads,
     quiet_dumps,
     random_numbers,
     traced_sizes,
@@ -85,13 +84,6 @@ PATCHES: tuple[TorchPatch, ...] = (
         "the guard on hooks of saved tensors asks for all of them at each call",
         FRAME,
         lambda request: (request.told_of_hooks,),
-    ),
-    TorchPatch(
-        guards.remembered_lines,
-        ("torch._dynamo.guards.format_frame",),
-        "speed",
-        "each guard looks up the line of the model that it comes from, for the reason of a recompilation",
-        FRAME,
     ),
     TorchPatch(
         guards.guard_methods,
@@ -164,29 +156,6 @@ PATCHES: tuple[TorchPatch, ...] = (
         ("torch._dynamo.symbolic_convert.get_funcname",),
         "speed",
         "finding the names of traced functions parses whole files for a log that is off",
-        FRAME,
-    ),
-    TorchPatch(
-        quiet_dumps.no_unread_code,
-        ("torch._dynamo.output_graph.dynamo_timed",),
-        "speed",
-        "a captured graph is written as Python for a module that nobody calls",
-        FRAME,
-    ),
-    TorchPatch(
-        quick_reads.quick_settings,
-        ("torch.utils._config_module.ConfigModule.__getattr__",),
-        "speed",
-        "each reading of a setting asks seven questions, a twentieth of a frame's time",
-        FRAME,
-        # Dynamo 2.15 traces the method that reads a setting where a model does: guards would hold one that is gone
-        last=(2, 13),
-    ),
-    TorchPatch(
-        quick_reads.compiled_sources,
-        ("torch._guards.ChainedSource.get_value",),
-        "speed",
-        "each guard compiles the expression that leads to its value",
         FRAME,
     ),
     TorchPatch(

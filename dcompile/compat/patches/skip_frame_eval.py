@@ -32,7 +32,7 @@ class _CompiledCode:
     """Compiled code as a separate function, and its guards."""
 
     run: Callable[..., Any]
-    again: Callable[..., Any]
+    repeated: Callable[..., Any]
     """Variant for a call whose predecessor ran the same code: its graph skips bookkeeping and checks that are known to
     hold.
     """
@@ -195,7 +195,7 @@ def entrance(
             for way in frames.ways:
                 if way.guards.cache_entry is not None and way.holds(scope):  # `fits` would be a call more
                     if way is frames.last:
-                        return way.again(hooked, target, *args, **kwargs)
+                        return way.repeated(hooked, target, *args, **kwargs)
                     frames.prefer(way)
                     return way.run(hooked, target, *args, **kwargs)
         return whole(*args, **kwargs)
@@ -236,12 +236,12 @@ def _way(guarded: Any, function: types.FunctionType, owner: Any) -> _CompiledCod
     if HELPERS in scope:
         scope[HELPERS] = _Helpers(scope[HELPERS])
     graphs = {name: _innermost(scope[name]) for name in names if name.startswith(GRAPH)}
-    direct = {name: getattr(graph, "again", None) or graph for name, graph in graphs.items()}
-    run, again = (
+    direct = {name: getattr(graph, "repeated", None) or graph for name, graph in graphs.items()}
+    run, repeated = (
         types.FunctionType(guarded.code, scope | called, function.__name__, None, function.__closure__)
         for called in (graphs, direct)
     )
-    return _CompiledCode(run, again, root.check, guarded.guard_manager, owner)
+    return _CompiledCode(run, repeated, root.check, guarded.guard_manager, owner)
 
 
 class _Helpers:

@@ -84,8 +84,7 @@ def _equal_node(node: Any) -> Any:
     return twin
 
 
-@contextlib.contextmanager
-def views_as_asked() -> Iterator[None]:
+def views_as_asked() -> contextlib.AbstractContextManager[Any]:
     """View dense tensors of symbolic sizes with exactly the requested sizes, while graphs are traced.
 
     Nested uses (Dynamo's tracing calls AOTAutograd's) change nothing.
@@ -96,8 +95,7 @@ def views_as_asked() -> Iterator[None]:
     known: dict[Any, Callable[..., Any]] = getattr(fake_impls, "op_implementations_dict", {})
     views = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
     theirs = {op: known[op] for op in views if op in known and not isinstance(known[op], _View)}
-    with unittest.mock.patch.dict(known, {op: _View(own) for op, own in theirs.items()}):
-        yield
+    return unittest.mock.patch.dict(known, {op: _View(own) for op, own in theirs.items()})
 
 
 class _View:

@@ -1,4 +1,4 @@
-"""Cache compiled graphs and kernels on disk.
+"""The cache of compiled graphs, kernels and traces on disk: reading, writing, trust in its folder, and its size.
 
 Libraries are named by the SHA-256 of their content. A small JSON file per kernel names its library; one per graph names
 its kernels and holds its host program.
@@ -6,9 +6,8 @@ its kernels and holds its host program.
 Nothing is executed before its SHA-256 has been compared, and nothing is unpickled. Files are published by rename, so a
 reader sees a whole file or none. Any number of processes may write at once: equal content has an equal name. A damaged
 file is reported in one line and rebuilt. This covers files that a failing machine leaves half written, too. So nothing
-is flushed to the disk: flushing took 25 ms a kernel on a busy one.
-
-Limit the size of the cache on disk by removing the least recently used files.
+is flushed to the disk: flushing took 25 ms a kernel on a busy one. Above a size, the least recently used files are
+removed.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from dcompile.config import Config
 from dcompile.errors import BuildError
@@ -40,6 +39,8 @@ from dcompile.runtime.program.artifact import CompiledGraph, from_record, to_rec
 
 Loaded: TypeAlias = tuple[CompiledGraph, dict[str, Path]]
 """A graph, and the path of each kernel's library by the kernel's name."""
+
+Found = TypeVar("Found")
 
 STALE_S = 3600
 """Age in seconds above which a temporary file belongs to a killed process: no compilation takes so long."""
@@ -106,31 +107,33 @@ class KernelCache:
 
     def find(self, key: str) -> Path | None:
         """Return the library that holds a kernel, or None. A damaged file is a miss, and is reported once."""
-        found = None
-        try:
-            found = self._checked_library(key)
-        except _Damaged as damage:
-            self._tell(damage, "kernel", "building")
+        found = self._whole(self._checked_library, key, "kernel", "building")
         return self._precompiled.find(key) if found is None and self._precompiled is not None else found
 
     def find_graph(self, key: str) -> Loaded | None:
         """Return a compiled graph and its libraries, or None. A damaged file is a miss, and is reported once."""
-        graph = None
-        try:
-            graph = self._checked_graph(key)
-        except _Damaged as damage:
-            self._tell(damage, "graph", "compiling")
+        graph = self._whole(self._checked_graph, key, "graph", "compiling")
         if graph is None:
             return None if self._precompiled is None else self._precompiled.find_graph(key)
         libraries = {name: self.find(kernel) for name, kernel in graph.kernels.items()}
         found = {name: path for name, path in libraries.items() if path is not None}
         return (graph, found) if len(found) == len(libraries) else None
 
-    def _tell(self, damage: _Damaged, what: str, doing: str) -> None:
-        path, why = damage.args
-        if path not in self._seen:
-            self._seen.add(path)
-            report(logging.WARNING, f"cached {what} {path} is damaged ({why}); {doing} it again")
+    def find_trace(self, key: str) -> str | None:
+        """A trace of AOTAutograd as it was kept, or None. A damaged file is a miss, and is reported once."""
+        text = self._whole(self._checked_trace, key, "trace", "tracing")
+        return self._precompiled.find_trace(key) if text is None and self._precompiled is not None else text
+
+    def _whole(self, checked: Callable[[str], Found | None], key: str, what: str, doing: str) -> Found | None:
+        """Return what `checked` finds, or None where it is damaged, which is reported once."""
+        try:
+            return checked(key)
+        except _Damaged as damage:
+            path, why = damage.args
+            if path not in self._seen:
+                self._seen.add(path)
+                report(logging.WARNING, f"cached {what} {path} is damaged ({why}); {doing} it again")
+            return None
 
     def _checked_graph(self, key: str) -> CompiledGraph | None:
         entry = self.directory / f"{key}.graph"
@@ -158,6 +161,19 @@ class KernelCache:
             self._check(library, digest)
         return library
 
+    def _checked_trace(self, key: str) -> str | None:
+        entry = self.directory / f"{key}{TRACE}"
+        try:
+            head, _, text = entry.read_text().partition("\n")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise _Damaged(entry, "not a valid entry") from error
+        if head != _trace_head(key, text):
+            raise _Damaged(entry, "its content does not match its checksum")
+        self._mark_used(entry)
+        return text
+
     def _check(self, library: Path, digest: str) -> None:
         try:
             actual = hashlib.sha256(library.read_bytes()).hexdigest()
@@ -183,9 +199,7 @@ class KernelCache:
             library = self.directory / f"{digest}{built.suffix}"
             built.rename(library)  # replaces at most a file of the same content
             for key in keys:
-                self._write(
-                    self.directory / f"{key}.json", json.dumps({"key": key, "sha256": digest, "kind": built.suffix})
-                )
+                self._write_entry(key, library)
         except OSError as error:
             free = shutil.disk_usage(self.directory).free / 1e6 if self.directory.exists() else 0.0
             raise BuildError(
@@ -219,47 +233,30 @@ class KernelCache:
             self._check(library, library.stem)
         except _Damaged:
             return False
-        record = {"key": key, "sha256": library.stem, "kind": library.suffix}
-        self._write(self.directory / f"{key}.json", json.dumps(record))
+        self._write_entry(key, library)
         return True
 
     def put_graph(self, key: str, graph: CompiledGraph) -> None:
         """Store a compiled graph. A failure to write is logged as a warning and costs a recompilation only."""
         record = to_record(graph)
-        try:
-            entry = {"key": key, "sha256": _digest(key, record), "graph": record}
-            self._write(self.directory / f"{key}.graph", json.dumps(entry))
-        except OSError as error:
-            what = f"cannot keep a compiled graph in {self.directory}: {error.strerror}"
-            report(logging.WARNING, f"{what}; it will be compiled again")
-
-    def find_trace(self, key: str) -> str | None:
-        """A trace of AOTAutograd as it was kept, or None. Damage is reported once for each file, and is a miss."""
-        text = self._whole_trace(key)
-        return self._precompiled.find_trace(key) if text is None and self._precompiled is not None else text
-
-    def _whole_trace(self, key: str) -> str | None:
-        entry = self.directory / f"{key}{TRACE}"
-        try:
-            head, _, text = entry.read_text().partition("\n")
-            if head != _trace_head(key, text):
-                raise _Damaged(entry, "its content does not match its checksum")
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, _Damaged) as error:
-            damage = error if isinstance(error, _Damaged) else _Damaged(entry, "not a valid entry")
-            self._tell(damage, "trace", "tracing")
-            return None
-        self._mark_used(entry)
-        return text
+        entry = {"key": key, "sha256": _digest(key, record), "graph": record}
+        self._keep(f"{key}.graph", json.dumps(entry), "a compiled graph", "compiled")
 
     def put_trace(self, key: str, text: str) -> None:
         """Keep a trace. It works without: if that cannot be, one line says so."""
+        self._keep(f"{key}{TRACE}", f"{_trace_head(key, text)}\n{text}", "a trace", "traced")
+
+    def _keep(self, name: str, text: str, what: str, done: str) -> None:
         try:
-            self._write(self.directory / f"{key}{TRACE}", f"{_trace_head(key, text)}\n{text}")
+            self._write(self.directory / name, text)
         except OSError as error:
-            what = f"cannot keep a trace in {self.directory}: {error.strerror}"
-            report(logging.WARNING, f"{what}; it will be traced again")
+            what = f"cannot keep {what} in {self.directory}: {error.strerror}"
+            report(logging.WARNING, f"{what}; it will be {done} again")
+
+    def _write_entry(self, key: str, library: Path) -> None:
+        """Write the entry of a kernel in a library, whose name is its checksum."""
+        record = {"key": key, "sha256": library.stem, "kind": library.suffix}
+        self._write(self.directory / f"{key}.json", json.dumps(record))
 
     def _write(self, path: Path, text: str) -> None:
         """Write a file that appears whole or not at all."""

@@ -67,7 +67,7 @@ class BucketSet:
     """Parameters that hold gradients of earlier backwards, which this one reduces."""
     _aside: dict[int, Any] = field(init=False, default_factory=dict)
     """Idle parameter -> its .grad before this backward."""
-    _handed_on: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
+    _idle_gradients: dict[int, torch.Tensor] = field(init=False, default_factory=dict)
     """Idle parameter -> its reduced gradient, if any rank had one."""
     _task: object = field(init=False, default=None)
     _first: bool = field(init=False, default=True)
@@ -140,7 +140,7 @@ class BucketSet:
         if task is None or task != self._task:
             self._task = task
             self._aside.clear()
-            self._handed_on.clear()
+            self._idle_gradients.clear()
             self._unsettled.clear()
         self._used = frozenset(used)
         self._first = first
@@ -152,7 +152,7 @@ class BucketSet:
 
     def forget(self) -> None:
         """End a backward whose gradients are all installed: release its memory."""
-        self._handed_on.clear()
+        self._idle_gradients.clear()
         self._reduced.clear()
 
     def scale(self, sync: bool) -> float:
@@ -247,7 +247,7 @@ class BucketSet:
             before, beside = self._aside.pop(number, None), param.grad
             came = beside is not None and (before is not None or number not in elsewhere)
             if number in marked or came:
-                self._handed_on[number] = gradient = in_layout_of(gradient, param)
+                self._idle_gradients[number] = gradient = in_layout_of(gradient, param)
                 param.grad = gradient if beside is None else beside + gradient
             elif beside is None:
                 param.grad = before
@@ -347,7 +347,7 @@ class BucketSet:
             for number, offset in zip(self._table[name].params, self._table[name].offsets, strict=True)
             if number not in self._absent
         }
-        return known | {number: gradient.data_ptr() for number, gradient in self._handed_on.items()}
+        return known | {number: gradient.data_ptr() for number, gradient in self._idle_gradients.items()}
 
     def last_run(self) -> ReducedRun:
         """Return what the program has reduced in its last run."""
@@ -361,12 +361,12 @@ class BucketSet:
 
     def handed_on(self) -> Collection[int]:
         """Return idle parameters that got a gradient which other ranks have reduced."""
-        return self._handed_on.keys()
+        return self._idle_gradients.keys()
 
     def reduced_gradient(self, number: int) -> torch.Tensor:
         """Reduced gradient of one parameter in the last backward that synchronized: a view of the bucket."""
-        if number in self._handed_on:
-            return self._handed_on[number]
+        if number in self._idle_gradients:
+            return self._idle_gradients[number]
         return self._view(number, self._reduced[self._places[number][0]])
 
 

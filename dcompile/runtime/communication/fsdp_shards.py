@@ -48,7 +48,7 @@ class PendingGather:
     collective: PendingCollective | PendingCopyGather
     shards: list[torch.Tensor]
     """Tensors that the gather reads; they must live until it is done."""
-    parcel: PackedUnits | None
+    packed: PackedUnits | None
     """Units that arrive as one message and are unpacked afterwards."""
     group: Any
     full: list[torch.Tensor]
@@ -283,10 +283,10 @@ class Shards:
         shards = dict(zip(full, torch.split(flat, sizes), strict=True))
         inputs, outputs = list(full.values()), list(shards.values())
         if packed:
-            parcel = PackedUnits(inputs[-packed:], world)
-            parcel.pack()
-            inputs = [*inputs[:-packed], parcel.whole]
-            outputs = [*outputs[:-packed], flat[-parcel.whole.numel() // world :]]
+            message = PackedUnits(inputs[-packed:], world)
+            message.pack()
+            inputs = [*inputs[:-packed], message.whole]
+            outputs = [*outputs[:-packed], flat[-message.whole.numel() // world :]]
 
         def start(limit_s: float | None) -> Any:
             if any(parts):
@@ -339,10 +339,7 @@ class Shards:
             return
 
         def start(limit_s: float | None) -> Any:
-            options = dist.AllreduceOptions()
-            options.reduceOp = pending.rule.reduce
-            compat.groups.limit(options, limit_s)
-            return replicas.allreduce([flat], options)
+            return compat.groups.start_all_reduce(replicas, [flat], pending.rule.reduce, limit_s)
 
         with named_error(f"the {pending.name} among replicas", shards, self.units, replicas):
             text = f"{pending.name} among replicas ({flat.numel()} elements)"
@@ -378,7 +375,7 @@ class DeferredGradients:
     """Units of which a kept sum contains a gradient, and not only the zeros of an absent one."""
     _begun: dict[tuple[int, int], torch.Tensor] = field(init=False, default_factory=dict)
     """(backward, unit) -> the sum so far, to which another program of the same backward adds."""
-    _given_back: bool = field(init=False, default=False)
+    _passes_to_fsdp: bool = field(init=False, default=False)
 
     def keep(self, full: Mapping[int, torch.Tensor], later: Collection[int] = (), absent: Collection[int] = ()) -> None:
         """Accumulate gradients that are not reduced yet.
@@ -421,7 +418,7 @@ class DeferredGradients:
         numbers = [number for of, number in self._begun if of == task]
         absent = [number for number in numbers if number not in self.real]
         self.keep({number: self._begun.pop((task, number)) for number in numbers}, absent=absent)
-        if self._given_back:
+        if self._passes_to_fsdp:
             self.give_back()
 
     def holds(self, numbers: Iterable[int]) -> bool:
@@ -440,7 +437,7 @@ class DeferredGradients:
 
         Raises DcompileError for partly reduced ones.
         """
-        self._given_back = self._given_back or from_now_on
+        self._passes_to_fsdp = self._passes_to_fsdp or from_now_on
         if self.partial:
             names = ", ".join(self.units[number].name for number in sorted(self.partial))
             raise DcompileError(
@@ -505,11 +502,11 @@ class ShardCommunication:
             return
         group, shards = self._senders(found)
         full, shards = _as_bytes(full), _as_bytes(shards)
-        parcel = PackedUnits([full[place] for place in found.packed], group.size()) if found.packed else None
-        if parcel is not None:
+        packed = PackedUnits([full[place] for place in found.packed], group.size()) if found.packed else None
+        if packed is not None:
             alone = [place for place in range(len(full)) if place not in found.packed]
             sent = torch.cat([shards[place] for place in found.packed])
-            full, shards = [*(full[n] for n in alone), parcel.whole], [*(shards[n] for n in alone), sent]
+            full, shards = [*(full[n] for n in alone), packed.whole], [*(shards[n] for n in alone), sent]
 
         def start(limit_s: float | None) -> Any:
             return start_gather(group, full, shards, limit_s)
@@ -518,7 +515,7 @@ class ShardCommunication:
         label = label_of_model(text, group, self.shards.numbers)
         with self._named("all-gather", found, group):
             collective = PendingCollective(group, full[0].device, label, start)
-        self._gathering[bucket] = PendingGather(collective, shards, parcel, group, units)
+        self._gathering[bucket] = PendingGather(collective, shards, packed, group, units)
 
     def _copies_from(self, peers: PeerShardGroup) -> CopyGathers:
         found = self._copies.get(peers)
@@ -588,8 +585,8 @@ class ShardCommunication:
         gathering = self._gathering.pop(bucket)
         with self._named("all-gather", found, gathering.group):
             gathering.collective.wait()
-        if gathering.parcel is not None:
-            gathering.parcel.unpack()
+        if gathering.packed is not None:
+            gathering.packed.unpack()
         fewer = self.shards.groups[found.group].part_group() if self.phase == "forward" else None
         if fewer is not None:
             self.shards.leave_parts(fewer, found.units, gathering.full)

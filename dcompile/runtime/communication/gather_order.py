@@ -59,7 +59,7 @@ class GatherOrder(Generic[G]):
         self._alike: list[list[G]] = []
         """Those that begin with what was seen."""
         self._compared: set[int] = set()
-        self._ahead: tuple[G, Any] | None = None
+        self._prefetched: tuple[G, Any] | None = None
 
     def started(self, gather: G) -> Any:
         """Note that a program wants a gather now; return it if it was started before, else None."""
@@ -71,9 +71,9 @@ class GatherOrder(Generic[G]):
         self._seen.append(gather)
         place = len(self._seen) - 1
         self._alike = [order for order in self._alike if len(order) > place and order[place] == gather]
-        if self._ahead is None:
+        if self._prefetched is None:
             return None
-        (foreseen, pending), self._ahead = self._ahead, None
+        (foreseen, pending), self._prefetched = self._prefetched, None
         if foreseen == gather:
             self.used += 1
             return pending
@@ -84,7 +84,7 @@ class GatherOrder(Generic[G]):
     def start_next(self) -> None:
         """Start the next gather, if all known orders that began alike have the same one here."""
         place = len(self._seen)
-        if self._ahead is not None or not self._alike or any(len(order) <= place for order in self._alike):
+        if self._prefetched is not None or not self._alike or any(len(order) <= place for order in self._alike):
             return
         following = self._alike[0][place]
         if any(order[place] != following for order in self._alike):
@@ -93,7 +93,7 @@ class GatherOrder(Generic[G]):
             if id(order) not in self._compared:
                 self.compare(order)
                 self._compared.add(id(order))
-        self._ahead = following, following.start()
+        self._prefetched = following, following.start()
 
     def forget(self) -> None:
         """Forget all orders, since a module has others gathers from now on."""
@@ -102,9 +102,9 @@ class GatherOrder(Generic[G]):
 
     def _begin(self, of: Any) -> None:
         """Learn the order of what has ended, and begin anew."""
-        if self._ahead is not None:
-            self._drop(self._ahead[1])
-            self._ahead = None
+        if self._prefetched is not None:
+            self._drop(self._prefetched[1])
+            self._prefetched = None
         if self._seen:
             same = next((order for order in self._known if order == self._seen), self._seen)
             self._known = [same, *(order for order in self._known if order is not same)][:MAX_ORDERS]

@@ -65,7 +65,7 @@ def start_scatter(
     """
     if _over_gloo(group, full) and op in (ReduceOp.SUM, ReduceOp.AVG):
         return GlooReduceScatter(group, shards, full, op == ReduceOp.AVG, limit_s)
-    return compat.groups.start_scatter(group, list(shards), list(full), op, limit_s)
+    return compat.groups.start_reduce_scatter(group, shards, full, op, limit_s)
 
 
 def start_gather(
@@ -77,7 +77,7 @@ def start_gather(
     """
     if _over_gloo(group, full):
         return GlooAllGather(group, full, shards, limit_s)
-    return compat.groups.start_gather(group, list(full), list(shards), limit_s)
+    return compat.groups.start_gather(group, full, shards, limit_s)
 
 
 def _over_gloo(group: Any, full: Sequence[torch.Tensor]) -> bool:
@@ -130,20 +130,20 @@ class GlooAllGather(PendingMessages):
         self, group: Any, full: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], limit_s: float | None
     ) -> None:
         super().__init__()
-        self._parcels: list[PackedUnits] = []
+        self._packed: list[PackedUnits] = []
         for places in _messages(full):
             if len(places) == 1:
                 received, sent = full[places[0]], shards[places[0]]
             else:
-                parcel = PackedUnits([full[place] for place in places], group.size())
-                received, sent = parcel.whole, torch.cat([shards[place] for place in places])
-                self._parcels.append(parcel)
+                packed = PackedUnits([full[place] for place in places], group.size())
+                received, sent = packed.whole, torch.cat([shards[place] for place in places])
+                self._packed.append(packed)
             self._works.append(compat.groups.start_gather_of_one(group, received, sent, limit_s))
 
     def _unpack(self) -> None:
-        for parcel in self._parcels:
-            parcel.unpack()
-        self._parcels = []
+        for packed in self._packed:
+            packed.unpack()
+        self._packed = []
 
 
 class GlooReduceScatter(PendingMessages):
@@ -170,7 +170,7 @@ class GlooReduceScatter(PendingMessages):
         rows = [tensor.view(self._ranks, -1) for _, tensor in message]  # contiguous: a unit is one flat tensor
         sent = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         received = torch.empty_like(sent)
-        self._works.append(compat.groups.start_exchange(group, received.view(-1), sent.view(-1), limit_s))
+        self._works.append(compat.groups.start_all_to_all(group, received.view(-1), sent.view(-1), (), (), limit_s))
         widths = [row.shape[1] for row in rows]
         places = torch.split(received, widths, 1)
         self._parts += [(shard, parts) for (shard, _), parts in zip(message, places, strict=True)]

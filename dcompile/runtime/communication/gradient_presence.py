@@ -82,7 +82,7 @@ class RanksWithGradients:
     _flagged: dict[str, tuple[Bucket, Callable[[], FlaggedMemory | None], float]] = field(
         init=False, default_factory=dict
     )
-    """Bucket -> (its layout, weak reference to its memory, the flag of one rank behind the all-reduce)."""
+    """Bucket -> (its layout, weak reference to its memory, the flag of one rank after the all-reduce)."""
 
     def note(self, bucket: Bucket, memory: FlaggedMemory, one: float) -> None:
         """Note a reduced bucket. `one`: what a flag of 1 was scaled to before the sum."""

@@ -32,7 +32,7 @@ class ModelCollective:
     """One of the model's own collectives in one prepared call: `self(sent, filled, ...)` starts it, `wait()` ends it.
 
     `op` is torch's functional collective. A start takes its further arguments as they are in the graph. `one_shot`
-    launches it as one kernel, where all ranks' GPUs reach each other's memory. That kernel may also be the loop behind
+    launches it as one kernel, where all ranks' GPUs reach each other's memory. That kernel may also be the loop after
     it; `run_epilogue` launches the loop where it was not.
     """
 
@@ -94,7 +94,7 @@ class ModelCollective:
         pending.wait()
 
     def run_epilogue(self, launch: Callable[..., object], *values: int) -> None:
-        """Launch the loop behind the collective that was started last, unless the collective's kernel was that, too."""
+        """Launch the loop after the collective that was started last, unless the collective's kernel was that, too."""
         if not self._ran_epilogue:
             launch(*values)
 

@@ -65,7 +65,7 @@ def _scales_of_all_ranks(units: Sequence[ShardUnit], group: Any, dtype: Any, num
     amax = own.to(cast.scale.device, torch.float32)
 
     def start(limit_s: float | None) -> Any:
-        return compat.groups.start_max(group, amax, limit_s)
+        return compat.groups.start_all_reduce(group, [amax], torch.distributed.ReduceOp.MAX, limit_s)
 
     label = label_of_model(f"all-reduce of the scales of {len(units)} parameters", group, numbers)
     PendingCollective(group, amax.device, label, start).wait()

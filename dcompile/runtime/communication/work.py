@@ -195,7 +195,7 @@ def start_sum(group: Any, tensor: torch.Tensor, label: str) -> PendingCollective
     def start(limit_s: float | None) -> Any:
         if limit_s is None:
             return dist.all_reduce(tensor, group=group, async_op=True)
-        return compat.groups.start_sum(group, tensor, limit_s)
+        return compat.groups.start_all_reduce(group, [tensor], dist.ReduceOp.SUM, limit_s)
 
     return PendingCollective(group, tensor.device, label, start)
 

@@ -1,15 +1,14 @@
-"""Heartbeat and coordination between the ranks of a process group, over its store.
+"""Heartbeat, coordination and watchdog of the ranks of a process group, over its store.
 
 A thread with its own connection publishes this rank's status once a second, and checks whether the job was called off.
 So a waiting rank can distinguish a peer that compiles from one that is late, and no rank waits forever. The thread also
 compares the order of started collectives with rank 0's. None of this uses a collective, so it works when collectives do
 not. In a step, a rank only adds each collective to a checksum; it does not access the store.
 
-Watchdog: a thread that notices GPU collectives that will never end, and unblocks the host.
-
-With Gloo the host waits for a collective and can check its peers meanwhile (`communication.work`). With NCCL a stream
-waits. The host blocks only where it reads a result back, in a CUDA call that nothing interrupts. A CUDA event after
-each collective lets another thread see the first one that is not complete.
+The watchdog notices GPU collectives that will never end, and unblocks the host. With Gloo the host waits for a
+collective and can check its peers meanwhile (`communication.work`). With NCCL a stream waits. The host blocks only
+where it reads a result back, in a CUDA call that nothing interrupts. A CUDA event after each collective lets another
+thread see the first one that is not complete.
 
 So the coordinator's thread checks whether the GPU is stuck while a rank is gone, or is silent beyond the group's limit.
 If it is, or if the job was called off, communicators are aborted. The GPU then goes on with wrong values. The thread
@@ -92,7 +91,7 @@ class PeerCoordinator(SingleProcess):
         self.aborted = ""
         """Why the job was called off; empty otherwise."""
         self._abort_lock = threading.Lock()
-        self.told = threading.Event()
+        self.reported = threading.Event()
         """Set once that error was raised in this process."""
         self.caller: int | None = None
         """Identifier of the thread that called the model last."""
@@ -117,7 +116,7 @@ class PeerCoordinator(SingleProcess):
         self._doing: list[str] = []
         self._beats = 0
         self._ended = False
-        self._lookout = Watchdog(self)
+        self._watchdog = Watchdog(self)
         self._abortion: CommunicatorAbort | None = None
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="dcompile-peers", daemon=True)
@@ -160,7 +159,7 @@ class PeerCoordinator(SingleProcess):
 
     def _over(self) -> PlanMismatchError:
         """Exception to raise on this rank once the job was called off."""
-        self.told.set()
+        self.reported.set()
         return PlanMismatchError(self.aborted)
 
     def enter(self) -> None:
@@ -234,7 +233,7 @@ class PeerCoordinator(SingleProcess):
         self._read_abort(self._side)
         if self.rank and not self.aborted:
             self._compare_with_rank_0()
-        if not self.aborted and (reason := self._lookout.reason()):
+        if not self.aborted and (reason := self._watchdog.reason()):
             self._call_off(self._side, reason)
 
     def _compare_with_rank_0(self) -> None:
@@ -303,7 +302,7 @@ class PeerCoordinator(SingleProcess):
                     self._wait_for_all("ended")
             if self.aborted:
                 self._wait_for_all("told")  # the store may end with this process
-        if self.aborted and failure is None and not self.told.is_set():
+        if self.aborted and failure is None and not self.reported.is_set():
             raise self._over()
 
     def _say_why(self, failure: BaseException) -> None:
@@ -447,15 +446,15 @@ class CommunicatorAbort:
 
     def _run(self) -> None:
         peers = self._peers
-        peers.told.wait(GRACE_S)
+        peers.reported.wait(GRACE_S)
         in_use = peers.stuck_in() is not None
-        if in_use and not peers.told.is_set():
+        if in_use and not peers.reported.is_set():
             # first, because torch may end the process during the abort
             report(logging.ERROR, peers.aborted.removeprefix("dcompile: "))
             _raise_in(peers.caller, peers)
         threading.Thread(target=self._abort, name="dcompile communicators", daemon=True).start()
         compat.groups.let_go()  # communicators end only after CUDA graphs that contain their collectives
-        if in_use and not peers.told.wait(LAST_S):
+        if in_use and not peers.reported.wait(LAST_S):
             flush_streams()
             os._exit(1)
 
@@ -475,7 +474,7 @@ def _raise_in(thread: int | None, peers: PeerView) -> None:
 
         def __init__(self) -> None:
             super().__init__(peers.aborted)
-            peers.told.set()
+            peers.reported.set()
 
     CalledOff.__name__ = CalledOff.__qualname__ = PlanMismatchError.__name__
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(CalledOff))

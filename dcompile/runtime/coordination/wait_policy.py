@@ -1,7 +1,4 @@
-"""Policy of waiting for other ranks: how long, for whom, and when to give up.
-
-Status that each rank publishes, with its process, and the view of peers that waiting and supervision use.
-"""
+"""Waiting for other ranks: the status that each rank publishes, and how long, for whom, and until when others wait."""
 
 from __future__ import annotations
 
@@ -117,7 +114,7 @@ class PeerView(Protocol):
     rank: int
     world: int
     aborted: str
-    told: threading.Event
+    reported: threading.Event
     caller: int | None
 
     def limit_s(self) -> float:

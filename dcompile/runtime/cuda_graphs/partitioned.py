@@ -36,7 +36,7 @@ class RecordedRun:
     replay: Replay
     results: list[Any]
     collectives: dict[Any, list[str]]
-    ran: bool = False
+    has_run: bool = False
     """Whether the call ran while it was recorded."""
     new: frozenset[int] = frozenset()
     """Positions of results that are new tensors or numbers in each replay."""

@@ -307,21 +307,21 @@ class Recording:
             return False
         return self.layouts_fit is None or self.layouts_fit(*[args[place] for place in self.fixed])
 
-    def run(self, args: list[Any], buckets: Mapping[str, Any], ran: Sequence[Any] | None = None) -> list[Any]:
+    def run(self, args: list[Any], buckets: Mapping[str, Any], new: Sequence[Any] | None = None) -> list[Any]:
         """Replay with these inputs and this memory of gradient buckets; `args` is emptied.
 
-        `ran`: new results of this call, if it ran while it was recorded.
+        `new`: new results of this call, if it ran while it was recorded.
         """
-        if ran is None:
+        if new is None:
             for slot in self.slots:
                 slot.fill(args)
-            ran = self.replay(buckets)
+            new = self.replay(buckets)
         for slot in self.slots:
             slot.copy_back(args)
         given: Given = {}
         results: list[Any] = []
         for result in self.results:
-            results.append(result.of(args, buckets, given, results, ran))  # each may be a view of earlier ones
+            results.append(result.of(args, buckets, given, results, new))  # each may be a view of earlier ones
         args.clear()
         return results
 

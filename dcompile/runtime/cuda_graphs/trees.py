@@ -41,7 +41,7 @@ from dcompile.collectives.contract import AnySource
 from dcompile.errors import NotInPartsError
 from dcompile.runtime.communication.work import count_replayed
 from dcompile.runtime.cuda_graphs.collectives import RecordedCall, call_of
-from dcompile.runtime.cuda_graphs.partitioned import PiecewiseRecording, RecordedRun, record_whole
+from dcompile.runtime.cuda_graphs.partitioned import PiecewiseRecording, RecordedRun, borrowed, record_whole
 from dcompile.runtime.cuda_graphs.recording import (
     CopiedInput,
     GraphRecorder,
@@ -87,13 +87,13 @@ MIN_CALLS_TO_REPLACE = 8
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Recorded:
-    """A recording to serve this call. `ran`: the call's new results, if it ran while it was recorded.
+    """A recording to serve this call. `new`: the call's new results, if it ran while it was recorded.
 
     `fails`: whether it serves this call only.
     """
 
     recording: Recording
-    ran: Sequence[Any] | None = None
+    new: Sequence[Any] | None = None
     fails: bool = False
 
 
@@ -102,7 +102,7 @@ class GraphTree:
 
     def __init__(self, recorder: GraphRecorder) -> None:
         self.recorder = recorder
-        self._handed: dict[Recording, None] = {}
+        self._returned: dict[Recording, None] = {}
         """Recordings whose results may be alive."""
         self._dropped: set[Recording] = set()
         """Those among them that are not replayed any more."""
@@ -112,7 +112,7 @@ class GraphTree:
 
     def obstacle(self, recording: Recording) -> ResultMemory | None:
         """Live memory that was not alive when `recording` was made, which prevents its replay; None if none."""
-        for other in list(self._handed):
+        for other in list(self._returned):
             strange = self._strange(recording, other)
             for memory in strange:
                 if memory.live:
@@ -123,7 +123,7 @@ class GraphTree:
         return None
 
     def _forget_handed(self, recording: Recording) -> None:
-        del self._handed[recording]
+        del self._returned[recording]
         if recording in self._dropped:
             self._dropped.remove(recording)
             self._forget_pairs(recording)
@@ -160,7 +160,7 @@ class GraphTree:
 
     def forget(self) -> None:
         """Drop all recordings."""
-        self._handed.clear()
+        self._returned.clear()
         self._dropped.clear()
         self._pairs.clear()
         for program in self._programs:
@@ -169,16 +169,16 @@ class GraphTree:
     def drop(self, recording: Recording) -> None:
         """Stop replaying a recording. Its memory, slots included, is freed once none of its results is alive."""
         self._forget_pairs(recording)
-        if recording in self._handed:
+        if recording in self._returned:
             self._dropped.add(recording)
 
     def note_replay(self, recording: Recording) -> None:
         """Note that a recording was replayed: the caller holds its results."""
-        self._handed[recording] = None
+        self._returned[recording] = None
 
     def alive(self) -> list[ResultMemory]:
         """Result memory that somebody holds."""
-        return [memory for recording in self._handed for memory in recording.memories if memory.live]
+        return [memory for recording in self._returned for memory in recording.memories if memory.live]
 
 
 class ReplayedExecutable:
@@ -207,7 +207,7 @@ class ReplayedExecutable:
         self._mutated = frozenset(program.mutated)
         self._kept = ResultRetention()
         self._recordings: dict[tuple[Any, ...], list[Recording]] = {}
-        self._settling: dict[tuple[Any, ...], StableInputDetector] = {}
+        self._detectors: dict[tuple[Any, ...], StableInputDetector] = {}
         self._objection: str | None = None
         self._measured = False
         self.report, self.buckets, self.source = program.report, program.buckets, program.source
@@ -233,7 +233,7 @@ class ReplayedExecutable:
         recordings = self._recordings.get(key)
         if recordings is None:
             self._recordings[key] = []
-            self._settling[key] = StableInputDetector()
+            self._detectors[key] = StableInputDetector()
             return self._program(args, buckets=buckets, sync=sync)
         for recording in recordings:
             if not recording.fits(args):
@@ -244,7 +244,7 @@ class ReplayedExecutable:
             if obstacle.kept is not None and not obstacle.kept.found:
                 obstacle.kept.found = True  # it may be freed soon, and later results will be copies
                 return self._program(args, buckets=buckets, sync=sync)
-        made = self._record(args, recordings, self._settling[key], call)
+        made = self._record(args, recordings, self._detectors[key], call)
         return self._program(args, buckets=buckets, sync=sync) if made is None else self._replay(made, args, call)
 
     def _is_admitted(self, args: Sequence[Any], key: tuple[Any, ...]) -> bool:
@@ -252,7 +252,7 @@ class ReplayedExecutable:
         assert self._classes is not None, "asked where sizes vary"
         admitted, replaced = self._classes.admit([args[place] for place in self._sizes], key)
         if isinstance(replaced, tuple):
-            self._settling.pop(replaced, None)
+            self._detectors.pop(replaced, None)
             for recording in self._recordings.pop(replaced, []):
                 self._tree.drop(recording)
         return admitted
@@ -260,7 +260,7 @@ class ReplayedExecutable:
     def forget(self) -> None:
         """Drop all recordings; later calls record anew."""
         self._recordings.clear()
-        self._settling.clear()
+        self._detectors.clear()
 
     def measure(self, recorder: Any) -> None:
         """See `HostProgram.measure`. While it measures, nothing is recorded or replayed."""
@@ -269,7 +269,7 @@ class ReplayedExecutable:
 
     def _replay(self, made: Recorded, args: list[Any], call: RecordedCall) -> list[Any]:
         recording = made.recording
-        results = recording.run(args, call.memories, made.ran)
+        results = recording.run(args, call.memories, made.new)
         for group, labels in recording.collectives.items():
             count_replayed(group, labels)
         call.happened(results)
@@ -291,13 +291,13 @@ class ReplayedExecutable:
 
     def _settled(self, recording: Recording, args: list[Any], key: tuple[Any, ...], call: RecordedCall) -> Recorded:
         """Return a recording to replay: one without copies of inputs, once these are known to be stable."""
-        settling = self._settling[key]
+        detector = self._detectors[key]
         # ranks would decide differently, but recordings with collectives must be made by all of them
         if call.communicates or recording.collectives:
             return Recorded(recording)
-        if not settling.observe(args, recording.slots):
+        if not detector.observe(args, recording.slots):
             return Recorded(recording)
-        made = self._record(args, self._recordings[key], settling, call)
+        made = self._record(args, self._recordings[key], detector, call)
         if made is None or made.fails:
             return made or Recorded(recording)
         for old in self._recordings[key]:
@@ -337,7 +337,7 @@ class ReplayedExecutable:
             )
             for number, value in enumerate(results)
         )
-        ran = [value if number in run.new else None for number, value in enumerate(results)] if run.ran else None
+        new = [value if number in run.new else None for number, value in enumerate(results)] if run.has_run else None
         run.results = results = []  # the recording must be the only holder
         made.settle()
         layouts_fit = compat.guards.like_these([args[place] for place in fixed]) if self._saved and fixed else None
@@ -358,7 +358,7 @@ class ReplayedExecutable:
             self._program.release()
             self.report.recordings += 1
             self._note_pieces(run)
-        return Recorded(recording, ran, run.failed)
+        return Recorded(recording, new, run.failed)
 
     def _record_program(self, inside: list[list[Any]], call: RecordedCall, pool: int) -> RecordedRun | None:
         """Record the program with the arguments in `inside`, which are popped: only the recording may hold them.
@@ -454,7 +454,7 @@ class ReplayedExecutable:
                 and args[position].untyped_storage().data_ptr() in taken
                 and not is_virtual(args[position])
             ):
-                args[position] = _placeholder(args[position])
+                args[position] = borrowed(args[position])
         return inside
 
 
@@ -480,14 +480,6 @@ def _stays(tensor: torch.Tensor, taken: dict[int, ResultMemory]) -> bool:
         or compat.tensors.is_static_input(tensor)
         or tensor.untyped_storage().data_ptr() in taken
     )
-
-
-def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
-    """Make a tensor at the same address that owns nothing, so that the recording can free the original."""
-    storage = tensor.untyped_storage()
-    outside = compat.tensors.storage_at(storage.data_ptr(), storage.nbytes(), storage.device)
-    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return empty.set_(outside, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class StableInputDetector:

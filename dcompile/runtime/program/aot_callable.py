@@ -1,12 +1,8 @@
 """Callables for graphs that `aot_compile` has compiled, in the form that torch's container saves and loads.
 
 torch's container pickles. Our part in it is bytes: archives as `dcompile.export` writes them. They are checked and
-loaded without pickle, and without a C++ compiler. Of a graph with a backward, AOTAutograd's record is pickled, too.
-
-Forward and backward program of a graph that `aot_compile` has compiled, inside AOTAutograd's record of the graph.
-
-torch pickles the record. A program in it is bytes: an archive as `dcompile.export` writes it. It is checked and loaded
-without pickle, and without a C++ compiler.
+loaded without pickle, and without a C++ compiler. Of a graph with a backward, torch pickles AOTAutograd's record, which
+holds an archive each for forward and backward.
 """
 
 from __future__ import annotations

@@ -98,12 +98,15 @@ class GemmDescription:
         g, kind = geometry, _TYPES[geometry.dtype]
         self.how = ctypes.c_void_p()
         self.library.call("MatmulDescCreate", ctypes.byref(self.how), _COMPUTE, _FLOAT32)
-        for attribute, turned in zip(_TURNED, (g.turned_a, g.turned_b), strict=True):
+        for attribute, turned in zip(_TURNED, (g.transposed_a, g.transposed_b), strict=True):
             value = ctypes.c_int32(turned)
             self.library.call(
                 "MatmulDescSetAttribute", self.how, attribute, ctypes.byref(value), ctypes.c_size_t(4)
             )  # fmt: skip
-        sizes_a, sizes_b = ((g.k, g.m) if g.turned_a else (g.m, g.k)), ((g.n, g.k) if g.turned_b else (g.k, g.n))
+        sizes_a, sizes_b = (
+            ((g.k, g.m) if g.transposed_a else (g.m, g.k)),
+            ((g.n, g.k) if g.transposed_b else (g.k, g.n)),
+        )
         self.a = self._layout(kind, *sizes_a, g.lead_a)
         self.b = self._layout(kind, *sizes_b, g.lead_b)
         self.out = self._layout(kind, g.m, g.n, g.lead_out)

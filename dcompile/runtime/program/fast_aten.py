@@ -12,7 +12,7 @@ empty_cpu = quick_empty("cpu")
 empty_cuda = quick_empty("cuda")
 """empty_cuda(shape, strides, dtype): allocate a tensor on the current GPU."""
 strided_view = quick_view_function()
-"""strided_view(tensor, shape, strides, offset): tensor over the same memory, `offset` elements behind its beginning.
+"""strided_view(tensor, shape, strides, offset): tensor over the same memory, `offset` elements after its beginning.
 
 Autograd does not see it as a view: it has its own version counter. It keeps the memory alive, but not the tensor.
 """

@@ -39,7 +39,7 @@ class HostStatement:
     drops: frozenset[str] = frozenset()
     """Names that it deletes."""
     launches: int = 0
-    apart: str = ""
+    unrecordable: str = ""
     """Why it cannot be recorded; empty if it can."""
     starts: str = ""
     """Name of the collective that it starts, and of the one that it waits for."""
@@ -93,30 +93,32 @@ def _statements(source: str, learned: Collection[str]) -> Iterator[HostStatement
     lines = source.split("\n")
     body = call_of(ast.parse(source)).body
     local = frozenset[str]().union(*(_names(node, ast.Store) for node in body))
-    end, apart, started = body[0].lineno - 1, "", set[str]()
+    end, unrecordable, started = body[0].lineno - 1, "", set[str]()
     checked, failed = frozenset[str](), ""
     for node in body:
         first, end = min(end, node.lineno - 1), node.end_lineno or node.lineno
         for line in (line.strip() for line in lines[first : node.lineno - 1]):
             if line.startswith(APART):
-                apart = line.removeprefix(APART)
+                unrecordable = line.removeprefix(APART)
             elif line == TOGETHER:
-                apart = ""
+                unrecordable = ""
         plain = HostStatement(
             tuple(lines[first:end]),
             (_names(node, ast.Load) & local) - {STREAM},
             _names(node, ast.Store) - {STREAM},
             _names(node, ast.Del),
-            apart=apart,
+            unrecordable=unrecordable,
             certain=not isinstance(node, ast.If),
             returns=isinstance(node, ast.Return),
             address=lines[node.lineno - 1].endswith(".data_ptr()"),
         )
         found = _working(node, lines, plain, started, learned) if works(node) else _synchronizing(node, plain)
         if checked and isinstance(node, ast.If) and not found.launches and not checked.isdisjoint(found.reads):
-            found = replace(found, apart=found.apart or failed)  # it checks the result of a call that failed
+            # it checks the result of a call that failed
+            found = replace(found, unrecordable=found.unrecordable or failed)
         elif found.launches:
-            checked, failed = (found.writes, found.apart) if found.apart and not apart else (frozenset(), "")
+            fails = found.unrecordable and not unrecordable
+            checked, failed = (found.writes, found.unrecordable) if fails else (frozenset(), "")
         yield found
 
 
@@ -134,11 +136,11 @@ def _working(
     parsed = own_collective(node, parse_statement(node, lines), started)
     started |= {parsed.starts} - {""}
     kernels = re.fullmatch(r"(\d+) kernels?", parsed.name)
-    apart = plain.apart
-    if not apart and called(lines[node.lineno - 1]) in learned:
-        apart = f"{parsed.name.removesuffix('.default')} failed in a recording"
+    unrecordable = plain.unrecordable
+    if not unrecordable and called(lines[node.lineno - 1]) in learned:
+        unrecordable = f"{parsed.name.removesuffix('.default')} failed in a recording"
     launches = int(kernels[1]) if kernels else 1
-    return replace(plain, launches=launches, apart=apart, starts=parsed.starts, waits=parsed.waits)
+    return replace(plain, launches=launches, unrecordable=unrecordable, starts=parsed.starts, waits=parsed.waits)
 
 
 def called(line: str) -> str:
@@ -168,7 +170,7 @@ def _joined(statements: Iterator[HostStatement]) -> Iterator[HostStatement]:
                 reads=open_.reads | statement.reads - open_.writes,
                 writes=open_.writes | statement.writes,
                 drops=open_.drops | statement.drops,
-                apart=open_.apart or statement.apart,
+                unrecordable=open_.unrecordable or statement.unrecordable,
             )
         open_ = statement if GIVEN in statement.writes and not statement.launches else None
         if open_ is None:
@@ -184,19 +186,19 @@ def split_statements(statements: Sequence[HostStatement]) -> tuple[HostPart, ...
     Each statement is in one part. Only waits for collectives move: to the end of the part that started them. A piece
     that is not worth a CUDA graph joins its neighbours.
     """
-    outside = frozenset[str]().union(*(statement.writes for statement in statements if statement.apart))
+    outside = frozenset[str]().union(*(statement.writes for statement in statements if statement.unrecordable))
 
     def runs_as_it_is(statement: HostStatement) -> bool:
         # new results go to the caller as they are: a copy on the CPU may be under way
-        return bool(statement.apart) or (statement.returns and not outside.isdisjoint(statement.reads))
+        return bool(statement.unrecordable) or (statement.returns and not outside.isdisjoint(statement.reads))
 
-    runs = [HostPart(tuple(run), not apart) for apart, run in groupby(statements, runs_as_it_is)]
+    runs = [HostPart(tuple(run), not unrecordable) for unrecordable, run in groupby(statements, runs_as_it_is)]
     if len(runs) > 1:
         runs = [replace(part, recorded=part.recorded and part.worth) for part in _awaited(runs)]
     parts: list[HostPart] = []
     for recorded, alike in groupby(runs, lambda part: part.recorded):
         inside = tuple(statement for part in alike for statement in part.statements)
-        reasons = tuple(dict.fromkeys(statement.apart for statement in inside if statement.apart))
+        reasons = tuple(dict.fromkeys(statement.unrecordable for statement in inside if statement.unrecordable))
         parts.append(HostPart(inside, recorded, reasons))
     return _connected(parts)
 

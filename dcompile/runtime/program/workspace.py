@@ -5,7 +5,7 @@ passes an input of the forward in its present state. New memory (`p.data = p.dat
 strides or dtype without a change of its version counter. Hooks for saved tensors may return any layout (`save_on_cpu`
 with pinned memory). Eager's operators read each tensor's strides; compiled kernels expect one layout.
 
-Functions that host programs call besides ATen's, mostly checks of values that are known only at run time.
+Host programs call functions of a workspace besides ATen's, mostly checks of values that are known only at run time.
 """
 
 from __future__ import annotations
@@ -401,7 +401,7 @@ class HostProgramServices:
         """One of the model's own collectives.
 
         `kernel`: the one kernel that it may be. It has a name, a function, and words of a program. Then come whether it
-        ends with the loop behind the collective, the number of values that a call gives, and that loop's arguments.
+        ends with the loop after the collective, the number of values that a call gives, and that loop's arguments.
         """
         from dcompile.runtime.communication.model_collectives import ModelCollective  # late: few programs have any
 

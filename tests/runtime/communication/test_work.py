@@ -52,7 +52,7 @@ def test_the_reason_that_another_rank_gave_is_raised_once(ranks, monkeypatch, st
     ranks.each(give_up, [second])
     with pytest.raises(PlanMismatchError, match="rank 1 has had enough") as error:
         collective(monkeypatch, first, start)
-    assert ABORTED in str(error.value.__cause__) and first.told.is_set()
+    assert ABORTED in str(error.value.__cause__) and first.reported.is_set()
 
 
 @pytest.mark.parametrize("start", [start_none, lambda limit_s: Aborted()], ids=["as it starts", "as it is waited for"])

@@ -62,7 +62,7 @@ def ranks(monkeypatch, gpu, exits):
     monkeypatch.setattr(heartbeat, "GONE_S", 0.2)
     yield made
     for line in made.lines:
-        line.told.set()  # nobody is to be ended once this test is over
+        line.reported.set()  # nobody is to be ended once this test is over
     for thread in threading.enumerate():
         if thread.name.startswith("dcompile abort"):
             thread.join()

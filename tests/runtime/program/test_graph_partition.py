@@ -257,7 +257,7 @@ def test_each_statement_is_in_one_part_and_in_order(body: str) -> None:
     for one, other in pairwise(parts):
         assert one.recorded != other.recorded
     for part in parts:
-        assert not part.recorded or not any(s.apart for s in part.statements)
+        assert not part.recorded or not any(s.unrecordable for s in part.statements)
         assert len(parts) == 1 or not part.recorded or part.worth
 
 

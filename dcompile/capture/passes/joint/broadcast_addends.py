@@ -39,7 +39,7 @@ rounding them would round the sum after all."""
 
 
 def separate_broadcast_addends(gm: GraphModule) -> PassReport:
-    """Add broadcast tensors to matmuls in float32 behind them, in place, where only loops read the results.
+    """Add broadcast tensors to matmuls in float32 after them, in place, where only loops read the results.
 
     Guarantees: no more roundings to 16 bits. The matmul's own result is rounded, and its sum with the tensor is not. A
     sum is further from the exact one than eager's only if the tensor cancels most of it.

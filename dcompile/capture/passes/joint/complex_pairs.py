@@ -37,7 +37,7 @@ OF_DIMENSIONS: Mapping[Any, int] = {
     aten.unsqueeze.default: 1, aten.squeeze.dim: 1, aten.squeeze.dims: 1, aten.transpose.int: 2, aten.slice.Tensor: 1,
     aten.select.int: 1, aten.gather.default: 1, aten.index_select.default: 1, aten.permute.default: 1,
 }  # fmt: skip
-"""Calls whose arguments behind the first are dimensions, and how many of them."""
+"""Calls whose arguments after the first are dimensions, and how many of them."""
 
 
 def pair_complex_numbers(gm: GraphModule) -> PassReport:
@@ -154,7 +154,7 @@ def _product(left: Any, right: Any, pair: Callable[[Any], Node], insert: Insert)
 
 
 def _along_dimensions(node: Node, whole: Node, insert: Insert) -> Node:
-    """Apply a call along dimensions of complex numbers to pairs, which have one more behind these."""
+    """Apply a call along dimensions of complex numbers to pairs, which have one more after these."""
     target: Any = node.target
     given: Sequence[Any] = node.args
     count, rank = OF_DIMENSIONS[target], whole.meta["val"].dim() - 1

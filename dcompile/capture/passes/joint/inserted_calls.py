@@ -26,7 +26,7 @@ def insert_call(
     kwargs: Mapping[str, Any] | None = None,
     shares: tuple[str, ...] = WORK_ORIGIN,
 ) -> Node:
-    """Insert a call before or behind a node; return it, with its value by the fake tensor mode `mode`.
+    """Insert a call before or after a node; return it, with its value by the fake tensor mode `mode`.
 
     `shares`: the metadata that it has in common with `origin`.
     """

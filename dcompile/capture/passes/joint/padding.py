@@ -150,7 +150,7 @@ class _Padding:
                 self._follow(user, old)
 
     def _grow_added(self, added: Any, rows: int, columns: int, product: Node) -> Node:
-        """Return a vector with zeros behind it, or all of a sum so far, whose padding is zeros plus zeros."""
+        """Return a vector with zeros after it, or all of a sum so far, whose padding is zeros plus zeros."""
         assert isinstance(added, Node)
         value = added.meta["val"]
         if value.dim() == 1:

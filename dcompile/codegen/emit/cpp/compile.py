@@ -3,10 +3,9 @@
 The pipeline passes in the cache (`runtime.cache.KernelCache`). A kernel's key covers its text, the prelude, the flags,
 the compiler, the processor and dcompile's version. A graph uses every kernel in the cache, whichever graph compiled it.
 
-Prune the C++ prelude to the declarations that a kernel file uses. Parsing all of it costs g++ 50 ms a file.
-
-Declarations are kept by name, all of one name together, so that a call finds the same overloads as in the whole
-prelude. Preprocessor lines are always kept.
+A file gets the declarations of the C++ prelude that it uses, since parsing all of it costs g++ 50 ms. Declarations are
+kept by name, all of one name together, so that a call finds the same overloads as in the whole prelude. Preprocessor
+lines are always kept.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from dcompile.codegen.emit.cpp.parallelize import MIN_PARALLEL_WORK
 from dcompile.codegen.emit.cpp.plan import NestPlan
 from dcompile.codegen.emit.cpp.value_facts import PositionCounter
 from dcompile.codegen.emit.float8 import decoded
+from dcompile.codegen.emit.target import index_text
 from dcompile.codegen.nest.loop_nest import Axis, Nest
 from dcompile.ir.analysis import runtime_refs
 from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Size, Var, is_symbol, size_product
@@ -118,13 +119,7 @@ class Printer:
 
     def index(self, index: Index) -> str:
         """Return a position as an expression."""
-        parts = []
-        for monomial, coefficient in index.terms:
-            factors = [self._atom(atom) for atom in monomial]
-            if coefficient != 1 or not factors:
-                factors.append(str(coefficient))
-            parts.append("*".join(factors))
-        return " + ".join(parts) or "0"
+        return index_text(index, self._atom, "*")
 
     def _atom(self, atom: Atom) -> str:
         match atom:

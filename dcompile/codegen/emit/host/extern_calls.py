@@ -28,7 +28,7 @@ class ExternCalls:
     """Writes library calls. `chosen`: algorithms for matrix products that are not to be ATen's.
 
     `last`: the last step that uses each buffer. `learnt`: sizes that are known before the first call. `in_kernels`:
-    buffers that kernels read or write. `looks`: how library calls and outputs view each buffer.
+    buffers that kernels read or write. `views_of`: how library calls and outputs view each buffer.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class ExternCalls:
         last: Mapping[str, int],
         learnt: Collection[str],
         in_kernels: Collection[str],
-        looks: Mapping[str, Sequence[View]],
+        views_of: Mapping[str, Sequence[View]],
     ) -> None:
         self.text, self.lines, self.batch, self.buffers, self.chosen = text, text.lines, batch, buffers, chosen
         self.table: Mapping[str, Buffer] = buffers.table
-        self.last, self.learnt, self.in_kernels, self.looks = last, {*learnt}, in_kernels, looks
+        self.last, self.learnt, self.in_kernels, self.views_of = last, {*learnt}, in_kernels, views_of
 
     def call(self, step: Extern) -> None:
         """One call."""
@@ -175,7 +175,7 @@ class ExternCalls:
         buffer = self.table[name]
         whole = View(name, buffer.shape, buffer.strides)
         returned = copied and name in self.batch.outputs and bool(buffer.strides) and self._is_defined(buffer.strides)
-        if returned or name in self.in_kernels or any(view != whole for view in self.looks.get(name, ())):
+        if returned or name in self.in_kernels or any(view != whole for view in self.views_of.get(name, ())):
             strides = self.text.tuple_of(buffer.strides)
             if not all(isinstance(stride, int) for stride in buffer.strides):
                 strides = self.text.once_if_known(strides, "strides", buffer.strides)

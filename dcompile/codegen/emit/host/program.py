@@ -8,7 +8,7 @@ needed. `make(run, *sizes)` then prepares a call for these sizes, and later call
 sizes, known only after a library call, are not among them. Kernels receive those as arguments, as they do addresses,
 and GPU launches their grids.
 
-Statements that start collectives and wait for them.
+Statements that start collectives, and those that wait for them, come last in this file.
 """
 
 from __future__ import annotations
@@ -79,17 +79,17 @@ class HostProgramWriter:
         self.in_kernels |= {view.buffer for product in self.products.values() for view in product.views if view}
         self.in_kernels |= {name for product in self.products.values() for name in product.kernel.arguments}
         self.in_kernels |= read_by_chosen(program, chosen)
-        self.looks: dict[str, list[View]] = {}
+        self.views_of: dict[str, list[View]] = {}
         """All views of each buffer in library calls and outputs."""
         for view in all_views(program):
-            self.looks.setdefault(view.buffer, []).append(view)
+            self.views_of.setdefault(view.buffer, []).append(view)
         self.buffers = HostBuffers(self.table, self.text, self.batch, recycle)
         self.collectives = CollectiveCalls(program, self.text, self.buffers, kernels.all_reduces)
         loop_places = [place for place, step in enumerate(program.steps) if isinstance(step, Loop)]
         self.epilogues = {loop_places[number]: bucket for number, bucket in kernels.epilogues.items()}
         """Positions of loops that the kernel of an all-reduce may end with -> its bucket."""
         self.externs = ExternCalls(
-            self.text, self.batch, self.buffers, chosen, self.last, self.early, self.in_kernels, self.looks
+            self.text, self.batch, self.buffers, chosen, self.last, self.early, self.in_kernels, self.views_of
         )
 
     # --- text ---
@@ -218,7 +218,7 @@ class HostProgramWriter:
         """Return whether the program itself relies on the layout of an input."""
         buffer = self.table[name]
         whole = View(name, buffer.shape, buffer.strides)
-        return name in self.in_kernels or any(view != whole for view in self.looks.get(name, ()))
+        return name in self.in_kernels or any(view != whole for view in self.views_of.get(name, ()))
 
     def _check_alignment(self) -> None:
         """Check that addresses are multiples of 16 bytes, as GPU kernels expect; a caller's slices may not be."""

@@ -49,18 +49,18 @@ class TritonBuild:
     """Kernels of one program; those that were not in the cache are being compiled."""
 
     def __init__(
-        self, sources: Iterable[KernelSource], arch: int, config: Config, cache: Cache, crew: WorkerPool
+        self, sources: Iterable[KernelSource], arch: int, config: Config, cache: Cache, workers: WorkerPool
     ) -> None:
         unique = {source.name: source for source in sources}
         self._keys = {name: _key(source, arch) for name, source in unique.items()}
         found = {name: cache.find(key) for name, key in self._keys.items()}
         self._archives = {name: path for name, path in found.items() if path is not None}
         self._missing = [source for name, source in unique.items() if name not in self._archives]
-        self._cache, self._crew = cache, crew
+        self._cache, self._workers = cache, workers
         self._timeout_s = config.compile_timeout_s
         # longest first; on ties in a fixed order
         ranked = sorted(self._missing, key=lambda source: (-source.cost, source.name))
-        self._team = crew.begin(ranked) if ranked else None
+        self._team = workers.begin(ranked) if ranked else None
 
     @property
     def waits(self) -> bool:
@@ -78,7 +78,7 @@ class TritonBuild:
         files: dict[str, Path] = {}
         try:
             if self._team is not None:
-                files = self._crew.finish(self._team, self._missing, time.monotonic() + self._timeout_s)
+                files = self._workers.finish(self._team, self._missing, time.monotonic() + self._timeout_s)
         except TimeoutError as error:
             raise BuildError(
                 f"dcompile: Triton did not finish in {self._timeout_s} s (compile_timeout_s); {ADVICE}"

@@ -14,17 +14,14 @@ order. What all pairs of a program's rows share is summed first. ALiBi's slopes 
 bias of each pair one from each pair. Learned slopes, 2 x 16 heads and 4096 positions: forward and backward take 1.1 ms
 on an H200. With an addition for each pair they take 468.
 
-What FlexAttention's kernels have in common: tiles, addresses, rows of heads, loops over a mask's blocks, and scores.
+Tiles, addresses, rows of heads, loops over a mask's blocks, and scores are common to the three kernels. Tiles depend on
+the width of a head and on the memory of a GPU's multiprocessor. On an H100, 2 x 4096 positions, 1024 elements in all
+heads, a window of 1024: the forward and both parts of the backward take 124, 122 and 181 us for heads of 64, 104, 124
+and 167 us for heads of 128, 104, 154 and 310 us for heads of 256. Other tiles took up to four times as long. Tiles for
+other GPUs need at most 99 KiB, and spill next to no registers; no such GPU has run them.
 
-Tiles depend on the width of a head and on the memory of a GPU's multiprocessor. On an H100, 2 x 4096 positions, 1024
-elements in all heads, a window of 1024: the forward and both parts of the backward take 124, 122 and 181 us for heads
-of 64, 104, 124 and 167 us for heads of 128, 104, 154 and 310 us for heads of 256. Other tiles took up to four times as
-long. Tiles for other GPUs need at most 99 KiB, and spill next to no registers; no such GPU has run them.
-
-Write functions of pairs for a tile of queries and keys, whose scores are in registers.
-
-The statements are those of any kernel (`printer.py`). What depends neither on scores nor on the inner dimension of the
-tile is written once, before the loop over that dimension.
+Functions of pairs are written for a tile of queries and keys, in the statements of any kernel (`printer.py`). What
+depends neither on scores nor on the inner dimension of the tile is written once, before the loop over that dimension.
 """
 
 from __future__ import annotations

@@ -268,7 +268,7 @@ MARK = "_n"
 def start_next_first(kernels: Kernels, program: Program, kind: str) -> Kernels:
     """Have all kernels of inference but the first let their successors start at once.
 
-    The first one waits before. So no kernel behind it runs beside the previous program, which may write this one's
+    The first one waits before. So no kernel after it runs beside the previous program, which may write this one's
     inputs. A rank that waits for its peers' words in an all-reduce fills its registers with weights of the next matmul
     meanwhile.
     """

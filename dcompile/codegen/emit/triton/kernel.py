@@ -83,7 +83,7 @@ def finished(
     entries: Mapping[str, str],
     origin: tuple[str, ...] = (),
 ) -> KernelSource:
-    """Return the kernel of some functions, behind those of the library that they call.
+    """Return the kernel of some functions, after those of the library that they call.
 
     `entries`: functions that are launched -> their names in profilers, to which digits of the text are added.
     """

@@ -2,7 +2,7 @@
 
 Each rank writes its operand into an inbox of every rank, and adds up what arrives in its own. Every 64-bit word that it
 writes carries 32 bits of data and the number of the call. So a reader sees by the word itself whether it has arrived,
-and no rank waits for a flag behind the data. This is the LL protocol of NCCL: Hu, Shen, et al., "Demystifying NCCL",
+and no rank waits for a flag after the data. This is the LL protocol of NCCL: Hu, Shen, et al., "Demystifying NCCL",
 arXiv:2507.04786 (2025). Words are 64 bits wide, since a GPU writes those undivided.
 
 Two calls in a row use different halves of an inbox. A rank that has finished a call has the operands of all others,
@@ -11,19 +11,16 @@ the same words in each call, and counts them. So kernels whose programs have oth
 
 Sums are computed in float32 in the order of ranks, and rounded once. So all ranks have the same bits.
 
-Where a loop over the sum's rows follows, the kernel ends with it (`schedule.fusion.all_reduce_epilogue`). A program
+Where a loop over the sum's rows follows, such as a residual addition with its norm, the kernel ends with it. A program
 then has a row. It sends its words of the sum to all ranks. While they arrive, it loads what else the loop reads. The
 loop's loads of the sum are the tile of sums in registers, rounded as they would be in memory.
-
-`runtime.communication.peer_memory.one_shot` launches it.
-
-Find loops that the kernel of a small all-reduce can end with: the residual addition and the norm that read the sum.
 
 A row of a decoded token is small. Each rank has all of the sum, so it can compute the whole row in the program that has
 received it. That saves a launch and a round trip through memory, which take as long as the exchange itself. The loop
 stays a step of the program: where ranks use the group's own collective, its own kernel runs after the wait.
 
-Any loop over rows qualifies: RMSNorm, LayerNorm, softmax, or an addition alone. Names of operations are not looked at.
+Any loop over rows qualifies: RMSNorm, LayerNorm, softmax, or an addition alone. Names of operations do not matter.
+`runtime.communication.peer_memory.one_shot` launches the kernel.
 """
 
 from __future__ import annotations
@@ -144,7 +141,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes of operands."""
 NAMES = ("words", "inboxes", "calls", "ended", "count", "rank", "ranks")
 TYPES = ("*i32:16", "*i64", "*i32", "*i32", "i64", "i64", "i64")
-"""Arguments of the exchange, behind those of a loop: the operand's words, the addresses of all ranks' inboxes, the
+"""Arguments of the exchange, after those of a loop: the operand's words, the addresses of all ranks' inboxes, the
 number of the last call for each program, the host's word, the number of words, this rank, and the number of ranks."""
 
 
@@ -169,7 +166,7 @@ def end_with_loops(
 ) -> Kernels:
     """End the kernels of these all-reduces with the loops that follow them, where they can.
 
-    Buffers in `constant` are written by no kernel that may still run when one starts that is behind loop `first`.
+    Buffers in `constant` are written by no kernel that may still run when one starts that is after loop `first`.
     """
     all_reduces = dict(kernels.all_reduces)
     for bucket, found in all_reduce_epilogues(program, buckets).items():

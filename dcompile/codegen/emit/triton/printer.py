@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from dcompile.codegen.emit.float8 import decoded
+from dcompile.codegen.emit.target import index_text
 from dcompile.codegen.emit.triton.ops import SPELLING, literal
 from dcompile.codegen.nest.loop_nest import Axis, Levels, levels, may_exceed
 from dcompile.codegen.nest.tile_plan import TileDim, TilePlan, count, row_number
@@ -133,13 +134,7 @@ class TritonText:
         return f"t{self.number(ref)}"
 
     def index(self, index: Index) -> str:
-        parts = []
-        for monomial, coefficient in index.terms:
-            factors = [self._atom(atom) for atom in monomial]
-            if coefficient != 1 or not factors:
-                factors.append(str(coefficient))
-            parts.append(" * ".join(factors))
-        return " + ".join(parts) or "0"
+        return index_text(index, self._atom, " * ")
 
     def _atom(self, atom: Atom) -> str:
         if isinstance(atom, Var):

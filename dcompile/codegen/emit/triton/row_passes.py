@@ -67,7 +67,7 @@ class ReceivedTile:
     receive: Sequence[str]
     """Before the first value that depends on the tile."""
     store: Sequence[str]
-    """Before the kernel's own stores, behind a barrier."""
+    """Before the kernel's own stores, after a barrier."""
     finish: Sequence[str]
 
 

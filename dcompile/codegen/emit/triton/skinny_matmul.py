@@ -1,7 +1,7 @@
 """Print skinny GEMMs: a program streams some rows of each matrix once, and multiplies them by all of the few rows.
 
 The matrix is the left operand of tensor cores. Their 8 columns are the few rows, and their 16 or 64 rows are rows of
-the matrix. Sums are in float32, and a program has whole sums: nothing is combined in memory. The values behind the sums
+the matrix. Sums are in float32, and a program has whole sums: nothing is combined in memory. The values after the sums
 are those of any kernel (`printer.py`).
 """
 

@@ -1,10 +1,9 @@
 """dcompile's own decompositions: where torch has none, or one whose strides or shapes differ from eager's.
 
-Decompose group norms on GPUs whose groups exceed one program, reading the input once for its statistics.
-
-Parts of a few elements of each channel have their own mean and variance. Their kernel reads adjacent memory, whether
-channels or pixels. The groups' statistics follow from them (Chan, Golub and LeVeque, "Updating formulae and a pairwise
-algorithm for computing sample variances", 1979). torch's decomposition reads a group as a row, once for each statistic.
+Group norms on GPUs whose groups exceed one program read their input once for its statistics. Parts of a few elements of
+each channel have their own mean and variance. Their kernel reads adjacent memory, whether channels or pixels. The
+groups' statistics follow from them (Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
+sample variances", 1979). torch's decomposition reads a group as a row, once for each statistic.
 """
 
 from __future__ import annotations

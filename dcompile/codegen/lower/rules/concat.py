@@ -1,9 +1,7 @@
 """Rules that join or pad tensors: an element's coordinates determine the argument that it comes from.
 
-Rules that pad tensors by reflection or by replication of their edges.
-
-Replication of channels-last images is torch's decomposition, which alone reproduces eager's layout
-(`decompositions.aten.replication_pad`).
+Padding shows elements by reflection, or replicates edges. Replication of channels-last images is torch's decomposition,
+which alone reproduces eager's layout (`decompositions.aten.replication_pad`).
 """
 
 from __future__ import annotations
@@ -288,7 +286,7 @@ class _PaddingRule:
 
     anywhere: Callable[[Body, Index, Size], Ref]
     before: Callable[[Index, Size], Index]
-    behind: Callable[[Index, Size], Index]
+    after: Callable[[Index, Size], Index]
 
 
 _MIRRORED = _PaddingRule(_mirrored, lambda at, _: at * -1, lambda at, size: as_index(size) * 2 - 2 - at)
@@ -333,7 +331,7 @@ def _pad_by(
 
         def beyond() -> Ref:
             with _where(body, not_below(body, moved, size)):
-                return element(way.behind(moved, size))
+                return element(way.after(moved, size))
 
         return to_dtype(
             body, either(body, below(body, moved, 0), lambda: element(way.before(moved, size)), later), dtype

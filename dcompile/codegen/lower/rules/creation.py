@@ -1,9 +1,7 @@
-"""Rules for tensors without tensor inputs: constants and ranges stay expressions until they must be stored.
+"""Rules for tensors without tensor inputs: constants, ranges, and random numbers (`random_ops.py`).
 
-Rules for random numbers: the operators of `random_ops.py` as loops.
-
-A number is a function of the call's key and of the element's position. So it is computed at its use and never saved for
-a backward.
+Constants and ranges stay expressions until they must be stored. A random number is a function of the call's key and of
+the element's position. So it is computed at its use and never saved for a backward.
 """
 
 from __future__ import annotations

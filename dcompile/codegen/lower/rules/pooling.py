@@ -1,9 +1,7 @@
-"""Rules for average pooling: each result reads its window, each gradient the windows that contain its element.
+"""Rules for average, max and adaptive pooling, forward and backward: each result reads its window.
 
-Rules for max pooling, and for adaptive pooling with windows of uneven size, forward and backward.
-
-Gradients are gathered: every element of the input reads the windows that contain it, so no two threads write to one
-address.
+Adaptive pooling has windows of uneven size. Gradients are gathered: every element of the input reads the windows that
+contain it, so no two threads write to one address.
 """
 
 from __future__ import annotations

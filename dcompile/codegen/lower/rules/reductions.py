@@ -1,10 +1,8 @@
-"""Rules for reductions: rows over the remaining dimensions, with the reduced ones inside each row.
+"""Rules for operations along dimensions: reductions, softmax and normalizations, and cumulative operations.
 
-Rules for operations on whole rows: softmax, layer normalization and their gradients, one loop each.
-
-Rules for cumulative operations: rows over the other dimensions, with the scanned one inside each row.
-
-They accumulate in the dtype and in the order of ATen's kernels, one element after another.
+A loop has rows over the other dimensions, and inside each row those that are reduced or scanned. Softmax, layer
+normalization and their gradients are one loop each. Cumulative operations accumulate in the dtype and in the order of
+ATen's kernels, one element after another.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Rules that write at positions computed at run time, as combining stores: several values may share a position.
+"""Rules that write at positions computed at run time: scatters, index_put, and the gradient of an embedding.
+
+They are combining stores, since several values may share a position. index_put writes values or whole rows, or writes
+where a mask is true.
 
 Sums are collected from zero and then added to the tensor. Where values replace one another, the last in row-major order
 wins, as in eager on one thread. A maximum first finds the number of the last value for each position; then every
@@ -10,13 +13,9 @@ A loop that adds collects sums from zero. For single elements that memory is as 
 read and written. The library took 0.17 to 0.6 of the time (16 MB, Zen 5). Its result where values share a position does
 not depend on the number of threads. One thread has a whole line of a scatter, and all of few values.
 
-Rules of index_put: values, or whole rows, that go to positions computed at run time, or where a mask is true.
-
-The gradient of an embedding: rows are added at their index.
-
-On the CPU they are combined in memory, in a fixed order. On a GPU, each row of a small table compares itself with all
-indices. For larger tables, rows of one index are summed first, as a group (`emit/triton/segment_sum.py`), and each
-table row reads its group's sum.
+The gradient of an embedding adds rows at their index. On the CPU they are combined in memory, in a fixed order. On a
+GPU, each row of a small table compares itself with all indices. For larger tables, rows of one index are summed first,
+as a group (`emit/triton/segment_sum.py`), and each table row reads its group's sum.
 """
 
 from __future__ import annotations

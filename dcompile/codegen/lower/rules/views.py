@@ -42,7 +42,7 @@ def reshape(x: LazyTensor, shape: Shape) -> LazyTensor:
     lazy = remap_view(
         replace(x, view=None), shape, lambda body, coords: reshape_coords(coords, shape, x.shape, body.ranges)
     )
-    return replace(lazy, base=x, again=lambda stored: reshape(stored, shape)) if x.view is None else lazy
+    return replace(lazy, base=x, rebuilt_on=lambda stored: reshape(stored, shape)) if x.view is None else lazy
 
 
 def _same(_: Lowering, value: torch.Tensor, /, x: LazyTensor, *__: Any) -> LazyTensor:

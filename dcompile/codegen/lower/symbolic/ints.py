@@ -1,7 +1,6 @@
-"""Lower numbers of the graph that are not tensors: sizes and expressions of them stay expressions where possible.
+"""Lower numbers of the graph: sizes and expressions of them stay expressions where possible.
 
-Evaluate numbers that depend on program text only, such as `torch.sqrt(torch.tensor(8.0))`, while compiling.
-
+Numbers that depend on program text only, such as `torch.sqrt(torch.tensor(8.0))`, are evaluated while compiling.
 Tracing keeps each as a CPU tensor without dimensions. It would cost a kernel there, and on a GPU a copy that the host
 waits for. ATen itself evaluates them, so they equal eager's to the last bit. DeBERTa needs that: it rounds up a
 quotient of two logarithms that is 1 for the largest distance. With one logarithm off in the last place, a GPU put that
@@ -54,7 +53,7 @@ def scalar(low: Lowering, node: Node, value: Any, args: Any, kwargs: dict[str, A
     if size is not None:
         index = as_index(size)
         symbol = str(index)
-        if index.variables <= low.known | low.told or index != var(symbol):
+        if index.variables <= low.known | low.defined or index != var(symbol):
             if op_text(node.target) == OUT_OF_A_TENSOR:
                 _check(low, node, args, size)
             return size

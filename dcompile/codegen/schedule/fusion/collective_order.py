@@ -24,8 +24,8 @@ Label: TypeAlias = "tuple[str, Group]"
 
 @dataclass(frozen=True, slots=True)
 class CollectiveEvent:
-    """Where a collective belongs: before the first of the steps that read a group of units, or behind the last of those
-    that finish their gradients. Units that are in use again behind another group's are another event.
+    """Where a collective belongs: before the first of the steps that read a group of units, or after the last of those
+    that finish their gradients. Units that are in use again after another group's are another event.
     """
 
     label: Label
@@ -50,7 +50,7 @@ class CollectiveEvent:
         return order[:count]
 
     def last_behind(self, step: int) -> int:
-        """Return a step of these that stays behind another one: the last fixed one, or else the last."""
+        """Return a step of these that stays after another one: the last fixed one, or else the last."""
         return max((one for one in self.run if one in self.fixed and one > step), default=self.run[-1])
 
 
@@ -113,7 +113,7 @@ def events_by_step(events: Sequence[CollectiveEvent]) -> dict[int, tuple[Collect
 def may_share_a_step(events: Iterable[CollectiveEvent]) -> bool:
     """Return whether events that belong to one step are in the order in which it has their collectives.
 
-    Gathers come before the step, in the order of their groups. Reductions come behind it, in the opposite order, as a
+    Gathers come before the step, in the order of their groups. Reductions come after it, in the opposite order, as a
     backward goes from the last layer to the first (`collectives/fsdp_units.py`). On another rank, each of them may
     belong to a step of its own.
     """

@@ -1,14 +1,11 @@
-"""Epilogue fusion: a matmul and the pointwise loop after it become one kernel.
+"""Matmuls and the loops around them: epilogue fusion, accumulated sums, and choices for few rows.
 
-Kernels and tiles are measured on the program before this pass (`autotune.py`), against the library's matmul and a
+Epilogue fusion makes one kernel of a matmul and the pointwise loop after it. A sum of matmuls is accumulated: each adds
+to the previous result, instead of a loop that adds up all results. Matmuls of few rows are loops from the start
+(`lower/rules/small_matmul.py`), with a tile that follows from their sizes.
+
+Kernels and tiles are measured on the program before these passes (`autotune.py`), against the library's matmul and a
 separate loop. This file finds the candidates and rewrites the chosen ones.
-
-Accumulate sums of matmuls: each matmul adds to the previous result, instead of a loop that adds up all results.
-
-Measured choices for products of few rows: the tile of a kernel, or the library's GEMM and a separate loop.
-
-Such products are loops from the start (`lower/rules/small_matmul.py`), with a tile that follows from their sizes.
-`autotune.py` measures others. This file finds the loops and rewrites the chosen ones.
 """
 
 from __future__ import annotations

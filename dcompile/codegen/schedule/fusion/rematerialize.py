@@ -4,9 +4,8 @@ Lowering stores values that several operations read. After a reduction, memory t
 determine. The backward of a batch norm would write two images in float32, for its sums and for its gradient.
 Recomputation reads three existing images in 16 bits instead.
 
-Recompute a few short rows in the GPU loop that sums their elements: softmax in attention's weighted sum of values.
-
-A token attends to its cache by three kernels: scores, softmax, and the sum of values by weights. The softmax takes less
+A few short rows are recomputed in the loop that sums their elements: softmax in attention's weighted sum of values. A
+token attends to its cache by three kernels: scores, softmax, and the sum of values by weights. The softmax takes less
 time than its launch. Each program of the sum reads a row of scores from the cache, and computes the weights itself.
 """
 

@@ -1,9 +1,7 @@
-"""Split column reductions for GPUs: two stages, where a loop combines values over rows.
+"""Split reductions for GPUs into two stages: over rows, and along rows that are long and too few to occupy a GPU.
 
 Each of many programs writes its partial results to memory, and a second, small loop reduces these in a fixed order. So
 the result does not depend on timing, as it would with atomic additions.
-
-Split row reductions for GPUs: two stages, where rows are long and too few to occupy a GPU.
 """
 
 from __future__ import annotations

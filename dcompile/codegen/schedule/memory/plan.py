@@ -1,13 +1,12 @@
 """Memory planning: live ranges over the final order of steps, then offsets in the arena or placements in donors.
 
-Allocate large temporaries on GPUs separately from the arena, when they are needed.
-
-An arena counts from the first step to the last, even while the forward's saved tensors are at their peak. On CPUs,
-temporaries reuse external memory instead (`reuse_external.py`), since pages that were used before are cheap. PyTorch's
-GPU allocator reuses memory in a microsecond, in stream order. So large temporaries are allocated separately and freed
-after their last use; the first gradients overwrite the saved tensor that they are computed from. A few small
-temporaries follow if they alone make the arena larger than its need at the peak. Such a block is alive with the largest
-one but not at the peak, or lives from a step after the peak to the end.
+On GPUs, large temporaries are allocated separately from the arena, when they are needed. An arena counts from the first
+step to the last, even while the forward's saved tensors are at their peak. On CPUs, temporaries reuse external memory
+instead (`reuse_external.py`), since pages that were used before are cheap. PyTorch's GPU allocator reuses memory in a
+microsecond, in stream order. So large temporaries are allocated separately and freed after their last use; the first
+gradients overwrite the saved tensor that they are computed from. A few small temporaries follow if they alone make the
+arena larger than its need at the peak. Such a block is alive with the largest one but not at the peak, or lives from a
+step after the peak to the end.
 
 The arena outlives the program: a model's backward has the forward's, beside all saved tensors, and so has the caller
 between two steps. So large blocks, such as logits, leave it even if that does not lower the program's own peak.
@@ -383,7 +382,7 @@ def set_apart(blocks: Mapping[int, Block], heirs: Mapping[int, str], held: np.nd
     _move_large(sides)
     _move_lasting(sides)
     _move_crowding(sides)
-    return SeparateAllocations({number: heirs.get(number) for number in sorted(sides.apart)})
+    return SeparateAllocations({number: heirs.get(number) for number in sorted(sides.separate)})
 
 
 class _Sides:
@@ -393,19 +392,19 @@ class _Sides:
         self.blocks, self.heirs = blocks, heirs
         self.sizes = {number: int(block.nbytes) for number, block in blocks.items()}  # type: ignore[arg-type]
         self.inside, self.outside = np.zeros(len(held), np.int64), held.astype(np.int64)
-        self.apart: list[int] = []
+        self.separate: list[int] = []
         for number, block in blocks.items():
             self.inside[block.first : block.last + 1] += self.sizes[number]
 
     def move(self, number: int) -> None:
         """Move a block out of the arena."""
-        self.apart.append(number)
+        self.separate.append(number)
         self._add(number, self.sizes[number])
 
     def keep(self, count: int) -> None:
         """Keep the first `count` moved blocks outside, and move the others back."""
-        while len(self.apart) > count:
-            number = self.apart.pop()
+        while len(self.separate) > count:
+            number = self.separate.pop()
             self._add(number, -self.sizes[number])
 
     def _add(self, number: int, nbytes: int) -> None:
@@ -417,7 +416,7 @@ class _Sides:
         """Return the peak if this block moved out, too."""
         self.move(number)
         peak = self.peak
-        self.keep(len(self.apart) - 1)
+        self.keep(len(self.separate) - 1)
         return peak
 
     @property
@@ -434,7 +433,7 @@ class _Sides:
         """Return the blocks in the arena at the first step at which it is fullest."""
         step = int(self.inside.argmax()) if self.inside.any() else -1
         alive = (number for number, block in self.blocks.items() if block.first <= step <= block.last)
-        return [number for number in alive if self.sizes[number] and number not in self.apart]
+        return [number for number in alive if self.sizes[number] and number not in self.separate]
 
 
 def _move_large(sides: _Sides) -> None:
@@ -449,7 +448,7 @@ def _move_large(sides: _Sides) -> None:
         costs[sizes[number]] = peaks[-1] + count * (usual // BYTES_PER_ALLOCATION)
     smallest = min(costs, key=lambda size: (costs[size], -size))
     worth = usual - min(peaks) >= max(usual // MIN_PEAK_FRACTION, MIN_BLOCK_BYTES)
-    sides.keep(sum(sizes[number] >= smallest for number in sides.apart) if worth else 0)
+    sides.keep(sum(sizes[number] >= smallest for number in sides.separate) if worth else 0)
 
 
 def _move_lasting(sides: _Sides) -> None:
@@ -458,25 +457,25 @@ def _move_lasting(sides: _Sides) -> None:
     The arena may then be fullest at another step, and the program's peak higher by less than the arena shrinks.
     """
     price, sizes = max(sides.peak // LASTING_FRACTION, MIN_BLOCK_BYTES), sides.sizes
-    left = [n for n in sorted(sizes, key=lambda n: (-sizes[n], n)) if n not in sides.apart and sizes[n] >= price]
-    limit, kept = sides.peak + sides.peak // RISE_FRACTION, len(sides.apart)
+    left = [n for n in sorted(sizes, key=lambda n: (-sizes[n], n)) if n not in sides.separate and sizes[n] >= price]
+    limit, kept = sides.peak + sides.peak // RISE_FRACTION, len(sides.separate)
     best = sides.peak + sides.arena
     for count, number in enumerate(left, 1):
         sides.move(number)
         if sides.peak <= limit and (cost := sides.peak + sides.arena + count * price) < best:
-            best, kept = cost, len(sides.apart)
+            best, kept = cost, len(sides.separate)
     sides.keep(kept)
 
 
 def _move_crowding(sides: _Sides) -> None:
     """Move out up to `MAX_SMALL_BLOCKS` blocks at the arena's fullest step, if that lowers the peak enough."""
     best = sides.peak
-    price, kept = max(best // BYTES_PER_ALLOCATION, MIN_SMALL_BLOCK_BYTES), len(sides.apart)
+    price, kept = max(best // BYTES_PER_ALLOCATION, MIN_SMALL_BLOCK_BYTES), len(sides.separate)
     for count in range(1, MAX_SMALL_BLOCKS + 1):
         alive = sides.fullest()
         if not alive:
             break
         sides.move(min(alive, key=lambda n: (sides.peak_without(n), -sides.sizes[n], n)))
         if (cost := sides.peak + count * price) < best:
-            best, kept = cost, len(sides.apart)
+            best, kept = cost, len(sides.separate)
     sides.keep(kept)

@@ -1,7 +1,7 @@
 """Compute a planned program's peak memory, and reorder its steps to lower it.
 
 For devices whose allocator takes memory back at once, loops that free memory run as early as possible. What a forward
-saves is computed behind its last step, since nothing else needs it. Float8 training by rows saves activations in 8
+saves is computed after its last step, since nothing else needs it. Float8 training by rows saves activations in 8
 bits, scaled by columns: all activations in 16 bits would be held until then.
 """
 

@@ -7,10 +7,8 @@ wait, which may differ between ranks.
 Computing steps keep their order. Places are counted between them: 0 is before the first one. Without costs, all-reduces
 start as early and are waited for as late as dependences allow.
 
-Summarize the schedule of each collective: its start, its wait, the computation that hides it, its exposed time.
-
-Times are the cost model's, for the final order of steps. Places are counted between computing steps: 0 is before the
-first one.
+A summary gives each collective's start and wait, the computation that hides it, and its exposed time. Times are the
+cost model's, for the final order of steps.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ MAX_RANKS = 8
 MAX_SENT_BYTES = 512 << 10
 """Bytes that a rank may send: they take about as long as NCCL's fixed time (two H200: 5.1 us for 128 KiB, of 12.3)."""
 EXCHANGED = 7
-"""Arguments of a kernel behind those of the loop that it ends with."""
+"""Arguments of a kernel after those of the loop that it ends with."""
 ALIGNMENT = 16
 """Bytes of which an operand's address is a multiple."""
 
@@ -67,7 +67,7 @@ class InboxGroup:
             self.ended.fill_(1)
 
     def follow(self, stream: Any) -> None:
-        """Order the next call behind the last one, which may have been on another stream."""
+        """Order the next call after the last one, which may have been on another stream."""
         if torch.cuda.is_current_stream_capturing():
             return
         if self._stream is not None and self._stream != stream:
@@ -130,7 +130,7 @@ class OneShotLaunch:
         return InboxGroup(group, self._device, reach_of(self._device), self._words)
 
     def start(self, inboxes: InboxGroup, operand: torch.Tensor, given: Sequence[int] = ()) -> LaunchedWork:
-        """Sum a tensor over the ranks, in place, on the current stream. `given`: addresses for the loop behind it.
+        """Sum a tensor over the ranks, in place, on the current stream. `given`: addresses for the loop after it.
 
         With a loop, the tensor has the sum only if later steps read it.
         """
@@ -163,7 +163,7 @@ class LaunchedWork:
         self._stream = stream
 
     def wait(self) -> bool:
-        """Order the current stream behind it. What follows on its own stream is behind it anyway."""
+        """Order the current stream after it. What follows on its own stream is after it anyway."""
         here = torch.cuda.current_stream(self._stream.device)
         if here != self._stream:
             here.wait_stream(self._stream)

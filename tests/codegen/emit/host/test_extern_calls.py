@@ -58,8 +58,8 @@ def test_what_blas_reads_is_what_torch_multiplies(left_turned, right_turned, wid
         strides = tuple(8 * stride for stride in view.strides)
         return np.lib.stride_tricks.as_strided(flat[view.buffer], view.shape, strides)
 
-    a = column_by_column(flat["w"], found.m, found.k, found.lead_a, found.turned_a)
-    b = column_by_column(flat["x"], found.k, found.n, found.lead_b, found.turned_b)
+    a = column_by_column(flat["w"], found.m, found.k, found.lead_a, found.transposed_a)
+    b = column_by_column(flat["x"], found.k, found.n, found.lead_b, found.transposed_b)
     np.testing.assert_array_equal((a @ b).T, seen(left) @ seen(right))
     assert found.lead_out == COLUMNS + wider
 

@@ -279,6 +279,8 @@ class Replay:
             self._follow(event, node, name)
         for name, count in record.calls_of_names.items():
             translator.num_calls[self._name(name)] = count
+        if record.named_by is not None:
+            self._variable.set_nn_module_stack_source(self._renaming.of(record.named_by))
         return self._result(record.result, {})
 
     # --- inputs of the graph ---

@@ -157,8 +157,20 @@ def _equal_structure(old: Any, new: Any) -> bool:
     if isinstance(old, set | frozenset):
         return _equal_constants(old, new)
     if isinstance(old, _CALLED):
-        return False
+        return _equal_functions(old, new)
     return getattr(old, "__dict__", {}).keys() == getattr(new, "__dict__", {}).keys()
+
+
+def _equal_functions(old: Any, new: Any) -> bool:
+    """Whether two functions are of one definition; cells and defaults that were read have guards of their own."""
+    if type(old) is not types.FunctionType:
+        return False
+    if old.__code__ is not new.__code__ or old.__globals__ is not new.__globals__:
+        return False
+    mine, theirs = (
+        (len(each.__defaults__ or ()), [*(each.__kwdefaults__ or ())], [*each.__dict__]) for each in (old, new)
+    )
+    return mine == theirs
 
 
 def _equal_tensors(old: torch.Tensor, new: torch.Tensor) -> bool:
@@ -202,6 +214,7 @@ _COMPARISONS = {
         ),
         _equal_structure,
     ),
+    "CLOSURE_MATCH": _equal_functions,
 }  # fmt: skip
 """Types of guards that say no more than these comparisons. All others need the same object."""
 
@@ -398,8 +411,8 @@ def holds_for(layer: GuardedLayer, renaming: Renaming, values: Values, pairs: Mo
         if new is not old and not is_constant(new):
             if taken.setdefault(id(new), id(old)) != id(old):
                 return False  # two objects of the layer are one here
-            known = tracked(new)
-            if known is not None and without_module_marks(known) != without_module_marks(source):
+            known, before = (None if name is None else without_module_marks(name) for name in map(tracked, (new, old)))
+            if known not in (None, without_module_marks(source), before and without_module_marks(renaming.of(before))):
                 return False  # known by another name, so comparisons with `is` may tell
     return not any(
         pairs.hook_keys[guard_arguments(guard)["key"]] in values.of(guard.originating_source)

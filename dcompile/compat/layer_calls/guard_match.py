@@ -22,6 +22,7 @@ import torch
 from dcompile.compat.patches.quick_reads import BASE, source_code
 
 TENSORS = "TENSOR_MATCH"
+CODE = "CLOSURE_MATCH"
 ALIASES = ("DUPLICATE_INPUT", "OBJECT_ALIASING")
 NOT_IN = "DICT_NOT_CONTAINS"
 HAS = "HASATTR"
@@ -109,7 +110,7 @@ def _have_equal_names(old: torch.nn.Module, new: torch.nn.Module) -> bool:
     mine, theirs = old.__dict__, new.__dict__
     if type(old) is not type(new) or mine.keys() != theirs.keys() or old.training is not new.training:
         return False
-    if mine.get("forward") is not theirs.get("forward"):
+    if not are_equal(mine.get("forward"), theirs.get("forward"), CODE):
         return False
     for name in ("_modules", "_parameters", "_buffers"):
         if [*mine[name]] != [*theirs[name]]:
@@ -162,7 +163,12 @@ def _equal_structure(old: Any, new: Any) -> bool:
 
 
 def _equal_functions(old: Any, new: Any) -> bool:
-    """Whether two functions are of one definition; cells and defaults that were read have guards of their own."""
+    """Whether two functions, or methods, are of one definition.
+
+    What tracing reads of their cells, defaults and `__self__` has guards of its own.
+    """
+    if type(old) is types.MethodType:
+        return are_equal(old.__func__, new.__func__, CODE)
     if type(old) is not types.FunctionType:
         return False
     if old.__code__ is not new.__code__ or old.__globals__ is not new.__globals__:
@@ -214,7 +220,7 @@ _COMPARISONS = {
         ),
         _equal_structure,
     ),
-    "CLOSURE_MATCH": _equal_functions,
+    CODE: _equal_functions,
 }  # fmt: skip
 """Types of guards that say no more than these comparisons. All others need the same object."""
 

@@ -453,8 +453,9 @@ def shown_parameter(param: Any, virtual: torch.nn.Parameter) -> torch.nn.Paramet
 
 def visible_parameter(param: Any) -> torch.nn.Parameter:
     """Parameter that the module currently shows."""
-    found: torch.nn.Parameter = getattr(param._module_info.module, param._module_info.param_name)
-    return found
+    info = param._module_info
+    found: torch.nn.Parameter | None = info.module._parameters.get(info.param_name)
+    return getattr(info.module, info.param_name) if found is None else found  # type: ignore[no-any-return]
 
 
 def owners(param: Any) -> list[torch.nn.Module]:
@@ -463,8 +464,17 @@ def owners(param: Any) -> list[torch.nn.Module]:
 
 
 def show(param: Any, instead: torch.nn.Parameter) -> None:
-    """Show another tensor in its place, in all modules that share it."""
-    param._setattr_on_modules(instead)
+    """Show another tensor in its place, in all modules that share it.
+
+    FSDP's own function takes twice as long: it asks how each module sets attributes.
+    """
+    import torch
+
+    info = param._module_info
+    if info.shared_modules or type(info.module).__setattr__ is not torch.nn.Module.__setattr__:
+        param._setattr_on_modules(instead)
+    else:
+        info.module._parameters[info.param_name] = instead
 
 
 def lend_memory(param: Any, virtual: torch.nn.Parameter, gathered: torch.Tensor) -> None:

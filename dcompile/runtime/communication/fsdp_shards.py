@@ -462,7 +462,7 @@ class ShardCommunication:
     """Group of peers -> its gathers by copies."""
     _waited: int = field(init=False, default=0)
     """Number of collectives that were waited for."""
-    _due: dict[int, None] | None = field(init=False, default=None)
+    _due: set[int] | None = field(init=False, default=None)
     """Units with a converted buffer that this call has not converted yet; None before the first conversion."""
 
     def __post_init__(self) -> None:
@@ -535,18 +535,17 @@ class ShardCommunication:
         if parts is not None:
             return fewer, parts
         self._convert(bucket.units)
-        return group.gather_group(), [self.shards.converted.sent(number) for number in bucket.units]
+        kept, units = self.shards.converted.kept, self.shards.units
+        return group.gather_group(), [kept[n] if n in kept else units[n].data() for n in bucket.units]
 
     def _convert(self, numbers: Iterable[int]) -> None:
         """Convert the shards of these units, unless this call has already."""
         if self._due is None:
-            gathers = (bucket for bucket in self.buckets.values() if bucket.traits.gathers)
-            units = (number for bucket in gathers for number in bucket.units)
-            self._due = {number: None for number in units if self.shards.converted.memory(number) is not None}
+            gathers = (bucket.units for bucket in self.buckets.values() if bucket.traits.gathers)
+            self._due = self.shards.converted.kept.keys() & set().union(*gathers)
         now = [number for number in numbers if number in self._due]
         self.shards.converted.convert(now)
-        for number in now:
-            del self._due[number]
+        self._due.difference_update(now)
 
     def wait_gather(self, bucket: str) -> None:
         """Wait for the gather that `start_gather` began."""

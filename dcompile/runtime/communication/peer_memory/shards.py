@@ -72,9 +72,14 @@ class ConvertedShards:
 
         The first call allocates the buffer, so it must not come while a CUDA graph is recorded.
         """
+        return self.kept.get(number)
+
+    @property
+    def kept(self) -> Mapping[int, torch.Tensor]:
+        """Buffers of converted shards by unit, as `memory` returns them."""
         if self._memory is None:
             self._memory = self._allocate()
-        return self._memory.get(number)
+        return self._memory
 
     def sent(self, number: int) -> torch.Tensor:
         """This rank's shard as a gather sends it: the converted copy if there is one, as `convert` wrote it last."""
@@ -88,13 +93,14 @@ class ConvertedShards:
         dtype.
         """
         kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        kept, units = self.kept, self._units
         for number in numbers:
-            kept = self.memory(number)
-            if kept is not None and kept.numel():
-                stored = self._units[number].stored()
-                targets, sources = kinds.setdefault((kept.device, kept.dtype, stored.dtype), ([], []))
-                targets.append(kept)
-                sources.append(stored)
+            target = kept.get(number)
+            if target is not None and target.numel():
+                source = units[number].stored()
+                targets, sources = kinds.setdefault((target.device, target.dtype, source.dtype), ([], []))
+                targets.append(target)
+                sources.append(source)
         with torch.no_grad():
             for targets, sources in kinds.values():
                 compat.tensors.copy_all(targets, sources)

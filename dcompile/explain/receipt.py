@@ -278,7 +278,9 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
         fallbacks=_fallbacks(model, variant, reports),
         traces_uncacheable=dict(Counter(trace.objection for trace in traces if trace.objection)),
         notes=tuple(
-            dict.fromkeys((*model.adapter.all_notes(), *_graph_notes(model, variant, reports), *model.settings.config.idle()))
+            dict.fromkeys(
+                (*model.adapter.all_notes(), *_graph_notes(model, variant, reports), *model.settings.config.idle())
+            )
         ),
         variants=tuple(VariantReceipt(len(v.graphs), v.training, v.objections) for v in model.variants.values()),
     )

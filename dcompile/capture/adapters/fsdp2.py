@@ -119,6 +119,7 @@ class FsdpParameterGroup:
         )
 
 
+@functools.cache
 def reduction(
     *, shards: int, replicas: int, dtype: torch.dtype, factor: float | None, sums_only: bool
 ) -> GradientReduction:

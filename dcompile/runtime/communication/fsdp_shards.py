@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -75,20 +75,30 @@ class PendingReduction:
     """The all-reduce among replicas."""
 
 
-@contextlib.contextmanager
-def named_error(what: str, numbers: Iterable[int], units: Mapping[int, ShardUnit], group: Any) -> Iterator[None]:
-    """Add a note to a RuntimeError: the collective that failed, its parameters, and its ranks."""
-    try:
-        yield
-    except RuntimeError as error:
-        names = [units[number].name for number in numbers]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        error.add_note(
-            f"dcompile: rank {dist.get_rank()} was in {what} of {', '.join(names[:3])}{more}, "
-            f"over ranks {dist.get_process_group_ranks(group)}; "
-            "another rank has failed, stalled, or does not run this step"
-        )
-        raise
+@dataclass(frozen=True, slots=True)
+class NamedError:
+    """Context that adds a note to a RuntimeError: the collective that failed, its parameters, and its ranks.
+
+    A generator would take four times as long, and each bucket has four of these.
+    """
+
+    what: str
+    numbers: Iterable[int]
+    units: Mapping[int, ShardUnit]
+    group: Any
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            names = [self.units[number].name for number in self.numbers]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            error.add_note(
+                f"dcompile: rank {dist.get_rank()} was in {self.what} of {', '.join(names[:3])}{more}, "
+                f"over ranks {dist.get_process_group_ranks(self.group)}; "
+                "another rank has failed, stalled, or does not run this step"
+            )
 
 
 @dataclass(eq=False)
@@ -278,7 +288,7 @@ class Shards:
                 return UnevenReduceScatter(process_group, outputs, inputs, parts, rule.scatter, limit_s)
             return start_scatter(process_group, outputs, inputs, rule.scatter, limit_s)
 
-        with named_error(f"the {name}", full, self.units, process_group):
+        with NamedError(f"the {name}", full, self.units, process_group):
             together = f", {packed} together" if packed else ""
             text = f"{name} ({sum(t.numel() for t in full.values())} elements{together})"
             label = label_of_model(text, process_group, self.numbers)
@@ -307,7 +317,7 @@ class Shards:
     def go_on(self, pending: PendingReduction) -> None:
         """Wait for the shards. Where replicas hold copies of them, start averaging among these."""
         group, shards, flat = pending.group, pending.shards, pending.flat
-        with named_error(f"the {pending.name}", shards, self.units, group.scatter_group()):
+        with NamedError(f"the {pending.name}", shards, self.units, group.scatter_group()):
             pending.collective.wait()
         pending.scattered = True
         replicas = group.replica_group()
@@ -329,7 +339,7 @@ class Shards:
             compat.groups.limit(options, limit_s)
             return replicas.allreduce([flat], options)
 
-        with named_error(f"the {pending.name} among replicas", shards, self.units, replicas):
+        with NamedError(f"the {pending.name} among replicas", shards, self.units, replicas):
             text = f"{pending.name} among replicas ({flat.numel()} elements)"
             label = label_of_model(text, replicas, self.numbers)
             pending.replicating = PendingCollective(replicas, flat.device, label, start)
@@ -342,7 +352,7 @@ class Shards:
             return False
         if pending.replicating is not None:
             replicas = pending.group.replica_group()
-            with named_error(f"the {pending.name} among replicas", pending.shards, self.units, replicas):
+            with NamedError(f"the {pending.name} among replicas", pending.shards, self.units, replicas):
                 pending.replicating.wait()
         divisor = pending.rule.divide_after
         if divisor not in (None, 1):
@@ -393,8 +403,9 @@ class DeferredGradients:
 
     def _with_begun(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
         """Add this backward's sum so far, and round the result as autograd would."""
-        begun, dtype = self._begun.pop((backward_task(), number), None), self.units[number].dtype
+        begun = self._begun.pop((backward_task(), number), None) if self._begun else None
         if begun is not None:
+            dtype = self.units[number].dtype
             tensor.add_(begun)
             if dtype != tensor.dtype:
                 tensor.copy_(tensor.to(dtype))
@@ -677,7 +688,7 @@ class ShardCommunication:
         return [bucket for bucket in self.buckets.values() if not bucket.traits.gathers]
 
     def _named(self, kind: str, bucket: Bucket, group: Any) -> contextlib.AbstractContextManager[None]:
-        return named_error(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)
+        return NamedError(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,8 @@ class ConvertedShards:
     ) -> None:
         self._units, self._way, self._saves_memory = units, way, saves_memory
         self._memory: dict[int, torch.Tensor] | None = None
+        self._copies: dict[tuple[int, ...], list[tuple[torch.dtype, list[torch.Tensor], list[ShardUnit]]]] = {}
+        """Units that are converted together -> by pair of dtypes: the stored one, and what is written of which."""
         self.reason = ""
         """Why there is no buffer although shards need a conversion; empty otherwise."""
 
@@ -92,18 +94,27 @@ class ConvertedShards:
         Pairs of dtypes are copied separately: on GPUs, some versions of torch copy a list as if all had the first one's
         dtype.
         """
-        kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        kept, units = self.kept, self._units
-        for number in numbers:
-            target = kept.get(number)
-            if target is not None and target.numel():
-                source = units[number].stored()
-                targets, sources = kinds.setdefault((target.device, target.dtype, source.dtype), ([], []))
-                targets.append(target)
-                sources.append(source)
         with torch.no_grad():
-            for targets, sources in kinds.values():
+            for dtype, targets, units in self._copies.get(tuple(numbers)) or self._pairs(numbers):
+                sources = [unit.stored() for unit in units]
+                if any(source.dtype is not dtype for source in sources):  # the user has cast the model
+                    self._copies.clear()
+                    self.convert(numbers)
+                    return
                 compat.tensors.copy_all(targets, sources)
+
+    def _pairs(self, numbers: Collection[int]) -> list[tuple[torch.dtype, list[torch.Tensor], list[ShardUnit]]]:
+        """Sort the units by their pair of dtypes, for each of their conversions."""
+        kinds: dict[Any, tuple[torch.dtype, list[torch.Tensor], list[ShardUnit]]] = {}
+        for number in numbers:
+            target, unit = self.memory(number), self._units[number]
+            if target is not None and target.numel():
+                dtype = unit.stored().dtype
+                _, targets, units = kinds.setdefault((target.device, target.dtype, dtype), (dtype, [], []))
+                targets.append(target)
+                units.append(unit)
+        found = self._copies[tuple(numbers)] = [*kinds.values()]
+        return found
 
     def _allocate(self) -> dict[int, torch.Tensor]:
         """Allocate one storage for each device and dtype, with a slice for each converted unit."""

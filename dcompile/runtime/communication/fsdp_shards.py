@@ -522,7 +522,7 @@ class ShardCommunication:
             own = [bucket for bucket in gathers if bucket.name not in self._foreseen]
             copied = [bucket for bucket in own if peer_shards.of(bucket.group) is peers]
             numbers = list(dict.fromkeys(number for bucket in copied for number in bucket.units))
-            overlaps = any(self.shards.converted.memory(number) is not None for number in numbers)
+            overlaps = not self.shards.converted.kept.keys().isdisjoint(numbers)
             found = CopyGathers(peers, len(copied), numbers, self._meeting, self._convert, overlaps)
             self._copies[peers] = found
         return found
@@ -546,8 +546,7 @@ class ShardCommunication:
         if parts is not None:
             return fewer, parts
         self._convert(bucket.units)
-        kept, units = self.shards.converted.kept, self.shards.units
-        return group.gather_group(), [kept[n] if n in kept else units[n].data() for n in bucket.units]
+        return group.gather_group(), list(map(self.shards.converted.sent, bucket.units))
 
     def _convert(self, numbers: Iterable[int]) -> None:
         """Convert the shards of these units, unless this call has already."""

@@ -60,8 +60,6 @@ class ConvertedShards:
     ) -> None:
         self._units, self._way, self._saves_memory = units, way, saves_memory
         self._memory: dict[int, torch.Tensor] | None = None
-        self._copies: dict[tuple[int, ...], list[tuple[torch.dtype, list[torch.Tensor], list[ShardUnit]]]] = {}
-        """Units that are converted together -> by pair of dtypes: the stored one, and what is written of which."""
         self.reason = ""
         """Why there is no buffer although shards need a conversion; empty otherwise."""
 
@@ -69,23 +67,19 @@ class ConvertedShards:
         """Make "auto" keep no converted shards, unless the buffer exists already. `reason` is shown to the user."""
         self._saves_memory = self._saves_memory or reason
 
-    def memory(self, number: int) -> torch.Tensor | None:
-        """Buffer of a unit's converted shard. None if the shard is sent as stored, or is converted for each gather.
-
-        The first call allocates the buffer, so it must not come while a CUDA graph is recorded.
-        """
-        return self.kept.get(number)
-
     @property
     def kept(self) -> Mapping[int, torch.Tensor]:
-        """Buffers of converted shards by unit, as `memory` returns them."""
+        """Unit -> buffer of its converted shard, but for shards that are sent as stored, or converted for each gather.
+
+        The first look allocates the buffers, so it must not come while a CUDA graph is recorded.
+        """
         if self._memory is None:
             self._memory = self._allocate()
         return self._memory
 
     def sent(self, number: int) -> torch.Tensor:
         """This rank's shard as a gather sends it: the converted copy if there is one, as `convert` wrote it last."""
-        kept = self.memory(number)
+        kept = self.kept.get(number)
         return self._units[number].data() if kept is None else kept
 
     def convert(self, numbers: Collection[int]) -> None:
@@ -94,27 +88,18 @@ class ConvertedShards:
         Pairs of dtypes are copied separately: on GPUs, some versions of torch copy a list as if all had the first one's
         dtype.
         """
-        with torch.no_grad():
-            for dtype, targets, units in self._copies.get(tuple(numbers)) or self._pairs(numbers):
-                sources = [unit.stored() for unit in units]
-                if any(source.dtype is not dtype for source in sources):  # the user has cast the model
-                    self._copies.clear()
-                    self.convert(numbers)
-                    return
-                compat.tensors.copy_all(targets, sources)
-
-    def _pairs(self, numbers: Collection[int]) -> list[tuple[torch.dtype, list[torch.Tensor], list[ShardUnit]]]:
-        """Sort the units by their pair of dtypes, for each of their conversions."""
-        kinds: dict[Any, tuple[torch.dtype, list[torch.Tensor], list[ShardUnit]]] = {}
+        kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        buffers = self.kept
         for number in numbers:
-            target, unit = self.memory(number), self._units[number]
-            if target is not None and target.numel():
-                dtype = unit.stored().dtype
-                _, targets, units = kinds.setdefault((target.device, target.dtype, dtype), (dtype, [], []))
-                targets.append(target)
-                units.append(unit)
-        found = self._copies[tuple(numbers)] = [*kinds.values()]
-        return found
+            kept = buffers.get(number)
+            if kept is not None and kept.numel():
+                stored = self._units[number].stored()
+                targets, sources = kinds.setdefault((kept.device, kept.dtype, stored.dtype), ([], []))
+                targets.append(kept)
+                sources.append(stored)
+        with torch.no_grad():
+            for targets, sources in kinds.values():
+                compat.tensors.copy_all(targets, sources)
 
     def _allocate(self) -> dict[int, torch.Tensor]:
         """Allocate one storage for each device and dtype, with a slice for each converted unit."""
@@ -200,7 +185,7 @@ class PeerShardGroup:
         if unit.offloaded:
             return "they are kept in CPU memory"
         data = self._converted.sent(number)
-        if data.data_ptr() != unit.address() and self._converted.memory(number) is None:
+        if data.data_ptr() != unit.address() and number not in self._converted.kept:
             return f"they are converted for each gather: {self._converted.reason}"
         return data
 
@@ -217,7 +202,7 @@ class PeerShardGroup:
         """
         for number in numbers:
             unit, held = self._units[number], self._held[number]
-            if self._converted.memory(number) is not None:
+            if number in self._converted.kept:
                 continue
             if unit.address() != held.data_ptr():
                 held.copy_(unit.data())

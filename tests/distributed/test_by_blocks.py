@@ -72,7 +72,7 @@ def test_the_next_ones_gather_may_be_copies(ranks, how):
 
 
 @pytest.mark.skipif(torch_version() < "2.12", reason="torch 2.11 traces each of FSDP2's layers")
-@pytest.mark.parametrize("how", [{"sequential": True}, {"checkpointed": "wrapper"}], ids=str)
+@pytest.mark.parametrize("how", [{"sequential": True}, {"checkpointed": "wrapper"}, {"checkpointed": "hooks"}], ids=str)
 def test_promoted_blocks_are_traced_twice(ranks, how):
     for found in ranks.run(CASES + "with_copied_layers", 150, by="block.compile", steps=2, **how):
         assert found["copies"] == len(LAYERS) - 2

@@ -229,9 +229,8 @@ class Replay:
         self._record, self._translator, self._variable = record, translator, variable
         self._arguments = arguments
         self._tracer = translator.output.current_tracer
-        self._renaming = Renaming(record.layer.source, layer)
-        self._values = Values(translator)
-        self._pairs = ModulePairs()
+        self._values, self._pairs = Values(translator), ModulePairs()
+        self._renaming = Renaming(record.layer.source, layer, self._pairs.hook_keys)
         self._nodes: dict[Node, Node] = {}
         self._values_of_copies: dict[Node, Any] = {}
         self._names = record.stack_name, stack_name(variable)

@@ -24,7 +24,7 @@ from dcompile.compat.patches.quick_reads import BASE, source_code
 TENSORS = "TENSOR_MATCH"
 CODE = "CLOSURE_MATCH"
 ALIASES = ("DUPLICATE_INPUT", "OBJECT_ALIASING")
-NOT_IN = "DICT_NOT_CONTAINS"
+IN, NOT_IN = "DICT_CONTAINS", "DICT_NOT_CONTAINS"
 HAS = "HASATTR"
 ABSENT = object()
 """Value of an attribute that an object does not have: torch 2.11 guards on its source that it is absent."""
@@ -248,8 +248,9 @@ def differ_in_index(old: Any, new: Any) -> bool:
 class Renaming:
     """Sources with one layer's source in them -> the same with another's."""
 
-    def __init__(self, old: Any, new: Any) -> None:
-        self._known = {old: new}
+    def __init__(self, old: Any, new: Any, hook_keys: Mapping[int, int]) -> None:
+        """Rename what leads through `old`, and hooks in its tables. `hook_keys`: key of a hook -> its counterpart's."""
+        self._known, self._hook_keys = {old: new}, hook_keys
         self._seen: dict[int, tuple[Any, Any]] = {}
         """Identity of a source -> it, and its new name: torch works out a source's hash in Python."""
 
@@ -272,6 +273,8 @@ class Renaming:
                     renamed = self.of(value)
                     if renamed is not value:
                         changed[entry.name] = renamed
+                elif type(value) is int and _is_of_calls(getattr(without_module_marks(source.base), "member", "")):
+                    changed[entry.name] = self._hook_keys.get(value, value)
             found = self._known[source] = dataclasses.replace(source, **changed) if changed else source
         return found
 
@@ -448,10 +451,11 @@ def install(layer: GuardedLayer, renaming: Renaming, pairs: ModulePairs, transla
     They tell the same line of the model in a recompilation's reason as if the other layer had been traced.
     """
     output = translator.output
-    hooked = [(guard, NOT_IN, None) for guard in layer.hook_guards]
-    for guard, kind, value in (*layer.guards, *hooked):
+    absent = [(guard, NOT_IN, None) for guard in layer.hook_guards]
+    for guard, kind, value in (*layer.guards, *absent):
         if kind != TENSORS:
-            keys = pairs.hook_keys if kind == NOT_IN and (value is None or id(value) in pairs.hook_tables) else {}
+            hooked = kind in (IN, NOT_IN) and (value is None or id(value) in pairs.hook_tables)
+            keys = pairs.hook_keys if hooked else {}
             made = renaming.of(guard.originating_source).make_guard(_renamed_check(guard, renaming, keys))
             made.stack, made.user_stack = guard.stack, guard.user_stack
             output.guards.add(made, collect_debug_stack=False)

@@ -137,7 +137,7 @@ class Recorder:
             layer,
             len(self._translator.nn_module_stack),
             self._stack_name,
-            self._named_by(),
+            None if (now := self._variable.get_nn_module_stack_source()) is self._stack_source else now,
             self._called(),
             self._log,
             result=result,
@@ -164,10 +164,6 @@ class Recorder:
     def _outside(self) -> list[Any]:
         """New guards on what does not belong to the layer."""
         return [guard for guard in self._added if not self._within(guard.originating_source)]
-
-    def _named_by(self) -> Any:
-        now = self._variable.get_nn_module_stack_source()
-        return None if now is self._stack_source else now
 
     def _called(self) -> dict[str, int]:
         now = self._translator.num_calls

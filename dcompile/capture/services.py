@@ -44,6 +44,9 @@ class ReducedGradients(Protocol):
     def gradient(self, number: int) -> Any:
         """Return a parameter's gradient, as its memory is now."""
 
+    def address(self, number: int) -> int:
+        """Return the address of that gradient, without making a tensor of it."""
+
     def lay_out(self, results: list[Any], grads: Iterable[tuple[int, int]]) -> None:
         """Give results the layout of their parameters. `grads`: (position of a result, parameter number)."""
 

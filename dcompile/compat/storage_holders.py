@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -105,11 +106,14 @@ def _uses_of_one_tensor() -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-def storage_holders(storage: Any) -> int:
-    """Number of tensors and storages that refer to one memory; all Python code together counts as one."""
+def use_counter() -> Callable[[int], int]:
+    """Function from a storage's `_cdata` to the number of tensors and storages that refer to the memory.
+
+    All Python code together counts as one. It is asked of each saved tensor in each call, so callers keep it.
+    """
     import torch
 
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    return torch._C._storage_Use_Count
 
 
 def only_python_holds(tensor: torch.Tensor) -> bool:

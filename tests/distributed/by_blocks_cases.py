@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dcompile
 from dcompile.runtime.communication.fsdp_shards import ShardCommunication
+from tests.distributed import cases
 from tests.distributed.cases import ATEN, device
 from tests.distributed.fsdp_cases import FsdpTraining, copying
 from tests.distributed.models import Mlp, batch
@@ -59,6 +60,8 @@ class Stack(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
+        if isinstance(self.layers, nn.Sequential):
+            return self.last(self.layers(x))
         for number, layer in enumerate(self.layers):
             if number in self.left_out:
                 continue
@@ -249,6 +252,7 @@ def made(
     checkpointed: str = "",
     setting: str = "",
     fullgraph: bool = True,
+    sequential: bool = False,
     **how: Any,
 ) -> Any:
     """A stack that is compiled before it is sharded; `by`: "" for stock, "whole", or a way to compile blocks."""
@@ -256,6 +260,8 @@ def made(
     model = Stack().to(device())
     if checkpointed in CHECKPOINTED:
         CHECKPOINTED[checkpointed](model)
+    if sequential:
+        model.layers = nn.Sequential(*model.layers)
     if replicas:
         shape = replicas, dist.get_world_size() // replicas
         how["mesh"] = init_device_mesh(device().type, shape, mesh_dim_names=("replicas", "shards"))
@@ -293,6 +299,11 @@ def against_stock(
     pair = [made(compiled_by, options, **how) for compiled_by in (stock, by)]
     found = compare(*(kind(model, model, accumulate) for model in pair), steps=steps)
     return found | {"receipt": dcompile.receipt(pair[1])}
+
+
+def with_copied_layers(**how: Any) -> dict[str, Any]:
+    """The same, and how many calls of blocks Dynamo copied."""
+    return cases.with_copied_layers(against_stock, **how)
 
 
 def partly_reduced_eagerly() -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from dcompile.compat.versions import torch_version
 from tests.distributed.harness import Ranks
 from tests.distributed.matrix import MIXED
 
@@ -68,6 +69,14 @@ def test_the_next_ones_gather_may_be_copies(ranks, how):
         differences = [found[what] for what in ("loss", "grad", "param", "after loading", "ranks")]
         assert differences == [0] * 5 and found["copied"] > 0
         assert any("of them in vain" in note for note in found["receipt"].notes)
+
+
+@pytest.mark.skipif(torch_version() < "2.12", reason="torch 2.11 traces each of FSDP2's layers")
+@pytest.mark.parametrize("how", [{"sequential": True}, {"checkpointed": "wrapper"}, {"checkpointed": "hooks"}], ids=str)
+def test_promoted_blocks_are_traced_twice(ranks, how):
+    for found in ranks.run(CASES + "with_copied_layers", 150, by="block.compile", steps=2, **how):
+        assert found["copies"] == len(LAYERS) - 2
+        assert [found[what] for what in ("loss", "grad", "param", "ranks")] == [0] * 4
 
 
 TURNS = [

@@ -134,6 +134,7 @@ class FsdpParameterGroup:
         )
 
 
+@functools.cache
 def reduction(
     *, shards: int, replicas: int, dtype: torch.dtype, factor: float | None, sums_only: bool
 ) -> GradientReduction:
@@ -359,6 +360,10 @@ class Fsdp2Adapter(ShardedAdapter):
         found = {number: compat.fsdp2.take_gradient(unit.param) for number, unit in enumerate(self._units)}
         return self.unit_gradients({number: gradient for number, gradient in found.items() if gradient is not None})
 
+    def all_notes(self) -> tuple[str, ...]:
+        states = [state for reference in self._states if (state := reference()) is not None]
+        return (*self.notes, *compat.fsdp2.superseded(states)) if self.eligible else self.notes
+
     def shown_by_another(self) -> bool:
         shown = compat.fsdp2.visible_parameter(self._units[0].param) if self._units else None
         return compat.fsdp2.is_stand_in(shown) and self.number_of(shown) is None
@@ -366,8 +371,6 @@ class Fsdp2Adapter(ShardedAdapter):
     def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Do what FSDP's root does before its forward, except gathering; return arguments on the device."""
         root = present(self._states[0])
-        for text in compat.fsdp2.superseded([present(state) for state in self._states]):
-            self.note(text)
         if not compat.fsdp2.is_root(root):
             return args, kwargs  # the root around this module has done it
         compat.fsdp2.wait_for_optimizer(root)
@@ -380,17 +383,18 @@ class Fsdp2Adapter(ShardedAdapter):
         ended = [compat.fsdp2.end_gather(entry.group) for entry in self._groups]
         if any(ended):
             self.note("parameters that were gathered before a call, by hand (unshard) or eagerly, are gathered again")
-        before = [compat.fsdp2.visible_parameter(unit.param) for unit in self._units]
+        params = [unit.param for unit in self._units]
+        before = list(map(compat.fsdp2.visible_parameter, params))
         inside = bool(before) and before[0] is self._units[0].shown
         places = [(present(table), key, hook) for table, key, hook in self._hooks]
         hooks = [table[key] for table, key, _ in places]
         try:
-            for unit in self._units:
-                wanted = unit.param.sharded_param.requires_grad
+            for unit, param in zip(self._units, params, strict=True):
+                wanted = param.sharded_param.requires_grad
                 if unit.virtual.requires_grad != wanted:
                     unit.virtual.requires_grad_(wanted)
                     unit.shown.requires_grad_(wanted)
-                compat.fsdp2.show(unit.param, unit.shown)
+                compat.fsdp2.show(param, unit.shown)
             for table, key, hook in places:
                 table[key] = hook
             with compat.fsdp2.compiled_forward(present(self._states[0])):
@@ -399,8 +403,8 @@ class Fsdp2Adapter(ShardedAdapter):
             self._gathered.clear()
             raise
         finally:
-            for unit, parameter in zip(self._units, before, strict=True):
-                compat.fsdp2.show(unit.param, parameter)
+            for param, parameter in zip(params, before, strict=True):
+                compat.fsdp2.show(param, parameter)
             for (table, key, _), hook in zip(places, hooks, strict=True):
                 table[key] = hook
         if self._gathered and not inside:  # a call within a call of the same module

@@ -55,11 +55,10 @@ class MergedGradients:
         for number, first in self._first.items():
             if number in but:
                 continue
-            gradient = first.gradient(number)
             if number in self._later:
-                yield number, sum((run.gradient(number) for run in self._later[number]), gradient)
-            elif differs(number, gradient.data_ptr()):
-                yield number, gradient
+                yield number, sum((run.gradient(number) for run in self._later[number]), first.gradient(number))
+            elif differs(number, first.address(number)):
+                yield number, first.gradient(number)
 
 
 ParameterRefs: TypeAlias = Mapping[int, Callable[[], Any]]
@@ -69,7 +68,8 @@ ParameterRefs: TypeAlias = Mapping[int, Callable[[], Any]]
 def differs(refs: ParameterRefs, number: int, address: int) -> bool:
     """Is a parameter's .grad another tensor than the one at `address`?"""
     parameter = refs[number]()
-    return parameter is not None and parameter.grad is not None and parameter.grad.data_ptr() != address
+    gradient = None if parameter is None else parameter.grad
+    return gradient is not None and gradient.data_ptr() != address
 
 
 def is_contiguous(refs: ParameterRefs, number: int) -> bool:

@@ -354,8 +354,8 @@ def shorten(gm: GraphModule, layers: RepeatedLayers) -> GraphModule:
 
 # --- values that the graph returns ------------------------------------------------------------------------------------
 
-Place = tuple[str, int]
-"""Place in a layer: ("forward" | "backward" | "input" | "tangent", position there)."""
+Place = tuple[str, Any]
+"""Place in a layer: ("input" | "tangent", number there), or ("forward" | "backward", one of `_places`)."""
 
 
 def result_outputs(traced: GraphModule) -> dict[int, int]:
@@ -531,7 +531,7 @@ def find_layers(traced: GraphModule, layers: RepeatedLayers) -> TracedLayers:
     where: dict[Node, tuple[int, Place]] = {}
     for stretch, rows in stretches.items():
         for layer, row in enumerate(rows):
-            where |= {node: (layer, (stretch, number)) for number, node in enumerate(row)}
+            where |= {node: (layer, (stretch, place)) for node, place in zip(row, _places(row), strict=True)}
     numbers = {p: (k, s) for k, layer in enumerate(layers.traced) for s, p in enumerate(layers.inputs[layer])}
     for node in traced.graph.find_nodes(op="placeholder"):
         position = compat.aot_metadata.input_index(node)
@@ -556,6 +556,19 @@ def find_layers(traced: GraphModule, layers: RepeatedLayers) -> TracedLayers:
                 layer, number = numbers[position]
                 found.gradients[layer][number] = found.seen_from(layer)(gradient)
     return found
+
+
+def _places(row: Sequence[Node]) -> Iterator[tuple[int, int]]:
+    """Yield the place of each node: (the layer's operation that was traced to it, number among the nodes of that).
+
+    So a node that only the first layer lacks, as where the model's input needs no gradient, moves few others.
+    """
+    counts, origin = Counter[int](), -1
+    for node in row:
+        tag = layer_tag(node)
+        origin = origin if tag is None else tag[1]
+        yield origin, counts[origin]
+        counts[origin] += 1
 
 
 def _in_order(traced: GraphModule, tangents: Mapping[Node, int]) -> Iterator[tuple[str, int, Node]]:
@@ -730,8 +743,8 @@ class _Copies:
             before = (rows[2] if stretch == "forward" else rows[1])[:1]
             for layer in order if before else ():
                 with self.traced.graph.inserting_before(before[0]):
-                    for number, node in enumerate(rows[TEMPLATE_LAYER]):
-                        self._copy(node, layer, (stretch, number))
+                    for node in rows[TEMPLATE_LAYER]:
+                        self._copy(node, layer, self.found.where[node][1])
         for layer, neighbour in ((1, 2), (2, 1)):  # in the trace they are neighbours
             for stretch in STRETCHES:
                 for node in self.found.stretches[stretch][layer]:

@@ -229,9 +229,8 @@ class Replay:
         self._record, self._translator, self._variable = record, translator, variable
         self._arguments = arguments
         self._tracer = translator.output.current_tracer
-        self._renaming = Renaming(record.layer.source, layer)
-        self._values = Values(translator)
-        self._pairs = ModulePairs()
+        self._values, self._pairs = Values(translator), ModulePairs()
+        self._renaming = Renaming(record.layer.source, layer, self._pairs.hook_keys)
         self._nodes: dict[Node, Node] = {}
         self._values_of_copies: dict[Node, Any] = {}
         self._names = record.stack_name, stack_name(variable)
@@ -279,6 +278,8 @@ class Replay:
             self._follow(event, node, name)
         for name, count in record.calls_of_names.items():
             translator.num_calls[self._name(name)] = count
+        if record.named_by is not None:
+            self._variable.set_nn_module_stack_source(self._renaming.of(record.named_by))
         return self._result(record.result, {})
 
     # --- inputs of the graph ---

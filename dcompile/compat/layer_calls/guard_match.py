@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 TENSORS = "TENSOR_MATCH"
+CODE = "CLOSURE_MATCH"
 ALIASES = ("DUPLICATE_INPUT", "OBJECT_ALIASING")
-NOT_IN = "DICT_NOT_CONTAINS"
+IN, NOT_IN = "DICT_CONTAINS", "DICT_NOT_CONTAINS"
 HAS = "HASATTR"
 ABSENT = object()
 """Value of an attribute that an object does not have: torch 2.11 guards on its source that it is absent."""
@@ -109,7 +110,7 @@ def _have_equal_names(old: torch.nn.Module, new: torch.nn.Module) -> bool:
     mine, theirs = old.__dict__, new.__dict__
     if type(old) is not type(new) or mine.keys() != theirs.keys() or old.training is not new.training:
         return False
-    if mine.get("forward") is not theirs.get("forward"):
+    if not are_equal(mine.get("forward"), theirs.get("forward"), CODE):
         return False
     for name in ("_modules", "_parameters", "_buffers"):
         if [*mine[name]] != [*theirs[name]]:
@@ -157,8 +158,25 @@ def _equal_structure(old: Any, new: Any) -> bool:
     if isinstance(old, set | frozenset):
         return _equal_constants(old, new)
     if isinstance(old, _CALLED):
-        return False
+        return _equal_functions(old, new)
     return getattr(old, "__dict__", {}).keys() == getattr(new, "__dict__", {}).keys()
+
+
+def _equal_functions(old: Any, new: Any) -> bool:
+    """Whether two functions, or methods, are of one definition.
+
+    What tracing reads of their cells, defaults and `__self__` has guards of its own.
+    """
+    if type(old) is types.MethodType:
+        return are_equal(old.__func__, new.__func__, CODE)
+    if type(old) is not types.FunctionType:
+        return False
+    if old.__code__ is not new.__code__ or old.__globals__ is not new.__globals__:
+        return False
+    mine, theirs = (
+        (len(each.__defaults__ or ()), [*(each.__kwdefaults__ or ())], [*each.__dict__]) for each in (old, new)
+    )
+    return mine == theirs
 
 
 def _equal_tensors(old: torch.Tensor, new: torch.Tensor) -> bool:
@@ -202,6 +220,7 @@ _COMPARISONS = {
         ),
         _equal_structure,
     ),
+    CODE: _equal_functions,
 }  # fmt: skip
 """Types of guards that say no more than these comparisons. All others need the same object."""
 
@@ -229,8 +248,9 @@ def differ_in_index(old: Any, new: Any) -> bool:
 class Renaming:
     """Sources with one layer's source in them -> the same with another's."""
 
-    def __init__(self, old: Any, new: Any) -> None:
-        self._known = {old: new}
+    def __init__(self, old: Any, new: Any, hook_keys: Mapping[int, int]) -> None:
+        """Rename what leads through `old`, and hooks in its tables. `hook_keys`: key of a hook -> its counterpart's."""
+        self._known, self._hook_keys = {old: new}, hook_keys
         self._seen: dict[int, tuple[Any, Any]] = {}
         """Identity of a source -> it, and its new name: torch works out a source's hash in Python."""
 
@@ -253,6 +273,8 @@ class Renaming:
                     renamed = self.of(value)
                     if renamed is not value:
                         changed[entry.name] = renamed
+                elif type(value) is int and _is_of_calls(getattr(without_module_marks(source.base), "member", "")):
+                    changed[entry.name] = self._hook_keys.get(value, value)
             found = self._known[source] = dataclasses.replace(source, **changed) if changed else source
         return found
 
@@ -404,8 +426,8 @@ def holds_for(layer: GuardedLayer, renaming: Renaming, values: Values, pairs: Mo
         if new is not old and not is_constant(new):
             if taken.setdefault(id(new), id(old)) != id(old):
                 return False  # two objects of the layer are one here
-            known = tracked(new)
-            if known is not None and without_module_marks(known) != without_module_marks(source):
+            known, before = (None if name is None else without_module_marks(name) for name in map(tracked, (new, old)))
+            if known not in (None, without_module_marks(source), before and without_module_marks(renaming.of(before))):
                 return False  # known by another name, so comparisons with `is` may tell
     return not any(
         pairs.hook_keys[guard_arguments(guard)["key"]] in values.of(guard.originating_source)
@@ -435,10 +457,11 @@ def install(layer: GuardedLayer, renaming: Renaming, pairs: ModulePairs, transla
     They tell the same line of the model in a recompilation's reason as if the other layer had been traced.
     """
     output = translator.output
-    hooked = [(guard, NOT_IN, None) for guard in layer.hook_guards]
-    for guard, kind, value in (*layer.guards, *hooked):
+    absent = [(guard, NOT_IN, None) for guard in layer.hook_guards]
+    for guard, kind, value in (*layer.guards, *absent):
         if kind != TENSORS:
-            keys = pairs.hook_keys if kind == NOT_IN and (value is None or id(value) in pairs.hook_tables) else {}
+            hooked = kind in (IN, NOT_IN) and (value is None or id(value) in pairs.hook_tables)
+            keys = pairs.hook_keys if hooked else {}
             made = renaming.of(guard.originating_source).make_guard(_renamed_check(guard, renaming, keys))
             made.stack, made.user_stack = guard.stack, guard.user_stack
             output.guards.add(made, collect_debug_stack=False)

@@ -53,7 +53,9 @@ class CallRecord:
     stack_depth: int
     """Number of modules around the call."""
     stack_name: str
-    """The module's name in records of the modules around an operation."""
+    """The module's name in records of the modules around an operation, as the call begins."""
+    named_by: Any
+    """Source that such records name the module by from this call on, through which it was read again; else None."""
     calls_of_names: dict[str, int]
     """Names of modules -> how often the call called each."""
     log: list[tuple[str, Node, str]] = field(default_factory=list)
@@ -91,6 +93,7 @@ class Recorder:
     def __init__(self, translator: Any, variable: Any, layer: Any, arguments: CallArguments) -> None:
         self._translator, self._variable, self._arguments = translator, variable, arguments
         self._within = Within(layer)
+        self._stack_name, self._stack_source = stack_name(variable), variable.get_nn_module_stack_source()
         self._graph: Graph = translator.output.current_tracer.graph
         self._last = next(iter(reversed(self._graph.nodes)), None)
         self._before = set(self._graph.nodes)
@@ -133,7 +136,8 @@ class Recorder:
             self._variable.value,
             layer,
             len(self._translator.nn_module_stack),
-            stack_name(self._variable),
+            self._stack_name,
+            None if (now := self._variable.get_nn_module_stack_source()) is self._stack_source else now,
             self._called(),
             self._log,
             result=result,

@@ -431,6 +431,14 @@ class ReducedRun:
         view: torch.Tensor = self._flats[bucket][offset : offset + parameter.numel()].view(parameter.shape)
         return view
 
+    def address(self, number: int) -> int:
+        """Return the address of a parameter's gradient."""
+        if number in self._copies:
+            return self._copies[number].data_ptr()
+        bucket, offset = self._places[number]
+        flat = self._flats[bucket]
+        return flat.data_ptr() + offset * flat.element_size()
+
     def lay_out(self, results: list[Any], grads: Iterable[tuple[int, int]]) -> None:
         """Give results of the program the layout of their parameters. `grads`: (position of a result, number)."""
         for place, number in grads:

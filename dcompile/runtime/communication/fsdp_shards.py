@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -76,20 +76,30 @@ class PendingReduction:
     """The all-reduce among replicas."""
 
 
-@contextlib.contextmanager
-def named_error(what: str, numbers: Iterable[int], units: Mapping[int, ShardUnit], group: Any) -> Iterator[None]:
-    """Add a note to a RuntimeError: the collective that failed, its parameters, and its ranks."""
-    try:
-        yield
-    except RuntimeError as error:
-        names = [units[number].name for number in numbers]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        error.add_note(
-            f"dcompile: rank {dist.get_rank()} was in {what} of {', '.join(names[:3])}{more}, "
-            f"over ranks {dist.get_process_group_ranks(group)}; "
-            "another rank has failed, stalled, or does not run this step"
-        )
-        raise
+@dataclass(frozen=True, slots=True)
+class NamedError:
+    """Context that adds a note to a RuntimeError: the collective that failed, its parameters, and its ranks.
+
+    A generator would take four times as long, and each bucket has four of these.
+    """
+
+    what: str
+    numbers: Iterable[int]
+    units: Mapping[int, ShardUnit]
+    group: Any
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            names = [self.units[number].name for number in self.numbers]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            error.add_note(
+                f"dcompile: rank {dist.get_rank()} was in {self.what} of {', '.join(names[:3])}{more}, "
+                f"over ranks {dist.get_process_group_ranks(self.group)}; "
+                "another rank has failed, stalled, or does not run this step"
+            )
 
 
 @dataclass(eq=False)
@@ -293,7 +303,7 @@ class Shards:
                 return UnevenReduceScatter(process_group, outputs, inputs, parts, rule.scatter, limit_s)
             return start_scatter(process_group, outputs, inputs, rule.scatter, limit_s)
 
-        with named_error(f"the {name}", full, self.units, process_group):
+        with NamedError(f"the {name}", full, self.units, process_group):
             together = f", {packed} together" if packed else ""
             text = f"{name} ({sum(t.numel() for t in full.values())} elements{together})"
             label = label_of_model(text, process_group, self.numbers)
@@ -322,7 +332,7 @@ class Shards:
     def go_on(self, pending: PendingReduction) -> None:
         """Wait for the shards. Where replicas hold copies of them, start averaging among these."""
         group, shards, flat = pending.group, pending.shards, pending.flat
-        with named_error(f"the {pending.name}", shards, self.units, group.scatter_group()):
+        with NamedError(f"the {pending.name}", shards, self.units, group.scatter_group()):
             pending.collective.wait()
         pending.scattered = True
         replicas = group.replica_group()
@@ -341,7 +351,7 @@ class Shards:
         def start(limit_s: float | None) -> Any:
             return compat.groups.start_all_reduce(replicas, [flat], pending.rule.reduce, limit_s)
 
-        with named_error(f"the {pending.name} among replicas", shards, self.units, replicas):
+        with NamedError(f"the {pending.name} among replicas", shards, self.units, replicas):
             text = f"{pending.name} among replicas ({flat.numel()} elements)"
             label = label_of_model(text, replicas, self.numbers)
             pending.replicating = PendingCollective(replicas, flat.device, label, start)
@@ -354,7 +364,7 @@ class Shards:
             return False
         if pending.replicating is not None:
             replicas = pending.group.replica_group()
-            with named_error(f"the {pending.name} among replicas", pending.shards, self.units, replicas):
+            with NamedError(f"the {pending.name} among replicas", pending.shards, self.units, replicas):
                 pending.replicating.wait()
         divisor = pending.rule.divide_after
         if divisor not in (None, 1):
@@ -405,8 +415,9 @@ class DeferredGradients:
 
     def _with_begun(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
         """Add this backward's sum so far, and round the result as autograd would."""
-        begun, dtype = self._begun.pop((backward_task(), number), None), self.units[number].dtype
+        begun = self._begun.pop((backward_task(), number), None) if self._begun else None
         if begun is not None:
+            dtype = self.units[number].dtype
             tensor.add_(begun)
             if dtype != tensor.dtype:
                 tensor.copy_(tensor.to(dtype))
@@ -474,7 +485,7 @@ class ShardCommunication:
     """Group of peers -> its gathers by copies."""
     _waited: int = field(init=False, default=0)
     """Number of collectives that were waited for."""
-    _due: dict[int, None] | None = field(init=False, default=None)
+    _due: set[int] | None = field(init=False, default=None)
     """Units with a converted buffer that this call has not converted yet; None before the first conversion."""
 
     def __post_init__(self) -> None:
@@ -524,7 +535,7 @@ class ShardCommunication:
             own = [bucket for bucket in gathers if bucket.name not in self._foreseen]
             copied = [bucket for bucket in own if peer_shards.of(bucket.group) is peers]
             numbers = list(dict.fromkeys(number for bucket in copied for number in bucket.units))
-            overlaps = any(self.shards.converted.memory(number) is not None for number in numbers)
+            overlaps = not self.shards.converted.kept.keys().isdisjoint(numbers)
             found = CopyGathers(peers, len(copied), numbers, self._meeting, self._convert, overlaps)
             self._copies[peers] = found
         return found
@@ -548,18 +559,16 @@ class ShardCommunication:
         if parts is not None:
             return fewer, parts
         self._convert(bucket.units)
-        return group.gather_group(), [self.shards.converted.sent(number) for number in bucket.units]
+        return group.gather_group(), list(map(self.shards.converted.sent, bucket.units))
 
     def _convert(self, numbers: Iterable[int]) -> None:
         """Convert the shards of these units, unless this call has already."""
         if self._due is None:
-            gathers = (bucket for bucket in self.buckets.values() if bucket.traits.gathers)
-            units = (number for bucket in gathers for number in bucket.units)
-            self._due = {number: None for number in units if self.shards.converted.memory(number) is not None}
+            gathers = (bucket.units for bucket in self.buckets.values() if bucket.traits.gathers)
+            self._due = self.shards.converted.kept.keys() & set().union(*gathers)
         now = [number for number in numbers if number in self._due]
         self.shards.converted.convert(now)
-        for number in now:
-            del self._due[number]
+        self._due.difference_update(now)
 
     def wait_gather(self, bucket: str) -> None:
         """Wait for the gather that `start_gather` began."""
@@ -691,7 +700,7 @@ class ShardCommunication:
         return [bucket for bucket in self.buckets.values() if not bucket.traits.gathers]
 
     def _named(self, kind: str, bucket: Bucket, group: Any) -> contextlib.AbstractContextManager[None]:
-        return named_error(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)
+        return NamedError(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)
 
 
 @dataclass(frozen=True, slots=True)

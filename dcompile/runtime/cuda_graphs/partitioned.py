@@ -71,10 +71,17 @@ class UnrecordedPart:
     """Name of each result, and the tensor that later pieces read instead."""
     sync: bool
     scale: float
+    _varying: list[tuple[int, Varying | BucketOf]] = field(init=False)
+    """Places among its arguments of those that differ between replays; a part may return all saved tensors."""
+
+    def __post_init__(self) -> None:
+        self._varying = [(at, value) for at, value in enumerate(self.takes) if isinstance(value, Varying | BucketOf)]
 
     def run(self, values: dict[str, Any], memories: Mapping[str, Any]) -> list[Any]:
         """Run it in a replay, in which steps between pieces have computed `values`."""
-        given = [self._given(value, values, memories) for value in self.takes]
+        given = [*self.takes]
+        for place, value in self._varying:
+            given[place] = values[value.name] if isinstance(value, Varying) else memories[value.bucket]
         made = self.function(given, ReplayedSource(memories, self.scale) if memories else None, self.sync)
         for (name, kept), value in zip(self.gives, made, strict=False):
             if kept is None:
@@ -82,15 +89,6 @@ class UnrecordedPart:
             else:
                 refill(kept, value)
         return made
-
-    @staticmethod
-    def _given(value: Any, values: dict[str, Any], memories: Mapping[str, Any]) -> Any:
-        match value:
-            case Varying(name):
-                return values[name]
-            case BucketOf(bucket):
-                return memories[bucket]
-        return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,6 +93,9 @@ class ResultRetention:
     found: bool = False
 
 
+_uses = compat.storage_holders.use_counter()
+
+
 class ResultMemory:
     """One storage of results, and a template of each result over it.
 
@@ -125,6 +128,8 @@ class ResultMemory:
         mode.
         """
         self._own = (0, 0)
+        self._alone = False
+        """Whether one result, which was no view, has all of the memory: the caller gets one tensor of its own."""
 
     def add(self, like: torch.Tensor) -> int:
         """Add a template like this tensor, which is stored in this memory. Return the template's number."""
@@ -143,15 +148,17 @@ class ResultMemory:
     def settle(self) -> None:
         """Note the current reference counts. Holders beyond these are the caller's from now on."""
         self._own = self._holders()
+        self._alone = len(self._templates) == 1 and self._rank[0] and not self._templates[0].storage_offset()
 
     def _holders(self) -> tuple[int, int]:
         # Python code shares one storage object, which counts once; its own reference count tells of further holders
-        return compat.storage_holders.storage_holders(self._storage), sys.getrefcount(self._storage)
+        return _uses(self._storage._cdata), sys.getrefcount(self._storage)
 
     @property
     def live(self) -> bool:
         """Whether the caller still holds a tensor over it."""
-        return self._holders() != self._own
+        uses, references = self._own
+        return _uses(self._storage._cdata) != uses or sys.getrefcount(self._storage) != references
 
     @property
     def holders(self) -> int:
@@ -166,6 +173,8 @@ class ResultMemory:
         As in a call without a recording, results in one memory share one version counter. The user gets a view of a
         shared base, so that `v.requires_grad_()` affects parts of `v`.
         """
+        if self._alone and not copies:  # most saved tensors, of which a forward of twelve layers returns two hundred
+            return self._templates[0].detach()
         base = given.get((self, copies))
         if base is None:
             base = given[self, copies] = self._copy() if copies else self._seen()
@@ -258,15 +267,15 @@ class RecordedResult:
         `new`: what the replay has returned.
         """
         match self.kind:
+            case "memory":  # first, since most are
+                kept = self.kept
+                return self.source.hand_out(self.template, given, kept is not None and kept.found, kept is not None)
             case "new":
                 return new[self.source]
             case "again":
                 return earlier[self.source]
             case "value":
                 return self.source
-            case "memory":
-                kept = self.kept
-                return self.source.hand_out(self.template, given, kept is not None and kept.found, kept is not None)
             case "copy":
                 return self.source.hand_out(self.template, given, True, True)
             case "input":

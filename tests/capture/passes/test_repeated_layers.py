@@ -20,9 +20,11 @@ from dcompile.capture.passes.repeated_layers import RepeatedLayers, repeated_lay
 class Block(nn.Module):
     """Normalisation, a product and a residual, with a mask and a parameter that all blocks share."""
 
-    def __init__(self, kind: Callable[[torch.Tensor], torch.Tensor] = torch.relu, dropout: float = 0.0) -> None:
+    def __init__(
+        self, kind: Callable[[torch.Tensor], torch.Tensor] = torch.relu, dropout: float = 0.0, norm: Any = nn.LayerNorm
+    ) -> None:
         super().__init__()
-        self.norm, self.up = nn.LayerNorm(8), nn.Linear(8, 8)
+        self.norm, self.up = norm(8), nn.Linear(8, 8)
         self.kind, self.dropout = kind, nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
@@ -57,6 +59,17 @@ class Stack(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         mask = torch.arange(8) == 5
         x = self.first(x)
+        for block in self.blocks:
+            x = block(x, mask, self.shared)
+        return self.last(x).sum()
+
+
+class WithoutFirst(Stack):
+    """Begins with a block, whose input needs no gradient: the trace of that lacks some operations."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        mask = torch.arange(8) == 5
+        x = torch.cat([x, x], -1)
         for block in self.blocks:
             x = block(x, mask, self.shared)
         return self.last(x).sum()
@@ -190,6 +203,7 @@ def traced(
 CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "layers": (lambda: stack(7), 7),
     "dropout": (lambda: stack(dropout=0.5), 8),
+    "first alone": (lambda: WithoutFirst([Block(norm=nn.RMSNorm) for _ in range(7)]), 7),
     "two kinds": (lambda: Stack([Block(torch.relu if n % 2 else torch.tanh) for n in range(14)]), 7),
     "each shown": (lambda: EachShown([Block() for _ in range(8)]), 8),
     "checkpointed": (lambda: Stack([Checkpointed() for _ in range(8)]), 8),
@@ -202,7 +216,7 @@ WHOLE: dict[str, Callable[[], nn.Module]] = {
     "each read by another": lambda: EachShown([Block() for _ in range(8)], together=True),
 }
 """Models of too few layers, or of layers that are not alike."""
-TRAINED = ("dropout", "two kinds", "checkpointed", "each shown")
+TRAINED = ("dropout", "two kinds", "checkpointed", "each shown", "first alone")
 INFERRED = ("layers",)
 """Layers are looked for in the same graph with and without gradients; copied in another, which kinds do not change."""
 

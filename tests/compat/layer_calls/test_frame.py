@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -147,6 +148,78 @@ def test_layers_of_transformers_are_copied(make: Callable[[], nn.Module]) -> Non
     plain, copied = (captured(make, (tokens,), once, dynamic=False) for once in (False, True))
     assert copied.copies == 2 and copied.graphs == plain.graphs and copied.guards == plain.guards
     assert torch.equal(copied.result[0], plain.result[0])
+
+
+class Holding(Block):
+    """Calls a function that it has made for itself, or been given."""
+
+    def __init__(self, make: Callable[[Any], Callable[..., Any]]) -> None:
+        super().__init__()
+        self.call = make(self)
+
+    def doubled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 * self.scale
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, pair: Any = None) -> Any:
+        return self.call(super().forward(x, mask, pair))
+
+
+def _with_a_method_for_forward(block: Any) -> Callable[..., Any]:
+    block.up.forward = types.MethodType(lambda self, x: nn.Linear.forward(self, x) * 2, block.up)
+    return torch.sin
+
+
+def _with_a_default(factor: float) -> Callable[..., Any]:
+    def scaled(x: torch.Tensor, by: float = factor) -> torch.Tensor:
+        return x * by
+
+    return scaled
+
+
+OWN_FUNCTIONS: dict[str, Callable[[Any], Callable[..., Any]]] = {
+    "lambda": lambda block: lambda x: x * 2,
+    "closure over the layer": lambda block: lambda x: x * block.scale,
+    "method": lambda block: block.doubled,
+    "partial": lambda block: functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+    "default": lambda block: _with_a_default(3.0),
+    "method for forward": _with_a_method_for_forward,
+}
+
+
+@pytest.mark.parametrize("name", OWN_FUNCTIONS)
+def test_layers_with_functions_of_one_definition_are_copied(name: str) -> None:
+    assert same_with_and_without(lambda: Net(lambda: Holding(OWN_FUNCTIONS[name])), X).copies == 3
+
+
+class Single(Block):
+    """Takes one tensor."""
+
+    def forward(self, x: torch.Tensor, mask: Any = None, pair: Any = None) -> Any:
+        return super().forward(x, torch.ones(8), (torch.ones(8),))
+
+
+def _hook(module: Any, args: Any, result: Any) -> Any:
+    return result * 2
+
+
+def each_compiled() -> nn.Module:
+    """A Sequential whose parts are compiled each, before it is. Without hooks, Dynamo looks past that."""
+    model = nn.Sequential(*(Single() for _ in range(5)))
+    for block in model:
+        block.register_forward_hook(_hook)
+        block.compile(backend="dcompile")
+    return model
+
+
+def test_layers_that_are_compiled_each_are_copied() -> None:
+    assert same_with_and_without(each_compiled, X).copies == 3
+
+
+def test_layers_of_sequentials_are_copied() -> None:
+    def nested() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(Single(), nn.Tanh()) for _ in range(5)))
+
+    assert same_with_and_without(nested, X).copies == 3
 
 
 # --- what is asked of copied layers in later calls --------------------------------------------------------------------
@@ -327,6 +400,13 @@ def hooked() -> nn.Module:
     return net
 
 
+def holding(make: Callable[[int], Callable[..., Any]]) -> nn.Module:
+    net = Net(lambda: Holding(lambda block: torch.sin))
+    for number, block in enumerate(net.blocks):
+        block.call = make(number + 1)  # type: ignore[assignment]
+    return net
+
+
 UNEQUAL: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "by identity": (looked_up, 0),
     "by number": (lambda: numbered(Numbered), 0),
@@ -337,6 +417,9 @@ UNEQUAL: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "one weight for two": (lambda: of_one_weight(1), 2),
     "one weight for two copies": (lambda: of_one_weight(2), 2),
     "one with a hook": (hooked, 2),
+    "one with another function": (lambda: holding(lambda number: torch.sin if number == 3 else torch.cos), 2),
+    "by numbers in closures": (lambda: holding(lambda number: lambda x: x * number), 0),
+    "by defaults": (lambda: holding(_with_a_default), 0),
 }
 
 

@@ -38,7 +38,7 @@ def test_shards_lie_in_one_storage_and_hold_what_was_converted():
     for number in (0, 2):
         assert torch.equal(copies.sent(number), units[number].tensor.bfloat16())
     assert copies.sent(1).numel() == 0
-    assert copies.sent(3).data_ptr() == units[3].tensor.data_ptr() and copies.memory(3) is None
+    assert copies.sent(3).data_ptr() == units[3].tensor.data_ptr() and copies.kept.get(3) is None
     first, third = copies.sent(0), copies.sent(2)
     assert first.untyped_storage().data_ptr() == third.untyped_storage().data_ptr()
     assert (third.data_ptr() - first.data_ptr()) % ALIGN_BYTES == 0
@@ -59,20 +59,20 @@ def test_units_of_several_dtypes_are_converted_each_to_its_own():
 def test_memory_can_be_saved(way, saves_memory, reason):
     units = [Unit(4)]
     copies = made(units, way, saves_memory)
-    assert copies.memory(0) is None
+    assert copies.kept.get(0) is None
     assert reason in copies.reason
     assert torch.equal(copies.sent(0), units[0].data())
-    assert made(units, "kept", saves_memory).memory(0) is not None
+    assert made(units, "kept", saves_memory).kept.get(0) is not None
 
 
 def test_what_is_kept_already_stays():
     copies = made([Unit(6)])
-    kept = copies.memory(0)
+    kept = copies.kept.get(0)
     copies.save_memory("layers are checkpointed")
-    assert copies.memory(0) is kept
+    assert copies.kept.get(0) is kept
     later = made([Unit(6)])
     later.save_memory("layers are checkpointed")
-    assert later.memory(0) is None and "layers are checkpointed" in later.reason
+    assert later.kept.get(0) is None and "layers are checkpointed" in later.reason
 
 
 def test_scaled_shards_lie_beside_converted_ones():
@@ -85,4 +85,4 @@ def test_scaled_shards_lie_beside_converted_ones():
     assert torch.equal(copies.sent(0).view(torch.uint8), expected.view(torch.uint8))
     assert torch.equal(copies.sent(1), plain.tensor.bfloat16())
     gathered = made([scaled, plain], "gather")
-    assert gathered.memory(0) is None and torch.equal(gathered.sent(0).float(), expected.float())
+    assert gathered.kept.get(0) is None and torch.equal(gathered.sent(0).float(), expected.float())

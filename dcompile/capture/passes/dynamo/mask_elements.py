@@ -131,8 +131,8 @@ class ElementsOf:
             elif all(known or operand in self._values for known, operand in zip(found, operands, strict=True)):
                 try:
                     made = self._computed(node)
-                except (UnknownElements, TooManyCases, RuntimeError, TypeError, ValueError):
-                    made = None  # a case without a rule
+                except (UnknownElements, TooManyCases):  # Dynamo has run the node: torch refuses it no more than then
+                    made = None
                 if isinstance(made, torch.Tensor) and (is_mapped or self._tracer.elements(made) is not None):
                     self._values[node] = made
                     return self._tracer.elements(made)

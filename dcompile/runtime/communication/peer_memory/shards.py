@@ -68,18 +68,19 @@ class ConvertedShards:
         """Make "auto" keep no converted shards, unless the buffer exists already. `reason` is shown to the user."""
         self._saves_memory = self._saves_memory or reason
 
-    def memory(self, number: int) -> torch.Tensor | None:
-        """Buffer of a unit's converted shard. None if the shard is sent as stored, or is converted for each gather.
+    @property
+    def kept(self) -> Mapping[int, torch.Tensor]:
+        """Unit -> buffer of its converted shard, but for shards that are sent as stored, or converted for each gather.
 
-        The first call allocates the buffer, so it must not come while a CUDA graph is recorded.
+        The first look allocates the buffers, so it must not come while a CUDA graph is recorded.
         """
         if self._memory is None:
             self._memory = self._allocate()
-        return self._memory.get(number)
+        return self._memory
 
     def sent(self, number: int) -> torch.Tensor:
         """This rank's shard as a gather sends it: the converted copy if there is one, as `convert` wrote it last."""
-        kept, unit = self.memory(number), self._units[number]
+        kept, unit = self.kept.get(number), self._units[number]
         if kept is None:
             return unit.data() if unit.cast is None else cast_shard(unit)
         return kept
@@ -91,8 +92,9 @@ class ConvertedShards:
         of torch copy a list as if all had the first one's dtype.
         """
         kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        buffers = self.kept
         for number in numbers:
-            kept, unit = self.memory(number), self._units[number]
+            kept, unit = buffers.get(number), self._units[number]
             if kept is not None and unit.cast is not None:
                 cast_shard(unit, kept)
             elif kept is not None and kept.numel():
@@ -192,7 +194,7 @@ class PeerShardGroup:
         if unit.offloaded:
             return "they are kept in CPU memory"
         data = self._converted.sent(number)
-        if data.data_ptr() != unit.address() and self._converted.memory(number) is None:
+        if data.data_ptr() != unit.address() and number not in self._converted.kept:
             return f"they are converted for each gather: {self._converted.reason}"
         return data
 
@@ -209,7 +211,7 @@ class PeerShardGroup:
         """
         for number in numbers:
             unit, held = self._units[number], self._held[number]
-            if self._converted.memory(number) is not None:
+            if number in self._converted.kept:
                 continue
             if unit.address() != held.data_ptr():
                 held.copy_(self._converted.sent(number))

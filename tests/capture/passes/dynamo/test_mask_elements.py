@@ -178,6 +178,18 @@ def test_what_is_known_is_what_torch_computes(seed):
     assert known > 20
 
 
+def test_an_error_is_not_taken_for_a_missing_rule(monkeypatch):
+    def broken(*_):
+        raise TypeError("a fault in a rule")
+
+    monkeypatch.setattr(ElementTracer, "_traced", broken)
+    program = Program(0)
+    first = program.add("call_function", torch.arange, 4)
+    elements = ElementsOf(NestedGraphs(program.module()), lambda node: False, ElementTracer())
+    with pytest.raises(TypeError, match="a fault in a rule"):
+        elements(program.add("call_function", torch.add, first, 1))
+
+
 def attended(program, mask, queries, keys):
     """The verdict on a mask of an attention call: is_causal, or None if the mask stays."""
     q, k = (program.graph.placeholder(name) for name in "qk")

@@ -298,7 +298,7 @@ class OptimizerStep:
             parameter.grad = old
         results = self._run(waiting, run)
         if isinstance(factor, PendingScalar):
-            factor.give_total(results[-1])
+            factor.give_total(results[-1].clone())  # its memory is a recording's, which is written again
         members.advance()
         self._hide(waiting.parameters, waiting.gradients)
         self.joined += 1
@@ -370,6 +370,9 @@ class OptimizerStep:
         """Let the optimizer's own step find no gradients."""
         for parameter in parameters:
             parameter.grad = None
+        for gradient in gradients:
+            if type(gradient) is PendingGradient:
+                gradient.renewed()  # holds no memory of a program any more
         self._hidden = list(zip(parameters, gradients, strict=True))
 
 

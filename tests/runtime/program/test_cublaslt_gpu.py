@@ -41,7 +41,7 @@ def test_a_matrix_that_begins_elsewhere_is_copied(monkeypatch):
 @pytest.mark.parametrize("mode", ["max-autotune", "max-autotune-no-cudagraphs"])
 def test_a_model_trains_with_chosen_algorithms(mode, monkeypatch):
     monkeypatch.setattr(autotune, "MAX_TIME_RATIO", 100.0)  # another algorithm wherever there is one, faster or not
-    monkeypatch.setattr(autotune, "MAX_CANDIDATES", 1)
+    monkeypatch.setattr(autotune, "MAX_FINALISTS", 1)
     monkeypatch.setattr(autotune, "fastest", lambda g, device: GemmDescription(g, 0).algorithms()[-1])
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 512, bias=False), torch.nn.GELU(), torch.nn.Linear(512, 128))

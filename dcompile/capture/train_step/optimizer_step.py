@@ -156,10 +156,17 @@ class OptimizerStep:
 
     def _run_apart(self, waiting: DeferredBackward) -> None:
         """Run a backward without the update. Gradients that a factor clips stay pending."""
+        self._forget(waiting)
         if waiting.is_scaled:
             waiting.run_with_norms()
         else:
             waiting.run_alone()
+
+    def _forget(self, waiting: DeferredBackward) -> None:
+        """Let go of gradients that get values: only `.grad` and the user may hold their memory."""
+        self._made.pop(waiting.backward, None)
+        for gradient in waiting.gradients:
+            gradient.own_norm = None
 
     # --- what pending gradients ask ---
 
@@ -189,6 +196,7 @@ class OptimizerStep:
         waiting = self._waiting
         if waiting is not None and self._waits(gradient):
             self._waiting, self._reason = None, NORMS
+            self._forget(waiting)
             waiting.run_with_norms()
         known = gradient.computed_norm
         norm: torch.Tensor = torch.linalg.vector_norm(self.value(gradient)) if known is None else known

@@ -10,7 +10,7 @@ backward and update clips, too. This is lazy evaluation, as in LazyTensor (Suhan
 
 from __future__ import annotations
 
-import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -34,6 +34,10 @@ METADATA = frozenset(
     )
 )
 """What can be asked of a gradient before it is computed."""
+
+
+HELD = 2
+"""References to an object that one attribute holds, in the question for them."""
 
 
 class GradientSource(Protocol):
@@ -93,17 +97,21 @@ class PendingGradient(_Pending):
     computed_norm: torch.Tensor | None
     factor: torch.Tensor | None
     """What the gradient is to be multiplied by: a number in memory, pending or not."""
+    own_norm: PendingScalar | None
+    """Its norm, as a pending number, which is used again with the gradient unless somebody holds it."""
 
     @staticmethod
     def __new__(cls: Any, parameter: torch.Tensor, source: GradientSource) -> PendingGradient:
         """Make the gradient of one parameter."""
         made: PendingGradient = compat.tensors.without_memory(cls, parameter)
-        made.parameter, made.source = weakref.ref(parameter), source
+        made.parameter, made.source, made.own_norm = weakref.ref(parameter), source, None
         return made.renewed()
 
     def renewed(self) -> PendingGradient:
         """Return it as a gradient that is not computed."""
         self.computed = self.computed_norm = self.factor = None
+        if self.own_norm is not None and (sys.getrefcount(self.own_norm) > HELD or self.own_norm.computed is not None):
+            self.own_norm = None
         return self
 
     def value(self) -> torch.Tensor:
@@ -153,6 +161,7 @@ class PendingScalar(_Pending):
         """Compute the number."""
         if self.computed is None:
             self.computed = self.compute()
+            self.gradients, self.of, self.compute = (), None, _never  # no cycle may keep gradients
         return self.computed
 
     @property
@@ -163,9 +172,12 @@ class PendingScalar(_Pending):
 
 def clipping(gradients: Sequence[PendingGradient], largest: float) -> tuple[PendingScalar, PendingScalar]:
     """Return the norm of all gradients, and the factor that clips them, as clip_grad_norm_ computes them."""
-    norms = [PendingScalar("norm", (x,), functools.partial(x.source.norm, x)) for x in gradients]
-    total = _norm(_stack(norms))
+    total = _norm(_stack([_norm(x) for x in gradients]))
     return total, _clamp(_divided(_add(total, 1e-6), float(largest)), max=1.0)
+
+
+def _never() -> torch.Tensor:
+    raise AssertionError("a number is computed once")
 
 
 def _values(arguments: Any) -> Any:
@@ -184,7 +196,9 @@ def _norm(x: Any, order: float = 2, *others: Any, **more: Any) -> Any:
         return _later(x, "total", torch.linalg.vector_norm) if x.step == "norms" else NotImplemented
     if x.factor is not None:
         return NotImplemented
-    return PendingScalar("norm", (x,), lambda: x.source.norm(x))
+    if x.own_norm is None:
+        x.own_norm = PendingScalar("norm", (x,), lambda: x.source.norm(x))
+    return x.own_norm
 
 
 def _norms(gradients: Sequence[Any], order: float = 2, *others: Any, **more: Any) -> Any:

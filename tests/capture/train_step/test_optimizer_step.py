@@ -1,6 +1,7 @@
 """The optimizer's update in the backward's program, in the user's own loop: values are eager's."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -502,3 +503,30 @@ def test_an_anomaly_is_found_in_the_backward():
     twins.train(batches(2))
     with torch.autograd.detect_anomaly(check_nan=True), pytest.raises(RuntimeError, match="nan"):
         (loss_of(twins.models[1], batches(1)[0]) * float("nan")).backward()
+
+
+def test_gradients_that_were_read_are_freed_with_zero_grad():
+    twins = Twins()
+    twins.train(batches(2))
+    module, optimizer = twins.models[1], twins.optimizers[1]
+    for clip in (False, True):
+        loss_of(module, batches(1)[0]).backward()
+        if clip:
+            float(nn.utils.clip_grad_norm_(module.parameters(), 0.1))
+        gradient = module[0].weight.grad
+        real = weakref.ref(gradient.computed if clip else gradient.detach())
+        del gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        assert real() is None
+
+
+def test_norms_that_the_user_keeps_stay_those_of_their_steps():
+    twins, kept = Twins(), [[], []]
+    for number, (module, optimizer) in enumerate(twins.each()):
+        for batch in batches(4):
+            loss_of(module, batch).backward()
+            kept[number].append(nn.utils.clip_grad_norm_(module.parameters(), 0.1))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [float(x) for x in kept[1]] == pytest.approx([float(x) for x in kept[0]], rel=1e-5)

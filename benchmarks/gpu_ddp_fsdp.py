@@ -305,7 +305,7 @@ class Training(Peer):
         step = None if model is None else model.step
         if step is None:
             return {}
-        return {"joined": step.joined, "updated": step.updated, "apart": dict(step.apart), "eager": dict(step.eager)}
+        return {"joined": step.joined, "updated": step.updated, "apart": dict(step.separate), "eager": dict(step.eager)}
 
     def _explained(self, timelines: str) -> dict[str, Any]:
         """Return the receipt, and dcompile.profile's figures of each collective; its timelines go to `timelines`."""

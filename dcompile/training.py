@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,9 +46,11 @@ class TrainStep:
         """
         batches = [batch] if self.accumulate == 1 else self._micro_batches(batch)
         try:
-            losses = [self._backward(each, last=each is batches[-1]) for each in batches]
+            last = len(batches) - 1
+            losses = [self._backward(each, number == last) for number, each in enumerate(batches)]
             norm = self._finish()
         except BaseException:
+            self._step.drop()
             self.optimizer.zero_grad(set_to_none=True)
             raise
         self.optimizer.zero_grad(set_to_none=True)
@@ -78,7 +80,7 @@ class TrainStep:
         return loss.detach()
 
     @contextlib.contextmanager
-    def _reducing(self, last: bool) -> Any:
+    def _reducing(self, last: bool) -> Iterator[None]:
         model = self.model
         if last:
             yield

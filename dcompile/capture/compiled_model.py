@@ -163,8 +163,9 @@ class CompiledModel:
             )
             resting = contextlib.nullcontext() if self.eager_regions is None else self.eager_regions.resting()
             busy, one = self.peers.busy("capturing"), self._guard_on_module_identity(code is entry)
+            hiding = contextlib.nullcontext() if self.step is None else self.step.hiding()
             told = doing(self.settings.config, f"tracing {self.name}")
-            with self.while_capturing(), resting, told, busy, settings, one, without_collecting():
+            with self.while_capturing(), resting, told, busy, settings, one, hiding, without_collecting():
                 yield
         finally:
             self.compile_seconds += time.perf_counter() - began

@@ -382,6 +382,7 @@ class GraphBackward:
         self._kept: list[int] = []
         """Positions of the program's inputs among the arguments without the token."""
         self._buckets: dict[Executable, GradientBuckets] = {}
+        self._separate = UnshareGradients()
 
     @property
     def gm(self) -> Any:
@@ -418,6 +419,12 @@ class GraphBackward:
         given = [*args] if self._token is None else [*args[: self._token], *args[self._token + 1 :]]
         return [given[place] for place in self._kept]
 
+    def take(self, args: list[Any]) -> tuple[int, list[Any]]:
+        """Return the token (0 without one) and the program's inputs, without absent gradients; empty the arguments."""
+        token, inputs = 0 if self._token is None else int(args[self._token]), self.inputs(args)
+        args.clear()
+        return token, inputs
+
     def build(self, gm: Any, name: str) -> Executable:
         """Compile a graph that begins with the backward."""
         programs = self._programs
@@ -434,12 +441,12 @@ class GraphBackward:
         with self._graph.model.peers.busy("compiling"):
             return self._programs.build(gm, "inference", "update", gathers=())
 
-    def run_joined(self, program: Executable, args: Sequence[Any], inputs: list[Any]) -> list[Any]:
+    def run_joined(self, program: Executable, token: int, inputs: list[Any]) -> list[Any]:
         """Run a program of `build`."""
-        token = 0 if self._token is None else int(args[self._token])
         sync = 0 if self._token is None else self._programs.syncs(token)
         strategy = self._graph.sync.by_token(token)
-        return strategy.run_backward(BackwardCall(self._graph, program, self._buckets.get(program), inputs, sync, ()))
+        call = BackwardCall(self._graph, program, self._buckets.get(program), inputs, sync, ())
+        return self._separate.of(id(program), strategy.run_backward(call))
 
 
 def describe_machine(

@@ -125,8 +125,18 @@ def _held(root: Module) -> list[tuple[str, Any]]:
     return found
 
 
-def step_hooks(optimizer: torch.optim.Optimizer) -> int:
-    """Number of hooks that run before an optimizer's step, those of all optimizers included."""
+def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks of the user run before an optimizer's step, those of all optimizers included."""
     from torch.optim import optimizer as module
 
-    return len(optimizer._optimizer_step_pre_hooks) + len(module._global_optimizer_pre_hooks)
+    found = (*optimizer._optimizer_step_pre_hooks.values(), *module._global_optimizer_pre_hooks.values())
+    return any(not hasattr(hook, OWN) for hook in found)
+
+
+def mark_own(hook: Any) -> Any:
+    """Mark a hook before an optimizer's step as dcompile's own, which changes no gradient."""
+    setattr(hook, OWN, True)
+    return hook
+
+
+OWN = "dcompile_own"

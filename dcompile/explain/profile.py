@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import weakref
@@ -102,7 +103,7 @@ class Profile:
         for program in self._programs:
             program.measure(self._recorder)
         self._hooks = [
-            register_optimizer_step_pre_hook(self._update_begins),
+            register_optimizer_step_pre_hook(compat.hooks.mark_own(functools.partial(self._update_begins))),
             register_optimizer_step_post_hook(self._update_ends),
         ]
         self._begin = self._recorder.now()

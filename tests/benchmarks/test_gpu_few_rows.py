@@ -27,7 +27,7 @@ def test_programs_compute_what_results_are_compared_with(kind):
 def test_lines_have_the_usual_tile_and_the_library_among_their_candidates():
     line = gpu_few_rows.Line("gated_4096x14336", 8)
     assert next(iter(line.candidates.own)) == line.candidates.usual
-    assert len(line.candidates.library.calls) == 2 and line.candidates.rest is not None
+    assert len(line.candidates.matmuls) == 2 and line.candidates.rest is not None
     assert line.nbytes == 2 * 4096 * 14336 * 2
 
 

@@ -33,7 +33,7 @@ def model(newest, *graphs, adapter=None):
         shards=None,
         newest=newest, graphs=graphs, variants=variants, adapter=adapter or PlainAdapter(), graph_breaks=3,
         breaks=[], compile_seconds=1.5, eager_calls=2, inside=[], settings=Settings(Config()),
-        sync=GradientSync(adapter or PlainAdapter()), name="Model", is_function=False,
+        sync=GradientSync(adapter or PlainAdapter()), name="Model", is_function=False, step=None,
     )  # fmt: skip
 
 

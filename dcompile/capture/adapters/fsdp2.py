@@ -360,10 +360,6 @@ class Fsdp2Adapter(ShardedAdapter):
         found = {number: compat.fsdp2.take_gradient(unit.param) for number, unit in enumerate(self._units)}
         return self.unit_gradients({number: gradient for number, gradient in found.items() if gradient is not None})
 
-    def all_notes(self) -> tuple[str, ...]:
-        states = [state for reference in self._states if (state := reference()) is not None]
-        return (*self.notes, *compat.fsdp2.superseded(states)) if self.eligible else self.notes
-
     def shown_by_another(self) -> bool:
         shown = compat.fsdp2.visible_parameter(self._units[0].param) if self._units else None
         return compat.fsdp2.is_stand_in(shown) and self.number_of(shown) is None
@@ -371,6 +367,8 @@ class Fsdp2Adapter(ShardedAdapter):
     def prepare(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Do what FSDP's root does before its forward, except gathering; return arguments on the device."""
         root = present(self._states[0])
+        for text in compat.fsdp2.superseded([present(state) for state in self._states]):
+            self.note(text)
         if not compat.fsdp2.is_root(root):
             return args, kwargs  # the root around this module has done it
         compat.fsdp2.wait_for_optimizer(root)

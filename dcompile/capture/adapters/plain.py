@@ -76,10 +76,6 @@ class PlainAdapter:
         if text not in self.notes:
             self.notes = (*self.notes, text)
 
-    def all_notes(self) -> tuple[str, ...]:
-        """Return the lines for the receipt, with those that follow from settings as they are now."""
-        return self.notes
-
     def leave_to_others(self, reason: str) -> None:
         """Mark the model as not taken over, and add the reason: code around its graphs synchronizes parameters."""
         self.eligible = False

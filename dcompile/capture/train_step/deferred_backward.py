@@ -12,6 +12,7 @@ from dcompile import compat
 from dcompile.capture.train_step.pending_gradient import PendingGradient, PendingScalar
 from dcompile.capture.train_step.step_graph import LeafGradient, with_norms
 from dcompile.collectives.contract import Executable
+from dcompile.errors import DcompileError
 
 
 class LateBackward(Protocol):
@@ -38,6 +39,9 @@ class LateBackward(Protocol):
     def inputs(self, args: Sequence[Any]) -> list[Any]:
         """Return the program's inputs."""
 
+    def take(self, args: list[Any]) -> tuple[int, list[Any]]:
+        """Return the token among a backward's arguments, and the program's inputs; empty the arguments."""
+
     def run(self, args: list[Any]) -> list[Any]:
         """Run the backward by itself, inside a backward of autograd."""
 
@@ -47,8 +51,8 @@ class LateBackward(Protocol):
     def build_update(self, gm: Any) -> Executable:
         """Compile a graph of updates alone."""
 
-    def run_joined(self, program: Executable, args: Sequence[Any], inputs: list[Any]) -> list[Any]:
-        """Run a program of `build`. `args`: those of the backward. Inside a backward of autograd if ranks reduce."""
+    def run_joined(self, program: Executable, token: int, inputs: list[Any]) -> list[Any]:
+        """Run a program of `build`, which empties its inputs. Inside a backward of autograd if ranks reduce."""
 
 
 class _Replay(torch.autograd.Function):
@@ -76,8 +80,26 @@ class DeferredBackward:
     """What `.grad` held when the backward began."""
     norms: dict[Any, Executable] = field(default_factory=dict)
     """Programs with norms, which all backwards of a graph share."""
+    marks: list[tuple[int, int]] = field(init=False)
+    """Version and address of each argument, when the backward was to run."""
     is_shown: bool = False
     """Whether `.grad` has shown the pending gradients."""
+
+    def __post_init__(self) -> None:
+        self.marks = _marks(self.args)
+
+    def check_arguments(self) -> None:
+        """Raise DcompileError if a tensor that the backward reads was changed since it was to run."""
+        if _marks(self.args) != self.marks:
+            raise DcompileError(
+                "dcompile: a parameter, or another tensor that the backward reads, was changed between loss.backward() "
+                "and the optimizer's step, in which the backward runs; change it before the forward or after the step, "
+                "or compile without optimizer="
+            )
+
+    def norms_are_held(self) -> bool:
+        """Has somebody asked for norms of gradients, which must be those of now?"""
+        return any(gradient.is_norm_held() for gradient in self.gradients)
 
     def is_undisturbed(self) -> bool:
         """Has code outside the graph added no gradient, until the end of the backward?"""
@@ -120,6 +142,7 @@ class DeferredBackward:
 
     def run_alone(self) -> None:
         """Run the backward by itself."""
+        self.check_arguments()
         places = [place for place, _ in self.backward.leaves]
 
         def run() -> tuple[Any, ...]:
@@ -133,10 +156,13 @@ class DeferredBackward:
         key = backward, tuple(leaf.accumulated for leaf in leaves)
         if key not in self.norms:
             self.norms[key] = backward.build(with_norms(backward.gm, leaves), "norms")
-        inputs, norms = [*backward.inputs(self.args), *self.earlier()], list[torch.Tensor]()
+        self.check_arguments()
+        token, inputs = backward.take(self.args)
+        inputs += self.earlier()
+        norms = list[torch.Tensor]()
 
         def run() -> tuple[Any, ...]:
-            results = backward.run_joined(self.norms[key], self.args, inputs)
+            results = backward.run_joined(self.norms[key], token, inputs)
             norms.extend(results[len(results) - len(leaves) :])
             return _taken(results, [leaf.place for leaf in leaves])
 
@@ -144,6 +170,8 @@ class DeferredBackward:
         self._replay(run, added, stay_pending=True)
         for gradient, norm in zip(self.gradients, norms, strict=True):
             gradient.computed_norm = norm
+            if gradient.own_norm is not None:
+                gradient.own_norm.computed, gradient.own_norm = norm, None
 
     def _replay(
         self, run: Callable[[], tuple[Any, ...]], before: Sequence[torch.Tensor | None], stay_pending: bool
@@ -158,7 +186,12 @@ class DeferredBackward:
                 if parameter.grad is not gradient:
                     replaced[at] = parameter.grad
                 parameter.grad = start
-        self.run_inside(run)
+        try:
+            self.run_inside(run)
+        except BaseException:
+            for at, kept in replaced.items():
+                self.parameters[at].grad = kept
+            raise
         for at, (parameter, gradient) in enumerate(zip(self.parameters, self.gradients, strict=True)):
             gradient.computed = parameter.grad
             if at in replaced:
@@ -171,6 +204,10 @@ class DeferredBackward:
         """Run a function inside a backward of autograd, which adds what it returns to the parameters' `.grad`."""
         with compat.autograd.record_autograd():
             _Replay.apply(run, *self.parameters).backward()  # type: ignore[no-untyped-call]
+
+
+def _marks(args: Sequence[Any]) -> list[tuple[int, int]]:
+    return [(x._version, x.data_ptr()) for x in args if isinstance(x, torch.Tensor) and not x.is_inference()]
 
 
 def _taken(results: list[Any], places: Sequence[int]) -> tuple[Any, ...]:

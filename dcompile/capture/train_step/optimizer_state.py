@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.capture.train_step.update_rules import RULES, Group, UpdateRule, settings_of
+from dcompile.capture.train_step.update_rules import RULES, Group, UpdateRule
 from dcompile.device_traits import HOST, traits_of
 
 
@@ -28,7 +28,7 @@ def why_no_rule(optimizer: torch.optim.Optimizer) -> str:
     """Return why no update of this optimizer can be compiled now; empty if its settings allow it."""
     if type(optimizer) not in RULES:
         return f"{type(optimizer).__name__} has no update rule"
-    if compat.hooks.step_hooks(optimizer) > 1:
+    if compat.hooks.step_hooks(optimizer):
         return "the optimizer has a hook before its step"
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
         return "GradScaler unscales gradients in the step"
@@ -83,8 +83,8 @@ class Membership:
             return False
         return list(map(torch.Tensor.data_ptr, self.tensors)) == self.addresses
 
-    def count_step(self) -> None:
-        """Count the step that is made now. Counts are read where something else has changed them; a GPU is waited for.
+    def read_counts(self) -> None:
+        """Read how many steps were made, where something else has changed the counts; a GPU is waited for.
 
         Members of a group with equal counts share numbers.
         """
@@ -100,13 +100,13 @@ class Membership:
                     self.kinds.append((member.group, at))
                 self.firsts.append(places[kind])
             self.number = -1
-        self.counts = [count + 1 for count in self.counts]
+            self.versions = versions
 
     def numbers(self) -> list[float]:
         """Return the numbers of the step that is made now."""
         found: list[float] = []
         for group, at in self.kinds:
-            found += self.rule.numbers(group, self.counts[at])
+            found += self.rule.numbers(group, self.counts[at] + 1)
         return found
 
     def advance(self) -> None:
@@ -115,6 +115,7 @@ class Membership:
             with torch.no_grad():
                 compat.tensors.count_all(self.steps)
         torch.autograd.graph.increment_version(self.tensors)
+        self.counts = [count + 1 for count in self.counts]
         self.versions = [step._version for step in self.steps]
 
 
@@ -157,7 +158,7 @@ class OptimizerState:
         torch's optimizers make the state in their first step.
         """
         rule = RULES[type(optimizer)]
-        settings: list[Any] = [settings_of(rule, group) for group in optimizer.param_groups]
+        settings: list[Any] = [rule.constants(group) for group in optimizer.param_groups]
         settings += [list(map(id, wanted)), list(map(id, optimizer.state.values()))]
         settings += [list(map(id, group["params"])) for group in optimizer.param_groups]
         found = self.known.get(len(wanted))
@@ -166,16 +167,16 @@ class OptimizerState:
             if found is None:
                 return None
             self.known[len(wanted)] = found
-        found.count_step()
+        found.read_counts()
         if found.number < 0:
             layouts = tuple((x.dtype, x.shape, x.stride(), x.device) for m in found.members for x in m.held)
-            own = tuple(settings_of(rule, member.group) for member in found.members)
+            own = tuple(rule.constants(member.group) for member in found.members)
             found.number = self.keys.setdefault((own, tuple(found.firsts), layouts), len(self.keys))
         return found
 
-    def vector(self, members: Membership) -> torch.Tensor:
-        """Return the step's numbers in memory."""
-        values = members.numbers()
+    def vector(self, members: Membership, more: Sequence[float] = ()) -> torch.Tensor:
+        """Return the step's numbers, and `more`, in memory."""
+        values = [*members.numbers(), *more]
         return self.numbers.setdefault(len(values), StepNumbers()).written(values, (m.held[0] for m in members.members))
 
 

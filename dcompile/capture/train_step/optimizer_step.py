@@ -8,12 +8,13 @@ optimizer's hooks, its scheduler and its state stay the user's.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class OptimizerStep:
         """Backward -> its parameters, and the nodes of autograd that add to their `.grad`."""
         self._made: dict[LateBackward, list[PendingGradient]] = {}
         """Backward -> its newest pending gradients, the last first."""
-        self._places: dict[Any, tuple[list[int | None], list[tuple[int, ...]]]] = {}
+        self._places: dict[Any, Any] = {}
         """(backward, number of the members) -> places of parameters, and of views of them, among its inputs."""
         self._hidden: list[tuple[torch.nn.Parameter, Any]] = []
         """Parameters of the step in progress, and what their `.grad` shows after it."""
@@ -63,12 +64,13 @@ class OptimizerStep:
         """Steps that ran in the backward's program."""
         self.updated = 0
         """Steps whose update was a program of its own."""
-        self.apart: Counter[str] = Counter()
+        self.separate: Counter[str] = Counter()
         """Why steps did not run in the backward's program -> their number."""
         self.eager: Counter[str] = Counter()
         """Why steps were the optimizer's own -> their number."""
         known = weakref.ref(self)
 
+        @compat.hooks.mark_own
         def before(_: Any, args: Any, keywords: Any) -> None:
             if (step := known()) is not None:
                 step._before_step(args, keywords)
@@ -142,10 +144,31 @@ class OptimizerStep:
 
     def _show(self, waiting: DeferredBackward) -> None:
         """At the end of a backward, show pending gradients, unless code outside the graph has added gradients."""
+        if waiting is not self._waiting:
+            return
         if waiting.is_undisturbed():
             waiting.show()
         else:
             self.settle("a parameter has a gradient from outside the compiled graph")
+
+    @contextlib.contextmanager
+    def hiding(self) -> Iterator[None]:
+        """Show no pending gradients in this context: TorchDynamo looks at `.grad` as it compiles."""
+        parameters = {p for parameters, _ in self._leaves.values() for p in parameters if p is not None}
+        hidden = [(p, p.grad) for p in parameters if type(p.grad) is PendingGradient]
+        for parameter, _ in hidden:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in hidden:
+                parameter.grad = gradient
+
+    def drop(self) -> None:
+        """Forget a backward that waits and whose gradients nobody wants; ranks still reduce theirs."""
+        if self._waiting is not None and not self._waiting.backward.numbers:
+            self._waiting = None
+        self.settle("the step was given up")
 
     def settle(self, reason: str) -> None:
         """Run a backward that waits by itself, and show its gradients."""
@@ -157,7 +180,7 @@ class OptimizerStep:
     def _run_apart(self, waiting: DeferredBackward) -> None:
         """Run a backward without the update. Gradients that a factor clips stay pending."""
         self._forget(waiting)
-        if waiting.is_scaled:
+        if waiting.is_scaled or waiting.norms_are_held():
             waiting.run_with_norms()
         else:
             waiting.run_alone()
@@ -165,8 +188,6 @@ class OptimizerStep:
     def _forget(self, waiting: DeferredBackward) -> None:
         """Let go of gradients that get values: only `.grad` and the user may hold their memory."""
         self._made.pop(waiting.backward, None)
-        for gradient in waiting.gradients:
-            gradient.own_norm = None
 
     # --- what pending gradients ask ---
 
@@ -224,7 +245,9 @@ class OptimizerStep:
             lines.append(f"optimizer: the updates of {self.joined} steps ran in the backward's program")
         if self.updated:
             lines.append(f"optimizer: the updates of {self.updated} steps ran in a program of their own")
-        lines += [f"optimizer: {count} steps not in the backward's program: {why}" for why, count in self.apart.items()]
+        lines += [
+            f"optimizer: {count} steps not in the backward's program: {why}" for why, count in self.separate.items()
+        ]
         lines += [f"optimizer: {count} steps by the optimizer itself: {why}" for why, count in self.eager.items()]
         return lines
 
@@ -245,7 +268,7 @@ class OptimizerStep:
             if not reason:
                 return
         self.settle(reason)
-        self.apart[self._reason] += 1
+        self.separate[self._reason] += 1
         self._reason = NOTHING
         eager = reason or self._update(optimizer)
         if eager:
@@ -272,45 +295,63 @@ class OptimizerStep:
                 held += gradient is not None
         if held != len(pending):
             return "the optimizer does not have all parameters of the graph"
-        clip = waiting.clipping()
-        return clip if isinstance(clip, str) else ""
+        factor = waiting.clipping()
+        if factor is None and waiting.norms_are_held():
+            return NORMS
+        return factor if isinstance(factor, str) else ""
 
     def _run_joined(self, optimizer: torch.optim.Optimizer, waiting: DeferredBackward) -> str:
         """Run a backward with the update, and hide its gradients from the optimizer. Return why it cannot."""
         members = self._state.prepare(optimizer, waiting.parameters)
         if members is None or members.obstacle:
             return FIRST if members is None else members.obstacle
-        self._waiting = None
-        backward, vector = waiting.backward, self._state.vector(members)
-        own, each = backward.inputs(waiting.args), members.members
-        places = self._places.get((backward, members.number))
-        if places is None:
-            places = self._places[backward, members.number] = _saved_places(own, each)
-        saved, views = places
-        leaves = waiting.leaf_gradients()
         factor = waiting.clipping()
-        clip = factor.as_clip if isinstance(factor, PendingScalar) else None
-        key = backward, members.number, tuple(leaf.accumulated for leaf in leaves), clip
-        program = self._programs.get(key)
-        if program is None:
-            place = {id(p): leaf for p, leaf in zip(waiting.parameters, leaves, strict=True)}
-            ordered = [place[id(member.parameter)] for member in each]
-            graph = with_updates(backward.gm, ordered, _updates(members, saved, views), vector, clip)
-            program = self._programs[key] = backward.build(graph, "step")
-        parameters = [member.held[0] for member, at in zip(each, saved, strict=True) if at is None]
+        clips = factor.number if isinstance(factor, PendingScalar) else ()
+        vector = self._state.vector(members, clips[1:])
+        found = self._joined_program(waiting, members, vector, clips[0] if clips else None)
+        if found is None:
+            return "parameters share memory, or are read as another dtype"
+        program, saved = found
+        waiting.check_arguments()
+        self._waiting, backward = None, waiting.backward
         held = {id(p): old for p, old in zip(waiting.parameters, waiting.before, strict=True)}
-        added = [] if backward.numbers else [g for m in each if (g := held[id(m.parameter)]) is not None]
-        inputs = [*own, *parameters, *members.states, *added, vector]
-        run = functools.partial(backward.run_joined, program, waiting.args, inputs)
+        each = members.members
+        token, inputs = backward.take(waiting.args)  # nothing else may hold what the program frees as it runs
+        inputs += [member.held[0] for member, at in zip(each, saved, strict=True) if at is None]
+        inputs += members.states
+        inputs += [] if backward.numbers else [old for m in each if (old := held[id(m.parameter)]) is not None]
+        inputs.append(vector)
         for parameter, old in zip(waiting.parameters, waiting.before, strict=True):
             parameter.grad = old
-        results = self._run(waiting, run)
+        results = self._run(waiting, functools.partial(backward.run_joined, program, token, inputs))
         if isinstance(factor, PendingScalar):
             factor.give_total(results[-1].clone())  # its memory is a recording's, which is written again
         members.advance()
         self._hide(waiting.parameters, waiting.gradients)
         self.joined += 1
         return ""
+
+    def _joined_program(
+        self, waiting: DeferredBackward, members: Membership, vector: torch.Tensor, clips: float | None
+    ) -> tuple[Executable, list[int | None]] | None:
+        """Return the program of a backward with these updates, compiled if need be, and where it finds parameters.
+
+        None if their memory cannot be told apart.
+        """
+        backward, leaves = waiting.backward, waiting.leaf_gradients()
+        places = self._places.get((backward, members.number))
+        if places is None:
+            own = backward.inputs(waiting.args)
+            places = self._places[backward, members.number] = _saved_places(own, members.members)
+        if not places:
+            return None
+        key = backward, members.number, tuple(leaf.accumulated for leaf in leaves), clips
+        if key not in self._programs:
+            place = {id(p): leaf for p, leaf in zip(waiting.parameters, leaves, strict=True)}
+            ordered = [place[id(member.parameter)] for member in members.members]
+            graph = with_updates(backward.gm, ordered, _updates(members, *places), vector, clips)
+            self._programs[key] = backward.build(graph, "step")
+        return self._programs[key], places[0]
 
     def _run(self, waiting: DeferredBackward, run: Callable[[], list[Any]]) -> list[Any]:
         """Run a program, inside a backward of autograd if ranks reduce gradients there."""
@@ -332,6 +373,8 @@ class OptimizerStep:
         if backward is None:
             return NOTHING
         shown = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not shown:
+            return ""
         members = self._state.prepare(optimizer, shown)
         if members is None or members.obstacle:
             return FIRST if members is None else members.obstacle
@@ -399,10 +442,17 @@ def _updates(
     ]
 
 
-def _saved_places(args: Sequence[Any], members: Sequence[Member]) -> tuple[list[int | None], list[tuple[int, ...]]]:
-    """Return the position of each parameter among a backward's inputs, or None, and those of other views of it."""
+def _saved_places(
+    args: Sequence[Any], members: Sequence[Member]
+) -> tuple[list[int | None], list[tuple[int, ...]]] | tuple[()]:
+    """Return the position of each parameter among a backward's inputs, or None, and those of other views of it.
+
+    Empty if parameters share memory, or an input reads one as another dtype: no order of reads and writes is known.
+    """
     parameters = [member.held[0] for member in members]
     known = {p.untyped_storage().data_ptr(): number for number, p in enumerate(parameters) if p.numel()}
+    if len(known) < sum(p.numel() > 0 for p in parameters):
+        return ()
     saved: list[int | None] = [None] * len(parameters)
     views: list[tuple[int, ...]] = [()] * len(parameters)
     for place, arg in enumerate(args):
@@ -410,6 +460,8 @@ def _saved_places(args: Sequence[Any], members: Sequence[Member]) -> tuple[list[
         if number is None:
             continue
         p = parameters[number]
+        if arg.dtype != p.dtype:
+            return ()
         same = (arg.shape, arg.stride(), arg.dtype, arg.storage_offset())
         if saved[number] is None and same == (p.shape, p.stride(), p.dtype, p.storage_offset()):
             saved[number] = place

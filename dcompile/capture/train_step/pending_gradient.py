@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 
 from dcompile import compat
-from dcompile.capture.train_step.step_graph import Clip
 from dcompile.compat import pytree
 
 aten = torch.ops.aten
@@ -110,9 +109,13 @@ class PendingGradient(_Pending):
     def renewed(self) -> PendingGradient:
         """Return it as a gradient that is not computed."""
         self.computed = self.computed_norm = self.factor = None
-        if self.own_norm is not None and (sys.getrefcount(self.own_norm) > HELD or self.own_norm.computed is not None):
+        if self.is_norm_held() or (self.own_norm is not None and self.own_norm.computed is not None):
             self.own_norm = None
         return self
+
+    def is_norm_held(self) -> bool:
+        """Does anything but this object hold its pending norm?"""
+        return self.own_norm is not None and sys.getrefcount(self.own_norm) > HELD
 
     def value(self) -> torch.Tensor:
         """Compute the gradient."""
@@ -129,7 +132,7 @@ class PendingScalar(_Pending):
     step: str
     """What it is: "norm", "norms", "total", "sum" (total and a number), "quotient", or "factor"."""
     number: tuple[float, ...]
-    """Numbers that led to it: what was added to the norm, then the largest norm."""
+    """Numbers that led to it: what is added to the norm, then the largest norm."""
     of: PendingScalar | None
     """What it was computed from, from the common norm on."""
 
@@ -154,20 +157,20 @@ class PendingScalar(_Pending):
         """Tell the norm that this factor follows from, which a program has computed."""
         if self.step == "total":
             self.computed = norm
+            self.forget()
         elif self.of is not None:
             self.of.give_total(norm)
+
+    def forget(self) -> None:
+        """Hold no gradients any more, since the value is known."""
+        self.gradients, self.of, self.compute = (), None, _never
 
     def value(self) -> torch.Tensor:
         """Compute the number."""
         if self.computed is None:
             self.computed = self.compute()
-            self.gradients, self.of, self.compute = (), None, _never  # no cycle may keep gradients
+            self.forget()
         return self.computed
-
-    @property
-    def as_clip(self) -> Clip | None:
-        """What the factor of a clipping means; None for other numbers."""
-        return Clip(self.number[1], self.number[0]) if self.step == "factor" else None
 
 
 def clipping(gradients: Sequence[PendingGradient], largest: float) -> tuple[PendingScalar, PendingScalar]:
@@ -262,9 +265,10 @@ def _multiply(gradient: Any, factor: Any) -> Any:
     if not isinstance(gradient, PendingGradient) or gradient.factor is not None:
         return NotImplemented
     if isinstance(factor, PendingScalar):
-        known = factor.as_clip is not None
+        known = factor.step == "factor"
     else:  # the factor may follow from the gradients
-        known = isinstance(factor, torch.Tensor) and factor.ndim == 0 and gradient.computed is not None
+        plain = isinstance(factor, torch.Tensor) and factor.ndim == 0 and factor.device == gradient.device
+        known = plain and gradient.computed is not None
     if not known:
         return NotImplemented
     gradient.factor = factor

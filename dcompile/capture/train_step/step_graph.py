@@ -64,27 +64,19 @@ def with_norms(backward: GraphModule, leaves: Sequence[LeafGradient]) -> GraphMo
     return maker.made((*outputs, *norms))
 
 
-@dataclass(frozen=True)
-class Clip:
-    """Clipping of gradients by the norm of all of them, as torch.nn.utils.clip_grad_norm_ computes it."""
-
-    largest: float
-    """The norm above which gradients are scaled."""
-    added: float = 1e-6
-    """Added to the norm before dividing by it."""
-
-
 def with_updates(
     backward: GraphModule,
     leaves: Sequence[LeafGradient],
     updates: Sequence[ParameterUpdate],
     numbers: torch.Tensor,
-    clip: Clip | None = None,
+    clips: float | None = None,
 ) -> GraphModule:
     """Return a backward that applies `updates`, each once nothing reads the old values, and returns no gradient.
 
     `numbers`: vector of all numbers of a step. Further inputs: parameters without `saved`, states, gradients of earlier
-    micro-batches, numbers. What is updated is written in place. With `clip`, the last result is the gradients' norm.
+    micro-batches, numbers. What is updated is written in place. With `clips`, gradients are clipped as by
+    clip_grad_norm_: the last number is the largest norm, `clips` is added to the norm before dividing by it, and the
+    last result is the norm.
     """
     maker = _GraphMaker.of(backward)
     places = list(maker.inputs)
@@ -100,13 +92,13 @@ def with_updates(
     outputs = list(maker.results)
     gradients = []
     for at, leaf in enumerate(leaves):
-        behind = None if clip is not None else maker.last_of([parameters[at], *_readers(parameters[at])])
+        behind = None if clips is not None else maker.last_of([parameters[at], *_readers(parameters[at])])
         gradients.append(maker.settled(outputs[leaf.place], leaf, earlier.get(at), behind))
         outputs[leaf.place] = None
     norm = None
-    if clip is not None:
+    if clips is not None:
         with maker.before(maker.output):
-            norm, gradients = maker.clipped(gradients, clip)
+            norm, gradients = maker.clipped(gradients, vector, clips)
     for at, (gradient, update) in enumerate(zip(gradients, updates, strict=True)):
         maker.update(update, gradient, [parameters[at], *states[at]], vector)
     return maker.made(outputs if norm is None else (*outputs, norm))
@@ -236,15 +228,15 @@ class _GraphMaker:
                 return self.traced(lambda old, new: (old + new,), (earlier, gradient), "sum")[0]
             return self.traced(lambda new: (torch.ops.aten.alias(new),), (gradient,), "alias")[0]
 
-    def clipped(self, gradients: Sequence[Node], clip: Clip) -> tuple[Node, list[Node]]:
+    def clipped(self, gradients: Sequence[Node], vector: Node, added: float) -> tuple[Node, list[Node]]:
         """Return the norm of all gradients, and the clipped gradients."""
         norms = [self.traced(lambda x: (torch.linalg.vector_norm(x),), (x,), "norm")[0] for x in gradients]
 
-        def scale(*norms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def scale(vector: torch.Tensor, *norms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             norm = torch.linalg.vector_norm(torch.stack(norms))
-            return norm, torch.clamp(clip.largest / (norm + clip.added), max=1.0)
+            return norm, torch.clamp(vector[-1].to(norm.dtype) / (norm + added), max=1.0)
 
-        norm, factor = self.traced(scale, norms, clip)
+        norm, factor = self.traced(scale, (vector, *norms), added)
         return norm, [self.traced(lambda x, f: ((x * f).to(x.dtype),), (x, factor), "scale")[0] for x in gradients]
 
     def update(self, update: ParameterUpdate, gradient: Node, targets: Sequence[Node], vector: Node) -> None:

@@ -114,6 +114,8 @@ class OptimizerStep:
         if self._optimizer() is None or torch.is_grad_enabled() or torch.is_anomaly_enabled():
             return False
         parameters, nodes = self._leaves_of(backward)
+        if not nodes:  # a parameter is gone: another has its place
+            return False
         if any(map(compat.autograd.has_leaf_hooks, parameters)):
             return False
         return compat.autograd.will_run(nodes)

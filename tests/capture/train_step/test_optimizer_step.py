@@ -1,6 +1,7 @@
 """The optimizer's update in the backward's program, in the user's own loop: values are eager's."""
 
 import copy
+import gc
 import sys
 import weakref
 
@@ -635,6 +636,21 @@ def test_a_step_without_gradients_does_nothing():
     before = [p.detach().clone() for p in twins.models[1].parameters()]
     twins.optimizers[1].step()
     assert all(map(torch.equal, before, twins.models[1].parameters()))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_assigned_parameters_are_trained_as_eagerly(again):
+    twins = Twins()
+    twins.train(batches(3))
+    for number, module in enumerate(twins.models):
+        module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()}, assign=True)
+        if again:
+            twins.optimizers[number] = torch.optim.AdamW(module.parameters(), lr=1e-2)
+            if number:
+                dcompile.compile(module, optimizer=twins.optimizers[1], options={"receipt": False})
+    gc.collect()
+    twins.train(batches(3))
+    twins.check()
 
 
 def test_parameters_in_one_memory_are_trained_as_eagerly():

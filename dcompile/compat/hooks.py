@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
     from torch.nn import Module
 
+OWN = "dcompile_own"
+"""Attribute of dcompile's own hooks before an optimizer's step."""
 _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 """Tables of how hooks are called, by numbers of their own: code of one module would take another's for absent."""
@@ -125,7 +127,7 @@ def _held(root: Module) -> list[tuple[str, Any]]:
     return found
 
 
-def step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks of the user run before an optimizer's step, those of all optimizers included."""
     from torch.optim import optimizer as module
 
@@ -137,6 +139,3 @@ def mark_own(hook: Any) -> Any:
     """Mark a hook before an optimizer's step as dcompile's own, which changes no gradient."""
     setattr(hook, OWN, True)
     return hook
-
-
-OWN = "dcompile_own"

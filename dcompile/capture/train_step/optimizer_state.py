@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ def why_no_rule(optimizer: torch.optim.Optimizer) -> str:
     """Return why no update of this optimizer can be compiled now; empty if its settings allow it."""
     if type(optimizer) not in RULES:
         return f"{type(optimizer).__name__} has no update rule"
-    if compat.hooks.step_hooks(optimizer):
+    if compat.hooks.has_step_hooks(optimizer):
         return "the optimizer has a hook before its step"
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
         return "GradScaler unscales gradients in the step"
@@ -64,6 +64,8 @@ class Membership:
     number: int = -1
     obstacle: str = ""
     """Why no program can update them."""
+    number_dtype: torch.dtype = torch.float32
+    """Dtype of the step's numbers: float64 if a parameter is."""
     held: list[torch.Tensor] = field(default_factory=list)
     """The tensors of `sources`."""
     states: list[torch.Tensor] = field(default_factory=list)
@@ -123,23 +125,23 @@ class Membership:
 class StepNumbers:
     """The numbers of one step in memory of a device."""
 
-    vector: torch.Tensor | None = None
+    vector: torch.Tensor
     values: list[float] = field(default_factory=list)
 
-    def written(self, values: list[float], parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return the vector with these values: float64 if a parameter is, else float32."""
-        known = self.vector
-        if known is None or len(values) != len(self.values):
-            kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
-            dtype = torch.float64 if any(kind is torch.float64 for kind, _ in kinds) else torch.float32
-            known = self.vector = torch.zeros(len(values), dtype=dtype, device=next(iter(kinds))[1])
-            compat.tensors.mark_static(known)
-            self.values = []
+    @staticmethod
+    def of(count: int, dtype: torch.dtype, device: torch.device) -> StepNumbers:
+        """Allocate a vector of `count` numbers."""
+        made = StepNumbers(torch.zeros(count, dtype=dtype, device=device))
+        compat.tensors.mark_static(made.vector)
+        return made
+
+    def written(self, values: list[float]) -> torch.Tensor:
+        """Return the vector with these values."""
         if values != self.values:
             # pageable memory is read before the call returns, and the copy is in order on the stream
-            known.copy_(torch.tensor(values, dtype=known.dtype, device=HOST), non_blocking=True)
+            self.vector.copy_(torch.tensor(values, dtype=self.vector.dtype, device=HOST), non_blocking=True)
             self.values = values
-        return known
+        return self.vector
 
 
 @dataclass(eq=False)
@@ -148,7 +150,8 @@ class OptimizerState:
 
     known: dict[int, Membership] = field(default_factory=dict)
     """Number of parameters -> the newest membership."""
-    numbers: dict[int, StepNumbers] = field(default_factory=dict)
+    numbers: dict[tuple[int, torch.dtype, torch.device], StepNumbers] = field(default_factory=dict)
+    """(count, dtype, device) -> vector."""
     keys: dict[Any, int] = field(default_factory=dict)
     """What programs of updates depend on -> a number."""
 
@@ -175,9 +178,12 @@ class OptimizerState:
         return found
 
     def vector(self, members: Membership, more: Sequence[float] = ()) -> torch.Tensor:
-        """Return the step's numbers, and `more`, in memory."""
+        """Return the step's numbers, and `more`, in memory of the parameters' device."""
         values = [*members.numbers(), *more]
-        return self.numbers.setdefault(len(values), StepNumbers()).written(values, (m.held[0] for m in members.members))
+        kind = len(values), members.number_dtype, members.tensors[0].device
+        if kind not in self.numbers:
+            self.numbers[kind] = StepNumbers.of(*kind)
+        return self.numbers[kind].written(values)
 
 
 def _membership(
@@ -201,6 +207,8 @@ def _membership(
     made = Membership(
         rule, members, [*sources, *counts], steps, settings, tensors, list(map(torch.Tensor.data_ptr, tensors))
     )
+    if any(member.parameter.dtype is torch.float64 for member in members):
+        made.number_dtype = torch.float64
     if len({tensor.device for tensor in tensors}) > 1:
         made.obstacle = "parameters or their state are on several devices"
     elif any(tensor.is_complex() or tensor.layout is not torch.strided for tensor in tensors):

@@ -35,6 +35,7 @@ from dcompile.capture.passes.joint.absent_gradients import (
     zeros_of,
 )
 from dcompile.capture.services import GradientBuckets
+from dcompile.capture.train_step.deferred_backward import UPDATE
 from dcompile.collectives.contract import Executable, Foreseen, ParamInfo, Request
 from dcompile.device_traits import traits_of
 from dcompile.errors import DcompileError
@@ -439,7 +440,7 @@ class GraphBackward:
     def build_update(self, gm: Any) -> Executable:
         """Compile a graph of updates alone."""
         with self._graph.model.peers.busy("compiling"):
-            return self._programs.build(gm, "inference", "update", gathers=())
+            return self._programs.build(gm, "inference", UPDATE, gathers=())
 
     def run_joined(self, program: Executable, token: int, inputs: list[Any]) -> list[Any]:
         """Run a program of `build`."""

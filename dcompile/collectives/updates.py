@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from dcompile.ir.canonical_names import buffers_in, rename_buffers
-from dcompile.ir.nodes import Arg, Extern, Loop, Program, Step, View, Wait
+from dcompile.ir.nodes import Extern, Loop, Program, Step, View, Wait, map_arguments
 
 REDUCED = "dcompile_step.reduced.default"
 Names: TypeAlias = Mapping[str, str]
@@ -99,15 +99,11 @@ def _after_waits(updates: list[Step], waits: list[Wait]) -> list[Step]:
 
 def _renamed(step: Step, names: Names) -> Step:
     if isinstance(step, Loop):
-        own = {name: names.get(name, name) for name in buffers_in(step)}
-        return rename_buffers(step, own)
+        return rename_buffers(step, {name: names.get(name, name) for name in buffers_in(step)})
     if isinstance(step, Extern):
-        args = tuple(_renamed_argument(arg, names) for arg in step.args)
-        return replace(step, args=args, kwargs=tuple((key, _renamed_argument(v, names)) for key, v in step.kwargs))
+        return map_arguments(step, lambda arg: _renamed_view(arg, names) if isinstance(arg, View) else arg)
     raise AssertionError(f"a gradient is read by a {type(step).__name__}")
 
 
-def _renamed_argument(arg: Arg, names: Names) -> Arg:
-    if isinstance(arg, View):
-        return replace(arg, buffer=names.get(arg.buffer, arg.buffer))
-    return tuple(_renamed_argument(item, names) for item in arg) if isinstance(arg, tuple) else arg
+def _renamed_view(view: View, names: Names) -> View:
+    return replace(view, buffer=names.get(view.buffer, view.buffer))

@@ -255,6 +255,21 @@ def detect_fake_mode(values: Any) -> Any:
     return detect(values)
 
 
+def traced_again(function: Callable[..., Any], given: Sequence[Any], decompositions: Mapping[Any, Any]) -> Any:
+    """Return the graph of a function, traced with what a graph's nodes have as values.
+
+    Those have no elements. Nor may what the function makes, such as the infinity of `torch.where(test, score, -inf)`.
+    """
+    import contextlib
+
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    modes = (getattr(value, "fake_mode", None) for value in given)
+    mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())
+    with mode:
+        return make_fx(function, decomposition_table=dict(decompositions))(*given)
+
+
 def fake_input(tensor: torch.Tensor) -> Any:
     """Fake tensor with which AOTAutograd will trace an input that Dynamo did not see. Inside Dynamo's backend.
 

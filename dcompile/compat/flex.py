@@ -122,21 +122,6 @@ def laid_out_as(tensor: Any, shape: Sequence[int], batch: int = 1) -> Any:
     return torch.empty_strided(shape, found, dtype=tensor.dtype, device=tensor.device)
 
 
-def traced_again(function: Callable[..., Any], given: Sequence[Any], decompositions: Mapping[Any, Any]) -> Any:
-    """Return the graph of a function of scores or positions, traced with what a graph's nodes have as values.
-
-    Those have no elements. Nor may what the function makes, such as the infinity of `torch.where(test, score, -inf)`.
-    """
-    import contextlib
-
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    modes = (getattr(value, "fake_mode", None) for value in given)
-    mode = next((mode for mode in modes if mode is not None), contextlib.nullcontext())
-    with mode:
-        return make_fx(function, decomposition_table=dict(decompositions))(*given)
-
-
 def scattered(node: Any) -> tuple[Sequence[Any], Any] | None:
     """Return the indices and values that a node of a gradient graph adds to zeros; None for other nodes."""
     if not is_scatter(node):

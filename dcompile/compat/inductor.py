@@ -67,7 +67,7 @@ def _decomposed(part: GraphModule) -> GraphModule:
     """Decompose a function of scores or positions into operators that TorchInductor knows inside a kernel."""
     from torch._inductor.decomposition import select_decomp_table
 
-    from dcompile.compat.flex import traced_again
+    from dcompile.compat.aot import traced_again
 
     given = [node.meta["val"] for node in part.graph.nodes if node.op == "placeholder"]
     made: GraphModule = traced_again(part, given, select_decomp_table())

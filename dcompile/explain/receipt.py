@@ -16,6 +16,7 @@ from dcompile.capture.adapters.plain import PlainAdapter
 from dcompile.capture.aliasing import input_memory
 from dcompile.capture.call_state import Variant
 from dcompile.capture.compiled_model import CompiledModel
+from dcompile.capture.train_step.deferred_backward import WITH_NORMS, WITH_UPDATES
 from dcompile.collectives.contract import REGION_LEFT, ProgramReport
 from dcompile.device_traits import traits_of
 from dcompile.errors import NotCompiledError
@@ -316,7 +317,7 @@ def _reports(model: CompiledModel, variant: Variant) -> list[ProgramReport]:
         executable.report
         for programs in graphs
         for name, executable in programs.items()
-        if "step" not in programs or name not in ("backward", "norms")  # a step contains the backward
+        if WITH_UPDATES not in programs or name not in ("backward", WITH_NORMS)  # the one contains the others
     ]
 
 

@@ -14,6 +14,9 @@ from dcompile.capture.train_step.step_graph import LeafGradient, with_norms
 from dcompile.collectives.contract import Executable
 from dcompile.errors import DcompileError
 
+WITH_UPDATES, WITH_NORMS, UPDATE = "step", "norms", "update"
+"""Names of programs: a backward with updates, a backward with norms of gradients, updates alone."""
+
 
 class LateBackward(Protocol):
     """A graph's backward that can run later, alone or with more."""
@@ -155,7 +158,7 @@ class DeferredBackward:
         backward, leaves = self.backward, self.leaf_gradients()
         key = backward, tuple(leaf.accumulated for leaf in leaves)
         if key not in self.norms:
-            self.norms[key] = backward.build(with_norms(backward.gm, leaves), "norms")
+            self.norms[key] = backward.build(with_norms(backward.gm, leaves), WITH_NORMS)
         self.check_arguments()
         token, inputs = backward.take(self.args)
         inputs += self.earlier()

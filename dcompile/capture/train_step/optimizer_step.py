@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.capture.train_step.deferred_backward import DeferredBackward, LateBackward
+from dcompile.capture.train_step.deferred_backward import WITH_UPDATES, DeferredBackward, LateBackward
 from dcompile.capture.train_step.optimizer_state import Member, Membership, OptimizerState, why_no_rule
 from dcompile.capture.train_step.pending_gradient import PendingGradient, PendingScalar, clipping
 from dcompile.capture.train_step.step_graph import ParameterUpdate, update_alone, with_updates
@@ -352,7 +352,7 @@ class OptimizerStep:
             place = {id(p): leaf for p, leaf in zip(waiting.parameters, leaves, strict=True)}
             ordered = [place[id(member.parameter)] for member in members.members]
             graph = with_updates(backward.gm, ordered, _updates(members, *places), vector, clips)
-            self._programs[key] = backward.build(graph, "step")
+            self._programs[key] = backward.build(graph, WITH_UPDATES)
         return self._programs[key], places[0]
 
     def _run(self, waiting: DeferredBackward, run: Callable[[], list[Any]]) -> list[Any]:

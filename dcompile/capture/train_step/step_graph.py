@@ -269,7 +269,7 @@ class _GraphMaker:
         key = name, *((tuple(x.shape), x.stride(), x.dtype) for x in values)
         if key not in self.known:
             # tracing tells its inputs apart by identity
-            self.known[key] = compat.flex.traced_again(function, [*map(self._fake, values)], {})
+            self.known[key] = compat.aot.traced_again(function, [*map(self._fake, values)], {})
         graph = self.known[key].graph
         made: dict[Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), given, strict=True))
         for node in graph.nodes:

@@ -278,7 +278,7 @@ def _traced(graph: GraphModule, names: Sequence[str], captured: Sequence[Any]) -
 
     try:
         with compat.inductor.outside_tracing():
-            made: GraphModule = compat.flex.traced_again(first, given, table(fallback_random=False))
+            made: GraphModule = compat.aot.traced_again(first, given, table(fallback_random=False))
     except Exception as error:  # the user's function, with other dtypes
         raise _Unfit(f"{type(error).__name__} as its function is traced: {error}".splitlines()[0][:200]) from error
     made.graph.eliminate_dead_code()

@@ -10,7 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dcompile.codegen.lower.lower import lower
-from dcompile.compat.flex import chosen_options, traced_again
+from dcompile.compat.aot import traced_again
+from dcompile.compat.flex import chosen_options
 from dcompile.ir.attention import FLEX, flex_arguments
 from dcompile.ir.nodes import CALL, Apply, Extern
 from tests.codegen.emit import flex

@@ -272,15 +272,16 @@ class CachingCompiler:
             return found
         if found is None and self._begun_elsewhere and cache.find(self._begun_elsewhere) is None:
             self._sharing.let_pass(self._begun_elsewhere, key)  # otherwise this rank would build the GEMM kernel again
-        if self._sharing.claim(key) or found is not None:
-            return found
-        with doing(self.config, f"waiting for another rank's {request.kind} program"):
-            sent, reason = self._sharing.receive(key, cache)
-        if sent is None:
-            self._reasons[request.name] = f"a graph ({request.kind}) was compiled on this rank too: {reason}"
-            return None
-        found = self._load(cache, key, gm, request)
-        if found is not None:
+        folder = str(cache.directory)
+        first = self._sharing.claim(key, "" if found else folder)
+        if waits := found is None and not first:
+            with doing(self.config, f"waiting for another rank's {request.kind} program"):
+                sent, reason = self._sharing.receive(key, cache)
+            if sent is None:
+                self._reasons[request.name] = f"a graph ({request.kind}) was compiled on this rank too: {reason}"
+                return None
+            found = self._load(cache, key, gm, request)
+        if found is not None and (waits or self._sharing.is_news(key, folder)):
             report = found.report
             report.graphs_cached, report.graphs_received = 0, 1
             # also those that are in a directory of both: the other rank has just put them there

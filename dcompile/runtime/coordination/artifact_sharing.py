@@ -47,18 +47,30 @@ class ArtifactSharing:
         self._patience_s = patience_s
         self._claims: dict[str, int] = {}
         """Key -> the rank that claimed it."""
+        self._folders: dict[str, str] = {}
+        """Key of a graph -> the cache directory of the rank that claimed it and did not have it."""
         self._sent: set[str] = set()
 
-    def claim(self, key: str) -> bool:
-        """Claim a graph.
+    def claim(self, key: str, folder: str = "") -> bool:
+        """Claim a graph. `folder`: the cache directory into which this rank would compile it, as it is not there yet.
 
-        Return whether this rank was the first: then it compiles the graph, and gives it to the others.
+        Return whether this rank was the first: then it gives the graph to the others.
         """
         if key not in self._claims:
-            mine = str(self._peers.rank)
-            found = self._peers.store.compare_set(f"claim/{key}", "", mine).decode() or mine
-            self._claims[key] = int(found)
+            mine = f"{self._peers.rank} {folder}"
+            claim = self._peers.store.compare_set(f"claim/{key}", "", mine).decode() or mine
+            rank, _, self._folders[key] = claim.partition(" ")
+            self._claims[key] = int(rank)
         return self._claims[key] == self._peers.rank
+
+    def is_news(self, key: str, folder: str) -> bool:
+        """Whether a graph that this rank has found in `folder` was put there by another rank of this job.
+
+        It is so once: from then on, this rank knows what is in the directory.
+        """
+        if self._claims[key] == self._peers.rank or self._folders[key] != folder:
+            return False
+        return bool(self._peers.store.add(f"loaded/{key}/{self._peers.rank}", 1) == 1)
 
     def let_pass(self, ahead: str, key: str) -> None:
         """Let the rank that claimed `ahead` claim `key` first, while it captures or compiles."""

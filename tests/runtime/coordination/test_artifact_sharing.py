@@ -146,6 +146,19 @@ def test_whoever_comes_first_gives_whatever_its_rank(ranks, caches):
     assert first.receive(KEY, caches[1]) == (1, "")
 
 
+def test_a_graph_is_news_once_and_only_where_another_rank_compiled_it(ranks):
+    lines = ranks.start(2)
+    first, second = (ArtifactSharing(line, 5.0) for line in lines)
+    assert first.claim("cold", "/joint") and not second.claim("cold"), "in a directory of both, meanwhile"
+    assert second.is_news("cold", "/joint") and not second.is_news("cold", "/joint")
+    assert not first.is_news("cold", "/joint") and not second.is_news("cold", "/its own")
+    another = ArtifactSharing(lines[1], 5.0)
+    assert not another.claim("cold") and not another.is_news("cold", "/joint"), "another model's, later"
+
+    assert first.claim("warm") and not second.claim("warm")
+    assert not second.is_news("warm", "/joint"), "an earlier run has left it"
+
+
 def test_of_many_that_come_at_once_one_compiles(ranks):
     claimed = ranks.each(lambda line: ArtifactSharing(line, 5.0).claim(KEY), ranks.start(8))
     assert sorted(claimed) == [False] * 7 + [True]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -39,9 +39,10 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
-def has_leaf_hooks(parameter: torch.Tensor) -> bool:
-    """Whether hooks look at a parameter's gradient before or after it is added to `.grad`."""
-    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+def have_leaf_hooks(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether hooks look at gradients of these parameters before or after they are added to `.grad`."""
+    hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+    return any(map(any, map(hooks, parameters)))
 
 
 def accumulator(parameter: torch.Tensor) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -137,7 +138,8 @@ def addresses_are(args: list[Any], addresses: list[int], positions: list[int]) -
     quick = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # only in builds with CUDA
     if quick is not None:
         return bool(quick(args, addresses, positions))
-    return all(args[position].data_ptr() == addresses[position] for position in positions)
+    found = map(torch.Tensor.data_ptr, map(args.__getitem__, positions))
+    return all(map(operator.eq, found, map(addresses.__getitem__, positions)))
 
 
 def leaves(value: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -83,8 +84,8 @@ class DeferredBackward:
     """What `.grad` held when the backward began."""
     norms: dict[Any, Executable] = field(default_factory=dict)
     """Programs with norms, which all backwards of a graph share."""
-    marks: list[tuple[int, int]] = field(init=False)
-    """Version and address of each argument, when the backward was to run."""
+    marks: tuple[list[int], list[int]] = field(init=False)
+    """Versions and addresses of its arguments, when the backward was to run."""
     is_shown: bool = False
     """Whether `.grad` has shown the pending gradients."""
 
@@ -130,13 +131,18 @@ class DeferredBackward:
             return "the norm is not that of all gradients"
         return factor
 
+    @property
+    def accumulated(self) -> list[bool]:
+        """Whether a program adds a gradient of earlier micro-batches, for each parameter; empty if ranks reduce."""
+        return [] if self.backward.numbers else [old is not None for old in self.before]
+
     def leaf_gradients(self) -> list[LeafGradient]:
         """Return where its gradients are, in the order of its parameters."""
         numbers = self.backward.numbers  # reductions add gradients of earlier micro-batches themselves
-        places = [place for place, _ in self.backward.leaves]
+        added = self.accumulated or [False] * len(self.before)
         return [
-            LeafGradient(place, numbers.get(place), not numbers and old is not None)
-            for place, old in zip(places, self.before, strict=True)
+            LeafGradient(place, numbers.get(place), adds)
+            for (place, _), adds in zip(self.backward.leaves, added, strict=True)
         ]
 
     def earlier(self) -> list[torch.Tensor]:
@@ -156,7 +162,7 @@ class DeferredBackward:
     def run_with_norms(self) -> None:
         """Run the backward, and compute the norm of each gradient beside it. Gradients stay pending."""
         backward, leaves = self.backward, self.leaf_gradients()
-        key = backward, tuple(leaf.accumulated for leaf in leaves)
+        key = backward, tuple(self.accumulated)
         if key not in self.norms:
             self.norms[key] = backward.build(with_norms(backward.gm, leaves), WITH_NORMS)
         self.check_arguments()
@@ -209,8 +215,14 @@ class DeferredBackward:
             _Replay.apply(run, *self.parameters).backward()  # type: ignore[no-untyped-call]
 
 
-def _marks(args: Sequence[Any]) -> list[tuple[int, int]]:
-    return [(x._version, x.data_ptr()) for x in args if isinstance(x, torch.Tensor) and not x.is_inference()]
+def _marks(args: Sequence[Any]) -> tuple[list[int], list[int]]:
+    """Return versions and addresses of tensors. Those of inference mode have no version."""
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    try:
+        versions = list(map(operator.attrgetter("_version"), tensors))
+    except RuntimeError:
+        versions = [x._version for x in tensors if not x.is_inference()]
+    return versions, list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _taken(results: list[Any], places: Sequence[int]) -> tuple[Any, ...]:

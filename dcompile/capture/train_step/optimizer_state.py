@@ -83,7 +83,7 @@ class Membership:
         found = [state.get(name) for state, name in self.sources]
         if not all(map(operator.is_, found, self.held)):
             return False
-        return list(map(torch.Tensor.data_ptr, self.tensors)) == self.addresses
+        return compat.tensors.addresses_are(self.tensors, self.addresses, list(range(len(self.tensors))))
 
     def read_counts(self) -> None:
         """Read how many steps were made, where something else has changed the counts; a GPU is waited for.

@@ -34,8 +34,8 @@ CONSUMED = (
     "dcompile: this gradient was consumed by the optimizer's update, which ran in one program with the backward; "
     "call zero_grad() after step(), and read gradients before step()"
 )
-ALONE = 2
-"""References to an object that only one name and the question refer to."""
+LISTED = next(map(sys.getrefcount, [object()]))
+"""References to an object that only a list holds, as counted for all of a list."""
 NORMS = "norms of gradients were taken before the step"
 
 
@@ -53,7 +53,7 @@ class OptimizerStep:
         self._leaves: dict[LateBackward, tuple[list[Any], list[Any]]] = {}
         """Backward -> its parameters, and the nodes of autograd that add to their `.grad`."""
         self._made: dict[LateBackward, list[PendingGradient]] = {}
-        """Backward -> its newest pending gradients, the last first."""
+        """Backward -> its newest pending gradients, which are used again where nobody else holds them."""
         self._places: dict[Any, Any] = {}
         """(backward, number of the members) -> places of parameters, and of views of them, among its inputs."""
         self._hidden: list[tuple[torch.nn.Parameter, Any]] = []
@@ -116,9 +116,7 @@ class OptimizerStep:
         parameters, nodes = self._leaves_of(backward)
         if not nodes:  # a parameter is gone: another has its place
             return False
-        if any(map(compat.autograd.has_leaf_hooks, parameters)):
-            return False
-        return compat.autograd.will_run(nodes)
+        return not compat.autograd.have_leaf_hooks(parameters) and compat.autograd.will_run(nodes)
 
     def _leaves_of(self, backward: LateBackward) -> tuple[list[Any], list[Any]]:
         """Return a backward's parameters, and the nodes of autograd that add to their `.grad`."""
@@ -128,21 +126,23 @@ class OptimizerStep:
             alive = all(parameter is not None for parameter in parameters)
             nodes = [compat.autograd.accumulator(parameter) for parameter in parameters] if alive else []
             known = self._leaves[backward] = parameters, nodes
+            self._made.pop(backward, None)
         return known
 
     def _gradients_of(self, backward: LateBackward) -> tuple[list[Any], list[PendingGradient]]:
         """Return a backward's parameters and new pending gradients: the old ones again where nobody holds them."""
         parameters, _ = self._leaves_of(backward)
-        made = self._made.pop(backward, [])
-        gradients = []
-        for parameter in parameters:
-            old = made.pop() if made else None
-            if old is None or old.parameter() is not parameter or sys.getrefcount(old) != ALONE:
-                old = PendingGradient(parameter, self)
-            gradients.append(old.renewed())
-            del old
-        self._made[backward] = gradients[::-1]
-        return parameters, gradients
+        made = self._made.pop(backward, None)
+        if made is None:
+            gradients = [PendingGradient(parameter, self) for parameter in parameters]
+        else:
+            counts = list(map(sys.getrefcount, made))
+            gradients = [
+                old if count == LISTED + old.own_references else PendingGradient(parameter, self)
+                for parameter, old, count in zip(parameters, made, counts, strict=True)
+            ]
+        self._made[backward] = gradients
+        return parameters, list(gradients)
 
     def _show(self, waiting: DeferredBackward) -> None:
         """At the end of a backward, show pending gradients, unless code outside the graph has added gradients."""
@@ -169,6 +169,7 @@ class OptimizerStep:
     def drop(self) -> None:
         """Forget a backward that waits and whose gradients nobody wants; ranks still reduce theirs."""
         if self._waiting is not None and not self._waiting.backward.numbers:
+            self._forget(self._waiting)
             self._waiting = None
         self.settle("the step was given up")
 
@@ -287,15 +288,12 @@ class OptimizerStep:
 
     def _why_apart(self, optimizer: torch.optim.Optimizer, waiting: DeferredBackward) -> str:
         """Return why backward and update cannot run as one this time; empty if they can."""
-        pending = {id(p): g for p, g in zip(waiting.parameters, waiting.gradients, strict=True)}
-        held = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                gradient = pending.get(id(parameter))
-                if parameter.grad is not gradient:
-                    return "a gradient was set, or comes from elsewhere"
-                held += gradient is not None
-        if held != len(pending):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        pending = dict(zip(map(id, waiting.parameters), waiting.gradients, strict=True))
+        expected = list(map(pending.get, map(id, parameters)))
+        if any(map(operator.is_not, map(operator.attrgetter("grad"), parameters), expected)):
+            return "a gradient was set, or comes from elsewhere"
+        if sum(gradient is not None for gradient in expected) != len(pending):
             return "the optimizer does not have all parameters of the graph"
         factor = waiting.clipping()
         if factor is None and waiting.norms_are_held():
@@ -340,16 +338,16 @@ class OptimizerStep:
 
         None if their memory cannot be told apart.
         """
-        backward, leaves = waiting.backward, waiting.leaf_gradients()
+        backward = waiting.backward
         places = self._places.get((backward, members.number))
         if places is None:
             own = backward.inputs(waiting.args)
             places = self._places[backward, members.number] = _saved_places(own, members.members)
         if not places:
             return None
-        key = backward, members.number, tuple(leaf.accumulated for leaf in leaves), clips
+        key = backward, members.number, tuple(waiting.accumulated), clips
         if key not in self._programs:
-            place = {id(p): leaf for p, leaf in zip(waiting.parameters, leaves, strict=True)}
+            place = {id(p): leaf for p, leaf in zip(waiting.parameters, waiting.leaf_gradients(), strict=True)}
             ordered = [place[id(member.parameter)] for member in members.members]
             graph = with_updates(backward.gm, ordered, _updates(members, *places), vector, clips)
             self._programs[key] = backward.build(graph, WITH_UPDATES)

@@ -35,8 +35,18 @@ METADATA = frozenset(
 """What can be asked of a gradient before it is computed."""
 
 
-HELD = 2
-"""References to an object that one attribute holds, in the question for them."""
+class _Holder:
+    __slots__ = ("held",)
+
+    def __init__(self) -> None:
+        self.held = object()
+
+    def count(self) -> int:
+        return sys.getrefcount(self.held)
+
+
+HELD = _Holder().count()
+"""References to an object that one attribute holds, as counted there."""
 
 
 class GradientSource(Protocol):
@@ -109,9 +119,16 @@ class PendingGradient(_Pending):
     def renewed(self) -> PendingGradient:
         """Return it as a gradient that is not computed."""
         self.computed = self.computed_norm = self.factor = None
-        if self.is_norm_held() or (self.own_norm is not None and self.own_norm.computed is not None):
+        if self.own_norm is not None and self.own_norm.computed is not None:
             self.own_norm = None
         return self
+
+    @property
+    def own_references(self) -> int:
+        """Number of references to it that it holds itself, by its norm; -1, which fits none, if that is held."""
+        if self.own_norm is None:
+            return 0
+        return -1 if self.is_norm_held() else len(self.own_norm.gradients)
 
     def is_norm_held(self) -> bool:
         """Does anything but this object hold its pending norm?"""
@@ -125,7 +142,8 @@ class PendingGradient(_Pending):
 class PendingScalar(_Pending):
     """A number, or vector of numbers, on the way from gradients to the factor that clips them."""
 
-    compute: Callable[[], torch.Tensor]
+    compute: Callable[[PendingScalar], torch.Tensor]
+    """Compute its value, from the tensor itself: a closure over it, or over its gradient, would be a cycle."""
     computed: torch.Tensor | None
     gradients: tuple[PendingGradient, ...]
     """Those whose norms it holds, or whose common norm it follows from."""
@@ -133,6 +151,7 @@ class PendingScalar(_Pending):
     """What it is: "norm", "norms", "total", "sum" (total and a number), "quotient", or "factor"."""
     number: tuple[float, ...]
     """Numbers that led to it: what is added to the norm, then the largest norm."""
+    place: torch.device
     of: PendingScalar | None
     """What it was computed from, from the common norm on."""
 
@@ -141,16 +160,16 @@ class PendingScalar(_Pending):
         cls: Any,
         step: str,
         gradients: Sequence[PendingGradient],
-        compute: Callable[[], torch.Tensor],
+        compute: Callable[[PendingScalar], torch.Tensor],
         number: tuple[float, ...] = (),
         of: PendingScalar | None = None,
     ) -> PendingScalar:
         """Make one; `compute` returns its value."""
-        shape = (len(gradients),) if step == "norms" else ()
+        shape, place = (len(gradients),) if step == "norms" else (), gradients[0].device
         like = torch.empty(shape, dtype=gradients[0].dtype, device="meta")
-        made: PendingScalar = compat.tensors.without_memory(cls, like, gradients[0].device)
+        made: PendingScalar = compat.tensors.without_memory(cls, like, place)
         made.step, made.gradients, made.compute, made.number = step, tuple(gradients), compute, number
-        made.computed, made.of = None, of
+        made.computed, made.of, made.place = None, of, place
         return made
 
     def give_total(self, norm: torch.Tensor) -> None:
@@ -165,10 +184,16 @@ class PendingScalar(_Pending):
         """Hold no gradients any more, since the value is known."""
         self.gradients, self.of, self.compute = (), None, _never
 
+    def to(self, *target: Any, **more: Any) -> Any:  # a method, as torch asks a class's own function seven times slower
+        """Return it on a device: itself on its own one."""
+        if not more and len(target) == 1 and isinstance(target[0], torch.device) and target[0] == self.place:
+            return self
+        return super().to(*target, **more)
+
     def value(self) -> torch.Tensor:
         """Compute the number."""
         if self.computed is None:
-            self.computed = self.compute()
+            self.computed = self.compute(self)
             self.forget()
         return self.computed
 
@@ -179,7 +204,12 @@ def clipping(gradients: Sequence[PendingGradient], largest: float) -> tuple[Pend
     return total, _clamp(_divided(_add(total, 1e-6), float(largest)), max=1.0)
 
 
-def _never() -> torch.Tensor:
+def _norm_of(pending: PendingScalar) -> torch.Tensor:
+    (gradient,) = pending.gradients
+    return gradient.source.norm(gradient)
+
+
+def _never(_: PendingScalar) -> torch.Tensor:
     raise AssertionError("a number is computed once")
 
 
@@ -189,7 +219,7 @@ def _values(arguments: Any) -> Any:
 
 
 def _later(of: PendingScalar, step: str, compute: Callable[[torch.Tensor], torch.Tensor], *number: float) -> Any:
-    return PendingScalar(step, of.gradients, lambda: compute(of.value()), (*of.number, *number), of)
+    return PendingScalar(step, of.gradients, lambda _: compute(of.value()), (*of.number, *number), of)
 
 
 def _norm(x: Any, order: float = 2, *others: Any, **more: Any) -> Any:
@@ -200,7 +230,7 @@ def _norm(x: Any, order: float = 2, *others: Any, **more: Any) -> Any:
     if x.factor is not None:
         return NotImplemented
     if x.own_norm is None:
-        x.own_norm = PendingScalar("norm", (x,), lambda: x.source.norm(x))
+        x.own_norm = PendingScalar("norm", (x,), _norm_of)
     return x.own_norm
 
 
@@ -215,12 +245,7 @@ def _stack(norms: Sequence[Any], *others: Any, **more: Any) -> Any:
     if others or more or not all(isinstance(norm, PendingScalar) and norm.step == "norm" for norm in norms):
         return NotImplemented
     gradients = [norm.gradients[0] for norm in norms]
-    return PendingScalar("norms", gradients, lambda: torch.stack([norm.value() for norm in norms]))
-
-
-def _to(x: Any, *target: Any, **more: Any) -> Any:
-    same = isinstance(x, PendingScalar) and not more and len(target) == 1 and isinstance(target[0], torch.device)
-    return x if same and target[0] == x.device else NotImplemented
+    return PendingScalar("norms", gradients, lambda _: torch.stack([norm.value() for norm in norms]))
 
 
 def _add(x: Any, number: Any, **more: Any) -> Any:
@@ -288,7 +313,6 @@ LATER: dict[Any, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _norm,
     _LISTS["norms"]: _norms,
     torch.stack: _stack,
-    torch.Tensor.to: _to,
     torch.Tensor.add: _add,
     torch.Tensor.__add__: _add,
     torch.Tensor.__rdiv__: _divided,

@@ -467,7 +467,7 @@ def _reasons_of(parts: InParts) -> str:
 
 def _key(args: Sequence[Any]) -> tuple[Any, ...]:
     """Key of a recording apart from addresses: numbers among the inputs, and with them all shapes."""
-    if all(isinstance(arg, torch.Tensor) for arg in args):
+    if all(issubclass(kind, torch.Tensor) for kind in set(map(type, args))):
         return ()
     return tuple(tuple(arg.shape) if isinstance(arg, torch.Tensor) else arg for arg in args)
 

@@ -16,7 +16,7 @@ import dcompile
 from dcompile import logs
 from dcompile.api import make_services
 from dcompile.capture.compiled_model import Settings
-from dcompile.capture.entry import compile_method
+from dcompile.capture.entry import compile_method, give_optimizer
 from dcompile.compat.dynamo import no_dynamo
 from dcompile.config import Config
 from dcompile.errors import OptionError
@@ -34,6 +34,7 @@ STEPS = ("predict_step", "test_step", "validation_step", "training_step")
 """Methods of a LightningModule that Trainer calls. The receipt is of the last one in this list."""
 LOGGING = ("log", "log_dict")
 """Methods that steps call between their operations. They are Python of Lightning's, and run eagerly."""
+SEVERAL = "the optimizer's update runs by itself: step=True needs automatic_optimization and one optimizer"
 MANUAL = "training_step runs eagerly: automatic_optimization is False, so it calls backward and optimizers itself"
 
 
@@ -67,8 +68,9 @@ class _CompiledSteps:
 class DcompileCallback(Callback):  # type: ignore[misc, unused-ignore]  # mypy does not see Lightning
     """Compile the steps of a Trainer's LightningModule: `Trainer(callbacks=[DcompileCallback(mode=...)])`.
 
-    `mode`, `fullgraph`, `dynamic` and `options` are those of `dcompile.compile`. The module, its parameters and its
-    checkpoints stay as they are. Raises OptionError for a bad option.
+    `mode`, `fullgraph`, `dynamic` and `options` are those of `dcompile.compile`. `step`: clipping and the optimizer's
+    update run in the backward's program (docs/guide/train-step.md), where there is one optimizer. The module, its
+    parameters and its checkpoints stay as they are. Raises OptionError for a bad option.
     """
 
     def __init__(
@@ -77,8 +79,9 @@ class DcompileCallback(Callback):  # type: ignore[misc, unused-ignore]  # mypy d
         fullgraph: bool = False,
         dynamic: bool | None = None,
         options: dict[str, Any] | None = None,
+        step: bool = False,
     ) -> None:
-        self._settings = _settings(mode, fullgraph, dynamic, options)
+        self._settings, self._step = _settings(mode, fullgraph, dynamic, options), step
         self._compiled: _CompiledSteps | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -86,6 +89,15 @@ class DcompileCallback(Callback):  # type: ignore[misc, unused-ignore]  # mypy d
         del trainer, stage
         if self._compiled is None or not self._compiled.before:
             self._compiled = _compile_steps(pl_module, self._settings)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let the optimizer's update run in the training step's program."""
+        if not self._step:
+            return
+        if not pl_module.automatic_optimization or len(trainer.optimizers) != 1:
+            logs.report(logging.INFO, SEVERAL)
+        else:
+            give_optimizer(pl_module.training_step, trainer.optimizers[0])
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore eager steps. The receipt stays available as long as this callback."""
@@ -100,11 +112,13 @@ def compile(
     fullgraph: bool = False,
     dynamic: bool | None = None,
     options: dict[str, Any] | None = None,
+    optimizer: Any = None,
 ) -> FabricModule:
     """Compile the module inside the result of `fabric.setup`, within DDP or FSDP2, and return that result.
 
-    Of a LightningModule, the steps are compiled, too. `dcompile.receipt` takes the same object. Raises OptionError for
-    a bad option, or for a module that Fabric has not set up.
+    `optimizer`: as in `dcompile.compile`, from `fabric.setup` or plain. Of a LightningModule, the steps are compiled,
+    too. `dcompile.receipt` takes the same object. Raises OptionError for a bad option, or for a module that Fabric has
+    not set up.
     """
     if not isinstance(module, _FabricModule):
         raise OptionError(
@@ -115,7 +129,8 @@ def compile(
     if isinstance(inner._original_module, LightningModule):
         _compile_steps(inner._original_module, _settings(mode, fullgraph, dynamic, options))
     given = {**(options or {}), **({"mode": mode} if mode is not None else {})} or None
-    dcompile.compile(inner._forward_module, fullgraph=fullgraph, dynamic=dynamic, options=given)
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    dcompile.compile(inner._forward_module, fullgraph=fullgraph, dynamic=dynamic, options=given, optimizer=optimizer)
     return module
 
 

@@ -66,12 +66,12 @@ def loader() -> DataLoader:
     return DataLoader(TensorDataset(tokens, tokens.roll(-1, 1)), batch_size=2)
 
 
-def by_trainer(backend: str, folder: str) -> tuple[dict, nn.Module]:
+def by_trainer(backend: str, folder: str, step: bool = False) -> tuple[dict, nn.Module]:
     callbacks = []
     if backend == "dcompile":
         from dcompile.integrations.lightning import DcompileCallback
 
-        callbacks = [DcompileCallback(options={"receipt": False})]
+        callbacks = [DcompileCallback(options={"receipt": False}, step=step)]
     trainer = lightning.Trainer(
         accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, accumulate_grad_batches=2, gradient_clip_val=1.0,
         callbacks=callbacks, default_root_dir=folder, logger=False, enable_progress_bar=False,
@@ -84,8 +84,8 @@ def by_trainer(backend: str, folder: str) -> tuple[dict, nn.Module]:
     return {"losses": model.losses, "val": float(trainer.callback_metrics["val_loss"]), "keys": keys}, model
 
 
-def by_fabric(backend: str, folder: str, before: bool = False) -> tuple[dict, nn.Module]:
-    """`before`: torch.compile comes first, and Fabric applies it again to what it has wrapped."""
+def by_fabric(backend: str, folder: str, before: bool = False, step: bool = False) -> tuple[dict, nn.Module]:
+    """`before`: torch.compile comes first, and Fabric applies it again to what it has wrapped. `step`: with updates."""
     fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     net: nn.Module = Net()
@@ -96,7 +96,7 @@ def by_fabric(backend: str, folder: str, before: bool = False) -> tuple[dict, nn
     if backend == "dcompile" and not before:
         from dcompile.integrations.lightning import compile
 
-        assert compile(model, options={"receipt": False}) is model
+        assert compile(model, options={"receipt": False}, optimizer=optimizer if step else None) is model
     data, losses = fabric.setup_dataloaders(loader()), []
     for number, (tokens, labels) in enumerate(data):
         last = number % 2 == 1
@@ -105,7 +105,8 @@ def by_fabric(backend: str, folder: str, before: bool = False) -> tuple[dict, nn
             fabric.backward(loss)
         losses.append(float(fabric.all_reduce(loss.detach())))
         if last:
-            fabric.clip_gradients(model, optimizer, max_norm=1.0)
+            # the norm is read before the step if it must be finite, and the update then follows the backward
+            fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=not step)
             optimizer.step()
             optimizer.zero_grad()
     fabric.save(f"{folder}/last.ckpt", {"model": model})
@@ -143,8 +144,9 @@ def main() -> None:
     parser.add_argument("--folder", required=True)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    door = {"trainer": by_trainer, "fully_shard": by_steps}.get(arguments.door, by_fabric)
-    more = {"before": True} if arguments.door == "fabric, torch.compile" else {}
+    name, _, how = arguments.door.partition(", ")
+    door = {"trainer": by_trainer, "fully_shard": by_steps}.get(name, by_fabric)
+    more = {"torch.compile": {"before": True}, "step": {"step": True}}.get(how, {})
     result, model = door(arguments.backend, arguments.folder, **more)
     parameters = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
     flat = torch.cat([p.detach().flatten() for p in parameters])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -22,7 +23,9 @@ def result_of(door: str, backend: str, folder) -> dict:
 
 @pytest.mark.doors
 @pytest.mark.timeout(450)
-@pytest.mark.parametrize("door", ["trainer", "fabric", "fabric, torch.compile", "fully_shard"])
+@pytest.mark.parametrize(
+    "door", ["trainer", "trainer, step", "fabric", "fabric, torch.compile", "fabric, step", "fully_shard"]
+)
 def test_training_is_the_same_and_ddp_is_taken_over(door, tmp_path):
     eager, ours = (result_of(door, backend, tmp_path / backend) for backend in ("eager", "dcompile"))
     assert ours["losses"] == pytest.approx(eager["losses"], rel=1e-5) and ours["losses"][-1] < ours["losses"][0]
@@ -32,6 +35,10 @@ def test_training_is_the_same_and_ddp_is_taken_over(door, tmp_path):
     adapter = "fsdp2" if door == "fully_shard" else "ddp"
     assert (receipt["adapter"], receipt["eligible"], receipt["reasons"]) == (adapter, True, [])
     assert receipt["graphs"] == 1 and receipt["collectives"] > 0
+    joined = [
+        note for note in receipt["notes"] if re.search("the updates of [1-9][0-9]* steps ran in the backward", note)
+    ]
+    assert bool(joined) == door.endswith("step"), receipt["notes"]
     assert receipt["graph_breaks"] == (0 if door.startswith("fabric") else 1), "self.log in the middle of a step"
 
 

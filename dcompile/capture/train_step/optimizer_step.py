@@ -71,9 +71,8 @@ class OptimizerStep:
         known = weakref.ref(self)
 
         @compat.hooks.mark_own
-        def before(_: Any, args: Any, keywords: Any) -> None:
-            if (step := known()) is not None:
-                step._before_step(args, keywords)
+        def before(_: Any, args: Any, keywords: Any) -> Any:
+            return None if (step := known()) is None else step._before_step(args, keywords)
 
         def after(*_: Any) -> None:
             if (step := known()) is not None:
@@ -259,13 +258,26 @@ class OptimizerStep:
 
     # --- the step ---
 
-    def _before_step(self, args: Any, keywords: Any) -> None:
-        """Run the update as a program, with a backward that waits if nothing speaks against it."""
+    def _before_step(self, args: Any, keywords: Any) -> Any:
+        """Run the update, after the step's closure if it has one, whose place another one takes."""
         optimizer = self._optimizer()
         if optimizer is None:
-            return
-        closure = any(value is not None for value in (*args[1:], *keywords.values()))
-        reason = "the step has a closure" if closure else why_no_rule(optimizer)
+            return None
+        closure = keywords.get("closure") if len(args) == 1 else args[1]
+        if closure is None or why_no_rule(optimizer):  # an optimizer without a rule may call its closure repeatedly
+            self._update_by_program(optimizer)
+            return None
+
+        def closure_with_update() -> Any:
+            loss = closure()
+            self._update_by_program(optimizer)
+            return loss
+
+        return (args[0], closure_with_update), {}
+
+    def _update_by_program(self, optimizer: torch.optim.Optimizer) -> None:
+        """Run the update as a program, with a backward that waits if nothing speaks against it."""
+        reason = why_no_rule(optimizer)
         if not reason and self._waiting is not None:
             reason = self._why_apart(optimizer, self._waiting) or self._run_joined(optimizer, self._waiting)
             if not reason:

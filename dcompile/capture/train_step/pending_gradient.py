@@ -219,6 +219,8 @@ def _values(arguments: Any) -> Any:
 
 
 def _later(of: PendingScalar, step: str, compute: Callable[[torch.Tensor], torch.Tensor], *number: float) -> Any:
+    if of.computed is not None:
+        return NotImplemented
     return PendingScalar(step, of.gradients, lambda _: compute(of.value()), (*of.number, *number), of)
 
 
@@ -242,7 +244,11 @@ def _norms(gradients: Sequence[Any], order: float = 2, *others: Any, **more: Any
 
 
 def _stack(norms: Sequence[Any], *others: Any, **more: Any) -> Any:
-    if others or more or not all(isinstance(norm, PendingScalar) and norm.step == "norm" for norm in norms):
+    if (
+        others
+        or more
+        or not all(isinstance(norm, PendingScalar) and norm.gradients and norm.step == "norm" for norm in norms)
+    ):
         return NotImplemented
     gradients = [norm.gradients[0] for norm in norms]
     return PendingScalar("norms", gradients, lambda _: torch.stack([norm.value() for norm in norms]))

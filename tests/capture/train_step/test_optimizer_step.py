@@ -13,6 +13,7 @@ import dcompile
 from dcompile import compat
 from dcompile.capture.entry import find_model
 from dcompile.capture.graph_programs import GraphBackward
+from dcompile.capture.train_step.optimizer_step import NORMS
 from dcompile.errors import DcompileError
 
 BATCH = 8
@@ -480,6 +481,64 @@ def test_a_step_uses_the_pending_gradients_and_norms_of_the_last_one(monkeypatch
         twins.train([batch], clip=clip)
     assert len(counts) == made, "of five numbers, from the norms to the factor, each is new"
     assert twins.step.joined == 3
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_closure_that_runs_the_backward_is_followed_by_the_update(clip):
+    """As Lightning's Trainer gives one, in which it clips, too."""
+    twins = Twins()
+    for batch in batches(4):
+        losses = []
+        for module, optimizer in twins.each():
+
+            def closure(module=module, optimizer=optimizer, batch=batch):
+                optimizer.zero_grad()
+                loss = loss_of(module, batch)
+                loss.backward()
+                if clip:
+                    nn.utils.clip_grad_norm_(module.parameters(), clip)
+                return loss
+
+            losses.append(optimizer.step(closure) if clip else optimizer.step(closure=closure))
+        torch.testing.assert_close(losses[1], losses[0])
+    twins.check()
+    assert twins.step.joined == 3 and twins.step.eager.total() == 1
+
+
+def test_a_norm_that_must_be_finite_is_read_before_the_step():
+    twins = Twins()
+    for batch in [*batches(3), torch.full((8, 20), torch.inf)]:
+        for module, optimizer in twins.each():
+            loss_of(module, batch).backward()
+            if batch.isinf().any():
+                with pytest.raises(RuntimeError, match="non-finite"):
+                    nn.utils.clip_grad_norm_(module.parameters(), 0.1, error_if_nonfinite=True)
+            else:
+                nn.utils.clip_grad_norm_(module.parameters(), 0.1, error_if_nonfinite=True)
+                optimizer.step()
+            optimizer.zero_grad()
+    twins.check()
+    assert twins.step.separate[NORMS] == 2 and twins.step.updated == 2
+
+
+def test_an_optimizer_that_calls_its_closure_repeatedly_steps_by_itself():
+    trained = []
+    for compiled in (False, True):
+        module = model()
+        optimizer = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
+        if compiled:
+            dcompile.compile(module, optimizer=optimizer, options={"receipt": False})
+        for batch in batches(2):
+
+            def closure(module=module, optimizer=optimizer, batch=batch):
+                optimizer.zero_grad()
+                loss = loss_of(module, batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        trained.append([p.detach() for p in module.parameters()])
+    torch.testing.assert_close(trained[1], trained[0], atol=1e-5, rtol=1e-4)
 
 
 def test_two_models_of_one_optimizer_are_trained_as_eagerly():

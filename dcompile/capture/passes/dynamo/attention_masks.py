@@ -47,9 +47,18 @@ from dcompile.capture.passes.dynamo.grouped_query_attention import erase_repeate
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
 from dcompile.capture.passes.dynamo.mask_elements import FROM_NUMBERS, ElementsOf, MaskTracer
 from dcompile.device_traits import traits_of
-from dcompile.ir.bounds import MIN_SYMBOL_VALUES
 from dcompile.ir.elements import Elements, Read, Reads, UnknownElements, axis, positions_of
-from dcompile.ir.index import Index, Size, as_index, is_below, is_nonnegative, is_symbol, substitute, var
+from dcompile.ir.index import (
+    MIN_SYMBOL_VALUES,
+    Index,
+    Size,
+    as_index,
+    is_below,
+    is_nonnegative,
+    is_symbol,
+    substitute,
+    var,
+)
 from dcompile.ir.ops import DTYPES
 from dcompile.ir.piecewise import (
     TooManyCases,

@@ -53,7 +53,6 @@ from dcompile.capture.passes.joint.layouts import keep_rows_contiguous, use_chan
 from dcompile.capture.passes.joint.padding import pad_groups, pad_matmuls
 from dcompile.capture.passes.joint.rng_keys import assign_rng_keys
 from dcompile.capture.passes.joint.saved_values import (
-    compact_pool_indices,
     copy_changed_inputs,
     drop_saved_pool_inputs,
     recompute_misaligned_views,
@@ -139,7 +138,6 @@ JOINT_PASSES: tuple[GraphPass, ...] = (
     # before padding, which leaves matmuls that add a broadcast matrix as they are
     GraphPass(separate_broadcast_addends, stages=BOTH, when=with_own_kernels),
     GraphPass(gather_permutation_gradients, stages=("joint",), when=with_own_kernels),
-    GraphPass(compact_pool_indices, stages=("joint",), when=with_own_kernels),
     GraphPass(pad_matmuls, stages=BOTH, when=lambda config: config.shape_padding and with_own_kernels(config)),
     GraphPass(narrow_gathers, stages=BOTH, when=with_own_kernels),
     GraphPass(use_channels_last, stages=BOTH, when=with_own_kernels),

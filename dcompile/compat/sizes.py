@@ -9,12 +9,9 @@ import operator
 import unittest.mock
 from collections.abc import Iterable, Iterator, Sequence
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dcompile.passes import PassReport
-
-if TYPE_CHECKING:
-    pass
 
 
 @contextlib.contextmanager

@@ -238,6 +238,15 @@ def _joined(whole: Receipt, part: Receipt) -> Receipt:
     return Receipt(**values)
 
 
+OF_NEWEST = ("kernels", "kernel_calls", "library_calls", "pieces", "regions", "bytes_gathered")
+"""Counts of a receipt that are sums over the programs of the newest variant."""
+OF_EVERY = (
+    "cache_hits", "built", "graphs_cached", "graphs_received", "kernels_received", "graphs_uncacheable", "recordings",
+    "replays",
+)  # fmt: skip
+"""Those that are sums over all programs of the model."""
+
+
 def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
     variant = model.newest or Variant((), training=False)
     reports = _reports(model, variant)
@@ -245,31 +254,20 @@ def _receipt_of(model: CompiledModel, has_parts: bool) -> Receipt:
     arriving = model.sync.arriving(variant.graphs)
     every = [executable.report for graph in model.graphs for executable in graph.executables.values()]
     traces = [graph.trace for graph in model.graphs if graph.trace is not None]
+    counts = {name: sum(getattr(report, name) for report in reports) for name in OF_NEWEST}
+    counts |= {name: sum(getattr(report, name) for report in every) for name in OF_EVERY}
     return Receipt(
+        **counts,
         adapter=model.adapter.name,
         eligible=model.adapter.eligible and not runs_eagerly,
         graphs=len(variant.graphs),
         graph_breaks=model.graph_breaks,
-        kernels=sum(report.kernels for report in reports),
-        kernel_calls=sum(report.kernel_calls for report in reports),
-        library_calls=sum(report.library_calls for report in reports),
         collectives=sum(report.collectives for report in reports) + len(arriving),
         buckets=_bucket_count(model, variant) + len(arriving),
         compile_seconds=model.compile_seconds,
-        cache_hits=sum(report.cache_hits for report in every),
-        built=sum(report.built for report in every),
-        graphs_cached=sum(report.graphs_cached for report in every),
-        graphs_received=sum(report.graphs_received for report in every),
-        kernels_received=sum(report.kernels_received for report in every),
-        graphs_uncacheable=sum(report.graphs_uncacheable for report in every),
         traces_cached=sum(trace.cached is not None for trace in traces),
-        recordings=sum(report.recordings for report in every),
-        replays=sum(report.replays for report in every),
-        pieces=sum(report.pieces for report in reports),
-        regions=sum(report.regions for report in reports),
         bytes_copied=sum(report.bytes_copied for report in reports)
         + sum(bucket.numel * ITEMSIZE[bucket.dtype] for bucket in arriving),
-        bytes_gathered=sum(report.bytes_gathered for report in reports),
         predicted_exposed_us=_predicted_exposed_us(model, variant),
         name=model.name,
         is_function=model.is_function,

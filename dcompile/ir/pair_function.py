@@ -15,7 +15,7 @@ from dcompile.ir.cursor import TextCursor
 from dcompile.ir.index import ZERO, Index, as_index
 from dcompile.ir.loop_text import show_values
 from dcompile.ir.nodes import Apply, Const, Load, Loop, Ref, Store, Value
-from dcompile.ir.parse_loop import BodyParser
+from dcompile.ir.parse import BodyParser
 
 SCORE, GRADIENT, RESULT = "score", "grad", "result"
 PLACES = ("b", "h", "q", "k")

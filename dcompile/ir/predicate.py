@@ -34,7 +34,7 @@ class Predicate:
     reads: tuple[tuple[Index, ...], ...] = ()
     """Position of each read in its tensor, by dimension."""
     sizes: tuple[str, ...] = ()
-    """Names of the sizes, each with the letter for its least value (`bounds.py`)."""
+    """Names of the sizes, each with the letter for its least value (`index.MIN_SYMBOL_VALUES`)."""
 
     def __str__(self) -> str:
         positions = "".join(f"[{', '.join(map(str, read))}]" for read in self.reads)

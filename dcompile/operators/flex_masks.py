@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from dcompile.compat import attention
-from dcompile.ir.index import Index, as_index, evaluate_on
+from dcompile.ir.index import Atom, Div, Extreme, Index, Mod, Var, as_index, evaluate_on
 from dcompile.ir.piecewise import Test, Tree
-from dcompile.ir.polynomial import Atom, Div, Extreme, Mod, Var
 from dcompile.ir.predicate import BATCH, HEAD, KEY, QUERY, Predicate, parse_predicate
 from dcompile.operators.attention_ops import allowed, autocast, chosen, element
 

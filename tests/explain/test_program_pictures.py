@@ -2,7 +2,7 @@
 
 import re
 
-from dcompile.explain.program_pictures import draw_memory, draw_schedule
+from dcompile.explain.html import draw_memory, draw_schedule
 
 SPANS = [
     ("rows", "compute", 0.0, 100.0, 0.0),

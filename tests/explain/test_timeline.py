@@ -5,9 +5,8 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from dcompile.explain.export import save_timeline, timeline_lines
+from dcompile.explain.export import save_timeline, timeline_lines, trace
 from dcompile.explain.measured_steps import label, steps_of
-from dcompile.explain.perfetto import trace
 from dcompile.explain.svg import MEANING, draw_comparison, draw_timeline, ticks
 from dcompile.explain.timeline import Timeline, covered_seconds
 from dcompile.explain.timeline_bars import bars, caption, duration

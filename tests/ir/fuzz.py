@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dcompile.ir.bounds import is_nonnegative
 from dcompile.ir.buffers import Buffer
 from dcompile.ir.index import (
     Index,
@@ -25,6 +24,7 @@ from dcompile.ir.index import (
     evaluate,
     flatten,
     floordiv,
+    is_nonnegative,
     size_product,
     unflatten,
     var,

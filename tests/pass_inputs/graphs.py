@@ -241,11 +241,6 @@ def counted(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
     return x * n
 
 
-def pooled(x: torch.Tensor) -> torch.Tensor:
-    """Max pooling as ResNet has it."""
-    return F.max_pool2d(x, 3, 2, 1)
-
-
 def enlarged(x: torch.Tensor) -> torch.Tensor:
     """An image in 16 bits, which torch enlarges in 32."""
     places = torch.arange(8) // 2
@@ -338,7 +333,6 @@ JOINT_INPUTS: Mapping[str, GraphInput] = {
         lambda: traced(biased, *(zeros(*size, dtype=torch.bfloat16) for size in ((4, 1, 8), (4, 8, 6), (4, 6, 8))))
     ),
     "gather_permutation_gradients": GraphInput(lambda: joint(sorted_rows, learning(6, 3), zeros(6))),
-    "compact_pool_indices": GraphInput(lambda: joint(pooled, learning(2, 3, 20, 20))),
     "pad_matmuls": GraphInput(
         lambda: traced(torch.mm, zeros(640, 512, dtype=torch.bfloat16), zeros(512, 1001, dtype=torch.bfloat16))
     ),

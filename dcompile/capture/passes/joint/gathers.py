@@ -14,12 +14,14 @@ Guarantees: the same values, up to the order in which the copies of one row are 
 from __future__ import annotations
 
 import operator
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from dcompile import compat
+from dcompile.capture.passes.joint.inserted_calls import insert_call
 from dcompile.capture.passes.joint.layouts import GATHERS
 from dcompile.passes import PassReport
 
@@ -148,17 +150,17 @@ def _inverse_of(node: Node) -> Node | None:
 def _gather(joint: GraphModule, node: Node, order: Node, copies: int) -> None:
     """Replace a scatter-add by a gather with the inverse of `order`, and a sum over copies."""
     values: Any = node.args[2]
-    inverse = _inverse(joint, order, node)
-    with joint.graph.inserting_before(node):
-        result = _new_node(joint, node, aten.index.Tensor, values, [inverse])
-        if copies > 1:
-            rows = _shape(node)
-            result = _new_node(joint, node, aten.view.default, result, [rows[0], copies, *rows[1:]])
-            result = _new_node(joint, node, aten.sum.dim_IntList, result, [1])
+    mode = compat.aot.detect_fake_mode([node.meta["val"]])
+    insert = partial(insert_call, joint.graph, mode, origin=node, before=node)
+    result = insert(aten.index.Tensor, (values, [_inverse(joint, order, node, mode)]))
+    if copies > 1:
+        rows = _shape(node)
+        result = insert(aten.view.default, (result, [rows[0], copies, *rows[1:]]))
+        result = insert(aten.sum.dim_IntList, (result, [1]))
     node.replace_all_uses_with(result)
 
 
-def _inverse(joint: GraphModule, order: Node, before: Node) -> Node:
+def _inverse(joint: GraphModule, order: Node, before: Node, mode: Any) -> Node:
     """Return the inverse of a permutation: an existing one that precedes a node, or a new one."""
     known = _inverse_of(order) or next(
         (user for user in order.users if user < before and _inverse_of(user) is order), None
@@ -167,19 +169,7 @@ def _inverse(joint: GraphModule, order: Node, before: Node) -> Node:
         return known
     val = order.meta["val"]
     where = {"dtype": val.dtype, "device": val.device}
-    with joint.graph.inserting_after(order):
-        numbers = _new_node(joint, order, aten.arange.default, val.shape[0], **where)
-    with joint.graph.inserting_after(numbers):
-        room = _new_node(joint, order, aten.empty.memory_format, [val.shape[0]], **where)
-    with joint.graph.inserting_after(room):
-        return _new_node(joint, order, aten.index_put.default, room, [order], numbers)
-
-
-def _new_node(joint: GraphModule, like: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """Make a node with its fake value, and the metadata of `like`."""
-    made = joint.graph.call_function(target, args, kwargs)
-    made.meta = {key: value for key, value in like.meta.items() if key not in ("tensor_meta", "eager_input_vals")}
-    given = torch.fx.map_arg((args, kwargs), lambda node: node.meta["val"])
-    with compat.aot.detect_fake_mode([like.meta["val"]]):
-        made.meta["val"] = target(*given[0], **given[1])
-    return made
+    insert = partial(insert_call, joint.graph, mode, origin=order)
+    numbers = insert(aten.arange.default, (val.shape[0],), after=order, kwargs=where)
+    room = insert(aten.empty.memory_format, ([val.shape[0]],), after=numbers, kwargs=where)
+    return insert(aten.index_put.default, (room, [order], numbers), after=room)

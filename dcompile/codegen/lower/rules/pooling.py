@@ -26,7 +26,7 @@ from dcompile.codegen.lower.symbolic.strides import Shape, contiguous, is_dense,
 from dcompile.compat.size_expressions import numbers
 from dcompile.device_traits import traits_of
 from dcompile.ir.index import Index, Size, as_index, as_size, flatten, floordiv, modulo
-from dcompile.ir.nodes import Apply, IndexOf, Load, Ref, Store
+from dcompile.ir.nodes import Apply, Load, Ref, Store
 from dcompile.ir.ops import DTYPES, REDUCTIONS
 
 MAX_WINDOW = 27
@@ -390,19 +390,11 @@ def _gathered(
         with contextlib.nullcontext() if inside is True else body.masked(inside):
             position = body.trace(indices, place)
             given = to_dtype(body, body.trace(grad, place), compute)
-        chosen_here = both(body, inside, _is_at(body, position, here))
+        chosen_here = both(body, inside, body.apply("eq", position, body.index(here)))
         return body.apply("where", chosen_here, given, body.const(0, compute))
 
     counts = tuple(w.reach for w in windows)
     return sum_windows(low, value, counts, (grad, indices), element, lambda body, total, _: total)
-
-
-def _is_at(body: Body, position: Ref, here: Index) -> Ref:
-    """Compare a position with an index; a position relative to one needs no addition for each element."""
-    match body.values[position]:
-        case Apply("add", (offset, start), _) if isinstance(first := body.values[start], IndexOf):
-            return body.apply("eq", offset, body.index(here - first.index))
-    return body.apply("eq", position, body.index(here))
 
 
 def _max_pool(rank: int) -> Callable[..., Any]:

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from dcompile.capture.passes.dynamo.attention_masks import recognize_causal_masks
+from dcompile.capture.passes.dynamo.attention_masks import ElementsOf, recognize_causal_masks
 from dcompile.capture.passes.dynamo.captured_nodes import ATTENTION
 from dcompile.capture.passes.dynamo.higher_order_bodies import NestedGraphs
-from dcompile.capture.passes.dynamo.mask_elements import ElementsOf
 from dcompile.codegen.lower.elements import ElementTracer
 from dcompile.ir.index import evaluate
 from tests.ir.test_piecewise import evaluate_tree

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dcompile.codegen.lower.lower import lower
-from dcompile.codegen.lower.symbolic.ints import numbers_of
+from dcompile.codegen.lower.lower import lower, numbers_of
 from dcompile.ir.nodes import Apply, Const, Loop
 
 X = torch.arange(1.0, 9.0)

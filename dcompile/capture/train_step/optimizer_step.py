@@ -21,7 +21,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.train_step.deferred_backward import WITH_UPDATES, DeferredBackward, LateBackward
-from dcompile.capture.train_step.optimizer_state import Member, Membership, OptimizerState, why_no_rule
+from dcompile.capture.train_step.optimizer_state import Member, Membership, OptimizerState, why_not_traced
 from dcompile.capture.train_step.pending_gradient import PendingGradient, PendingScalar, clipping
 from dcompile.capture.train_step.step_graph import ParameterUpdate, update_alone, with_updates
 from dcompile.collectives.contract import Executable
@@ -264,7 +264,7 @@ class OptimizerStep:
         if optimizer is None:
             return
         closure = any(value is not None for value in (*args[1:], *keywords.values()))
-        reason = "the step has a closure" if closure else why_no_rule(optimizer)
+        reason = "the step has a closure" if closure else why_not_traced(optimizer)
         if not reason and self._waiting is not None:
             reason = self._why_apart(optimizer, self._waiting) or self._run_joined(optimizer, self._waiting)
             if not reason:
@@ -437,10 +437,10 @@ def _remove(handles: Sequence[Any]) -> None:
 def _updates(
     members: Membership, saved: Sequence[int | None], views: Sequence[tuple[int, ...]]
 ) -> list[ParameterUpdate]:
-    each = zip(members.members, members.firsts, saved, views, strict=True)
+    each = zip(members.members, members.traces, members.firsts, saved, views, strict=True)
     return [
-        ParameterUpdate(member.held[0], member.held[1:], members.rule, member.group, first, at, looks)
-        for member, first, at, looks in each
+        ParameterUpdate(member.held[0], member.held[1:], trace, first, at, looks)
+        for member, trace, first, at, looks in each
     ]
 
 

@@ -178,12 +178,12 @@ class NumbersOnDevice(TorchFunctionMode):
             return args[0]
         if name == "setitem" and isinstance(args[1], torch.Tensor) and args[1].shape == args[0].shape:
             return args[0].copy_(torch.where(args[1], self._read(args[2]), args[0]))
-        if not any(isinstance(x, Number) for x in (*args, *kwargs.values())):
-            return func(*args, **kwargs)
-        factor, in_parts = _PARTS.get(name, ("", None))
-        if in_parts is not None and (not factor or isinstance(kwargs.get(factor), Number)):
-            new = in_parts(self._read, *args, **kwargs)
+        numbers = any(isinstance(x, Number) for x in (*args, *kwargs.values()))
+        if name in _PARTS and (numbers or name in _ALWAYS or "alpha" in kwargs) and isinstance(args[0], torch.Tensor):
+            new = _PARTS[name](self._read, *args, **kwargs)
             return args[0].copy_(new) if func.__name__.endswith("_") else new
+        if not numbers:
+            return func(*args, **kwargs)
         read = self._read if name in COMBINED else lambda x: float(x) if isinstance(x, Number) else x
         return func(*map(read, args), **{key: read(value) for key, value in kwargs.items()})
 
@@ -191,27 +191,40 @@ class NumbersOnDevice(TorchFunctionMode):
 Reader: TypeAlias = Callable[[Any], Any]
 
 
-def _add(read: Reader, x: torch.Tensor, y: Any, alpha: Number) -> torch.Tensor:
-    return x + read(y) * read(alpha)
+def _fma(a: torch.Tensor, b: Any, x: torch.Tensor) -> torch.Tensor:
+    """Add a product, rounded once, as ATen does wherever a factor is part of a sum."""
+    if not isinstance(b, torch.Tensor):
+        b = torch.full((), b, dtype=x.dtype, device=x.device)
+    return torch.ops.dcompile_step.fma(a, b, x)  # type: ignore[no-any-return]
 
 
-def _sub(read: Reader, x: torch.Tensor, y: Any, alpha: Number) -> torch.Tensor:
-    return _add(read, x, y, -alpha)
+def _add(read: Reader, x: torch.Tensor, y: Any, alpha: Any = 1) -> torch.Tensor:
+    y = read(y)
+    if not isinstance(alpha, Number) and alpha == 1:
+        return x + y
+    return _fma(y, read(alpha), x) if isinstance(y, torch.Tensor) else x + y * read(alpha)
 
 
-def _addcmul(read: Reader, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, value: Number) -> torch.Tensor:
-    return x + read(value) * y * z
+def _sub(read: Reader, x: torch.Tensor, y: Any, alpha: Any = 1) -> torch.Tensor:
+    return _add(read, x, y, -alpha) if isinstance(y, torch.Tensor) else x - read(y) * read(alpha)
 
 
-def _addcdiv(read: Reader, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, value: Number) -> torch.Tensor:
-    return x + read(value) * y / z
+def _addcmul(read: Reader, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, value: Any = 1) -> torch.Tensor:
+    return _fma(y * read(value), z, x)
 
 
-def _lerp(read: Reader, start: torch.Tensor, end: torch.Tensor, weight: Number) -> torch.Tensor:
+def _addcdiv(read: Reader, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, value: Any = 1) -> torch.Tensor:
+    return x + y * read(value) / z
+
+
+def _lerp(read: Reader, start: torch.Tensor, end: torch.Tensor, weight: Any) -> torch.Tensor:
     """Interpolate from the nearer end, as torch does."""
+    if isinstance(weight, torch.Tensor):
+        return torch.lerp(start, end, weight)
     if abs(weight) < 0.5:
-        return start + (end - start) * read(weight)
-    return end - (end - start) * read(1 - weight)
+        return _fma(end - start, read(weight), start)
+    nearest = weight.tape.apply(_float32, weight) if isinstance(weight, Number) else _float32(weight)
+    return _fma(end - start, read(nearest - 1), end)
 
 
 def _clamp(read: Reader, x: torch.Tensor, min: Any = None, max: Any = None) -> torch.Tensor:  # noqa: A002
@@ -223,12 +236,8 @@ def _like(x: torch.Tensor, number: Any) -> torch.Tensor:
     return number.to(x.dtype) if isinstance(number, torch.Tensor) else torch.full_like(x, number)
 
 
-_PARTS: Mapping[str, tuple[str, Callable[..., torch.Tensor]]] = {
-    "add": ("alpha", _add),
-    "sub": ("alpha", _sub),
-    "addcmul": ("value", _addcmul),
-    "addcdiv": ("value", _addcdiv),
-    "lerp": ("", _lerp),
-    "clamp": ("", _clamp),
-}
-"""Function -> its factor that cannot be a tensor, if only that is in question; the function with numbers in memory."""
+_PARTS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "add": _add, "sub": _sub, "addcmul": _addcmul, "addcdiv": _addcdiv, "lerp": _lerp, "clamp": _clamp,
+}  # fmt: skip
+"""Functions that torch cannot give a tensor in place of a number, or that it rounds in another way then."""
+_ALWAYS = frozenset(("addcmul", "lerp"))

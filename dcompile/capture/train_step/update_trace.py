@@ -18,6 +18,7 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.train_step.host_numbers import NumbersOnDevice, Read, StateNumber, Tape
+from dcompile.operators import step_ops
 
 Group: TypeAlias = Mapping[str, Any]
 State: TypeAlias = Mapping[str, Any]
@@ -30,8 +31,8 @@ LARGEST = 1 << 16
 """Length of the vector of numbers in a trace; programs read from the part that is used."""
 _WAYS = {"foreach": False, "fused": False, "capturable": False}
 """Settings that say how torch's optimizers update, but not what to."""
-_MOVES = frozenset(("clone", "_to_copy", "alias", "detach", "copy"))
-"""Operations without arithmetic that keep each element's place."""
+_MOVES = frozenset(("clone", "_to_copy", "alias", "detach", "copy", "full", "fma"))
+"""Further operations that keep each element's place."""
 
 
 class NoState(Exception):
@@ -138,6 +139,15 @@ class _Given:
         number = self.tape.source(("state", at, name, -1), value.item() if isinstance(value, torch.Tensor) else value)
         return StateNumber(number, value.dtype) if isinstance(value, torch.Tensor) else number
 
+    def rests(self, memories: Sequence[Sequence[torch.Tensor]]) -> bool:
+        """Does the step do nothing where there are no gradients, as after the program's update?"""
+        tensors = [dict(zip(tensors_of(s), m[1:], strict=True)) for s, m in zip(self.states, memories, strict=True)]
+        made = self.stand_in([each[0] for each in memories], tensors)
+        before = _snapshot(made)
+        with torch.no_grad():
+            compat.hooks.own_step(self.optimizer)(made)
+        return _snapshot(made) == before and all(x._version == 0 for each in memories for x in each)
+
     def makes_state(self, made: Any, parameters: Sequence[torch.Tensor]) -> bool:
         """Has the step made tensors or numbers that were not there before?"""
         return any(
@@ -158,6 +168,12 @@ class _Given:
                 if is_counter(name, old.get(name)):
                     self.counters.append((at, name, self.tape.apply(operator.pos, value).at))
         return found
+
+
+def _snapshot(made: Any) -> list[Any]:
+    """Return the identity of all that an optimizer holds; a number that changes is another object, or entry."""
+    parts = [made.__dict__, *made.param_groups, *made.state.values()]
+    return [(name, id(value), getattr(value, "at", None)) for part in parts for name, value in part.items()]
 
 
 def trace(
@@ -204,10 +220,14 @@ def trace(
     with compat.tensors.fake_mode():
         old, gradients = [fake(x) for each in memories for x in each], [fake(each[0]) for each in memories]
         vector = torch.empty(LARGEST, dtype=dtype, device=old[0].device)
+        if not is_independent(optimizer) and not _Given(optimizer, groups, states, members).rests(
+            [[fake(x) for x in each] for each in memories]
+        ):
+            raise ValueError("it does something without gradients")
     gm = compat.aot.traced_again(torch.func.functionalize(step), [*gradients, *old, vector], {})
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     for node in calls:
-        if node.target.namespace not in ("aten", "prims") or torch.Tag.nondeterministic_seeded in node.target.tags:
+        if node.target.namespace not in ("aten", "prims", step_ops.NAMESPACE) or torch.Tag.nondeterministic_seeded in node.target.tags:
             raise ValueError(f"it calls {node.target}")
     numbers = [*gm.graph.find_nodes(op="placeholder")][-1]
     is_elementwise = all(

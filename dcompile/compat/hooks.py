@@ -135,6 +135,21 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return any(not hasattr(hook, OWN) for hook in found)
 
 
+def own_step(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the function of an optimizer's class that makes a step, without what torch wraps around it."""
+    step: Any = type(optimizer).step
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
+
+
+def stand_in(optimizer: torch.optim.Optimizer) -> Any:
+    """Return an optimizer of the same class with the same attributes, but without hooks."""
+    made = object.__new__(type(optimizer))
+    made.__dict__.update(optimizer.__dict__, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
+    return made
+
+
 def mark_own(hook: Any) -> Any:
     """Mark a hook before an optimizer's step as dcompile's own, which changes no gradient."""
     setattr(hook, OWN, True)

@@ -112,6 +112,12 @@ def _gcd(a: Any, b: Any) -> Any:
     return a
 
 
+def _fma(a: Any, b: Any, c: Any) -> Any:
+    """Add a product without rounding it first. float64 holds products of float32; its own are rounded twice."""
+    wide = np.multiply(a, b, dtype=np.float64) + np.asarray(c, np.float64)
+    return wide.astype(np.result_type(a, b, c))
+
+
 def _sign(x: Any) -> Any:
     """Sign: -1, 0 or 1; 0 for NaN, as torch."""
     return np.greater(x, 0).astype(x.dtype) - np.less(x, 0).astype(x.dtype)
@@ -142,6 +148,7 @@ OPS: Mapping[str, Op] = {
         Op("add", 2, "same", _NUMBER, np.add, vector="arithmetic", keeps_nan=True),
         Op("sub", 2, "same", _NUMBER, np.subtract, vector="arithmetic", keeps_nan=True),
         Op("mul", 2, "same", _NUMBER, np.multiply, vector="arithmetic", keeps_nan=True),
+        Op("fma", 3, "same", _FLOAT, _fma, vector="function", keeps_nan=True),
         Op("div", 2, "same", _FLOAT, np.divide, 4, vector="arithmetic", keeps_nan=True, stalls=True),
         Op("floordiv", 2, "same", _NUMBER, np.floor_divide, 8, fails=_divides_by_zero),  # towards -inf
         Op("truncdiv", 2, "same", frozenset(("int",)), _trunc_div, 8, fails=_divides_by_zero),  # towards 0

@@ -1,8 +1,10 @@
-"""A gradient after its reduction over the ranks, as a torch operator.
+"""What updates are made of, as torch operators.
 
 `torch.ops.dcompile_step.reduced(gradient, number)` marks, in the graph of a backward with an update, where the update
 of parameter `number` reads the reduced gradient, which is row-major. Programs replace the mark by the memory that the
 reduction fills (`dcompile/collectives/updates.py`), so it never runs.
+
+`torch.ops.dcompile_step.fma(a, b, x)` is `a * b + x`, rounded once, as in ATen's sums with a factor.
 """
 
 from __future__ import annotations
@@ -28,7 +30,17 @@ def _result(gradient: torch.Tensor, number: int) -> torch.Tensor:
     return torch.empty_like(gradient, memory_format=torch.contiguous_format)
 
 
+def _fma(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (a.double() * b.double() + x.double()).to(_fma_result(a, b, x).dtype)
+
+
+def _fma_result(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return a * b + x
+
+
 _LIBRARY = define_operators(
-    NAMESPACE, ("reduced(Tensor gradient, int number) -> Tensor",), {"reduced": (_never, _result)}
+    NAMESPACE,
+    ("reduced(Tensor gradient, int number) -> Tensor", "fma(Tensor a, Tensor b, Tensor x) -> Tensor"),
+    {"reduced": (_never, _result), "fma": (_fma, _fma_result)},
 )
 """Library of the operators, which exist as long as this object."""

@@ -18,11 +18,14 @@ from dcompile.capture.entry import find_model
 STEPS = 5
 
 
-def _wrapped(way: str) -> Any:
+def _wrapped(way: str, kind: str = "") -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4)
     )
+    if kind == "Muon":  # for matrices
+        layers = [nn.Linear(rows, columns, bias=False) for rows, columns in ((16, 32), (32, 32), (32, 4))]
+        model = nn.Sequential(layers[0], nn.GELU(), layers[1], nn.GELU(), layers[2])
     if way == "ddp":
         return DDP(model, bucket_cap_mb=0.004)
     for layer in (model[3], model[5]):
@@ -83,7 +86,7 @@ def _state(model: Any, optimizer: Any) -> list[torch.Tensor]:
 
 
 def _make(way: str, kind: str, compiled: bool) -> tuple[Any, Any]:
-    model = _wrapped(way)
+    model = _wrapped(way, kind)
     settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9} if kind == "SGD" else {"lr": 1e-3}
     optimizer = getattr(torch.optim, kind)(model.parameters(), **settings)
     if compiled:
@@ -108,6 +111,7 @@ def parity(
         "joined": found.step.joined,
         "updated": found.step.updated,
         "eager": dict(found.step.eager),
+        "separate": dict(found.step.separate),
         "checksum": [float(x.double().sum()) for x in states[1][:3]],
     }
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dcompile import compat
-from dcompile.capture.train_step.update_rules import RULES, Group, UpdateRule
+from dcompile.capture.train_step import update_trace
+from dcompile.capture.train_step.update_trace import Group, NoState, UpdateTrace, constants, is_counter, is_independent
 from dcompile.device_traits import HOST, traits_of
+
+TRACES = 8
+"""Traces for parameters of one kind, which differ in outcomes of tests of numbers."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +24,19 @@ class Member:
 
     parameter: torch.nn.Parameter
     group: Group
+    state: dict[str, Any]
     held: tuple[torch.Tensor, ...]
     """The parameter's memory and that of its state, on this rank."""
+    layouts: tuple[Any, ...]
+
+    @property
+    def counters(self) -> Iterator[tuple[str, Any]]:
+        """Entries of the state that the host computes."""
+        return ((name, value) for name, value in self.state.items() if is_counter(name, value))
 
 
-def why_no_rule(optimizer: torch.optim.Optimizer) -> str:
-    """Return why no update of this optimizer can be compiled now; empty if its settings allow it."""
-    if type(optimizer) not in RULES:
-        return f"{type(optimizer).__name__} has no update rule"
+def why_not_traced(optimizer: torch.optim.Optimizer) -> str:
+    """Return why no update of this optimizer can be traced now; empty if its settings allow it."""
     if compat.hooks.has_step_hooks(optimizer):
         return "the optimizer has a hook before its step"
     if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
@@ -39,10 +48,28 @@ def why_no_rule(optimizer: torch.optim.Optimizer) -> str:
 
 def _is_known(group: Group) -> bool:
     """Are a group's settings numbers that the host knows?"""
-    rate, betas = group["lr"], group.get("betas", ())
+    rate, betas = group.get("lr"), group.get("betas", ())
     if isinstance(rate, torch.Tensor) and not traits_of(rate.device.type).is_host:
         return False
     return not group.get("differentiable") and not any(isinstance(beta, torch.Tensor) for beta in betas)
+
+
+@dataclass(eq=False)
+class Kind:
+    """Members that one trace updates with the same numbers; or all members, if their updates depend on each other."""
+
+    trace: UpdateTrace
+    groups: list[Group]
+    counts: list[dict[str, Any]]
+    """Counters before the step, of each parameter of the trace."""
+    members: list[Member]
+    values: list[Any]
+    """Numbers of the step that is made now."""
+
+    def counters(self) -> Iterator[tuple[dict[str, Any], str, Any, list[Member]]]:
+        """Yield (counts, name, value after the step, members) of each counter."""
+        for at, name, place in self.trace.counters:
+            yield self.counts[at], name, self.values[place], [self.members[at]] if self.trace.is_joint else self.members
 
 
 @dataclass(eq=False)
@@ -52,29 +79,32 @@ class Membership:
     Programs are for all memberships of one `number`, which differ in addresses alone.
     """
 
-    rule: UpdateRule
     members: list[Member]
-    sources: list[tuple[dict[str, torch.Tensor], str]]
-    """(state of a parameter, name) of each of its tensors: step counts come last."""
-    steps: list[torch.Tensor]
     settings: list[Any]
     tensors: list[torch.Tensor]
     """Memory of parameters and states on this rank, to notice that it moves."""
     addresses: list[int]
+    sources: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    """(state of a parameter, name) of each of its tensors."""
+    held: list[torch.Tensor] = field(default_factory=list)
+    """The tensors of `sources`."""
+    steps: list[torch.Tensor] = field(default_factory=list)
+    """Counters that are tensors."""
+    numbers_held: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    """(state of a parameter, name) of counters that are numbers of Python."""
     number: int = -1
     obstacle: str = ""
     """Why no program can update them."""
     number_dtype: torch.dtype = torch.float32
     """Dtype of the step's numbers: float64 if a parameter is."""
-    held: list[torch.Tensor] = field(default_factory=list)
-    """The tensors of `sources`."""
     states: list[torch.Tensor] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    marks: list[Any] = field(default_factory=list)
+    """Versions and values of counters after the newest step."""
+    traces: list[UpdateTrace] = field(default_factory=list)
+    """Of each member."""
     firsts: list[int] = field(default_factory=list)
     """Where each member's first number is in the vector of numbers."""
-    kinds: list[tuple[Group, int]] = field(default_factory=list)
-    """(group, a member of it) for each part of the vector."""
+    kinds: list[Kind] = field(default_factory=list)
 
     def fits(self, settings: Sequence[Any]) -> bool:
         """Is it still what the optimizer holds?"""
@@ -85,40 +115,42 @@ class Membership:
             return False
         return compat.tensors.addresses_are(self.tensors, self.addresses, list(range(len(self.tensors))))
 
-    def read_counts(self) -> None:
-        """Read how many steps were made, where something else has changed the counts; a GPU is waited for.
+    def is_counted(self) -> bool:
+        """Are the numbers of the step that is made now found? Else something else has changed the counters."""
+        if not self.kinds or self.marks != self._marks():
+            return False
+        found = [kind.trace.replayed(kind.groups, kind.counts) for kind in self.kinds]
+        for kind, values in zip(self.kinds, found, strict=True):
+            kind.values = values or []
+        return None not in found
 
-        Members of a group with equal counts share numbers.
-        """
-        versions = [step._version for step in self.steps]
-        if versions != self.versions or not self.counts:
-            self.counts = [int(step.item()) for step in self.steps] or [0] * len(self.members)
-            places: dict[tuple[int, int], int] = {}
-            self.firsts, self.kinds, end = [], [], 0
-            for at, (member, count) in enumerate(zip(self.members, self.counts, strict=True)):
-                if (kind := (id(member.group), count)) not in places:
-                    places[kind] = end
-                    end += len(self.rule.numbers(member.group, 1))
-                    self.kinds.append((member.group, at))
-                self.firsts.append(places[kind])
-            self.number = -1
-            self.versions = versions
+    def _marks(self) -> list[Any]:
+        return [step._version for step in self.steps] + [state.get(name) for state, name in self.numbers_held]
 
     def numbers(self) -> list[float]:
         """Return the numbers of the step that is made now."""
-        found: list[float] = []
-        for group, at in self.kinds:
-            found += self.rule.numbers(group, self.counts[at] + 1)
-        return found
+        return [float(kind.values[place]) for kind in self.kinds for place in kind.trace.tape.slots] or [0.0]
 
     def advance(self) -> None:
         """Count the step in the optimizer's state, and tell autograd that parameters and state have changed."""
-        if self.steps:
+        counted = list[torch.Tensor]()
+        for kind in self.kinds:
+            for counts, name, value, members in kind.counters():
+                tensors = [x for m in members if isinstance(x := m.state[name], torch.Tensor)]
+                if tensors and value == counts[name] + 1:
+                    counted += tensors
+                elif tensors:
+                    with torch.no_grad():
+                        compat.tensors.copy_all(tensors, [torch.tensor(value, dtype=torch.float64)] * len(tensors))
+                else:
+                    for member in members:
+                        member.state[name] = value
+                counts[name] = value
+        if counted:
             with torch.no_grad():
-                compat.tensors.count_all(self.steps)
+                compat.tensors.count_all(counted)
         torch.autograd.graph.increment_version(self.tensors)
-        self.counts = [count + 1 for count in self.counts]
-        self.versions = [step._version for step in self.steps]
+        self.marks = self._marks()
 
 
 @dataclass(eq=False)
@@ -154,28 +186,73 @@ class OptimizerState:
     """(count, dtype, device) -> vector."""
     keys: dict[Any, int] = field(default_factory=dict)
     """What programs of updates depend on -> a number."""
+    traces: dict[Any, list[UpdateTrace]] = field(default_factory=dict)
+    """Constants of groups, and layouts -> traces."""
 
     def prepare(self, optimizer: torch.optim.Optimizer, wanted: Sequence[Any]) -> Membership | None:
         """Return the members of the step that is made now: the `wanted` parameters. None if one has no state.
 
         torch's optimizers make the state in their first step.
         """
-        rule = RULES[type(optimizer)]
-        settings: list[Any] = [rule.constants(group) for group in optimizer.param_groups]
+        settings: list[Any] = [constants(group) for group in optimizer.param_groups]
         settings += [list(map(id, wanted)), list(map(id, optimizer.state.values()))]
         settings += [list(map(id, group["params"])) for group in optimizer.param_groups]
         found = self.known.get(len(wanted))
         if found is None or not found.fits(settings):
-            found = _membership(optimizer, rule, set(map(id, wanted)), settings)
-            if found is None:
-                return None
-            self.known[len(wanted)] = found
-        found.read_counts()
-        if found.number < 0:
-            layouts = tuple((x.dtype, x.shape, x.stride(), x.device) for m in found.members for x in m.held)
-            own = tuple(rule.constants(member.group) for member in found.members)
-            found.number = self.keys.setdefault((own, tuple(found.firsts), layouts), len(self.keys))
+            found = self.known[len(wanted)] = _membership(optimizer, set(map(id, wanted)), settings)
+        if found.obstacle or found.is_counted():
+            return found
+        try:
+            self._trace(optimizer, found)
+        except NoState:
+            del self.known[len(wanted)]
+            return None
+        except Exception as error:
+            line = str(error).strip().partition("\n")[0]
+            found.obstacle = f"{type(optimizer).__name__} cannot be traced: {type(error).__name__}: {line}"
         return found
+
+    def _trace(self, optimizer: torch.optim.Optimizer, found: Membership) -> None:
+        """Find the trace and the numbers of each member."""
+        is_joint = not is_independent(optimizer)
+        parts: dict[Any, list[int]] = {}
+        for at, member in enumerate(found.members):
+            counts = {name: float(x) if isinstance(x, torch.Tensor) else x for name, x in member.counters}
+            own = (id(member.group), member.layouts, tuple(counts.items()))
+            parts.setdefault(() if is_joint else own, []).append(at)
+        found.kinds, found.firsts, end = [], [0] * len(found.members), 0
+        traces: dict[int, UpdateTrace] = {}
+        for places in parts.values():
+            kind = self._kind(optimizer, [found.members[at] for at in places], found.number_dtype, is_joint)
+            found.kinds.append(kind)
+            for at in places:
+                traces[at], found.firsts[at] = kind.trace, end
+            end += len(kind.trace.tape.slots)
+        found.traces = [traces[at] for at in range(len(found.members))]
+        found.marks = found._marks()
+        layouts = tuple(member.layouts for member in found.members)
+        found.number = self.keys.setdefault((tuple(found.traces), tuple(found.firsts), layouts), len(self.keys))
+
+    def _kind(
+        self, optimizer: torch.optim.Optimizer, members: list[Member], dtype: torch.dtype, is_joint: bool
+    ) -> Kind:
+        shown = members if is_joint else members[:1]
+        groups = [group for group in optimizer.param_groups if any(m.group is group for m in shown)]
+        owners = [next(at for at, group in enumerate(groups) if group is m.group) for m in shown]
+        counts = [{name: float(x) if isinstance(x, torch.Tensor) else x for name, x in m.counters} for m in shown]
+        key = tuple(map(constants, groups)), tuple(owners), tuple(m.layouts for m in shown), dtype
+        traces = self.traces.setdefault(key, [])
+        for known in traces:
+            values = known.replayed(groups, counts)
+            if values is not None:
+                return Kind(known, groups, counts, members, values)
+        if len(traces) == TRACES:
+            raise ValueError("its step depends on numbers that change from step to step in other ways than sums")
+        made = update_trace.trace(optimizer, groups, owners, [m.state for m in shown], [m.held for m in shown], dtype)
+        if not made.is_elementwise and any(compat.tensors.is_dtensor(m.parameter) for m in shown):
+            raise ValueError("it needs whole parameters, and each rank has a part")
+        traces.append(made)
+        return Kind(made, groups, counts, members, made.tape.values)
 
     def vector(self, members: Membership, more: Sequence[float] = ()) -> torch.Tensor:
         """Return the step's numbers, and `more`, in memory of the parameters' device."""
@@ -186,35 +263,29 @@ class OptimizerState:
         return self.numbers[kind].written(values)
 
 
-def _membership(
-    optimizer: torch.optim.Optimizer, rule: UpdateRule, wanted: Collection[int], settings: list[Any]
-) -> Membership | None:
-    """Collect the members of a step; None if a parameter has no state."""
-    members, sources, counts = list[Member](), list[tuple[dict[str, Any], str]](), list[tuple[dict[str, Any], str]]()
+def _membership(optimizer: torch.optim.Optimizer, wanted: Collection[int], settings: list[Any]) -> Membership:
+    """Collect the members of a step."""
+    members = list[Member]()
     for group in optimizer.param_groups:
-        names = rule.state(group)
         for parameter in group["params"]:
-            if id(parameter) not in wanted:
-                continue
-            state = optimizer.state.get(parameter) or {}
-            if any(state.get(name) is None for name in (*names, *(("step",) if rule.counts else ()))):
-                return None
-            members.append(Member(parameter, group, tuple(map(_memory, (parameter, *map(state.get, names))))))
-            sources += [(state, name) for name in names]
-            counts += [(state, "step")] if rule.counts else []
-    steps = [state[name] for state, name in counts]
+            if id(parameter) in wanted:
+                state = optimizer.state.get(parameter) or {}
+                held = tuple(map(_memory, (parameter, *map(state.get, update_trace.tensors_of(state)))))
+                layouts = tuple((x.dtype, x.shape, x.stride(), x.device) for x in held)
+                members.append(Member(parameter, group, state, held, (tuple(state), layouts)))
     tensors = [tensor for member in members for tensor in member.held]
-    made = Membership(
-        rule, members, [*sources, *counts], steps, settings, tensors, list(map(torch.Tensor.data_ptr, tensors))
-    )
+    made = Membership(members, settings, tensors, list(map(torch.Tensor.data_ptr, tensors)))
+    made.sources = [(m.state, name) for m in members for name, x in m.state.items() if isinstance(x, torch.Tensor)]
+    made.held = [state[name] for state, name in made.sources]
+    made.steps = [x for m in members for _, x in m.counters if isinstance(x, torch.Tensor)]
+    made.numbers_held = [(m.state, name) for m in members for name, x in m.counters if not isinstance(x, torch.Tensor)]
+    made.states = [state for member in members for state in member.held[1:]]
     if any(member.parameter.dtype is torch.float64 for member in members):
         made.number_dtype = torch.float64
     if len({tensor.device for tensor in tensors}) > 1:
         made.obstacle = "parameters or their state are on several devices"
     elif any(tensor.is_complex() or tensor.layout is not torch.strided for tensor in tensors):
         made.obstacle = "parameters are complex or sparse"
-    made.held = [state[name] for state, name in made.sources]
-    made.states = [state for member in members for state in member.held[1:]]
     return made
 
 

@@ -21,9 +21,10 @@ import torch
 
 from dcompile import compat
 from dcompile.capture.train_step.deferred_backward import WITH_UPDATES, DeferredBackward, LateBackward
-from dcompile.capture.train_step.optimizer_state import Member, Membership, OptimizerState, why_no_rule
+from dcompile.capture.train_step.optimizer_state import Member, Membership, OptimizerState, why_not_traced
 from dcompile.capture.train_step.pending_gradient import PendingGradient, PendingScalar, clipping
 from dcompile.capture.train_step.step_graph import ParameterUpdate, update_alone, with_updates
+from dcompile.capture.train_step.update_trace import is_independent
 from dcompile.collectives.contract import Executable
 from dcompile.errors import DcompileError
 
@@ -263,21 +264,21 @@ class OptimizerStep:
         optimizer = self._optimizer()
         if optimizer is None:
             return None
-        closure = keywords.get("closure") if len(args) == 1 else args[1]
-        if closure is None or why_no_rule(optimizer):  # an optimizer without a rule may call its closure repeatedly
-            self._update_by_program(optimizer)
+        given = [value for value in (*args[1:], *keywords.values()) if value is not None]
+        if not given or not is_independent(optimizer):  # another class may call its closure repeatedly
+            self._update_by_program(optimizer, "the step has a closure" if given else why_not_traced(optimizer))
             return None
+        (closure,) = given
 
         def closure_with_update() -> Any:
             loss = closure()
-            self._update_by_program(optimizer)
+            self._update_by_program(optimizer, why_not_traced(optimizer))
             return loss
 
         return (args[0], closure_with_update), {}
 
-    def _update_by_program(self, optimizer: torch.optim.Optimizer) -> None:
+    def _update_by_program(self, optimizer: torch.optim.Optimizer, reason: str) -> None:
         """Run the update as a program, with a backward that waits if nothing speaks against it."""
-        reason = why_no_rule(optimizer)
         if not reason and self._waiting is not None:
             reason = self._why_apart(optimizer, self._waiting) or self._run_joined(optimizer, self._waiting)
             if not reason:
@@ -447,10 +448,10 @@ def _remove(handles: Sequence[Any]) -> None:
 def _updates(
     members: Membership, saved: Sequence[int | None], views: Sequence[tuple[int, ...]]
 ) -> list[ParameterUpdate]:
-    each = zip(members.members, members.firsts, saved, views, strict=True)
+    each = zip(members.members, members.traces, members.firsts, saved, views, strict=True)
     return [
-        ParameterUpdate(member.held[0], member.held[1:], members.rule, member.group, first, at, looks)
-        for member, first, at, looks in each
+        ParameterUpdate(member.held[0], member.held[1:], trace, first, at, looks)
+        for member, trace, first, at, looks in each
     ]
 
 

@@ -11,11 +11,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from dcompile import compat
 from dcompile.capture.passes.joint.saved_values import is_view
-from dcompile.capture.train_step.update_rules import Group, UpdateRule
+from dcompile.capture.train_step.update_trace import UpdateTrace
 from dcompile.operators import step_ops
-
-WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-"""Dtype in which 16-bit parameters are updated, and rounded once, as by torch's fused optimizers."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,7 @@ class ParameterUpdate:
 
     parameter: torch.Tensor
     state: tuple[torch.Tensor, ...]
-    rule: UpdateRule
-    group: Group
+    trace: UpdateTrace
     number: int
     """Where its first number is in the vector of numbers."""
     saved: int | None = None
@@ -99,8 +95,7 @@ def with_updates(
     if clips is not None:
         with maker.before(maker.output):
             norm, gradients = maker.clipped(gradients, vector, clips)
-    for at, (gradient, update) in enumerate(zip(gradients, updates, strict=True)):
-        maker.update(update, gradient, [parameters[at], *states[at]], vector)
+    maker.update_all(updates, gradients, list(zip(parameters, states, strict=True)), vector)
     return maker.made(outputs if norm is None else (*outputs, norm))
 
 
@@ -117,12 +112,10 @@ def update_alone(
     states = [[maker.placeholder("state", value) for value in update.state] for update in updates]
     vector = maker.placeholder("numbers", numbers)
     factor = maker.placeholder("factor", numbers.new_empty((), dtype=torch.float32)) if scaled else None
-    for gradient, parameter, state, update in zip(given, parameters, states, updates, strict=True):
-        node = gradient
-        if factor is not None:
-            with maker.before(maker.output):
-                node = maker.traced(lambda x, scale: ((x * scale).to(x.dtype),), (gradient, factor), "scale")[0]
-        maker.update(update, node, [parameter, *state], vector)
+    if factor is not None:
+        with maker.before(maker.output):
+            given = [maker.traced(lambda x, scale: ((x * scale).to(x.dtype),), (x, factor), "scale")[0] for x in given]
+    maker.update_all(updates, given, list(zip(parameters, states, strict=True)), vector)
     return maker.made(())
 
 
@@ -239,29 +232,36 @@ class _GraphMaker:
         norm, factor = self.traced(scale, (vector, *norms), added)
         return norm, [self.traced(lambda x, f: ((x * f).to(x.dtype),), (x, factor), "scale")[0] for x in gradients]
 
-    def update(self, update: ParameterUpdate, gradient: Node, targets: Sequence[Node], vector: Node) -> None:
-        """Insert one update, and the copies into what it changes, after its gradient."""
-        rule, group = update.rule, update.group
-        count = len(rule.numbers(group, 1))
+    def update_all(
+        self,
+        updates: Sequence[ParameterUpdate],
+        gradients: Sequence[Node],
+        targets: Sequence[tuple[Node, Sequence[Node]]],
+        vector: Node,
+    ) -> None:
+        """Insert updates: each after its gradient, or all at the end if one trace is for all of them."""
+        flat = [[parameter, *state] for parameter, state in targets]
+        if updates and updates[0].trace.is_joint:
+            self._update(updates[0], gradients, [x for each in flat for x in each], vector, self.output)
+            return
+        for update, gradient, own in zip(updates, gradients, flat, strict=True):
+            behind = self.output if gradient.op == "placeholder" else gradient.next
+            self._update(update, [gradient], own, vector, behind)
 
-        def step(gradient: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            *old, numbers = others
-            parameter, *state = [x.to(WIDER.get(x.dtype, x.dtype)) for x in old]
-            single = [numbers[place] for place in range(count)]
-            new = rule.update(group, parameter, gradient.to(parameter.dtype), state, single)
-            return tuple(value.to(before.dtype) for value, before in zip(new, old, strict=True))
-
-        behind = self.output if gradient.op == "placeholder" else gradient.next
+    def _update(
+        self, update: ParameterUpdate, gradients: Sequence[Node], targets: Sequence[Node], vector: Node, behind: Node
+    ) -> None:
+        """Insert one update, and the copies into what it changes."""
+        last = update.number + max(1, len(update.trace.tape.slots))
         with self.before(behind):
-            numbers = self.graph.call_function(
-                torch.ops.aten.slice.Tensor, (vector, 0, update.number, update.number + count)
-            )
+            numbers = self.graph.call_function(torch.ops.aten.slice.Tensor, (vector, 0, update.number, last))
             with self.mode:
-                numbers.meta["val"] = vector.meta["val"][update.number : update.number + count]
-            new = self.traced(step, (gradient, *targets, numbers), (id(rule), id(group)))
+                numbers.meta["val"] = vector.meta["val"][update.number : last]
+            new = self.traced(update.trace.gm, (*gradients, *targets, numbers), id(update.trace))
             for target, value in zip(targets, new, strict=True):
-                written = self.graph.call_function(torch.ops.aten.copy_.default, (target, value))
-                written.meta["val"] = target.meta["val"]
+                if value is not target:
+                    written = self.graph.call_function(torch.ops.aten.copy_.default, (target, value))
+                    written.meta["val"] = target.meta["val"]
 
     def traced(self, function: Callable[..., Any], given: Sequence[Node], name: Any) -> list[Node]:
         """Insert a function's operations here; return the nodes of its results. `name` tells functions apart."""

@@ -11,7 +11,7 @@ from dcompile.ir.nodes import Reduce
 from dcompile.ir.ops import DTYPES
 
 SPELLING: Mapping[str, str] = {
-    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}",
+    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "fma": "fma_({0}, {1}, {2})", "div": "{0} / {1}",
     "floordiv": "floordiv_({0}, {1})", "truncdiv": "truncdiv_({0}, {1})",
     "mod": "mod_({0}, {1})", "fmod": "fmod_({0}, {1})", "min": "min_({0}, {1})", "max": "max_({0}, {1})",
     "pow": "pow_({0}, {1})", "atan2": "atan2_({0}, {1})", "neg": "-{0}", "abs": "abs_({0})", "sign": "sign_({0})",

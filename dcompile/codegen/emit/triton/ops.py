@@ -11,7 +11,7 @@ from dcompile.ir.float8 import BYTES
 from dcompile.ir.ops import DTYPES
 
 SPELLING: Mapping[str, str] = {
-    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "div_({0}, {1})",
+    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "fma": "tl.fma({0}, {1}, {2})", "div": "div_({0}, {1})",
     "floordiv": "floordiv_({0}, {1})", "truncdiv": "{0} // {1}", "mod": "mod_({0}, {1})", "fmod": "fmod_({0}, {1})",
     "min": "min_({0}, {1})", "max": "max_({0}, {1})", "pow": "pow_({0}, {1})",
     "atan2": "libdevice.atan2({0}, {1})", "neg": "neg_({0})", "abs": "tl.abs({0})", "sign": "sign_({0})",

@@ -163,6 +163,7 @@ def _table() -> dict[str, Pointwise]:
         "aten.tanh_backward.default": Pointwise(scalar_ops.tanh_backward, 2, ops=3),
         "aten.threshold_backward.default": Pointwise(scalar_ops.threshold_backward, 2, ops=2),
         "aten.addcmul.default": Pointwise(scalar_ops.addcmul, 3, ops=2),
+        "dcompile_step.fma.default": Pointwise(lambda body, a, b, x: body.apply("fma", a, b, x), 3, ops=2),
         "prims.fma.default": Pointwise(scalar_ops.fma, 3, ops=2),
         "aten.addcdiv.default": Pointwise(scalar_ops.addcdiv, 3, heavy=True, ops=2),
         "aten.lerp.Scalar": Pointwise(scalar_ops.lerp, 3, ops=4, exact="weight"),

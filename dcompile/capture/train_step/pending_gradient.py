@@ -35,6 +35,10 @@ METADATA = frozenset(
 """What can be asked of a gradient before it is computed."""
 
 
+OF_DTENSORS = frozenset(
+    ("to_local", "full_tensor", "redistribute", "placements", "device_mesh", "_local_tensor", "_spec")
+)
+"""Attributes that gradients of sharded parameters have once they are computed."""
 HELD = 2
 """References to an object that one attribute holds, in the question for them."""
 
@@ -51,6 +55,9 @@ class GradientSource(Protocol):
     def norm(self, gradient: PendingGradient) -> torch.Tensor:
         """Compute a gradient's 2-norm now, without its factor."""
 
+    def total(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Compute the norm of sharded gradients, from those of each, over all ranks."""
+
 
 class _Pending(torch.Tensor):
     """A tensor without memory whose value is computed at its first use."""
@@ -58,6 +65,14 @@ class _Pending(torch.Tensor):
     def value(self) -> torch.Tensor:
         """Return the tensor, computed if need be."""
         raise NotImplementedError
+
+    is_sharded: bool
+    """Whether the gradient, or those that the number follows from, are DTensors once they are computed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_DTENSORS and self.is_sharded:
+            return getattr(self.value(), name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -104,6 +119,7 @@ class PendingGradient(_Pending):
         """Make the gradient of one parameter."""
         made: PendingGradient = compat.tensors.without_memory(cls, parameter)
         made.parameter, made.source, made.own_norm = weakref.ref(parameter), source, None
+        made.is_sharded = compat.tensors.is_dtensor(parameter)
         return made.renewed()
 
     def renewed(self) -> PendingGradient:
@@ -135,6 +151,8 @@ class PendingScalar(_Pending):
     """Numbers that led to it: what is added to the norm, then the largest norm."""
     of: PendingScalar | None
     """What it was computed from, from the common norm on."""
+    norms: tuple[PendingScalar, ...] = ()
+    """What a vector of norms consists of."""
 
     @staticmethod
     def __new__(
@@ -150,8 +168,14 @@ class PendingScalar(_Pending):
         like = torch.empty(shape, dtype=gradients[0].dtype, device="meta")
         made: PendingScalar = compat.tensors.without_memory(cls, like, gradients[0].device)
         made.step, made.gradients, made.compute, made.number = step, tuple(gradients), compute, number
-        made.computed, made.of = None, of
+        made.computed, made.of, made.is_sharded = None, of, gradients[0].is_sharded
         return made
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return what it is over all ranks: as `DTensor.full_tensor` does, if gradients are sharded."""
+        if not self.is_sharded:
+            raise AttributeError("a number has no attribute 'full_tensor'")
+        return self.value().full_tensor() if self.step in ("norm", "norms") else self  # type: ignore[attr-defined]
 
     def give_total(self, norm: torch.Tensor) -> None:
         """Tell the norm that this factor follows from, which a program has computed."""
@@ -163,7 +187,7 @@ class PendingScalar(_Pending):
 
     def forget(self) -> None:
         """Hold no gradients any more, since the value is known."""
-        self.gradients, self.of, self.compute = (), None, _never
+        self.gradients, self.of, self.norms, self.compute = (), None, (), _never
 
     def value(self) -> torch.Tensor:
         """Compute the number."""
@@ -196,12 +220,20 @@ def _norm(x: Any, order: float = 2, *others: Any, **more: Any) -> Any:
     if order != 2 or any(others) or more:
         return NotImplemented
     if isinstance(x, PendingScalar):
-        return _later(x, "total", torch.linalg.vector_norm) if x.step == "norms" else NotImplemented
+        return _total(x) if x.step == "norms" else NotImplemented
     if x.factor is not None:
         return NotImplemented
     if x.own_norm is None:
         x.own_norm = PendingScalar("norm", (x,), lambda: x.source.norm(x))
     return x.own_norm
+
+
+def _total(x: PendingScalar) -> PendingScalar:
+    if not x.is_sharded:
+        total: PendingScalar = _later(x, "total", torch.linalg.vector_norm)
+        return total
+    source, norms = x.gradients[0].source, x.norms
+    return PendingScalar("total", x.gradients, lambda: source.total([norm.value() for norm in norms]), x.number, x)
 
 
 def _norms(gradients: Sequence[Any], order: float = 2, *others: Any, **more: Any) -> Any:
@@ -215,7 +247,9 @@ def _stack(norms: Sequence[Any], *others: Any, **more: Any) -> Any:
     if others or more or not all(isinstance(norm, PendingScalar) and norm.step == "norm" for norm in norms):
         return NotImplemented
     gradients = [norm.gradients[0] for norm in norms]
-    return PendingScalar("norms", gradients, lambda: torch.stack([norm.value() for norm in norms]))
+    made = PendingScalar("norms", gradients, lambda: torch.stack([norm.value() for norm in norms]))
+    made.norms = tuple(norms)
+    return made
 
 
 def _to(x: Any, *target: Any, **more: Any) -> Any:
@@ -268,6 +302,7 @@ def _multiply(gradient: Any, factor: Any) -> Any:
         known = factor.step == "factor"
     else:  # the factor may follow from the gradients
         plain = isinstance(factor, torch.Tensor) and factor.ndim == 0 and factor.device == gradient.device
+        plain = plain and not compat.tensors.is_dtensor(factor)
         known = plain and gradient.computed is not None
     if not known:
         return NotImplemented

@@ -36,7 +36,6 @@ from dcompile.capture.passes.joint.absent_gradients import (
     zeros_of,
 )
 from dcompile.capture.services import GradientBuckets
-from dcompile.capture.train_step.deferred_backward import UPDATE
 from dcompile.collectives.contract import Executable, Foreseen, ParamInfo, Request
 from dcompile.device_traits import traits_of
 from dcompile.errors import DcompileError
@@ -463,10 +462,10 @@ class GraphBackward:
                 self._buckets[made] = self._graph.sync.make_buckets(made.buckets)
         return made
 
-    def build_update(self, gm: Any) -> Executable:
-        """Compile a graph of updates alone."""
+    def build_apart(self, gm: Any, name: str) -> Executable:
+        """Compile a graph of updates alone, or of a norm."""
         with self._graph.model.peers.busy("compiling"):
-            return self._programs.build(gm, "inference", UPDATE, gathers=())
+            return self._programs.build(gm, "inference", name, gathers=())
 
     def run_joined(self, program: Executable, token: int, inputs: list[Any]) -> list[Any]:
         """Run a program of `build`."""

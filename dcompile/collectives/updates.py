@@ -129,6 +129,8 @@ def _after_waits(updates: list[Step], waits: list[Wait]) -> list[Step]:
 
 
 def _renamed(step: Step, names: Names) -> Step:
+    if names.keys().isdisjoint(step.reads | step.writes):
+        return step
     if isinstance(step, Loop):
         return rename_buffers(step, {name: names.get(name, name) for name in buffers_in(step)})
     if isinstance(step, Extern):

@@ -11,10 +11,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 COLLECTIVE_NAMESPACES = ("_c10d_functional", "_dtensor")
 """Namespaces of ops that take the name of a process group."""
@@ -106,15 +103,6 @@ def functional_sum() -> tuple[Any, Any]:
     import torch
 
     return torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
-
-
-def norm_over(name: str, norm: torch.Tensor) -> torch.Tensor:
-    """Return the 2-norm of what all ranks of a named process group have, from a rank's own; no name means one rank."""
-    if not name:
-        return norm
-    start, wait = functional_sum()
-    total: torch.Tensor = wait(start(norm.float().square(), "sum", name))
-    return total.sqrt().to(norm.dtype)
 
 
 _GLOO: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()

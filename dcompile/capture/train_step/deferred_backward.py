@@ -15,8 +15,8 @@ from dcompile.capture.train_step.step_graph import LeafGradient, with_norms
 from dcompile.collectives.contract import Executable
 from dcompile.errors import DcompileError
 
-WITH_UPDATES, WITH_NORMS, UPDATE = "step", "norms", "update"
-"""Names of programs: a backward with updates, a backward with norms of gradients, updates alone."""
+WITH_UPDATES, WITH_NORMS, UPDATE, NORM = "step", "norms", "update", "norm"
+"""Names of programs: a backward with updates, a backward with norms of gradients, updates alone, the norm of all."""
 
 
 class LateBackward(Protocol):
@@ -70,8 +70,8 @@ class LateBackward(Protocol):
     def build(self, gm: Any, name: str) -> Executable:
         """Compile a graph that begins with the backward."""
 
-    def build_update(self, gm: Any) -> Executable:
-        """Compile a graph of updates alone."""
+    def build_apart(self, gm: Any, name: str) -> Executable:
+        """Compile a graph of updates alone, or of a norm."""
 
     def run_joined(self, program: Executable, token: int, inputs: list[Any]) -> list[Any]:
         """Run a program of `build`, which empties its inputs. Inside a backward of autograd if ranks reduce."""

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.capture.train_step.deferred_backward import WITH_UPDATES, DeferredBackward, LateBackward
+from dcompile.capture.train_step.deferred_backward import NORM, UPDATE, WITH_UPDATES, DeferredBackward, LateBackward
 from dcompile.capture.train_step.optimizer_state import Member, Membership, OptimizerState, why_no_rule
 from dcompile.capture.train_step.pending_gradient import PendingGradient, PendingScalar, clipping
-from dcompile.capture.train_step.step_graph import ParameterUpdate, update_alone, with_updates
+from dcompile.capture.train_step.step_graph import ParameterUpdate, total_norm, update_alone, with_updates
 from dcompile.collectives.contract import Executable
 from dcompile.errors import DcompileError
 
@@ -232,10 +232,15 @@ class OptimizerStep:
         return norm
 
     def total(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of sharded gradients, from those of each."""
+        """Return the norm of sharded gradients, from those of each: by a program, as its collective has a name."""
         assert self._newest is not None, "gradients come from a backward"
-        own = torch.linalg.vector_norm(torch.stack(list(map(compat.tensors.local_part, norms))))
-        return compat.groups.norm_over(self._newest.ranks, own)
+        own, backward = list(map(compat.tensors.local_part, norms)), self._newest
+        key = backward, NORM, tuple(norm.dtype for norm in own)
+        if key not in self._programs:
+            self._programs[key] = backward.build_apart(total_norm(own, backward.ranks), NORM)
+        with torch.no_grad():
+            total: torch.Tensor = self._programs[key](own)[0]
+        return total
 
     def clip(self, parameters: Sequence[torch.nn.Parameter], largest: float) -> torch.Tensor:
         """Do what clip_grad_norm_ does, and return the norm, which is computed later if gradients are."""
@@ -403,7 +408,7 @@ class OptimizerStep:
             nothing = [None] * len(members.members), [()] * len(members.members)
             updates = [u for u in _updates(members, *nothing) if u.parameter.numel()]
             graph = update_alone(gradients, updates, vector, factor is not None)
-            program = self._programs[key] = backward.build_update(graph)
+            program = self._programs[key] = backward.build_apart(graph, UPDATE)
         states = [state for member in each for state in member.held[1:]]
         more = [] if factor is None else [factor.to(torch.float32)]
         with torch.no_grad():

@@ -115,6 +115,14 @@ def with_updates(
     return maker.made(outputs if norm is None else (*outputs, norm))
 
 
+def total_norm(norms: Sequence[torch.Tensor], ranks: str) -> GraphModule:
+    """Return the graph of the norm of sharded gradients, from this rank's norm of each; see `with_updates`."""
+    maker = _GraphMaker.of(None)
+    nodes = [maker.placeholder("norm", norm) for norm in norms]
+    with maker.before(maker.output):
+        return maker.made((maker.total(nodes, ranks),))
+
+
 def update_alone(
     gradients: Sequence[torch.Tensor], updates: Sequence[ParameterUpdate], numbers: torch.Tensor, scaled: bool
 ) -> GraphModule:
@@ -256,8 +264,7 @@ class _GraphMaker:
         """Return the norm of all gradients, over all ranks, and the clipped gradients."""
         norms = [self.traced(lambda x: (torch.linalg.vector_norm(x),), (x,), "norm")[0] for x in gradients]
         norms = norms or self.traced(lambda numbers: (numbers[-1] * 0,), (vector,), "none")
-        (norm,) = self.traced(lambda *x: (torch.linalg.vector_norm(torch.stack(x)),), norms, "total")
-        norm = self._over(ranks, norm) if ranks else norm
+        norm = self.total(norms, ranks)
 
         def scale(vector: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor]:
             return (torch.clamp(vector[-1].to(norm.dtype) / (norm + added), max=1.0),)
@@ -265,8 +272,11 @@ class _GraphMaker:
         (factor,) = self.traced(scale, (vector, norm), added)
         return norm, [self.traced(lambda x, f: ((x * f).to(x.dtype),), (x, factor), "scale")[0] for x in gradients]
 
-    def _over(self, ranks: str, norm: Node) -> Node:
-        """Return the norm of what all ranks of a group have, as `compat.groups.norm_over` computes it."""
+    def total(self, norms: Sequence[Node], ranks: str) -> Node:
+        """Return the common norm of what has these norms, on all ranks of a group if it has a name."""
+        (norm,) = self.traced(lambda *x: (torch.linalg.vector_norm(torch.stack(x)),), norms, "total")
+        if not ranks:
+            return norm
         (square,) = self.traced(lambda x: (x.float().square(),), (norm,), "square")
         start, wait = compat.groups.functional_sum()
         for target, given in ((start, ("sum", ranks)), (wait, ())):

@@ -6,6 +6,7 @@ unread, are taken out; absent gradients become None or zeros; batches of gradien
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
@@ -35,7 +36,6 @@ from dcompile.capture.passes.joint.absent_gradients import (
     zeros_of,
 )
 from dcompile.capture.services import GradientBuckets
-from dcompile.capture.train_step.deferred_backward import UPDATE
 from dcompile.collectives.contract import Executable, Foreseen, ParamInfo, Request
 from dcompile.device_traits import traits_of
 from dcompile.errors import DcompileError
@@ -269,6 +269,10 @@ class GraphPrograms:
             return 0
         return (abs(token) or 1) if token > 0 or self.adapter.prepared else 0
 
+    def reduces_all(self, token: int) -> bool:
+        """Does a backward reduce gradients now, over all ranks, for the module that the programs were compiled for?"""
+        return self.sync.reduces_all(token) if self.sync.sharded is not None else self.syncs(token) == 1
+
     def _batched(self, gm: Any, args: list[Any]) -> list[Any]:
         """Run a backward of batched gradients; these are for the caller only, and none is reduced."""
         self.graph.notes += [] if BATCHED_NOTE in self.graph.notes else [BATCHED_NOTE]
@@ -369,6 +373,13 @@ class GraphBackward:
         given = {place: leaf for place, leaf in found if leaf is not None}
         self.leaves = list(given.items())
         self.numbers = dict(graph.grads)
+        sharded, infos = graph.sync.sharded, graph.infos
+        self.owners = [
+            ref if sharded is None or place not in self.numbers else sharded.owner(self.numbers[place])
+            for place, ref in self.leaves
+        ]
+        shards = {place: info for place, number in graph.grads if (info := infos[number].shard) is not None}
+        self.dtypes = {place: getattr(torch, info.reduce_dtype) for place, info in shards.items()}
         results = gm.graph.output_node().args[0]
         nodes = [place for place, node in enumerate(results) if isinstance(node, torch.fx.Node)]
         self._tangents, self._is_batch = tangents(gm), compat.aot.batch_test()
@@ -391,6 +402,19 @@ class GraphBackward:
         assert self._lacks is not None, "no backward has run"
         return without(self._whole, self._lacks, {place for place, _ in self._graph.grads})
 
+    @property
+    def ranks(self) -> str:
+        """Name of the process group over which parameters are sharded; empty if they are not."""
+        return self._graph.sync.ranks_of_norm()
+
+    def begin_waiting(self) -> None:
+        """Do what a backward that runs does first."""
+        self._graph.sync.begin_waiting()
+
+    def reducing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which it reduces gradients, whatever was set since it was to run."""
+        return self._graph.sync.reducing()
+
     def why_alone(self) -> str:
         """Return why it always runs at once; empty if it can wait."""
         return self._reason or self._graph.sync.why_updates_apart(self._graph)
@@ -398,7 +422,7 @@ class GraphBackward:
     def waits(self, args: Sequence[Any]) -> bool:
         """Can the backward wait? It has run before, with these gradients; no micro-batch under no_sync can."""
         state = self._programs.state
-        if state is None or (self._token is not None and self._programs.syncs(int(args[self._token])) != 1):
+        if state is None or (self._token is not None and not self._programs.reduces_all(int(args[self._token]))):
             return False
         if self._lacks is None:
             self._lacks = state.lacks
@@ -434,13 +458,14 @@ class GraphBackward:
         if self.numbers:
             first = self._graph.executables["backward"].buckets
             assert [b.exchanged for b in made.buckets] == [b.exchanged for b in first], "places follow from parameters"
-            self._buckets[made] = self._graph.sync.make_buckets(made.buckets)
+            if not self.dtypes:
+                self._buckets[made] = self._graph.sync.make_buckets(made.buckets)
         return made
 
-    def build_update(self, gm: Any) -> Executable:
-        """Compile a graph of updates alone."""
+    def build_apart(self, gm: Any, name: str) -> Executable:
+        """Compile a graph of updates alone, or of a norm."""
         with self._graph.model.peers.busy("compiling"):
-            return self._programs.build(gm, "inference", UPDATE, gathers=())
+            return self._programs.build(gm, "inference", name, gathers=())
 
     def run_joined(self, program: Executable, token: int, inputs: list[Any]) -> list[Any]:
         """Run a program of `build`."""

@@ -61,8 +61,14 @@ def units_to_pack(bucket: Bucket, figures: Figures, ranks: int, exposed: bool) -
 
 
 def _exposed_collectives(program: Program) -> set[str]:
-    """Gathers before all computation, and reductions after it: nothing can hide them."""
+    """Gathers before all computation, and reductions after it: nothing can hide them.
+
+    Updates count as no computation, since another rank may run the same backward without them.
+    """
     computing = [n for n, step in enumerate(program.steps) if not isinstance(step, (Collective, Wait))]
+    made = {name for step in program.steps if isinstance(step, Collective) for name in step.made}
+    first = next((n for n in computing if program.steps[n].reads & made), len(program.steps))
+    computing = [n for n in computing if n < first]
     if not computing:
         return {bucket.name for bucket in program.buckets}
     starts = {step.bucket: n for n, step in enumerate(program.steps) if isinstance(step, Collective)}

@@ -247,6 +247,12 @@ class ShardSource(Protocol):
     def wait_scatter(self, bucket: str) -> None:
         """Wait for the reduction that `start_scatter` began, and install the shards as gradients."""
 
+    def take_shards(self, bucket: str, sizes: list[tuple[int, ...]]) -> list[Any]:
+        """Wait for the reduction that `start_scatter` began, and return the shards of `Bucket.taken`, without padding.
+
+        The others are installed as gradients.
+        """
+
     def pending(self, bucket: str) -> Any:
         """The torch.distributed.Work that is in flight for a bucket, or None."""
 

@@ -12,6 +12,7 @@ from math import prod
 from typing import TypeAlias
 
 from dcompile.collectives.contract import BucketRule, ParamInfo
+from dcompile.collectives.updates import cut_updates
 from dcompile.device_traits import traits_of
 from dcompile.ir.buffers import IN_BUCKET, ITEMSIZE, Bucket, Buffer
 from dcompile.ir.collective_kinds import PlannedKind, bucket_traits
@@ -126,6 +127,7 @@ def insert_all_reduces(program: Program, params: tuple[ParamInfo, ...], rule: Bu
     gradients = _gradients(program, {param.number: param for param in params})
     if not gradients:
         return program
+    program, updates = cut_updates(program)
     placed = params if rule.covers_all_params else [gradient.param for gradient in gradients]
     buckets, late = lay_out_all(placed, rule, {gradient.param.number: gradient.buffer for gradient in gradients})
     if late:
@@ -134,7 +136,7 @@ def insert_all_reduces(program: Program, params: tuple[ParamInfo, ...], rule: Bu
         program,
         outputs=_outputs(program, gradients),
         buffers=_buffers(program, gradients, buckets),
-        steps=_steps(program, gradients, buckets),
+        steps=(*_steps(program, gradients, buckets), *updates),
         buckets=tuple(buckets),
     )
 

@@ -9,6 +9,7 @@ from math import prod
 from dcompile.collectives.contract import ParamInfo
 from dcompile.collectives.ddp_all_reduce import COPY_ONE, can_place, copies_by_place, products_last
 from dcompile.collectives.fsdp_units import APART_BYTES, holder_of_unit, shard_of, unit_buckets
+from dcompile.collectives.updates import cut_updates
 from dcompile.ir.buffers import IN_BUCKET, ITEMSIZE, WITHIN, Bucket, Buffer
 from dcompile.ir.index import contiguous_strides
 from dcompile.ir.library_ops import COPY_EACH
@@ -42,6 +43,7 @@ def insert_reduce_scatters(program: Program, params: tuple[ParamInfo, ...], flyi
     gradients = [_gradient(program, at, infos[n]) for at, n in program.grads if n in infos and _exists(program, at)]
     if not gradients:
         return program
+    program, updates = cut_updates(program)
     ready, buckets = _reductions(program, gradients)
     if weights := products_to_hide_the_last(program, gradients, buckets):
         later = products_last(program, [weights])
@@ -54,7 +56,7 @@ def insert_reduce_scatters(program: Program, params: tuple[ParamInfo, ...], flyi
         outputs=tuple(None if at in placed else output for at, output in enumerate(program.outputs)),
         grads=tuple((at, n) for at, n in program.grads if at not in placed),
         buffers=_buffers(program, gradients, [bucket for _, bucket in buckets]),
-        steps=_steps(program, gradients, ready, buckets, flying),
+        steps=(*_steps(program, gradients, ready, buckets, flying), *updates),
         buckets=(*program.buckets, *(bucket for _, bucket in buckets)),
     )
 

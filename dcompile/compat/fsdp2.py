@@ -560,6 +560,19 @@ def shard_address(param: Any) -> int:
     return stored_shard(param).data_ptr()
 
 
+@contextlib.contextmanager
+def reducing(groups: Sequence[Any]) -> Iterator[None]:
+    """Reduce gradients of these groups in this context, whatever is set for later backwards."""
+    kept = [(group, group.reduce_grads, group.all_reduce_grads) for group in groups]
+    for group in groups:
+        group.reduce_grads = group.all_reduce_grads = True
+    try:
+        yield
+    finally:
+        for group, reduces, all_reduces in kept:
+            group.reduce_grads, group.all_reduce_grads = reduces, all_reduces
+
+
 def is_offloaded(param: Any) -> bool:
     """Whether the shard and its gradient are stored in CPU memory."""
     return bool(param.offload_to_cpu)

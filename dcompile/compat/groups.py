@@ -98,6 +98,13 @@ def time_limit(group: Any, device: str) -> float:
     return float(limit.total_seconds())
 
 
+def functional_sum() -> tuple[Any, Any]:
+    """Operators that start a sum over a process group, (tensor, "sum", name), and that wait for its result."""
+    import torch
+
+    return torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
+
+
 _GLOO: weakref.WeakKeyDictionary[Any, dict[str, bool]] = weakref.WeakKeyDictionary()
 """Process group -> type of device -> whether it is Gloo's. The group itself takes 20 us to answer."""
 

@@ -531,6 +531,11 @@ def local_part(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[no-any-return]
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor as a plain tensor with all its elements; another tensor as it is."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
 def mark_static(tensor: torch.Tensor) -> None:
     """Tell recordings that a tensor's address stays."""
     tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]

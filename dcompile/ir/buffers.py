@@ -144,6 +144,8 @@ class Bucket:
     """Under all_reduce: parameters whose gradients are scaled for the average as they are written."""
     packed: tuple[int, ...] = ()
     """Under all_gather and reduce_scatter: units (places in `units`) that are packed into one message."""
+    taken: tuple[int, ...] = ()
+    """Under reduce_scatter: units whose reduced shards the program uses itself; the others become gradients."""
     idle: tuple[int, ...] = ()
     """Under all_reduce: parameters with a place but without a gradient in this program; other ranks may have one."""
     idle_offsets: tuple[int, ...] = ()
@@ -164,8 +166,8 @@ class Bucket:
 
     @property
     def exchanged(self) -> Bucket:
-        """The bucket as other ranks see it, without what each program chooses: names, and what is scaled early."""
-        return replace(self, buffers=(), scaled=())
+        """The bucket as other ranks see it, without what each program chooses: names, what is scaled early, or used."""
+        return replace(self, buffers=(), scaled=(), taken=())
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:

@@ -268,8 +268,8 @@ class Collective:
     """Start of a collective on a bucket; a later Wait ends it. Every rank starts the same ones in the same order.
 
     An all_reduce works on `buffers` in place. An all_gather fills them from the shards that the ranks hold. A
-    reduce_scatter sums them over the ranks, and each rank keeps its shard of the sums outside of the program.
-    Afterwards, the content of `buffers` is undefined.
+    reduce_scatter sums them over the ranks, and each rank keeps its shard of the sums outside of the program, but for
+    the shards that it has in `made`. Afterwards, the content of the other `buffers` is undefined.
 
     One of the model's own has a `call`, torch's functional collective, and is named after its first result. It reads
     the views among the call's arguments, and writes `buffers`. Buffers that it both reads and writes are changed in
@@ -281,12 +281,14 @@ class Collective:
     group: str
     buffers: tuple[str, ...]
     call: Extern | None = None
+    made: tuple[str, ...] = ()
+    """Of `buffers`: the reduced shards that the program itself uses, in memory that the run time allocates."""
 
     @property
     def reads(self) -> frozenset[str]:
         if self.call is not None:
             return self.call.reads
-        return frozenset() if self.gathers_parameters else frozenset(self.buffers)
+        return frozenset() if self.gathers_parameters else frozenset(self.buffers).difference(self.made)
 
     @property
     def writes(self) -> frozenset[str]:

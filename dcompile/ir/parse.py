@@ -217,13 +217,14 @@ class _ProgramParser:
         group = cursor.name("a process group")
         into = self._names() if cursor.match(r"into\b") else None
         cursor.need(":")
+        made: tuple[str, ...] = ()
         if not cursor.peek(CALL_LINE):
-            buffers, call = self._names(), None
+            buffers, call, made = self._names(), None, into or ()
         else:
             call = replace(parse_call(cursor, self.table), origin=parse_origin(cursor))
             buffers = tuple(out for out in call.outs if out is not None) if into is None else into
         cursor.end_of_line()
-        return Collective(kind, bucket, group, buffers, call)
+        return Collective(kind, bucket, group, buffers, call, made)
 
     def _loop(self) -> Loop:
         cursor = self.cursor

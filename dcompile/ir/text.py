@@ -83,8 +83,9 @@ def show_step(step: Step, dtypes: Mapping[str, str] | None = None) -> str:
             return show_loop(step, dtypes)
         case Extern():
             return _show_extern(step)
-        case Collective(kind, bucket, group, buffers, None):
-            return f"start {kind} {show_name(bucket)} over {show_name(group)}: {_names(buffers)}"
+        case Collective(kind, bucket, group, buffers, None, made):
+            into = f" into {_names(made)}" if made else ""
+            return f"start {kind} {show_name(bucket)} over {show_name(group)}{into}: {_names(buffers)}"
         case Collective(kind, bucket, group, buffers, call):
             assert call is not None, "the case above"
             into = "" if buffers == call.outs else f" into {_names(buffers)}"

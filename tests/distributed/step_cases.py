@@ -9,13 +9,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dcompile
 from dcompile.capture.entry import find_model
+from dcompile.capture.train_step.pending_gradient import PendingScalar
 
 STEPS = 5
+
+
+class _Broken(nn.GELU):
+    """An activation behind a graph break."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
 
 
 def _wrapped(way: str, kind: str = "") -> Any:
@@ -28,9 +38,29 @@ def _wrapped(way: str, kind: str = "") -> Any:
         model = nn.Sequential(layers[0], nn.GELU(), layers[1], nn.GELU(), layers[2])
     if way == "ddp":
         return DDP(model, bucket_cap_mb=0.004)
+    if way == "uneven":  # the second rank has no element of a bias, and fewer rows of others
+        model[3], model[5] = nn.Linear(32, 7), nn.Sequential(nn.Linear(7, 1), nn.Linear(1, 4))
+    if way == "broken":
+        model[4] = _Broken()
+    if way == "frozen":
+        model[3].weight.requires_grad_(False)
+    settings: dict[str, Any] = {}
+    if way == "mixed":
+        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if way == "kept":
+        settings["reshard_after_forward"] = False
+    if way == "hsdp":
+        settings["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards"))
+    if way == "offloaded":
+        settings["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     for layer in (model[3], model[5]):
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, **settings)
+    fully_shard(model, **settings)
+    if way == "factor":
+        for layer in (model, model[3], model[5]):
+            layer.set_gradient_divide_factor(3.0)
+            layer.set_force_sum_reduction_for_comms(True)  # Gloo multiplies by no factor
+    return model
 
 
 def _batches(count: int, rank: int) -> list[torch.Tensor]:
@@ -59,18 +89,47 @@ def _reducing(model: Any, last: bool) -> Any:
             yield
 
 
+def _clipped(model: Any, clip: float | None, reads: str) -> Any:
+    """Clip gradients; look at them, or at their norm, before the step if `reads` says so. Return the norm."""
+    parameters = list(model.parameters())
+    if reads == "gradient":
+        gradient = parameters[0].grad
+        assert _full(gradient).shape == parameters[0].shape and gradient.to_local().device.type == "cpu"
+    if not clip:
+        return torch.zeros(())
+    if reads == "by hand":  # as torchtitan does it
+        norm: Any = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = _full(norm)
+        nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+        return norm
+    norm = nn.utils.clip_grad_norm_(parameters, clip)
+    if reads == "norm" or (reads == "norm on a rank" and dist.get_rank() == 0 and isinstance(norm, PendingScalar)):
+        float(_full(norm))
+    return norm
+
+
 def _train(
-    model: Any, optimizer: Any, clip: float | None, accumulate: int, steps: int = STEPS, skipping: int | None = None
+    model: Any,
+    optimizer: Any,
+    clip: float | None,
+    accumulate: int,
+    steps: int = STEPS,
+    skipping: int | None = None,
+    reads: str = "",
+    sums: bool = False,
 ) -> list[float]:
-    """Train; return losses and norms. Rank `skipping` makes no update in its third step, as where it found a fault."""
+    """Train; return losses and norms. Rank `skipping` makes no update in its third step, as where it found a fault.
+
+    `reads`: see `_clipped`. `sums`: each micro-batch reduces its gradients, and the next adds to them.
+    """
     found, schedule = [], torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     data = iter(_batches(steps * accumulate, dist.get_rank()))
     for step in range(steps):
         for micro in range(accumulate):
-            with _reducing(model, micro + 1 == accumulate):
+            with _reducing(model, sums or micro + 1 == accumulate):
                 loss = _loss(model, next(data)) / accumulate
                 loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip) if clip else torch.zeros(())
+        norm = _clipped(model, clip, reads)
         if not (step == 2 and dist.get_rank() == skipping):
             optimizer.step()
         schedule.step()
@@ -80,28 +139,29 @@ def _train(
 
 
 def _state(model: Any, optimizer: Any) -> list[torch.Tensor]:
-    values = list(model.parameters())
+    values = [p.detach() for p in model.parameters()]
     values += [x for state in optimizer.state.values() for x in state.values() if isinstance(x, torch.Tensor)]
     return [_full(value.detach()) for value in values]
 
 
-def _make(way: str, kind: str, compiled: bool) -> tuple[Any, Any]:
+def _make(way: str, kind: str, compiled: bool, joins: bool = True) -> tuple[Any, Any]:
     model = _wrapped(way, kind)
     settings: dict[str, Any] = {"lr": 0.1, "momentum": 0.9} if kind == "SGD" else {"lr": 1e-3}
     optimizer = getattr(torch.optim, kind)(model.parameters(), **settings)
     if compiled:
-        dcompile.compile(model, optimizer=optimizer, options={"receipt": False})
+        dcompile.compile(model, optimizer=optimizer if joins else None, options={"receipt": False})
     return model, optimizer
 
 
-def parity(
-    way: str, kind: str, clip: float | None = None, accumulate: int = 1, skipping: int | None = None
-) -> dict[str, Any]:
-    """Train twice. Return the largest differences of losses and state, and how steps ran."""
+def parity(way: str, kind: str, clip: float | None = None, accumulate: int = 1, **more: Any) -> dict[str, Any]:
+    """Train twice. Return the largest differences of losses and state, and how steps ran. `more`: see `_train`.
+
+    With 16-bit gradients, whose rounding differs from stock's, the first training is dcompile's with torch's own steps.
+    """
     losses, states = [], []
-    for compiled in (False, True):
-        model, optimizer = _make(way, kind, compiled)
-        losses.append(_train(model, optimizer, clip, accumulate, skipping=skipping))
+    for joins in (False, True):
+        model, optimizer = _make(way, kind, joins or way == "mixed", joins)
+        losses.append(_train(model, optimizer, clip, accumulate, **more))
         states.append(_state(model, optimizer))
     found = find_model(model)
     assert found is not None and found.step is not None
@@ -112,6 +172,7 @@ def parity(
         "updated": found.step.updated,
         "eager": dict(found.step.eager),
         "separate": dict(found.step.separate),
+        "lines": found.step.remarks(),
         "checksum": [float(x.double().sum()) for x in states[1][:3]],
     }
 

@@ -9,11 +9,47 @@ WAYS = pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 @WAYS
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("clip", [None, 0.05, 100.0])
 def test_five_steps_give_stocks_losses_parameters_and_state(ranks, way, kind, clip, accumulate):
     for found in ranks.run(CASES + "parity", 150, way=way, kind=kind, clip=clip, accumulate=accumulate):
-        assert found["losses"] < 2e-6 and found["state"] < 1e-6, found
-        assert (found["joined"] if way == "ddp" else found["updated"]) >= 4, found
+        _check(found, 4)
+
+
+@pytest.mark.parametrize("way", ["uneven", "mixed", "kept", "hsdp", "frozen", "factor"])
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_steps_are_joined_however_fsdp_shards_and_reduces(ranks, way, clip):
+    for found in ranks.run(CASES + "parity", 150, way=way, kind="AdamW", clip=clip):
+        _check(found, 4)
+        assert "optimizer: the updates of 4 steps ran in the backward's program" in found["lines"]
+
+
+def test_reduced_gradients_of_earlier_micro_batches_are_added_in_the_program(ranks):
+    for found in ranks.run(CASES + "parity", 150, way="fsdp2", kind="AdamW", clip=0.05, accumulate=3, sums=True):
+        _check(found, 4)
+
+
+@pytest.mark.parametrize(
+    ("reads", "joined"), [("gradient", [0, 0]), ("norm", [0, 0]), ("norm on a rank", [0, 4]), ("by hand", [4, 4])]
+)
+def test_what_is_read_of_sharded_gradients_before_the_step_is_stocks(ranks, reads, joined):
+    both = ranks.run(CASES + "parity", 150, way="fsdp2", kind="AdamW", clip=0.05, reads=reads)
+    for found, count in zip(both, joined, strict=True):
+        _check(found, count)
+
+
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [("offloaded", "shards are kept in CPU memory"), ("broken", "gradients are reduced outside of this program")],
+)
+def test_other_updates_of_shards_run_apart_with_a_reason(ranks, way, why):
+    for found in ranks.run(CASES + "parity", 150, way=way, kind="AdamW", clip=0.05):
+        _check(found, 0)
+        assert found["updated"] >= 4 and found["separate"][why] >= 4, found
+
+
+def _check(found, joined):
+    assert found["losses"] < 2e-6 and found["state"] < 1e-6, found
+    assert found["joined"] == joined, found
 
 
 @pytest.mark.parametrize(("way", "kind"), [("ddp", "NAdam"), ("fsdp2", "NAdam"), ("ddp", "Muon")])
@@ -25,10 +61,11 @@ def test_an_optimizer_whose_step_is_traced_gives_stocks_parameters_and_state(ran
 
 
 @WAYS
-def test_a_rank_that_leaves_an_update_out_still_takes_part_in_reductions(ranks, way):
-    first, second = ranks.run(CASES + "parity", 150, way=way, kind="AdamW", skipping=1)
-    assert first["losses"] < 2e-6 and second["losses"] < 2e-6
-    assert first["state"] < 1e-6 and second["state"] < 1e-6
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_a_rank_that_leaves_an_update_out_still_takes_part_in_reductions(ranks, way, clip):
+    first, second = ranks.run(CASES + "parity", 150, way=way, kind="AdamW", clip=clip, skipping=1)
+    _check(first, 4)
+    _check(second, 3)
 
 
 @WAYS

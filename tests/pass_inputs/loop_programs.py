@@ -54,6 +54,10 @@ def sharded(*sizes: int) -> tuple[ParamInfo, ...]:
     )
 
 
+SCATTERED_UNIT = (
+    "bucket scatter0: reduce_scatter float32[4] on cpu over fsdp0, params (1), buffers (h), offsets (0), units (1), "
+    "holders (grads1), sizes (4)"
+)
 GATHERED_UNITS = (
     "bucket gather0: all_gather bfloat16[1050112] on cuda over fsdp0, params (0, 1, 2), buffers (weight, bias, norm), "
     "offsets (0, 0, 0), units (0, 1, 2), holders (weight, bias, norm), sizes (1048576, 768, 768)"
@@ -270,33 +274,34 @@ LOOP_INPUTS: Mapping[str, LoopInput] = {
         """,
         {"params": sharded(4, 4)},
     ),
-    "update_after_reductions": LoopInput("""
+    "update_after_reductions": LoopInput(f"""
         program backward0(x, p, q)
-          gradients: output 1 of parameter 0, output 2 of parameter 1
+          gradients: output 2 of parameter 0
           bucket bucket0: all_reduce float32[4] on cpu over ddp, params (0), buffers (g), offsets (0)
-          bucket bucket1: all_reduce float32[4] on cpu over ddp, params (1), buffers (h), offsets (0)
+          {SCATTERED_UNIT}
           x: float32[4]
           p: float32[4]
-          q: float32[4]
+          q: float32[2]
           g: float32[4] @ bucket:bucket0+0
-          h: float32[4] @ bucket:bucket1+0
+          h: float32[4] @ within:grads1+0
+          grads1: float32[4]
           r: float32[4]
-          s: float32[4]
+          s: float32[2]
         loop g [4]
           g[i0] = neg(x[i0])
         start all_reduce bucket0 over ddp: g
-        r <- dcompile_step.reduced.default(0) [alloc]
-        loop p [4]
-          p[i0] = add(p[i0], r[i0])
         loop h [4]
           h[i0] = exp(x[i0])
-        start all_reduce bucket1 over ddp: h
-        s <- dcompile_step.reduced.default(1) [alloc]
-        loop q [4]
-          q[i0] = add(q[i0], s[i0])
+        start reduce_scatter scatter0 over fsdp0: h
         wait bucket0: g
-        wait bucket1: h
-        return (None, g, h)
+        wait scatter0: h
+        r <- dcompile_step.reduced.default(0) [alloc]
+        s <- dcompile_step.reduced.default(1) [alloc]
+        loop p [4]
+          p[i0] = add(p[i0], r[i0])
+        loop q [2]
+          q[i0] = add(q[i0], s[i0])
+        return (None, None, g)
     """),
     "insert_all_gathers": LoopInput(
         """

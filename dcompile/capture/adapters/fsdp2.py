@@ -32,14 +32,14 @@ class ShardedParameterUnit:
     parts: tuple[int, ...] = ()
 
     def __init__(self, param: Any, number: int, group: str) -> None:
-        self._param = weakref.ref(param)
+        self.reference: Callable[[], Any] = weakref.ref(param)
         self.name = compat.fsdp2.full_name(param, number)
         self.group = group
         self.offloaded = compat.fsdp2.is_offloaded(param)
         self._arrival: Any = None
         """Event of a gradient's copy to CPU memory, if one is in flight."""
         self.virtual = compat.fsdp2.virtual_parameter(param)
-        self.cast = _scaled_cast(param, self._param)
+        self.cast = _scaled_cast(param, self.reference)
         arrives = compat.fsdp2.arriving_parameter(param)
         self.sent = () if arrives is None or self.cast is None else (arrives, self.cast.scale)
         self.shown = compat.fsdp2.shown_parameter(param, self.virtual, self.sent)
@@ -48,7 +48,7 @@ class ShardedParameterUnit:
     @property
     def param(self) -> Any:
         """FSDP's state of the parameter."""
-        return present(self._param)
+        return present(self.reference)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -296,6 +296,33 @@ class Fsdp2Adapter(ShardedAdapter):
         context = compat.fsdp2.context_of(present(self._states[0]))
         reference = weakref.ref(context)
         return context, lambda: compat.fsdp2.current_pass(present(reference))
+
+    def owner(self, number: int) -> Callable[[], Any]:
+        reference = self._units[number].reference
+        return lambda: getattr(reference(), "sharded_param", None)
+
+    def why_updates_apart(self) -> str:
+        units = [self._units[number] for number in self.trained()]
+        if any(unit.offloaded for unit in units):
+            return "shards are kept in CPU memory"
+        if any(unit.made is not None for unit in units):
+            return "parameters are made of what is gathered: by tensor parallelism, another dimension, or extensions"
+        if len(self._shard_groups()) > 1:
+            return "parameters are sharded over several process groups"
+        return ""
+
+    def ranks_of_norm(self) -> str:
+        (group,) = self._shard_groups()
+        return "" if group is None else str(group.group_name)
+
+    def _shard_groups(self) -> set[Any]:
+        """Return the process groups over which trained parameters are sharded; None for parameters that are not."""
+        names = {self._units[number].group for number in self.trained()}
+        found = (entry for entry in self._groups if entry.name in names)
+        return {None if entry.alone else entry.scatter_group() for entry in found}
+
+    def reducing(self) -> contextlib.AbstractContextManager[None]:
+        return compat.fsdp2.reducing([entry.group for entry in self._groups])
 
     def objection_to_parts(self) -> str:
         if not self._parts:

@@ -237,6 +237,27 @@ class ShardedAdapter(PlainAdapter):
 
     # --- programs of the same model
 
+    def owner(self, number: int) -> Callable[[], Any]:
+        """Return a function for the parameter that the optimizer has; it returns None if there is none."""
+        del number
+        return lambda: None
+
+    def trained(self) -> set[int]:
+        """Return the numbers of parameters with gradients."""
+        return {number for number, param in enumerate(self._params) if param.virtual.requires_grad}
+
+    def why_updates_apart(self) -> str:
+        """Return why the optimizer's update cannot run in a backward's program; empty if it can."""
+        return f"{self.name} shards parameters"
+
+    def ranks_of_norm(self) -> str:
+        """Return the name of the process group over which parameters are sharded; empty for none."""
+        return ""
+
+    def reducing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which backwards reduce gradients, whatever the wrapper's settings are now."""
+        return contextlib.nullcontext()
+
     def order(self) -> tuple[Any, Callable[[], Any]] | None:
         """Return what all parts of the sharded model have in common, and a function for its forward or backward.
 

@@ -6,6 +6,7 @@ forward, the end of a call, and the start and run of a backward. The base class 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -190,6 +191,22 @@ class GradientSync:
         """Return why the optimizer's update cannot run in a graph's backward program; empty if it can."""
         del graph
         return ""
+
+    def ranks_of_norm(self) -> str:
+        """Return the name of the process group over which the norm of gradients is summed up; empty for none."""
+        return ""
+
+    def reduces_all(self, token: int) -> bool:
+        """Does a backward with this token reduce gradients over all ranks, if parameters are sharded?"""
+        del token
+        return False
+
+    def begin_waiting(self) -> None:
+        """Begin a backward that waits for the optimizer's step."""
+
+    def reducing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which backwards reduce gradients, whatever the wrapper's settings are now."""
+        return contextlib.nullcontext()
 
     def accumulates(self, numbers: Iterable[int]) -> bool:
         """Inside a backward: does it add to the `.grad` of any of these parameters?"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -66,9 +67,32 @@ class ShardedSync(GradientSync):
         super().save_memory(reason)
 
     def why_updates_apart(self, graph: GraphView) -> str:
-        """Reductions end in memory outside of the program."""
-        del graph
-        return "FSDP shards parameters"
+        """Updates need every gradient of the model, reduced in this program, and shards that no other rank reads."""
+        adapter = self._adapter
+        if "backward" not in graph.executables:
+            return "ranks compare plans in the first backward"
+        if (reason := adapter.why_updates_apart()) or self.shards is None:
+            return reason or "FSDP itself reduces gradients"
+        if graph.unsure:
+            return "ranks may use different parameters"
+        if graph.later or {number for _, number in graph.grads} != adapter.trained():
+            return "gradients are reduced outside of this program"
+        if any(self.shards.copied(name)[0] for name in adapter.communicators()):
+            return "other ranks copy shards from this one's memory"
+        return ""
+
+    def ranks_of_norm(self) -> str:
+        return self._adapter.ranks_of_norm()
+
+    def reduces_all(self, token: int) -> bool:
+        everywhere = all(group.wants() == "all" for group in self._adapter.groups.values())
+        return everywhere and self.by_token(token) is self
+
+    def begin_waiting(self) -> None:
+        self._adapter.show_sharded()
+
+    def reducing(self) -> contextlib.AbstractContextManager[None]:
+        return self._adapter.reducing()
 
     def token(self, call: Invocation | None) -> torch.Tensor | None:
         return self._tokens[self if call is None else call.strategy] if self.adapter.carries_sync else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,8 +16,8 @@ from dcompile.capture.train_step.step_graph import LeafGradient, with_norms
 from dcompile.collectives.contract import Executable
 from dcompile.errors import DcompileError
 
-WITH_UPDATES, WITH_NORMS, UPDATE = "step", "norms", "update"
-"""Names of programs: a backward with updates, a backward with norms of gradients, updates alone."""
+WITH_UPDATES, WITH_NORMS, UPDATE, NORM = "step", "norms", "update", "norm"
+"""Names of programs: a backward with updates, a backward with norms of gradients, updates alone, the norm of all."""
 
 
 class LateBackward(Protocol):
@@ -33,6 +34,24 @@ class LateBackward(Protocol):
     @property
     def numbers(self) -> Mapping[int, int]:
         """Position among the results -> number in the plan of each gradient that ranks reduce."""
+
+    @property
+    def owners(self) -> Sequence[Callable[[], Any]]:
+        """What the optimizer has for each leaf: the parameter itself, or the sharded one; None if it is gone."""
+
+    @property
+    def dtypes(self) -> Mapping[int, torch.dtype]:
+        """Position among the results -> dtype in which the gradient of a sharded parameter is reduced."""
+
+    @property
+    def ranks(self) -> str:
+        """Name of the process group over which parameters are sharded; empty if they are not."""
+
+    def begin_waiting(self) -> None:
+        """Do what a backward that runs does first: modules show sharded parameters again."""
+
+    def reducing(self) -> AbstractContextManager[None]:
+        """Return a context in which it reduces gradients, whatever was set since it was to run."""
 
     def waits(self, args: Sequence[Any]) -> bool:
         """Can the backward wait, with these arguments?"""
@@ -52,8 +71,8 @@ class LateBackward(Protocol):
     def build(self, gm: Any, name: str) -> Executable:
         """Compile a graph that begins with the backward."""
 
-    def build_update(self, gm: Any) -> Executable:
-        """Compile a graph of updates alone."""
+    def build_apart(self, gm: Any, name: str) -> Executable:
+        """Compile a graph of updates alone, or of a norm."""
 
     def run_joined(self, program: Executable, token: int, inputs: list[Any]) -> list[Any]:
         """Run a program of `build`, which empties its inputs. Inside a backward of autograd if ranks reduce."""
@@ -78,7 +97,10 @@ class DeferredBackward:
 
     backward: LateBackward
     args: list[Any]
+    leaves: list[torch.nn.Parameter]
+    """What autograd takes for parameters."""
     parameters: list[torch.nn.Parameter]
+    """Those of the optimizer, which have `.grad`."""
     gradients: list[PendingGradient]
     before: list[torch.Tensor | None]
     """What `.grad` held when the backward began."""
@@ -90,11 +112,27 @@ class DeferredBackward:
     """Whether `.grad` has shown the pending gradients."""
 
     def __post_init__(self) -> None:
-        self.marks = _marks(self.args)
+        self.marks = self._marks()
+
+    def _marks(self) -> tuple[list[int], list[int]]:
+        """Return versions and addresses of what the backward reads: arguments, and shards that it gathers."""
+        read = [x for x in self.args if isinstance(x, torch.Tensor)]
+        if self.is_sharded:
+            read += map(compat.tensors.local_part, self.parameters)
+        try:
+            versions = list(map(operator.attrgetter("_version"), read))
+        except RuntimeError:  # those of inference mode have none
+            versions = [x._version for x in read if not x.is_inference()]
+        return versions, list(map(torch.Tensor.data_ptr, read))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are sharded, so that each rank has and updates a part of them."""
+        return bool(self.backward.dtypes)
 
     def check_arguments(self) -> None:
         """Raise DcompileError if a tensor that the backward reads was changed since it was to run."""
-        if _marks(self.args) != self.marks:
+        if self._marks() != self.marks:
             raise DcompileError(
                 "dcompile: a parameter, or another tensor that the backward reads, was changed between loss.backward() "
                 "and the optimizer's step, in which the backward runs; change it before the forward or after the step, "
@@ -107,6 +145,8 @@ class DeferredBackward:
 
     def is_undisturbed(self) -> bool:
         """Has code outside the graph added no gradient, until the end of the backward?"""
+        if self.is_sharded and any(leaf.grad is not None for leaf in self.leaves):
+            return False
         return all(p.grad is old for p, old in zip(self.parameters, self.before, strict=True))
 
     def show(self) -> None:
@@ -133,23 +173,30 @@ class DeferredBackward:
 
     @property
     def accumulated(self) -> list[bool]:
-        """Whether a program adds a gradient of earlier micro-batches, for each parameter; empty if ranks reduce."""
-        return [] if self.backward.numbers else [old is not None for old in self.before]
+        """Whether a program adds a gradient of earlier micro-batches, for each parameter."""
+        return [self._adds and old is not None for old in self.before]
 
     def leaf_gradients(self) -> list[LeafGradient]:
         """Return where its gradients are, in the order of its parameters."""
-        numbers = self.backward.numbers  # reductions add gradients of earlier micro-batches themselves
-        added = self.accumulated or [False] * len(self.before)
-        return [
-            LeafGradient(place, numbers.get(place), adds)
-            for (place, _), adds in zip(self.backward.leaves, added, strict=True)
-        ]
+        numbers, dtypes, found = self.backward.numbers, self.backward.dtypes, []
+        for (place, _), parameter, adds in zip(self.backward.leaves, self.parameters, self.accumulated, strict=True):
+            own = compat.tensors.local_part(parameter)
+            shard = (tuple(own.shape), dtypes[place], own.dtype) if self.is_sharded else None
+            found.append(LeafGradient(place, numbers.get(place), adds, shard))
+        return found
 
-    def earlier(self) -> list[torch.Tensor]:
-        """Return the gradients of earlier micro-batches that a program adds."""
-        return [] if self.backward.numbers else [old for old in self.before if old is not None]
+    @property
+    def _adds(self) -> bool:
+        """Whether a program adds gradients of earlier micro-batches, as all-reduces do themselves."""
+        return self.is_sharded or not self.backward.numbers
 
-    def run_alone(self) -> None:
+    def earlier(self, parameters: Sequence[torch.nn.Parameter] = ()) -> list[torch.Tensor]:
+        """Return the gradients of earlier micro-batches that a program adds, in the order of these parameters."""
+        held = {id(p): old for p, old in zip(self.parameters, self.before, strict=True) if old is not None}
+        found = [held[id(p)] for p in parameters or self.parameters if self._adds and id(p) in held]
+        return [compat.tensors.local_part(old).contiguous() if self.is_sharded else old for old in found]
+
+    def run_alone(self, stay_pending: bool = False) -> None:
         """Run the backward by itself."""
         self.check_arguments()
         places = [place for place, _ in self.backward.leaves]
@@ -157,10 +204,21 @@ class DeferredBackward:
         def run() -> tuple[Any, ...]:
             return _taken(self.backward.run(self.args), places)
 
-        self._replay(run, self.before, stay_pending=False)
+        self._replay(run, self.before, stay_pending)
 
     def run_with_norms(self) -> None:
-        """Run the backward, and compute the norm of each gradient beside it. Gradients stay pending."""
+        """Run the backward, and compute the norm of each gradient. Gradients stay pending."""
+        if self.is_sharded:  # the norm of a rank's part, as of any DTensor
+            self.run_alone(stay_pending=True)
+            norms = [torch.linalg.vector_norm(gradient.computed) for gradient in self.gradients]
+        else:
+            norms = self._run_beside_norms()
+        for gradient, norm in zip(self.gradients, norms, strict=True):
+            gradient.computed_norm = norm
+            if gradient.own_norm is not None:
+                gradient.own_norm.computed, gradient.own_norm = norm, None
+
+    def _run_beside_norms(self) -> list[torch.Tensor]:
         backward, leaves = self.backward, self.leaf_gradients()
         key = backward, tuple(self.accumulated)
         if key not in self.norms:
@@ -177,10 +235,7 @@ class DeferredBackward:
 
         added = [None if leaf.accumulated else old for leaf, old in zip(leaves, self.before, strict=True)]
         self._replay(run, added, stay_pending=True)
-        for gradient, norm in zip(self.gradients, norms, strict=True):
-            gradient.computed_norm = norm
-            if gradient.own_norm is not None:
-                gradient.own_norm.computed, gradient.own_norm = norm, None
+        return norms
 
     def _replay(
         self, run: Callable[[], tuple[Any, ...]], before: Sequence[torch.Tensor | None], stay_pending: bool
@@ -211,18 +266,8 @@ class DeferredBackward:
 
     def run_inside(self, run: Callable[[], tuple[Any, ...]]) -> None:
         """Run a function inside a backward of autograd, which adds what it returns to the parameters' `.grad`."""
-        with compat.autograd.record_autograd():
-            _Replay.apply(run, *self.parameters).backward()  # type: ignore[no-untyped-call]
-
-
-def _marks(args: Sequence[Any]) -> tuple[list[int], list[int]]:
-    """Return versions and addresses of tensors. Those of inference mode have no version."""
-    tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    try:
-        versions = list(map(operator.attrgetter("_version"), tensors))
-    except RuntimeError:
-        versions = [x._version for x in tensors if not x.is_inference()]
-    return versions, list(map(torch.Tensor.data_ptr, tensors))
+        with self.backward.reducing(), compat.autograd.record_autograd():
+            _Replay.apply(run, *self.leaves).backward()  # type: ignore[no-untyped-call]
 
 
 def _taken(results: list[Any], places: Sequence[int]) -> tuple[Any, ...]:

@@ -101,8 +101,8 @@ class StateNumber(Number):
         super().__init__(number.tape, number.at)
         self._rounded = _float32 if dtype is torch.float32 else None
 
-    @property
-    def __class__(self) -> Any:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
         """What isinstance is to find: torch's optimizers ask whether a count is a tensor."""
         return torch.Tensor
 
@@ -184,7 +184,7 @@ class NumbersOnDevice(TorchFunctionMode):
             return args[0].copy_(new) if func.__name__.endswith("_") else new
         if not numbers:
             return func(*args, **kwargs)
-        read = self._read if name in COMBINED else lambda x: float(x) if isinstance(x, Number) else x
+        read: Any = self._read if name in COMBINED else lambda x: float(x) if isinstance(x, Number) else x
         return func(*map(read, args), **{key: read(value) for key, value in kwargs.items()})
 
 
@@ -193,14 +193,15 @@ Reader: TypeAlias = Callable[[Any], Any]
 
 def _fma(a: torch.Tensor, b: Any, x: torch.Tensor) -> torch.Tensor:
     """Add a product, rounded once, as ATen does wherever a factor is part of a sum."""
-    return torch.ops.dcompile_step.fma(a, b if isinstance(b, torch.Tensor) else _like(x, b), x)  # type: ignore[no-any-return]
+    result: torch.Tensor = torch.ops.dcompile_step.fma(a, b if isinstance(b, torch.Tensor) else _like(x, b), x)
+    return result
 
 
 def _add(read: Reader, x: torch.Tensor, y: Any, alpha: Any = 1) -> torch.Tensor:
     y = read(y)
     if not isinstance(alpha, Number) and alpha == 1:
-        return x + y
-    return _fma(y, read(alpha), x) if isinstance(y, torch.Tensor) else x + y * read(alpha)
+        return torch.add(x, y)
+    return _fma(y, read(alpha), x) if isinstance(y, torch.Tensor) else torch.add(x, y * read(alpha))
 
 
 def _sub(read: Reader, x: torch.Tensor, y: Any, alpha: Any = 1) -> torch.Tensor:
@@ -212,7 +213,8 @@ def _addcmul(read: Reader, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, va
 
 
 def _addcdiv(read: Reader, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, value: Any = 1) -> torch.Tensor:
-    return x + y * read(value) / z
+    result: torch.Tensor = x + y * read(value) / z
+    return result
 
 
 def _lerp(read: Reader, start: torch.Tensor, end: torch.Tensor, weight: Any) -> torch.Tensor:
@@ -221,11 +223,11 @@ def _lerp(read: Reader, start: torch.Tensor, end: torch.Tensor, weight: Any) -> 
         return torch.lerp(start, end, weight)
     if abs(weight) < 0.5:
         return _fma(end - start, read(weight), start)
-    nearest = weight.tape.apply(_float32, weight) if isinstance(weight, Number) else _float32(weight)
+    nearest: Any = weight.tape.apply(_float32, weight) if isinstance(weight, Number) else _float32(weight)
     return _fma(end - start, read(nearest - 1), end)
 
 
-def _clamp(read: Reader, x: torch.Tensor, min: Any = None, max: Any = None) -> torch.Tensor:  # noqa: A002
+def _clamp(read: Reader, x: torch.Tensor, min: Any = None, max: Any = None) -> torch.Tensor:
     low = x if min is None else torch.maximum(x, _like(x, read(min)))
     return low if max is None else torch.minimum(low, _like(x, read(max)))
 

@@ -237,7 +237,7 @@ class OptimizerState:
         self, optimizer: torch.optim.Optimizer, members: list[Member], dtype: torch.dtype, is_joint: bool
     ) -> Kind:
         shown = members if is_joint else members[:1]
-        groups = [group for group in optimizer.param_groups if any(m.group is group for m in shown)]
+        groups: list[Group] = [group for group in optimizer.param_groups if any(m.group is group for m in shown)]
         owners = [next(at for at, group in enumerate(groups) if group is m.group) for m in shown]
         counts = [{name: float(x) if isinstance(x, torch.Tensor) else x for name, x in m.counters} for m in shown]
         key = tuple(map(constants, groups)), tuple(owners), tuple(m.layouts for m in shown), dtype

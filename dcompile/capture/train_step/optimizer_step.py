@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from dcompile import compat
-from dcompile.capture.train_step.deferred_backward import WITH_UPDATES, DeferredBackward, LateBackward
+from dcompile.capture.train_step.deferred_backward import NORM, UPDATE, WITH_UPDATES, DeferredBackward, LateBackward
 from dcompile.capture.train_step.optimizer_state import Member, Membership, OptimizerState, why_not_traced
 from dcompile.capture.train_step.pending_gradient import PendingGradient, PendingScalar, clipping
-from dcompile.capture.train_step.step_graph import ParameterUpdate, update_alone, with_updates
+from dcompile.capture.train_step.step_graph import ParameterUpdate, total_norm, update_alone, with_updates
 from dcompile.capture.train_step.update_trace import is_independent
 from dcompile.collectives.contract import Executable
 from dcompile.errors import DcompileError
@@ -51,8 +51,8 @@ class OptimizerStep:
         self._newest: LateBackward | None = None
         self._programs: dict[Any, Executable] = {}
         self._norms: dict[Any, Executable] = {}
-        self._leaves: dict[LateBackward, tuple[list[Any], list[Any]]] = {}
-        """Backward -> its parameters, and the nodes of autograd that add to their `.grad`."""
+        self._leaves: dict[LateBackward, tuple[list[Any], list[Any], list[Any]]] = {}
+        """Backward -> parameters, leaves of autograd, and the nodes of autograd that add to their `.grad`."""
         self._made: dict[LateBackward, list[PendingGradient]] = {}
         """Backward -> its newest pending gradients, which are used again where nobody else holds them."""
         self._places: dict[Any, Any] = {}
@@ -99,11 +99,13 @@ class OptimizerStep:
         if reason or not backward.waits(args) or not self._can_wait(backward):
             self._reason = reason or IMMEDIATE
             return False
+        backward.begin_waiting()
         parameters, gradients = self._gradients_of(backward)
         before = [parameter.grad for parameter in parameters]
         if any(type(gradient) is PendingGradient for gradient in before):
             before = [gradient.value() if type(gradient) is PendingGradient else gradient for gradient in before]
-        waiting = DeferredBackward(backward, list(args), parameters, gradients, before, self._norms)
+        leaves = self._leaves_of(backward)[1]
+        waiting = DeferredBackward(backward, list(args), leaves, parameters, gradients, before, self._norms)
         args.clear()
         self._waiting = waiting
         compat.autograd.at_end_of_backward(lambda: self._show(waiting))
@@ -113,25 +115,26 @@ class OptimizerStep:
         """Will this backward add to `.grad` of just these parameters, and may nobody look at it while it runs?"""
         if self._optimizer() is None or torch.is_grad_enabled() or torch.is_anomaly_enabled():
             return False
-        parameters, nodes = self._leaves_of(backward)
+        parameters, _, nodes = self._leaves_of(backward)
         if not nodes:  # a parameter is gone: another has its place
             return False
         return not compat.autograd.have_leaf_hooks(parameters) and compat.autograd.will_run(nodes)
 
-    def _leaves_of(self, backward: LateBackward) -> tuple[list[Any], list[Any]]:
-        """Return a backward's parameters, and the nodes of autograd that add to their `.grad`."""
-        parameters: list[Any] = [reference() for _, reference in backward.leaves]
+    def _leaves_of(self, backward: LateBackward) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return parameters and leaves of a backward, and the nodes of autograd that add to the leaves' `.grad`."""
+        parameters: list[Any] = [reference() for reference in backward.owners]
+        leaves: list[Any] = [reference() for _, reference in backward.leaves]
         known = self._leaves.get(backward)
-        if known is None or any(map(operator.is_not, known[0], parameters)):
-            alive = all(parameter is not None for parameter in parameters)
-            nodes = [compat.autograd.accumulator(parameter) for parameter in parameters] if alive else []
-            known = self._leaves[backward] = parameters, nodes
+        if known is None or any(map(operator.is_not, (*known[0], *known[1]), (*parameters, *leaves))):
+            alive = all(parameter is not None for parameter in (*parameters, *leaves))
+            nodes = [compat.autograd.accumulator(leaf) for leaf in leaves] if alive else []
+            known = self._leaves[backward] = parameters, leaves, nodes
             self._made.pop(backward, None)
         return known
 
     def _gradients_of(self, backward: LateBackward) -> tuple[list[Any], list[PendingGradient]]:
         """Return a backward's parameters and new pending gradients: the old ones again where nobody holds them."""
-        parameters, _ = self._leaves_of(backward)
+        parameters, *_ = self._leaves_of(backward)
         made = self._made.pop(backward, None)
         if made is None:
             gradients = [PendingGradient(parameter, self) for parameter in parameters]
@@ -156,7 +159,7 @@ class OptimizerStep:
     @contextlib.contextmanager
     def hiding(self) -> Iterator[None]:
         """Show no pending gradients in this context: TorchDynamo looks at `.grad` as it compiles."""
-        parameters = {p for parameters, _ in self._leaves.values() for p in parameters if p is not None}
+        parameters = {p for parameters, *_ in self._leaves.values() for p in parameters if p is not None}
         hidden = [(p, p.grad) for p in parameters if type(p.grad) is PendingGradient]
         for parameter, _ in hidden:
             parameter.grad = None
@@ -187,6 +190,9 @@ class OptimizerStep:
             waiting.run_with_norms()
         else:
             waiting.run_alone()
+        if waiting.is_sharded:  # another rank's program may have the norm's all-reduce behind the reductions
+            for factor in {id(f): f for g in waiting.gradients if isinstance(f := g.factor, PendingScalar)}.values():
+                factor.value()
 
     def _forget(self, waiting: DeferredBackward) -> None:
         """Let go of gradients that get values: only `.grad` and the user may hold their memory."""
@@ -204,7 +210,7 @@ class OptimizerStep:
         if gradient.factor is not None:
             factor = gradient.factor.value() if isinstance(gradient.factor, PendingScalar) else gradient.factor
             with torch.no_grad():
-                real.mul_(factor)
+                compat.tensors.local_part(real).mul_(factor)
             gradient.factor = None
         parameter = gradient.parameter()
         if parameter is not None and parameter.grad is gradient:
@@ -226,6 +232,17 @@ class OptimizerStep:
         norm: torch.Tensor = torch.linalg.vector_norm(self.value(gradient)) if known is None else known
         return norm
 
+    def total(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of sharded gradients, from those of each: by a program, as its collective has a name."""
+        assert self._newest is not None, "gradients come from a backward"
+        own, backward = list(map(compat.tensors.local_part, norms)), self._newest
+        key = backward, NORM, tuple(norm.dtype for norm in own)
+        if key not in self._programs:
+            self._programs[key] = backward.build_apart(total_norm(own, backward.ranks), NORM)
+        with torch.no_grad():
+            total: torch.Tensor = self._programs[key](own)[0]
+        return total
+
     def clip(self, parameters: Sequence[torch.nn.Parameter], largest: float) -> torch.Tensor:
         """Do what clip_grad_norm_ does, and return the norm, which is computed later if gradients are."""
         waiting = self._waiting
@@ -239,7 +256,7 @@ class OptimizerStep:
     def known(self, norm: torch.Tensor) -> torch.Tensor:
         """Return a norm as a plain tensor, once the step has run."""
         plain: torch.Tensor = norm.value() if isinstance(norm, PendingScalar) else norm
-        return plain
+        return compat.tensors.whole(plain)
 
     def remarks(self) -> list[str]:
         """Lines for the receipt: how many steps ran in which way, and why."""
@@ -327,12 +344,11 @@ class OptimizerStep:
         program, saved = found
         waiting.check_arguments()
         self._waiting, backward = None, waiting.backward
-        held = {id(p): old for p, old in zip(waiting.parameters, waiting.before, strict=True)}
         each = members.members
         token, inputs = backward.take(waiting.args)  # nothing else may hold what the program frees as it runs
         inputs += [member.held[0] for member, at in zip(each, saved, strict=True) if at is None]
         inputs += members.states
-        inputs += [] if backward.numbers else [old for m in each if (old := held[id(m.parameter)]) is not None]
+        inputs += waiting.earlier([member.parameter for member in each])
         inputs.append(vector)
         for parameter, old in zip(waiting.parameters, waiting.before, strict=True):
             parameter.grad = old
@@ -362,7 +378,7 @@ class OptimizerStep:
         if key not in self._programs:
             place = {id(p): leaf for p, leaf in zip(waiting.parameters, waiting.leaf_gradients(), strict=True)}
             ordered = [place[id(member.parameter)] for member in members.members]
-            graph = with_updates(backward.gm, ordered, _updates(members, *places), vector, clips)
+            graph = with_updates(backward.gm, ordered, _updates(members, *places), vector, clips, backward.ranks)
             self._programs[key] = backward.build(graph, WITH_UPDATES)
         return self._programs[key], places[0]
 
@@ -403,7 +419,7 @@ class OptimizerStep:
             nothing = [None] * len(members.members), [()] * len(members.members)
             updates = [u for u in _updates(members, *nothing) if u.parameter.numel()]
             graph = update_alone(gradients, updates, vector, factor is not None)
-            program = self._programs[key] = backward.build_update(graph)
+            program = self._programs[key] = backward.build_apart(graph, UPDATE)
         states = [state for member in each for state in member.held[1:]]
         more = [] if factor is None else [factor.to(torch.float32)]
         with torch.no_grad():
@@ -427,7 +443,7 @@ class OptimizerStep:
     def _real(self, gradient: Any, is_scaled: bool) -> torch.Tensor:
         """Return a gradient's memory on this rank, without its factor if the update multiplies by it."""
         if type(gradient) is PendingGradient:
-            return gradient.computed if is_scaled and gradient.computed is not None else gradient.value()
+            gradient = gradient.computed if is_scaled and gradient.computed is not None else gradient.value()
         return compat.tensors.local_part(gradient.detach())
 
     def _hide(self, parameters: Sequence[torch.nn.Parameter], gradients: Sequence[Any]) -> None:

@@ -35,6 +35,12 @@ METADATA = frozenset(
 """What can be asked of a gradient before it is computed."""
 
 
+OF_DTENSORS = frozenset(
+    ("to_local", "full_tensor", "redistribute", "placements", "device_mesh", "_local_tensor", "_spec")
+)
+"""Attributes that gradients of sharded parameters have once they are computed."""
+
+
 class _Holder:
     __slots__ = ("held",)
 
@@ -61,6 +67,9 @@ class GradientSource(Protocol):
     def norm(self, gradient: PendingGradient) -> torch.Tensor:
         """Compute a gradient's 2-norm now, without its factor."""
 
+    def total(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Compute the norm of sharded gradients, from those of each, over all ranks."""
+
 
 class _Pending(torch.Tensor):
     """A tensor without memory whose value is computed at its first use."""
@@ -68,6 +77,14 @@ class _Pending(torch.Tensor):
     def value(self) -> torch.Tensor:
         """Return the tensor, computed if need be."""
         raise NotImplementedError
+
+    is_sharded: bool
+    """Whether the gradient, or those that the number follows from, are DTensors once they are computed."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_DTENSORS and self.is_sharded:
+            return getattr(self.value(), name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
@@ -114,6 +131,7 @@ class PendingGradient(_Pending):
         """Make the gradient of one parameter."""
         made: PendingGradient = compat.tensors.without_memory(cls, parameter)
         made.parameter, made.source, made.own_norm = weakref.ref(parameter), source, None
+        made.is_sharded = compat.tensors.is_dtensor(parameter)
         return made.renewed()
 
     def renewed(self) -> PendingGradient:
@@ -154,6 +172,8 @@ class PendingScalar(_Pending):
     place: torch.device
     of: PendingScalar | None
     """What it was computed from, from the common norm on."""
+    norms: tuple[PendingScalar, ...] = ()
+    """What a vector of norms consists of."""
 
     @staticmethod
     def __new__(
@@ -169,8 +189,13 @@ class PendingScalar(_Pending):
         like = torch.empty(shape, dtype=gradients[0].dtype, device="meta")
         made: PendingScalar = compat.tensors.without_memory(cls, like, place)
         made.step, made.gradients, made.compute, made.number = step, tuple(gradients), compute, number
-        made.computed, made.of, made.place = None, of, place
+        made.computed, made.of, made.place, made.is_sharded = None, of, place, gradients[0].is_sharded
         return made
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "full_tensor" and self.is_sharded and self.step not in ("norm", "norms"):
+            return lambda: self  # a common norm is that of all ranks
+        return super().__getattr__(name)
 
     def give_total(self, norm: torch.Tensor) -> None:
         """Tell the norm that this factor follows from, which a program has computed."""
@@ -182,7 +207,7 @@ class PendingScalar(_Pending):
 
     def forget(self) -> None:
         """Hold no gradients any more, since the value is known."""
-        self.gradients, self.of, self.compute = (), None, _never
+        self.gradients, self.of, self.norms, self.compute = (), None, (), _never
 
     def to(self, *target: Any, **more: Any) -> Any:  # a method, as torch asks a class's own function seven times slower
         """Return it on a device: itself on its own one."""
@@ -228,12 +253,19 @@ def _norm(x: Any, order: float = 2, *others: Any, **more: Any) -> Any:
     if order != 2 or any(others) or more:
         return NotImplemented
     if isinstance(x, PendingScalar):
-        return _later(x, "total", torch.linalg.vector_norm) if x.step == "norms" else NotImplemented
+        return _total(x) if x.step == "norms" else NotImplemented
     if x.factor is not None:
         return NotImplemented
     if x.own_norm is None:
         x.own_norm = PendingScalar("norm", (x,), _norm_of)
     return x.own_norm
+
+
+def _total(x: PendingScalar) -> Any:
+    if not x.is_sharded or x.computed is not None:
+        return _later(x, "total", torch.linalg.vector_norm)
+    source, norms = x.gradients[0].source, x.norms
+    return PendingScalar("total", x.gradients, lambda _: source.total([norm.value() for norm in norms]), x.number, x)
 
 
 def _norms(gradients: Sequence[Any], order: float = 2, *others: Any, **more: Any) -> Any:
@@ -251,7 +283,9 @@ def _stack(norms: Sequence[Any], *others: Any, **more: Any) -> Any:
     ):
         return NotImplemented
     gradients = [norm.gradients[0] for norm in norms]
-    return PendingScalar("norms", gradients, lambda _: torch.stack([norm.value() for norm in norms]))
+    made = PendingScalar("norms", gradients, lambda _: torch.stack([norm.value() for norm in norms]))
+    made.norms = tuple(norms)
+    return made
 
 
 def _add(x: Any, number: Any, **more: Any) -> Any:
@@ -299,6 +333,7 @@ def _multiply(gradient: Any, factor: Any) -> Any:
         known = factor.step == "factor"
     else:  # the factor may follow from the gradients
         plain = isinstance(factor, torch.Tensor) and factor.ndim == 0 and factor.device == gradient.device
+        plain = plain and not compat.tensors.is_dtensor(factor)
         known = plain and gradient.computed is not None
     if not known:
         return NotImplemented

@@ -25,6 +25,13 @@ class LeafGradient:
     """The parameter's number in the plan, if ranks reduce the gradient."""
     accumulated: bool = False
     """Whether `.grad` holds a gradient of earlier micro-batches, which is an input and is added."""
+    shard: tuple[tuple[int, ...], torch.dtype, torch.dtype] | None = None
+    """Size of this rank's part of a sharded parameter, the dtype in which gradients are reduced, and its own dtype."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank has no element of a sharded parameter: it reduces with the others, and updates nothing."""
+        return self.shard is not None and 0 in self.shard[0]
 
 
 @dataclass(frozen=True)
@@ -66,13 +73,14 @@ def with_updates(
     updates: Sequence[ParameterUpdate],
     numbers: torch.Tensor,
     clips: float | None = None,
+    ranks: str = "",
 ) -> GraphModule:
     """Return a backward that applies `updates`, each once nothing reads the old values, and returns no gradient.
 
     `numbers`: vector of all numbers of a step. Further inputs: parameters without `saved`, states, gradients of earlier
     micro-batches, numbers. What is updated is written in place. With `clips`, gradients are clipped as by
     clip_grad_norm_: the last number is the largest norm, `clips` is added to the norm before dividing by it, and the
-    last result is the norm.
+    last result is the norm. `ranks`: name of the process group over which parameters are sharded.
     """
     maker = _GraphMaker.of(backward)
     places = list(maker.inputs)
@@ -86,17 +94,29 @@ def with_updates(
     for parameter, update in zip(parameters, updates, strict=True):
         maker.read_through(parameter, [places[place] for place in update.views])
     outputs = list(maker.results)
-    gradients = []
+    gradients = {}
     for at, leaf in enumerate(leaves):
-        behind = None if clips is not None else maker.last_of([parameters[at], *_readers(parameters[at])])
-        gradients.append(maker.settled(outputs[leaf.place], leaf, earlier.get(at), behind))
-        outputs[leaf.place] = None
+        if not leaf.is_empty:
+            behind = None if clips is not None else maker.last_of([parameters[at], *_readers(parameters[at])])
+            gradients[at] = maker.settled(outputs[leaf.place], leaf, earlier.get(at), behind)
+        if leaf.shard is None:  # the places of shards tell passes the order of reductions
+            outputs[leaf.place] = None
     norm = None
     if clips is not None:
         with maker.before(maker.output):
-            norm, gradients = maker.clipped(gradients, vector, clips)
-    maker.update_all(updates, gradients, list(zip(parameters, states, strict=True)), vector)
+            norm, scaled = maker.clipped([*gradients.values()], vector, clips, ranks)
+            gradients = dict(zip(gradients, scaled, strict=True))
+    targets = [(parameters[at], states[at]) for at in gradients]
+    maker.update_all([updates[at] for at in gradients], [*gradients.values()], targets, vector)
     return maker.made(outputs if norm is None else (*outputs, norm))
+
+
+def total_norm(norms: Sequence[torch.Tensor], ranks: str) -> GraphModule:
+    """Return the graph of the norm of sharded gradients, from this rank's norm of each; see `with_updates`."""
+    maker = _GraphMaker.of(None)
+    nodes = [maker.placeholder("norm", norm) for norm in norms]
+    with maker.before(maker.output):
+        return maker.made((maker.total(nodes, ranks),))
 
 
 def update_alone(
@@ -180,9 +200,15 @@ class _GraphMaker:
 
     def accumulated(self, leaves: Sequence[LeafGradient]) -> dict[int, Node]:
         """Add inputs for gradients of earlier micro-batches: index of a leaf -> input."""
-        outputs = self.results
         held = (at for at, leaf in enumerate(leaves) if leaf.accumulated)
-        return {at: self.placeholder("accumulated", outputs[leaves[at].place].meta["val"]) for at in held}
+        return {at: self.placeholder("accumulated", self._like_earlier(leaves[at])) for at in held}
+
+    def _like_earlier(self, leaf: LeafGradient) -> torch.Tensor:
+        if leaf.shard is None:
+            return self.results[leaf.place].meta["val"]  # type: ignore[no-any-return]
+        size, _, dtype = leaf.shard
+        with self.mode:
+            return torch.empty(size, dtype=dtype, device=self.results[leaf.place].meta["val"].device)
 
     def _fake(self, like: torch.Tensor) -> torch.Tensor:
         with self.mode:
@@ -213,23 +239,31 @@ class _GraphMaker:
         last = self.last_of([gradient] if behind is None else [gradient, behind])
         with self.before(last.next):
             if leaf.reduced is not None:
-                node = self.graph.call_function(torch.ops.dcompile_step.reduced.default, (gradient, leaf.reduced))
+                value = gradient.meta["val"]
+                size, reduced, dtype = leaf.shard or (tuple(value.shape), value.dtype, value.dtype)
+                given = leaf.reduced, size, reduced
+                node = self.graph.call_function(torch.ops.dcompile_step.reduced.default, (gradient, *given))
                 with self.mode:
-                    node.meta["val"] = step_ops.reduced(gradient.meta["val"], leaf.reduced)
-                return node
+                    node.meta["val"] = step_ops.reduced(value, *given)
+                if node.meta["val"].dtype != dtype:
+                    (node,) = self.traced(lambda new: (new.to(dtype),), (node,), dtype)
+                if earlier is None:
+                    return node
+                gradient = node
             if earlier is not None:
                 return self.traced(lambda old, new: (old + new,), (earlier, gradient), "sum")[0]
             return self.traced(lambda new: (torch.ops.aten.alias(new),), (gradient,), "alias")[0]
 
-    def clipped(self, gradients: Sequence[Node], vector: Node, added: float) -> tuple[Node, list[Node]]:
-        """Return the norm of all gradients, and the clipped gradients."""
+    def clipped(self, gradients: Sequence[Node], vector: Node, added: float, ranks: str) -> tuple[Node, list[Node]]:
+        """Return the norm of all gradients, over all ranks, and the clipped gradients."""
         norms = [self.traced(lambda x: (torch.linalg.vector_norm(x),), (x,), "norm")[0] for x in gradients]
+        norms = norms or self.traced(lambda numbers: (numbers[-1] * 0,), (vector,), "none")
+        norm = self.total(norms, ranks)
 
-        def scale(vector: torch.Tensor, *norms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            norm = torch.linalg.vector_norm(torch.stack(norms))
-            return norm, torch.clamp(vector[-1].to(norm.dtype) / (norm + added), max=1.0)
+        def scale(vector: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor]:
+            return (torch.clamp(vector[-1].to(norm.dtype) / (norm + added), max=1.0),)
 
-        norm, factor = self.traced(scale, (vector, *norms), added)
+        (factor,) = self.traced(scale, (vector, norm), added)
         return norm, [self.traced(lambda x, f: ((x * f).to(x.dtype),), (x, factor), "scale")[0] for x in gradients]
 
     def update_all(
@@ -247,6 +281,20 @@ class _GraphMaker:
         for update, gradient, own in zip(updates, gradients, flat, strict=True):
             behind = self.output if gradient.op == "placeholder" else gradient.next
             self._update(update, [gradient], own, vector, behind)
+
+    def total(self, norms: Sequence[Node], ranks: str) -> Node:
+        """Return the common norm of what has these norms, on all ranks of a group if it has a name."""
+        (norm,) = self.traced(lambda *x: (torch.linalg.vector_norm(torch.stack(x)),), norms, "total")
+        if not ranks:
+            return norm
+        (square,) = self.traced(lambda x: (x.float().square(),), (norm,), "square")
+        start, wait = compat.groups.functional_sum()
+        for target, given in ((start, ("sum", ranks)), (wait, ())):
+            value = square.meta["val"]
+            square = self.graph.call_function(target, (square, *given))
+            square.meta["val"] = self._fake(value)
+        dtype = norm.meta["val"].dtype
+        return self.traced(lambda x: (x.sqrt().to(dtype),), (square,), ("root", dtype))[0]
 
     def _update(
         self, update: ParameterUpdate, gradients: Sequence[Node], targets: Sequence[Node], vector: Node, behind: Node

@@ -241,7 +241,9 @@ def trace(
             with torch.no_grad(), NumbersOnDevice(given.tape, vector), stance:
                 STEPS.get(type(optimizer), compat.hooks.own_step(optimizer))(made)
         except Exception as error:
-            raise NoState if given.makes_state(made, parameters) else error  # noqa: TRY201
+            if given.makes_state(made, parameters):
+                raise NoState from error
+            raise
         if made.__dict__.keys() != before.keys() or any(made.__dict__[name] is not x for name, x in before.items()):
             raise ValueError("it changes attributes of the optimizer")
         return tuple(x.to(y.dtype) for x, y in zip(given.results(made, parameters, names), old, strict=True))

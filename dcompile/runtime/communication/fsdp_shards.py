@@ -6,6 +6,7 @@ Reduced shards become gradients, now or in a later backward.
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -630,6 +631,25 @@ class ShardCommunication:
             self.shards.finish(self._arrived(bucket))
         self._has_waited()
 
+    def take_shards(self, bucket: str, sizes: Iterable[tuple[int, ...]]) -> list[torch.Tensor]:
+        """Wait for a reduction, and return the shards of `Bucket.taken`, without padding; others become gradients."""
+        pending = self._complete(bucket)
+        rest, taken = dict(pending.shards), zip(self.buckets[bucket].taken, sizes, strict=True)
+        found = [rest.pop(number)[: math.prod(size)].view(size) for number, size in taken]
+        self._install(rest, pending.absent)
+        self._has_waited()
+        return found
+
+    def _complete(self, bucket: str) -> PendingReduction:
+        """Wait for a reduction whose shards something else waits for."""
+        pending = self._arrived(bucket)
+        complete = self.shards.reduce(pending)
+        assert complete, "only complete reductions are recorded, or have updates behind them"
+        return pending
+
+    def _install(self, shards: Mapping[int, torch.Tensor], absent: Collection[int]) -> None:
+        self.shards.commit(shards, absent)
+
     def _arrived(self, bucket: str) -> PendingReduction:
         """Return a bucket's reduction after all that started before it have got their shards.
 
@@ -690,14 +710,17 @@ class ShardCommunication:
             order = in_order(bucket)
             sizes = self.shards.shard_sizes({bucket.units[place]: bucket.sizes[place] for place in order}, group)
             parts = torch.split(flat, sizes)
-            self.shards.commit({bucket.units[place]: part for place, part in zip(order, parts, strict=True)})
+            shards = {bucket.units[place]: part for place, part in zip(order, parts, strict=True)}
+            self.shards.commit({number: part for number, part in shards.items() if number not in bucket.taken})
 
     def hand_on_count(self) -> int:
         """Number of reduced tensors that `hand_on` expects."""
         return len(self._scattered())
 
     def _scattered(self) -> list[Bucket]:
-        return [bucket for bucket in self.buckets.values() if not bucket.traits.gathers]
+        """Buckets with shards that become gradients."""
+        found = (bucket for bucket in self.buckets.values() if not bucket.traits.gathers)
+        return [bucket for bucket in found if len(bucket.taken) < len(bucket.units)]
 
     def _named(self, kind: str, bucket: Bucket, group: Any) -> contextlib.AbstractContextManager[None]:
         return NamedError(f"the {kind} {bucket.name}", bucket.units, self.shards.units, group)
@@ -774,13 +797,18 @@ class RecordedShardCommunication(ShardCommunication):
 
     def wait_scatter(self, bucket: str) -> None:
         """Wait for the reduction that `start_scatter` began, and keep its shards."""
-        pending = self._arrived(bucket)
-        complete = self.shards.reduce(pending)
-        assert complete, "only complete reductions are recorded"
+        self._complete(bucket)
+        self._has_waited()
+
+    def _complete(self, bucket: str) -> PendingReduction:
+        pending = super()._complete(bucket)
         if pending.replicating is not None:
             self._log(pending.replicating)
         self._done[bucket] = pending.flat
-        self._has_waited()
+        return pending
+
+    def _install(self, shards: Mapping[int, torch.Tensor], absent: Collection[int]) -> None:
+        """Leave that to replays."""
 
     def reduced(self) -> list[torch.Tensor]:
         """This rank's shards of each reduced bucket as one flat tensor, in the program's order.

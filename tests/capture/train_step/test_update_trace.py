@@ -1,14 +1,12 @@
 """Optimizers in the backward's program by a trace of their own step: values and state are eager's."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
 import dcompile
 from dcompile.capture.entry import find_model
-from tests.capture.train_step.own_optimizers import Coupled, Counting, Lion, Reading
+from tests.capture.train_step.own_optimizers import Counting, Coupled, Lion
 
 
 def model():

@@ -290,6 +290,7 @@ class CollectiveCalls:
         self.exchanged = {bucket.name: bucket for bucket in program.buckets}
         self.kernels = kernels
         """Kernels of collectives that may be one kernel, by bucket."""
+        self.made = {s.bucket: s.made for s in program.steps if isinstance(s, Collective)}
         self.started: dict[str, str] = {}
         """Name of one of the model's own collectives -> the object that starts it and waits for it."""
 
@@ -364,5 +365,10 @@ class CollectiveCalls:
         match traits.carries:
             case "gradients":
                 self.lines += ["if sync:", f"    buckets.{traits.wait}({name!r}, {self.text.memory(name)})"]
+            case "units" if self.made[name]:
+                shards = ", ".join(map(self.text.name, self.made[name]))
+                sizes = ", ".join(self.text.tuple_of(self.table[shard].shape) for shard in self.made[name])
+                self.lines.append(f"{shards}, = buckets.take_shards({name!r}, [{sizes}])")
+                self.batch.allocated.update(self.made[name])
             case "units":
                 self.lines.append(f"buckets.{traits.wait}({name!r})")

@@ -34,7 +34,7 @@ from dcompile.device_traits import main_device, traits_of
 from dcompile.ir.analysis import takes_over
 from dcompile.ir.buffers import IN_DONOR, ITEMSIZE, Buffer
 from dcompile.ir.index import Size, as_index, as_size
-from dcompile.ir.nodes import Extern, Loop, Program
+from dcompile.ir.nodes import Collective, Extern, Loop, Program
 from dcompile.ir.symbols import late_symbols
 
 Life = tuple[int, int]
@@ -238,6 +238,7 @@ def _storages(program: Program, escapes: frozenset[str]) -> dict[str, str]:
         for name in step.outs
         if name is not None
     }
+    library |= {name for step in program.steps if isinstance(step, Collective) for name in step.made}
     late = late_symbols(program)
     device = main_device(buffer.device for buffer in program.buffers)
     storages: dict[str, str] = {}

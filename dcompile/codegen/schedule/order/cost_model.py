@@ -203,4 +203,5 @@ def collective_bytes(step: Collective, table: Mapping[str, Buffer]) -> int:
     """Return the bytes of a collective's whole buffer: the output of a gather, the input of a reduction."""
     if step.call is not None:
         return functional_collectives.whole_bytes(step.call, table)
-    return max(sum(table[name].typical_bytes for name in names) for names in (step.reads, step.writes))
+    names = step.reads or step.writes
+    return sum(table[name].typical_bytes for name in names)

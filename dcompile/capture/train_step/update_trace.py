@@ -60,7 +60,8 @@ class UpdateTrace:
 
 def is_independent(optimizer: torch.optim.Optimizer) -> bool:
     """Does the optimizer update each parameter by itself? torch's own classes do, except LBFGS."""
-    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, torch.optim.LBFGS)
+    own = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+    return own and not isinstance(optimizer, torch.optim.LBFGS)
 
 
 def is_counter(name: str, value: Any) -> bool:
@@ -187,8 +188,8 @@ def _adafactor(optimizer: Any) -> None:
             weight = step ** group["beta2_decay"]
             if gradient.dim() > 1:
                 row, column = state["row_var"], state["col_var"]
-                row.lerp_(torch.norm(gradient, dim=-1, keepdim=True).square_().div_(gradient.size(-1)), weight)
-                column.lerp_(torch.norm(gradient, dim=-2, keepdim=True).square_().div_(gradient.size(-2)), weight)
+                row.lerp_(torch.norm(gradient, dim=-1, keepdim=True).square().div(gradient.size(-1)), weight)
+                column.lerp_(torch.norm(gradient, dim=-2, keepdim=True).square().div(gradient.size(-2)), weight)
                 variance = (row @ column) / torch.clamp(row.mean(dim=-2, keepdim=True), min=least)
             else:
                 variance = state["variance"].lerp_(gradient * gradient, weight)
@@ -254,10 +255,9 @@ def trace(
     with compat.tensors.fake_mode():
         old, gradients = [fake(x) for each in memories for x in each], [fake(each[0]) for each in memories]
         vector = torch.empty(LARGEST, dtype=dtype, device=old[0].device)
-        if not is_independent(optimizer) and not _Given(optimizer, groups, states, members).rests(
-            [[fake(x) for x in each] for each in memories]
-        ):
-            raise ValueError("it does something without gradients")
+        another = [[fake(x) for x in each] for each in memories]
+    if not is_independent(optimizer) and not _Given(optimizer, groups, states, members).rests(another):
+        raise ValueError("it does something without gradients")
     gm = compat.aot.traced_again(torch.func.functionalize(step), [*gradients, *old, vector], {})
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]
     for node in calls:

@@ -171,11 +171,10 @@ class PendingScalar(_Pending):
         made.computed, made.of, made.is_sharded = None, of, gradients[0].is_sharded
         return made
 
-    def full_tensor(self) -> torch.Tensor:
-        """Return what it is over all ranks: as `DTensor.full_tensor` does, if gradients are sharded."""
-        if not self.is_sharded:
-            raise AttributeError("a number has no attribute 'full_tensor'")
-        return self.value().full_tensor() if self.step in ("norm", "norms") else self  # type: ignore[attr-defined]
+    def __getattr__(self, name: str) -> Any:
+        if name == "full_tensor" and self.is_sharded and self.step not in ("norm", "norms"):
+            return lambda: self  # a common norm is that of all ranks
+        return super().__getattr__(name)
 
     def give_total(self, norm: torch.Tensor) -> None:
         """Tell the norm that this factor follows from, which a program has computed."""

@@ -67,7 +67,7 @@ class ShardedSync(GradientSync):
         super().save_memory(reason)
 
     def why_updates_apart(self, graph: GraphView) -> str:
-        """Updates need every gradient of the model, reduced in this program, and shards that no other rank reads."""
+        """Updates need every gradient of the model, reduced in this one program."""
         adapter = self._adapter
         if "backward" not in graph.executables:
             return "ranks compare plans in the first backward"
@@ -77,8 +77,6 @@ class ShardedSync(GradientSync):
             return "ranks may use different parameters"
         if graph.later or {number for _, number in graph.grads} != adapter.trained():
             return "gradients are reduced outside of this program"
-        if any(self.shards.copied(name)[0] for name in adapter.communicators()):
-            return "other ranks copy shards from this one's memory"
         return ""
 
     def ranks_of_norm(self) -> str:

@@ -455,11 +455,10 @@ class GraphBackward:
         programs = self._programs
         with self._graph.model.peers.busy("compiling"):
             made = programs.build(gm, "backward", name, **programs.reduces())
-        if self.numbers:
+        if self.numbers and not self.dtypes:
             first = self._graph.executables["backward"].buckets
             assert [b.exchanged for b in made.buckets] == [b.exchanged for b in first], "places follow from parameters"
-            if not self.dtypes:
-                self._buckets[made] = self._graph.sync.make_buckets(made.buckets)
+            self._buckets[made] = self._graph.sync.make_buckets(made.buckets)
         return made
 
     def build_apart(self, gm: Any, name: str) -> Executable:

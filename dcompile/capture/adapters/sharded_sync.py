@@ -77,6 +77,8 @@ class ShardedSync(GradientSync):
             return "ranks may use different parameters"
         if graph.later or {number for _, number in graph.grads} != adapter.trained():
             return "gradients are reduced outside of this program"
+        if any(self.shards.copied(name)[0] for name in adapter.communicators()):
+            return "other ranks copy shards from this one's memory"
         return ""
 
     def ranks_of_norm(self) -> str:

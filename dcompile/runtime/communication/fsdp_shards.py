@@ -489,12 +489,8 @@ class ShardCommunication:
     _due: set[int] | None = field(init=False, default=None)
     """Units with a converted buffer that this call has not converted yet; None before the first conversion."""
 
-    _updates: bool = field(init=False, default=False)
-    """Whether the program updates parameters, whose shards no other rank may read then."""
-
     def __post_init__(self) -> None:
         self._to_start = sum(bucket.traits.gathers for bucket in self.buckets.values())
-        self._updates = any(bucket.taken for bucket in self.buckets.values())
 
     def start_gather(self, bucket: str, full: list[torch.Tensor]) -> None:
         """Start filling `full` with the units whose shards the ranks hold, unless another program has done so."""
@@ -550,8 +546,7 @@ class ShardCommunication:
 
     def _has_waited(self) -> None:
         self._waited += 1
-        gathered = self._to_start <= 0 and not self._gathering and not self._foreseen
-        if self._waited == len(self.buckets) or (gathered and self._updates):
+        if self._waited == len(self.buckets):
             for gather in self._copies.values():
                 gather.finish()
             # they refer to this object and it to them: a recording would count their memory as the caller's

@@ -174,7 +174,8 @@ class DeferredBackward:
     @property
     def accumulated(self) -> list[bool]:
         """Whether a program adds a gradient of earlier micro-batches, for each parameter."""
-        return [self._adds and old is not None for old in self.before]
+        adds = self._adds
+        return [adds and old is not None for old in self.before]
 
     def leaf_gradients(self) -> list[LeafGradient]:
         """Return where its gradients are, in the order of its parameters."""
@@ -192,9 +193,11 @@ class DeferredBackward:
 
     def earlier(self, parameters: Sequence[torch.nn.Parameter] = ()) -> list[torch.Tensor]:
         """Return the gradients of earlier micro-batches that a program adds, in the order of these parameters."""
+        if not self._adds:
+            return []
         held = {id(p): old for p, old in zip(self.parameters, self.before, strict=True) if old is not None}
-        found = [held[id(p)] for p in parameters or self.parameters if self._adds and id(p) in held]
-        return [compat.tensors.local_part(old).contiguous() if self.is_sharded else old for old in found]
+        found = [held[id(p)] for p in parameters or self.parameters if id(p) in held]
+        return [compat.tensors.local_part(old).contiguous() for old in found] if self.is_sharded else found
 
     def run_alone(self, stay_pending: bool = False) -> None:
         """Run the backward by itself."""

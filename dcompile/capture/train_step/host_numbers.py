@@ -213,8 +213,7 @@ def _addcmul(read: Reader, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, va
 
 
 def _addcdiv(read: Reader, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, value: Any = 1) -> torch.Tensor:
-    result: torch.Tensor = x + y * read(value) / z
-    return result
+    return torch.add(x, y * read(value) / z)
 
 
 def _lerp(read: Reader, start: torch.Tensor, end: torch.Tensor, weight: Any) -> torch.Tensor:

@@ -34,6 +34,10 @@ class Member:
         """Entries of the state that the host computes."""
         return ((name, value) for name, value in self.state.items() if is_counter(name, value))
 
+    def read_counts(self) -> dict[str, Any]:
+        """Return the numbers in its counters. A GPU is waited for if they are there."""
+        return {name: float(x) if isinstance(x, torch.Tensor) else x for name, x in self.counters}
+
 
 def why_not_traced(optimizer: torch.optim.Optimizer) -> str:
     """Return why no update of this optimizer can be traced now; empty if its settings allow it."""
@@ -141,7 +145,9 @@ class Membership:
                     counted += tensors
                 elif tensors:
                     with torch.no_grad():
-                        compat.tensors.copy_all(tensors, [torch.tensor(value, dtype=torch.float64)] * len(tensors))
+                        compat.tensors.copy_all(
+                            tensors, [torch.tensor(value, dtype=torch.float64, device=HOST)] * len(tensors)
+                        )
                 else:
                     for member in members:
                         member.state[name] = value
@@ -217,8 +223,7 @@ class OptimizerState:
         is_joint = not is_independent(optimizer)
         parts: dict[Any, list[int]] = {}
         for at, member in enumerate(found.members):
-            counts = {name: float(x) if isinstance(x, torch.Tensor) else x for name, x in member.counters}
-            own = (id(member.group), member.layouts, tuple(counts.items()))
+            own = (id(member.group), member.layouts, tuple(member.read_counts().items()))
             parts.setdefault(() if is_joint else own, []).append(at)
         found.kinds, found.firsts, end = [], [0] * len(found.members), 0
         traces: dict[int, UpdateTrace] = {}
@@ -239,7 +244,7 @@ class OptimizerState:
         shown = members if is_joint else members[:1]
         groups: list[Group] = [group for group in optimizer.param_groups if any(m.group is group for m in shown)]
         owners = [next(at for at, group in enumerate(groups) if group is m.group) for m in shown]
-        counts = [{name: float(x) if isinstance(x, torch.Tensor) else x for name, x in m.counters} for m in shown]
+        counts = [member.read_counts() for member in shown]
         key = tuple(map(constants, groups)), tuple(owners), tuple(m.layouts for m in shown), dtype
         traces = self.traces.setdefault(key, [])
         for known in traces:
@@ -248,7 +253,8 @@ class OptimizerState:
                 return Kind(known, groups, counts, members, values)
         if len(traces) == TRACES:
             raise ValueError("its step depends on numbers that change from step to step in other ways than sums")
-        made = update_trace.trace(optimizer, groups, owners, [m.state for m in shown], [m.held for m in shown], dtype)
+        states, memories = [m.state for m in shown], [m.held for m in shown]
+        made = update_trace.trace(optimizer, groups, owners, states, counts, memories, dtype)
         if not made.is_elementwise and any(compat.tensors.is_dtensor(m.parameter) for m in shown):
             raise ValueError("it needs whole parameters, and each rank has a part")
         traces.append(made)

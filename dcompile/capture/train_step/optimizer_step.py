@@ -96,26 +96,28 @@ class OptimizerStep:
         self.settle("a second backward ran before the step")
         self._newest = backward
         reason = backward.why_alone()
-        if reason or not backward.waits(args) or not self._can_wait(backward):
+        if reason or not backward.waits(args):
             self._reason = reason or IMMEDIATE
             return False
+        parameters, leaves, nodes = self._leaves_of(backward)
+        if not self._can_wait(parameters, nodes):
+            self._reason = IMMEDIATE
+            return False
         backward.begin_waiting()
-        parameters, gradients = self._gradients_of(backward)
+        gradients = self._gradients_of(backward, parameters)
         before = [parameter.grad for parameter in parameters]
         if any(type(gradient) is PendingGradient for gradient in before):
             before = [gradient.value() if type(gradient) is PendingGradient else gradient for gradient in before]
-        leaves = self._leaves_of(backward)[1]
         waiting = DeferredBackward(backward, list(args), leaves, parameters, gradients, before, self._norms)
         args.clear()
         self._waiting = waiting
         compat.autograd.at_end_of_backward(lambda: self._show(waiting))
         return True
 
-    def _can_wait(self, backward: LateBackward) -> bool:
+    def _can_wait(self, parameters: Sequence[Any], nodes: Sequence[Any]) -> bool:
         """Will this backward add to `.grad` of just these parameters, and may nobody look at it while it runs?"""
         if self._optimizer() is None or torch.is_grad_enabled() or torch.is_anomaly_enabled():
             return False
-        parameters, _, nodes = self._leaves_of(backward)
         if not nodes:  # a parameter is gone: another has its place
             return False
         return not compat.autograd.have_leaf_hooks(parameters) and compat.autograd.will_run(nodes)
@@ -132,9 +134,8 @@ class OptimizerStep:
             self._made.pop(backward, None)
         return known
 
-    def _gradients_of(self, backward: LateBackward) -> tuple[list[Any], list[PendingGradient]]:
-        """Return a backward's parameters and new pending gradients: the old ones again where nobody holds them."""
-        parameters, *_ = self._leaves_of(backward)
+    def _gradients_of(self, backward: LateBackward, parameters: Sequence[Any]) -> list[PendingGradient]:
+        """Return new pending gradients of a backward's parameters: the old ones again where nobody holds them."""
         made = self._made.pop(backward, None)
         if made is None:
             gradients = [PendingGradient(parameter, self) for parameter in parameters]
@@ -145,7 +146,7 @@ class OptimizerStep:
                 for parameter, old, count in zip(parameters, made, counts, strict=True)
             ]
         self._made[backward] = gradients
-        return parameters, list(gradients)
+        return list(gradients)
 
     def _show(self, waiting: DeferredBackward) -> None:
         """At the end of a backward, show pending gradients, unless code outside the graph has added gradients."""

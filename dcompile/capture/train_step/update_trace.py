@@ -94,13 +94,15 @@ def _reader(groups: Sequence[Group], states: Sequence[State]) -> Read:
 
 
 @dataclass
-class _Given:
+class _StepInputs:
     """What a trace is made of: parameters with gradients, by their groups."""
 
     optimizer: torch.optim.Optimizer
     groups: Sequence[Group]
     states: Sequence[State]
-    """Of each parameter, with the values of counters as numbers."""
+    """Of each parameter."""
+    counts: Sequence[State]
+    """The numbers in its counters. They are read before the trace, in which a read would be an operation of it."""
     members: Sequence[int]
     """Position of each parameter's group."""
     tape: Tape = field(default_factory=Tape)
@@ -137,7 +139,7 @@ class _Given:
             return tensors[name]
         if not is_counter(name, value):
             return value
-        number = self.tape.source(("state", at, name, -1), value.item() if isinstance(value, torch.Tensor) else value)
+        number = self.tape.source(("state", at, name, -1), self.counts[at][name])
         return StateNumber(number, value.dtype) if isinstance(value, torch.Tensor) else number
 
     def rests(self, memories: Sequence[Sequence[torch.Tensor]]) -> bool:
@@ -212,18 +214,20 @@ def trace(
     groups: Sequence[Group],
     members: Sequence[int],
     states: Sequence[State],
+    counts: Sequence[State],
     memories: Sequence[Sequence[torch.Tensor]],
     dtype: torch.dtype,
 ) -> UpdateTrace:
     """Trace the step of some parameters.
 
-    `members`: each parameter's group, as a position in `groups`. `states`: the entries of its state; `memories`: shapes
-    and dtypes of the parameter and of the tensors among them. `dtype`: that of numbers on the device. Raises NoState if
-    the step makes state, and other errors where a step cannot be traced, for example if it waits for a value.
+    `members`: each parameter's group, as a position in `groups`. `states`: the entries of its state; `counts`: the
+    numbers in counters among them; `memories`: shapes and dtypes of the parameter and of the other tensors. `dtype`:
+    that of numbers on the device. Raises NoState if the step makes state, and other errors where a step cannot be
+    traced, for example if it waits for a value.
     """
     if isinstance(optimizer, torch.optim.Adafactor) and any(each[0].dtype in WIDER for each in memories):
         raise ValueError("its smallest variance follows from the parameter's dtype")
-    given = _Given(optimizer, groups, states, members)
+    given = _StepInputs(optimizer, groups, states, counts, members)
     names = [tensors_of(state) for state in states]
 
     def step(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -256,7 +260,7 @@ def trace(
         old, gradients = [fake(x) for each in memories for x in each], [fake(each[0]) for each in memories]
         vector = torch.empty(LARGEST, dtype=dtype, device=old[0].device)
         another = [[fake(x) for x in each] for each in memories]
-    if not is_independent(optimizer) and not _Given(optimizer, groups, states, members).rests(another):
+    if not is_independent(optimizer) and not _StepInputs(optimizer, groups, states, counts, members).rests(another):
         raise ValueError("it does something without gradients")
     gm = compat.aot.traced_again(torch.func.functionalize(step), [*gradients, *old, vector], {})
     calls = [node for node in gm.graph.nodes if node.op == "call_function"]

@@ -144,10 +144,9 @@ class Membership:
                 if tensors and value == counts[name] + 1:
                     counted += tensors
                 elif tensors:
+                    new = torch.tensor(value, dtype=torch.float64, device=HOST)
                     with torch.no_grad():
-                        compat.tensors.copy_all(
-                            tensors, [torch.tensor(value, dtype=torch.float64, device=HOST)] * len(tensors)
-                        )
+                        compat.tensors.copy_all(tensors, [new] * len(tensors))
                 else:
                     for member in members:
                         member.state[name] = value

@@ -378,9 +378,7 @@ class BodyParser:
         at = self.cursor.at
         buffer = self.cursor.name()
         index = self._index(buffer)
-        dtype = self._suffix() or self.dtypes.get(buffer)
-        if dtype is None:
-            self.cursor.fail(f"unknown buffer {buffer}", at)
+        dtype = self._suffix() or self.dtypes.get(buffer) or self.cursor.fail(f"unknown buffer {buffer}", at)
         mask = None
         if self.cursor.match(r"if\b"):
             mask = self._value()

@@ -26,6 +26,7 @@ TORCH = {
     "mantissa": lambda x: x.frexp().mantissa,
     "exponent": lambda x: x.frexp().exponent,
     "one_plus_erf": lambda x: 1 + x.erf(),
+    "fma": lambda a, b, c: (a.double() * b.double() + c.double()).to(a.dtype),
 }
 SKIPPED = {"where", "cast", "philox", "within"}  # tests/ir/test_interpret.py, tests/ir/test_philox.py
 
@@ -34,13 +35,8 @@ def reference(name):
     return TORCH.get(name) or getattr(torch, name)
 
 
-def pairs(values):
-    a, b = np.meshgrid(values, values)
-    return a.reshape(-1), b.reshape(-1)
-
-
 def arguments(op, values):
-    return (values,) if op.arity == 1 else pairs(values)
+    return tuple(grid.reshape(-1) for grid in np.meshgrid(*(op.arity * [values])))
 
 
 @pytest.mark.parametrize("name", sorted(n for n, op in OPS.items() if "float" in op.kinds and n not in SKIPPED))

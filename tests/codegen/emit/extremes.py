@@ -31,6 +31,7 @@ EAGER: Mapping[str, Callable[..., torch.Tensor]] = {
     "mod": torch.remainder, "fmod": torch.fmod, "min": torch.minimum, "max": torch.maximum,
     "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor, "not": torch.bitwise_not,
     "shl": torch.bitwise_left_shift, "shr": torch.bitwise_right_shift,
+    "fma": lambda a, b, c: (a.double() * b.double() + c.double()).to(a.dtype),
     "mantissa": lambda x: torch.frexp(x)[0], "exponent": lambda x: torch.frexp(x)[1],
 }  # fmt: skip
 """Of operations that torch calls by another name."""
@@ -78,6 +79,8 @@ def operands(op: str, dtype: str) -> dict[str, np.ndarray]:
             keep = (b != 0) & ~((a == least) & (b == -1))
         elif op == "gcd":
             keep = (a != least) & (b != least)
+    if op == "fma":  # a sum that cancels has any error where the product is rounded first, as Triton's interpreter does
+        return {"x0": a, "x1": b, "x2": np.copysign(b[::-1], np.sign(a) * np.sign(b)).astype(dtype)}
     pair = {"x0": a[keep], "x1": b[keep]}
     return {"x0": pair["x0"] > pair["x1"], "x1": pair["x0"], "x2": pair["x1"]} if op == "where" else pair
 

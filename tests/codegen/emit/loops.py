@@ -330,10 +330,16 @@ def unary(op: str, n: int, dtype: str = "float32", out: str | None = None) -> Pr
 
 
 def binary(op: str, n: int, dtype: str = "float32", out: str | None = None) -> Program:
+    return applied(op, "xz", n, dtype, out)
+
+
+def applied(op: str, names: str, n: int, dtype: str = "float32", out: str | None = None) -> Program:
+    """An operation on the elements of buffers with these names."""
     b = Body()
-    args = (b.put(Load("x", I0, dtype)), b.put(Load("z", I0, dtype)))
+    args = [b.put(Load(name, I0, dtype)) for name in names]
     stores = [Store("y", I0, b.op(op, *args, dtype=out or dtype))]
-    return program(b, (n,), (), stores, x=(dtype, (n,)), z=(dtype, (n,)), y=(out or dtype, (n,)))
+    inputs = dict.fromkeys(names, (dtype, (n,)))
+    return program(b, (n,), (), stores, **inputs, y=(out or dtype, (n,)))
 
 
 def arange(n: int, dtype: str = "int64") -> Program:

@@ -187,9 +187,11 @@ def test_results_are_parts_of_padded_ones(width, out, mask, monkeypatch):
         filters = node.args[1].meta["val"]
         assert filters.shape[:2] == (groups * padded_width(out), padded_width(width))
         assert node.args[0].meta["val"].is_contiguous(memory_format=LAST) and filters.is_contiguous(memory_format=LAST)
-    for found, expected in zip(gm(*given), before(*given), strict=True):
+    terms = both(*(tensor.abs() for tensor in given))
+    for found, expected, sizes in zip(gm(*given), before(*given), terms, strict=True):
         assert found.stride() == expected.stride()
-        torch.testing.assert_close(found.float(), expected.float(), rtol=2e-2, atol=2e-2)
+        # Some processors round parts of a convolution's sums: a bound by the result breaks where terms cancel.
+        assert ((found.float() - expected.float()).abs() <= 2**-8 * sizes.float()).all()
 
 
 @pytest.mark.parametrize(

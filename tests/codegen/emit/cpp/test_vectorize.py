@@ -29,6 +29,9 @@ FUNCTIONS = sorted(name for name, op in OPS.items() if op.vector == "function" a
 """The other one is in test_random.py."""
 
 
+NAMES = "xzw"
+
+
 def both(
     made: Program, inputs: dict[str, np.ndarray], again: frozenset[str] = frozenset()
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -54,14 +57,14 @@ def bits(array: np.ndarray) -> np.ndarray:
 
 def applied(op: str) -> Program:
     count = len(points(100_000))
-    return loops.unary(op, count) if OPS[op].arity == 1 else loops.binary(op, count)
+    return loops.applied(op, NAMES[: OPS[op].arity], count)
 
 
 @together(lambda op: kernels_of(applied(op)))
 @pytest.mark.parametrize("op", FUNCTIONS)
 def test_functions_on_vectors_are_those_on_single_floats(op: str) -> None:
     x = points(100_000)
-    more = {} if OPS[op].arity == 1 else {"z": np.random.default_rng(1).permutation(x)}
+    more = {name: np.random.default_rng(at).permutation(x) for at, name in enumerate(NAMES[1 : OPS[op].arity], 1)}
     (got,), (want,) = both(applied(op), {"x": x, **more})
     assert np.array_equal(bits(got), bits(want))
 
